@@ -1,0 +1,1 @@
+"""Scenarios, models and reports that prove what the suite claims."""

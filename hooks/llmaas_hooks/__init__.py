@@ -1,0 +1,74 @@
+"""The contract between the host and its plugins: hooks, types, errors.
+
+A plugin is a class named by an entry point of group ``llmaas_plugins``::
+
+    from llmaas_hooks import LogitsView, hookimpl
+    from pydantic import BaseModel, ConfigDict
+
+    class Plugin:
+        class Config(BaseModel):
+            model_config = ConfigDict(frozen=True, extra="forbid")
+            token: int = 13
+
+        def __init__(self, config: Config) -> None:
+            self.config = config
+
+        @hookimpl
+        def llmaas_logits(self, view: LogitsView) -> None:
+            view.logits[self.config.token] = -float("inf")
+
+Importing this package needs neither llama_cpp nor torch.
+"""
+
+from __future__ import annotations
+
+from llmaas_hooks.errors import (
+    BudgetError,
+    CodecError,
+    ConfigError,
+    IncompatibleError,
+    LimitError,
+    LlmaasError,
+    PluginError,
+    StoreError,
+    UnknownPluginError,
+)
+from llmaas_hooks.manager import HookManager
+from llmaas_hooks.markers import NAME, hookimpl
+from llmaas_hooks.types import (
+    ContextCreate,
+    DecodeStep,
+    Engine,
+    KVRestored,
+    LogitsView,
+    ModelLoad,
+    Plugin,
+    Request,
+    RequestStats,
+    Tokens,
+)
+
+__all__ = [
+    "NAME",
+    "BudgetError",
+    "CodecError",
+    "ConfigError",
+    "ContextCreate",
+    "DecodeStep",
+    "Engine",
+    "HookManager",
+    "IncompatibleError",
+    "KVRestored",
+    "LimitError",
+    "LlmaasError",
+    "LogitsView",
+    "ModelLoad",
+    "Plugin",
+    "PluginError",
+    "Request",
+    "RequestStats",
+    "StoreError",
+    "Tokens",
+    "UnknownPluginError",
+    "hookimpl",
+]

@@ -1,0 +1,46 @@
+"""Which plugins are installed: entry points are listed, and loaded only when asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from llmaas_hooks.errors import PluginError, UnknownPluginError
+
+__all__ = ["GROUP", "installed_plugins", "load_plugin", "suggest"]
+
+GROUP = "llmaas_plugins"
+
+
+def installed_plugins() -> dict[str, EntryPoint]:
+    """Entry points of group ``llmaas_plugins`` by name, sorted. Imports none of them."""
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    return dict(sorted(points.items()))
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` when a known name is near ``word``, else an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def load_plugin(name: str) -> type[Any]:
+    """Import the plugin class installed as ``name``.
+
+    Raises:
+        UnknownPluginError: Nothing is installed under that name.
+        PluginError: Its module cannot be imported.
+    """
+    installed = installed_plugins()
+    if name not in installed:
+        raise UnknownPluginError(
+            f"unknown plugin {name!r}.{suggest(name, installed)} "
+            f"Installed: {', '.join(installed) or 'none'}. List them with `llmaas plugins`."
+        )
+    try:
+        plugin: type[Any] = installed[name].load()
+    except Exception as error:
+        raise PluginError(name, "import", error) from error
+    return plugin

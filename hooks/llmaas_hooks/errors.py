@@ -1,0 +1,62 @@
+"""The error family. Every message says what, found against expected, and the next step."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "CodecError",
+    "ConfigError",
+    "IncompatibleError",
+    "LimitError",
+    "LlmaasError",
+    "PluginError",
+    "StoreError",
+    "UnknownPluginError",
+]
+
+
+class LlmaasError(Exception):
+    """Root of every error this suite raises."""
+
+
+class ConfigError(LlmaasError, ValueError):
+    """A configuration value or an input file is wrong."""
+
+
+class UnknownPluginError(LlmaasError, LookupError):
+    """A plugin was named that is not installed."""
+
+
+class IncompatibleError(LlmaasError, RuntimeError):
+    """The installed llama-cpp-python is not the one the patches were written for."""
+
+
+class PluginError(LlmaasError, RuntimeError):
+    """A plugin's hook failed; the cause is chained.
+
+    Attributes:
+        plugin: Name the plugin is registered under.
+        hook: Name of the hook that failed.
+    """
+
+    def __init__(self, plugin: str, hook: str, cause: BaseException) -> None:
+        """Name the plugin and the hook in the message."""
+        super().__init__(f"plugin {plugin!r} failed in {hook}: {type(cause).__name__}: {cause}")
+        self.plugin = plugin
+        self.hook = hook
+
+
+class StoreError(LlmaasError, OSError):
+    """A chunk store cannot be opened, read or written."""
+
+
+class CodecError(LlmaasError, ValueError):
+    """Encoded bytes are damaged, foreign or of an unknown format."""
+
+
+class BudgetError(LlmaasError, MemoryError):
+    """A byte budget cannot hold what was asked for."""
+
+
+class LimitError(LlmaasError, RuntimeError):
+    """A service limit (contexts, tokens, queue) was reached."""

@@ -1,0 +1,146 @@
+"""Every hook, and nothing else.
+
+Each docstring answers: when it is called, on which thread, at what cost, what is returned, and
+what an exception does. All arguments are passed by name; an implementation may take fewer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks.markers import hookspec
+
+if TYPE_CHECKING:
+    from llmaas_hooks.types import (
+        ContextCreate,
+        DecodeStep,
+        KVRestored,
+        LogitsView,
+        ModelLoad,
+        Request,
+        RequestStats,
+        Tokens,
+    )
+
+__all__ = [
+    "llmaas_context_create",
+    "llmaas_decode",
+    "llmaas_kv_evict",
+    "llmaas_kv_restore",
+    "llmaas_kv_save",
+    "llmaas_logits",
+    "llmaas_model_load",
+    "llmaas_request_begin",
+    "llmaas_request_end",
+    "llmaas_shutdown",
+    "llmaas_status",
+]
+
+
+@hookspec
+def llmaas_model_load(load: ModelLoad) -> None:
+    """Edit the parameters of a model before libllama opens its file.
+
+    When: inside ``llama_model_load_from_file``, before the original is called.
+    Thread: the app's. Cost: once a model; may take milliseconds.
+    Errors: with ``on_error = "log"`` the model loads with the parameters as they are then.
+    """
+
+
+@hookspec
+def llmaas_context_create(create: ContextCreate) -> None:
+    """Edit the parameters of a context before it exists.
+
+    When: inside ``llama_init_from_model``, before the original is called.
+    Thread: the app's. Cost: once a context; may take milliseconds.
+    Errors: with ``on_error = "log"`` the context is created with the parameters as they are then.
+    """
+
+
+@hookspec
+def llmaas_decode(step: DecodeStep) -> None:
+    """Observe a batch that was evaluated.
+
+    When: after ``llama_decode`` returned 0. Not called for evaluation that C code starts itself.
+    Thread: the app's. Cost: once a batch: microseconds.
+    Errors: with ``on_error = "log"`` ignored after one log line.
+    """
+
+
+@hookspec
+def llmaas_logits(view: LogitsView) -> None:
+    """Edit logits in place before they are sampled.
+
+    When: inside ``llama_sampler_sample``, before penalties, grammar and every other sampler.
+    Thread: the app's. Cost: once a sampled token: tens of microseconds.
+    Errors: with ``on_error = "log"`` the token is sampled from the logits as they are then.
+    """
+
+
+@hookspec
+def llmaas_request_begin(request: Request) -> None:
+    """Learn that a request starts.
+
+    When: first step of ``Llama.generate``, before any KV cell is touched.
+    Thread: the app's. Cost: once a request; may take milliseconds.
+    Errors: with ``on_error = "log"`` the request goes on.
+    """
+
+
+@hookspec(firstresult=True)
+def llmaas_kv_restore(request: Request) -> KVRestored | None:
+    """Bring back KV cells for the longest stored prefix of the prompt.
+
+    When: after ``llmaas_request_begin`` of a ``Llama.generate(reset=True)``.
+    Thread: the app's, which owns the engine then. Cost: the switch latency.
+    Returns: what sequence 0 holds now, or None when the plugin left the cells as they were.
+    Errors: the engine's cells are dropped and the whole prompt is evaluated.
+    """
+
+
+@hookspec
+def llmaas_kv_save(request: Request, tokens: Tokens) -> None:
+    """Take KV cells out ahead of time.
+
+    When: a request ended, also when it failed or its generator was closed early.
+    ``tokens`` are the tokens of sequence 0's cells, shape ``(n,)`` int32.
+    Thread: the app's; work belongs into ``request.engine.defer``.
+    Errors: with ``on_error = "log"`` nothing is saved; the context can still be recomputed.
+    """
+
+
+@hookspec
+def llmaas_kv_evict(context_id: str) -> int:
+    """Forget a persistent context in every tier.
+
+    When: the context was deleted. Thread: any. Cost: milliseconds.
+    Returns: bytes of KV that were freed; what other contexts share stays.
+    Errors: raised to the caller: a deletion must not fail silently.
+    """
+
+
+@hookspec
+def llmaas_request_end(request: Request, stats: RequestStats) -> None:
+    """Learn how a request went.
+
+    When: after ``llmaas_kv_save``. Thread: the app's. Cost: microseconds.
+    Errors: with ``on_error = "log"`` ignored after one log line.
+    """
+
+
+@hookspec
+def llmaas_status() -> dict[str, Any]:
+    """Report which mode runs, and its counters.
+
+    When: somebody asks (``Suite.status()``, ``/v1/llmaas/status``). Thread: any.
+    Returns: plain JSON types. Errors: raised to the caller.
+    """
+
+
+@hookspec
+def llmaas_shutdown() -> None:
+    """Finish background work and close files.
+
+    When: the suite is deactivated, after the patches were reverted. Thread: the app's.
+    Errors: logged; the other plugins are still shut down.
+    """

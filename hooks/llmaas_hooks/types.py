@@ -1,0 +1,171 @@
+"""What the hooks pass: frozen dataclasses, and the handle a plugin gets on a running engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ContextCreate",
+    "DecodeStep",
+    "Engine",
+    "KVRestored",
+    "LogitsView",
+    "ModelLoad",
+    "Plugin",
+    "Request",
+    "RequestStats",
+    "Tokens",
+]
+
+Tokens = NDArray[np.int32]
+
+
+class Plugin(Protocol):
+    """What an entry point of group ``llmaas_plugins`` must name: a class of this shape.
+
+    Methods decorated with ``llmaas_hooks.hookimpl`` are its hook implementations.
+    """
+
+    Config: ClassVar[type[Any]]
+    """A frozen pydantic model; unknown keys must be errors (``extra="forbid"``)."""
+
+    def __init__(self, config: Any) -> None:
+        """Take the validated configuration. Nothing else happens yet: no thread, no file."""
+
+
+class Engine(Protocol):
+    """One ``llama_cpp.Llama`` and its context, as the plugins see it."""
+
+    @property
+    def llama(self) -> Any:
+        """The ``llama_cpp.Llama`` object."""
+
+    @property
+    def ctx(self) -> int:
+        """Address of the ``llama_context``."""
+
+    @property
+    def model(self) -> int:
+        """Address of the ``llama_model``."""
+
+    @property
+    def n_seq_max(self) -> int:
+        """Sequences the context really has; the app reads the number it asked for."""
+
+    def resident_tokens(self) -> Tokens:
+        """Tokens whose KV cells sequence 0 holds now, at positions 0…n-1; shape ``(n,)``."""
+
+    def defer(self, job: Callable[[], None]) -> None:
+        """Run ``job`` on the background thread; calls into this engine wait until it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """A model file about to be opened.
+
+    Attributes:
+        path: The GGUF file.
+        params: The ``llama_model_params`` structure; fields may be edited. Keep callback objects
+            that you store in it alive as long as the model.
+    """
+
+    path: str
+    params: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCreate:
+    """A context about to be created.
+
+    Attributes:
+        model: Address of the ``llama_model``.
+        params: A copy of the app's ``llama_context_params``; fields may be edited, the app's own
+            structure keeps its values.
+    """
+
+    model: int
+    params: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One finished ``llama_decode``.
+
+    Attributes:
+        ctx: Address of the ``llama_context``.
+        n_tokens: Tokens in the batch.
+        seconds: Wall time of the call.
+    """
+
+    ctx: int
+    n_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsView:
+    """Logits about to be sampled.
+
+    Attributes:
+        ctx: Address of the ``llama_context``.
+        index: Output row, as given to ``llama_sampler_sample``.
+        logits: The engine's own buffer, shape ``(n_vocab,)`` float32. Edit in place.
+    """
+
+    ctx: int
+    index: int
+    logits: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One ``Llama.generate`` call.
+
+    Attributes:
+        engine: The engine that serves it.
+        tokens: The whole prompt, shape ``(n,)`` int32.
+        context_id: Name of the persistent context it belongs to; None for a stateless request.
+    """
+
+    engine: Engine
+    tokens: Tokens
+    context_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """How a request went.
+
+    Attributes:
+        n_prompt: Prompt tokens.
+        n_reused: Prompt tokens that were in the engine's cells before it started to evaluate.
+        n_generated: Tokens generated.
+        prepare_s: Seconds from the call until evaluation could start (the switch latency).
+        first_token_s: Seconds from the call to the first token; None when there was none.
+        total_s: Seconds from the call until its generator ended.
+    """
+
+    n_prompt: int
+    n_reused: int
+    n_generated: int
+    prepare_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVRestored:
+    """Result of ``llmaas_kv_restore``.
+
+    Attributes:
+        n_tokens: Sequence 0 now holds exactly the first ``n_tokens`` prompt tokens' cells.
+        n_loaded: Those of them that came from the store (the others were still resident).
+    """
+
+    n_tokens: int
+    n_loaded: int

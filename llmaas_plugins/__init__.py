@@ -1,0 +1,20 @@
+"""Plugins that turn any llama-cpp-python app into an LLM service for a small machine.
+
+    import llmaas_plugins
+    from llama_cpp import Llama
+
+    with llmaas_plugins.activate("llmaas.toml"):
+        llm = Llama("model.gguf", n_ctx=4096)
+        ...                                  # unchanged app code
+
+Importing this package does nothing: no patch, no plugin, no thread, no file.
+"""
+
+from __future__ import annotations
+
+from llmaas_plugins.activation import Suite, activate, active_suite
+from llmaas_plugins.config import Config, load_config
+
+__all__ = ["Config", "Suite", "__version__", "activate", "active_suite", "load_config"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,56 @@
+"""The C core: KV blobs, chunk codecs, chunk store I/O and byte budgets.
+
+Nobody else imports the cffi module. Calls release the GIL while they run.
+"""
+
+from __future__ import annotations
+
+from .base import NativeError, Status
+from .budget import Budget
+from .chunk import (
+    ChunkInfo,
+    Codec,
+    chunk_bound,
+    chunk_encode,
+    chunk_peek,
+    chunk_verify,
+    chunks_decode,
+    chunks_decode_at,
+)
+from .kernels import crc32c, kernels_name, kernels_select
+from .kv import (
+    KVGeometry,
+    blob_check,
+    blob_init,
+    blob_positions,
+    blob_probe,
+    blob_size,
+)
+from .store import RECORD_MAX, STORE_BLOCK, store_read, store_write
+
+__all__ = [
+    "RECORD_MAX",
+    "STORE_BLOCK",
+    "Budget",
+    "ChunkInfo",
+    "Codec",
+    "KVGeometry",
+    "NativeError",
+    "Status",
+    "blob_check",
+    "blob_init",
+    "blob_positions",
+    "blob_probe",
+    "blob_size",
+    "chunk_bound",
+    "chunk_encode",
+    "chunk_peek",
+    "chunk_verify",
+    "chunks_decode",
+    "chunks_decode_at",
+    "crc32c",
+    "kernels_name",
+    "kernels_select",
+    "store_read",
+    "store_write",
+]

@@ -1,0 +1,79 @@
+"""Status codes of the core and the errors they become."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks.errors import CodecError
+
+from ._ffi import ffi, lib
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["NativeError", "Status"]
+
+
+class Status(IntEnum):
+    """What a call of the core returned."""
+
+    OK = 0
+    EINVAL = 1
+    ECORRUPT = 2
+    ESPACE = 3
+    EIO = 4
+    EBUDGET = 5
+    EUNSUPPORTED = 6
+    ESTALE = 7
+
+
+class NativeError(CodecError):
+    """A codec call of the core failed.
+
+    Attributes:
+        status: What the core returned; tells damage from a foreign key or an unsupported value.
+        n_done: Leading payloads that are in place (``chunks_decode`` only, else 0).
+    """
+
+    def __init__(self, message: str, status: Status, n_done: int = 0) -> None:
+        """Keep the status beside the message."""
+        super().__init__(message)
+        self.status = status
+        self.n_done = n_done
+
+
+_REASONS = {
+    Status.EINVAL: "an argument is out of range",
+    Status.ECORRUPT: "the bytes are damaged or not in the expected layout",
+    Status.ESPACE: "the destination has the wrong size",
+    Status.EUNSUPPORTED: "the value or layout cannot be represented",
+    Status.ESTALE: "it was written under another key or geometry",
+}
+
+
+def fail(what: str, status: int, n_done: int = 0) -> NativeError:
+    """Build the error of a failed call; ``what`` names the operation and its figures."""
+    code = Status(status)
+    return NativeError(f"{what}: {_REASONS.get(code, 'failed')} ({code.name})", code, n_done)
+
+
+def as_input(buffer: ReadableBuffer) -> Any:
+    """View any contiguous buffer as ``uint8_t[]`` without copying."""
+    return ffi.from_buffer("uint8_t[]", buffer)
+
+
+def as_output(buffer: ReadableBuffer) -> Any:
+    """View a writable buffer as ``uint8_t[]``; a read-only one is a ``BufferError``."""
+    return ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
+
+
+def as_key(key: ReadableBuffer) -> Any:
+    """View a 32-byte chunk key."""
+    view = ffi.from_buffer("uint8_t[]", key)
+    if len(view) != KEY_BYTES:
+        raise fail(f"chunk key of {len(view)} bytes, expected {KEY_BYTES}", lib.LLMAAS_EINVAL)
+    return view
+
+
+KEY_BYTES = 32

@@ -1,0 +1,174 @@
+"""Chunk payloads: encode from a blob, verify, decode into a blob."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ._ffi import ffi, lib
+from .base import as_input, as_key, as_output, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from .kv import KVGeometry
+
+__all__ = [
+    "ChunkInfo",
+    "Codec",
+    "chunk_bound",
+    "chunk_encode",
+    "chunk_peek",
+    "chunk_verify",
+    "chunks_decode",
+    "chunks_decode_at",
+]
+
+
+class Codec(IntEnum):
+    """How a chunk's rows are stored; the id is part of the format."""
+
+    RAW = 0
+    LOSSLESS = 1
+    INT8 = 2
+
+
+class ChunkInfo(NamedTuple):
+    """A chunk's header."""
+
+    codec: Codec
+    n_tokens: int
+    n_layer: int
+    type_k: int
+    type_v: int
+    geom_hash: int
+    body_bytes: int
+
+
+def chunk_bound(geom: KVGeometry, codec: Codec, n_tokens: int) -> int:
+    """Largest payload of ``n_tokens`` tokens; exact for RAW and INT8."""
+    bound = lib.llmaas_chunk_bound(geom.handle, codec, n_tokens)
+    if bound == 0:
+        raise fail(
+            f"chunk of {n_tokens} tokens with codec {codec!r},"
+            f" expected 1..{lib.LLMAAS_CHUNK_MAX_TOKENS} tokens",
+            lib.LLMAAS_EINVAL,
+        )
+    return bound
+
+
+def chunk_encode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    geom: KVGeometry,
+    codec: Codec,
+    blob: ReadableBuffer,
+    n_cells: int,
+    first: int,
+    n_tokens: int,
+    key: ReadableBuffer,
+    out: WriteableBuffer,
+) -> int:
+    """Encode cells ``first`` to ``first + n_tokens`` of a checked blob; returns bytes written.
+
+    Raises:
+        NativeError: EUNSUPPORTED when INT8 meets a value that is not finite (use LOSSLESS);
+            ESPACE when ``out`` is shorter than :func:`chunk_bound`.
+    """
+    src, dst, written = as_input(blob), as_output(out), ffi.new("size_t *")
+    status = lib.llmaas_chunk_encode(
+        geom.handle, codec, src, len(src), n_cells, first, n_tokens,
+        as_key(key), dst, len(dst), written,
+    )  # fmt: skip
+    if status:
+        raise fail(
+            f"encode of cells {first}..{first + n_tokens - 1} of {n_cells} as"
+            f" {Codec(codec).name} into {len(dst)} bytes",
+            status,
+        )
+    return int(written[0])
+
+
+def chunk_peek(payload: ReadableBuffer) -> ChunkInfo:
+    """Read a header without the body; raises when the payload is truncated or foreign."""
+    view, info = as_input(payload), ffi.new("llmaas_chunk_info *")
+    status = lib.llmaas_chunk_peek(view, len(view), info)
+    if status:
+        raise fail(f"chunk of {len(view)} bytes", status)
+    return ChunkInfo(
+        Codec(info.codec), info.n_tokens, info.n_layer, info.type_k, info.type_v,
+        info.geom_hash, info.body_bytes,
+    )  # fmt: skip
+
+
+def chunk_verify(payload: ReadableBuffer, key: ReadableBuffer) -> None:
+    """Raise unless the payload is whole (ECORRUPT) and was written under this key (ESTALE)."""
+    view = as_input(payload)
+    status = lib.llmaas_chunk_verify(view, len(view), as_key(key))
+    if status:
+        raise fail(f"chunk of {len(view)} bytes", status)
+
+
+def chunks_decode(
+    geom: KVGeometry,
+    payloads: Sequence[ReadableBuffer],
+    firsts: Sequence[int],
+    blob: WriteableBuffer,
+    n_cells: int,
+) -> int:
+    """Decode payloads into a blob; payload ``i`` fills the cells from ``firsts[i]`` on.
+
+    The crc is not looked at: :func:`chunk_verify` (or ``store_read``) did that before.
+
+    Returns:
+        The number of payloads, all of them in place.
+
+    Raises:
+        NativeError: A payload is damaged or of another geometry; ``n_done`` leading ones are in
+            place, so ``payloads[n_done]`` is the culprit.
+    """
+    views = [as_input(payload) for payload in payloads]
+    sizes = [len(view) for view in views]
+    return _decode(geom, ffi.new("uint8_t *[]", views), sizes, firsts, as_output(blob), n_cells)
+
+
+def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    geom: KVGeometry,
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    firsts: Sequence[int],
+    blob: WriteableBuffer,
+    n_cells: int,
+) -> int:
+    """Like :func:`chunks_decode`, for payloads at addresses the caller keeps alive."""
+    if len(addresses) != len(sizes):
+        raise fail(f"{len(addresses)} addresses and {len(sizes)} sizes", lib.LLMAAS_EINVAL)
+    table = ffi.new("uintptr_t[]", addresses)
+    return _decode(geom, ffi.cast("uint8_t **", table), sizes, firsts, as_output(blob), n_cells)
+
+
+def _decode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    geom: KVGeometry,
+    table: Any,
+    sizes: Sequence[int],
+    firsts: Sequence[int],
+    blob: Any,
+    n_cells: int,
+) -> int:
+    n = len(sizes)
+    if len(firsts) != n:
+        raise fail(f"{n} payloads and {len(firsts)} first cells", lib.LLMAAS_EINVAL)
+    done = ffi.new("uint32_t *")
+    status = lib.llmaas_chunks_decode(
+        geom.handle, n, table, ffi.new("uint64_t[]", sizes), ffi.new("uint32_t[]", firsts),
+        blob, len(blob), n_cells, done,
+    )  # fmt: skip
+    n_done = int(done[0])
+    if status:
+        where = f"payload {n_done} of {n}" if n_done < n else f"{n} payloads"
+        raise fail(
+            f"decode of {where} into a blob of {len(blob)} bytes and {n_cells} cells",
+            status,
+            n_done,
+        )
+    return n_done

@@ -1,0 +1,178 @@
+"""Geometry of the engine's KV cells, and the sequence blob that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from ._ffi import ffi, lib
+from .base import as_input, as_output, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+__all__ = [
+    "KVGeometry",
+    "blob_check",
+    "blob_init",
+    "blob_positions",
+    "blob_probe",
+    "blob_size",
+]
+
+MAX_LAYERS = 1024
+BLOB_HEAD_BYTES = 16
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """Shape of one context's KV cache, the same for all chunks of a model and context setting.
+
+    Attributes:
+        n_layer: Layers, 1 to 1024.
+        v_trans: Whether the engine stores V transposed (no flash attention).
+        type_k: ggml type id of the K rows (0 f32, 1 f16, 8 q8_0, 30 bf16, others opaque).
+        type_v: ggml type id of the V rows.
+        k_row: Bytes of one token's K row, per layer.
+        v_row: Bytes of one token's V row, per layer; 0 where a layer has none.
+    """
+
+    n_layer: int
+    v_trans: bool
+    type_k: int
+    type_v: int
+    k_row: tuple[int, ...]
+    v_row: tuple[int, ...]
+    handle: Any = field(init=False, repr=False, compare=False)
+    _rows: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Build the C struct once and let the core check it."""
+        if not len(self.k_row) == len(self.v_row) == self.n_layer:
+            raise fail(
+                f"KV geometry of {self.n_layer} layers has {len(self.k_row)} K rows"
+                f" and {len(self.v_row)} V rows",
+                lib.LLMAAS_EINVAL,
+            )
+        try:
+            rows = (ffi.new("uint64_t[]", self.k_row), ffi.new("uint64_t[]", self.v_row))
+            handle = ffi.new(
+                "llmaas_kv_geom *",
+                (self.n_layer, int(self.v_trans), self.type_k, self.type_v, *rows),
+            )
+        except OverflowError as error:
+            raise fail(f"KV geometry {self}: {error}", lib.LLMAAS_EINVAL) from error
+        status = lib.llmaas_kv_geom_check(handle)
+        if status:
+            raise fail(
+                f"KV geometry {self} (1..{MAX_LAYERS} layers; rows of 2 bytes to 1 MiB in whole"
+                " blocks of their type; transposed V only with 2- or 4-byte elements)",
+                status,
+            )
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "handle", handle)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by value: the C struct belongs to this process."""
+        return type(self), (
+            self.n_layer, self.v_trans, self.type_k, self.type_v, self.k_row, self.v_row,
+        )  # fmt: skip
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers, K and V."""
+        return sum(self.k_row) + sum(self.v_row)
+
+    @property
+    def hash(self) -> int:
+        """The 64-bit geometry hash that chunks carry; the orientation of V is not part of it."""
+        return lib.llmaas_kv_geom_hash(self.handle)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a manifest."""
+        return {
+            "n_layer": self.n_layer,
+            "v_trans": self.v_trans,
+            "type_k": self.type_k,
+            "type_v": self.type_v,
+            "k_row": list(self.k_row),
+            "v_row": list(self.v_row),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`to_json`; anything else is a ``NativeError``."""
+        try:
+            return cls(
+                n_layer=int(values["n_layer"]),
+                v_trans=bool(values["v_trans"]),
+                type_k=int(values["type_k"]),
+                type_v=int(values["type_v"]),
+                k_row=tuple(int(row) for row in values["k_row"]),
+                v_row=tuple(int(row) for row in values["v_row"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise fail(f"KV geometry from {values!r}: {error!r}", lib.LLMAAS_EINVAL) from error
+
+
+def blob_size(geom: KVGeometry, n_cells: int) -> int:
+    """Bytes of an engine blob of ``n_cells`` cells."""
+    size = lib.llmaas_blob_size(geom.handle, n_cells)
+    if size == 0:
+        raise fail(f"blob of {n_cells} cells, expected at least 1", lib.LLMAAS_EINVAL)
+    return size
+
+
+def blob_init(geom: KVGeometry, buf: WriteableBuffer, positions: Sequence[int]) -> None:
+    """Write every header of a blob of ``len(positions)`` cells; the rows stay as they are."""
+    view, n = as_output(buf), len(positions)
+    status = lib.llmaas_blob_init(geom.handle, view, len(view), ffi.new("int32_t[]", positions), n)
+    if status:
+        raise fail(f"blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
+
+
+def blob_check(geom: KVGeometry, buf: ReadableBuffer, positions: Sequence[int]) -> None:
+    """Raise unless the engine made exactly this layout with exactly these positions."""
+    view, n = as_input(buf), len(positions)
+    status = lib.llmaas_blob_check(geom.handle, view, len(view), ffi.new("int32_t[]", positions), n)
+    if status:
+        raise fail(f"engine blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
+
+
+def blob_positions(buf: ReadableBuffer) -> list[int]:
+    """Positions of an engine blob's cells, in its order."""
+    view = as_input(buf)
+    n = 0
+    if len(view) >= BLOB_HEAD_BYTES:
+        n = min(int.from_bytes(ffi.unpack(view + 12, 4), "little"), len(view) // 12)
+    pos = ffi.new("int32_t[]", n)
+    status = lib.llmaas_blob_positions(view, len(view), pos, n)
+    if status:
+        raise fail(f"positions of an engine blob of {len(view)} bytes", status)
+    return list(pos)
+
+
+def blob_probe(buf: ReadableBuffer) -> tuple[KVGeometry, int]:
+    """Read geometry and cell count off an engine blob, which is not trusted."""
+    view = as_input(buf)
+    info = ffi.new("llmaas_blob_info *")
+    k_row, v_row = ffi.new(f"uint64_t[{MAX_LAYERS}]"), ffi.new(f"uint64_t[{MAX_LAYERS}]")
+    status = lib.llmaas_blob_probe(view, len(view), MAX_LAYERS, info, k_row, v_row)
+    if status:
+        raise fail(f"engine blob of {len(view)} bytes", status)
+    geom = KVGeometry(
+        n_layer=info.n_layer,
+        v_trans=bool(info.v_trans),
+        type_k=info.type_k,
+        type_v=info.type_v,
+        k_row=tuple(ffi.unpack(k_row, info.n_layer)),
+        v_row=tuple(ffi.unpack(v_row, info.n_layer)),
+    )
+    return geom, info.n_cells
+
+
+def _expected(geom: KVGeometry, n_cells: int) -> str:
+    size = lib.llmaas_blob_size(geom.handle, n_cells)
+    return f"expected {size} bytes" if size else "expected at least 1 cell"

@@ -1,0 +1,102 @@
+"""Batched reads and writes of chunk payloads in a slab file."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks.errors import StoreError
+
+from ._ffi import ffi, lib
+from .base import KEY_BYTES, Status, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from _typeshed import ReadableBuffer
+
+__all__ = ["RECORD_MAX", "STORE_BLOCK", "store_read", "store_write"]
+
+RECORD_MAX: int = lib.LLMAAS_RECORD_MAX
+STORE_BLOCK: int = lib.LLMAAS_STORE_BLOCK
+
+_STATUSES = tuple(Status)
+
+
+def store_read(
+    fd: int,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    addresses: Sequence[int],
+    keys: Sequence[bytes],
+) -> list[Status]:
+    """Read payloads to addresses with ``lengths[i]`` bytes of room each, and verify them.
+
+    Adjacent extents travel in reads of at most 1 MiB, so sort by offset.
+
+    Returns:
+        Per payload OK, ESTALE (another key), ECORRUPT, or EIO (read error or end of file).
+    """
+    n = len(offsets)
+    if not n == len(lengths) == len(addresses) == len(keys):
+        raise fail(
+            "store_read: offsets, lengths, addresses and keys differ in number", lib.LLMAAS_EINVAL
+        )
+    joined = b"".join(keys)
+    if len(joined) != n * KEY_BYTES:
+        raise fail(
+            f"store_read: keys of {len(joined)} bytes, expected {KEY_BYTES} each", lib.LLMAAS_EINVAL
+        )
+    table, statuses = ffi.new("uintptr_t[]", addresses), ffi.new("int32_t[]", n)
+    key_table = ffi.cast("uint8_t (*)[32]", ffi.from_buffer("uint8_t[]", joined))
+    status = lib.llmaas_store_read(
+        fd, n, ffi.new("uint64_t[]", offsets), ffi.new("uint64_t[]", lengths),
+        ffi.cast("uint8_t **", table), key_table, statuses, ffi.new("llmaas_io_stats *"),
+    )  # fmt: skip
+    if status:
+        raise fail(f"store_read of {n} extents (offsets are multiples of {STORE_BLOCK})", status)
+    return [_STATUSES[code] for code in statuses]
+
+
+def store_write(
+    fd: int,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    payloads: Sequence[ReadableBuffer | int],
+) -> int:
+    """Write payloads (buffers, or addresses kept alive by the caller), padded to 4 KiB blocks.
+
+    Returns:
+        Bytes written, padding included.
+
+    Raises:
+        StoreError: The first failing write, with its errno.
+    """
+    n = len(offsets)
+    if not n == len(payloads) == len(lengths):
+        raise fail("store_write: offsets, payloads and lengths differ in number", lib.LLMAAS_EINVAL)
+    views = [_source(payload, length) for payload, length in zip(payloads, lengths, strict=True)]
+    stats = ffi.new("llmaas_io_stats *")
+    status = lib.llmaas_store_write(
+        fd, n, ffi.new("uint64_t[]", offsets), ffi.new("uint64_t[]", lengths),
+        ffi.new("uint8_t *[]", views), stats,
+    )  # fmt: skip
+    if status == Status.EIO:
+        code = stats.sys_errno
+        raise StoreError(
+            code, f"chunk store: write stopped after {stats.bytes} bytes: {os.strerror(code)}"
+        )
+    if status:
+        raise fail(f"store_write of {n} extents (offsets are multiples of {STORE_BLOCK})", status)
+    return int(stats.bytes)
+
+
+def _source(payload: ReadableBuffer | int, length: int) -> Any:
+    if isinstance(payload, int):
+        return ffi.cast("uint8_t *", payload)
+    view = ffi.from_buffer("uint8_t[]", payload)
+    if len(view) < length:
+        raise fail(
+            f"store_write: payload of {len(view)} bytes, expected {length}", lib.LLMAAS_EINVAL
+        )
+    return view

@@ -1,0 +1,112 @@
+"""Switching the suite on and off."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+from llmaas_hooks import HookManager
+from llmaas_hooks.discovery import load_plugin
+from llmaas_hooks.errors import ConfigError
+from llmaas_plugins.config import Config, Source, load_config, validated
+
+__all__ = ["Suite", "activate", "active_suite"]
+
+_lock = threading.RLock()
+_active: Suite | None = None
+
+
+class Suite:
+    """An activation: enabled plugins, their hooks, and the patches under them."""
+
+    def __init__(self, config: Config) -> None:
+        """Load, configure and register the plugins, then patch llama_cpp."""
+        from llmaas_patches import install  # not before somebody activates
+
+        self.config = config
+        self.hooks = HookManager(config.on_error)
+        try:
+            for name in config.enabled():
+                plugin = load_plugin(name)
+                settings = validated(name, plugin.Config, config.plugins[name])
+                self.hooks.register(name, plugin(settings))
+            self._installed = install(self.hooks)
+        except BaseException:
+            self.hooks.shutdown()
+            raise
+        self._depth = 1
+
+    def status(self) -> dict[str, Any]:
+        """What runs: plugin reports by name, and the patched entry points."""
+        self.settle()
+        return {"plugins": self.hooks.status(), "patched": self._installed.targets()}
+
+    def settle(self) -> None:
+        """Wait until contexts that were swapped out ahead of time are out of the engine."""
+        self._installed.settle()
+
+    def evict(self, context_id: str) -> int:
+        """Forget a persistent context's KV in every tier; bytes freed."""
+        self.settle()
+        return self.hooks.kv_evict(context_id)
+
+    def deactivate(self) -> None:
+        """Revert the patches and close the plugins. Nested activations end with the outermost."""
+        global _active  # noqa: PLW0603  one activation a process: the patches are global
+        with _lock:
+            self._depth -= 1
+            if self._depth > 0 or _active is not self:
+                return
+            _active = None
+            self._installed.revert()
+            self.hooks.shutdown()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Deactivate."""
+        self.deactivate()
+
+
+def activate(config: Source | Config = None) -> Suite:
+    """Switch the configured plugins on in this process, for every ``llama_cpp`` app in it.
+
+    Args:
+        config: Path of a ``llmaas.toml``, a mapping of the same shape, a ``Config``, or None for
+            ``LLMAAS_CONFIG`` and the other variables alone.
+
+    Returns:
+        The suite; leave it as a context manager or call ``deactivate``. Activating again with an
+        equal configuration returns the same suite.
+
+    Raises:
+        ConfigError: The configuration is wrong, or another one is active.
+        UnknownPluginError: It enables a plugin that is not installed.
+        IncompatibleError: The installed llama-cpp-python is not supported; nothing was patched.
+    """
+    global _active  # noqa: PLW0603
+    wanted = config if isinstance(config, Config) else load_config(config)
+    with _lock:
+        if _active is None:
+            _active = Suite(wanted)
+        elif _active.config == wanted:
+            _active._depth += 1
+        else:
+            raise ConfigError(
+                "llmaas_plugins is active with another configuration; "
+                "call deactivate() on that suite first"
+            )
+        return _active
+
+
+def active_suite() -> Suite | None:
+    """The suite that is active in this process, if any."""
+    return _active

@@ -1,0 +1,122 @@
+"""Reads the rows of a JSON or JSONL file somebody else wrote.
+
+Every refusal names the file and the line, what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from llmaas_hooks.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["json_rows", "named", "wrong"]
+
+_FOREIGN = {b"PK": "a zip archive", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text"}
+
+
+def wrong(where: str, found: str, expected: str) -> ConfigError:
+    """Build the error; the place comes first so that editors can jump to it."""
+    return ConfigError(f"{where}: found {found}, expected {expected}.")
+
+
+def named(value: object) -> str:
+    """Describe a JSON value for an error message without repeating the user's text at length."""
+    if isinstance(value, dict):
+        keys = ", ".join(repr(str(key)[:24]) for key in list(value)[:6])
+        return f"an object with keys {keys}" if keys else "an empty object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:24]!r}"
+
+
+def _check_file(path: Path, max_bytes: int) -> None:
+    n_bytes = path.stat().st_size
+    if not path.is_file():
+        raise wrong(str(path), "no regular file", "one JSON or JSONL file")
+    if n_bytes > max_bytes:
+        limit = f"at most {max_bytes:,}; split the file or raise max_bytes"
+        raise wrong(str(path), f"{n_bytes:,} bytes", limit)
+    with path.open("rb") as file:
+        foreign = _FOREIGN.get(file.read(2))
+    if foreign is not None:
+        raise wrong(str(path), foreign, "JSON or JSONL in UTF-8; unpack or convert it first")
+
+
+def json_rows(path: Path, *, max_bytes: int) -> Iterator[tuple[str, object]]:
+    """Yield every row of a JSON list, a JSON object or a JSONL file.
+
+    A first line that is a whole object means JSONL (a one-line document reads the same way) and is
+    read line by line; anything else is one document and is read whole.
+
+    Args:
+        path: A regular file in UTF-8, with or without a byte order mark; bytes that are not UTF-8
+            are read as U+FFFD.
+        max_bytes: Larger files are refused before they are read.
+
+    Yields:
+        The place to name in errors, and the row.
+
+    Raises:
+        ConfigError: The file is missing, empty, too large, of a foreign format or not JSON.
+    """
+    try:
+        _check_file(path, max_bytes)
+        yield from _rows(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{path}: cannot read this file: {reason}.") from error
+
+
+def _rows(path: Path) -> Iterator[tuple[str, object]]:
+    lines = _lines(path)
+    number, line = next(lines, (0, ""))
+    if not line:
+        raise wrong(str(path), "an empty file", "JSON or JSONL")
+    if not _is_object(line):
+        yield from _document_rows(path)
+        return
+    yield f"{path}:{number}", _parse(line, path, number)
+    for number, line in lines:
+        yield f"{path}:{number}", _parse(line, path, number)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if text := line.strip():
+                yield number, text
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return line.startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _document_rows(path: Path) -> Iterator[tuple[str, object]]:
+    document = _parse(path.read_text(encoding="utf-8-sig", errors="replace"), path, 1)
+    if isinstance(document, dict):
+        document = [document]
+    if not isinstance(document, list):
+        raise wrong(str(path), named(document), "a JSON object or list")
+    for number, row in enumerate(document, start=1):
+        yield f"{path}: row {number}", row
+
+
+def _parse(text: str, path: Path, line: int) -> object:
+    where, expected = f"{path}:{line}", "a JSON object or list"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{line + error.lineno - 1}:{error.colno}"
+        raise wrong(where, f"invalid JSON ({error.msg})", expected) from None
+    except RecursionError:
+        raise wrong(where, "JSON nested too deeply", expected) from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise wrong(where, f"invalid JSON ({error})", expected) from None

@@ -1,0 +1,71 @@
+"""Ranges of a context's cells, through the public sequence API and one scratch sequence.
+
+``llama_state_seq_get_data`` and ``_set_data`` exchange a blob for a whole sequence. A range is
+read by labelling its cells with the scratch sequence; a range is written by loading a blob into
+the scratch sequence and labelling those cells with sequence 0. Nothing is copied by labelling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.typing import NDArray
+
+from llmaas_plugins.kv_chunks.support import SCRATCH_SEQUENCE
+
+__all__ = ["Cells"]
+
+_APP = 0
+_Bytes = ctypes.POINTER(ctypes.c_uint8)
+
+
+class Cells:
+    """The KV cells of one context. Call it only while the engine is yours."""
+
+    def __init__(self, ctx: int) -> None:
+        """Attach to a context."""
+        self._ctx: Any = ctx
+        self._memory = llama_cpp.llama_get_memory(ctx)
+
+    def read(self, start: int, end: int, blob: NDArray[np.uint8]) -> int:
+        """Copy the cells at positions ``[start, end)`` into ``blob``; bytes written, 0 on failure."""
+        llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
+        try:
+            pointer = ctypes.cast(blob.ctypes.data, _Bytes)
+            return int(
+                llama_cpp.llama_state_seq_get_data(self._ctx, pointer, blob.nbytes, SCRATCH_SEQUENCE)
+            )
+        finally:
+            self._clear_scratch()
+
+    def size(self, start: int, end: int) -> int:
+        """Bytes that ``read`` needs for ``[start, end)``."""
+        llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
+        try:
+            return int(llama_cpp.llama_state_seq_get_size(self._ctx, SCRATCH_SEQUENCE))
+        finally:
+            self._clear_scratch()
+
+    def append(self, blob: NDArray[np.uint8]) -> bool:
+        """Load cells from a blob and give them to sequence 0; False when the engine refuses it."""
+        pointer = ctypes.cast(blob.ctypes.data, _Bytes)
+        try:
+            n_read = llama_cpp.llama_state_seq_set_data(
+                self._ctx, pointer, blob.nbytes, SCRATCH_SEQUENCE
+            )
+            if n_read != blob.nbytes:
+                return False
+            llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
+            return True
+        finally:
+            self._clear_scratch()
+
+    def truncate(self, n_tokens: int) -> None:
+        """Drop the cells at positions ``n_tokens`` and beyond."""
+        llama_cpp.llama_memory_seq_rm(self._memory, _APP, n_tokens, -1)
+
+    def _clear_scratch(self) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, SCRATCH_SEQUENCE, -1, -1)

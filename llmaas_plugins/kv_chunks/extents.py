@@ -1,0 +1,82 @@
+"""First-fit space in an arena or a slab, in 4 KiB pages."""
+
+from __future__ import annotations
+
+import bisect
+
+__all__ = ["PAGE", "ExtentAllocator", "page_round"]
+
+PAGE = 4096
+
+
+def page_round(n_bytes: int) -> int:
+    """``n_bytes`` rounded up to whole pages."""
+    return -(-n_bytes // PAGE) * PAGE
+
+
+class ExtentAllocator:
+    """Free space of ``[0, capacity)`` as a sorted list of disjoint, non-adjacent runs."""
+
+    def __init__(self, capacity: int) -> None:
+        """Everything is free; a partial last page is not used."""
+        self.capacity = capacity // PAGE * PAGE
+        self._starts: list[int] = [0] if self.capacity else []
+        self._ends: list[int] = [self.capacity] if self.capacity else []
+        self.used = 0
+
+    def allocate(self, n_bytes: int) -> int | None:
+        """Offset of a free run of ``n_bytes`` (rounded up to pages), or None."""
+        size = page_round(n_bytes)
+        for i, start in enumerate(self._starts):
+            if self._ends[i] - start >= size:
+                self._take(i, start, start + size)
+                return start
+        return None
+
+    def claim(self, offset: int, n_bytes: int) -> bool:
+        """Take exactly this run; False when any of it is taken or outside."""
+        end = offset + page_round(n_bytes)
+        i = bisect.bisect_right(self._starts, offset) - 1
+        if offset % PAGE or n_bytes <= 0 or i < 0 or end > self._ends[i]:
+            return False
+        self._take(i, offset, end)
+        return True
+
+    def release(self, offset: int, n_bytes: int) -> None:
+        """Give a run back.
+
+        Raises:
+            ValueError: Part of it is free already.
+        """
+        end = offset + page_round(n_bytes)
+        i = bisect.bisect_left(self._starts, offset)
+        if (i > 0 and self._ends[i - 1] > offset) or (
+            i < len(self._starts) and self._starts[i] < end
+        ):
+            raise ValueError(f"extent [{offset}, {end}) is free already")
+        self.used -= end - offset
+        joins_left = i > 0 and self._ends[i - 1] == offset
+        joins_right = i < len(self._starts) and self._starts[i] == end
+        if joins_left and joins_right:
+            self._ends[i - 1] = self._ends[i]
+            del self._starts[i], self._ends[i]
+        elif joins_left:
+            self._ends[i - 1] = end
+        elif joins_right:
+            self._starts[i] = offset
+        else:
+            self._starts.insert(i, offset)
+            self._ends.insert(i, end)
+
+    def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
+        """Give back the tail of a run that turned out shorter."""
+        keep = page_round(new_bytes)
+        if page_round(old_bytes) > keep:
+            self.release(offset + keep, page_round(old_bytes) - keep)
+
+    def _take(self, i: int, start: int, end: int) -> None:
+        free_start, free_end = self._starts[i], self._ends[i]
+        pieces = [(a, b) for a, b in ((free_start, start), (end, free_end)) if a < b]
+        self._starts[i : i + 1] = [a for a, _ in pieces]
+        self._ends[i : i + 1] = [b for _, b in pieces]
+        self.used += end - start

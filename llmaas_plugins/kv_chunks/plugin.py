@@ -1,0 +1,178 @@
+"""The hooks: when contexts are swapped in and out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import weakref
+from typing import Any, ClassVar
+
+from llmaas_hooks import (
+    ContextCreate,
+    DecodeStep,
+    Engine,
+    KVRestored,
+    Request,
+    RequestStats,
+    Tokens,
+    hookimpl,
+)
+from llmaas_plugins._native import Budget, Codec
+from llmaas_plugins.kv_chunks.config import KVChunksConfig
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.fingerprint import fingerprint, root_key
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.pipeline import Workers
+from llmaas_plugins.kv_chunks.report import Report
+from llmaas_plugins.kv_chunks.staging import Staging
+from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.support import SEQUENCES, unsupported
+from llmaas_plugins.kv_chunks.transfer import Transfer
+
+__all__ = ["KVChunks"]
+
+_log = logging.getLogger("llmaas.kv_chunks")
+
+
+class KVChunks:
+    """Persistent contexts for every ``Llama`` of the process."""
+
+    Config: ClassVar[type[KVChunksConfig]] = KVChunksConfig
+
+    def __init__(self, config: KVChunksConfig) -> None:
+        """Open nothing yet: the store is opened with the first context that can be served."""
+        self._config = config
+        self._lock = threading.Lock()
+        self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._report = Report()
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    @hookimpl
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Add the scratch sequence to contexts that can be served."""
+        reason = unsupported(create.model, create.params)
+        if reason is not None:
+            self._leave_alone(reason)
+            return
+        _ = self._store  # a store that cannot be opened must be known before the context exists
+        create.params.n_seq_max = SEQUENCES
+        create.params.kv_unified = True
+
+    @hookimpl
+    def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
+        """Load the longest stored prefix of the prompt."""
+        transfer = self._transfer(request.engine)
+        if transfer is None:
+            return None
+        started = time.perf_counter()
+        restored = transfer.restore(request.tokens, request.engine.resident_tokens())
+        if restored is not None:
+            self._report.restored(restored.n_loaded, time.perf_counter() - started)
+        return restored
+
+    @hookimpl
+    def llmaas_kv_save(self, request: Request, tokens: Tokens) -> None:
+        """Swap out what is new, behind the caller's back (LLMS §3.4)."""
+        transfer = self._transfer(request.engine)
+        if transfer is None or len(tokens) < CHUNK_TOKENS:
+            return
+
+        def swap_out() -> None:
+            started = time.perf_counter()
+            transfer.save(tokens, request.context_id)
+            self._report.saved(time.perf_counter() - started)
+            self._workers.write.submit(self._flush)
+
+        request.engine.defer(swap_out)
+
+    @hookimpl
+    def llmaas_kv_evict(self, context_id: str) -> int:
+        """Forget a context in both tiers."""
+        return self._store.evict_context(context_id)
+
+    @hookimpl
+    def llmaas_decode(self, step: DecodeStep) -> None:
+        """Learn what a token costs to recompute."""
+        self._report.evaluated(step.n_tokens, step.seconds)
+
+    @hookimpl
+    def llmaas_request_end(self, stats: RequestStats) -> None:
+        """Count requests and the prompt tokens they did not have to evaluate."""
+        self._report.request(stats)
+
+    @hookimpl
+    def llmaas_status(self) -> dict[str, Any]:
+        """Mode, sizes and counters."""
+        opened = "_store" in self.__dict__
+        return {
+            "codec": self._config.codec,
+            "chunk_tokens": CHUNK_TOKENS,
+            **(self._store.stats() if opened else {"store": None}),
+            **self._report.snapshot(),
+        }
+
+    @hookimpl
+    def llmaas_shutdown(self) -> None:
+        """Write what is dirty and close the store."""
+        if "_workers" in self.__dict__:
+            self._workers.close()
+        if "_store" in self.__dict__:
+            self._store.close()
+
+    # -- made when first needed -----------------------------------------------------------------
+
+    @functools.cached_property
+    def _workers(self) -> Workers:
+        return Workers()
+
+    @functools.cached_property
+    def _budget(self) -> Budget:
+        return Budget(int(self._config.ram_budget))
+
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        return Staging(self._budget)
+
+    @functools.cached_property
+    def _store(self) -> ChunkStore:
+        config = self._config
+        disk = DiskStore(config.store, int(config.disk_budget)) if config.disk_budget else None
+        _ = self._staging  # takes its share of the budget before the RAM tier takes the rest
+        return ChunkStore(self._budget, disk)
+
+    def _transfer(self, engine: Engine) -> Transfer | None:
+        with self._lock:
+            if engine not in self._transfers:
+                self._transfers[engine] = self._make_transfer(engine)
+            return self._transfers[engine]
+
+    def _make_transfer(self, engine: Engine) -> Transfer | None:
+        llama = engine.llama
+        reason = unsupported(engine.model, llama.context_params)
+        if reason is None and engine.n_seq_max < SEQUENCES:
+            reason = "its context has no scratch sequence: created before activation, or without store"
+        if reason is None and llama.chat_handler is not None:
+            reason = "a chat handler of the app's own may evaluate images behind our back"
+        if reason is not None:
+            self._leave_alone(reason)
+            return None
+        root = root_key(fingerprint(llama))
+        codec = Codec[self._config.codec.upper()]
+        return Transfer(engine, self._store, root, codec, self._staging, self._workers)
+
+    def _flush(self) -> None:
+        try:
+            self._store.flush()
+        except Exception:
+            _log.exception("swap-out to disk failed; contexts will be recomputed")
+
+    def _leave_alone(self, reason: str) -> None:
+        if self._report.left_alone(reason):
+            _log.warning("kv_chunks leaves this context as it is: %s", reason)
+
+

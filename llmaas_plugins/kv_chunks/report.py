@@ -1,0 +1,73 @@
+"""Counters of the plugin, and what they mean together."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from llmaas_hooks import RequestStats
+
+__all__ = ["Report"]
+
+
+class Report:
+    """What the plugin did since it was activated. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Everything is zero."""
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = dict.fromkeys(
+            (
+                "requests",
+                "prompt_tokens",
+                "reused_tokens",
+                "restores",
+                "restored_tokens",
+                "restore_s",
+                "saves",
+                "save_s",
+                "evaluated_tokens",
+                "evaluate_s",
+            ),
+            0,
+        )
+        self._reasons: list[str] = []
+
+    def request(self, stats: RequestStats) -> None:
+        """A request ended."""
+        self._add(requests=1, prompt_tokens=stats.n_prompt, reused_tokens=stats.n_reused)
+
+    def restored(self, n_tokens: int, seconds: float) -> None:
+        """Cells were loaded."""
+        self._add(restores=1, restored_tokens=n_tokens, restore_s=seconds)
+
+    def saved(self, seconds: float) -> None:
+        """Cells were swapped out of the engine."""
+        self._add(saves=1, save_s=seconds)
+
+    def evaluated(self, n_tokens: int, seconds: float) -> None:
+        """The engine evaluated a batch; single tokens are decoding, not recompute."""
+        if n_tokens > 1:
+            self._add(evaluated_tokens=n_tokens, evaluate_s=seconds)
+
+    def left_alone(self, reason: str) -> bool:
+        """A context is not served; True the first time for this reason."""
+        with self._lock:
+            new = reason not in self._reasons
+            if new:
+                self._reasons.append(reason)
+            return new
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain JSON types; ``recompute_saved_s`` estimates what restoring saved."""
+        with self._lock:
+            values: dict[str, Any] = dict(self._values)
+            values["left_alone"] = list(self._reasons)
+        per_token = values["evaluate_s"] / max(1, values["evaluated_tokens"])
+        values["recompute_saved_s"] = values["restored_tokens"] * per_token - values["restore_s"]
+        return values
+
+    def _add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount

@@ -1,0 +1,49 @@
+"""The two buffers through which cells travel: budgeted, allocated once, small enough for a cache."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import BudgetError
+from llmaas_plugins import _native
+from llmaas_plugins._native import Budget, KVGeometry
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+
+__all__ = ["Staging"]
+
+_MOST_BYTES = 4 << 20
+_SHARE = 16
+
+
+class Staging:
+    """Transfer buffers, shared by all engines; hold ``lock`` while you use them."""
+
+    def __init__(self, budget: Budget) -> None:
+        """Take a sixteenth of the budget, 4 MiB at most, for each of the two buffers."""
+        self.lock = threading.Lock()
+        self._n_bytes = min(_MOST_BYTES, budget.limit // _SHARE)
+        budget.reserve(2 * self._n_bytes)
+        self._buffers = tuple(np.zeros(self._n_bytes, dtype=np.uint8) for _ in range(2))
+
+    def buffer(self, i: int) -> NDArray[np.uint8]:
+        """One of the two, shape ``(n_bytes,)``."""
+        return self._buffers[i % 2]
+
+    def chunks(self, geometry: KVGeometry) -> int:
+        """Chunks of cells that fit one buffer.
+
+        Raises:
+            BudgetError: Not even one fits.
+        """
+        one = _native.blob_size(geometry, CHUNK_TOKENS)
+        each = _native.blob_size(geometry, 2 * CHUNK_TOKENS) - one
+        n_chunks = 1 + (self._n_bytes - one) // each
+        if n_chunks < 1:
+            raise BudgetError(
+                f"a chunk of this model needs {one} bytes in each transfer buffer, which has "
+                f"{self._n_bytes}; set plugins.kv_chunks.ram_budget to at least {one * _SHARE}"
+            )
+        return n_chunks

@@ -1,0 +1,181 @@
+"""Chunks between the store and one engine: swap-out ahead of time, and loading."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import CodecError, Engine, KVRestored, Tokens
+from llmaas_plugins import _native
+from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
+from llmaas_plugins.kv_chunks.cells import Cells
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain
+from llmaas_plugins.kv_chunks.pipeline import Workers, load_segments
+from llmaas_plugins.kv_chunks.staging import Staging
+from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.tree import Chunk
+
+__all__ = ["Transfer"]
+
+_log = logging.getLogger("llmaas.kv_chunks")
+
+
+class Transfer:
+    """Moves one engine's chunks."""
+
+    def __init__(  # noqa: PLR0913  wired up in one place
+        self,
+        engine: Engine,
+        store: ChunkStore,
+        root: bytes,
+        codec: Codec,
+        staging: Staging,
+        workers: Workers,
+    ) -> None:
+        """Attach to an engine whose cells have the fingerprint hash ``root``."""
+        self._store = store
+        self._root = root
+        self._codec = codec
+        self._staging = staging
+        self._workers = workers
+        self._cells = Cells(engine.ctx)
+        self._geometry: KVGeometry | None = None
+
+    # -- swap-out -------------------------------------------------------------------------------
+
+    def save(self, tokens: Tokens, context_id: str | None) -> None:
+        """Claim the chunks of sequence 0 that are stored nowhere yet.
+
+        Args:
+            tokens: What the cells hold, shape ``(n,)``.
+            context_id: Persistent context that ends with them, if any.
+        """
+        ids = chain(self._root, tokens)
+        missing = self._store.missing(ids)
+        if missing:
+            geometry = self._learn_geometry()
+            with self._staging.lock:
+                for run in _runs(missing, self._staging.chunks(geometry)):
+                    if not self._claim(geometry, run, ids, len(tokens)):
+                        break
+        self._store.match(ids)
+        if context_id is not None:
+            self._store.set_head(context_id, ids)
+
+    def _claim(
+        self, geometry: KVGeometry, run: range, ids: Sequence[ChunkId], n_tokens: int
+    ) -> bool:
+        start = run.start * CHUNK_TOKENS
+        end = min(run.stop * CHUNK_TOKENS, n_tokens)
+        blob = self._staging.buffer(0)[: _native.blob_size(geometry, end - start)]
+        if self._cells.read(start, end, blob) != blob.nbytes:
+            _log.warning("cannot read cells %d…%d; they are not saved", start, end)
+            return False
+        try:
+            _native.blob_check(geometry, blob, list(range(start, end)))
+        except CodecError as error:
+            _log.warning("cells %d…%d are not saved: %s", start, end, error)
+            return False
+        return all(
+            self._claim_one(geometry, ids[i], blob, end - start, i * CHUNK_TOKENS - start)
+            for i in run
+        )
+
+    def _claim_one(
+        self,
+        geometry: KVGeometry,
+        wanted: ChunkId,
+        blob: NDArray[np.uint8],
+        n_cells: int,
+        first: int,
+    ) -> bool:
+        n_tokens = min(CHUNK_TOKENS, n_cells - first)
+
+        def encode(out: NDArray[np.uint8]) -> int:
+            try:
+                return _native.chunk_encode(
+                    geometry, self._codec, blob, n_cells, first, n_tokens, wanted.key, out
+                )
+            except NativeError as error:
+                if error.status != Status.EUNSUPPORTED:
+                    raise
+                return _native.chunk_encode(  # infinities: keep every bit instead
+                    geometry, Codec.RAW, blob, n_cells, first, n_tokens, wanted.key, out
+                )
+
+        bound = _native.chunk_bound(geometry, Codec.RAW, n_tokens)
+        bound = max(bound, _native.chunk_bound(geometry, self._codec, n_tokens))
+        return self._store.put(wanted, bound, encode)
+
+    # -- load -----------------------------------------------------------------------------------
+
+    def restore(self, prompt: Tokens, resident: Tokens) -> KVRestored | None:
+        """Load the stored prefix of ``prompt`` if it is longer than what is resident.
+
+        Args:
+            prompt: The whole prompt, shape ``(n,)``.
+            resident: What sequence 0 holds, shape ``(m,)``.
+        """
+        match = self._store.match(chain(self._root, prompt))
+        n_common = _common_prefix(prompt, resident)
+        geometry = self._known_geometry()
+        if match.n_tokens <= n_common or geometry is None:
+            return None
+        first = n_common // CHUNK_TOKENS
+        kept = first * CHUNK_TOKENS
+        self._cells.truncate(kept)
+        n_loaded = self._load(geometry, match.path[first:], kept)
+        n_tokens = min(kept + n_loaded, match.n_tokens)
+        self._cells.truncate(n_tokens)
+        return KVRestored(n_tokens, n_tokens - kept)
+
+    def _load(self, geometry: KVGeometry, chunks: Sequence[Chunk], start: int) -> int:
+        """Append chunks at position ``start``; tokens that arrived."""
+        n_tokens = 0
+        with self._staging.lock:
+            segments = load_segments(
+                self._store, self._staging, self._workers, geometry, chunks, start
+            )
+            for segment in segments:
+                if segment.n_tokens and not self._cells.append(segment.blob):
+                    _log.warning("the engine refused stored cells; they are recomputed")
+                    segments.close()
+                    break
+                n_tokens += segment.n_tokens
+        return n_tokens
+
+    def _known_geometry(self) -> KVGeometry | None:
+        if self._geometry is None:
+            layout = self._store.geometry(self._root)
+            self._geometry = None if layout is None else KVGeometry.from_json(json.loads(layout))
+        return self._geometry
+
+    def _learn_geometry(self) -> KVGeometry:
+        """Layout of this engine's cells, read off the blob of one of them."""
+        if self._geometry is None:
+            blob = np.empty(self._cells.size(0, 1), dtype=np.uint8)
+            self._cells.read(0, 1, blob)
+            self._geometry, _ = _native.blob_probe(blob)
+            self._store.set_geometry(self._root, json.dumps(self._geometry.to_json()))
+        return self._geometry
+
+
+def _runs(indices: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive indices, grouped into ranges of ``most`` at most."""
+    start = previous = indices[0]
+    for i in indices[1:]:
+        if i != previous + 1 or i - start >= most:
+            yield range(start, previous + 1)
+            start = i
+        previous = i
+    yield range(start, previous + 1)
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

@@ -1,0 +1,169 @@
+"""Which chunks exist, how they follow each other, and which contexts end where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llmaas_plugins.kv_chunks.keys import TOKEN_BYTES, ChunkId
+
+__all__ = ["Chunk", "ChunkTree", "Match"]
+
+ABSENT = -1
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A stored chunk.
+
+    Attributes:
+        id: Its identity.
+        size: Bytes of its encoded payload.
+        ram: Offset in the RAM arena, or -1.
+        disk: Offset in the slab file, or -1.
+        pins: Transfers that use its bytes in RAM now; a pinned chunk stays where it is.
+        heads: Contexts that end with it.
+    """
+
+    id: ChunkId
+    size: int
+    ram: int = ABSENT
+    disk: int = ABSENT
+    pins: int = 0
+    heads: set[str] = field(default_factory=set)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens it covers."""
+        return len(self.id.tokens) // TOKEN_BYTES
+
+
+class Match(NamedTuple):
+    """Stored chunks for a prompt.
+
+    Attributes:
+        path: Chunks from position 0 on; the last one may only begin like the prompt.
+        n_tokens: Prompt tokens they cover.
+    """
+
+    path: list[Chunk]
+    n_tokens: int
+
+
+class ChunkTree:
+    """The chunks of every context as a forest; prefixes shared by contexts are shared nodes."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._chunks: dict[bytes, Chunk] = {}
+        self._children: dict[bytes, list[Chunk]] = {}
+        self._contexts: dict[str, Chunk] = {}
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Every chunk."""
+        return iter(self._chunks.values())
+
+    def get(self, key: bytes) -> Chunk | None:
+        """The chunk named ``key``."""
+        return self._chunks.get(key)
+
+    def contexts(self) -> dict[str, bytes]:
+        """Key of the last stored chunk of each named context."""
+        return {name: chunk.id.key for name, chunk in self._contexts.items()}
+
+    def match(self, ids: Sequence[ChunkId]) -> Match:
+        """Chunks stored for the longest prefix of the prompt whose identities are ``ids``."""
+        path: list[Chunk] = []
+        n_tokens = 0
+        for wanted in ids:
+            chunk = self._chunks.get(wanted.key)
+            if chunk is None or chunk.id.tokens != wanted.tokens:
+                partial, n_common = self._closest_child(wanted)
+                if partial is not None:
+                    path.append(partial)
+                return Match(path, n_tokens + n_common)
+            path.append(chunk)
+            n_tokens += chunk.n_tokens
+        return Match(path, n_tokens)
+
+    def add(self, chunk: Chunk) -> None:
+        """Put a chunk under its parent."""
+        self._chunks[chunk.id.key] = chunk
+        self._children.setdefault(chunk.id.parent, []).append(chunk)
+
+    def remove(self, chunk: Chunk) -> None:
+        """Take a chunk out; contexts that ended with it end with its parent now."""
+        del self._chunks[chunk.id.key]
+        siblings = self._children[chunk.id.parent]
+        siblings.remove(chunk)
+        if not siblings:
+            del self._children[chunk.id.parent]
+        parent = self._chunks.get(chunk.id.parent)
+        for name in chunk.heads:
+            if parent is None:
+                del self._contexts[name]
+            else:
+                self._contexts[name] = parent
+                parent.heads.add(name)
+        chunk.heads.clear()
+
+    def set_head(self, context_id: str, key: bytes) -> Chunk | None:
+        """Let a context end with chunk ``key``; the chunk it ended with before, if another."""
+        chunk = self._chunks.get(key)
+        old = self._contexts.get(context_id)
+        if chunk is None or chunk is old:
+            return None
+        if old is not None:
+            old.heads.discard(context_id)
+        chunk.heads.add(context_id)
+        self._contexts[context_id] = chunk
+        return old
+
+    def forget_context(self, context_id: str) -> list[Chunk]:
+        """Chunks, last first, that only this context needs; the caller removes them."""
+        chunk = self._contexts.pop(context_id, None)
+        if chunk is None:
+            return []
+        chunk.heads.discard(context_id)
+        return list(self.unneeded_from(chunk))
+
+    def unneeded_from(self, chunk: Chunk | None) -> Iterator[Chunk]:
+        """``chunk`` and its ancestors as long as nothing else needs them; remove as they come."""
+        gone: Chunk | None = None
+        while chunk is not None and not chunk.heads:
+            others = [c for c in self._children.get(chunk.id.key, ()) if c is not gone]
+            if others:
+                return
+            yield chunk
+            gone, chunk = chunk, self._chunks.get(chunk.id.parent)
+
+    def superseded_by(self, wanted: ChunkId) -> list[Chunk]:
+        """Partial siblings that ``wanted`` continues and that no context ends with any more."""
+        return [
+            chunk
+            for chunk in self._children.get(wanted.parent, ())
+            if chunk.id.key != wanted.key
+            and not chunk.heads
+            and chunk.id.key not in self._children
+            and wanted.tokens.startswith(chunk.id.tokens)
+        ]
+
+    def _closest_child(self, wanted: ChunkId) -> tuple[Chunk | None, int]:
+        best: tuple[Chunk | None, int] = (None, 0)
+        for chunk in self._children.get(wanted.parent, ()):
+            n_common = _common_tokens(chunk.id.tokens, wanted.tokens)
+            if n_common > best[1]:
+                best = (chunk, n_common)
+        return best
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n : n + TOKEN_BYTES] == b[n : n + TOKEN_BYTES]:
+        n += TOKEN_BYTES
+    return n // TOKEN_BYTES

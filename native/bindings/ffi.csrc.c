@@ -1,0 +1,1 @@
+#include <llmaas/llmaas.h>

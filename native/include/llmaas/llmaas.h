@@ -1,0 +1,12 @@
+/* Everything the core exports. */
+#ifndef LLMAAS_H
+#define LLMAAS_H
+
+#include "llmaas/base.h"
+#include "llmaas/budget.h"
+#include "llmaas/chunk.h"
+#include "llmaas/kernels.h"
+#include "llmaas/kv.h"
+#include "llmaas/store.h"
+
+#endif

@@ -1,0 +1,28 @@
+/* Batched file I/O for chunk payloads. Extents start on 4 KiB boundaries; adjacent ones (the next starts where the
+ * previous one's last 4 KiB block ends) travel together in system calls of at most LLMAAS_RECORD_MAX bytes. */
+#ifndef LLMAAS_STORE_H
+#define LLMAAS_STORE_H
+
+#include "llmaas/base.h"
+
+#define LLMAAS_RECORD_MAX  (1u << 20)
+#define LLMAAS_STORE_BLOCK 4096u
+
+typedef struct llmaas_io_stats {
+    uint64_t bytes;     /* payload and padding bytes moved */
+    uint64_t n_calls;   /* system calls that moved them */
+    int32_t  sys_errno; /* of the first failed call, else 0 */
+} llmaas_io_stats;
+
+/* Read n payloads, then llmaas_chunk_verify() each against keys[i]. statuses[i]: OK, ESTALE, ECORRUPT, or EIO (read
+ * error or end of file). The call itself fails only with EINVAL. */
+LLMAAS_API llmaas_status llmaas_store_read(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
+    const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats);
+
+/* Write n payloads, each padded with zeros to its last 4 KiB block. Stops at the first failing call with EIO. No fsync. */
+LLMAAS_API llmaas_status llmaas_store_write(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * src,
+    llmaas_io_stats * stats);
+
+#endif

@@ -1,0 +1,80 @@
+/* The dispatch table, and the contract of each kernel. Callers use llmaas_k() and never see an instruction set.
+ * Matrices are rows of u16 or bytes at any address; strides are in bytes. */
+#ifndef LLMAAS_KERNELS_INTERNAL_H
+#define LLMAAS_KERNELS_INTERNAL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    LLMAAS_GROUP    = 64, /* columns per int8 scale and per bit-plane group */
+    LLMAAS_TILE     = 16, /* rows per tile */
+    LLMAAS_SYMBOLS  = 32, /* distinct f16 exponents */
+    LLMAAS_LEVELS   = 11, /* levels of three symbols that hold LLMAAS_SYMBOLS */
+    LLMAAS_FIXED    = 40, /* bytes of the fixed planes of one group */
+    LLMAAS_VAR_PAD  = 16, /* readable bytes that must follow the variable planes */
+};
+
+/* Cursor over the three streams of one lossless block; see native/FORMAT.md. The streams are read or written in tile
+ * order: for each 64 columns, all rows. */
+typedef struct llmaas_planes_reader {
+    const uint8_t * low;    /* low bytes */
+    const uint8_t * fixed;  /* sign, two mantissa bits, first level: 5 × u64 a group */
+    const uint8_t * var;    /* further levels, a bit stream */
+    uint64_t pos;           /* in bits of var */
+    uint64_t end;
+    uint8_t  symbols[LLMAAS_LEVELS * 3]; /* rank → exponent << 2 */
+} llmaas_planes_reader;
+
+typedef struct llmaas_planes_writer {
+    uint8_t * low;
+    uint8_t * fixed;
+    uint8_t * var;          /* the next whole word goes here */
+    uint64_t acc;           /* the bits not yet in var */
+    unsigned n_acc;         /* < 64 */
+    uint8_t  ranks[LLMAAS_SYMBOLS]; /* exponent → rank */
+} llmaas_planes_writer;
+
+typedef struct llmaas_kernels {
+    const char * name;
+
+    uint32_t (*crc32c)(uint32_t crc, const uint8_t * data, size_t n);
+
+    /* dst[c][r] = src[r][c] for u16 elements. */
+    void (*transpose)(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint8_t * dst,
+                      size_t dst_stride);
+
+    /* Per row, per group of 64 columns: f16 scale and int8 values. False when a value is not finite. */
+    bool (*int8_encode)(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint8_t * scales,
+                        size_t scale_stride, uint8_t * q, size_t q_stride);
+    void (*int8_decode)(const uint8_t * scales, size_t scale_stride, const uint8_t * q, size_t q_stride, size_t n_rows,
+                        size_t n_cols, uint8_t * dst, size_t dst_stride);
+
+    /* Add the exponents of a matrix to counts[32]. */
+    void (*exponents)(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint32_t * counts);
+
+    /* One tile: n_cols <= 64. Encoding has room; decoding returns false on a stream that no encoder writes. */
+    void (*planes_encode)(llmaas_planes_writer * w, const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols);
+    bool (*planes_decode)(llmaas_planes_reader * r, size_t n_rows, size_t n_cols, uint8_t * dst, size_t dst_stride);
+} llmaas_kernels;
+
+const llmaas_kernels * llmaas_k(void);
+
+#define LLMAAS_DECLARE_KERNELS(isa)                                                                                       \
+    void llmaas_transpose_##isa(const uint8_t *, size_t, size_t, size_t, uint8_t *, size_t);                              \
+    bool llmaas_int8_encode_##isa(const uint8_t *, size_t, size_t, size_t, uint8_t *, size_t, uint8_t *, size_t);         \
+    void llmaas_int8_decode_##isa(                                                                                        \
+        const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, uint8_t *, size_t);                             \
+    void llmaas_planes_encode_##isa(llmaas_planes_writer *, const uint8_t *, size_t, size_t, size_t);                     \
+    bool llmaas_planes_decode_##isa(llmaas_planes_reader *, size_t, size_t, uint8_t *, size_t)
+
+LLMAAS_DECLARE_KERNELS(generic);
+LLMAAS_DECLARE_KERNELS(avx2);
+LLMAAS_DECLARE_KERNELS(avx512);
+
+void llmaas_exponents_generic(const uint8_t *, size_t, size_t, size_t, uint32_t *);
+uint32_t llmaas_crc32c_generic(uint32_t crc, const uint8_t * data, size_t n);
+uint32_t llmaas_crc32c_sse42(uint32_t crc, const uint8_t * data, size_t n);
+
+#endif

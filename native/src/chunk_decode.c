@@ -1,0 +1,112 @@
+/* Decoding walks plane by plane over a batch of chunks, so that the cells of one plane stay in cache while
+ * neighbouring chunks fill them: transposed chunks write only 32 bytes of each cache line. */
+#include "bytes.h"
+#include "chunk_codec.h"
+
+enum { BATCH = 64 };
+
+typedef struct job {
+    const uint8_t * next; /* unread body, and how much of it */
+    uint64_t left;
+    uint32_t codec;
+    uint32_t first_cell;
+    uint32_t n_tokens;
+} job;
+
+static llmaas_status job_open(const llmaas_kv_geom * geom, uint64_t geom_hash, const uint8_t * payload, uint64_t size,
+                              uint32_t first_cell, uint32_t n_cells, job * out) {
+    llmaas_chunk_info   info;
+    const llmaas_status status = size <= SIZE_MAX ? llmaas_chunk_peek(payload, (size_t) size, &info) : LLMAAS_EINVAL;
+    if (status != LLMAAS_OK) {
+        return status;
+    }
+    if (info.geom_hash != geom_hash || info.n_layer != geom->n_layer) {
+        return LLMAAS_ESTALE;
+    }
+    if (info.n_tokens > n_cells || first_cell > n_cells - info.n_tokens) {
+        return LLMAAS_EINVAL;
+    }
+    const uint64_t pad   = llmaas_body_pad((int) info.codec);
+    const uint64_t exact = llmaas_chunk_bound(geom, (int) info.codec, info.n_tokens) - LLMAAS_CHUNK_HEADER;
+    const bool     fits  = info.codec == LLMAAS_CODEC_LOSSLESS ? info.body_bytes >= pad && info.body_bytes <= exact
+                                                               : info.body_bytes == exact;
+    *out = (job) {payload + LLMAAS_CHUNK_HEADER, info.body_bytes - pad, info.codec, first_cell, info.n_tokens};
+    return fits ? LLMAAS_OK : LLMAAS_ECORRUPT;
+}
+
+/* RAW and INT8 bodies were measured by job_open; only LOSSLESS blocks can still turn out corrupt, and raw blocks
+ * between them can run out of bytes. */
+static bool job_step(job * j, llmaas_kv_span * span) {
+    const llmaas_codec codec = llmaas_block_codec((int) j->codec, &span->plane);
+    span->first_cell = j->first_cell;
+    span->n_tokens   = j->n_tokens;
+    uint64_t bytes;
+    if (codec == LLMAAS_CODEC_LOSSLESS) {
+        bytes = llmaas_lossless_decode(span, j->next, j->left);
+    } else {
+        bytes = llmaas_block_bound(codec, &span->plane, j->n_tokens);
+        if (bytes > j->left) {
+            return false;
+        }
+        if (codec == LLMAAS_CODEC_INT8) {
+            llmaas_int8_decode(span, j->next);
+        } else {
+            llmaas_raw_decode(span, j->next);
+        }
+    }
+    j->next += bytes;
+    j->left -= bytes;
+    return bytes > 0;
+}
+
+/* Returns how many leading jobs are complete: a corrupt one drops itself and all behind it. */
+static uint32_t run_batch(const llmaas_kv_geom * geom, job * jobs, uint32_t n, uint8_t * blob, uint32_t n_cells) {
+    llmaas_kv_walk walk = llmaas_kv_walk_begin(geom, n_cells);
+    llmaas_kv_span span = {.n_cells = n_cells};
+    while (llmaas_kv_walk_next(&walk, &span.plane)) {
+        span.dst = blob + span.plane.data;
+        span.src = span.dst;
+        for (uint32_t i = 0; i < n; ++i) {
+            if (!job_step(&jobs[i], &span)) {
+                n = i;
+            }
+        }
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        if (jobs[i].left != 0) {
+            n = i;
+        }
+    }
+    return n;
+}
+
+llmaas_status llmaas_chunks_decode(
+    const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads, const uint64_t * sizes,
+    const uint32_t * first_cells, uint8_t * blob, size_t blob_size, uint32_t n_cells, uint32_t * n_done) {
+    if (!n_done) {
+        return LLMAAS_EINVAL;
+    }
+    *n_done = 0;
+    if (!blob || (n > 0 && (!payloads || !sizes || !first_cells)) || blob_size == 0 ||
+        blob_size != llmaas_blob_size(geom, n_cells)) {
+        return LLMAAS_EINVAL;
+    }
+    const uint64_t geom_hash = llmaas_kv_geom_hash(geom);
+    llmaas_status  status    = LLMAAS_OK;
+    while (status == LLMAAS_OK && *n_done < n) {
+        job      jobs[BATCH];
+        uint32_t n_jobs = 0;
+        for (uint32_t i = *n_done; i < n && n_jobs < BATCH; ++i, ++n_jobs) {
+            status = job_open(geom, geom_hash, payloads[i], sizes[i], first_cells[i], n_cells, &jobs[n_jobs]);
+            if (status != LLMAAS_OK) {
+                break;
+            }
+        }
+        const uint32_t done = run_batch(geom, jobs, n_jobs, blob, n_cells);
+        if (done < n_jobs) {
+            status = LLMAAS_ECORRUPT;
+        }
+        *n_done += done;
+    }
+    return status;
+}

@@ -1,0 +1,150 @@
+#include "llmaas/store.h"
+
+#include "llmaas/chunk.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/uio.h>
+
+enum {
+    MAX_PER_RUN = LLMAAS_RECORD_MAX / LLMAAS_STORE_BLOCK, /* an extent takes at least one block */
+    MAX_IOV     = 2 * MAX_PER_RUN,                        /* payload and padding; below every system's IOV_MAX of 1024 */
+};
+
+typedef ssize_t (*vector_call)(int, const struct iovec *, int, off_t);
+
+static uint64_t round_up(uint64_t n) { return (n + LLMAAS_STORE_BLOCK - 1) & ~(uint64_t) (LLMAAS_STORE_BLOCK - 1); }
+
+static bool extents_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
+    for (uint32_t i = 0; i < n; ++i) {
+        if (offsets[i] % LLMAAS_STORE_BLOCK != 0 || lengths[i] == 0 || lengths[i] > INT64_MAX / 2 ||
+            offsets[i] > INT64_MAX / 2) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* One past the last extent that travels with extent i. */
+static uint32_t run_end(uint32_t i, uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
+    uint64_t end = offsets[i] + round_up(lengths[i]);
+    uint32_t j   = i + 1;
+    while (j < n && offsets[j] == end && end + round_up(lengths[j]) - offsets[i] <= LLMAAS_RECORD_MAX) {
+        end += round_up(lengths[j++]);
+    }
+    return j;
+}
+
+/* Move everything, through short transfers and interruptions. Returns bytes moved; less than asked at end of file
+ * (stats->sys_errno untouched) or after an error. */
+static uint64_t transfer(vector_call call, int fd, struct iovec * iov, int n_iov, uint64_t offset, llmaas_io_stats * stats) {
+    uint64_t moved = 0;
+    while (n_iov > 0) {
+        const ssize_t n = call(fd, iov, n_iov, (off_t) (offset + moved));
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n < 0 && stats->sys_errno == 0) {
+            stats->sys_errno = errno;
+        }
+        if (n <= 0) {
+            break;
+        }
+        stats->n_calls++;
+        stats->bytes += (uint64_t) n;
+        moved += (uint64_t) n;
+        size_t left = (size_t) n;
+        while (n_iov > 0 && left >= iov->iov_len) {
+            left -= iov->iov_len;
+            ++iov;
+            --n_iov;
+        }
+        if (left > 0) {
+            iov->iov_base = (uint8_t *) iov->iov_base + left;
+            iov->iov_len -= left;
+        }
+    }
+    return moved;
+}
+
+/* Payloads with their padding in between; the last one's padding only when asked. */
+static int run_iov(struct iovec * iov, uint32_t n, const uint64_t * lengths, uint8_t * const * data, uint8_t * pad, bool pad_last) {
+    int n_iov = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        const uint64_t gap = round_up(lengths[i]) - lengths[i];
+        iov[n_iov++] = (struct iovec) {data[i], (size_t) lengths[i]};
+        if (gap > 0 && (pad_last || i + 1 < n)) {
+            iov[n_iov++] = (struct iovec) {pad, (size_t) gap};
+        }
+    }
+    return n_iov;
+}
+
+static void verify_run(uint32_t n, const uint64_t * lengths, uint8_t * const * dst, const uint8_t (* keys)[32],
+                       uint64_t moved, int32_t * statuses) {
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        const bool complete = moved >= at + lengths[i];
+        statuses[i] = complete ? (int32_t) llmaas_chunk_verify(dst[i], (size_t) lengths[i], keys[i]) : LLMAAS_EIO;
+        at += round_up(lengths[i]);
+    }
+}
+
+/* Ask the kernel for the run after this one, so that the disk works while this one is verified. */
+static void prefetch_run(int fd, uint32_t i, uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
+    if (i < n) {
+        const uint32_t last = run_end(i, n, offsets, lengths) - 1;
+        (void) posix_fadvise(fd, (off_t) offsets[i], (off_t) (offsets[last] + lengths[last] - offsets[i]), POSIX_FADV_WILLNEED);
+    }
+}
+
+llmaas_status llmaas_store_read(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
+    const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats) {
+    if (fd < 0 || !stats || (n > 0 && (!offsets || !lengths || !dst || !keys || !statuses))) {
+        return LLMAAS_EINVAL;
+    }
+    *stats = (llmaas_io_stats) {0};
+    if (!extents_ok(n, offsets, lengths)) {
+        return LLMAAS_EINVAL;
+    }
+    for (uint32_t i = 0, end; i < n; i = end) {
+        struct iovec iov[MAX_IOV];
+        uint8_t      pad[LLMAAS_STORE_BLOCK];
+        end = run_end(i, n, offsets, lengths);
+        const int n_iov = run_iov(iov, end - i, lengths + i, dst + i, pad, false);
+        prefetch_run(fd, end, n, offsets, lengths);
+        const uint64_t moved = transfer(preadv, fd, iov, n_iov, offsets[i], stats);
+        verify_run(end - i, lengths + i, dst + i, keys + i, moved, statuses + i);
+    }
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_store_write(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * src,
+    llmaas_io_stats * stats) {
+    if (fd < 0 || !stats || (n > 0 && (!offsets || !lengths || !src))) {
+        return LLMAAS_EINVAL;
+    }
+    *stats = (llmaas_io_stats) {0};
+    if (!extents_ok(n, offsets, lengths)) {
+        return LLMAAS_EINVAL;
+    }
+    uint8_t pad[LLMAAS_STORE_BLOCK] = {0};
+    for (uint32_t i = 0, end; i < n; i = end) {
+        struct iovec iov[MAX_IOV];
+        end = run_end(i, n, offsets, lengths);
+        /* struct iovec has no const; pwritev does not write through it */
+        uint8_t * const * data = (uint8_t * const *) (uintptr_t) (src + i);
+        const int n_iov = run_iov(iov, end - i, lengths + i, data, pad, true);
+        const uint64_t before = stats->bytes;
+        const uint64_t wanted = offsets[end - 1] + round_up(lengths[end - 1]) - offsets[i];
+        transfer(pwritev, fd, iov, n_iov, offsets[i], stats);
+        if (stats->bytes - before != wanted) {
+            return LLMAAS_EIO;
+        }
+    }
+    return LLMAAS_OK;
+}

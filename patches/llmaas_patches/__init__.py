@@ -1,0 +1,50 @@
+"""The interceptors: the only code that touches llama_cpp's internals.
+
+``install`` patches the entry points of the installed llama-cpp-python and fires the hooks of one
+``HookManager``; ``Installed.revert`` puts back exactly what was there.
+"""
+
+from __future__ import annotations
+
+from llmaas_hooks import HookManager
+from llmaas_patches.compat import TESTED_VERSION, VERSION_RANGE, check_version
+from llmaas_patches.host import Host, serving_context
+from llmaas_patches.patcher import Applied, apply
+from llmaas_patches.table import PATCHES
+
+__all__ = ["TESTED_VERSION", "VERSION_RANGE", "Installed", "install", "serving_context"]
+
+
+class Installed:
+    """Patches of one activation."""
+
+    def __init__(self, host: Host, applied: Applied) -> None:
+        """Keep what ``install`` made."""
+        self._host = host
+        self._applied = applied
+
+    def targets(self) -> list[str]:
+        """Dotted names of what is patched now."""
+        return self._applied.targets()
+
+    def settle(self) -> None:
+        """Wait until deferred work on every engine is done."""
+        for handle in list(self._host.lanes.pending):
+            self._host.lanes.settle(handle)
+
+    def revert(self) -> None:
+        """Finish deferred work and put every original back; idempotent."""
+        self._applied.revert()
+        self._host.lanes.close()
+
+
+def install(hooks: HookManager) -> Installed:
+    """Patch llama_cpp for the plugins of ``hooks``.
+
+    Raises:
+        IncompatibleError: The installed llama-cpp-python is not one the patches know; then
+            nothing was patched.
+    """
+    check_version()
+    host = Host(hooks)
+    return Installed(host, apply(PATCHES, host))

@@ -1,0 +1,68 @@
+"""The handle on a running engine that plugins get."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llama_cpp import Llama, llama_cpp
+from llmaas_hooks import Tokens
+from llmaas_patches.lanes import Lanes
+
+__all__ = ["LlamaEngine"]
+
+
+class LlamaEngine:
+    """One ``Llama`` and its context (implements ``llmaas_hooks.Engine``)."""
+
+    def __init__(self, llama: Llama, lanes: Lanes, n_seq_max: int) -> None:
+        """Attach to ``llama``, whose context has ``n_seq_max`` sequences, not keeping it alive."""
+        self._llama = weakref.ref(llama)
+        self._lanes = lanes
+        self.ctx: int = int(llama.ctx)
+        self.model: int = int(llama.model)
+        self.n_seq_max = n_seq_max
+        memory = llama_cpp.llama_get_memory(llama.ctx)
+        self._handles = (self.ctx,) if memory is None else (self.ctx, int(memory))
+
+    @property
+    def llama(self) -> Any:
+        """The ``Llama`` object.
+
+        Raises:
+            ReferenceError: It is gone.
+        """
+        llama = self._llama()
+        if llama is None:
+            raise ReferenceError("the Llama object of this engine is gone")
+        return llama
+
+    def resident_tokens(self) -> Tokens:
+        """Tokens whose KV cells sequence 0 holds, at positions 0…n-1; a copy of shape ``(n,)``."""
+        return np.array(self.llama._input_ids, dtype=np.int32)
+
+    def set_resident(self, tokens: Tokens) -> None:
+        """Tell ``Llama`` which tokens its cells hold now, so that it evaluates only the rest.
+
+        ``_requires_eval`` makes it decode at least one token before it samples: restored cells
+        come without logits.
+        """
+        llama = self.llama
+        llama.n_tokens = len(tokens)
+        llama.input_ids[: len(tokens)] = tokens
+        llama._requires_eval = True
+
+    def drop_resident(self) -> None:
+        """Empty sequence 0, in the cells and in ``Llama``'s books."""
+        self.llama._ctx.kv_cache_seq_rm(0, -1, -1)
+        self.set_resident(np.zeros(0, dtype=np.int32))
+
+    def defer(self, job: Callable[[], None]) -> None:
+        """Run ``job`` on the lane's thread; calls into this context wait until it is done."""
+        self._lanes.defer(self._handles, job)
+
+    def settle(self) -> None:
+        """Wait until deferred work on this context is done."""
+        self._lanes.settle(self.ctx)

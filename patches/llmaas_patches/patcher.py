@@ -1,0 +1,130 @@
+"""Apply and revert patches: reversible, signature-checked, thread-safe."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import IncompatibleError
+
+if TYPE_CHECKING:
+    from llmaas_patches.host import Host
+
+__all__ = ["Applied", "Patch", "apply", "resolve"]
+
+_lock = threading.RLock()
+_log = logging.getLogger("llmaas.patches")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One interception, as data.
+
+    Attributes:
+        target: ``module:name`` or ``module:Class.name``.
+        parameters: Names of the leading parameters the wrapper relies on.
+        wrap: Makes the replacement from the host and the original.
+        also: Other places that hold the same object (``llama_cpp`` star-imports its C bindings).
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    wrap: Callable[[Host, Callable[..., Any]], Callable[..., Any]]
+    also: tuple[str, ...] = ()
+
+
+def resolve(target: str) -> tuple[Any, str]:
+    """Owner object and attribute name of ``module:dotted.name``."""
+    module, _, dotted = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *path, name = dotted.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+class Applied:
+    """Patches that are on. ``revert`` puts every original back, last one first."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        """Set ``owner.name`` and remember how to take it back."""
+        setattr(owner, name, replacement)
+        self._undo.append((owner, name, original, replacement))
+
+    def targets(self) -> list[str]:
+        """Dotted names of what is patched now."""
+        return [f"{owner.__name__}.{name}" for owner, name, _, _ in self._undo]
+
+    def revert(self) -> None:
+        """Restore each original; idempotent.
+
+        A name that somebody else patched on top of ours keeps their wrapper: it still reaches the
+        original through ours, which has no listeners any more.
+        """
+        with _lock:
+            while self._undo:
+                owner, name, original, replacement = self._undo.pop()
+                if inspect.getattr_static(owner, name) is replacement:
+                    setattr(owner, name, original)
+                else:
+                    _log.warning(
+                        "%s.%s was patched again by other code; left as it is",
+                        owner.__name__,
+                        name,
+                    )
+
+
+def apply(patches: Sequence[Patch], host: Host) -> Applied:
+    """Check every patch against what is installed, then apply all of them, or none.
+
+    Raises:
+        IncompatibleError: A target is missing or has other parameters.
+    """
+    with _lock:
+        found = [(patch, _check(patch)) for patch in patches]
+        applied = Applied()
+        try:
+            for patch, original in found:
+                replacement = patch.wrap(host, original)
+                for target in (patch.target, *patch.also):
+                    owner, name = resolve(target)
+                    applied.replace(owner, name, original, replacement)
+        except BaseException:
+            applied.revert()
+            raise
+        return applied
+
+
+def _check(patch: Patch) -> Any:
+    """The original behind a patch, after checking its parameters and its second names."""
+    try:
+        owner, name = resolve(patch.target)
+        original = inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise _drift(patch.target, "is missing") from error
+    found = tuple(inspect.signature(original).parameters)[: len(patch.parameters)]
+    if found != patch.parameters:
+        raise _drift(patch.target, f"has parameters {found}, expected {patch.parameters}")
+    for target in patch.also:
+        owner, name = resolve(target)
+        if inspect.getattr_static(owner, name, None) is not original:
+            raise _drift(target, f"is not the same object as {patch.target}")
+    return original
+
+
+def _drift(target: str, what: str) -> IncompatibleError:
+    import llama_cpp
+
+    return IncompatibleError(
+        f"{target} {what} in llama-cpp-python {llama_cpp.__version__}. "
+        "Install the version that `llmaas doctor` names as tested."
+    )

@@ -1,0 +1,102 @@
+"""``Llama.generate`` as a request: begin, restore, evaluate and sample as ever, save, end.
+
+``create_completion``, chat, ``__call__``, the server and most clients end up in ``generate``.
+Stored contexts are put under it by changing what ``Llama`` believes to hold before it looks for
+the longest prefix itself; its body is never copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+from llama_cpp import Llama
+from llmaas_hooks import PluginError, Request, RequestStats
+from llmaas_patches.engine import LlamaEngine
+from llmaas_patches.host import Host, current_context
+
+__all__ = ["wrap_generate"]
+
+
+def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Llama.generate``: fire the request hooks around it."""
+    bind = inspect.signature(original).bind
+
+    @functools.wraps(original)
+    def generate(
+        self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        clock = _Clock()
+        engine = host.engine(self)
+        engine.settle()
+        request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
+        host.hooks.request_begin(request)
+        if bind(self, tokens, *args, **kwargs).arguments.get("reset", True):
+            _restore(host, engine, request)
+        n_reused = _common_prefix(engine.resident_tokens(), request.tokens)
+        clock.prepared()
+        inner = original(self, tokens, *args, **kwargs)
+        try:
+            reply: Sequence[int] | None = None
+            while True:
+                try:
+                    token = inner.send(reply)
+                except StopIteration:
+                    return
+                clock.token()
+                reply = yield token
+        finally:
+            inner.close()
+            host.hooks.kv_save(request, engine.resident_tokens())
+            host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
+
+    return generate
+
+
+class _Clock:
+    """Times of one request."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._prepare_s = 0.0
+        self._first_token_s: float | None = None
+        self._n_generated = 0
+
+    def prepared(self) -> None:
+        self._prepare_s = time.perf_counter() - self._started
+
+    def token(self) -> None:
+        self._n_generated += 1
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter() - self._started
+
+    def stats(self, n_prompt: int, n_reused: int) -> RequestStats:
+        return RequestStats(
+            n_prompt=n_prompt,
+            n_reused=n_reused,
+            n_generated=self._n_generated,
+            prepare_s=self._prepare_s,
+            first_token_s=self._first_token_s,
+            total_s=time.perf_counter() - self._started,
+        )
+
+
+def _restore(host: Host, engine: LlamaEngine, request: Request) -> None:
+    try:
+        restored = host.hooks.kv_restore(request)
+    except PluginError as error:
+        engine.drop_resident()
+        host.hooks.handle(error)
+        return
+    if restored is not None:
+        engine.set_resident(request.tokens[: restored.n_tokens])
+
+
+def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
