@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from llmaas_hooks import HookManager
 from llmaas_hooks.discovery import load_plugin
-from llmaas_hooks.errors import ConfigError
+from llmaas_hooks.errors import ConfigError, LlmaasError, PluginError
 from llmaas_plugins.config import Config, Source, load_config, validated
 
 __all__ = ["Suite", "activate", "active_suite"]
@@ -28,9 +28,7 @@ class Suite:
         self.hooks = HookManager(config.on_error)
         try:
             for name in config.enabled():
-                plugin = load_plugin(name)
-                settings = validated(name, plugin.Config, config.plugins[name])
-                self.hooks.register(name, plugin(settings))
+                self.hooks.register(name, _make_plugin(name, config))
             self._installed = install(self.hooks)
         except BaseException:
             self.hooks.shutdown()
@@ -74,6 +72,16 @@ class Suite:
     ) -> None:
         """Deactivate."""
         self.deactivate()
+
+
+def _make_plugin(name: str, config: Config) -> object:
+    plugin = load_plugin(name)
+    try:
+        return plugin(validated(name, plugin.Config, config.plugins[name]))
+    except LlmaasError:
+        raise
+    except Exception as error:
+        raise PluginError(name, "construction", error) from error
 
 
 def activate(config: Source | Config = None) -> Suite:

@@ -89,11 +89,14 @@ class Config:
         on_error: What a plugin's exception does to the app's call.
         plugins: One table a plugin, by name.
         service: Limits and places of the service.
+        origins: Where each other key came from (``on_error``, ``service.max_queue``, …), as in
+            ``PluginTable``; what is missing here is a default.
     """
 
     on_error: Literal["log", "raise"] = "log"
     plugins: Mapping[str, PluginTable] = field(default_factory=dict)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def enabled(self) -> list[str]:
         """Names of the plugins that are on."""
@@ -123,7 +126,9 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
         raise ConfigError(_explain(error, origin, _File)) from error
     plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
-    return Config(file.on_error, plugins, file.service)
+    keys = [f"service.{key}" for key in file.service.model_fields_set]
+    keys += file.model_fields_set - {"plugins", "service"}
+    return Config(file.on_error, plugins, file.service, dict.fromkeys(keys, origin))
 
 
 def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseModel:
@@ -149,7 +154,7 @@ def _read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, Any], str
             return tomllib.load(file), path.name
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -194,12 +199,22 @@ def _set_from_environment(
         plugins[name] = PluginTable(old.enabled, values, {**old.origins, key: "env"})
 
 
+def _table_model(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model of the nested table at ``path``."""
+    for part in path:
+        nested = model.model_fields[str(part)].annotation
+        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+            break
+        model = nested
+    return model
+
+
 def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"]) or "(whole table)"
         if item["type"] == "extra_forbidden":
-            known = sorted(model.model_fields)
+            known = sorted(_table_model(model, item["loc"][:-1]).model_fields)
             hint = suggest(str(item["loc"][-1]), known)
             lines.append(f"unknown key {key!r}.{hint} Known: {', '.join(known)}")
         else:

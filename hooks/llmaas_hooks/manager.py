@@ -107,12 +107,18 @@ class HookManager:
         return {impl.plugin_name: impl.function() for impl in caller.get_hookimpls()}
 
     def shutdown(self) -> None:
-        """Fire ``llmaas_shutdown`` for each plugin, also when another one's fails."""
+        """Fire ``llmaas_shutdown`` for each plugin, also when another one's fails; forget all.
+
+        A wrapper may outlive the suite (a generator still open, other code's patch on top of
+        ours): it must find nobody to call.
+        """
         for impl in self._pm.hook.llmaas_shutdown.get_hookimpls():
             try:
                 impl.function()
             except Exception:
                 _log.exception("plugin %r failed in llmaas_shutdown", impl.plugin_name)
+        for name in self.names():
+            self._pm.unregister(name=name)
 
     def handle(self, error: LlmaasError) -> None:
         """Raise or log ``error``, as ``on_error`` says."""

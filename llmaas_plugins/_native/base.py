@@ -10,9 +10,13 @@ from llmaas_hooks.errors import CodecError
 from ._ffi import ffi, lib
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from _typeshed import ReadableBuffer
 
 __all__ = ["NativeError", "Status"]
+
+KEY_BYTES = 32
 
 
 class Status(IntEnum):
@@ -68,12 +72,14 @@ def as_output(buffer: ReadableBuffer) -> Any:
     return ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
 
 
+def as_array(cdecl: str, values: Sequence[int]) -> Any:
+    """Copy a sequence into a C array; cffi itself takes lists and tuples only."""
+    return ffi.new(cdecl, values if isinstance(values, list | tuple) else list(values))
+
+
 def as_key(key: ReadableBuffer) -> Any:
     """View a 32-byte chunk key."""
     view = ffi.from_buffer("uint8_t[]", key)
     if len(view) != KEY_BYTES:
         raise fail(f"chunk key of {len(view)} bytes, expected {KEY_BYTES}", lib.LLMAAS_EINVAL)
     return view
-
-
-KEY_BYTES = 32

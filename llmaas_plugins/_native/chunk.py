@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._ffi import ffi, lib
-from .base import as_input, as_key, as_output, fail
+from .base import as_array, as_input, as_key, as_output, fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +143,7 @@ def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     """Like :func:`chunks_decode`, for payloads at addresses the caller keeps alive."""
     if len(addresses) != len(sizes):
         raise fail(f"{len(addresses)} addresses and {len(sizes)} sizes", lib.LLMAAS_EINVAL)
-    table = ffi.new("uintptr_t[]", addresses)
+    table = as_array("uintptr_t[]", addresses)
     return _decode(geom, ffi.cast("uint8_t **", table), sizes, firsts, as_output(blob), n_cells)
 
 
@@ -160,7 +160,7 @@ def _decode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
         raise fail(f"{n} payloads and {len(firsts)} first cells", lib.LLMAAS_EINVAL)
     done = ffi.new("uint32_t *")
     status = lib.llmaas_chunks_decode(
-        geom.handle, n, table, ffi.new("uint64_t[]", sizes), ffi.new("uint32_t[]", firsts),
+        geom.handle, n, table, as_array("uint64_t[]", sizes), as_array("uint32_t[]", firsts),
         blob, len(blob), n_cells, done,
     )  # fmt: skip
     n_done = int(done[0])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from ._ffi import ffi, lib
-from .base import as_input, as_output, fail
+from .base import as_array, as_input, as_output, fail
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ def blob_size(geom: KVGeometry, n_cells: int) -> int:
 def blob_init(geom: KVGeometry, buf: WriteableBuffer, positions: Sequence[int]) -> None:
     """Write every header of a blob of ``len(positions)`` cells; the rows stay as they are."""
     view, n = as_output(buf), len(positions)
-    status = lib.llmaas_blob_init(geom.handle, view, len(view), ffi.new("int32_t[]", positions), n)
+    status = lib.llmaas_blob_init(geom.handle, view, len(view), as_array("int32_t[]", positions), n)
     if status:
         raise fail(f"blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
 
@@ -136,7 +136,9 @@ def blob_init(geom: KVGeometry, buf: WriteableBuffer, positions: Sequence[int]) 
 def blob_check(geom: KVGeometry, buf: ReadableBuffer, positions: Sequence[int]) -> None:
     """Raise unless the engine made exactly this layout with exactly these positions."""
     view, n = as_input(buf), len(positions)
-    status = lib.llmaas_blob_check(geom.handle, view, len(view), ffi.new("int32_t[]", positions), n)
+    status = lib.llmaas_blob_check(
+        geom.handle, view, len(view), as_array("int32_t[]", positions), n
+    )
     if status:
         raise fail(f"engine blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks.errors import StoreError
 
 from ._ffi import ffi, lib
-from .base import KEY_BYTES, Status, fail
+from .base import KEY_BYTES, Status, as_array, fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +47,10 @@ def store_read(
         raise fail(
             f"store_read: keys of {len(joined)} bytes, expected {KEY_BYTES} each", lib.LLMAAS_EINVAL
         )
-    table, statuses = ffi.new("uintptr_t[]", addresses), ffi.new("int32_t[]", n)
+    table, statuses = as_array("uintptr_t[]", addresses), ffi.new("int32_t[]", n)
     key_table = ffi.cast("uint8_t (*)[32]", ffi.from_buffer("uint8_t[]", joined))
     status = lib.llmaas_store_read(
-        fd, n, ffi.new("uint64_t[]", offsets), ffi.new("uint64_t[]", lengths),
+        fd, n, as_array("uint64_t[]", offsets), as_array("uint64_t[]", lengths),
         ffi.cast("uint8_t **", table), key_table, statuses, ffi.new("llmaas_io_stats *"),
     )  # fmt: skip
     if status:
@@ -78,7 +78,7 @@ def store_write(
     views = [_source(payload, length) for payload, length in zip(payloads, lengths, strict=True)]
     stats = ffi.new("llmaas_io_stats *")
     status = lib.llmaas_store_write(
-        fd, n, ffi.new("uint64_t[]", offsets), ffi.new("uint64_t[]", lengths),
+        fd, n, as_array("uint64_t[]", offsets), as_array("uint64_t[]", lengths),
         ffi.new("uint8_t *[]", views), stats,
     )  # fmt: skip
     if status == Status.EIO:

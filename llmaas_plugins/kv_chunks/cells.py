@@ -50,22 +50,32 @@ class Cells:
             self._clear_scratch()
 
     def append(self, blob: NDArray[np.uint8]) -> bool:
-        """Load cells from a blob and give them to sequence 0; False when the engine refuses it."""
-        pointer = ctypes.cast(blob.ctypes.data, _Bytes)
-        try:
-            n_read = llama_cpp.llama_state_seq_set_data(
-                self._ctx, pointer, blob.nbytes, SCRATCH_SEQUENCE
-            )
-            if n_read != blob.nbytes:
-                return False
-            llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
-            return True
-        finally:
-            self._clear_scratch()
+        """Load cells from a blob and give them to sequence 0; False when the engine refuses it.
+
+        They stay labelled with the scratch sequence too, until ``finish`` or the next ``append``:
+        loading into a sequence empties it first.
+        """
+        if not self._load(blob, SCRATCH_SEQUENCE):
+            return False
+        llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
+        return True
+
+    def replace(self, blob: NDArray[np.uint8]) -> bool:
+        """Load cells from a blob in place of all of sequence 0's; False when refused."""
+        return self._load(blob, _APP)
+
+    def finish(self) -> None:
+        """Empty the scratch sequence after the last ``append``."""
+        self._clear_scratch()
 
     def truncate(self, n_tokens: int) -> None:
         """Drop the cells at positions ``n_tokens`` and beyond."""
         llama_cpp.llama_memory_seq_rm(self._memory, _APP, n_tokens, -1)
+
+    def _load(self, blob: NDArray[np.uint8], sequence: int) -> bool:
+        pointer = ctypes.cast(blob.ctypes.data, _Bytes)
+        n_read = llama_cpp.llama_state_seq_set_data(self._ctx, pointer, blob.nbytes, sequence)
+        return int(n_read) == blob.nbytes
 
     def _clear_scratch(self) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, SCRATCH_SEQUENCE, -1, -1)

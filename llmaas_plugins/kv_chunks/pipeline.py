@@ -23,6 +23,7 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 __all__ = ["Segment", "Workers", "load_segments"]
 
 _READ_AHEAD = 3
+_INLINE = 2
 
 
 class Workers:
@@ -95,8 +96,12 @@ def load_segments(
     parts = [chunks[i : i + step] for i in range(0, len(chunks), step)]
     starts = np.cumsum([start, *(sum(c.n_tokens for c in part) for part in parts)]).tolist()
     loader = _Loader(store, staging, geometry)
-    if len(parts) == 1:  # threads would cost more than they hide
-        yield loader.decode(0, parts[0], store.fetch(parts[0]), start)
+    if len(parts) <= _INLINE and all(chunk.ram >= 0 for chunk in chunks):
+        for i, part in enumerate(parts):  # threads would cost more than they hide
+            segment = loader.decode(i, part, store.fetch(part), starts[i])
+            yield segment
+            if not segment.is_whole:
+                return
         return
 
     reads: dict[int, Future[list[int]]] = {}

@@ -15,14 +15,14 @@ from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 __all__ = ["Staging"]
 
 _MOST_BYTES = 4 << 20
-_SHARE = 16
+_SHARE = 8
 
 
 class Staging:
     """Transfer buffers, shared by all engines; hold ``lock`` while you use them."""
 
     def __init__(self, budget: Budget) -> None:
-        """Take a sixteenth of the budget, 4 MiB at most, for each of the two buffers."""
+        """Take an eighth of the budget, 4 MiB at most, for each of the two buffers."""
         self.lock = threading.Lock()
         self._n_bytes = min(_MOST_BYTES, budget.limit // _SHARE)
         budget.reserve(2 * self._n_bytes)

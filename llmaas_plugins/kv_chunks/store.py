@@ -7,6 +7,7 @@ chunk that turns out damaged is a fault: it is dropped, and its tokens are evalu
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import StoreError
+from llmaas_hooks import StoreError, Tokens
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.disk import DiskStore
@@ -70,12 +71,16 @@ class ChunkStore:
 
     # -- lookup ---------------------------------------------------------------------------------
 
-    def match(self, ids: Sequence[ChunkId]) -> Match:
-        """Chunks for the longest stored prefix, marked as used."""
+    def match(self, root: bytes, tokens: Tokens) -> Match:
+        """Chunks for the longest stored prefix of ``tokens``, shape ``(n,)``."""
         with self._lock:
-            found = self.tree.match(ids)
-            self._touch(found.path)
-            return found
+            return self.tree.match(root, tokens)
+
+    def touch(self, ids: Sequence[ChunkId]) -> None:
+        """Mark the stored ones of a context's chunks as used, the last one first."""
+        with self._lock:
+            found = [self.tree.get(wanted.key) for wanted in ids]
+            self._touch([chunk for chunk in found if chunk is not None])
 
     def missing(self, ids: Sequence[ChunkId]) -> list[int]:
         """Indices of identities that are stored nowhere."""
@@ -140,8 +145,8 @@ class ChunkStore:
     def set_head(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Let a named context end with the last stored one of ``ids``."""
         with self._lock:
-            path = self.tree.match(ids).path
-            whole = [chunk for chunk, wanted in zip(path, ids, strict=False) if chunk.id == wanted]
+            found = itertools.takewhile(bool, (self.tree.get(wanted.key) for wanted in ids))
+            whole = [chunk for chunk in found if chunk is not None]
             if not whole:
                 return
             old = self.tree.set_head(context_id, whole[-1].id.key)

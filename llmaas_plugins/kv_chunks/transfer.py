@@ -62,7 +62,7 @@ class Transfer:
                 for run in _runs(missing, self._staging.chunks(geometry)):
                     if not self._claim(geometry, run, ids, len(tokens)):
                         break
-        self._store.match(ids)
+        self._store.touch(ids)
         if context_id is not None:
             self._store.set_head(context_id, ids)
 
@@ -120,32 +120,37 @@ class Transfer:
             prompt: The whole prompt, shape ``(n,)``.
             resident: What sequence 0 holds, shape ``(m,)``.
         """
-        match = self._store.match(chain(self._root, prompt))
+        match = self._store.match(self._root, prompt)
         n_common = _common_prefix(prompt, resident)
         geometry = self._known_geometry()
         if match.n_tokens <= n_common or geometry is None:
             return None
-        first = n_common // CHUNK_TOKENS
-        kept = first * CHUNK_TOKENS
-        self._cells.truncate(kept)
-        n_loaded = self._load(geometry, match.path[first:], kept)
-        n_tokens = min(kept + n_loaded, match.n_tokens)
-        self._cells.truncate(n_tokens)
+        kept = n_common // CHUNK_TOKENS * CHUNK_TOKENS
+        end = kept + self._load(geometry, match.path[kept // CHUNK_TOKENS :], kept)
+        n_tokens = min(end, match.n_tokens)
+        if n_tokens < end:
+            self._cells.truncate(n_tokens)
         return KVRestored(n_tokens, n_tokens - kept)
 
-    def _load(self, geometry: KVGeometry, chunks: Sequence[Chunk], start: int) -> int:
-        """Append chunks at position ``start``; tokens that arrived."""
+    def _load(self, geometry: KVGeometry, chunks: Sequence[Chunk], kept: int) -> int:
+        """Put chunks behind the first ``kept`` tokens, in place of all else; tokens that arrived."""
+        if kept:
+            self._cells.truncate(kept)
         n_tokens = 0
         with self._staging.lock:
             segments = load_segments(
-                self._store, self._staging, self._workers, geometry, chunks, start
+                self._store, self._staging, self._workers, geometry, chunks, kept
             )
             for segment in segments:
-                if segment.n_tokens and not self._cells.append(segment.blob):
+                put = self._cells.append if kept + n_tokens else self._cells.replace
+                if segment.n_tokens and not put(segment.blob):
                     _log.warning("the engine refused stored cells; they are recomputed")
                     segments.close()
                     break
                 n_tokens += segment.n_tokens
+        if kept + n_tokens == 0:
+            self._cells.truncate(0)
+        self._cells.finish()
         return n_tokens
 
     def _known_geometry(self) -> KVGeometry | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llmaas_plugins.kv_chunks.keys import TOKEN_BYTES, ChunkId
+import numpy as np
+
+from llmaas_hooks import Tokens
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, ChunkId
 
 __all__ = ["Chunk", "ChunkTree", "Match"]
 
@@ -57,7 +60,7 @@ class ChunkTree:
     def __init__(self) -> None:
         """Start empty."""
         self._chunks: dict[bytes, Chunk] = {}
-        self._children: dict[bytes, list[Chunk]] = {}
+        self._children: dict[bytes, dict[bytes, Chunk]] = {}  # by parent key, by tokens
         self._contexts: dict[str, Chunk] = {}
 
     def __len__(self) -> int:
@@ -76,31 +79,38 @@ class ChunkTree:
         """Key of the last stored chunk of each named context."""
         return {name: chunk.id.key for name, chunk in self._contexts.items()}
 
-    def match(self, ids: Sequence[ChunkId]) -> Match:
-        """Chunks stored for the longest prefix of the prompt whose identities are ``ids``."""
+    def match(self, root: bytes, tokens: Tokens) -> Match:
+        """Chunks stored for the longest prefix of ``tokens``, shape ``(n,)``, under ``root``.
+
+        Compares the tokens themselves at each step; nothing is hashed on the way to an answer.
+        """
+        data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        step = CHUNK_TOKENS * TOKEN_BYTES
         path: list[Chunk] = []
-        n_tokens = 0
-        for wanted in ids:
-            chunk = self._chunks.get(wanted.key)
-            if chunk is None or chunk.id.tokens != wanted.tokens:
-                partial, n_common = self._closest_child(wanted)
-                if partial is not None:
-                    path.append(partial)
-                return Match(path, n_tokens + n_common)
+        parent, n_bytes = root, 0
+        for start in range(0, len(data), step):
+            piece = data[start : start + step]
+            siblings = self._children.get(parent, {})
+            chunk = siblings.get(piece)
+            if chunk is None:
+                closest, n_common = _closest(siblings, piece)
+                path += closest
+                return Match(path, (n_bytes + n_common) // TOKEN_BYTES)
             path.append(chunk)
-            n_tokens += chunk.n_tokens
-        return Match(path, n_tokens)
+            n_bytes += len(piece)
+            parent = chunk.id.key
+        return Match(path, n_bytes // TOKEN_BYTES)
 
     def add(self, chunk: Chunk) -> None:
         """Put a chunk under its parent."""
         self._chunks[chunk.id.key] = chunk
-        self._children.setdefault(chunk.id.parent, []).append(chunk)
+        self._children.setdefault(chunk.id.parent, {})[chunk.id.tokens] = chunk
 
     def remove(self, chunk: Chunk) -> None:
         """Take a chunk out; contexts that ended with it end with its parent now."""
         del self._chunks[chunk.id.key]
         siblings = self._children[chunk.id.parent]
-        siblings.remove(chunk)
+        del siblings[chunk.id.tokens]
         if not siblings:
             del self._children[chunk.id.parent]
         parent = self._chunks.get(chunk.id.parent)
@@ -136,8 +146,8 @@ class ChunkTree:
         """``chunk`` and its ancestors as long as nothing else needs them; remove as they come."""
         gone: Chunk | None = None
         while chunk is not None and not chunk.heads:
-            others = [c for c in self._children.get(chunk.id.key, ()) if c is not gone]
-            if others:
+            children = self._children.get(chunk.id.key, {})
+            if any(child is not gone for child in children.values()):
                 return
             yield chunk
             gone, chunk = chunk, self._chunks.get(chunk.id.parent)
@@ -146,24 +156,27 @@ class ChunkTree:
         """Partial siblings that ``wanted`` continues and that no context ends with any more."""
         return [
             chunk
-            for chunk in self._children.get(wanted.parent, ())
+            for chunk in self._children.get(wanted.parent, {}).values()
             if chunk.id.key != wanted.key
             and not chunk.heads
             and chunk.id.key not in self._children
             and wanted.tokens.startswith(chunk.id.tokens)
         ]
 
-    def _closest_child(self, wanted: ChunkId) -> tuple[Chunk | None, int]:
-        best: tuple[Chunk | None, int] = (None, 0)
-        for chunk in self._children.get(wanted.parent, ()):
-            n_common = _common_tokens(chunk.id.tokens, wanted.tokens)
-            if n_common > best[1]:
-                best = (chunk, n_common)
-        return best
+
+def _closest(siblings: Mapping[bytes, Chunk], piece: bytes) -> tuple[list[Chunk], int]:
+    """The sibling that begins most like ``piece``, if any does, and the bytes they share."""
+    best: tuple[list[Chunk], int] = ([], 0)
+    for tokens, chunk in siblings.items():
+        n_common = _common_bytes(tokens, piece)
+        if n_common > best[1]:
+            best = ([chunk], n_common)
+    return best
 
 
-def _common_tokens(a: bytes, b: bytes) -> int:
+def _common_bytes(a: bytes, b: bytes) -> int:
+    """Length of the common prefix, in whole tokens."""
     n = 0
     while n < min(len(a), len(b)) and a[n : n + TOKEN_BYTES] == b[n : n + TOKEN_BYTES]:
         n += TOKEN_BYTES
-    return n // TOKEN_BYTES
+    return n

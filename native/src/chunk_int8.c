@@ -49,7 +49,7 @@ bool llmaas_int8_encode(const llmaas_kv_span * span, uint8_t * dst) {
     if (!span->plane.trans) {
         return k->int8_encode(llmaas_kv_span_rows(span), span->plane.row, span->n_tokens, n_cols, dst, ns, q, n_cols);
     }
-    uint8_t      rows[LLMAAS_TILE_BYTES];
+    _Alignas(64) uint8_t rows[LLMAAS_TILE_BYTES];
     const size_t stride = LLMAAS_GROUP * 2;
     for (llmaas_kv_rect rect = {0}; llmaas_kv_rect_next(span, &rect);) {
         llmaas_kv_rect_load(span, rect, rows, stride);
@@ -70,7 +70,7 @@ void llmaas_int8_decode(const llmaas_kv_span * span, const uint8_t * src) {
         k->int8_decode(src, ns, q, n_cols, span->n_tokens, n_cols, llmaas_kv_span_rows_mut(span), span->plane.row);
         return;
     }
-    uint8_t      rows[LLMAAS_TILE_BYTES];
+    _Alignas(64) uint8_t rows[LLMAAS_TILE_BYTES];
     const size_t stride = LLMAAS_GROUP * 2;
     for (llmaas_kv_rect rect = {0}; llmaas_kv_rect_next(span, &rect);) {
         const uint8_t * scales = src + rect.t * ns + rect.c / LLMAAS_GROUP * 2;

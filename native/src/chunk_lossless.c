@@ -60,7 +60,7 @@ static void write_planes(const llmaas_kv_span * span, const layout * l, uint8_t 
     for (uint8_t r = 0; r < l->n_symbols; ++r) {
         w.ranks[l->symbols[r]] = r;
     }
-    uint8_t         tile[LLMAAS_TILE_BYTES];
+    _Alignas(64) uint8_t tile[LLMAAS_TILE_BYTES];
     const uint8_t * rows = llmaas_kv_span_rows(span);
     for (llmaas_kv_rect rect = {0}; llmaas_kv_rect_next(span, &rect);) {
         if (rows) {
@@ -102,12 +102,15 @@ static bool read_planes(const llmaas_kv_span * span, layout * l, const uint8_t *
     }
     llmaas_planes_reader r = {.low = src + BLOCK_HEAD + l->n_symbols};
     for (uint32_t i = 0; i < l->n_symbols; ++i) {
-        r.symbols[i] = (uint8_t) ((src[BLOCK_HEAD + i] & 31) << 2);
+        if (src[BLOCK_HEAD + i] >= LLMAAS_SYMBOLS) {
+            return false;
+        }
+        r.symbols[i] = (uint8_t) (src[BLOCK_HEAD + i] << 2);
     }
     r.fixed = r.low + l->n_low;
     r.var   = r.fixed + l->n_fixed;
     r.end   = (bytes - layout_bytes(l)) * 8;
-    uint8_t   tile[LLMAAS_TILE_BYTES];
+    _Alignas(64) uint8_t tile[LLMAAS_TILE_BYTES];
     uint8_t * rows = llmaas_kv_span_rows_mut(span);
     for (llmaas_kv_rect rect = {0}; llmaas_kv_rect_next(span, &rect);) {
         uint8_t *    dst    = rows ? rows + (size_t) rect.t * span->plane.row + 2 * (size_t) rect.c : tile;

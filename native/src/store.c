@@ -92,14 +92,6 @@ static void verify_run(uint32_t n, const uint64_t * lengths, uint8_t * const * d
     }
 }
 
-/* Ask the kernel for the run after this one, so that the disk works while this one is verified. */
-static void prefetch_run(int fd, uint32_t i, uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
-    if (i < n) {
-        const uint32_t last = run_end(i, n, offsets, lengths) - 1;
-        (void) posix_fadvise(fd, (off_t) offsets[i], (off_t) (offsets[last] + lengths[last] - offsets[i]), POSIX_FADV_WILLNEED);
-    }
-}
-
 llmaas_status llmaas_store_read(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
     const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats) {
@@ -115,7 +107,6 @@ llmaas_status llmaas_store_read(
         uint8_t      pad[LLMAAS_STORE_BLOCK];
         end = run_end(i, n, offsets, lengths);
         const int n_iov = run_iov(iov, end - i, lengths + i, dst + i, pad, false);
-        prefetch_run(fd, end, n, offsets, lengths);
         const uint64_t moved = transfer(preadv, fd, iov, n_iov, offsets[i], stats);
         verify_run(end - i, lengths + i, dst + i, keys + i, moved, statuses + i);
     }

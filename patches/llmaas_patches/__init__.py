@@ -34,8 +34,8 @@ class Installed:
 
     def revert(self) -> None:
         """Finish deferred work and put every original back; idempotent."""
+        self._host.lanes.close()  # before the wrappers that wait for it are gone
         self._applied.revert()
-        self._host.lanes.close()
 
 
 def install(hooks: HookManager) -> Installed:

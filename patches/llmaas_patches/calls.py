@@ -114,11 +114,15 @@ def wrap_n_seq_max(host: Host, original: Function) -> Function:
 
 def wrap_sample(host: Host, original: Function) -> Function:
     """``llama_sampler_sample``: hand out the engine's logits row for editing in place."""
-    if not host.hooks.listens("llmaas_logits"):
-        return wrap_settled(host, original)
+    pending, settle = host.lanes.pending, host.lanes.settle
+    listens = host.hooks.listens("llmaas_logits")
 
     @functools.wraps(original)
     def llama_sampler_sample(smpl: Any, ctx: Any, idx: int) -> Any:
+        if pending:
+            settle(ctx)
+        if not listens:
+            return original(smpl, ctx, idx)
         row = llama_cpp.llama_get_logits_ith(ctx, idx)
         if row:
             vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))

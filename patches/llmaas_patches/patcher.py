@@ -15,7 +15,7 @@ from llmaas_hooks import IncompatibleError
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
 
-__all__ = ["Applied", "Patch", "apply", "resolve"]
+__all__ = ["Applied", "Patch", "apply", "check", "resolve"]
 
 _lock = threading.RLock()
 _log = logging.getLogger("llmaas.patches")
@@ -73,7 +73,7 @@ class Applied:
         with _lock:
             while self._undo:
                 owner, name, original, replacement = self._undo.pop()
-                if inspect.getattr_static(owner, name) is replacement:
+                if inspect.getattr_static(owner, name, None) is replacement:
                     setattr(owner, name, original)
                 else:
                     _log.warning(
@@ -104,6 +104,18 @@ def apply(patches: Sequence[Patch], host: Host) -> Applied:
         return applied
 
 
+def check(patches: Sequence[Patch]) -> list[tuple[str, str | None]]:
+    """Each target, and what is wrong with it here or None. Changes nothing."""
+    report: list[tuple[str, str | None]] = []
+    for patch in patches:
+        try:
+            _check(patch)
+            report.append((patch.target, None))
+        except IncompatibleError as error:
+            report.append((patch.target, str(error)))
+    return report
+
+
 def _check(patch: Patch) -> Any:
     """The original behind a patch, after checking its parameters and its second names."""
     try:
@@ -111,7 +123,10 @@ def _check(patch: Patch) -> Any:
         original = inspect.getattr_static(owner, name)
     except (ImportError, AttributeError) as error:
         raise _drift(patch.target, "is missing") from error
-    found = tuple(inspect.signature(original).parameters)[: len(patch.parameters)]
+    try:
+        found = tuple(inspect.signature(original).parameters)[: len(patch.parameters)]
+    except (TypeError, ValueError) as error:
+        raise _drift(patch.target, "has no signature to check") from error
     if found != patch.parameters:
         raise _drift(patch.target, f"has parameters {found}, expected {patch.parameters}")
     for target in patch.also:

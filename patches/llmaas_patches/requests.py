@@ -30,14 +30,15 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
     def generate(
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        clock = _Clock()
+        clock, n_reused = _Clock(), 0
+        resets = bind(self, tokens, *args, **kwargs).arguments.get("reset", True)
         engine = host.engine(self)
         engine.settle()
         request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
         host.hooks.request_begin(request)
-        if bind(self, tokens, *args, **kwargs).arguments.get("reset", True):
+        if resets:
             _restore(host, engine, request)
-        n_reused = _common_prefix(engine.resident_tokens(), request.tokens)
+            n_reused = _common_prefix(engine.resident_tokens(), request.tokens)
         clock.prepared()
         inner = original(self, tokens, *args, **kwargs)
         try:
@@ -51,7 +52,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 reply = yield token
         finally:
             inner.close()
-            host.hooks.kv_save(request, engine.resident_tokens())
+            if self.ctx is not None:  # the app may have closed Llama under its generator
+                host.hooks.kv_save(request, engine.resident_tokens())
             host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
 
     return generate
@@ -88,8 +90,10 @@ class _Clock:
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> None:
     try:
         restored = host.hooks.kv_restore(request)
-    except PluginError as error:
+    except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
         engine.drop_resident()
+        if not isinstance(error, PluginError):
+            raise
         host.hooks.handle(error)
         return
     if restored is not None:

@@ -1,5 +1,5 @@
 /* Batched file I/O for chunk payloads. Extents start on 4 KiB boundaries; adjacent ones (the next starts where the
- * previous one's last 4 KiB block ends) travel together in system calls of at most LLMAAS_RECORD_MAX bytes. */
+ * previous one's last 4 KiB block ends) travel together in system calls of at most LLMAAS_RECORD_MAX bytes; a longer extent travels alone. */
 #ifndef LLMAAS_STORE_H
 #define LLMAAS_STORE_H
 

@@ -1,0 +1,118 @@
+"""Fixtures of every test, and three guards: no network, no leftover suite, no settings of yours."""
+
+# ruff: noqa: PLC0415  the engine is imported by the fixtures that need it
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start a debugger
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "tests" / "data" / "dist"
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _offline() -> Iterator[None]:
+    """Let nothing leave this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "connect_ex", "sendto"):
+            patch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
+        yield
+
+
+def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: socket.socket, *args: Any) -> Any:
+        is_local = self.family == socket.AF_UNIX or str(args[-1][0]).startswith(_LOOPBACK)
+        if not is_local:
+            pytest.fail(f"a test tried to reach {args[-1]}; tests run without network")
+        return original(self, *args)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Your LLMAAS_CONFIG and LLMAAS_PLUGINS must not change what the tests see."""
+    for name in list(os.environ):
+        if name == "LLMAAS_CONFIG" or name.startswith("LLMAAS_PLUGINS"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_suite_left(_own_settings: None) -> Iterator[None]:
+    """No test may leave a suite active; the next one must not suffer if it does."""
+    yield
+    activation = sys.modules.get("llmaas_plugins.activation")
+    left = None if activation is None else activation.active_suite()
+    while activation is not None and (suite := activation.active_suite()) is not None:
+        suite.deactivate()
+    assert left is None, "the test left llmaas_plugins active"
+
+
+@pytest.fixture(scope="session")
+def reference_model() -> Path:
+    """Path of the packaged model."""
+    from llmaas_plugins.models import reference_model_path
+
+    try:
+        return reference_model_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def make_llama(reference_model: Path) -> Iterator[Callable[..., Any]]:
+    """Make a ``Llama`` on the packaged model; closed when the test ends."""
+    from llama_cpp import Llama
+
+    with contextlib.ExitStack() as stack:
+
+        def make(**kwargs: Any) -> Llama:
+            settings: dict[str, Any] = {"n_ctx": 256, "seed": 1, "verbose": False, "n_threads": 1}
+            return stack.enter_context(
+                contextlib.closing(Llama(str(reference_model), **(settings | kwargs)))
+            )
+
+        yield make
+
+
+@pytest.fixture
+def dist_plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Module with the plugins of ``tests/data/dist``, findable as if they were installed."""
+    monkeypatch.syspath_prepend(str(DIST))
+    import llmaas_test_plugins
+
+    llmaas_test_plugins.events.clear()
+    return llmaas_test_plugins
+
+
+@pytest.fixture
+def patched() -> Iterator[Callable[..., Any]]:
+    """Install the patches for plugin objects given as ``name=plugin``; reverted at the end."""
+    from llmaas_hooks import HookManager
+    from llmaas_patches import install
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*, on_error: Any = "raise", **plugins: object) -> Any:
+            hooks = HookManager(on_error)
+            for name, plugin in plugins.items():
+                hooks.register(name, plugin)
+            stack.callback(hooks.shutdown)
+            installed = install(hooks)
+            stack.callback(installed.revert)
+            return installed
+
+        yield start

@@ -1,0 +1,132 @@
+"""Random-weight GGUF models of real shapes: speed is measured on these, quality never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from llmaas_plugins.models import reference_model_path
+
+__all__ = ["SHAPE_1B", "Shape", "write_random_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Dimensions of a llama-architecture model.
+
+    Attributes:
+        n_layer: Layers.
+        n_embd: Width.
+        n_head: Query heads.
+        n_head_kv: Key and value heads.
+        n_ff: Width of the feed-forward block.
+        n_ctx: Context length it claims to be trained at.
+    """
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    n_ff: int
+    n_ctx: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.n_embd // self.n_head
+
+
+SHAPE_1B = Shape(n_layer=16, n_embd=2048, n_head=32, n_head_kv=8, n_ff=8192, n_ctx=8192)
+"""The block shape of a 1 B model: 32 KiB of f16 KV a token."""
+
+
+def write_random_model(
+    path: Path,
+    shape: Shape,
+    weights: GGMLQuantizationType = GGMLQuantizationType.Q4_0,
+    seed: int = 0,
+) -> Path:
+    """Write a model of ``shape`` with random weights and the reference model's vocabulary.
+
+    Args:
+        path: Where; replaced atomically.
+        shape: Its dimensions.
+        weights: Type of every matrix; norms are F32.
+        seed: Of the weights.
+
+    Returns:
+        ``path``.
+    """
+    partial = path.with_suffix(".partial")
+    writer = GGUFWriter(partial, "llama")
+    _write_metadata(writer, shape)
+    n_vocab = _copy_vocabulary(writer, GGUFReader(reference_model_path()))
+    rng = np.random.default_rng(seed)
+    for name, rows, columns in tqdm(_matrices(shape, n_vocab), desc=path.name, disable=None):
+        values = rng.standard_normal((rows, columns), dtype=np.float32) * columns**-0.5
+        writer.add_tensor(name, quants.quantize(values, weights), raw_dtype=weights)
+    for name in _norms(shape):
+        writer.add_tensor(name, np.ones(shape.n_embd, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return partial.replace(path)
+
+
+def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
+    writer.add_name("random")
+    writer.add_block_count(shape.n_layer)
+    writer.add_context_length(shape.n_ctx)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(10000.0)
+
+
+def _copy_vocabulary(writer: GGUFWriter, source: GGUFReader) -> int:
+    def values(key: str) -> list[NDArray[np.generic]]:
+        field = source.fields[f"tokenizer.ggml.{key}"]
+        return [field.parts[i] for i in field.data]
+
+    tokens = [bytes(part) for part in values("tokens")]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([float(part[0]) for part in values("scores")])
+    writer.add_token_types([int(part[0]) for part in values("token_type")])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    return len(tokens)
+
+
+def _matrices(shape: Shape, n_vocab: int) -> list[tuple[str, int, int]]:
+    """Name, rows and columns of every matrix."""
+    d, kv, ff = shape.n_embd, shape.n_head_kv * shape.head_dim, shape.n_ff
+    block = {
+        "attn_q": (d, d),
+        "attn_k": (kv, d),
+        "attn_v": (kv, d),
+        "attn_output": (d, d),
+        "ffn_gate": (ff, d),
+        "ffn_up": (ff, d),
+        "ffn_down": (d, ff),
+    }
+    matrices = [("token_embd.weight", n_vocab, d), ("output.weight", n_vocab, d)]
+    for i in range(shape.n_layer):
+        matrices += [(f"blk.{i}.{name}.weight", *size) for name, size in block.items()]
+    return matrices
+
+
+def _norms(shape: Shape) -> list[str]:
+    blocks = [f"blk.{i}.{kind}_norm.weight" for i in range(shape.n_layer) for kind in ("attn", "ffn")]
+    return ["output_norm.weight", *blocks]

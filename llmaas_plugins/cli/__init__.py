@@ -1,0 +1,1 @@
+"""The command ``llmaas``, one file a sub-command."""

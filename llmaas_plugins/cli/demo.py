@@ -1,0 +1,72 @@
+"""``llmaas demo``: a day of a device with six apps, on vanilla three ways and on ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="compare context switching with three vanilla ways, on real conversations",
+        description="Six apps keep growing contexts on one engine and are called in a "
+        "Markov-switched trace, under a RAM budget for a quarter of them.",
+    )
+    parser.add_argument("--model", type=Path, help="GGUF file (default: packaged reference model)")
+    parser.add_argument(
+        "--data", type=Path, help="your chats: OpenAI-style JSONL or ChatGPT's conversations.json"
+    )
+    parser.add_argument("--contexts", type=int, default=12, help="most contexts (default 12)")
+    parser.add_argument("--calls", type=int, help="most calls (default: every user turn)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of a reply (default 24)")
+    parser.add_argument("--n-ctx", type=int, default=1024, help="context length; 0: the model's own")
+    parser.add_argument(
+        "--budget-share",
+        type=float,
+        default=0.25,
+        help="RAM for stored contexts as a share of all contexts' KV (default 0.25)",
+    )
+    parser.add_argument("--codec", choices=("int8", "lossless"), default="int8")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: llama.cpp's choice)")
+    parser.add_argument("--seed", type=int, default=0, help="of the trace (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured; - is stdout")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG (needs matplotlib)")
+    parser.set_defaults(func=demo)
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Run the demo and print its table."""
+    from llmaas_plugins.demo.report import as_json, as_table, as_texts, save_plot
+    from llmaas_plugins.demo.run import DemoOptions, run_demo
+    from llmaas_plugins.models import reference_model_path
+
+    run = run_demo(
+        DemoOptions(
+            model=args.model or reference_model_path(),
+            data=args.data,
+            n_contexts=args.contexts,
+            n_calls=args.calls,
+            n_new=args.tokens,
+            n_ctx=args.n_ctx,
+            budget_share=args.budget_share,
+            codec=args.codec,
+            seed=args.seed,
+            threads=args.threads,
+        )
+    )
+    to_stdout = args.json is not None and str(args.json) == "-"
+    text = sys.stderr if to_stdout else sys.stdout
+    print(as_texts(run), as_table(run), sep="\n\n", file=text)
+    if to_stdout:
+        json.dump(as_json(run), sys.stdout, indent=2)
+    elif args.json is not None:
+        args.json.write_text(json.dumps(as_json(run), indent=2) + "\n")
+    if args.plot is not None:
+        save_plot(run, args.plot)
+    return 0

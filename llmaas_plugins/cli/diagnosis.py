@@ -1,0 +1,169 @@
+"""The checks of ``llmaas doctor``. Each returns findings and raises nothing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError, LlmaasError, UnknownPluginError
+from llmaas_hooks.discovery import load_plugin
+from llmaas_plugins import __version__
+from llmaas_plugins.cli.machine import memory_limit_bytes, room
+from llmaas_plugins.config import Config, load_config, validated
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic import BaseModel
+
+__all__ = ["Finding", "diagnose"]
+
+_MIB = 1 << 20
+_STEPS: dict[type[Exception], str] = {
+    ConfigError: "correct it where it was set; `llmaas plugins` lists the keys",
+    UnknownPluginError: "install it, or take it out of the configuration",
+}
+_REPORT = "reinstall the plugin, or take it out of the configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        section: Group it is printed under.
+        name: What was looked at.
+        value: What was found; None where there is only ok or a problem.
+        origin: Where a setting came from: ``code``, ``env``, the file's name or ``default``.
+        problem: What is wrong, or None.
+        next_step: What to do about the problem.
+    """
+
+    section: str
+    name: str
+    value: Any = None
+    origin: str | None = None
+    problem: str | None = None
+    next_step: str | None = None
+
+
+def diagnose(config_file: str | None = None) -> list[Finding]:
+    """Look at everything; changes nothing, loads no model.
+
+    Args:
+        config_file: A ``llmaas.toml``; the one named by ``LLMAAS_CONFIG`` by default.
+    """
+    findings = [*_versions(), _kernels(), *_patches()]
+    try:
+        config = load_config(config_file)
+    except ConfigError as error:
+        step = "correct the file or the variable it names"
+        return [*findings, Finding("configuration", "llmaas.toml", None, None, str(error), step)]
+    settings = _settings(config)
+    return [*findings, *settings, *_directories(settings), _memory()]
+
+
+def _versions() -> list[Finding]:
+    python = Finding("versions", "python", platform.python_version())
+    return [python, Finding("versions", "llmaas-plugins", __version__), _engine()]
+
+
+def _engine() -> Finding:
+    name, step = "llama-cpp-python", "pip install --upgrade llmaas-plugins"
+    try:
+        llama_cpp = importlib.import_module("llama_cpp")
+        compat = importlib.import_module("llmaas_patches.compat")
+    except (ImportError, OSError, RuntimeError) as error:  # its shared library is missing or odd
+        return Finding("versions", name, None, None, f"cannot be imported: {error}", step)
+    found = llama_cpp.__version__
+    value = f"{found} (needed: {compat.VERSION_RANGE}, tested: {compat.TESTED_VERSION})"
+    try:
+        compat.check_version()
+    except LlmaasError as error:
+        step = f"pip install llama-cpp-python=={compat.TESTED_VERSION}"
+        return Finding("versions", name, value, None, str(error), step)
+    return Finding("versions", name, value)
+
+
+def _kernels() -> Finding:
+    try:
+        native = importlib.import_module("llmaas_plugins._native")
+        return Finding("versions", "CPU kernels", native.kernels_name())
+    except Exception as error:
+        step = "build the C core: `pip install -e .` in the source tree, or reinstall the wheel"
+        problem = f"the C core cannot be loaded: {error}"
+        return Finding("versions", "CPU kernels", None, None, problem, step)
+
+
+def _patches() -> list[Finding]:
+    try:
+        patcher = importlib.import_module("llmaas_patches.patcher")
+        table = importlib.import_module("llmaas_patches.table")
+    except Exception as error:
+        step = "get llama-cpp-python to import first"
+        return [Finding("patches", "all", None, None, f"cannot be checked: {error}", step)]
+    findings = []
+    for target, problem in patcher.check(table.PATCHES):
+        cure = None if problem is None else "install the version named as tested above"
+        findings.append(Finding("patches", target, None, None, problem, cure))
+    return findings
+
+
+def _settings(config: Config) -> list[Finding]:
+    origin = config.origins.get("on_error", "default")
+    findings = [Finding("configuration", "on_error", config.on_error, origin)]
+    service = {
+        key.removeprefix("service."): origin
+        for key, origin in config.origins.items()
+        if key.startswith("service.")
+    }
+    findings += _values("service", config.service, service)
+    for name, table in config.plugins.items():
+        if table.enabled:
+            findings += _plugin_settings(name, config)
+        else:
+            findings.append(Finding("configuration", f"plugins.{name}", "off"))
+    return findings
+
+
+def _plugin_settings(name: str, config: Config) -> list[Finding]:
+    table = config.plugins[name]
+    try:
+        settings = validated(name, load_plugin(name).Config, table)
+    except Exception as error:  # a plugin may raise anything
+        problem, step = f"{type(error).__name__}: {error}", _STEPS.get(type(error), _REPORT)
+        return [Finding("configuration", f"plugins.{name}", None, None, problem, step)]
+    return _values(f"plugins.{name}", settings, table.origins)
+
+
+def _values(prefix: str, settings: BaseModel, origins: Mapping[str, str]) -> list[Finding]:
+    return [
+        Finding("configuration", f"{prefix}.{key}", value, origins.get(key, "default"))
+        for key, value in settings
+    ]
+
+
+def _directories(settings: list[Finding]) -> list[Finding]:
+    """Every setting that is a path is a directory somebody will write to."""
+    findings = []
+    for setting in settings:
+        if not isinstance(setting.value, Path):
+            continue
+        found = room(setting.value)
+        value = f"{setting.value}, {found.free_bytes // _MIB} MiB free"
+        problem = step = None
+        if not found.is_writable:
+            problem = "this process cannot write there"
+            step = f"set {setting.name} to a directory that user {os.getuid()} can write"
+        findings.append(Finding("machine", setting.name, value, None, problem, step))
+    return findings
+
+
+def _memory() -> Finding:
+    limit = memory_limit_bytes()
+    value = "none" if limit is None else f"{limit // _MIB} MiB"
+    return Finding("machine", "cgroup memory limit", value)

@@ -1,0 +1,73 @@
+"""What the machine gives this process: memory limit, room in a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Room", "memory_limit_bytes", "room"]
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes a number near 2**63 where there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A directory that exists or can be made.
+
+    Attributes:
+        is_writable: Whether this process may create files there.
+        free_bytes: Left on its file system.
+    """
+
+    is_writable: bool
+    free_bytes: int
+
+
+def room(directory: Path) -> Room:
+    """Look at ``directory``, or at its nearest parent that exists; creates nothing."""
+    place = directory.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    return Room(is_writable, shutil.disk_usage(place).free)
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """The tightest memory limit of this process's cgroup and its parents; None without one.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are mounted.
+    """
+    limits = [_limit(file) for file in _limit_files(root)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _limit_files(root: Path) -> list[Path]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        inside = [parent for parent in group.parents if parent.is_relative_to(mount)]
+        files += [parent / name for parent in (group, *inside)]
+    return files
+
+
+def _limit(file: Path) -> int | None:
+    try:
+        limit = int(file.read_text())
+    except (OSError, ValueError):  # not there in this cgroup, or "max"
+        return None
+    return limit if limit < _UNLIMITED_BYTES else None

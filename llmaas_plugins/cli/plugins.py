@@ -1,0 +1,165 @@
+"""``llmaas plugins``: what is installed, what is on, and which keys each plugin takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import NAME, LlmaasError
+from llmaas_hooks.discovery import installed_plugins, load_plugin
+from llmaas_plugins.config import load_config, validated
+
+if TYPE_CHECKING:
+    import argparse
+    from importlib.metadata import EntryPoint
+
+    from pydantic import BaseModel
+
+    from llmaas_plugins.config import Config
+
+__all__ = ["Key", "Row", "add_parser", "list_plugins", "plugins"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a plugin's table.
+
+    Attributes:
+        name: As written in ``llmaas.toml``.
+        type: Its Python type.
+        default: In text; ``required`` where there is none.
+        description: From the plugin's model.
+    """
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One plugin.
+
+    Attributes:
+        name: Name of its entry point.
+        distribution: Package that installed it, and its version; None when unknown.
+        enabled: Whether the configuration switches it on.
+        loaded: Whether its module was imported for this list.
+        hooks: Hooks it implements; empty unless loaded.
+        keys: Its configuration; empty unless loaded.
+        error: Why it could not be used, or None.
+    """
+
+    name: str
+    distribution: str | None
+    enabled: bool
+    loaded: bool = False
+    hooks: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+    error: str | None = None
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "plugins", help="list the installed plugins, their hooks and their keys"
+    )
+    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--all", action="store_true", help="import the plugins that are off, too, to show more"
+    )
+    parser.set_defaults(func=plugins)
+
+
+def plugins(args: argparse.Namespace) -> int:
+    """Print the list; a plugin that fails is a row of it, not an error."""
+    rows = list_plugins(load_config(args.config), load_all=args.all)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    elif not rows:
+        print("No plugin is installed.")
+    else:
+        print("\n\n".join(_text(row) for row in rows))
+    return 0
+
+
+def list_plugins(config: Config, *, load_all: bool = False) -> list[Row]:
+    """One row a plugin that is installed or enabled; imports only the enabled ones.
+
+    Args:
+        config: Says which are enabled.
+        load_all: Import the others, too.
+    """
+    installed = installed_plugins()
+    enabled = config.enabled()
+    rows = []
+    for name in sorted({*installed, *enabled}):
+        row = Row(name, _distribution(installed.get(name)), name in enabled)
+        if row.enabled or load_all:
+            row = _loaded(row, config)
+        rows.append(row)
+    return rows
+
+
+def _distribution(point: EntryPoint | None) -> str | None:
+    if point is None or point.dist is None:
+        return None
+    return f"{point.dist.name} {point.dist.version}"
+
+
+def _loaded(row: Row, config: Config) -> Row:
+    try:
+        plugin = load_plugin(row.name)
+        row = dataclasses.replace(row, loaded=True, hooks=_hooks(plugin), keys=_keys(plugin.Config))
+        if row.enabled:
+            validated(row.name, plugin.Config, config.plugins[row.name])
+    except LlmaasError as error:
+        return dataclasses.replace(row, error=str(error))
+    except Exception as error:  # no plugin at all behind the entry point
+        return dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
+    return row
+
+
+def _hooks(plugin: type[Any]) -> tuple[str, ...]:
+    marks = (
+        (name, getattr(function, f"{NAME}_impl", None))
+        for name, function in inspect.getmembers_static(plugin)
+    )
+    return tuple(sorted(mark.get("specname") or name for name, mark in marks if mark))
+
+
+def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
+    return tuple(
+        Key(
+            name,
+            _type_name(field.annotation),
+            "required" if field.is_required() else str(field.get_default()),
+            field.description or "",
+        )
+        for name, field in model.model_fields.items()
+    )
+
+
+def _type_name(annotation: object) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return inspect.formatannotation(annotation)
+
+
+def _text(row: Row) -> str:
+    state = "enabled" if row.enabled else "off"
+    lines = [f"{row.name}  ({row.distribution or 'not installed'})  {state}"]
+    if row.error is not None:
+        lines.append(f"  error: {' '.join(row.error.split())}")
+    if row.hooks:
+        lines.append(f"  hooks: {', '.join(row.hooks)}")
+    for key in row.keys:
+        lines.append(f"  {key.name}: {key.type} = {key.default}")
+        lines.extend([f"      {key.description}"] if key.description else [])
+    if not row.loaded and row.error is None:
+        lines.append("  (not imported; --all shows its hooks and keys)")
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""``llmaas run``: an unchanged app with the suite active, as ``python`` would run it."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import importlib.util
+import logging
+import os
+import runpy
+import sys
+import zipfile
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.activation import activate
+from llmaas_plugins.config import load_config
+
+__all__ = ["add_parser", "run"]
+
+_log = logging.getLogger("llmaas.cli")
+_USAGE = "llmaas run [--config FILE] [--plugins a,b] (-m MODULE | SCRIPT) [args ...]"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "run", usage=_USAGE, help="run a Python app with the plugins on", allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    parser.add_argument(
+        "--plugins", metavar="a,b", help="enable exactly these, as $LLMAAS_PLUGINS does"
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="a module to run as __main__, then its own arguments",
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help="a script to run, then its own arguments"
+    )
+    parser.set_defaults(func=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Activate, run the app in this process, deactivate.
+
+    The app's ``SystemExit`` and ``KeyboardInterrupt`` pass through to the interpreter; any other
+    exception is shown by ``sys.excepthook``, without our frames.
+
+    Returns:
+        0, or 1 after an exception.
+
+    Raises:
+        ConfigError: The configuration is wrong, or there is no such script or module.
+    """
+    argv = [*args.module, *args.script]
+    if not argv:
+        args.parser.error("a SCRIPT or -m MODULE is needed")
+    app = _Module(argv) if args.module else _Script(argv)
+    environ = dict(os.environ)
+    if args.plugins is not None:
+        environ["LLMAAS_PLUGINS"] = args.plugins
+    suite = activate(load_config(args.config, environ))
+    _log.info("plugins: %s", ", ".join(suite.hooks.names()) or "none")
+    try:
+        app.execute()
+    except Exception as error:
+        error.__traceback__ = _app_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    finally:
+        suite.deactivate()
+    return 0
+
+
+class _Module:
+    """``python -m NAME args``."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._name = argv[0]
+        _set_process(argv, Path.cwd())
+        top = self._name.partition(".")[0]
+        try:  # the top only: looking for a submodule would import its package too early
+            found = importlib.util.find_spec(top)
+        except ValueError:  # a module without __spec__ is loaded under that name
+            return
+        if found is None:
+            raise ConfigError(f"no module named {top!r}. Is it installed for {sys.executable}?")
+
+    def execute(self) -> None:
+        # What the interpreter itself calls for `-m`. The public run_module takes `__main__` away
+        # when the module ends, while its threads and atexit functions still need it.
+        _new_main()
+        runpy._run_module_as_main(self._name)  # type: ignore[attr-defined]
+
+
+class _Script:
+    """``python FILE args``, or a directory or zip file with a ``__main__.py``."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._path = Path(argv[0]).absolute()
+        if not self._path.exists():
+            raise ConfigError(f"no such script: {argv[0]}. For a module, use `llmaas run -m`.")
+        self._is_source = self._path.is_file() and not _is_compiled(self._path)
+        _set_process(argv, self._path.resolve().parent if self._is_source else None)
+
+    def execute(self) -> None:
+        if not self._is_source:
+            runpy.run_path(str(self._path), run_name="__main__")
+            return
+        loader = SourceFileLoader("__main__", str(self._path))
+        module = _new_main()
+        module.__file__, module.__loader__ = loader.path, loader
+        code = loader.source_to_code(loader.get_data(loader.path), loader.path)
+        exec(code, module.__dict__)  # noqa: S102  running the app's code is what was asked for
+
+
+def _new_main() -> ModuleType:
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    return module
+
+
+def _is_compiled(path: Path) -> bool:
+    return path.suffix == ".pyc" or zipfile.is_zipfile(path)
+
+
+def _set_process(argv: list[str], folder: Path | None) -> None:
+    """``sys.argv`` and ``sys.path[0]`` as the interpreter sets them."""
+    sys.argv = list(argv)
+    if not sys.flags.safe_path:
+        sys.path[:1] = [] if folder is None else [str(folder)]
+
+
+def _app_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the app's first frame on."""
+    ours = (__file__, runpy.__file__, "<frozen ")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace

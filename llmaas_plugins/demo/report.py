@@ -1,0 +1,174 @@
+"""What a run showed: a table, texts, JSON, a plot."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.demo.run import OURS, DemoRun
+from llmaas_plugins.demo.worker import CallResult
+
+__all__ = ["as_json", "as_table", "as_texts", "save_plot"]
+
+_N_RESAMPLES = 2000
+_COLUMNS = (
+    ("switch_ms_mean", "switch mean", "ms"),
+    ("switch_ms_p50", "p50", "ms"),
+    ("switch_ms_p99", "p99", "ms"),
+    ("first_token_ms_p50", "TTFT p50", "ms"),
+    ("decode_tokens_per_s", "decode", "tok/s"),
+    ("save_ms_p50", "save p50", "ms"),
+    ("background_ms_p50", "behind p50", "ms"),
+    ("kv_ram_mib", "KV in RAM", "MiB"),
+    ("disk_mib", "disk", "MiB"),
+    ("peak_rss_mib", "peak RSS", "MiB"),
+)
+
+
+def as_json(run: DemoRun) -> dict[str, Any]:
+    """Everything that was measured, as plain JSON types."""
+    options = {key: _plain(value) for key, value in asdict(run.options).items()}
+    return {
+        "machine": {"processor": platform.machine(), "system": platform.platform()},
+        "options": options,
+        "n_contexts": len(run.scripts),
+        "n_calls": len(run.trace),
+        "ram_budget_bytes": run.ram_budget_bytes,
+        "systems": {name: _summary(run, name) for name in run.results},
+        "speedup": {name: _speedup(run, name) for name in run.results if name != OURS},
+        "calls": {
+            name: [asdict(result) for result in results] for name, results in run.results.items()
+        },
+    }
+
+
+def as_table(run: DemoRun) -> str:
+    """The table that `llmaas demo` prints."""
+    rows = [["system", *(f"{title} ({unit})" for _, title, unit in _COLUMNS)]]
+    for name in run.results:
+        summary = _summary(run, name)
+        rows.append([name, *(_number(summary[key]) for key, _, _ in _COLUMNS)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, "", *_conclusions(run)])
+
+
+def as_texts(run: DemoRun, n_texts: int = 3) -> str:
+    """Some of the exchanges, as our system had them."""
+    lines = []
+    step = max(1, len(run.trace) // n_texts)
+    for i in range(len(run.trace) - 1, -1, -step)[:n_texts]:
+        call, result = run.trace[i], run.results[OURS][i]
+        script = run.scripts[call.context]
+        lines += [
+            f"[{script.app}, call {call.turn + 1}, {result.n_context} tokens of context]",
+            f"  User: {script.turns[call.turn]}",
+            f"  Assistant: {result.text}",
+        ]
+    return "\n".join(lines)
+
+
+def save_plot(run: DemoRun, path: Path) -> None:
+    """Draw switch latency against context length, and its distribution, into a PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "matplotlib is not installed. Try `pip install 'llmaas-plugins[plot]'`."
+        ) from error
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_length, distribution = figure.subplots(1, 2)
+    for name, results in run.results.items():
+        switched = [r for r in results if r.switch_s is not None]
+        ms = 1e3 * _switches(results)
+        by_length.plot([r.n_context for r in switched], ms, ".", label=name)
+        distribution.plot(np.sort(ms), np.linspace(0, 1, len(ms)), label=name)
+    by_length.set(xlabel="tokens in the context", ylabel="switch latency (ms)", yscale="log")
+    distribution.set(xlabel="switch latency (ms)", ylabel="share of switches", xscale="log")
+    distribution.legend()
+    figure.suptitle(f"Context switches, {len(run.scripts)} contexts, {run.options.model.name}")
+    figure.savefig(path, dpi=120)
+
+
+def _summary(run: DemoRun, name: str) -> dict[str, float]:
+    results, usage = run.results[name], run.usage[name]
+    switch_ms = 1e3 * _switches(results)
+    decode_s = sum(r.decode_s for r in results)
+    mib = 1 << 20
+    return {
+        "n_switches": len(switch_ms),
+        "switch_ms_mean": float(np.mean(switch_ms)),
+        "switch_ms_p50": float(np.percentile(switch_ms, 50)),
+        "switch_ms_p99": float(np.percentile(switch_ms, 99)),
+        "first_token_ms_p50": float(np.median([1e3 * r.first_token_s for r in results])),
+        "decode_tokens_per_s": sum(r.n_decoded for r in results) / max(decode_s, 1e-9),
+        "save_ms_p50": float(np.median([1e3 * r.save_s for r in results])),
+        "background_ms_p50": float(np.median([1e3 * r.background_s for r in results])),
+        "kv_ram_mib": usage.memory_bytes / mib,
+        "disk_mib": usage.disk_bytes / mib,
+        "peak_rss_mib": usage.peak_rss_bytes / mib,
+    }
+
+
+def _speedup(run: DemoRun, name: str) -> dict[str, float]:
+    """How much faster ours switches: median of per-call ratios, bootstrapped 95 % interval."""
+    theirs, ours = run.results[name], run.results[OURS]
+    ratios = np.array(
+        [
+            a.switch_s / b.switch_s
+            for a, b in zip(theirs, ours, strict=True)
+            if a.switch_s is not None and b.switch_s is not None
+        ]
+    )
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, len(ratios), (_N_RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[picks], axis=1), [2.5, 97.5])
+    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+
+
+def _conclusions(run: DemoRun) -> list[str]:
+    lines = [
+        f"{len(run.scripts)} contexts, {len(run.trace)} calls, "
+        f"{run.ram_budget_bytes / (1 << 20):.1f} MiB of RAM for stored contexts "
+        f"({run.options.budget_share:.0%} of their KV).",
+        "switch: until the context's cells are in the engine. save: on the caller's path. "
+        "behind: after the reply.",
+    ]
+    for name in run.results:
+        if name != OURS:
+            s = _speedup(run, name)
+            lines.append(
+                f"{OURS} switches {s['median']:.1f}× as fast as {name} "
+                f"(paired median, 95 % interval {s['low']:.1f}–{s['high']:.1f})."
+            )
+    return lines
+
+
+def _switches(results: Sequence[CallResult]) -> NDArray[np.float64]:
+    return np.array([r.switch_s for r in results if r.switch_s is not None], dtype=np.float64)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,196 @@
+"""The demo itself: every call of the trace on every system, in turn, in one run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from llmaas_hooks import LlmaasError
+from llmaas_plugins.demo.scenario import Call, Script, make_trace, scripts_from
+from llmaas_plugins.demo.worker import CallResult, Usage, WorkerSpec, serve_worker
+
+__all__ = ["OURS", "DemoOptions", "DemoRun", "run_demo"]
+
+OURS = "llmaas"
+_SYSTEMS = ("recompute", "state files", "LlamaDiskCache", OURS)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command line chose.
+
+    Attributes:
+        model: GGUF file.
+        data: Chat export to take the user's turns from, or None for the packaged ones.
+        n_contexts: Most contexts.
+        n_calls: Most calls, or None for every turn.
+        n_new: Most tokens of a reply.
+        n_ctx: Context length of every engine; 0 for the model's own.
+        budget_share: RAM for stored contexts, as a share of all contexts' KV.
+        codec: Ours.
+        seed: Of the trace.
+        threads: CPU threads of every engine, or None for llama.cpp's default.
+    """
+
+    model: Path
+    data: Path | None = None
+    n_contexts: int = 12
+    n_calls: int | None = None
+    n_new: int = 24
+    n_ctx: int = 1024
+    budget_share: float = 0.25
+    codec: str = "int8"
+    seed: int = 0
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """What was measured.
+
+    Attributes:
+        options: As given.
+        scripts: The contexts.
+        trace: The calls that were made.
+        ram_budget_bytes: What ours was allowed.
+        results: One list a system, in the order of ``trace``.
+        usage: By system.
+    """
+
+    options: DemoOptions
+    scripts: Sequence[Script]
+    trace: Sequence[Call]
+    ram_budget_bytes: int
+    results: dict[str, list[CallResult]]
+    usage: dict[str, Usage]
+
+
+def run_demo(options: DemoOptions) -> DemoRun:
+    """Run the trace on all systems, one call after the other, alternating which goes first.
+
+    Raises:
+        ConfigError: The data cannot be used.
+        LlmaasError: A worker died.
+    """
+    scripts = scripts_from(options.data, options.n_contexts)
+    trace = make_trace(scripts, options.n_calls, options.seed)
+    budget = _ram_budget(options, scripts)
+    results: dict[str, list[CallResult]] = {name: [] for name in _SYSTEMS}
+    made: list[Call] = []
+    full: set[int] = set()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmaas-demo-")))
+        specs = [_spec(name, options, scripts, folder, budget) for name in _SYSTEMS]
+        pipes = {spec.system: stack.enter_context(_worker(spec)) for spec in specs}
+        for name, pipe in pipes.items():
+            _receive(name, pipe)
+        for i, call in enumerate(tqdm(trace, desc="calls", unit="call", disable=None)):
+            if call.context in full:
+                continue
+            row = _call_all(pipes, call, first=i % len(_SYSTEMS))
+            if row is None:
+                full.add(call.context)
+                continue
+            made.append(call)
+            for name, result in row.items():
+                results[name].append(result)
+        usage = {name: _ask(name, pipe, None) for name, pipe in pipes.items()}
+    return DemoRun(options, scripts, made, budget, results, usage)
+
+
+def _call_all(
+    pipes: dict[str, Connection], call: Call, first: int
+) -> dict[str, CallResult] | None:
+    """One call on each system, starting with another one each time; None when a context is full."""
+    row: dict[str, CallResult] = {}
+    for name in (*_SYSTEMS[first:], *_SYSTEMS[:first]):
+        result = _ask(name, pipes[name], (call.context, call.turn))
+        if not isinstance(result, CallResult):
+            return None
+        row[name] = result
+    return row
+
+
+def _ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
+    """Bytes for ``budget_share`` of all contexts' f16 KV, at the length they will reach."""
+    from llama_cpp import Llama
+
+    vocab = Llama(str(options.model), vocab_only=True, verbose=False)
+    lengths = [
+        sum(len(vocab.tokenize(turn.encode())) + options.n_new for turn in script.turns)
+        for script in scripts
+    ]
+    n_ctx = options.n_ctx or int(vocab.metadata.get(f"{_arch(vocab)}.context_length", 1024))
+    n_tokens = sum(min(length, n_ctx) for length in lengths)
+    vocab.close()
+    least = 1 << 20
+    return max(least, int(n_tokens * _kv_bytes_per_token(vocab.metadata) * options.budget_share))
+
+
+def _arch(vocab: Any) -> str:
+    return str(vocab.metadata.get("general.architecture", "llama"))
+
+
+def _kv_bytes_per_token(metadata: dict[str, str]) -> int:
+    """f16 bytes of K and V over all layers, from the GGUF's metadata."""
+    arch = metadata["general.architecture"]
+
+    def number(key: str, default: int = 0) -> int:
+        return int(metadata.get(f"{arch}.{key}", default))
+
+    n_head = number("attention.head_count", 1)
+    n_head_kv = number("attention.head_count_kv", n_head)
+    head_dim = number("attention.key_length", number("embedding_length") // n_head)
+    return number("block_count") * n_head_kv * head_dim * 2 * 2
+
+
+def _spec(
+    name: str, options: DemoOptions, scripts: Sequence[Script], folder: Path, budget: int
+) -> WorkerSpec:
+    own = folder / name.replace(" ", "-")
+    own.mkdir()
+    llama: dict[str, Any] = {"n_ctx": options.n_ctx, "flash_attn": True}
+    if options.threads is not None:
+        llama |= {"n_threads": options.threads, "n_threads_batch": options.threads}
+    table = {"codec": options.codec, "ram_budget": budget, "store": str(own / "kv")}
+    suite = {"on_error": "raise", "plugins": {"kv_chunks": table}} if name == OURS else None
+    return WorkerSpec(name, options.model, llama, own, suite, tuple(scripts), options.n_new)
+
+
+@contextmanager
+def _worker(spec: WorkerSpec) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_worker, args=(spec, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _ask(name: str, pipe: Connection, request: object) -> Any:
+    pipe.send(request)
+    return _receive(name, pipe)
+
+
+def _receive(name: str, pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError as error:
+        raise LlmaasError(
+            f"the process of system {name!r} died; run again with `llmaas -v demo` to see why"
+        ) from error

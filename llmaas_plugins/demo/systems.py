@@ -1,0 +1,153 @@
+"""Four ways to keep many contexts on one engine; three of them are what people do today."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from llama_cpp import Llama, llama_cpp
+
+from llmaas_hooks import RequestStats, Tokens, hookimpl
+
+__all__ = ["SYSTEMS", "Ours", "System"]
+
+
+class System(Protocol):
+    """One way. ``tokens`` are what a context's cells held when it was left, shape ``(n,)``."""
+
+    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
+        """Bring a context's cells into the engine before its prompt is evaluated."""
+
+    def leave(self, context: int, tokens: Tokens) -> None:
+        """Keep what the context needs to come back; on the caller's path."""
+
+    def background(self) -> None:
+        """Work the caller does not wait for."""
+
+    def memory_bytes(self) -> int:
+        """Bytes held in RAM for contexts that are not in the engine."""
+
+
+class Recompute:
+    """Nothing is kept; the context's tokens are evaluated again."""
+
+    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
+        self._llama = llama
+
+    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
+        self._llama.reset()
+        self._llama.eval([int(t) for t in _common(tokens, prompt)])
+
+    def leave(self, context: int, tokens: Tokens) -> None:
+        pass
+
+    def background(self) -> None:
+        pass
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+class StateFiles(Recompute):
+    """One file a context, by ``llama_state_seq_save_file`` and ``_load_file``."""
+
+    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
+        super().__init__(llama, folder, options)
+        self._folder = folder
+
+    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
+        llama, n_read = self._llama, ctypes.c_size_t()
+        llama._ctx.kv_cache_seq_rm(0, -1, -1)
+        room = (ctypes.c_int32 * llama.n_ctx())()
+        done = llama_cpp.llama_state_seq_load_file(
+            llama.ctx, self._path(context), 0, room, len(room), ctypes.byref(n_read)
+        )
+        if not done:
+            raise RuntimeError(f"llama.cpp could not load {self._path(context)!r}")
+        _set_resident(llama, tokens)
+
+    def leave(self, context: int, tokens: Tokens) -> None:
+        values = (ctypes.c_int32 * len(tokens))(*tokens.tolist())
+        llama_cpp.llama_state_seq_save_file(
+            self._llama.ctx, self._path(context), 0, values, len(tokens)
+        )
+
+    def _path(self, context: int) -> bytes:
+        return str(self._folder / f"{context}.state").encode()
+
+
+class DiskCache(Recompute):
+    """llama-cpp-python's own ``LlamaDiskCache``, used as ``create_completion`` uses it."""
+
+    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
+        from llama_cpp import LlamaDiskCache
+
+        super().__init__(llama, folder, options)
+        self._cache = LlamaDiskCache(str(folder))
+
+    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
+        try:
+            item = self._cache[list(prompt)]
+        except KeyError:
+            return
+        kept = Llama.longest_token_prefix(item.input_ids.tolist(), list(prompt))
+        resident = Llama.longest_token_prefix(self._llama._input_ids.tolist(), list(prompt))
+        if kept > resident:
+            self._llama.load_state(item)
+
+    def leave(self, context: int, tokens: Tokens) -> None:
+        self._cache[tokens.tolist()] = self._llama.save_state()
+
+
+class Ours(Recompute):
+    """The suite with ``kv_chunks``: ``Llama.generate`` alone, as an unchanged app calls it."""
+
+    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
+        from llmaas_plugins.activation import active_suite
+
+        super().__init__(llama, folder, options)
+        suite = active_suite()
+        if suite is None:
+            raise RuntimeError("activate the suite before the Llama is created")
+        self._suite = suite
+        self.last: RequestStats | None = None
+        suite.hooks.register("demo", self)
+
+    @hookimpl
+    def llmaas_request_end(self, stats: RequestStats) -> None:
+        self.last = stats
+
+    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
+        pass  # happens inside generate; its time is in `last.prepare_s`
+
+    def background(self) -> None:
+        self._suite.settle()
+        self._suite.hooks.status()
+
+    def memory_bytes(self) -> int:
+        return int(self._suite.hooks.status()["kv_chunks"]["ram_bytes"])
+
+
+SYSTEMS: dict[str, type[Recompute]] = {
+    "recompute": Recompute,
+    "state files": StateFiles,
+    "LlamaDiskCache": DiskCache,
+    "llmaas": Ours,
+}
+
+
+def _common(tokens: Tokens, prompt: Sequence[int]) -> Tokens:
+    n = min(len(tokens), len(prompt))
+    different = np.flatnonzero(tokens[:n] != np.asarray(prompt[:n], dtype=np.int32))
+    return tokens[: different[0] if len(different) else n]
+
+
+def _set_resident(llama: Llama, tokens: Tokens) -> None:
+    llama.n_tokens = len(tokens)
+    llama.input_ids[: len(tokens)] = tokens
+    llama._requires_eval = True
+
+

@@ -1,0 +1,160 @@
+"""A small client for ``llmaas serve``: the service's own interface, over HTTP or a Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from llmaas_hooks import ConfigError, LimitError, LlmaasError
+
+__all__ = ["ClientApp", "ClientContext", "LLMClient"]
+
+
+class LLMClient:
+    """Connects for each request, so one client serves many threads."""
+
+    def __init__(self, address: str, api_key: str | None = None, timeout_s: float = 600) -> None:
+        """Remember where the service is.
+
+        Args:
+            address: ``http://127.0.0.1:8000`` or ``unix:/path/of/the.sock``.
+            api_key: The server's key, if it has one.
+            timeout_s: Longest silence of the server, in seconds.
+
+        Raises:
+            ConfigError: The address is neither.
+        """
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "unix"):
+            raise ConfigError(f"address must be http://host:port or unix:/path, found {address!r}")
+        self._parts = parts
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def bind(self, app: str) -> ClientApp:
+        """The service as ``app`` sees it."""
+        return ClientApp(app, self)
+
+    def status(self) -> dict[str, Any]:
+        """Counters of the service and its plugins."""
+        status: dict[str, Any] = self.request("GET", "/status")
+        return status
+
+    def request(self, method: str, path: str, body: object = None) -> Any:
+        """Send one request and return its JSON.
+
+        Raises:
+            LookupError: The context is unknown.
+            LimitError: A limit of the service was reached.
+            LlmaasError: Anything else the service refused.
+        """
+        with self._open(method, path, body) as response:
+            return json.loads(response.read())
+
+    def events(self, path: str, body: object) -> Iterator[tuple[str, Any]]:
+        """Send a request and yield its server-sent events as (event, JSON)."""
+        with self._open("POST", path, body) as response:
+            event = "message"
+            for raw in response:
+                line = raw.decode().rstrip("\r\n")
+                if line.startswith("event:"):
+                    event = line[6:].strip()
+                elif line.startswith("data:"):
+                    yield event, json.loads(line[5:])
+                elif not line:
+                    event = "message"
+
+    def _open(self, method: str, path: str, body: object) -> http.client.HTTPResponse:
+        connection = self._connect()
+        data = None if body is None else json.dumps(body).encode()
+        connection.request(method, f"/v1/llmaas{path}", data, self._headers)
+        response = connection.getresponse()
+        if response.status >= http.HTTPStatus.BAD_REQUEST:
+            raise _refusal(response.status, response.read())
+        return response
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host = self._parts.hostname or "localhost"
+        connection = http.client.HTTPConnection(host, self._parts.port, timeout=self._timeout_s)
+        if self._parts.scheme == "unix":
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(self._timeout_s)
+            connection.sock.connect(self._parts.path)
+        return connection
+
+
+@dataclass(frozen=True, slots=True)
+class ClientApp:
+    """One app's view of the service."""
+
+    name: str
+    _client: LLMClient
+
+    @property
+    def _path(self) -> str:
+        return f"/apps/{quote(self.name, safe='')}/contexts"
+
+    def new_context(self, system: str | None = None) -> ClientContext:
+        """Start a context, with a system prompt if given."""
+        summary = self._client.request("POST", self._path, {"system": system})
+        return self.context(summary["id"])
+
+    def contexts(self) -> list[ClientContext]:
+        """The app's contexts, most recently used first."""
+        return [self.context(item["id"]) for item in self._client.request("GET", self._path)]
+
+    def context(self, context_id: str) -> ClientContext:
+        """The context named ``context_id``; it is looked up when it is used."""
+        return ClientContext(context_id, f"{self._path}/{quote(context_id, safe='')}", self._client)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientContext:
+    """A persistent context in the service."""
+
+    id: str
+    _path: str
+    _client: LLMClient
+
+    def call(self, prompt: str, **sampling: Any) -> dict[str, Any]:
+        """Append a user turn; the reply as ``service.Reply``'s fields."""
+        body = {"prompt": prompt, **sampling}
+        reply: dict[str, Any] = self._client.request("POST", f"{self._path}/call", body)
+        return reply
+
+    def stream(self, prompt: str, **sampling: Any) -> Generator[str, None, dict[str, Any]]:
+        """As ``call``, yielding text as it comes; the generator's value is the reply."""
+        body = {"prompt": prompt, "stream": True, **sampling}
+        for event, data in self._client.events(f"{self._path}/call", body):
+            if event == "done":
+                reply: dict[str, Any] = data
+                return reply
+            if event == "error":
+                raise LlmaasError(data["error"])
+            yield data["text"]
+        raise LlmaasError("the service closed the stream before its reply was complete")
+
+    def record(self) -> dict[str, Any]:
+        """Messages and sizes."""
+        record: dict[str, Any] = self._client.request("GET", self._path)
+        return record
+
+    def delete(self) -> int:
+        """Forget the context; bytes of KV freed."""
+        return int(self._client.request("DELETE", self._path)["freed_bytes"])
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    try:
+        detail = str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        detail = body.decode(errors="replace")[:500]
+    kinds: dict[int, type[Exception]] = {404: LookupError, 429: LimitError}
+    return kinds.get(status, LlmaasError)(f"{detail} (HTTP {status})")

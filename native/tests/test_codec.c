@@ -1,0 +1,172 @@
+/* Round trips of whole chunks: every codec, type, orientation, chunk length and kernel; cells outside stay untouched,
+ * and every kernel writes the same payload. */
+#include "check.h"
+
+enum { N_CELLS = 41, N_LAYER = 3 };
+
+static const uint8_t key[32] = {1, 2, 3};
+
+static const uint64_t k_f16[N_LAYER] = {256, 2, 130};
+static const uint64_t v_f16[N_LAYER] = {192, 0, 62};
+static const uint64_t k_f32[N_LAYER] = {64, 4, 132};
+static const uint64_t v_f32[N_LAYER] = {260, 8, 0};
+static const uint64_t k_q8[N_LAYER]  = {34, 68, 102};
+static const uint64_t v_odd[N_LAYER] = {3, 0, 77};
+
+static const llmaas_kv_geom geoms[] = {
+    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16},
+    {N_LAYER, 1, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_BF16, k_f16, v_f16},
+    {N_LAYER, 0, LLMAAS_TYPE_Q8_0, 99, k_q8, v_odd},              {N_LAYER, 1, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_F16, k_q8, v_f16},
+};
+
+static uint8_t * blob_new(const llmaas_kv_geom * geom, size_t * size) {
+    int32_t pos[N_CELLS];
+    for (int32_t i = 0; i < N_CELLS; ++i) {
+        pos[i] = 1000 - 3 * i;
+    }
+    *size = llmaas_blob_size(geom, N_CELLS);
+    uint8_t * blob = exact(*size);
+    fill_like_kv(blob, *size / 2);
+    CHECK(llmaas_blob_init(geom, blob, *size, pos, N_CELLS) == LLMAAS_OK);
+    CHECK(llmaas_blob_check(geom, blob, *size, pos, N_CELLS) == LLMAAS_OK);
+    return blob;
+}
+
+/* Encode with every kernel; the payloads are equal. */
+static uint8_t * encode(const llmaas_kv_geom * geom, int codec, const uint8_t * blob, size_t size, uint32_t first, uint32_t n,
+                        size_t * written) {
+    const size_t bound = llmaas_chunk_bound(geom, codec, n);
+    uint8_t *    out   = NULL;
+    for (size_t i = 0; i < 3; ++i) {
+        if (llmaas_kernels_select(check_isas[i]) != LLMAAS_OK) {
+            continue;
+        }
+        uint8_t * dst = exact(bound);
+        size_t    got = 0;
+        CHECK(llmaas_chunk_encode(geom, codec, blob, size, N_CELLS, first, n, key, dst, bound, &got) == LLMAAS_OK);
+        CHECK(got <= bound && (codec == LLMAAS_CODEC_LOSSLESS || got == bound));
+        CHECK(llmaas_chunk_verify(dst, got, key) == LLMAAS_OK && llmaas_chunk_verify(dst, got, NULL) == LLMAAS_OK);
+        CHECK(!out || (*written == got && memcmp(out, dst, got) == 0));
+        if (bound > 0) {
+            CHECK(llmaas_chunk_encode(geom, codec, blob, size, N_CELLS, first, n, key, dst, bound - 1, &got) == LLMAAS_ESPACE);
+        }
+        free(out);
+        out      = exact_copy(dst, got);
+        *written = got;
+        free(dst);
+    }
+    return out;
+}
+
+static void round_trip(const llmaas_kv_geom * geom, int codec, const uint8_t * blob, size_t size, uint32_t first, uint32_t n) {
+    size_t          written = 0;
+    uint8_t *       payload = encode(geom, codec, blob, size, first, n, &written);
+    const uint8_t * one[1]  = {payload};
+    const uint64_t  sizes[1] = {written};
+    uint8_t *       want     = NULL;
+    for (size_t i = 0; i < 3; ++i) {
+        if (llmaas_kernels_select(check_isas[i]) != LLMAAS_OK) {
+            continue;
+        }
+        uint8_t * back = exact_copy(blob, size);
+        uint32_t  done = 9;
+        if (codec != LLMAAS_CODEC_INT8) { /* wipe the cells through a raw chunk of zeros, then bring them back */
+            const size_t zero_bytes = llmaas_chunk_bound(geom, LLMAAS_CODEC_RAW, n);
+            uint8_t * zero_blob = exact_copy(blob, size), * zero = exact(zero_bytes);
+            size_t got = 0;
+            CHECK(llmaas_chunk_encode(geom, 0, zero_blob, size, N_CELLS, first, n, key, zero, zero_bytes, &got) == LLMAAS_OK);
+            memset(zero + LLMAAS_CHUNK_HEADER, 0, zero_bytes - LLMAAS_CHUNK_HEADER);
+            const uint8_t * zeros[1] = {zero};
+            const uint64_t  zero_sizes[1] = {got};
+            CHECK(llmaas_chunks_decode(geom, 1, zeros, zero_sizes, &first, back, size, N_CELLS, &done) == LLMAAS_OK);
+            CHECK(memcmp(back, blob, size) != 0);
+            free(zero_blob), free(zero);
+        }
+        CHECK(llmaas_chunks_decode(geom, 1, one, sizes, &first, back, size, N_CELLS, &done) == LLMAAS_OK && done == 1);
+        if (codec != LLMAAS_CODEC_INT8) {
+            CHECK(memcmp(back, blob, size) == 0);
+        }
+        CHECK(!want || memcmp(want, back, size) == 0);
+        free(want);
+        want = back;
+    }
+    free(want), free(payload);
+}
+
+static void check_batch(const llmaas_kv_geom * geom, const uint8_t * blob, size_t size) {
+    /* more chunks than one batch, of all codecs, shuffled over the cells, one token each */
+    enum { N = 150 };
+    const uint8_t * payloads[N];
+    uint64_t sizes[N];
+    uint32_t firsts[N], done = 0;
+    uint8_t * back = exact_copy(blob, size);
+    for (uint32_t i = 0; i < N; ++i) {
+        size_t written = 0;
+        firsts[i]   = i * 7 % N_CELLS;
+        payloads[i] = encode(geom, (int) (i % 2), blob, size, firsts[i], 1, &written);
+        sizes[i]    = written;
+    }
+    CHECK(llmaas_chunks_decode(geom, N, payloads, sizes, firsts, back, size, N_CELLS, &done) == LLMAAS_OK && done == N);
+    CHECK(memcmp(back, blob, size) == 0);
+    sizes[100]--; /* the damaged one stops the call; those before it are in place */
+    CHECK(llmaas_chunks_decode(geom, N, payloads, sizes, firsts, back, size, N_CELLS, &done) == LLMAAS_ECORRUPT && done == 100);
+    sizes[100]++;
+    firsts[7] = N_CELLS;
+    CHECK(llmaas_chunks_decode(geom, N, payloads, sizes, firsts, back, size, N_CELLS, &done) == LLMAAS_EINVAL && done == 7);
+    CHECK(llmaas_chunks_decode(geom, 0, NULL, NULL, NULL, back, size, N_CELLS, &done) == LLMAAS_OK && done == 0);
+    for (uint32_t i = 0; i < N; ++i) {
+        free((void *) (uintptr_t) payloads[i]);
+    }
+    free(back);
+}
+
+static void check_special_values(void) {
+    const llmaas_kv_geom * geom = &geoms[0];
+    size_t    size = 0, got = 0;
+    uint8_t * blob = blob_new(geom, &size);
+    uint8_t * out  = exact(llmaas_chunk_bound(geom, LLMAAS_CODEC_INT8, 16));
+    const uint16_t inf = 0x7c00;
+    memcpy(blob + 24 + 12 * N_CELLS + 12 + 256 * 5 + 254, &inf, 2); /* layer 0, cell 5, last K value */
+    for (size_t i = 0; i < 3; ++i) {
+        if (llmaas_kernels_select(check_isas[i]) == LLMAAS_OK) {
+            const size_t cap = llmaas_chunk_bound(geom, LLMAAS_CODEC_INT8, 16);
+            CHECK(llmaas_chunk_encode(geom, 2, blob, size, N_CELLS, 0, 16, key, out, cap, &got) == LLMAAS_EUNSUPPORTED);
+            CHECK(llmaas_chunk_encode(geom, 2, blob, size, N_CELLS, 6, 16, key, out, cap, &got) == LLMAAS_OK);
+        }
+    }
+    round_trip(geom, LLMAAS_CODEC_LOSSLESS, blob, size, 0, 16);
+    free(blob), free(out);
+}
+
+/* What the encoder does not accept. */
+static void check_arguments(const llmaas_kv_geom * geom, const uint8_t * blob, size_t size) {
+    uint8_t * out = exact(1 << 16);
+    size_t    got = 0;
+    CHECK(llmaas_chunk_bound(geom, 3, 1) == 0 && llmaas_chunk_bound(geom, -1, 1) == 0 && llmaas_chunk_bound(geom, 0, 0) == 0);
+    CHECK(llmaas_chunk_bound(geom, 0, 257) == 0 && llmaas_chunk_bound(geom, 0, 256) > 0);
+    CHECK(llmaas_chunk_encode(geom, 0, blob, size, N_CELLS, N_CELLS - 15, 16, key, out, 1 << 16, &got) == LLMAAS_EINVAL);
+    CHECK(llmaas_chunk_encode(geom, 0, blob, size, N_CELLS, UINT32_MAX, 16, key, out, 1 << 16, &got) == LLMAAS_EINVAL);
+    CHECK(llmaas_chunk_encode(geom, 0, blob, size - 1, N_CELLS, 0, 16, key, out, 1 << 16, &got) == LLMAAS_EINVAL);
+    CHECK(llmaas_chunk_encode(geom, 0, blob, size, N_CELLS, 0, N_CELLS + 1, key, out, 1 << 16, &got) == LLMAAS_EINVAL);
+    CHECK(llmaas_chunk_encode(NULL, 0, blob, size, N_CELLS, 0, 16, key, out, 1 << 16, &got) == LLMAAS_EINVAL);
+    free(out);
+}
+
+int main(void) {
+    for (size_t g = 0; g < sizeof geoms / sizeof *geoms; ++g) {
+        size_t    size = 0;
+        uint8_t * blob = blob_new(&geoms[g], &size);
+        for (int codec = 0; codec <= 2; ++codec) {
+            for (uint32_t n = 1; n <= 16; ++n) {
+                round_trip(&geoms[g], codec, blob, size, rnd_below(N_CELLS - n + 1), n);
+            }
+            round_trip(&geoms[g], codec, blob, size, 0, N_CELLS);
+            round_trip(&geoms[g], codec, blob, size, 3, 33);
+        }
+        check_batch(&geoms[g], blob, size);
+        check_arguments(&geoms[g], blob, size);
+        free(blob);
+    }
+    check_special_values();
+    return 0;
+}

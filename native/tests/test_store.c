@@ -1,0 +1,118 @@
+/* Batched I/O on real files: adjacency, padding, short files, wrong keys, errors. */
+#include "check.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+enum { N = 40, N_CELLS = 64 };
+
+static const uint64_t rows[] = {6144, 6144};
+static const llmaas_kv_geom geom = {2, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, rows, rows};
+
+static uint8_t  keys[N][32];
+static uint8_t * payloads[N];
+static uint64_t offsets[N], lengths[N];
+
+static uint64_t blocks(uint64_t n) { return (n + 4095) / 4096 * 4096; }
+
+static int temp_file(void) {
+    char path[] = "/tmp/llmaas-store-XXXXXX";
+    const int fd = mkstemp(path);
+    CHECK(fd >= 0 && unlink(path) == 0);
+    return fd;
+}
+
+static void make_payloads(void) {
+    int32_t pos[N_CELLS] = {0};
+    const size_t size = llmaas_blob_size(&geom, N_CELLS);
+    uint8_t * blob = exact(size);
+    fill_like_kv(blob, size / 2);
+    CHECK(llmaas_blob_init(&geom, blob, size, pos, N_CELLS) == LLMAAS_OK);
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < N; ++i) {
+        const uint32_t n   = i == 20 ? 60 : 1 + i % 16; /* one is longer than a record */
+        const size_t   cap = llmaas_chunk_bound(&geom, LLMAAS_CODEC_RAW, n);
+        size_t got = 0;
+        keys[i][0]  = (uint8_t) i;
+        payloads[i] = exact(cap);
+        CHECK(llmaas_chunk_encode(&geom, 0, blob, size, N_CELLS, 0, n, keys[i], payloads[i], cap, &got) == LLMAAS_OK);
+        lengths[i] = got;
+        at += i % 10 == 9 ? 8192 : 0; /* a hole ends a run */
+        offsets[i] = at;
+        at += blocks(got);
+    }
+    CHECK(lengths[20] > LLMAAS_RECORD_MAX);
+    free(blob);
+}
+
+static void check_round_trip(int fd) {
+    uint8_t * out[N];
+    int32_t   statuses[N];
+    llmaas_io_stats stats;
+    for (uint32_t i = 0; i < N; ++i) {
+        out[i] = exact(lengths[i]);
+    }
+    CHECK(llmaas_store_write(fd, N, offsets, lengths, (const uint8_t * const *) payloads, &stats) == LLMAAS_OK);
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < N; ++i) {
+        bytes += blocks(lengths[i]);
+    }
+    CHECK(stats.bytes == bytes && stats.n_calls < N && stats.n_calls >= bytes / LLMAAS_RECORD_MAX && stats.sys_errno == 0);
+    CHECK(lseek(fd, 0, SEEK_END) == (off_t) (offsets[N - 1] + blocks(lengths[N - 1])));
+    CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, statuses, &stats) == LLMAAS_OK);
+    CHECK(stats.n_calls < N);
+    for (uint32_t i = 0; i < N; ++i) {
+        CHECK(statuses[i] == LLMAAS_OK && memcmp(out[i], payloads[i], lengths[i]) == 0);
+    }
+    keys[3][5] = 1; /* another key, a damaged byte, a file that ends inside a run */
+    const uint8_t byte = (uint8_t) ~payloads[4][500];
+    CHECK(pwrite(fd, &byte, 1, (off_t) offsets[4] + 500) == 1);
+    CHECK(ftruncate(fd, (off_t) (offsets[30] + lengths[30] - 1)) == 0);
+    CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, statuses, &stats) == LLMAAS_OK);
+    for (uint32_t i = 0; i < N; ++i) {
+        const int32_t want = i == 3 ? LLMAAS_ESTALE : i == 4 ? LLMAAS_ECORRUPT : i >= 30 ? LLMAAS_EIO : LLMAAS_OK;
+        CHECK(statuses[i] == want);
+    }
+    CHECK(stats.sys_errno == 0);
+    keys[3][5] = 0;
+    for (uint32_t i = 0; i < N; ++i) {
+        free(out[i]);
+    }
+}
+
+static void check_errors(int fd) {
+    llmaas_io_stats stats;
+    int32_t   status = -1;
+    uint8_t * out    = exact(lengths[0]);
+    const uint8_t * const * src = (const uint8_t * const *) payloads;
+    const uint8_t (*k)[32] = (const uint8_t(*)[32]) keys;
+    const uint64_t odd = 512, zero = 0, huge = UINT64_MAX - 4095;
+    CHECK(llmaas_store_read(fd, 1, &odd, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 1, &huge, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 1, offsets, &zero, &out, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(-1, 1, offsets, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 0, NULL, NULL, NULL, NULL, NULL, &stats) == LLMAAS_OK && stats.n_calls == 0);
+    const int closed = dup(fd);
+    close(closed);
+    CHECK(llmaas_store_read(closed, 1, offsets, lengths, &out, k, &status, &stats) == LLMAAS_OK);
+    CHECK(status == LLMAAS_EIO && stats.sys_errno == EBADF);
+    const int full = open("/dev/full", O_WRONLY);
+    if (full >= 0) {
+        CHECK(llmaas_store_write(full, 1, offsets, lengths, src, &stats) == LLMAAS_EIO && stats.sys_errno == ENOSPC);
+        close(full);
+    }
+    free(out);
+}
+
+int main(void) {
+    make_payloads();
+    const int fd = temp_file();
+    check_round_trip(fd);
+    check_errors(fd);
+    close(fd);
+    for (uint32_t i = 0; i < N; ++i) {
+        free(payloads[i]);
+    }
+    return 0;
+}

@@ -1,0 +1,89 @@
+"""The examples of docs/hooks.md run, on the packaged model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llmaas_hooks import HookManager, hookimpl
+from llmaas_patches import install, serving_context
+
+TEXT = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+TOP, *SECTIONS = re.split(r"^### `", TEXT, flags=re.MULTILINE)
+EXAMPLES = {
+    section.partition("(")[0]: block for section in SECTIONS for block in BLOCK.findall(section)
+}
+PROMPT = [1, 400, 401, 402, 403, 404]
+
+
+def plugin_of(name):
+    namespace = {"__name__": f"docs_{name}"}
+    exec(compile(EXAMPLES[name], f"docs/hooks.md {name}", "exec"), namespace)
+    return namespace["Plugin"]()
+
+
+def generate(llama, tokens, context_id=None):
+    with serving_context(context_id or "other"):
+        generator = llama.generate(tokens, temp=0.0)
+        found = [next(generator) for _ in range(3)]
+        generator.close()
+    return found
+
+
+def test_the_whole_plugin(reference_model, capsys):
+    namespace = {"__name__": "docs_top"}
+    for block in BLOCK.findall(TOP):
+        exec(compile(block, "docs/hooks.md", "exec"), namespace)
+    assert capsys.readouterr().out.strip()
+    assert namespace["hooks"].names() == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_is_called(name, make_llama):
+    called = set()
+    plugin = plugin_of(name)
+    hooks = HookManager("raise")
+    hooks.register("example", plugin)
+
+    def before(hook, impls, kwargs):
+        called.update([hook] if impls else [])
+
+    hooks._pm.add_hookcall_monitoring(before, lambda outcome, hook, impls, kwargs: None)
+    installed = install(hooks)
+    try:
+        llama = make_llama()
+        generate(llama, PROMPT)
+        generate(llama, PROMPT)
+        assert hooks.kv_evict("other") == 0
+        installed.settle()
+        status = hooks.status()
+    finally:
+        installed.revert()
+        hooks.shutdown()
+    called.update(["llmaas_status"] if status else [])
+    called.update(["llmaas_shutdown"] if getattr(plugin, "file", None) else [])
+    assert name in called
+    assert name != "llmaas_shutdown" or plugin.file.closed
+
+
+class Stats:
+    @hookimpl
+    def llmaas_request_end(self, stats):
+        self.last = stats
+
+
+def test_the_restoring_example_restores(make_llama, patched):
+    vanilla = make_llama()
+    first = generate(vanilla, PROMPT)
+    longer = [*PROMPT, *first, 420]
+    expected = generate(vanilla, longer)
+    stats = Stats()
+    patched(example=plugin_of("llmaas_kv_restore"), stats=stats)
+    llama = make_llama()
+    generate(llama, PROMPT, "chat")
+    generate(llama, [1, 9, 8, 7], "another")
+    assert generate(llama, longer, "chat") == expected
+    assert stats.last.n_reused == len(PROMPT) + 2  # the third token was never evaluated

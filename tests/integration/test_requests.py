@@ -1,0 +1,218 @@
+"""The request hooks, on the packaged model: when they fire, with what, and what an app notices."""
+
+from __future__ import annotations
+
+import gc
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from llmaas_hooks import RequestStats, hookimpl
+from llmaas_patches import serving_context
+
+PROMPT = [1, 400, 401, 402, 403, 404]
+
+
+class Recorder:
+    def __init__(self):
+        self.events = []
+        self.requests = []
+        self.stats = []
+
+    @hookimpl
+    def llmaas_request_begin(self, request):
+        self.events.append("begin")
+        self.requests.append(request)
+
+    @hookimpl
+    def llmaas_kv_restore(self, request):
+        self.events.append("restore")
+
+    @hookimpl
+    def llmaas_kv_save(self, request, tokens):
+        self.events.append("save")
+        self.saved = tokens
+        assert request is self.requests[-1]
+
+    @hookimpl
+    def llmaas_request_end(self, request, stats):
+        self.events.append("end")
+        self.stats.append(stats)
+
+
+@pytest.fixture
+def recorder(patched):
+    recorder = Recorder()
+    patched(recorder=recorder)
+    return recorder
+
+
+def greedy(llama, tokens, n, **kwargs):
+    found = []
+    for token in llama.generate(tokens, temp=0.0, **kwargs):
+        found.append(token)
+        if len(found) == n:
+            break
+    return found
+
+
+ONCE = ["begin", "restore", "save", "end"]
+
+
+def test_hook_llmaas_request_begin(recorder, make_llama):
+    llama = make_llama()
+    generator = llama.generate(PROMPT, temp=0.0)
+    assert recorder.events == []  # a generator that nobody asks does nothing, as ever
+    next(generator)
+    (request,) = recorder.requests
+    assert recorder.events == ["begin", "restore"]
+    assert request.tokens.tolist() == PROMPT
+    assert request.tokens.dtype == np.int32
+    assert request.context_id is None
+    assert request.engine.llama is llama
+    assert (request.engine.ctx, request.engine.model) == (llama.ctx, llama.model)
+    generator.close()
+
+
+def test_hook_llmaas_request_end(recorder, make_llama):
+    llama = make_llama()
+    first = greedy(llama, PROMPT, 4)
+    assert recorder.events == ONCE
+    greedy(llama, PROMPT + first, 3)
+    assert recorder.events == ONCE * 2
+    cold, warm = recorder.stats
+    assert (cold.n_prompt, cold.n_reused, cold.n_generated) == (6, 0, 4)
+    assert (warm.n_prompt, warm.n_reused, warm.n_generated) == (10, 9, 3)
+    assert 0 < cold.prepare_s < cold.first_token_s < cold.total_s
+    assert recorder.requests[0].engine is recorder.requests[1].engine
+
+
+def test_hook_llmaas_kv_save(recorder, make_llama):
+    llama = make_llama()
+    found = greedy(llama, PROMPT, 4)
+    assert recorder.saved.tolist() == PROMPT + found[:-1]  # the last one was never evaluated
+    assert recorder.saved.dtype == np.int32
+    before = recorder.saved.copy()
+    greedy(llama, [1, 7, 8], 2)
+    assert before.tolist() == PROMPT + found[:-1]  # a copy, not Llama's own buffer
+
+
+def test_one_request_per_completion(recorder, make_llama):
+    reply = make_llama().create_completion("Once upon a time", max_tokens=5, temperature=0.0)
+    assert recorder.events == ONCE
+    assert recorder.stats[0].n_prompt == reply["usage"]["prompt_tokens"]
+    assert recorder.stats[0].n_generated >= reply["usage"]["completion_tokens"]
+
+
+def test_chat_is_a_request_too(recorder, make_llama):
+    messages = [{"role": "user", "content": "Hello"}]
+    make_llama(chat_format="chatml").create_chat_completion(messages, max_tokens=3)
+    assert recorder.events == ONCE
+
+
+@pytest.mark.parametrize("how", ["close", "del", "break"])
+def test_generator_closed_early(recorder, make_llama, how):
+    generator = make_llama().generate(PROMPT, temp=0.0)
+    next(generator)
+    if how == "close":
+        generator.close()
+    elif how == "break":
+        for _ in generator:
+            break
+    del generator
+    gc.collect()
+    assert recorder.events == ONCE
+    assert recorder.stats[0].n_generated == (2 if how == "break" else 1)
+
+
+def test_exception_inside(recorder, make_llama):
+    def explode(ids, logits):
+        raise ZeroDivisionError
+
+    llama = make_llama()
+    stop = llama_cpp.StoppingCriteriaList([explode])
+    with pytest.raises(ZeroDivisionError):
+        next(llama.generate(PROMPT, stopping_criteria=stop))
+    assert recorder.events == ONCE
+    assert recorder.saved.tolist() == PROMPT
+    assert recorder.stats[0].first_token_s is None
+    greedy(llama, PROMPT, 1)
+    assert recorder.events == ONCE * 2
+
+
+def test_exception_thrown_in_by_the_app(recorder, make_llama):
+    generator = make_llama().generate(PROMPT)
+    next(generator)
+    with pytest.raises(KeyError):
+        generator.throw(KeyError("app"))
+    assert recorder.events == ONCE
+
+
+def test_too_long_a_prompt_fails_as_ever(recorder, make_llama):
+    llama = make_llama(n_ctx=32)
+    with pytest.raises(ValueError, match="broadcast"):
+        greedy(llama, list(range(300, 340)), 1)
+    assert recorder.events == ONCE
+
+
+def test_llama_closed_under_its_generator(recorder, make_llama):
+    llama = make_llama()
+    generator = llama.generate(PROMPT)
+    next(generator)
+    llama.close()
+    generator.close()
+    assert recorder.events == ["begin", "restore", "end"]  # there is no context left to save from
+
+
+def test_generator_that_outlives_the_patches(patched, make_llama):
+    recorder = Recorder()
+    installed = patched(recorder=recorder)
+    generator = make_llama().generate(PROMPT, temp=0.0)
+    next(generator)
+    installed.revert()
+    next(generator)
+    generator.close()
+    assert recorder.events == ONCE
+
+
+def test_reset_false_restores_nothing(recorder, make_llama):
+    llama = make_llama()
+    greedy(llama, PROMPT, 1)
+    greedy(llama, PROMPT[:2], 1, reset=False)
+    assert recorder.events == [*ONCE, "begin", "save", "end"]
+    assert recorder.stats[-1].n_reused == 0  # appended to what is there, not found in it
+
+
+def test_a_wrong_argument_begins_no_request(recorder, make_llama):
+    with pytest.raises(TypeError, match="temprature"):
+        next(make_llama().generate(PROMPT, temprature=0.0))
+    assert recorder.events == []
+
+
+def test_serving_context_names_the_request(recorder, make_llama):
+    llama = make_llama()
+    with serving_context("chat-1"):
+        greedy(llama, PROMPT, 1)
+    greedy(llama, PROMPT, 1)
+    assert [request.context_id for request in recorder.requests] == ["chat-1", None]
+
+
+def send_script(llama):
+    generator = llama.generate(PROMPT, temp=0.0)
+    found = [next(generator), generator.send([410, 411]), next(generator), generator.send(None)]
+    generator.close()
+    return found, llama._input_ids.tolist()
+
+
+def test_send_protocol_is_kept(patched, make_llama):
+    vanilla = send_script(make_llama(logits_all=True))
+    recorder = Recorder()
+    patched(recorder=recorder)
+    assert send_script(make_llama(logits_all=True)) == vanilla
+    assert recorder.stats[0].n_generated == 4
+
+
+def test_stats_are_frozen():
+    with pytest.raises(AttributeError):
+        RequestStats(1, 0, 0, 0.0, None, 0.0).n_prompt = 2

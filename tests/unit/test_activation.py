@@ -1,0 +1,133 @@
+"""Switching on and off: nested, refused, and failing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import llama_cpp
+import pytest
+
+import llmaas_plugins
+from llmaas_hooks import ConfigError, IncompatibleError, PluginError, UnknownPluginError
+from llmaas_plugins import activate, active_suite, load_config
+
+RECORDER = {"plugins": {"recorder": {"level": 5}}}
+
+
+@pytest.fixture(autouse=True)
+def vanilla_again():
+    before = (llama_cpp.llama_decode, llama_cpp.Llama.generate)
+    yield
+    assert (llama_cpp.llama_decode, llama_cpp.Llama.generate) == before
+
+
+def test_import_does_nothing():
+    code = "import sys, threading, llmaas_plugins; sys.exit('llama_cpp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_context_manager(dist_plugins):
+    assert active_suite() is None
+    with activate(RECORDER) as suite:
+        assert active_suite() is suite
+        assert suite.status()["plugins"] == {"recorder": {"level": 5}}
+        assert "llama_cpp.llama_cpp.llama_decode" in suite.status()["patched"]
+    assert active_suite() is None
+    assert dist_plugins.events == ["construct", "shutdown"]
+
+
+def test_an_exception_deactivates(dist_plugins):
+    with pytest.raises(ZeroDivisionError), activate(RECORDER):
+        raise ZeroDivisionError
+    assert dist_plugins.events[-1] == "shutdown"
+
+
+def test_nothing_enabled():
+    with activate({}) as suite:
+        assert suite.status()["plugins"] == {}
+
+
+def test_nested_is_one_suite(dist_plugins):
+    with activate(RECORDER) as outer:
+        with activate(load_config(RECORDER)) as inner:
+            assert inner is outer
+        assert active_suite() is outer
+        assert dist_plugins.events == ["construct"]
+    assert active_suite() is None
+    assert dist_plugins.events == ["construct", "shutdown"]
+
+
+def test_deactivate_twice_spares_the_next_suite(dist_plugins):
+    first = activate(RECORDER)
+    first.deactivate()
+    with activate(RECORDER) as second:
+        first.deactivate()
+        assert active_suite() is second is not first
+    assert dist_plugins.events == ["construct", "shutdown"] * 2
+
+
+def test_another_configuration_is_refused(dist_plugins):
+    with activate(RECORDER) as suite:
+        with pytest.raises(ConfigError, match="active with another configuration"):
+            activate({})
+        assert active_suite() is suite
+        assert dist_plugins.events == ["construct"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "message"),
+    [
+        ("recorde", {}, UnknownPluginError, "Did you mean 'recorder'"),
+        ("broken_import", {}, PluginError, "failed in import"),
+        ("broken_constructor", {}, PluginError, "failed in construction: RuntimeError: no luck"),
+        ("misspelt", {}, PluginError, "failed in registration"),
+        ("recorder2", {}, UnknownPluginError, "recorder"),
+        ("misspelt", {"key": 1}, ConfigError, "unknown key 'key'"),
+    ],
+)
+def test_failing_plugin_leaves_nothing(dist_plugins, name, settings, error, message):
+    with pytest.raises(error, match=message):
+        activate({"plugins": {"recorder": {}, name: settings}})
+    assert active_suite() is None
+    assert dist_plugins.events == ["construct", "shutdown"]  # the good one is closed
+
+
+def test_engine_drift_leaves_nothing(dist_plugins, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "__version__", "0.2.0")
+    with pytest.raises(IncompatibleError):
+        activate(RECORDER)
+    assert active_suite() is None
+    assert dist_plugins.events == ["construct", "shutdown"]
+
+
+def test_environment_is_a_door(dist_plugins, monkeypatch):
+    monkeypatch.setenv("LLMAAS_PLUGINS", "recorder")
+    monkeypatch.setenv("LLMAAS_PLUGINS__RECORDER__LEVEL", "9")
+    with activate() as suite:
+        assert suite.status()["plugins"] == {"recorder": {"level": 9}}
+
+
+def test_threads_share_one_suite(dist_plugins):
+    suites, start = [], threading.Barrier(8)
+
+    def use():
+        start.wait()
+        suites.append(activate(RECORDER))
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, suites))) == 1
+    for suite in suites:
+        assert active_suite() is suite
+        suite.deactivate()
+    assert active_suite() is None
+    assert dist_plugins.events == ["construct", "shutdown"]
+
+
+def test_public_names():
+    assert all(hasattr(llmaas_plugins, name) for name in llmaas_plugins.__all__)

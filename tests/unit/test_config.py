@@ -1,0 +1,206 @@
+"""Every door into the configuration, and which one wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ByteSize, ConfigDict
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins import load_config
+from llmaas_plugins.config import PluginTable, validated
+
+FILE = """
+on_error = "raise"
+[service]
+max_queue = 5
+[plugins.kv]
+codec = "int8"
+ram = "2 MiB"
+[plugins.knn]
+enabled = false
+k = 8
+"""
+KV = "LLMAAS_PLUGINS__KV__"
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    codec: Literal["int8", "lossless"] = "int8"
+    ram: ByteSize = ByteSize(1)
+    store: Path = Path()
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "llmaas.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_defaults():
+    config = load_config(environ={})
+    assert (config.on_error, dict(config.plugins), config.enabled()) == ("log", {}, [])
+    assert config.service.max_queue == 32
+    assert config.origins == {}
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_file(path, kind):
+    config = load_config(kind(path), {})
+    assert config.on_error == "raise"
+    assert config.enabled() == ["kv"]
+    assert config.plugins["kv"].values == {"codec": "int8", "ram": "2 MiB"}
+    assert config.plugins["kv"].origins == {"codec": "llmaas.toml", "ram": "llmaas.toml"}
+    assert config.plugins["knn"].values == {"k": 8}
+    assert config.origins == {"on_error": "llmaas.toml", "service.max_queue": "llmaas.toml"}
+    settings = validated("kv", Settings, config.plugins["kv"])
+    assert settings.ram == 2 << 20
+
+
+def test_file_from_the_environment(path):
+    assert load_config(environ={"LLMAAS_CONFIG": str(path)}).on_error == "raise"
+    assert load_config(environ={"LLMAAS_CONFIG": ""}).on_error == "log"
+
+
+def test_named_file_wins_over_the_environments(path):
+    assert load_config(path, {"LLMAAS_CONFIG": "/nowhere"}).on_error == "raise"
+
+
+def test_the_process_environment_is_the_default(path, monkeypatch):
+    monkeypatch.setenv("LLMAAS_CONFIG", str(path))
+    assert load_config().enabled() == ["kv"]
+
+
+def test_code(path):
+    config = load_config({"plugins": {"kv": {"codec": "int8"}}}, {"LLMAAS_CONFIG": str(path)})
+    assert config.on_error == "log"  # the file is not read
+    assert config.plugins["kv"].origins == {"codec": "code"}
+
+
+@pytest.mark.parametrize(
+    ("value", "enabled"),
+    [
+        (None, ["kv"]),
+        ("", []),
+        ("  ", []),
+        ("knn", ["knn"]),
+        (" knn , kv,", ["knn", "kv"]),
+        ("other", ["other"]),
+    ],
+)
+def test_llmaas_plugins_has_three_states(path, value, enabled):
+    environ = {} if value is None else {"LLMAAS_PLUGINS": value}
+    config = load_config(path, environ)
+    assert sorted(config.enabled()) == enabled
+    assert config.plugins["kv"].values == {"codec": "int8", "ram": "2 MiB"}  # on or off
+
+
+def test_environment_wins_over_file(path):
+    config = load_config(path, {f"{KV}CODEC": "lossless"})
+    assert config.plugins["kv"].values == {"codec": "lossless", "ram": "2 MiB"}
+    assert config.plugins["kv"].origins == {"codec": "env", "ram": "llmaas.toml"}
+
+
+def test_code_wins_over_environment():
+    source = {"plugins": {"kv": {"codec": "int8"}}}
+    environ = {f"{KV}CODEC": "lossless", f"{KV}RAM": "7", "LLMAAS_PLUGINS": ""}
+    config = load_config(source, environ | {f"{KV}ENABLED": "false"})
+    assert config.enabled() == ["kv"]
+    assert config.plugins["kv"].values == {"codec": "int8", "ram": "7"}
+    assert config.plugins["kv"].origins == {"codec": "code", "ram": "env"}
+
+
+def test_a_key_alone_enables_nothing():
+    assert load_config(environ={f"{KV}CODEC": "int8"}).enabled() == []
+    both = {f"{KV}CODEC": "lossless", "LLMAAS_PLUGINS": "kv"}
+    config = load_config(environ=both)
+    assert config.enabled() == ["kv"]
+    assert config.plugins["kv"].values == {"codec": "lossless"}
+
+
+@pytest.mark.parametrize(("value", "enabled"), [("true", True), ("0", False), ("False", False)])
+def test_enabled_by_variable(path, value, enabled):
+    config = load_config(path, {f"{KV}ENABLED": value})
+    assert config.plugins["kv"].enabled is enabled
+    assert "enabled" not in config.plugins["kv"].values
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"plugin": {}}, "unknown key 'plugin'. Did you mean 'plugins'?"),
+        ({"on_error": "explode"}, "code: on_error: "),
+        ({"service": {"max_queu": 1}}, "unknown key 'service.max_queu'. Did you mean 'max_queue'?"),
+        ({"service": {"max_queue": 0}}, "service.max_queue: Input should be greater"),
+        ({"plugins": {"kv": 3}}, "plugins.kv: "),
+        ({"plugins": {"kv": {"enabled": "yes"}}}, "true or false, found 'yes' (code)"),
+    ],
+)
+def test_wrong_tables(source, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, {})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"LLMAAS_PLUGINS__KV": "x"},
+            "LLMAAS_PLUGINS__KV: expected LLMAAS_PLUGINS__<PLUGIN>__<KEY>",
+        ),
+        ({f"{KV}ENABLED": "perhaps"}, "LLMAAS_PLUGINS__KV__ENABLED: expected true or false"),
+        ({"LLMAAS_CONFIG": "/nowhere/llmaas.toml"}, "cannot read configuration /nowhere/llmaas"),
+    ],
+)
+def test_wrong_variables(environ, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ=environ)
+    assert message in str(caught.value)
+
+
+def test_wrong_toml_names_the_line(tmp_path):
+    path = tmp_path / "broken.toml"
+    path.write_text("a = 1\nb =\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML: .*line 2"):
+        load_config(path, {})
+
+
+@pytest.mark.parametrize("text", ["\xff", "\x00"])
+def test_binary_file_is_a_config_error(tmp_path, text):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"binary\.toml"):
+        load_config(path, {})
+
+
+def test_wrong_file_value_names_the_file(path):
+    path.write_text('on_error = "explode"')
+    with pytest.raises(ConfigError, match=r"^llmaas\.toml: on_error: .*found 'explode'"):
+        load_config(path, {})
+
+
+def test_validated_unknown_key_is_suggested():
+    table = PluginTable(True, {"codek": 1}, {"codek": "llmaas.toml"})
+    with pytest.raises(ConfigError) as caught:
+        validated("kv", Settings, table)
+    assert str(caught.value) == (
+        "plugins.kv (llmaas.toml): unknown key 'codek'. Did you mean 'codec'? "
+        "Known: codec, ram, store"
+    )
+
+
+@pytest.mark.parametrize("origin", ["env", "code", "llmaas.toml"])
+def test_validated_wrong_value_names_its_origin(origin):
+    table = PluginTable(True, {"codec": "zip"}, {"codec": origin})
+    with pytest.raises(ConfigError, match=rf"^plugins\.kv \({origin}\): codec: .*found 'zip'"):
+        validated("kv", Settings, table)
+
+
+def test_equal_configurations_are_equal(path):
+    assert load_config(path, {}) == load_config(path, {})
+    assert load_config(path, {}) != load_config(path, {"LLMAAS_PLUGINS": ""})

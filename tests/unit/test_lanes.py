@@ -1,0 +1,121 @@
+"""Deferred work: callers wait for it, it does not wait for itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from llmaas_patches.lanes import Lanes
+
+
+@pytest.fixture
+def lanes():
+    lanes = Lanes()
+    yield lanes
+    lanes.close()
+
+
+def test_no_thread_before_the_first_job():
+    before = threading.active_count()
+    lanes = Lanes()
+    assert threading.active_count() == before
+    lanes.close()
+
+
+def test_settle_waits_under_every_handle(lanes):
+    for handle in (1, 2):
+        gate, done = threading.Event(), []
+
+        def job(gate=gate, done=done):
+            gate.wait(5)
+            done.append(threading.current_thread().name)
+
+        lanes.defer((1, 2), job)
+        threading.Timer(0.02, gate.set).start()
+        lanes.settle(handle)
+        assert done == ["llmaas-lane_0"]
+        assert lanes.pending == {}
+
+
+def test_settle_of_another_engine_does_not_wait(lanes):
+    gate = threading.Event()
+    lanes.defer((1,), gate.wait)
+    started = time.perf_counter()
+    lanes.settle(2)
+    assert time.perf_counter() - started < 1
+    assert 1 in lanes.pending
+    gate.set()
+
+
+def test_the_job_passes_straight_through(lanes):
+    seen = []
+    lanes.defer((1,), lambda: seen.append(lanes.settle(1)))
+    lanes.settle(1)
+    assert seen == [None]
+
+
+def test_jobs_run_in_order_and_settle_waits_for_the_last(lanes):
+    seen = []
+    for number in range(20):
+        lanes.defer((1,), lambda number=number: seen.append(number))
+    lanes.settle(1)
+    assert seen == list(range(20))
+    assert lanes.pending == {}
+
+
+@pytest.mark.parametrize("error", [ValueError("oops")])
+def test_failing_job_is_logged_and_releases(lanes, caplog, error):
+    def fail():
+        raise error
+
+    lanes.defer((1,), fail)
+    lanes.settle(1)
+    assert "deferred work on an engine failed" in caplog.text
+    assert "oops" in caplog.text
+    lanes.defer((1,), lambda: None)  # and the thread lives
+    lanes.settle(1)
+
+
+def test_a_job_may_defer_another(lanes):
+    seen = []
+    lanes.defer((1,), lambda: lanes.defer((1,), lambda: seen.append("second")))
+    while lanes.pending:
+        lanes.settle(1)
+    assert seen == ["second"]
+
+
+def test_close_finishes_what_is_queued():
+    lanes, seen = Lanes(), []
+    for _ in range(3):
+        lanes.defer((1,), lambda: (time.sleep(0.01), seen.append(1)))
+    lanes.close()
+    assert seen == [1, 1, 1]
+    assert lanes.pending == {}
+
+
+def test_after_close_work_is_dropped_and_nobody_hangs():
+    lanes, seen = Lanes(), []
+    lanes.close()
+    lanes.defer((1,), lambda: seen.append(1))
+    lanes.settle(1)
+    assert seen == []
+
+
+def test_many_threads(lanes):
+    counts = dict.fromkeys(range(8), 0)
+
+    def work(handle):
+        for _ in range(100):
+            before = counts[handle]
+            lanes.defer((handle,), lambda: counts.__setitem__(handle, counts[handle] + 1))
+            lanes.settle(handle)
+            assert counts[handle] == before + 1
+
+    threads = [threading.Thread(target=work, args=(handle,)) for handle in counts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(counts.values()) == {100}

@@ -1,0 +1,230 @@
+"""Chunk codecs through the Python wrapper: exactness, bounds, golden files, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmaas_hooks.errors import CodecError
+from llmaas_plugins._native import (
+    Codec,
+    KVGeometry,
+    NativeError,
+    Status,
+    blob_init,
+    blob_size,
+    chunk_bound,
+    chunk_encode,
+    chunk_peek,
+    chunk_verify,
+    chunks_decode,
+    chunks_decode_at,
+    crc32c,
+    kernels_name,
+    kernels_select,
+)
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+KEY = bytes(range(32))
+ROW = 256
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512"])
+def kernels(request):
+    before = kernels_name()
+    try:
+        kernels_select(request.param)
+    except NativeError:
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    kernels_select(before)
+
+
+def geometry(*, v_trans=False, n_layer=2):
+    return KVGeometry(n_layer, v_trans, 1, 1, (ROW,) * n_layer, (ROW,) * n_layer)
+
+
+def random_blob(geom, n_cells, seed=0):
+    rng = np.random.default_rng(seed)
+    size = blob_size(geom, n_cells)
+    blob = rng.normal(size=size // 2).astype(np.float16).view(np.uint8).copy()
+    blob_init(geom, blob, list(range(n_cells)))
+    return blob
+
+
+def rows_of(geom, blob, n_cells):
+    """All rows as float16[plane, token, value], whatever the orientation."""
+    planes, at = [], 24 + 12 * n_cells
+    for plane in range(2 * geom.n_layer):
+        at += 12
+        values = np.frombuffer(bytes(blob[at : at + n_cells * ROW]), np.float16)
+        trans = geom.v_trans and plane >= geom.n_layer
+        planes.append(values.reshape(-1, n_cells).T if trans else values.reshape(n_cells, -1))
+        at += n_cells * ROW
+    return np.array(planes)
+
+
+def encode(geom, codec, blob, n_cells, first=0, *, n_tokens=16):
+    out = bytearray(chunk_bound(geom, codec, n_tokens))
+    n = chunk_encode(geom, codec, blob, n_cells, first, n_tokens, KEY, out)
+    return bytes(out[:n])
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.LOSSLESS])
+def test_exact_codecs_give_the_blob_back(kernels, codec, v_trans):
+    geom = geometry(v_trans=v_trans)
+    blob = random_blob(geom, 40)
+    chunks = [
+        encode(geom, codec, blob, 40, first, n_tokens=n)
+        for first, n in ((0, 16), (16, 16), (32, 8))
+    ]
+    back = np.zeros_like(blob)
+    blob_init(geom, back, list(range(40)))
+    assert chunks_decode(geom, chunks, (0, 16, 32), back, 40) == 3
+    assert np.array_equal(back, blob)
+
+
+def test_lossless_is_a_tenth_smaller_on_normal_values():
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    raw = len(encode(geom, Codec.RAW, blob, 16))
+    assert len(encode(geom, Codec.LOSSLESS, blob, 16)) < 0.9 * raw
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+def test_int8_error_is_within_half_a_scale(kernels, v_trans):
+    geom = geometry(v_trans=v_trans)
+    blob = random_blob(geom, 16)
+    back = blob.copy()
+    chunks_decode(geom, [encode(geom, Codec.INT8, blob, 16)], [0], back, 16)
+    x = rows_of(geom, blob, 16).astype(np.float64).reshape(4, 16, -1, 64)
+    y = rows_of(geom, back, 16).astype(np.float64).reshape(4, 16, -1, 64)
+    scale = np.abs(x).max(-1, keepdims=True) / 127 * (1 + 2**-10)
+    half_ulp = np.abs(y) * 2**-11
+    assert (np.abs(x - y) <= scale / 2 + half_ulp).all()
+
+
+def test_a_chunk_does_not_depend_on_the_orientation():
+    plain, trans = geometry(), geometry(v_trans=True)
+    blob = random_blob(plain, 32)
+    moved = bytearray(blob_size(trans, 32))
+    blob_init(trans, moved, list(range(32)))
+    chunks = [encode(plain, Codec.RAW, blob, 32, first) for first in (0, 16)]
+    chunks_decode(trans, chunks, [0, 16], moved, 32)
+    assert np.array_equal(rows_of(plain, blob, 32), rows_of(trans, moved, 32))
+    for codec in Codec:
+        assert encode(plain, codec, blob, 32, 16) == encode(trans, codec, moved, 32, 16)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.lkvc")), ids=lambda path: path.stem)
+def test_golden_chunks_decode(kernels, path):
+    meta = json.loads(path.with_suffix(".json").read_text())
+    geom = KVGeometry.from_json(meta["geometry"])
+    payload, expected = path.read_bytes(), path.with_suffix(".blob").read_bytes()
+    n = meta["n_tokens"]
+    chunk_verify(payload, bytes.fromhex(meta["key"]))
+    back = bytearray(blob_size(geom, n))
+    blob_init(geom, back, list(range(n)))
+    assert chunks_decode(geom, [payload], [0], back, n) == 1
+    assert back == expected
+
+
+def test_golden_chunks_exist_for_every_codec():
+    names = {path.stem for path in GOLDEN.glob("*.lkvc")}
+    assert {f"v1-{codec.name.lower()}" for codec in Codec} <= names
+
+
+def test_decode_at_addresses():
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    payload = np.frombuffer(encode(geom, Codec.RAW, blob, 16), np.uint8)
+    back = blob.copy()
+    back[-ROW:] = 0
+    assert chunks_decode_at(geom, [payload.ctypes.data], [len(payload)], [0], back, 16) == 1
+    assert np.array_equal(back, blob)
+
+
+def test_peek_tells_the_header():
+    geom = geometry()
+    payload = encode(geom, Codec.INT8, random_blob(geom, 16), 16)
+    info = chunk_peek(payload)
+    assert info.codec is Codec.INT8
+    assert (info.n_tokens, info.n_layer, info.type_k, info.type_v) == (16, 2, 1, 1)
+    assert info.geom_hash == geom.hash == geometry(v_trans=True).hash
+    assert info.body_bytes == len(payload) - 128
+
+
+def test_int8_refuses_infinity_and_lossless_keeps_it():
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    blob[-2:] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(NativeError, match=r"as INT8 .*cannot be represented") as caught:
+        encode(geom, Codec.INT8, blob, 16)
+    assert caught.value.status is Status.EUNSUPPORTED
+    back = blob.copy()
+    back[-ROW:] = 0
+    chunks_decode(geom, [encode(geom, Codec.LOSSLESS, blob, 16)], [0], back, 16)
+    assert np.array_equal(back, blob)
+
+
+def test_verify_tells_damage_from_another_key():
+    geom = geometry()
+    payload = bytearray(encode(geom, Codec.INT8, random_blob(geom, 16), 16))
+    chunk_verify(payload, KEY)
+    with pytest.raises(CodecError, match=r"another key .*ESTALE"):
+        chunk_verify(payload, bytes(32))
+    with pytest.raises(NativeError, match="chunk key of 3 bytes, expected 32"):
+        chunk_verify(payload, b"abc")
+    payload[-1] ^= 1
+    with pytest.raises(NativeError, match=r"damaged .*ECORRUPT") as caught:
+        chunk_verify(payload, KEY)
+    assert caught.value.status is Status.ECORRUPT
+
+
+def test_a_bad_payload_is_named_and_those_before_it_are_in_place():
+    geom = geometry()
+    blob = random_blob(geom, 48)
+    chunks = [encode(geom, Codec.RAW, blob, 48, first) for first in (0, 16, 32)]
+    chunks[2] = chunks[2][:-1]
+    back = bytearray(len(blob))
+    blob_init(geom, back, list(range(48)))
+    with pytest.raises(NativeError, match="payload 2 of 3") as caught:
+        chunks_decode(geom, chunks, [0, 16, 32], back, 48)
+    assert caught.value.n_done == 2
+    assert np.array_equal(rows_of(geom, back, 48)[:, :32], rows_of(geom, blob, 48)[:, :32])
+
+
+def test_other_geometry_is_stale():
+    geom, other = geometry(), geometry(n_layer=3)
+    payload = encode(geom, Codec.RAW, random_blob(geom, 16), 16)
+    with pytest.raises(NativeError) as caught:
+        chunks_decode(other, [payload], [0], random_blob(other, 16), 16)
+    assert caught.value.status is Status.ESTALE
+
+
+def test_short_destination_and_wrong_counts_are_errors():
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    with pytest.raises(NativeError, match="into 10 bytes") as caught:
+        chunk_encode(geom, Codec.RAW, blob, 16, 0, 16, KEY, bytearray(10))
+    assert caught.value.status is Status.ESPACE
+    with pytest.raises(NativeError, match="1 payloads and 2 first cells"):
+        chunks_decode(geom, [b""], [0, 1], blob, 16)
+    with pytest.raises(NativeError, match="1 addresses and 0 sizes"):
+        chunks_decode_at(geom, [1], [], [], blob, 16)
+    with pytest.raises(NativeError, match=r"chunk of 300 tokens .*expected 1\.\.256"):
+        chunk_bound(geom, Codec.RAW, 300)
+    with pytest.raises(BufferError):
+        chunks_decode(geom, [], [], bytes(blob), 16)
+
+
+def test_crc_and_kernel_names(kernels):
+    assert kernels_name() == kernels
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
+    with pytest.raises(NativeError, match="known are generic, avx2, avx512"):
+        kernels_select("sse9")

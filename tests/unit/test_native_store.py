@@ -1,0 +1,143 @@
+"""Batched file I/O and byte budgets through the Python wrapper."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from llmaas_hooks.errors import BudgetError, StoreError
+from llmaas_plugins._native import (
+    STORE_BLOCK,
+    Budget,
+    Codec,
+    KVGeometry,
+    NativeError,
+    Status,
+    blob_init,
+    blob_size,
+    chunk_bound,
+    chunk_encode,
+    store_read,
+    store_write,
+)
+
+GEOM = KVGeometry(2, False, 1, 1, (512, 512), (512, 512))
+
+
+@pytest.fixture
+def slab(tmp_path):
+    fd = os.open(tmp_path / "chunks.slab", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+def make_chunks(n):
+    blob = np.random.default_rng(0).integers(0, 255, blob_size(GEOM, 16), np.uint8)
+    blob_init(GEOM, blob, list(range(16)))
+    chunks, keys = [], [bytes([i]) * 32 for i in range(n)]
+    for i, key in enumerate(keys):
+        out = bytearray(chunk_bound(GEOM, Codec.RAW, 1 + i % 16))
+        chunk_encode(GEOM, Codec.RAW, blob, 16, 0, 1 + i % 16, key, out)
+        chunks.append(bytes(out))
+    return chunks, keys
+
+
+def layout(chunks):
+    offsets, at = [], 0
+    for chunk in chunks:
+        offsets.append(at)
+        at += -(-len(chunk) // STORE_BLOCK) * STORE_BLOCK
+    return offsets, [len(chunk) for chunk in chunks], at
+
+
+def read_all(fd, offsets, lengths, keys, total):
+    target = np.zeros(total, np.uint8)
+    addresses = [target.ctypes.data + offset for offset in offsets]
+    statuses = store_read(fd, offsets, lengths, addresses, keys)
+    parts = zip(offsets, lengths, strict=True)
+    return statuses, [target[offset : offset + length].tobytes() for offset, length in parts]
+
+
+def test_chunks_survive_the_file(slab):
+    chunks, keys = make_chunks(40)
+    offsets, lengths, total = layout(chunks)
+    assert store_write(slab, offsets, lengths, chunks) == total
+    assert os.fstat(slab).st_size == total
+    statuses, back = read_all(slab, offsets, lengths, keys, total)
+    assert statuses == [Status.OK] * 40
+    assert back == chunks
+
+
+def test_each_extent_has_its_own_status(slab):
+    chunks, keys = make_chunks(6)
+    offsets, lengths, total = layout(chunks)
+    store_write(slab, offsets, lengths, chunks)
+    os.pwrite(slab, b"\xff\x00\xff", offsets[1] + 200)
+    keys[2] = bytes(32)
+    os.ftruncate(slab, offsets[5])
+    statuses, _ = read_all(slab, offsets, lengths, keys, total)
+    assert statuses == [
+        Status.OK, Status.ECORRUPT, Status.ESTALE, Status.OK, Status.OK, Status.EIO,
+    ]  # fmt: skip
+
+
+def test_failed_write_carries_its_errno():
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(StoreError, match="No space left") as caught:
+            store_write(full, [0], [3], [b"abc"])
+    finally:
+        os.close(full)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_bad_extents_are_refused(slab):
+    with pytest.raises(NativeError, match="multiples of 4096"):
+        store_write(slab, [100], [3], [b"abc"])
+    with pytest.raises(NativeError, match="payload of 3 bytes, expected 4"):
+        store_write(slab, [0], [4], [b"abc"])
+    with pytest.raises(NativeError, match="differ in number"):
+        store_write(slab, [0], [], [b"abc"])
+    with pytest.raises(NativeError, match="differ in number"):
+        store_read(slab, [0], [1], [1], [])
+    with pytest.raises(NativeError, match="keys of 3 bytes"):
+        store_read(slab, [0], [1], [1], [b"abc"])
+    assert store_read(slab, [], [], [], []) == []
+
+
+def test_budget_refuses_and_changes_nothing():
+    budget = Budget(100)
+    budget.reserve(60)
+    with pytest.raises(BudgetError, match="41 bytes wanted, 40 of 100 left"):
+        budget.reserve(41)
+    assert budget.try_reserve(40)
+    assert not budget.try_reserve(1)
+    budget.limit = 10
+    assert (budget.used, budget.peak, budget.limit) == (100, 100, 10)
+    budget.release(100)
+    with pytest.raises(NativeError, match="release of 1 bytes, 0 are used"):
+        budget.release(1)
+
+
+def test_budget_holds_under_threads():
+    budget, excess = Budget(10), []
+
+    def work():
+        for n in range(1, 2000):
+            if budget.try_reserve(n % 7):
+                if budget.used > 10:
+                    excess.append(budget.used)
+                budget.release(n % 7)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert budget.used == 0
+    assert budget.peak <= 10
+    assert not excess
