@@ -1,7 +1,5 @@
 """Fixtures of every test, and three guards: no network, no leftover suite, no settings of yours."""
 
-# ruff: noqa: PLC0415  the engine is imported by the fixtures that need it
-
 from __future__ import annotations
 
 import contextlib

@@ -128,5 +128,7 @@ def _matrices(shape: Shape, n_vocab: int) -> list[tuple[str, int, int]]:
 
 
 def _norms(shape: Shape) -> list[str]:
-    blocks = [f"blk.{i}.{kind}_norm.weight" for i in range(shape.n_layer) for kind in ("attn", "ffn")]
+    blocks = [
+        f"blk.{i}.{kind}_norm.weight" for i in range(shape.n_layer) for kind in ("attn", "ffn")
+    ]
     return ["output_norm.weight", *blocks]

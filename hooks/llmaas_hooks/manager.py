@@ -104,7 +104,8 @@ class HookManager:
     def status(self) -> dict[str, dict[str, Any]]:
         """Fire ``llmaas_status``; a report by plugin name."""
         caller = self._pm.hook.llmaas_status
-        return {impl.plugin_name: impl.function() for impl in caller.get_hookimpls()}
+        reports: dict[str, Any] = {i.plugin_name: i.function() for i in caller.get_hookimpls()}
+        return reports
 
     def shutdown(self) -> None:
         """Fire ``llmaas_shutdown`` for each plugin, also when another one's fails; forget all.

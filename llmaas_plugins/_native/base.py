@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmaas_hooks.errors import CodecError
 
@@ -12,7 +12,11 @@ from ._ffi import ffi, lib
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from _typeshed import ReadableBuffer
+    from numpy.typing import NDArray
+
+    Bytes: TypeAlias = ReadableBuffer | NDArray[np.uint8]
 
 __all__ = ["NativeError", "Status"]
 
@@ -62,14 +66,14 @@ def fail(what: str, status: int, n_done: int = 0) -> NativeError:
     return NativeError(f"{what}: {_REASONS.get(code, 'failed')} ({code.name})", code, n_done)
 
 
-def as_input(buffer: ReadableBuffer) -> Any:
-    """View any contiguous buffer as ``uint8_t[]`` without copying."""
-    return ffi.from_buffer("uint8_t[]", buffer)
+def as_input(buffer: Bytes) -> Any:
+    """View any contiguous buffer as ``uint8_t[]`` without copying (an ndarray is one)."""
+    return ffi.from_buffer("uint8_t[]", buffer)  # type: ignore[arg-type]
 
 
-def as_output(buffer: ReadableBuffer) -> Any:
+def as_output(buffer: Bytes) -> Any:
     """View a writable buffer as ``uint8_t[]``; a read-only one is a ``BufferError``."""
-    return ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
+    return ffi.from_buffer("uint8_t[]", buffer, require_writable=True)  # type: ignore[arg-type]
 
 
 def as_array(cdecl: str, values: Sequence[int]) -> Any:
@@ -77,9 +81,9 @@ def as_array(cdecl: str, values: Sequence[int]) -> Any:
     return ffi.new(cdecl, values if isinstance(values, list | tuple) else list(values))
 
 
-def as_key(key: ReadableBuffer) -> Any:
+def as_key(key: Bytes) -> Any:
     """View a 32-byte chunk key."""
-    view = ffi.from_buffer("uint8_t[]", key)
+    view = ffi.from_buffer("uint8_t[]", key)  # type: ignore[arg-type]
     if len(view) != KEY_BYTES:
         raise fail(f"chunk key of {len(view)} bytes, expected {KEY_BYTES}", lib.LLMAAS_EINVAL)
     return view

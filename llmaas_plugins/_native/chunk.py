@@ -11,8 +11,7 @@ from .base import as_array, as_input, as_key, as_output, fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from _typeshed import ReadableBuffer, WriteableBuffer
-
+    from .base import Bytes
     from .kv import KVGeometry
 
 __all__ = [
@@ -62,12 +61,12 @@ def chunk_bound(geom: KVGeometry, codec: Codec, n_tokens: int) -> int:
 def chunk_encode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     geom: KVGeometry,
     codec: Codec,
-    blob: ReadableBuffer,
+    blob: Bytes,
     n_cells: int,
     first: int,
     n_tokens: int,
-    key: ReadableBuffer,
-    out: WriteableBuffer,
+    key: Bytes,
+    out: Bytes,
 ) -> int:
     """Encode cells ``first`` to ``first + n_tokens`` of a checked blob; returns bytes written.
 
@@ -89,7 +88,7 @@ def chunk_encode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     return int(written[0])
 
 
-def chunk_peek(payload: ReadableBuffer) -> ChunkInfo:
+def chunk_peek(payload: Bytes) -> ChunkInfo:
     """Read a header without the body; raises when the payload is truncated or foreign."""
     view, info = as_input(payload), ffi.new("llmaas_chunk_info *")
     status = lib.llmaas_chunk_peek(view, len(view), info)
@@ -101,7 +100,7 @@ def chunk_peek(payload: ReadableBuffer) -> ChunkInfo:
     )  # fmt: skip
 
 
-def chunk_verify(payload: ReadableBuffer, key: ReadableBuffer) -> None:
+def chunk_verify(payload: Bytes, key: Bytes) -> None:
     """Raise unless the payload is whole (ECORRUPT) and was written under this key (ESTALE)."""
     view = as_input(payload)
     status = lib.llmaas_chunk_verify(view, len(view), as_key(key))
@@ -111,9 +110,9 @@ def chunk_verify(payload: ReadableBuffer, key: ReadableBuffer) -> None:
 
 def chunks_decode(
     geom: KVGeometry,
-    payloads: Sequence[ReadableBuffer],
+    payloads: Sequence[Bytes],
     firsts: Sequence[int],
-    blob: WriteableBuffer,
+    blob: Bytes,
     n_cells: int,
 ) -> int:
     """Decode payloads into a blob; payload ``i`` fills the cells from ``firsts[i]`` on.
@@ -137,7 +136,7 @@ def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     addresses: Sequence[int],
     sizes: Sequence[int],
     firsts: Sequence[int],
-    blob: WriteableBuffer,
+    blob: Bytes,
     n_cells: int,
 ) -> int:
     """Like :func:`chunks_decode`, for payloads at addresses the caller keeps alive."""

@@ -8,7 +8,7 @@ from ._ffi import ffi, lib
 from .base import as_input, fail
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    from .base import Bytes
 
 __all__ = ["crc32c", "kernels_name", "kernels_select"]
 
@@ -29,7 +29,7 @@ def kernels_select(name: str) -> None:
         raise fail(f"kernels {name!r}, known are generic, avx2, avx512", status)
 
 
-def crc32c(data: ReadableBuffer, crc: int = 0) -> int:
+def crc32c(data: Bytes, crc: int = 0) -> int:
     """CRC-32C of a buffer, continuing from ``crc``."""
     view = as_input(data)
     return lib.llmaas_crc32c(crc, view, len(view))

@@ -11,7 +11,7 @@ from .base import as_array, as_input, as_output, fail
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from _typeshed import ReadableBuffer, WriteableBuffer
+    from .base import Bytes
 
 __all__ = [
     "KVGeometry",
@@ -125,7 +125,7 @@ def blob_size(geom: KVGeometry, n_cells: int) -> int:
     return size
 
 
-def blob_init(geom: KVGeometry, buf: WriteableBuffer, positions: Sequence[int]) -> None:
+def blob_init(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
     """Write every header of a blob of ``len(positions)`` cells; the rows stay as they are."""
     view, n = as_output(buf), len(positions)
     status = lib.llmaas_blob_init(geom.handle, view, len(view), as_array("int32_t[]", positions), n)
@@ -133,7 +133,7 @@ def blob_init(geom: KVGeometry, buf: WriteableBuffer, positions: Sequence[int]) 
         raise fail(f"blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
 
 
-def blob_check(geom: KVGeometry, buf: ReadableBuffer, positions: Sequence[int]) -> None:
+def blob_check(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
     """Raise unless the engine made exactly this layout with exactly these positions."""
     view, n = as_input(buf), len(positions)
     status = lib.llmaas_blob_check(
@@ -143,7 +143,7 @@ def blob_check(geom: KVGeometry, buf: ReadableBuffer, positions: Sequence[int]) 
         raise fail(f"engine blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
 
 
-def blob_positions(buf: ReadableBuffer) -> list[int]:
+def blob_positions(buf: Bytes) -> list[int]:
     """Positions of an engine blob's cells, in its order."""
     view = as_input(buf)
     n = 0
@@ -156,7 +156,7 @@ def blob_positions(buf: ReadableBuffer) -> list[int]:
     return list(pos)
 
 
-def blob_probe(buf: ReadableBuffer) -> tuple[KVGeometry, int]:
+def blob_probe(buf: Bytes) -> tuple[KVGeometry, int]:
     """Read geometry and cell count off an engine blob, which is not trusted."""
     view = as_input(buf)
     info = ffi.new("llmaas_blob_info *")

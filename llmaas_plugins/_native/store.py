@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmaas_hooks.errors import StoreError
 
@@ -13,14 +13,13 @@ from .base import KEY_BYTES, Status, as_array, fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from _typeshed import ReadableBuffer
-
 __all__ = ["RECORD_MAX", "STORE_BLOCK", "store_read", "store_write"]
 
 RECORD_MAX: int = lib.LLMAAS_RECORD_MAX
 STORE_BLOCK: int = lib.LLMAAS_STORE_BLOCK
 
 _STATUSES = tuple(Status)
+_ALIGNED = f"offsets and addresses are multiples of {STORE_BLOCK}"
 
 
 def store_read(
@@ -30,9 +29,10 @@ def store_read(
     addresses: Sequence[int],
     keys: Sequence[bytes],
 ) -> list[Status]:
-    """Read payloads to addresses with ``lengths[i]`` bytes of room each, and verify them.
+    """Read payloads to addresses, and verify them.
 
-    Adjacent extents travel in reads of at most 1 MiB, so sort by offset.
+    Offsets and addresses are multiples of 4 KiB; each address has room for whole blocks. Adjacent
+    extents travel in reads of at most 1 MiB, so sort by offset.
 
     Returns:
         Per payload OK, ESTALE (another key), ECORRUPT, or EIO (read error or end of file).
@@ -54,17 +54,20 @@ def store_read(
         ffi.cast("uint8_t **", table), key_table, statuses, ffi.new("llmaas_io_stats *"),
     )  # fmt: skip
     if status:
-        raise fail(f"store_read of {n} extents (offsets are multiples of {STORE_BLOCK})", status)
+        raise fail(f"store_read of {n} extents ({_ALIGNED})", status)
     return [_STATUSES[code] for code in statuses]
 
 
 def store_write(
-    fd: int,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    payloads: Sequence[ReadableBuffer | int],
+    fd: int, offsets: Sequence[int], lengths: Sequence[int], addresses: Sequence[int]
 ) -> int:
-    """Write payloads (buffers, or addresses kept alive by the caller), padded to 4 KiB blocks.
+    """Write payloads from addresses, in whole 4 KiB blocks.
+
+    Args:
+        fd: The slab, possibly open with O_DIRECT.
+        offsets: Places in the file, multiples of 4 KiB.
+        lengths: Payload bytes.
+        addresses: Of the payloads, multiples of 4 KiB; whole blocks are read there.
 
     Returns:
         Bytes written, padding included.
@@ -73,13 +76,14 @@ def store_write(
         StoreError: The first failing write, with its errno.
     """
     n = len(offsets)
-    if not n == len(payloads) == len(lengths):
-        raise fail("store_write: offsets, payloads and lengths differ in number", lib.LLMAAS_EINVAL)
-    views = [_source(payload, length) for payload, length in zip(payloads, lengths, strict=True)]
-    stats = ffi.new("llmaas_io_stats *")
+    if not n == len(addresses) == len(lengths):
+        raise fail(
+            "store_write: offsets, lengths and addresses differ in number", lib.LLMAAS_EINVAL
+        )
+    table, stats = ffi.new("uintptr_t[]", addresses), ffi.new("llmaas_io_stats *")
     status = lib.llmaas_store_write(
-        fd, n, as_array("uint64_t[]", offsets), as_array("uint64_t[]", lengths),
-        ffi.new("uint8_t *[]", views), stats,
+        fd, n, ffi.new("uint64_t[]", offsets), ffi.new("uint64_t[]", lengths),
+        ffi.cast("uint8_t **", table), stats,
     )  # fmt: skip
     if status == Status.EIO:
         code = stats.sys_errno
@@ -87,16 +91,5 @@ def store_write(
             code, f"chunk store: write stopped after {stats.bytes} bytes: {os.strerror(code)}"
         )
     if status:
-        raise fail(f"store_write of {n} extents (offsets are multiples of {STORE_BLOCK})", status)
+        raise fail(f"store_write of {n} extents ({_ALIGNED})", status)
     return int(stats.bytes)
-
-
-def _source(payload: ReadableBuffer | int, length: int) -> Any:
-    if isinstance(payload, int):
-        return ffi.cast("uint8_t *", payload)
-    view = ffi.from_buffer("uint8_t[]", payload)
-    if len(view) < length:
-        raise fail(
-            f"store_write: payload of {len(view)} bytes, expected {length}", lib.LLMAAS_EINVAL
-        )
-    return view

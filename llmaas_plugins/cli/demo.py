@@ -25,7 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--contexts", type=int, default=12, help="most contexts (default 12)")
     parser.add_argument("--calls", type=int, help="most calls (default: every user turn)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of a reply (default 24)")
-    parser.add_argument("--n-ctx", type=int, default=1024, help="context length; 0: the model's own")
+    parser.add_argument(
+        "--n-ctx", type=int, default=1024, help="context length; 0: the model's own"
+    )
     parser.add_argument(
         "--budget-share",
         type=float,
@@ -35,7 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--codec", choices=("int8", "lossless"), default="int8")
     parser.add_argument("--threads", type=int, help="CPU threads (default: llama.cpp's choice)")
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured; - is stdout")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything measured; - is stdout"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG (needs matplotlib)")
     parser.set_defaults(func=demo)
 

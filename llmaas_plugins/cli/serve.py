@@ -67,6 +67,7 @@ def _settings(rest: list[str], *, show_help: bool) -> tuple[Any, Any]:
     """llama_cpp.server's settings from its own options, with defaults that suit a service."""
     from llama_cpp.server.cli import add_args_from_model, parse_model_from_args
     from llama_cpp.server.settings import ModelSettings, ServerSettings, Settings
+
     from llmaas_plugins.models import reference_model_path
 
     parser = argparse.ArgumentParser(prog="llmaas serve", allow_abbrev=False)

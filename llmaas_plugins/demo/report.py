@@ -148,7 +148,7 @@ def _conclusions(run: DemoRun) -> list[str]:
     lines = [
         f"{len(run.scripts)} contexts, {len(run.trace)} calls, "
         f"{run.ram_budget_bytes / (1 << 20):.1f} MiB of RAM for stored contexts "
-        f"({run.options.budget_share:.0%} of their KV).",
+        f"({run.options.budget_share:.0%} of their KV), page cache included, on every system.",
         "switch: until the context's cells are in the engine. save: on the caller's path. "
         "behind: after the reply.",
     ]
@@ -167,7 +167,7 @@ def _switches(results: Sequence[CallResult]) -> NDArray[np.float64]:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _plain(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,7 +61,7 @@ class DemoRun:
         options: As given.
         scripts: The contexts.
         trace: The calls that were made.
-        ram_budget_bytes: What ours was allowed.
+        ram_budget_bytes: What each system was allowed, page cache included.
         results: One list a system, in the order of ``trace``.
         usage: By system.
     """
@@ -87,7 +88,7 @@ def run_demo(options: DemoOptions) -> DemoRun:
     made: list[Call] = []
     full: set[int] = set()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmaas-demo-")))
+        folder = stack.enter_context(_folder())
         specs = [_spec(name, options, scripts, folder, budget) for name in _SYSTEMS]
         pipes = {spec.system: stack.enter_context(_worker(spec)) for spec in specs}
         for name, pipe in pipes.items():
@@ -106,9 +107,15 @@ def run_demo(options: DemoOptions) -> DemoRun:
     return DemoRun(options, scripts, made, budget, results, usage)
 
 
-def _call_all(
-    pipes: dict[str, Connection], call: Call, first: int
-) -> dict[str, CallResult] | None:
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A place for the systems' files: ``/var/tmp``, since ``/tmp`` is in RAM on many systems."""
+    parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="llmaas-demo-", dir=parent) as name:
+        yield Path(name)
+
+
+def _call_all(pipes: dict[str, Connection], call: Call, first: int) -> dict[str, CallResult] | None:
     """One call on each system, starting with another one each time; None when a context is full."""
     row: dict[str, CallResult] = {}
     for name in (*_SYSTEMS[first:], *_SYSTEMS[:first]):
@@ -162,7 +169,7 @@ def _spec(
         llama |= {"n_threads": options.threads, "n_threads_batch": options.threads}
     table = {"codec": options.codec, "ram_budget": budget, "store": str(own / "kv")}
     suite = {"on_error": "raise", "plugins": {"kv_chunks": table}} if name == OURS else None
-    return WorkerSpec(name, options.model, llama, own, suite, tuple(scripts), options.n_new)
+    return WorkerSpec(name, options.model, llama, own, suite, tuple(scripts), options.n_new, budget)
 
 
 @contextmanager

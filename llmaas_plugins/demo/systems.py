@@ -1,25 +1,41 @@
-"""Four ways to keep many contexts on one engine; three of them are what people do today."""
+"""Four ways to keep many contexts on one engine; three of them are what people do today.
+
+The RAM budget is the same for all, and the page cache counts: what a system's files hold of it
+beyond the budget is dropped, the files not used for longest first, between the calls.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
 from llmaas_hooks import RequestStats, Tokens, hookimpl
 
-__all__ = ["SYSTEMS", "Ours", "System"]
+__all__ = ["SYSTEMS", "Ours", "Recompute"]
 
 
-class System(Protocol):
-    """One way. ``tokens`` are what a context's cells held when it was left, shape ``(n,)``."""
+class Recompute:
+    """Nothing is kept; the context's tokens are evaluated again.
+
+    The other ways replace what differs. ``tokens`` are what a context's cells held when it was
+    left, shape ``(n,)``.
+    """
+
+    def __init__(self, llama: Llama, folder: Path, ram_budget: int) -> None:
+        """Keep files in ``folder``, and ``ram_budget`` bytes of contexts in RAM at most."""
+        self._llama = llama
+        self._folder = folder
+        self._ram_budget = ram_budget
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         """Bring a context's cells into the engine before its prompt is evaluated."""
+        self._llama.reset()
+        self._llama.eval([int(t) for t in _common(tokens, prompt)])
 
     def leave(self, context: int, tokens: Tokens) -> None:
         """Keep what the context needs to come back; on the caller's path."""
@@ -28,35 +44,21 @@ class System(Protocol):
         """Work the caller does not wait for."""
 
     def memory_bytes(self) -> int:
-        """Bytes held in RAM for contexts that are not in the engine."""
-
-
-class Recompute:
-    """Nothing is kept; the context's tokens are evaluated again."""
-
-    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
-        self._llama = llama
-
-    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
-        self._llama.reset()
-        self._llama.eval([int(t) for t in _common(tokens, prompt)])
-
-    def leave(self, context: int, tokens: Tokens) -> None:
-        pass
-
-    def background(self) -> None:
-        pass
-
-    def memory_bytes(self) -> int:
+        """Bytes held in RAM for contexts that are not in the engine, page cache apart."""
         return 0
+
+    def trim_page_cache(self) -> None:
+        """Hold the rule about the page cache; not part of any measured time."""
+        room = self._ram_budget - self.memory_bytes()
+        files = [path for path in self._folder.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            room -= path.stat().st_size
+            if room < 0:
+                _drop_pages(path)
 
 
 class StateFiles(Recompute):
     """One file a context, by ``llama_state_seq_save_file`` and ``_load_file``."""
-
-    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
-        super().__init__(llama, folder, options)
-        self._folder = folder
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         llama, n_read = self._llama, ctypes.c_size_t()
@@ -82,10 +84,10 @@ class StateFiles(Recompute):
 class DiskCache(Recompute):
     """llama-cpp-python's own ``LlamaDiskCache``, used as ``create_completion`` uses it."""
 
-    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, llama: Llama, folder: Path, ram_budget: int) -> None:
         from llama_cpp import LlamaDiskCache
 
-        super().__init__(llama, folder, options)
+        super().__init__(llama, folder, ram_budget)
         self._cache = LlamaDiskCache(str(folder))
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
@@ -105,10 +107,10 @@ class DiskCache(Recompute):
 class Ours(Recompute):
     """The suite with ``kv_chunks``: ``Llama.generate`` alone, as an unchanged app calls it."""
 
-    def __init__(self, llama: Llama, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, llama: Llama, folder: Path, ram_budget: int) -> None:
         from llmaas_plugins.activation import active_suite
 
-        super().__init__(llama, folder, options)
+        super().__init__(llama, folder, ram_budget)
         suite = active_suite()
         if suite is None:
             raise RuntimeError("activate the suite before the Llama is created")
@@ -139,6 +141,16 @@ SYSTEMS: dict[str, type[Recompute]] = {
 }
 
 
+def _drop_pages(path: Path) -> None:
+    """Write a file out and take it out of the page cache."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
 def _common(tokens: Tokens, prompt: Sequence[int]) -> Tokens:
     n = min(len(tokens), len(prompt))
     different = np.flatnonzero(tokens[:n] != np.asarray(prompt[:n], dtype=np.int32))
@@ -149,5 +161,3 @@ def _set_resident(llama: Llama, tokens: Tokens) -> None:
     llama.n_tokens = len(tokens)
     llama.input_ids[: len(tokens)] = tokens
     llama._requires_eval = True
-
-

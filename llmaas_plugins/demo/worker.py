@@ -33,6 +33,7 @@ class WorkerSpec:
         suite: Configuration to activate, or None for vanilla.
         scripts: One a context.
         n_new: Most tokens of a reply.
+        ram_budget: Bytes of RAM for contexts that are not in the engine.
     """
 
     system: str
@@ -42,6 +43,7 @@ class WorkerSpec:
     suite: dict[str, Any] | None
     scripts: tuple[Script, ...]
     n_new: int
+    ram_budget: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class _Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         from llama_cpp import Llama
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
         from llmaas_plugins.demo.systems import SYSTEMS
 
         self._spec = spec
@@ -108,7 +111,7 @@ class _Worker:
             eos_token="",
             bos_token="",
         )
-        self._system = SYSTEMS[spec.system](self._llama, spec.folder, {})
+        self._system = SYSTEMS[spec.system](self._llama, spec.folder, spec.ram_budget)
         self._contexts = [
             _ContextState([{"role": "system", "content": s.system}] if s.system else [])
             for s in spec.scripts
@@ -124,7 +127,7 @@ class _Worker:
             *state.messages,
             {"role": "user", "content": self._spec.scripts[context].turns[turn]},
         ]
-        text = self._render(messages=messages).prompt  # type: ignore[arg-type]
+        text = self._render(messages=messages).prompt
         prompt = llama.tokenize(text.encode(), special=True)
         if len(prompt) + self._spec.n_new >= llama.n_ctx():
             return _FULL
@@ -138,13 +141,15 @@ class _Worker:
         result = self._finish(context, state, messages, reply)
         left = time.perf_counter()
         self._system.background()
+        behind = time.perf_counter()
+        self._system.trim_page_cache()
         return CallResult(
             switch_s=self._switch_s(entered - started) if switched else None,
             first_token_s=times[0] - started,
             decode_s=times[-1] - times[0],
             n_decoded=len(times) - 1,
             save_s=left - finished,
-            background_s=time.perf_counter() - left,
+            background_s=behind - left,
             n_context=result[0],
             text=result[1],
         )

@@ -31,12 +31,14 @@ class Cells:
         self._memory = llama_cpp.llama_get_memory(ctx)
 
     def read(self, start: int, end: int, blob: NDArray[np.uint8]) -> int:
-        """Copy the cells at positions ``[start, end)`` into ``blob``; bytes written, 0 on failure."""
+        """Copy the cells at positions ``[start, end)`` to ``blob``; bytes written, 0 on failure."""
         llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
         try:
             pointer = ctypes.cast(blob.ctypes.data, _Bytes)
             return int(
-                llama_cpp.llama_state_seq_get_data(self._ctx, pointer, blob.nbytes, SCRATCH_SEQUENCE)
+                llama_cpp.llama_state_seq_get_data(
+                    self._ctx, pointer, blob.nbytes, SCRATCH_SEQUENCE
+                )
             )
         finally:
             self._clear_scratch()

@@ -96,7 +96,9 @@ class ChunkIndex:
 
     def chunks(self) -> Iterable[ChunkRow]:
         """Every chunk, least recently used first."""
-        rows = self._db.execute("SELECT key, parent, tokens, offset, size FROM chunks ORDER BY used")
+        rows = self._db.execute(
+            "SELECT key, parent, tokens, offset, size FROM chunks ORDER BY used"
+        )
         for key, parent, tokens, offset, size in rows:
             yield ChunkRow(ChunkId(bytes(key), bytes(parent), bytes(tokens)), offset, size)
 

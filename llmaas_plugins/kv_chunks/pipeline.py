@@ -1,29 +1,33 @@
 """Loading in three stages that overlap: read (and verify), decode, hand to the engine.
 
 LLMS Fig. 8 without recompute: while the engine takes one segment's blob, a thread decodes the next
-one into the other buffer, and the I/O thread reads the ones after that.
+one into the other buffer, each record of it as soon as it has arrived, and the readers fetch the
+records after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import CodecError
 from llmaas_plugins import _native
-from llmaas_plugins._native import KVGeometry
+from llmaas_plugins._native import KVGeometry, NativeError
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.tree import Chunk
 
 __all__ = ["Segment", "Workers", "load_segments"]
 
-_READ_AHEAD = 3
-_INLINE = 2
+_READERS = 4
+_RECORDS_AHEAD = 6
+_INLINE_SEGMENTS = 2
 
 
 class Workers:
@@ -31,7 +35,7 @@ class Workers:
 
     def __init__(self) -> None:
         """No thread starts before its first job."""
-        self.read = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-read")
+        self.read = ThreadPoolExecutor(_READERS, thread_name_prefix="llmaas-kv-read")
         self.decode = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-decode")
         self.write = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-write")
 
@@ -55,35 +59,7 @@ class Segment(NamedTuple):
     is_whole: bool
 
 
-class _Loader:
-    def __init__(self, store: ChunkStore, staging: Staging, geometry: KVGeometry) -> None:
-        self._store = store
-        self._staging = staging
-        self._geometry = geometry
-
-    def decode(self, i: int, chunks: Sequence[Chunk], addresses: list[int], start: int) -> Segment:
-        """Decode the fetched leading ``chunks`` of segment ``i`` for positions from ``start`` on."""
-        ready = chunks[: len(addresses)]
-        try:
-            n_tokens = [chunk.n_tokens for chunk in ready]
-            n_cells = sum(n_tokens)
-            if not n_cells:
-                return Segment(self._staging.buffer(i)[:0], 0, is_whole=False)
-            blob = self._staging.buffer(i)[: _native.blob_size(self._geometry, n_cells)]
-            _native.blob_init(self._geometry, blob, list(range(start, start + n_cells)))
-            firsts = np.cumsum([0, *n_tokens[:-1]]).tolist()
-            sizes = [chunk.size for chunk in ready]
-            _native.chunks_decode_at(self._geometry, addresses, sizes, firsts, blob, n_cells)
-        except CodecError:
-            for chunk in ready:
-                self._store.fault(chunk)
-            return Segment(self._staging.buffer(i)[:0], 0, is_whole=False)
-        finally:
-            self._store.release(ready)
-        return Segment(blob, n_cells, is_whole=len(ready) == len(chunks))
-
-
-def load_segments(
+def load_segments(  # noqa: PLR0913, PLR0917  the stages and what goes through them
     store: ChunkStore,
     staging: Staging,
     workers: Workers,
@@ -91,41 +67,152 @@ def load_segments(
     chunks: Sequence[Chunk],
     start: int,
 ) -> Generator[Segment]:
-    """Segments of ``chunks`` for positions from ``start`` on, each ready as it is yielded."""
+    """Segments of ``chunks`` for positions from ``start`` on, each ready as it is yielded.
+
+    Args:
+        store: Where the chunks are.
+        staging: Its lock is held until the generator is exhausted or closed.
+        workers: Threads to read and decode with.
+        geometry: Layout of the engine's cells.
+        chunks: In order of position, without gaps.
+        start: Position of the first chunk's first token.
+    """
     step = staging.chunks(geometry)
     parts = [chunks[i : i + step] for i in range(0, len(chunks), step)]
-    starts = np.cumsum([start, *(sum(c.n_tokens for c in part) for part in parts)]).tolist()
-    loader = _Loader(store, staging, geometry)
-    if len(parts) <= _INLINE and all(chunk.ram >= 0 for chunk in chunks):
-        for i, part in enumerate(parts):  # threads would cost more than they hide
-            segment = loader.decode(i, part, store.fetch(part), starts[i])
+    loader = _Loader(store, staging, geometry, start)
+    if len(parts) <= _INLINE_SEGMENTS and all(chunk.ram >= 0 for chunk in chunks):
+        segments = (loader.load(i, part) for i, part in enumerate(parts))
+    else:
+        segments = _overlapped(loader, store, workers, parts)
+    with contextlib.closing(segments):
+        for segment in segments:
             yield segment
             if not segment.is_whole:
                 return
-        return
 
-    reads: dict[int, Future[list[int]]] = {}
 
-    def read_ahead(i: int) -> None:
-        for k in range(i, min(i + _READ_AHEAD, len(parts))):
-            if k not in reads:
-                reads[k] = workers.read.submit(store.fetch, parts[k])
-
-    def decode(i: int, fetched: Future[list[int]]) -> Segment:
-        return loader.decode(i, parts[i], fetched.result(), starts[i])
-
-    read_ahead(0)
-    decoding = workers.decode.submit(decode, 0, reads.pop(0))
+def _overlapped(
+    loader: _Loader, store: ChunkStore, workers: Workers, parts: Sequence[Sequence[Chunk]]
+) -> Generator[Segment]:
+    reads = _ReadAhead(store, workers.read, parts)
+    decoding = workers.decode.submit(loader.decode, 0, parts[0], reads)
     try:
         for i in range(len(parts)):
             segment = decoding.result()
             if segment.is_whole and i + 1 < len(parts):
-                read_ahead(i + 1)
-                decoding = workers.decode.submit(decode, i + 1, reads.pop(i + 1))
+                decoding = workers.decode.submit(loader.decode, i + 1, parts[i + 1], reads)
             yield segment
-            if not segment.is_whole:
-                return
     finally:
-        decoding.result()
-        for i, fetched in reads.items():
-            store.release(parts[i][: len(fetched.result())])
+        decoding.exception()
+        reads.close()
+
+
+class _ReadAhead:
+    """Records of at most 1 MiB, in order, the next few on their way from the disk."""
+
+    def __init__(
+        self, store: ChunkStore, pool: ThreadPoolExecutor, parts: Sequence[Sequence[Chunk]]
+    ) -> None:
+        most = min(_native.RECORD_MAX, store.ram_capacity // (2 * _RECORDS_AHEAD))
+        self._store = store
+        self._pool = pool
+        self._records = itertools.chain.from_iterable(_records(part, most) for part in parts)
+        self._coming: deque[tuple[Sequence[Chunk], Future[list[int]]]] = deque()
+        for _ in range(_RECORDS_AHEAD):
+            self._submit()
+
+    def next(self) -> tuple[Sequence[Chunk], list[int]]:
+        """The next record's chunks, and the addresses of the leading ones that could be read."""
+        chunks, fetched = self._coming.popleft()
+        addresses = fetched.result()
+        self._submit()
+        return chunks, addresses
+
+    def close(self) -> None:
+        """Let go of what nobody took."""
+        while self._coming:
+            chunks, fetched = self._coming.popleft()
+            self._store.release(chunks[: len(fetched.result())])
+
+    def _submit(self) -> None:
+        record = next(self._records, None)
+        if record is not None:
+            self._coming.append((record, self._pool.submit(self._store.fetch, record)))
+
+
+class _Loader:
+    """Turns stored chunks into blobs, in the two staging buffers by turns."""
+
+    def __init__(
+        self, store: ChunkStore, staging: Staging, geometry: KVGeometry, start: int
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._geometry = geometry
+        self._start = start
+
+    def decode(self, i: int, chunks: Sequence[Chunk], reads: _ReadAhead) -> Segment:
+        """Segment ``i`` from the records that hold ``chunks``."""
+        n_cells = sum(chunk.n_tokens for chunk in chunks)
+        blob = self._staging.buffer(i)[: _native.blob_size(self._geometry, n_cells)]
+        first, n_seen = 0, 0
+        while n_seen < len(chunks):
+            record, addresses = reads.next()
+            n_seen += len(record)
+            n_good = self._decode_into(blob, n_cells, first, record[: len(addresses)], addresses)
+            if n_good < len(record):
+                return self.load(i, chunks[: n_seen - len(record) + n_good], is_whole=False)
+            first += sum(chunk.n_tokens for chunk in record)
+        return self._segment(blob, n_cells)
+
+    def load(self, i: int, chunks: Sequence[Chunk], *, is_whole: bool = True) -> Segment:
+        """Segment ``i`` from chunks that are in RAM, without another thread."""
+        addresses = self._store.fetch(chunks)
+        ready = chunks[: len(addresses)]
+        n_cells = sum(chunk.n_tokens for chunk in ready)
+        if not n_cells:
+            return Segment(self._staging.buffer(i)[:0], 0, is_whole=False)
+        blob = self._staging.buffer(i)[: _native.blob_size(self._geometry, n_cells)]
+        n_good = self._decode_into(blob, n_cells, 0, ready, addresses)
+        if n_good < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
+            return self.load(i, ready[:n_good], is_whole=False)
+        segment = self._segment(blob, n_cells)
+        return segment._replace(is_whole=is_whole and len(ready) == len(chunks))
+
+    def _segment(self, blob: NDArray[np.uint8], n_cells: int) -> Segment:
+        positions = range(self._start, self._start + n_cells)
+        _native.blob_init(self._geometry, blob, positions)
+        self._start += n_cells
+        return Segment(blob, n_cells, is_whole=True)
+
+    def _decode_into(
+        self,
+        blob: NDArray[np.uint8],
+        n_cells: int,
+        first: int,
+        chunks: Sequence[Chunk],
+        addresses: Sequence[int],
+    ) -> int:
+        """Decode fetched chunks, release them, and count the leading ones that were sound."""
+        firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
+        sizes = [chunk.size for chunk in chunks]
+        try:
+            if chunks:
+                _native.chunks_decode_at(self._geometry, addresses, sizes, firsts, blob, n_cells)
+        except NativeError as error:
+            self._store.fault(chunks[error.n_done])
+            return error.n_done
+        finally:
+            self._store.release(chunks)
+        return len(chunks)
+
+
+def _records(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
+    """Runs of chunks of at most ``most_bytes`` together, or of one."""
+    start, n_bytes = 0, 0
+    for i, chunk in enumerate(chunks):
+        if i > start and n_bytes + chunk.size > most_bytes:
+            yield chunks[start:i]
+            start, n_bytes = i, 0
+        n_bytes += chunk.size
+    yield chunks[start:]

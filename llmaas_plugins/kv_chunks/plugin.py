@@ -155,7 +155,9 @@ class KVChunks:
         llama = engine.llama
         reason = unsupported(engine.model, llama.context_params)
         if reason is None and engine.n_seq_max < SEQUENCES:
-            reason = "its context has no scratch sequence: created before activation, or without store"
+            reason = (
+                "its context has no scratch sequence: created before activation, or without store"
+            )
         if reason is None and llama.chat_handler is not None:
             reason = "a chat handler of the app's own may evaluate images behind our back"
         if reason is not None:
@@ -174,5 +176,3 @@ class KVChunks:
     def _leave_alone(self, reason: str) -> None:
         if self._report.left_alone(reason):
             _log.warning("kv_chunks leaves this context as it is: %s", reason)
-
-

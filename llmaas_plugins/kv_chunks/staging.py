@@ -1,4 +1,4 @@
-"""The two buffers through which cells travel: budgeted, allocated once, small enough for a cache."""
+"""The two buffers through which cells travel: budgeted, allocated once, about a cache's size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from llmaas_hooks import BudgetError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.memory import anonymous
 
 __all__ = ["Staging"]
 
@@ -26,7 +27,7 @@ class Staging:
         self.lock = threading.Lock()
         self._n_bytes = min(_MOST_BYTES, budget.limit // _SHARE)
         budget.reserve(2 * self._n_bytes)
-        self._buffers = tuple(np.zeros(self._n_bytes, dtype=np.uint8) for _ in range(2))
+        self._buffers = tuple(anonymous(self._n_bytes) for _ in range(2))
 
     def buffer(self, i: int) -> NDArray[np.uint8]:
         """One of the two, shape ``(n_bytes,)``."""

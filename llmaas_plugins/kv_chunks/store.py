@@ -20,6 +20,7 @@ from llmaas_hooks import StoreError, Tokens
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.keys import ChunkId
 from llmaas_plugins.kv_chunks.tiers import RamTier
@@ -69,6 +70,11 @@ class ChunkStore:
         if disk is not None:
             self.counters.faults += disk.load(self.tree)
 
+    @property
+    def ram_capacity(self) -> int:
+        """Bytes of the RAM tier."""
+        return self._ram.capacity
+
     # -- lookup ---------------------------------------------------------------------------------
 
     def match(self, root: bytes, tokens: Tokens) -> Match:
@@ -100,9 +106,7 @@ class ChunkStore:
 
     # -- claim ----------------------------------------------------------------------------------
 
-    def put(
-        self, wanted: ChunkId, bound: int, encode: Callable[[NDArray[np.uint8]], int]
-    ) -> bool:
+    def put(self, wanted: ChunkId, bound: int, encode: Callable[[NDArray[np.uint8]], int]) -> bool:
         """Claim room for a chunk and let ``encode`` fill it.
 
         Args:
@@ -114,14 +118,12 @@ class ChunkStore:
             False when no tier has room; the chunk will be recomputed.
         """
         offset = self._reserve_ram(bound)
-        if offset is None and self._dirty:
-            self.flush()
-            offset = self._reserve_ram(bound)
         if offset is None:
-            self.counters.no_room += 1
             return False
         try:
-            size = encode(self._ram.view(offset, bound))
+            room = self._ram.view(offset, page_round(bound))
+            size = encode(room[:bound])
+            room[size : page_round(size)] = 0  # the slab gets whole pages
         except BaseException:
             with self._lock:
                 self._ram.cancel(offset, bound)
@@ -173,7 +175,7 @@ class ChunkStore:
                 wanted.append(chunk)
             absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
             self.counters.ram_hits += len(wanted) - len(absent)
-            places = self._reserve_for(absent)
+        places = self._reserve_for(absent)
         self._read(absent[: len(places)], places)
         with self._lock:
             n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
@@ -253,18 +255,26 @@ class ChunkStore:
                     self._update.used[chunk.id.key] = None
 
     def _reserve_ram(self, n_bytes: int) -> int | None:
+        """Room for ``n_bytes``; dirty chunks go to disk first if they are in the way."""
+
         def evictable(chunk: Chunk) -> bool:
             return chunk.pins == 0 and (self._disk is None or chunk.disk != ABSENT)
 
-        with self._lock:
-            return self._ram.reserve(n_bytes, evictable, self._reclaim)
+        for flushed in (False, True):
+            with self._lock:
+                offset = self._ram.reserve(n_bytes, evictable, self._reclaim)
+            if offset is not None or flushed or not self._dirty:
+                break
+            self.flush()
+        if offset is None:
+            self.counters.no_room += 1
+        return offset
 
     def _reserve_for(self, chunks: Sequence[Chunk]) -> list[int]:
         places: list[int] = []
         for chunk in chunks:
             offset = self._reserve_ram(chunk.size)
             if offset is None:
-                self.counters.no_room += 1
                 break
             places.append(offset)
         return places
@@ -350,8 +360,10 @@ class ChunkStore:
         self._drop(chunk)
 
     def _write(self, batch: Sequence[Chunk], places: Sequence[int]) -> Sequence[Chunk]:
-        """Write a batch; the chunks that are on disk now. Those that cannot be written leave RAM
-        too: they would block reclaiming, and can be recomputed.
+        """Write a batch; the chunks that are on disk now.
+
+        Those that cannot be written leave RAM, too: they would block reclaiming, and can be
+        recomputed.
         """
         assert self._disk is not None
         tier = self._disk.tier

@@ -13,6 +13,7 @@ SCRATCH_SEQUENCE = 1
 SEQUENCES = 2
 """The app's sequence 0, and the scratch one."""
 
+
 def unsupported(model: int, params: Any) -> str | None:
     """Why a context must be left alone, or None.
 

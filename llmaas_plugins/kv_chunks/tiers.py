@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.extents import ExtentAllocator
+from llmaas_plugins.kv_chunks.memory import anonymous
 from llmaas_plugins.kv_chunks.tree import Chunk
 
 __all__ = ["DiskTier", "RamTier", "Tier"]
@@ -103,8 +103,7 @@ class RamTier(Tier):
         capacity = budget.limit - budget.used
         budget.reserve(capacity)
         super().__init__(capacity)
-        self._map = mmap.mmap(-1, max(self.capacity, mmap.PAGESIZE))
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes = anonymous(self.capacity)
         self._base = int(self._bytes.ctypes.data)
 
     def address(self, offset: int) -> int:
@@ -122,14 +121,19 @@ class DiskTier(Tier):
     HEADER_BYTES = 4096
 
     def __init__(self, path: Path, capacity: int) -> None:
-        """Open or create the file, mode 0600."""
+        """Open or create the file, mode 0600, past the page cache where the file system can."""
         super().__init__(capacity)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        try:
+            self._direct = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        except OSError:  # tmpfs, for one
+            self._direct = os.dup(self._file)
 
     @property
     def fd(self) -> int:
-        """File descriptor for the native reads and writes."""
-        return self._file
+        """File descriptor for the native reads and writes of whole blocks."""
+        return self._direct
 
     def file_offset(self, offset: int) -> int:
         """Where an extent lies in the file."""
@@ -150,4 +154,5 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """Close the file."""
+        os.close(self._direct)
         os.close(self._file)

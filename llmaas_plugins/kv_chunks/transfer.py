@@ -27,7 +27,7 @@ _log = logging.getLogger("llmaas.kv_chunks")
 class Transfer:
     """Moves one engine's chunks."""
 
-    def __init__(  # noqa: PLR0913  wired up in one place
+    def __init__(  # noqa: PLR0913, PLR0917  wired up in one place
         self,
         engine: Engine,
         store: ChunkStore,
@@ -133,7 +133,7 @@ class Transfer:
         return KVRestored(n_tokens, n_tokens - kept)
 
     def _load(self, geometry: KVGeometry, chunks: Sequence[Chunk], kept: int) -> int:
-        """Put chunks behind the first ``kept`` tokens, in place of all else; tokens that arrived."""
+        """Put chunks behind the first ``kept`` tokens, in place of all else; tokens loaded."""
         if kept:
             self._cells.truncate(kept)
         n_tokens = 0

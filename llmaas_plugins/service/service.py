@@ -40,8 +40,8 @@ class LLMService:
             StoreError: ``config.state_dir`` cannot be used.
         """
         self.config = ServiceConfig() if config is None else config
-        provider: Callable[[], Any] = engine if callable(engine) and not _is_llama(engine) else (
-            lambda: engine
+        provider: Callable[[], Any] = (
+            engine if callable(engine) and not _is_llama(engine) else (lambda: engine)
         )
         self._log = ContextLog(self.config.state_dir)
         self._turns = Turns(provider, self.config, self._log)

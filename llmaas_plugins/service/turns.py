@@ -39,9 +39,7 @@ class Reply:
 class Turns:
     """Serves calls in the order they came, a bounded number waiting."""
 
-    def __init__(
-        self, engine: Callable[[], Any], config: ServiceConfig, log: ContextLog
-    ) -> None:
+    def __init__(self, engine: Callable[[], Any], config: ServiceConfig, log: ContextLog) -> None:
         """Serve the ``Llama`` that ``engine()`` returns."""
         self._engine = engine
         self._config = config

@@ -10,17 +10,16 @@
 
 enum {
     MAX_PER_RUN = LLMAAS_RECORD_MAX / LLMAAS_STORE_BLOCK, /* an extent takes at least one block */
-    MAX_IOV     = 2 * MAX_PER_RUN,                        /* payload and padding; below every system's IOV_MAX of 1024 */
 };
 
 typedef ssize_t (*vector_call)(int, const struct iovec *, int, off_t);
 
 static uint64_t round_up(uint64_t n) { return (n + LLMAAS_STORE_BLOCK - 1) & ~(uint64_t) (LLMAAS_STORE_BLOCK - 1); }
 
-static bool extents_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
+static bool extents_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * data) {
     for (uint32_t i = 0; i < n; ++i) {
         if (offsets[i] % LLMAAS_STORE_BLOCK != 0 || lengths[i] == 0 || lengths[i] > INT64_MAX / 2 ||
-            offsets[i] > INT64_MAX / 2) {
+            offsets[i] > INT64_MAX / 2 || (uintptr_t) data[i] % LLMAAS_STORE_BLOCK != 0) {
             return false;
         }
     }
@@ -69,17 +68,12 @@ static uint64_t transfer(vector_call call, int fd, struct iovec * iov, int n_iov
     return moved;
 }
 
-/* Payloads with their padding in between; the last one's padding only when asked. */
-static int run_iov(struct iovec * iov, uint32_t n, const uint64_t * lengths, uint8_t * const * data, uint8_t * pad, bool pad_last) {
-    int n_iov = 0;
+/* Whole blocks, so that the file may be open with O_DIRECT. */
+static void run_iov(struct iovec * iov, uint32_t n, const uint64_t * lengths, const uint8_t * const * data) {
     for (uint32_t i = 0; i < n; ++i) {
-        const uint64_t gap = round_up(lengths[i]) - lengths[i];
-        iov[n_iov++] = (struct iovec) {data[i], (size_t) lengths[i]};
-        if (gap > 0 && (pad_last || i + 1 < n)) {
-            iov[n_iov++] = (struct iovec) {pad, (size_t) gap};
-        }
+        /* struct iovec has no const; pwritev does not write through it */
+        iov[i] = (struct iovec) {(void *) (uintptr_t) data[i], (size_t) round_up(lengths[i])};
     }
-    return n_iov;
 }
 
 static void verify_run(uint32_t n, const uint64_t * lengths, uint8_t * const * dst, const uint8_t (* keys)[32],
@@ -99,15 +93,15 @@ llmaas_status llmaas_store_read(
         return LLMAAS_EINVAL;
     }
     *stats = (llmaas_io_stats) {0};
-    if (!extents_ok(n, offsets, lengths)) {
+    const uint8_t * const * data = (const uint8_t * const *) dst;
+    if (!extents_ok(n, offsets, lengths, data)) {
         return LLMAAS_EINVAL;
     }
     for (uint32_t i = 0, end; i < n; i = end) {
-        struct iovec iov[MAX_IOV];
-        uint8_t      pad[LLMAAS_STORE_BLOCK];
+        struct iovec iov[MAX_PER_RUN];
         end = run_end(i, n, offsets, lengths);
-        const int n_iov = run_iov(iov, end - i, lengths + i, dst + i, pad, false);
-        const uint64_t moved = transfer(preadv, fd, iov, n_iov, offsets[i], stats);
+        run_iov(iov, end - i, lengths + i, data + i);
+        const uint64_t moved = transfer(preadv, fd, iov, (int) (end - i), offsets[i], stats);
         verify_run(end - i, lengths + i, dst + i, keys + i, moved, statuses + i);
     }
     return LLMAAS_OK;
@@ -120,20 +114,15 @@ llmaas_status llmaas_store_write(
         return LLMAAS_EINVAL;
     }
     *stats = (llmaas_io_stats) {0};
-    if (!extents_ok(n, offsets, lengths)) {
+    if (!extents_ok(n, offsets, lengths, src)) {
         return LLMAAS_EINVAL;
     }
-    uint8_t pad[LLMAAS_STORE_BLOCK] = {0};
     for (uint32_t i = 0, end; i < n; i = end) {
-        struct iovec iov[MAX_IOV];
+        struct iovec iov[MAX_PER_RUN];
         end = run_end(i, n, offsets, lengths);
-        /* struct iovec has no const; pwritev does not write through it */
-        uint8_t * const * data = (uint8_t * const *) (uintptr_t) (src + i);
-        const int n_iov = run_iov(iov, end - i, lengths + i, data, pad, true);
-        const uint64_t before = stats->bytes;
+        run_iov(iov, end - i, lengths + i, src + i);
         const uint64_t wanted = offsets[end - 1] + round_up(lengths[end - 1]) - offsets[i];
-        transfer(pwritev, fd, iov, n_iov, offsets[i], stats);
-        if (stats->bytes - before != wanted) {
+        if (transfer(pwritev, fd, iov, (int) (end - i), offsets[i], stats) != wanted) {
             return LLMAAS_EIO;
         }
     }

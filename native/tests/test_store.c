@@ -16,6 +16,14 @@ static uint64_t offsets[N], lengths[N];
 
 static uint64_t blocks(uint64_t n) { return (n + 4095) / 4096 * 4096; }
 
+/* What the contract asks for: whole blocks on a block boundary, zero behind the payload. */
+static uint8_t * whole_blocks(uint64_t n) {
+    uint8_t * p = aligned_alloc(4096, blocks(n));
+    CHECK(p != NULL);
+    memset(p, 0, blocks(n));
+    return p;
+}
+
 static int temp_file(void) {
     char path[] = "/tmp/llmaas-store-XXXXXX";
     const int fd = mkstemp(path);
@@ -35,7 +43,7 @@ static void make_payloads(void) {
         const size_t   cap = llmaas_chunk_bound(&geom, LLMAAS_CODEC_RAW, n);
         size_t got = 0;
         keys[i][0]  = (uint8_t) i;
-        payloads[i] = exact(cap);
+        payloads[i] = whole_blocks(cap);
         CHECK(llmaas_chunk_encode(&geom, 0, blob, size, N_CELLS, 0, n, keys[i], payloads[i], cap, &got) == LLMAAS_OK);
         lengths[i] = got;
         at += i % 10 == 9 ? 8192 : 0; /* a hole ends a run */
@@ -51,7 +59,7 @@ static void check_round_trip(int fd) {
     int32_t   statuses[N];
     llmaas_io_stats stats;
     for (uint32_t i = 0; i < N; ++i) {
-        out[i] = exact(lengths[i]);
+        out[i] = whole_blocks(lengths[i]);
     }
     CHECK(llmaas_store_write(fd, N, offsets, lengths, (const uint8_t * const *) payloads, &stats) == LLMAAS_OK);
     uint64_t bytes = 0;
@@ -63,7 +71,7 @@ static void check_round_trip(int fd) {
     CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, statuses, &stats) == LLMAAS_OK);
     CHECK(stats.n_calls < N);
     for (uint32_t i = 0; i < N; ++i) {
-        CHECK(statuses[i] == LLMAAS_OK && memcmp(out[i], payloads[i], lengths[i]) == 0);
+        CHECK(statuses[i] == LLMAAS_OK && memcmp(out[i], payloads[i], blocks(lengths[i])) == 0);
     }
     keys[3][5] = 1; /* another key, a damaged byte, a file that ends inside a run */
     const uint8_t byte = (uint8_t) ~payloads[4][500];
@@ -84,13 +92,17 @@ static void check_round_trip(int fd) {
 static void check_errors(int fd) {
     llmaas_io_stats stats;
     int32_t   status = -1;
-    uint8_t * out    = exact(lengths[0]);
+    uint8_t * out    = whole_blocks(lengths[0]);
     const uint8_t * const * src = (const uint8_t * const *) payloads;
     const uint8_t (*k)[32] = (const uint8_t(*)[32]) keys;
     const uint64_t odd = 512, zero = 0, huge = UINT64_MAX - 4095;
     CHECK(llmaas_store_read(fd, 1, &odd, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_read(fd, 1, &huge, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_read(fd, 1, offsets, &zero, &out, k, &status, &stats) == LLMAAS_EINVAL);
+    uint8_t * askew = out + 512;
+    const uint8_t * const askew_src = askew;
+    CHECK(llmaas_store_read(fd, 1, offsets, lengths, &askew, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_write(fd, 1, offsets, lengths, &askew_src, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_read(-1, 1, offsets, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_read(fd, 0, NULL, NULL, NULL, NULL, NULL, &stats) == LLMAAS_OK && stats.n_calls == 0);
     const int closed = dup(fd);

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp
+
 from llmaas_hooks import ContextCreate, DecodeStep, LogitsView, ModelLoad
 from llmaas_patches.host import Host
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import llama_cpp
+
 from llmaas_hooks import IncompatibleError
 
 __all__ = ["TESTED_VERSION", "VERSION_RANGE", "check_version"]

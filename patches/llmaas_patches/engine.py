@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from llama_cpp import Llama, llama_cpp
+
 from llmaas_hooks import Tokens
 from llmaas_patches.lanes import Lanes
 

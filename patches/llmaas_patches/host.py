@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llama_cpp import Llama, llama_cpp
+
 from llmaas_hooks import HookManager
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes

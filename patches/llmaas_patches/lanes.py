@@ -50,9 +50,7 @@ class Lanes:
     def _remember_worker(self) -> None:
         self._worker_id = threading.get_ident()
 
-    def _run(
-        self, handles: tuple[int, ...], future: Future[None], job: Callable[[], None]
-    ) -> None:
+    def _run(self, handles: tuple[int, ...], future: Future[None], job: Callable[[], None]) -> None:
         try:
             job()
         except Exception:

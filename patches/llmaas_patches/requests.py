@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from llama_cpp import Llama
+
 from llmaas_hooks import PluginError, Request, RequestStats
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host, current_context

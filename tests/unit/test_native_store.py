@@ -54,8 +54,24 @@ def layout(chunks):
     return offsets, [len(chunk) for chunk in chunks], at
 
 
+def aligned(n_bytes):
+    whole = np.zeros(n_bytes + STORE_BLOCK, np.uint8)
+    start = -whole.ctypes.data % STORE_BLOCK
+    return whole[start : start + n_bytes]
+
+
+def write_all(fd, chunks):
+    offsets, lengths, total = layout(chunks)
+    source = aligned(total)
+    for offset, chunk in zip(offsets, chunks, strict=True):
+        source[offset : offset + len(chunk)] = np.frombuffer(chunk, np.uint8)
+    addresses = [source.ctypes.data + offset for offset in offsets]
+    assert store_write(fd, offsets, lengths, addresses) == total
+    return offsets, lengths, total
+
+
 def read_all(fd, offsets, lengths, keys, total):
-    target = np.zeros(total, np.uint8)
+    target = aligned(total)
     addresses = [target.ctypes.data + offset for offset in offsets]
     statuses = store_read(fd, offsets, lengths, addresses, keys)
     parts = zip(offsets, lengths, strict=True)
@@ -64,8 +80,7 @@ def read_all(fd, offsets, lengths, keys, total):
 
 def test_chunks_survive_the_file(slab):
     chunks, keys = make_chunks(40)
-    offsets, lengths, total = layout(chunks)
-    assert store_write(slab, offsets, lengths, chunks) == total
+    offsets, lengths, total = write_all(slab, chunks)
     assert os.fstat(slab).st_size == total
     statuses, back = read_all(slab, offsets, lengths, keys, total)
     assert statuses == [Status.OK] * 40
@@ -74,8 +89,7 @@ def test_chunks_survive_the_file(slab):
 
 def test_each_extent_has_its_own_status(slab):
     chunks, keys = make_chunks(6)
-    offsets, lengths, total = layout(chunks)
-    store_write(slab, offsets, lengths, chunks)
+    offsets, lengths, total = write_all(slab, chunks)
     os.pwrite(slab, b"\xff\x00\xff", offsets[1] + 200)
     keys[2] = bytes(32)
     os.ftruncate(slab, offsets[5])
@@ -86,22 +100,23 @@ def test_each_extent_has_its_own_status(slab):
 
 
 def test_failed_write_carries_its_errno():
-    full = os.open("/dev/full", os.O_WRONLY)
+    full, source = os.open("/dev/full", os.O_WRONLY), aligned(STORE_BLOCK)
     try:
         with pytest.raises(StoreError, match="No space left") as caught:
-            store_write(full, [0], [3], [b"abc"])
+            store_write(full, [0], [3], [source.ctypes.data])
     finally:
         os.close(full)
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_bad_extents_are_refused(slab):
+    source = aligned(2 * STORE_BLOCK).ctypes.data
     with pytest.raises(NativeError, match="multiples of 4096"):
-        store_write(slab, [100], [3], [b"abc"])
-    with pytest.raises(NativeError, match="payload of 3 bytes, expected 4"):
-        store_write(slab, [0], [4], [b"abc"])
+        store_write(slab, [100], [3], [source])
+    with pytest.raises(NativeError, match="multiples of 4096"):
+        store_write(slab, [0], [3], [source + 8])
     with pytest.raises(NativeError, match="differ in number"):
-        store_write(slab, [0], [], [b"abc"])
+        store_write(slab, [0], [], [source])
     with pytest.raises(NativeError, match="differ in number"):
         store_read(slab, [0], [1], [1], [])
     with pytest.raises(NativeError, match="keys of 3 bytes"):

@@ -1,5 +1,6 @@
 /* Batched file I/O for chunk payloads. Extents start on 4 KiB boundaries; adjacent ones (the next starts where the
- * previous one's last 4 KiB block ends) travel together in system calls of at most LLMAAS_RECORD_MAX bytes; a longer extent travels alone. */
+ * previous one's last 4 KiB block ends) travel together in system calls of at most LLMAAS_RECORD_MAX bytes; a longer
+ * extent travels alone. */
 #ifndef LLMAAS_STORE_H
 #define LLMAAS_STORE_H
 
@@ -14,13 +15,17 @@ typedef struct llmaas_io_stats {
     int32_t  sys_errno; /* of the first failed call, else 0 */
 } llmaas_io_stats;
 
+/* Buffers start on 4 KiB boundaries and hold whole 4 KiB blocks, as O_DIRECT wants them: room for lengths[i] rounded
+ * up. Anything else about a buffer's address is EINVAL. */
+
 /* Read n payloads, then llmaas_chunk_verify() each against keys[i]. statuses[i]: OK, ESTALE, ECORRUPT, or EIO (read
  * error or end of file). The call itself fails only with EINVAL. */
 LLMAAS_API llmaas_status llmaas_store_read(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
     const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats);
 
-/* Write n payloads, each padded with zeros to its last 4 KiB block. Stops at the first failing call with EIO. No fsync. */
+/* Write n payloads in whole blocks; what follows a payload in its last block is the caller's. Stops at the first
+ * failing call with EIO. No fsync. */
 LLMAAS_API llmaas_status llmaas_store_write(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * src,
     llmaas_io_stats * stats);
