@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from ._ffi import ffi, lib
-from .base import as_array, as_input, as_output, fail
+from .base import as_input, as_output, fail
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,7 +130,7 @@ def blob_size(geom: KVGeometry, n_cells: int) -> int:
 def blob_init(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
     """Write every header of a blob of ``len(positions)`` cells; the rows stay as they are."""
     view, n = as_output(buf), len(positions)
-    status = lib.llmaas_blob_init(geom.handle, view, len(view), as_array("int32_t[]", positions), n)
+    status = lib.llmaas_blob_init(geom.handle, view, len(view), _positions(positions), n)
     if status:
         raise fail(f"blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
 
@@ -136,9 +138,7 @@ def blob_init(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
 def blob_check(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
     """Raise unless the engine made exactly this layout with exactly these positions."""
     view, n = as_input(buf), len(positions)
-    status = lib.llmaas_blob_check(
-        geom.handle, view, len(view), as_array("int32_t[]", positions), n
-    )
+    status = lib.llmaas_blob_check(geom.handle, view, len(view), _positions(positions), n)
     if status:
         raise fail(f"engine blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
 
@@ -173,6 +173,14 @@ def blob_probe(buf: Bytes) -> tuple[KVGeometry, int]:
         v_row=tuple(ffi.unpack(v_row, info.n_layer)),
     )
     return geom, info.n_cells
+
+
+def _positions(positions: Sequence[int]) -> Any:
+    if isinstance(positions, range):
+        values = np.arange(positions.start, positions.stop, positions.step, dtype=np.int32)
+    else:
+        values = np.array(positions, dtype=np.int32)
+    return ffi.from_buffer("int32_t[]", values)  # type: ignore[arg-type]  # an ndarray is one
 
 
 def _expected(geom: KVGeometry, n_cells: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from llmaas_hooks import LlmaasError
+from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.demo.scenario import Call, Script, make_trace, scripts_from
 from llmaas_plugins.demo.worker import CallResult, Usage, WorkerSpec, serve_worker
 
@@ -104,6 +104,11 @@ def run_demo(options: DemoOptions) -> DemoRun:
             for name, result in row.items():
                 results[name].append(result)
         usage = {name: _ask(name, pipe, None) for name, pipe in pipes.items()}
+    if all(result.switch_s is None for result in results[OURS]):
+        raise ConfigError(
+            f"no context was switched in {len(made)} calls, so there is nothing to compare. "
+            "Allow more calls or longer contexts (--calls, --n-ctx)."
+        )
     return DemoRun(options, scripts, made, budget, results, usage)
 
 

@@ -51,24 +51,30 @@ class CallResult:
     """Measurements of one call.
 
     Attributes:
-        switch_s: Until the context's cells were there; None when it was in the engine already.
-        first_token_s: Until the first token, switching included.
+        leave_s: Keeping the context that was in the engine, on its caller's path, so that it can
+            give way; measured when its reply was done.
+        enter_s: Bringing this call's context in; None when it was there already, or is new.
+        first_token_s: Until the first token, entering included.
         decode_s: From the first token to the last.
         n_decoded: Tokens in ``decode_s``.
-        save_s: Keeping the context afterwards, on the caller's path.
-        background_s: Work the caller did not wait for.
+        background_s: Work after the reply that its caller did not wait for.
         n_context: Tokens in the cells when the call began.
         text: The reply.
     """
 
-    switch_s: float | None
+    leave_s: float
+    enter_s: float | None
     first_token_s: float
     decode_s: float
     n_decoded: int
-    save_s: float
     background_s: float
     n_context: int
     text: str
+
+    @property
+    def switch_s(self) -> float | None:
+        """The whole switch: one context out, the other in; None when there was none."""
+        return None if self.enter_s is None else self.leave_s + self.enter_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class _Worker:
             for s in spec.scripts
         ]
         self._current: int | None = None
+        self._leave_s = 0.0
         self._memory_bytes = 0
         newline = self._llama.tokenize(b"\n", add_bos=False)[-1]
         self._ends = {self._llama.token_eos(), newline}
@@ -136,22 +143,27 @@ class _Worker:
         if switched:
             self._system.enter(context, state.tokens, prompt)
         entered = time.perf_counter()
-        times, reply = self._generate(prompt)
+        times, reply, close_s = self._generate(prompt)
+        enter_s = self._enter_s(entered - started) if switched else None
+        n_before, reply_text = len(state.tokens), self._finish(state, messages, reply)
         finished = time.perf_counter()
-        result = self._finish(context, state, messages, reply)
+        self._system.leave(context, state.tokens)
         left = time.perf_counter()
         self._system.background()
         behind = time.perf_counter()
         self._system.trim_page_cache()
+        leave_s, self._leave_s = self._leave_s, close_s + left - finished
+        self._current = context
+        self._memory_bytes = max(self._memory_bytes, self._system.memory_bytes())
         return CallResult(
-            switch_s=self._switch_s(entered - started) if switched else None,
+            leave_s=leave_s,
+            enter_s=enter_s,
             first_token_s=times[0] - started,
             decode_s=times[-1] - times[0],
             n_decoded=len(times) - 1,
-            save_s=left - finished,
             background_s=behind - left,
-            n_context=result[0],
-            text=result[1],
+            n_context=n_before,
+            text=reply_text,
         )
 
     def usage(self) -> Usage:
@@ -162,31 +174,29 @@ class _Worker:
             disk_bytes=sum(path.stat().st_blocks * 512 for path in files),
         )
 
-    def _generate(self, prompt: list[int]) -> tuple[list[float], list[int]]:
+    def _generate(self, prompt: list[int]) -> tuple[list[float], list[int], float]:
+        """Times of the tokens, the tokens, and how long the end took: our suite saves there."""
         times: list[float] = []
         reply: list[int] = []
         stream = self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0)
-        with contextlib.closing(stream):
-            for token in stream:
-                times.append(time.perf_counter())
-                if token in self._ends or len(reply) >= self._spec.n_new:
-                    break
-                reply.append(token)
-        return times, reply
+        for token in stream:
+            times.append(time.perf_counter())
+            if token in self._ends or len(reply) >= self._spec.n_new:
+                break
+            reply.append(token)
+        generated = time.perf_counter()
+        stream.close()
+        return times, reply, time.perf_counter() - generated
 
     def _finish(
-        self, context: int, state: _ContextState, messages: list[dict[str, str]], reply: list[int]
-    ) -> tuple[int, str]:
-        n_before = len(state.tokens)
+        self, state: _ContextState, messages: list[dict[str, str]], reply: list[int]
+    ) -> str:
         text = self._llama.detokenize(reply).decode(errors="replace").strip()
         state.messages = [*messages, {"role": "assistant", "content": text}]
         state.tokens = np.array(self._llama._input_ids, dtype=np.int32)
-        self._system.leave(context, state.tokens)
-        self._current = context
-        self._memory_bytes = max(self._memory_bytes, self._system.memory_bytes())
-        return n_before, text
+        return text
 
-    def _switch_s(self, measured: float) -> float:
+    def _enter_s(self, measured: float) -> float:
         from llmaas_plugins.demo.systems import Ours
 
         if isinstance(self._system, Ours) and self._system.last is not None:

@@ -7,7 +7,6 @@ records after that.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -23,11 +22,10 @@ from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.tree import Chunk
 
-__all__ = ["Segment", "Workers", "load_segments"]
+__all__ = ["Loader", "Segment", "Workers"]
 
 _READERS = 4
 _RECORDS_AHEAD = 6
-_INLINE_SEGMENTS = 2
 
 
 class Workers:
@@ -59,52 +57,110 @@ class Segment(NamedTuple):
     is_whole: bool
 
 
-def load_segments(  # noqa: PLR0913, PLR0917  the stages and what goes through them
-    store: ChunkStore,
-    staging: Staging,
-    workers: Workers,
-    geometry: KVGeometry,
-    chunks: Sequence[Chunk],
-    start: int,
-) -> Generator[Segment]:
-    """Segments of ``chunks`` for positions from ``start`` on, each ready as it is yielded.
+class Loader:
+    """Turns stored chunks into segments for an engine whose cells have ``geometry``."""
 
-    Args:
-        store: Where the chunks are.
-        staging: Its lock is held until the generator is exhausted or closed.
-        workers: Threads to read and decode with.
-        geometry: Layout of the engine's cells.
-        chunks: In order of position, without gaps.
-        start: Position of the first chunk's first token.
-    """
-    step = staging.chunks(geometry)
-    parts = [chunks[i : i + step] for i in range(0, len(chunks), step)]
-    loader = _Loader(store, staging, geometry, start)
-    if len(parts) <= _INLINE_SEGMENTS and all(chunk.ram >= 0 for chunk in chunks):
-        segments = (loader.load(i, part) for i, part in enumerate(parts))
-    else:
-        segments = _overlapped(loader, store, workers, parts)
-    with contextlib.closing(segments):
-        for segment in segments:
-            yield segment
-            if not segment.is_whole:
-                return
+    def __init__(
+        self, store: ChunkStore, staging: Staging, workers: Workers, geometry: KVGeometry
+    ) -> None:
+        """Measure how much fits the staging buffers.
 
+        Raises:
+            BudgetError: Not even one chunk fits.
+        """
+        self._store = store
+        self._staging = staging
+        self._workers = workers
+        self._geometry = geometry
+        self._step = staging.chunks(geometry)
 
-def _overlapped(
-    loader: _Loader, store: ChunkStore, workers: Workers, parts: Sequence[Sequence[Chunk]]
-) -> Generator[Segment]:
-    reads = _ReadAhead(store, workers.read, parts)
-    decoding = workers.decode.submit(loader.decode, 0, parts[0], reads)
-    try:
-        for i in range(len(parts)):
-            segment = decoding.result()
-            if segment.is_whole and i + 1 < len(parts):
-                decoding = workers.decode.submit(loader.decode, i + 1, parts[i + 1], reads)
-            yield segment
-    finally:
-        decoding.exception()
-        reads.close()
+    def segments(self, chunks: Sequence[Chunk], start: int) -> Generator[Segment]:
+        """Segments of ``chunks``, each ready as it is yielded; the last may not be whole.
+
+        Hold ``staging.lock`` until the generator is exhausted or closed.
+
+        Args:
+            chunks: In order of position, without gaps.
+            start: Position of the first chunk's first token.
+        """
+        if _blob_bytes(self._geometry, chunks) <= self._staging.whole.nbytes:
+            yield self._load(chunks, start, self._staging.whole)  # threads would cost more
+            return
+        parts = [chunks[i : i + self._step] for i in range(0, len(chunks), self._step)]
+        reads = _ReadAhead(self._store, self._workers.read, parts)
+        submit = self._workers.decode.submit
+        decoding = submit(self._decode, 0, parts[0], start, reads)
+        try:
+            for i in range(len(parts)):
+                segment = decoding.result()
+                start += segment.n_tokens
+                if segment.is_whole and i + 1 < len(parts):
+                    decoding = submit(self._decode, i + 1, parts[i + 1], start, reads)
+                yield segment
+                if not segment.is_whole:
+                    return
+        finally:
+            decoding.exception()
+            reads.close()
+
+    def _decode(self, i: int, chunks: Sequence[Chunk], start: int, reads: _ReadAhead) -> Segment:
+        """Segment ``i`` from the records that hold ``chunks``."""
+        buffer = self._staging.buffer(i)
+        blob = buffer[: _blob_bytes(self._geometry, chunks)]
+        n_cells = sum(chunk.n_tokens for chunk in chunks)
+        first, n_seen = 0, 0
+        while n_seen < len(chunks):
+            record, addresses = reads.next()
+            n_good = self._decode_into(blob, n_cells, first, record[: len(addresses)], addresses)
+            if n_good < len(record):
+                return self._load(chunks[: n_seen + n_good], start, buffer, is_whole=False)
+            n_seen += n_good
+            first += sum(chunk.n_tokens for chunk in record)
+        _native.blob_init(self._geometry, blob, range(start, start + n_cells))
+        return Segment(blob, n_cells, is_whole=True)
+
+    def _load(
+        self,
+        chunks: Sequence[Chunk],
+        start: int,
+        buffer: NDArray[np.uint8],
+        *,
+        is_whole: bool = True,
+    ) -> Segment:
+        """A segment of all that can be had of ``chunks``, read and decoded in this thread."""
+        addresses = self._store.fetch(chunks)
+        ready = chunks[: len(addresses)]
+        is_whole = is_whole and len(ready) == len(chunks)
+        if not ready:
+            return Segment(buffer[:0], 0, is_whole=False)
+        blob = buffer[: _blob_bytes(self._geometry, ready)]
+        n_cells = sum(chunk.n_tokens for chunk in ready)
+        n_good = self._decode_into(blob, n_cells, 0, ready, addresses)
+        if n_good < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
+            return self._load(ready[:n_good], start, buffer, is_whole=False)
+        _native.blob_init(self._geometry, blob, range(start, start + n_cells))
+        return Segment(blob, n_cells, is_whole)
+
+    def _decode_into(
+        self,
+        blob: NDArray[np.uint8],
+        n_cells: int,
+        first: int,
+        chunks: Sequence[Chunk],
+        addresses: Sequence[int],
+    ) -> int:
+        """Decode fetched chunks, release them, and count the leading ones that were sound."""
+        firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
+        sizes = [chunk.size for chunk in chunks]
+        try:
+            if chunks:
+                _native.chunks_decode_at(self._geometry, addresses, sizes, firsts, blob, n_cells)
+        except NativeError as error:
+            self._store.fault(chunks[error.n_done])
+            return error.n_done
+        finally:
+            self._store.release(chunks)
+        return len(chunks)
 
 
 class _ReadAhead:
@@ -140,73 +196,6 @@ class _ReadAhead:
             self._coming.append((record, self._pool.submit(self._store.fetch, record)))
 
 
-class _Loader:
-    """Turns stored chunks into blobs, in the two staging buffers by turns."""
-
-    def __init__(
-        self, store: ChunkStore, staging: Staging, geometry: KVGeometry, start: int
-    ) -> None:
-        self._store = store
-        self._staging = staging
-        self._geometry = geometry
-        self._start = start
-
-    def decode(self, i: int, chunks: Sequence[Chunk], reads: _ReadAhead) -> Segment:
-        """Segment ``i`` from the records that hold ``chunks``."""
-        n_cells = sum(chunk.n_tokens for chunk in chunks)
-        blob = self._staging.buffer(i)[: _native.blob_size(self._geometry, n_cells)]
-        first, n_seen = 0, 0
-        while n_seen < len(chunks):
-            record, addresses = reads.next()
-            n_seen += len(record)
-            n_good = self._decode_into(blob, n_cells, first, record[: len(addresses)], addresses)
-            if n_good < len(record):
-                return self.load(i, chunks[: n_seen - len(record) + n_good], is_whole=False)
-            first += sum(chunk.n_tokens for chunk in record)
-        return self._segment(blob, n_cells)
-
-    def load(self, i: int, chunks: Sequence[Chunk], *, is_whole: bool = True) -> Segment:
-        """Segment ``i`` from chunks that are in RAM, without another thread."""
-        addresses = self._store.fetch(chunks)
-        ready = chunks[: len(addresses)]
-        n_cells = sum(chunk.n_tokens for chunk in ready)
-        if not n_cells:
-            return Segment(self._staging.buffer(i)[:0], 0, is_whole=False)
-        blob = self._staging.buffer(i)[: _native.blob_size(self._geometry, n_cells)]
-        n_good = self._decode_into(blob, n_cells, 0, ready, addresses)
-        if n_good < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
-            return self.load(i, ready[:n_good], is_whole=False)
-        segment = self._segment(blob, n_cells)
-        return segment._replace(is_whole=is_whole and len(ready) == len(chunks))
-
-    def _segment(self, blob: NDArray[np.uint8], n_cells: int) -> Segment:
-        positions = range(self._start, self._start + n_cells)
-        _native.blob_init(self._geometry, blob, positions)
-        self._start += n_cells
-        return Segment(blob, n_cells, is_whole=True)
-
-    def _decode_into(
-        self,
-        blob: NDArray[np.uint8],
-        n_cells: int,
-        first: int,
-        chunks: Sequence[Chunk],
-        addresses: Sequence[int],
-    ) -> int:
-        """Decode fetched chunks, release them, and count the leading ones that were sound."""
-        firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
-        sizes = [chunk.size for chunk in chunks]
-        try:
-            if chunks:
-                _native.chunks_decode_at(self._geometry, addresses, sizes, firsts, blob, n_cells)
-        except NativeError as error:
-            self._store.fault(chunks[error.n_done])
-            return error.n_done
-        finally:
-            self._store.release(chunks)
-        return len(chunks)
-
-
 def _records(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
     """Runs of chunks of at most ``most_bytes`` together, or of one."""
     start, n_bytes = 0, 0
@@ -216,3 +205,7 @@ def _records(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chun
             start, n_bytes = i, 0
         n_bytes += chunk.size
     yield chunks[start:]
+
+
+def _blob_bytes(geometry: KVGeometry, chunks: Sequence[Chunk]) -> int:
+    return _native.blob_size(geometry, sum(chunk.n_tokens for chunk in chunks))

@@ -20,18 +20,24 @@ _SHARE = 8
 
 
 class Staging:
-    """Transfer buffers, shared by all engines; hold ``lock`` while you use them."""
+    """Transfer buffers, shared by all engines; hold ``lock`` while you use them.
+
+    Attributes:
+        lock: Whoever uses the buffers holds it.
+        whole: Both buffers as one, shape ``(2 * n_bytes,)``.
+    """
 
     def __init__(self, budget: Budget) -> None:
         """Take an eighth of the budget, 4 MiB at most, for each of the two buffers."""
         self.lock = threading.Lock()
         self._n_bytes = min(_MOST_BYTES, budget.limit // _SHARE)
         budget.reserve(2 * self._n_bytes)
-        self._buffers = tuple(anonymous(self._n_bytes) for _ in range(2))
+        self.whole = anonymous(2 * self._n_bytes)
 
     def buffer(self, i: int) -> NDArray[np.uint8]:
         """One of the two, shape ``(n_bytes,)``."""
-        return self._buffers[i % 2]
+        start = i % 2 * self._n_bytes
+        return self.whole[start : start + self._n_bytes]
 
     def chunks(self, geometry: KVGeometry) -> int:
         """Chunks of cells that fit one buffer.

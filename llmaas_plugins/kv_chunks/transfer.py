@@ -14,7 +14,7 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
 from llmaas_plugins.kv_chunks.cells import Cells
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain
-from llmaas_plugins.kv_chunks.pipeline import Workers, load_segments
+from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.tree import Chunk
@@ -44,6 +44,7 @@ class Transfer:
         self._workers = workers
         self._cells = Cells(engine.ctx)
         self._geometry: KVGeometry | None = None
+        self._loader: Loader | None = None
 
     # -- swap-out -------------------------------------------------------------------------------
 
@@ -137,10 +138,10 @@ class Transfer:
         if kept:
             self._cells.truncate(kept)
         n_tokens = 0
+        if self._loader is None:
+            self._loader = Loader(self._store, self._staging, self._workers, geometry)
         with self._staging.lock:
-            segments = load_segments(
-                self._store, self._staging, self._workers, geometry, chunks, kept
-            )
+            segments = self._loader.segments(chunks, kept)
             for segment in segments:
                 put = self._cells.append if kept + n_tokens else self._cells.replace
                 if segment.n_tokens and not put(segment.blob):
@@ -182,5 +183,5 @@ def _runs(indices: Sequence[int], most: int) -> Iterator[range]:
 
 def _common_prefix(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())

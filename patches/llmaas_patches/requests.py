@@ -38,8 +38,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
         host.hooks.request_begin(request)
         if resets:
-            _restore(host, engine, request)
-            n_reused = _common_prefix(engine.resident_tokens(), request.tokens)
+            n_reused = _restore(host, engine, request)
         clock.prepared()
         inner = original(self, tokens, *args, **kwargs)
         try:
@@ -88,7 +87,8 @@ class _Clock:
         )
 
 
-def _restore(host: Host, engine: LlamaEngine, request: Request) -> None:
+def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
+    """Let a plugin load cells; leading prompt tokens that sequence 0 holds then."""
     try:
         restored = host.hooks.kv_restore(request)
     except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
@@ -96,12 +96,14 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> None:
         if not isinstance(error, PluginError):
             raise
         host.hooks.handle(error)
-        return
-    if restored is not None:
-        engine.set_resident(request.tokens[: restored.n_tokens])
+        return 0
+    if restored is None:
+        return _common_prefix(engine.resident_tokens(), request.tokens)
+    engine.set_resident(request.tokens[: restored.n_tokens])
+    return restored.n_tokens
 
 
 def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())
