@@ -1,0 +1,87 @@
+"""The codecs alone, one core, against the engine's f16 bytes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from llmaas_plugins import _native
+from llmaas_plugins._native import Codec, KVGeometry, NativeError
+
+CHUNK, N_CELLS = 16, 256
+KEY = bytes(32)
+KERNELS = ("generic", "avx2", "avx512")
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request):
+    best = _native.kernels_name()
+    try:
+        _native.kernels_select(request.param)
+    except NativeError as error:
+        pytest.skip(str(error))
+    yield request.param
+    _native.kernels_select(best)
+
+
+@pytest.fixture(params=[False, True], ids=["flash", "no-flash"])
+def geometry(request):
+    """16 layers, 8 KV heads of 64; V is transposed without flash attention."""
+    return KVGeometry(16, request.param, 1, 1, (1024,) * 16, (1024,) * 16)
+
+
+@pytest.fixture(params=[Codec.INT8, Codec.LOSSLESS], ids=["int8", "lossless"])
+def codec(request):
+    return request.param
+
+
+def bench_decode(benchmark, kernels, geometry, codec):
+    blob, chunks = encoded(geometry, codec)
+    back = np.zeros_like(blob)
+    firsts = list(range(0, N_CELLS, CHUNK))
+    benchmark(_native.chunks_decode, geometry, chunks, firsts, back, N_CELLS)
+    report(benchmark, geometry, blob)
+    benchmark.extra_info["share"] = sum(map(len, chunks)) / (geometry.token_bytes * N_CELLS)
+
+
+def bench_encode(benchmark, kernels, geometry, codec):
+    blob = normal_blob(geometry)
+    benchmark(encode, geometry, codec, blob)
+    report(benchmark, geometry, blob)
+
+
+def report(benchmark, geometry, blob):
+    """GB/s of f16, and what a plain copy of as much memory reaches at the same time."""
+    copy, copies = np.empty_like(blob), []
+    for _ in range(30):
+        started = time.perf_counter()
+        np.copyto(copy, blob)
+        copies.append(time.perf_counter() - started)
+    seconds = benchmark.stats.stats.median
+    benchmark.extra_info["gb_per_s"] = geometry.token_bytes * N_CELLS / seconds / 1e9
+    benchmark.extra_info["memcpy_gb_per_s"] = blob.nbytes / float(np.median(copies)) / 1e9
+
+
+def encoded(geometry, codec):
+    blob = normal_blob(geometry)
+    return blob, encode(geometry, codec, blob)
+
+
+def encode(geometry, codec, blob):
+    room = _native.chunk_bound(geometry, codec, CHUNK)
+    out = np.empty((N_CELLS // CHUNK, room), np.uint8)
+    chunks = []
+    for part, first in zip(out, range(0, N_CELLS, CHUNK), strict=True):
+        n = _native.chunk_encode(geometry, codec, blob, N_CELLS, first, CHUNK, KEY, part)
+        chunks.append(part[:n])
+    return chunks
+
+
+def normal_blob(geometry):
+    n_bytes = _native.blob_size(geometry, N_CELLS)
+    values = np.random.default_rng(0).normal(size=n_bytes // 2 + 1).astype(np.float16)
+    blob = values.view(np.uint8)[:n_bytes]
+    _native.blob_init(geometry, blob, range(N_CELLS))
+    return blob

@@ -1,0 +1,86 @@
+"""Models, engines and the summary of the benchmarks.
+
+Big files live in ``build/bench`` (``LLMAAS_BENCH_DIR`` names another place) and are made once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmaas_eval.models import SHAPE_1B, SHAPE_TINY, write_random_model
+from llmaas_eval.stored import StoredContext
+
+ROOT = Path(__file__).parents[2]
+N_TOKENS = 2048
+
+
+@pytest.fixture(scope="session")
+def bench_dir() -> Path:
+    folder = Path(os.environ.get("LLMAAS_BENCH_DIR", ROOT / "build" / "bench"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_1b(bench_dir):
+    path = bench_dir / "random-1b-q4_0.gguf"
+    return path if path.exists() else write_random_model(path, SHAPE_1B)
+
+
+@pytest.fixture(scope="session")
+def model_tiny(bench_dir):
+    path = bench_dir / "random-tiny-q4_0.gguf"
+    return path if path.exists() else write_random_model(path, SHAPE_TINY)
+
+
+@pytest.fixture(scope="session")
+def blob_1b(model_1b):
+    """Engine blob of 2,048 tokens: 68 MB of f16 KV, flash attention on."""
+    from llama_cpp import Llama, llama_cpp
+
+    with contextlib.closing(make_llama(Llama, model_1b)) as llama:
+        llama.eval(prompt_1b())
+        n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+        blob = np.empty(n_bytes, dtype=np.uint8)
+        pointer = ctypes.cast(blob.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+        assert llama_cpp.llama_state_seq_get_data(llama.ctx, pointer, n_bytes, 0) == n_bytes
+        return blob
+
+
+@pytest.fixture(params=["int8", "lossless"])
+def stored(request, model_1b, blob_1b, bench_dir):
+    """The same context in our store and in a state file, and an engine to load it into."""
+    with (
+        tempfile.TemporaryDirectory(dir=bench_dir) as folder,
+        StoredContext(model_1b, blob_1b, prompt_1b(), request.param, Path(folder)) as stored,
+    ):
+        yield stored
+
+
+def make_llama(kind, path):
+    return kind(str(path), n_ctx=N_TOKENS + 256, flash_attn=True, verbose=False)
+
+
+def prompt_1b():
+    return np.random.default_rng(0).integers(300, 1000, N_TOKENS).astype(np.int32)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print what pytest-benchmark's table leaves out: the comparisons, ready for docs."""
+    session = getattr(config, "_benchmarksession", None)
+    if session is None or not session.benchmarks:
+        return
+    terminalreporter.section("figures")
+    for bench in session.benchmarks:
+        figures = ", ".join(
+            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in bench.extra_info.items()
+        )
+        terminalreporter.line(f"{bench.name}: {figures}")

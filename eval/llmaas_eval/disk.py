@@ -1,0 +1,49 @@
+"""Controlled disks: dropping a file from the page cache, and a cap on read speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["can_limit_reads", "drop_pages", "read_limit"]
+
+_BLKIO = Path("/sys/fs/cgroup/blkio")
+
+
+def drop_pages(path: Path) -> None:
+    """Write a file out and take it out of the page cache."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
+def can_limit_reads() -> bool:
+    """Whether ``read_limit`` works here: a cgroup v1 ``blkio`` controller that we may write to."""
+    return (_BLKIO / "blkio.throttle.read_bps_device").exists() and os.access(_BLKIO, os.W_OK)
+
+
+@contextmanager
+def read_limit(folder: Path, bytes_per_s: int) -> Iterator[None]:
+    """Let this process read from the device under ``folder`` at most this fast.
+
+    Raises:
+        OSError: The controller refuses.
+    """
+    device = folder.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    group = _BLKIO / f"llmaas-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "blkio.throttle.read_bps_device").write_text(f"{name} {bytes_per_s}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (_BLKIO / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        group.rmdir()

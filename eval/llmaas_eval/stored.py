@@ -1,0 +1,182 @@
+"""One long context, kept by ``kv_chunks`` and in llama.cpp's own state file, to load either way."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.disk import drop_pages
+from llmaas_hooks import Request, Tokens
+
+__all__ = ["StoredContext"]
+
+_CONTEXT = "bench"
+_Bytes = ctypes.POINTER(ctypes.c_uint8)
+
+
+class StoredContext(contextlib.ExitStack):
+    """The suite, an engine in it, and a vanilla engine beside it; all closed at the end.
+
+    Attributes:
+        state_file: The context as ``llama_state_seq_save_file`` writes it.
+        slab: Our chunks.
+    """
+
+    def __init__(
+        self, model: Path, blob: NDArray[np.uint8], tokens: Tokens, codec: str, folder: Path
+    ) -> None:
+        """Put ``blob``, the cells of ``tokens``, into both.
+
+        Args:
+            model: GGUF file.
+            blob: What ``llama_state_seq_get_data`` gave for ``tokens``.
+            tokens: Shape ``(n,)``.
+            codec: Ours.
+            folder: For both kinds of files.
+        """
+        super().__init__()
+        self._blob, self._tokens, self._codec, self._folder = blob, tokens, codec, folder
+        self._model = model
+        self.state_file = folder / "vanilla.state"
+        self.slab = folder / "kv" / "chunks.slab"
+
+    def __enter__(self) -> Self:
+        """Make the engines and save the context both ways."""
+        super().__enter__()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _open(self) -> None:
+        from llama_cpp import llama_cpp
+
+        self._vanilla = self._open_llama()
+        self._load_file = llama_cpp.llama_state_seq_load_file
+        self._save_file = llama_cpp.llama_state_seq_save_file
+        self._seq_rm = llama_cpp.llama_memory_seq_rm
+        self._memory = llama_cpp.llama_get_memory(self._vanilla.ctx)
+        self._values = (ctypes.c_int32 * len(self._tokens))(*self._tokens.tolist())
+        self._fill(self._vanilla)
+        self.vanilla_save()
+        self._activate()
+        self._llama = self._open_llama()
+        self._fill(self._llama)
+        self._request = Request(self._host.engine(self._llama), self._tokens, _CONTEXT)
+        self.save()
+        self.settle()
+
+    # -- ours -----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """What a caller waits for after its reply; the rest is done by ``settle``."""
+        self._suite.hooks.kv_save(self._request, self._tokens)
+
+    def settle(self) -> None:
+        """Wait until the context is encoded and on disk."""
+        self._suite.settle()
+        self._store.flush()
+
+    def forget(self) -> None:
+        """Take the context out of every tier, so that the next ``save`` has all to do."""
+        self._fill(self._llama)
+        self._suite.evict(_CONTEXT)
+
+    def restore(self) -> None:
+        """Load the context from whichever tier has it."""
+        restored = self._suite.hooks.kv_restore(self._request)
+        assert restored is not None
+        assert restored.n_tokens == len(self._tokens)
+
+    def leave_ram(self) -> None:
+        """Reclaim the RAM tier; everything is on disk."""
+        with self._store._lock:
+            for chunk in self._store.tree:
+                if chunk.ram >= 0:
+                    self._store._reclaim(chunk)
+
+    # -- vanilla --------------------------------------------------------------------------------
+
+    def vanilla_save(self) -> None:
+        """``llama_state_seq_save_file``."""
+        done = self._save_file(
+            self._vanilla.ctx, str(self.state_file).encode(), 0, self._values, len(self._values)
+        )
+        assert done
+
+    def vanilla_restore(self) -> None:
+        """``llama_state_seq_load_file``."""
+        n_read = ctypes.c_size_t()
+        done = self._load_file(
+            self._vanilla.ctx,
+            str(self.state_file).encode(),
+            0,
+            self._values,
+            len(self._values),
+            ctypes.byref(n_read),
+        )
+        assert done
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def drop_pages(self) -> None:
+        """Take both files out of the page cache."""
+        drop_pages(self.state_file)
+        drop_pages(self.slab)
+
+    def empty(self) -> None:
+        """Empty both engines' cells."""
+        from llama_cpp import llama_cpp
+
+        self._seq_rm(self._memory, 0, -1, -1)
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._llama.ctx), 0, -1, -1)
+        self._llama.n_tokens = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the engine's cells."""
+        return self._blob.nbytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of our chunks."""
+        return sum(chunk.size for chunk in self._store.tree)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _activate(self) -> None:
+        from llmaas_plugins import activate
+
+        table = {"codec": self._codec, "ram_budget": 256 << 20, "store": self._folder / "kv"}
+        config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
+        self._suite = self.enter_context(activate(config))
+        self._host = self._suite._installed._host
+
+    @property
+    def _store(self) -> Any:
+        plugin: Any = self._suite.hooks._pm.get_plugin("kv_chunks")
+        return plugin._store
+
+    def _open_llama(self) -> Any:
+        from llama_cpp import Llama
+
+        n_ctx = len(self._tokens) + 256
+        llama = Llama(str(self._model), n_ctx=n_ctx, flash_attn=True, verbose=False)
+        self.callback(llama.close)
+        return llama
+
+    def _fill(self, llama: Any) -> None:
+        from llama_cpp import llama_cpp
+
+        pointer = ctypes.cast(self._blob.ctypes.data, _Bytes)
+        n_read = llama_cpp.llama_state_seq_set_data(llama.ctx, pointer, self._blob.nbytes, 0)
+        assert n_read == self._blob.nbytes
+        llama.n_tokens = len(self._tokens)
+        llama.input_ids[: len(self._tokens)] = self._tokens
