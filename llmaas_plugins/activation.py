@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +15,7 @@ from llmaas_plugins.config import Config, Source, load_config, validated
 
 __all__ = ["Suite", "activate", "active_suite"]
 
+_log = logging.getLogger("llmaas")
 _lock = threading.RLock()
 _active: Suite | None = None
 
@@ -57,6 +60,9 @@ class Suite:
             if self._depth > 0 or _active is not self:
                 return
             _active = None
+            if _log.isEnabledFor(logging.INFO):
+                for name, report in self.status()["plugins"].items():
+                    _log.info("%s: %s", name, json.dumps(report))
             self._installed.revert()
             self.hooks.shutdown()
 

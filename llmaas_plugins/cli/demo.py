@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from llmaas_hooks import ConfigError
+
 __all__ = ["add_parser"]
 
 
@@ -50,6 +52,8 @@ def demo(args: argparse.Namespace) -> int:
     from llmaas_plugins.demo.run import DemoOptions, run_demo
     from llmaas_plugins.models import reference_model_path
 
+    if args.model is not None and not args.model.is_file():
+        raise ConfigError(f"no such model: {args.model}")
     run = run_demo(
         DemoOptions(
             model=args.model or reference_model_path(),

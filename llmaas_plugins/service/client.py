@@ -34,7 +34,7 @@ class LLMClient:
             raise ConfigError(f"address must be http://host:port or unix:/path, found {address!r}")
         self._parts = parts
         self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
@@ -54,6 +54,7 @@ class LLMClient:
             LookupError: The context is unknown.
             LimitError: A limit of the service was reached.
             LlmaasError: Anything else the service refused.
+            OSError: The service cannot be reached.
         """
         with self._open(method, path, body) as response:
             return json.loads(response.read())
@@ -72,22 +73,23 @@ class LLMClient:
                     event = "message"
 
     def _open(self, method: str, path: str, body: object) -> http.client.HTTPResponse:
-        connection = self._connect()
-        data = None if body is None else json.dumps(body).encode()
-        connection.request(method, f"/v1/llmaas{path}", data, self._headers)
-        response = connection.getresponse()
-        if response.status >= http.HTTPStatus.BAD_REQUEST:
-            raise _refusal(response.status, response.read())
-        return response
-
-    def _connect(self) -> http.client.HTTPConnection:
         host = self._parts.hostname or "localhost"
         connection = http.client.HTTPConnection(host, self._parts.port, timeout=self._timeout_s)
-        if self._parts.scheme == "unix":
-            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.sock.settimeout(self._timeout_s)
-            connection.sock.connect(self._parts.path)
-        return connection
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            if self._parts.scheme == "unix":
+                connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.sock.settimeout(self._timeout_s)
+                connection.sock.connect(self._parts.path)
+            connection.request(method, f"/v1/llmaas{path}", data, self._headers)
+            response = connection.getresponse()  # owns the socket from here on
+        except BaseException:
+            connection.close()
+            raise
+        if response.status >= http.HTTPStatus.BAD_REQUEST:
+            with response:
+                raise _refusal(response.status, _detail(response.read()))
+        return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class ClientContext:
                 reply: dict[str, Any] = data
                 return reply
             if event == "error":
-                raise LlmaasError(data["error"])
+                raise _refusal(data["status"], data["error"])
             yield data["text"]
         raise LlmaasError("the service closed the stream before its reply was complete")
 
@@ -151,10 +153,13 @@ class ClientContext:
         return int(self._client.request("DELETE", self._path)["freed_bytes"])
 
 
-def _refusal(status: int, body: bytes) -> Exception:
+def _detail(body: bytes) -> str:
     try:
-        detail = str(json.loads(body)["detail"])
+        return str(json.loads(body)["detail"])
     except (ValueError, KeyError, TypeError):
-        detail = body.decode(errors="replace")[:500]
+        return body.decode(errors="replace")[:500]
+
+
+def _refusal(status: int, detail: str) -> Exception:
     kinds: dict[int, type[Exception]] = {404: LookupError, 429: LimitError}
     return kinds.get(status, LlmaasError)(f"{detail} (HTTP {status})")

@@ -6,6 +6,7 @@ moment comes back with every completed call; KV that did not make it to disk is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -69,58 +70,105 @@ class ContextLog:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._prepare(path)
+            self._db = _connect(path)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
                 f"cannot use the contexts in {path}: {error}. "
                 "Set service.state_dir to another directory, or repair the file with sqlite3."
             ) from error
 
-    def _prepare(self, path: Path) -> None:
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        (n_tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if n_tables == 0:
-            self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={_FORMAT};COMMIT;")
-        elif version != _FORMAT:
-            raise sqlite3.DatabaseError(f"{path.name} has format {version}, expected {_FORMAT}")
-
     def get(self, context_id: str) -> ContextRecord | None:
         """The context named ``context_id``."""
         rows = self._rows("SELECT * FROM contexts WHERE id=?", context_id)
         return rows[0] if rows else None
 
+    def lacks(self, context_id: str) -> bool:
+        """Whether the context was deleted; a closed log cannot tell, and says no."""
+        with contextlib.suppress(sqlite3.ProgrammingError):
+            return self.get(context_id) is None
+        return False
+
     def of_app(self, app: str) -> list[ContextRecord]:
         """An app's contexts, most recently used first."""
         return self._rows("SELECT * FROM contexts WHERE app=? ORDER BY used DESC", app)
 
-    def put(self, record: ContextRecord) -> None:
-        """Insert or replace a context; committed when this returns."""
+    def add(self, record: ContextRecord, most: int) -> bool:
+        """Insert a context unless its app has ``most`` already; whether it was inserted."""
         values = (
             record.id,
             record.app,
-            json.dumps(record.messages, ensure_ascii=False),
+            _as_json(record.messages),
             record.n_tokens,
             record.n_calls,
             record.created,
             record.used,
         )
-        with self._lock:
-            self._db.execute("INSERT OR REPLACE INTO contexts VALUES (?,?,?,?,?,?,?)", values)
+        return self._change(
+            "INSERT INTO contexts SELECT ?,?,?,?,?,?,? "
+            "WHERE (SELECT count(*) FROM contexts WHERE app=?) < ?",
+            *values,
+            record.app,
+            most,
+        )
 
-    def delete(self, context_id: str) -> None:
-        """Remove a context."""
-        with self._lock:
-            self._db.execute("DELETE FROM contexts WHERE id=?", (context_id,))
+    def update(self, record: ContextRecord) -> bool:
+        """Replace what a call changed, committed when this returns; False if it was deleted."""
+        return self._change(
+            "UPDATE contexts SET messages=?, n_tokens=?, n_calls=?, used=? WHERE id=?",
+            _as_json(record.messages),
+            record.n_tokens,
+            record.n_calls,
+            record.used,
+            record.id,
+        )
+
+    def delete(self, context_id: str) -> bool:
+        """Remove a context; False if there was none."""
+        return self._change("DELETE FROM contexts WHERE id=?", context_id)
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._db.close()
 
+    def _change(self, statement: str, *arguments: object) -> bool:
+        with self._lock:
+            return self._db.execute(statement, arguments).rowcount > 0
+
     def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
         with self._lock:
             rows = self._db.execute(query, arguments).fetchall()
         return [ContextRecord(row[0], row[1], json.loads(row[2]), *row[3:]) for row in rows]
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        is_empty = _check(db)
+        db.execute("PRAGMA journal_mode=WAL")  # changes the file, so not before it was checked
+        db.execute("PRAGMA synchronous=NORMAL")
+        if is_empty:
+            db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}PRAGMA user_version={_FORMAT};COMMIT;")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _check(db: sqlite3.Connection) -> bool:
+    """Whether the database is still empty; an error if it is neither that nor sound and ours."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if n_tables == version == 0:
+        return True
+    if version != _FORMAT:
+        raise sqlite3.DatabaseError(f"it has format {version}, expected {_FORMAT}")
+    db.execute("SELECT id, app, messages, n_tokens, n_calls, created, used FROM contexts LIMIT 0")
+    (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if problem != "ok":
+        raise sqlite3.DatabaseError(f"it is damaged: {problem}")
+    return False
+
+
+def _as_json(messages: list[dict[str, str]]) -> str:
+    return json.dumps(messages, ensure_ascii=False)

@@ -144,8 +144,10 @@ async def _events(queue: _Queue, context: Context, body: Call) -> AsyncGenerator
             while (piece := await run_in_threadpool(step)) is not None:
                 yield {"data": json.dumps({"text": piece})}
             yield {"event": "done", "data": json.dumps(asdict(reply[0]))}
-        except (LimitError, LookupError) as error:
-            yield {"event": "error", "data": json.dumps({"error": str(error)})}
+        except Exception as error:
+            if (status := _status(error)) is None:
+                raise
+            yield {"event": "error", "data": json.dumps({"error": str(error), "status": status})}
         finally:
             with anyio.CancelScope(shield=True):
                 await run_in_threadpool(stream.close)
@@ -156,9 +158,13 @@ def _http_errors() -> Any:
     """Our errors as HTTP statuses."""
     try:
         yield
-    except LookupError as error:
-        raise HTTPException(404, str(error)) from error
-    except LimitError as error:
-        raise HTTPException(429, str(error)) from error
-    except (ConfigError, TypeError) as error:
-        raise HTTPException(422, str(error)) from error
+    except Exception as error:
+        if (status := _status(error)) is None:
+            raise
+        raise HTTPException(status, str(error)) from error
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status that says what ``error`` does, or None for what is not the client's doing."""
+    kinds = {LookupError: 404, LimitError: 429, ConfigError: 422, TypeError: 422}
+    return next((status for kind, status in kinds.items() if isinstance(error, kind)), None)

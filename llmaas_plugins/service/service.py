@@ -20,7 +20,7 @@ from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
-from llmaas_plugins.service.turns import Reply, Turns
+from llmaas_plugins.service.turns import Reply, Turns, forget_kv
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
 
@@ -65,11 +65,12 @@ class LLMService:
         """The service as ``app`` sees it.
 
         Raises:
-            ConfigError: The name is empty or too long.
+            ConfigError: The name is empty or too long, or could not be part of a URL's path.
         """
-        if not app or len(app) > _LONGEST_NAME or not app.isprintable():
+        if not app or len(app) > _LONGEST_NAME or not app.isprintable() or "/" in app:
             raise ConfigError(
-                f"app name must be 1 to {_LONGEST_NAME} printable characters, found {app!r}"
+                f"app name must be 1 to {_LONGEST_NAME} printable characters without '/', "
+                f"found {app!r}"
             )
         return App(app, self._log, self._turns, self.config)
 
@@ -106,15 +107,14 @@ class App:
         Raises:
             LimitError: The app has ``max_contexts_per_app`` already.
         """
-        existing, most = self._log.of_app(self.name), self._config.max_contexts_per_app
-        if len(existing) >= most:
-            raise LimitError(
-                f"app {self.name!r} has {len(existing)} contexts, the limit is {most}. "
-                "Delete one, or raise service.max_contexts_per_app."
-            )
         messages = [{"role": "system", "content": system}] if system else []
         record = ContextRecord(uuid.uuid4().hex, self.name, messages)
-        self._log.put(record)
+        most = self._config.max_contexts_per_app
+        if not self._log.add(record, most):
+            raise LimitError(
+                f"app {self.name!r} has {most} contexts or more, the limit is {most}. "
+                "Delete one, or raise service.max_contexts_per_app."
+            )
         return Context(record.id, self)
 
     def contexts(self) -> list[Context]:
@@ -182,13 +182,15 @@ class Context:
     def delete(self) -> int:
         """Forget the context: its text, and its KV in every tier; bytes of KV freed.
 
+        A call that is still running fails when it is done.
+
         Raises:
             LookupError: It was deleted already.
         """
         self.app._record(self.id)
+        freed = forget_kv(self.id)  # first: a process killed in between must not leave it behind
         self.app._log.delete(self.id)
-        suite = active_suite()
-        return 0 if suite is None else suite.evict(self.id)
+        return freed + forget_kv(self.id)  # what a call saved meanwhile
 
 
 def _is_llama(engine: object) -> bool:

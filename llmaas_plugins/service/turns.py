@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from llmaas_hooks import LimitError
 from llmaas_patches import serving_context
+from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 
-__all__ = ["Reply", "Turns"]
+__all__ = ["Reply", "Turns", "forget_kv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,12 @@ class Turns:
         self._config = config
         self._log = log
         self._turn = threading.Condition()
-        self._next_ticket = 0
-        self._serving = 0
+        self._calls: deque[object] = deque()
 
     def queue_length(self) -> int:
         """Calls that run or wait."""
         with self._turn:
-            return self._next_ticket - self._serving
+            return len(self._calls)
 
     def run(
         self, load: Callable[[], ContextRecord], prompt: str, sampling: dict[str, Any]
@@ -72,41 +73,52 @@ class Turns:
             messages = [*record.messages, {"role": "user", "content": prompt}]
             started = time.perf_counter()
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
-            options["max_tokens"] = min(options["max_tokens"], limit - record.n_tokens)
             pieces: list[str] = []
             finish_reason, first_token_s = "stop", 0.0
-            for piece, reason in _completion(llama, record, messages, limit, options):
-                finish_reason = reason or finish_reason
-                if piece:
-                    first_token_s = first_token_s or time.perf_counter() - started
-                    pieces.append(piece)
-                    yield piece
-            text = "".join(pieces).strip()
-            record.messages = [*messages, {"role": "assistant", "content": text}]
-            record.n_tokens, record.used = int(llama.n_tokens), time.time()
-            record.n_calls += 1
-            self._log.put(record)
+            try:
+                with closing(_completion(llama, record, messages, limit, options)) as completion:
+                    for piece, reason in completion:
+                        finish_reason = reason or finish_reason
+                        if piece:
+                            first_token_s = first_token_s or time.perf_counter() - started
+                            pieces.append(piece)
+                            yield piece
+                text = "".join(pieces).strip()
+                record.messages = [*messages, {"role": "assistant", "content": text}]
+                record.n_tokens, record.used = int(llama.n_tokens), time.time()
+                record.n_calls += 1
+                if not self._log.update(record):
+                    raise LookupError(f"context {record.id} was deleted during the call")
+            finally:
+                if self._log.lacks(record.id):  # what this call saved must go, too
+                    forget_kv(record.id)
             total_s = time.perf_counter() - started
             return Reply(text, finish_reason, record.n_tokens, first_token_s, total_s)
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
+        call, most = object(), self._config.max_queue
         with self._turn:
-            waiting, most = self._next_ticket - self._serving, self._config.max_queue
-            if waiting > most:
+            if len(self._calls) > most:
                 raise LimitError(
-                    f"{waiting} calls are running or waiting, the limit is {most}. "
+                    f"{len(self._calls)} calls are running or waiting, the limit is {most}. "
                     "Try again later, or raise service.max_queue."
                 )
-            ticket = self._next_ticket
-            self._next_ticket += 1
-            self._turn.wait_for(lambda: self._serving == ticket)
+            self._calls.append(call)
         try:
+            with self._turn:
+                self._turn.wait_for(lambda: self._calls[0] is call)
             yield
         finally:
             with self._turn:
-                self._serving += 1
+                self._calls.remove(call)
                 self._turn.notify_all()
+
+
+def forget_kv(context_id: str) -> int:
+    """Evict a context's KV from every tier of the active suite, if any; bytes freed."""
+    suite = active_suite()
+    return 0 if suite is None else suite.evict(context_id)
 
 
 def _completion(
@@ -115,18 +127,29 @@ def _completion(
     messages: list[dict[str, str]],
     limit: int,
     options: dict[str, Any],
-) -> Iterator[tuple[str, str | None]]:
-    """Pieces of text and the finish reason, from llama-cpp-python's own chat completion."""
+) -> Generator[tuple[str, str | None]]:
+    """Pieces of text and the finish reason, from llama-cpp-python's own chat completion.
+
+    It keeps within ``n_ctx``; within a shorter ``limit``, this does.
+    """
     try:
-        chunks = llama.create_chat_completion(messages=messages, stream=True, **options)
-        while True:
-            # a generator runs in its caller's context, so the name is set for each step alone
-            with serving_context(record.id):
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            choice = chunk["choices"][0]
-            yield choice["delta"].get("content") or "", choice["finish_reason"]
+        with closing(llama.create_chat_completion(messages=messages, stream=True, **options)) as it:
+            is_first = True
+            while True:
+                # a generator runs in its caller's context, so the name is set for each step alone
+                with serving_context(record.id):
+                    chunk = next(it, None)
+                if chunk is None:
+                    return
+                is_full = llama.n_tokens >= limit
+                if is_full and is_first:
+                    raise _full(record, limit)
+                choice = chunk["choices"][0]
+                reason = choice["finish_reason"] or ("length" if is_full else None)
+                yield choice["delta"].get("content") or "", reason
+                if is_full:
+                    return
+                is_first = False
     except ValueError as error:
         if "exceed context window" in str(error):
             raise _full(record, limit) from error

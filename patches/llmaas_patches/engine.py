@@ -16,7 +16,11 @@ __all__ = ["LlamaEngine"]
 
 
 class LlamaEngine:
-    """One ``Llama`` and its context (implements ``llmaas_hooks.Engine``)."""
+    """One ``Llama`` and its context (implements ``llmaas_hooks.Engine``).
+
+    Attributes:
+        needs_all_logits: The running completion reads the logits of its whole prompt.
+    """
 
     def __init__(self, llama: Llama, lanes: Lanes, n_seq_max: int) -> None:
         """Attach to ``llama``, whose context has ``n_seq_max`` sequences, not keeping it alive."""
@@ -25,6 +29,8 @@ class LlamaEngine:
         self.ctx: int = int(llama.ctx)
         self.model: int = int(llama.model)
         self.n_seq_max = n_seq_max
+        self.needs_all_logits = False
+        self._has_restored = False
         memory = llama_cpp.llama_get_memory(llama.ctx)
         self._handles = (self.ctx,) if memory is None else (self.ctx, int(memory))
 
@@ -44,12 +50,16 @@ class LlamaEngine:
         """Tokens whose KV cells sequence 0 holds, at positions 0…n-1; a copy of shape ``(n,)``."""
         return np.array(self.llama._input_ids, dtype=np.int32)
 
-    def set_resident(self, tokens: Tokens) -> None:
+    def set_restored(self, tokens: Tokens) -> None:
         """Tell ``Llama`` which tokens its cells hold now, so that it evaluates only the rest.
 
         ``_requires_eval`` makes it decode at least one token before it samples: restored cells
         come without logits.
         """
+        self._has_restored = True
+        self._set_resident(tokens)
+
+    def _set_resident(self, tokens: Tokens) -> None:
         llama = self.llama
         llama.n_tokens = len(tokens)
         llama.input_ids[: len(tokens)] = tokens
@@ -58,7 +68,13 @@ class LlamaEngine:
     def drop_resident(self) -> None:
         """Empty sequence 0, in the cells and in ``Llama``'s books."""
         self.llama._ctx.kv_cache_seq_rm(0, -1, -1)
-        self.set_resident(np.zeros(0, dtype=np.int32))
+        self._set_resident(np.zeros(0, dtype=np.int32))
+        self._has_restored = False
+
+    def drop_restored(self) -> None:
+        """Empty sequence 0 if any of its cells ever came without logits."""
+        if self._has_restored:
+            self.drop_resident()
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""

@@ -20,7 +20,7 @@ from llmaas_hooks import PluginError, Request, RequestStats
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host, current_context
 
-__all__ = ["wrap_generate"]
+__all__ = ["wrap_create_completion", "wrap_generate"]
 
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +59,29 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
     return generate
 
 
+def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Llama._create_completion``: echoed logprobs need every token's logits, so evaluate all."""
+    bind = inspect.signature(original).bind
+
+    @functools.wraps(original)
+    def _create_completion(self: Llama, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = original(self, prompt, *args, **kwargs)
+        given = bind(self, prompt, *args, **kwargs).arguments
+        if not given.get("echo") or given.get("logprobs") is None:
+            return inner
+        return _with_all_logits(host.engine(self), inner)
+
+    return _create_completion
+
+
+def _with_all_logits(engine: LlamaEngine, completion: Generator[Any]) -> Generator[Any]:
+    engine.needs_all_logits = True
+    try:
+        yield from completion
+    finally:
+        engine.needs_all_logits = False
+
+
 class _Clock:
     """Times of one request."""
 
@@ -89,6 +112,9 @@ class _Clock:
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
     """Let a plugin load cells; leading prompt tokens that sequence 0 holds then."""
+    if engine.needs_all_logits:
+        engine.drop_restored()
+        return _common_prefix(engine.resident_tokens(), request.tokens)
     try:
         restored = host.hooks.kv_restore(request)
     except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
@@ -99,7 +125,7 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         return 0
     if restored is None:
         return _common_prefix(engine.resident_tokens(), request.tokens)
-    engine.set_resident(request.tokens[: restored.n_tokens])
+    engine.set_restored(request.tokens[: restored.n_tokens])
     return restored.n_tokens
 
 

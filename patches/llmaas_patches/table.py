@@ -12,7 +12,7 @@ from llmaas_patches.calls import (
     wrap_settled,
 )
 from llmaas_patches.patcher import Patch
-from llmaas_patches.requests import wrap_generate
+from llmaas_patches.requests import wrap_create_completion, wrap_generate
 
 __all__ = ["PATCHES"]
 
@@ -66,4 +66,5 @@ PATCHES: tuple[Patch, ...] = (
     *(_binding(name, parameters, wrap) for name, (parameters, wrap) in _OWN.items()),
     *(_binding(name, parameters, wrap_settled) for name, parameters in _SETTLED.items()),
     Patch("llama_cpp.llama:Llama.generate", ("self", "tokens"), wrap_generate),
+    Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),
 )

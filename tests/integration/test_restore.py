@@ -57,6 +57,21 @@ def test_restored_whole_prompt_is_sampled_from_fresh_logits(patched, make_llama)
     assert greedy(llama, PROMPT, 5) == expected
 
 
+def test_echoed_logprobs_are_never_those_of_another_prompt(patched, make_llama):
+    text, settings = "I would like a quiet room.", {"max_tokens": 2, "temperature": 0}
+    echoed = {**settings, "echo": True, "logprobs": 2}
+    vanilla = make_llama(logits_all=True).create_completion(text, **echoed)["choices"]
+    restorer = Restorer(4)
+    patched(restorer=restorer)
+    llama = make_llama(logits_all=True)
+    llama.create_completion(text, **settings)
+    llama.scores[:] = 0  # restored cells come without logits
+    llama.create_completion(text, **settings)
+    assert restorer.stats[-1].n_reused == 4
+    assert llama.create_completion(text, **echoed)["choices"] == vanilla
+    assert restorer.stats[-1].n_reused == 0
+
+
 class BrokenRestorer(Stats):
     """Spoils the cells at the second request, then fails."""
 

@@ -1,0 +1,109 @@
+"""``llmaas demo`` end to end, as short as it can be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+SYSTEMS = ["recompute", "state files", "LlamaDiskCache", "llmaas"]
+
+
+@pytest.fixture
+def demo(tmp_path):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("LLMAAS")}
+
+    def demo(*args):
+        return subprocess.run(
+            [sys.executable, "-m", "llmaas_plugins.cli.main", "demo", "--tokens", "4", *args],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return demo
+
+
+def numbers(value):
+    """Every number inside, and None where one is missing."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in numbers(item)]
+    return [] if isinstance(value, str) else [value]
+
+
+def test_the_packaged_conversations(demo, tmp_path):
+    plot = importlib.util.find_spec("matplotlib") is not None
+    options = ["--calls", "14", "--contexts", "3", "--json", "all.json"]
+    done = demo(*options, *(["--plot", "all.png"] if plot else []))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert (found["n_calls"], found["n_contexts"]) == (14, 3)
+    assert list(found["systems"]) == list(found["calls"]) == SYSTEMS
+    assert {len(calls) for calls in found["calls"].values()} == {14}
+    for kind in ("systems", "speedup"):
+        assert all(math.isfinite(number) for number in numbers(found[kind]))
+    assert len({summary["n_switches"] for summary in found["systems"].values()}) == 1
+    for name, calls in found["calls"].items():
+        assert found["systems"][name]["n_switches"] == sum(c["enter_s"] is not None for c in calls)
+        assert all(c["first_token_s"] > 0 and c["leave_s"] >= 0 for c in calls)
+    assert found["systems"]["llmaas"]["n_switches"] > 3
+    assert set(found["speedup"]) == set(SYSTEMS) - {"llmaas"}
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert [row for row in rows if row in SYSTEMS] == SYSTEMS
+    assert all(f"as fast as {name} " in done.stdout for name in SYSTEMS[:-1])
+    if plot:
+        assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_chats_of_the_users_own(demo, tmp_path):
+    chats = [
+        {"messages": [{"role": "system", "content": "You sell shoes."}, *turns("red", "blue")]},
+        {"messages": turns("dogs", "cats", "mice")},
+        {"messages": [{"role": "system", "content": "Nobody asked me."}]},
+    ]
+    lines = "".join(json.dumps(chat) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    done = demo("--data", "chats.jsonl", "--codec", "lossless", "--threads", "1", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # the table went elsewhere
+    assert (found["n_calls"], found["n_contexts"]) == (5, 2)
+    said = {name: [call["text"] for call in calls] for name, calls in found["calls"].items()}
+    assert said["llmaas"] == said["state files"]  # both bring back every cell, to the last bit
+    assert len(set(said["llmaas"])) > 1
+    assert "Do you like mice?" in done.stderr
+    assert "You sell shoes." not in done.stderr
+
+
+def turns(*subjects):
+    questions = [{"role": "user", "content": f"Do you like {subject}?"} for subject in subjects]
+    answer = {"role": "assistant", "content": "This is not used."}
+    return [message for question in questions for message in (question, answer)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--calls", "1"], "no context was switched"),
+        (["--data", "one.jsonl"], "found 1 conversations with user turns, need 2"),
+        (["--data", "none.jsonl"], "none.jsonl"),
+        (["--model", "none.gguf"], "none.gguf"),
+        (["--contexts", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(demo, tmp_path, options, message):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": turns("dogs")}))
+    done = demo(*options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[-1]
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr

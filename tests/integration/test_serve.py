@@ -1,0 +1,494 @@
+"""``llmaas serve`` as a process: the OpenAI routes, our own, a Unix socket, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from llmaas_hooks import LimitError, LlmaasError
+from llmaas_plugins.service.client import LLMClient
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+# One token at a time: texts do not depend on what was restored and what was evaluated again.
+ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1}
+GREEDY = {"temperature": 0.0, "max_tokens": 10}
+SERVERS_OWN = {"repeat_penalty": 1.1}  # what llama_cpp.server's routes set when a client does not
+CONFIG = """
+on_error = "raise"
+[service]
+state_dir = "state"
+max_contexts_per_app = 3
+max_queue = 1
+[plugins.kv_chunks]
+codec = "lossless"
+ram_budget = "2 MiB"
+store = "kv"
+"""
+SUBJECTS = ("Tell me about your dog.", "I want to fly to Rome.", "My phone is broken.")
+LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(folder, address, *options, key=None):
+    """``llmaas serve`` in ``folder``, up and running; killed at the end if it still is."""
+    (folder / "llmaas.toml").write_text(CONFIG)
+    engine = [item for name, value in ENGINE.items() for item in (f"--{name}", str(value))]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("LLMAAS")}
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen(
+            [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine, *options],
+            cwd=folder,
+            env=environ,
+            stdout=log,
+            stderr=log,
+        ) as process,
+    ):
+        client = LLMClient(address, api_key=key, timeout_s=120)
+
+        def is_up():
+            assert process.poll() is None, (folder / "log").read_text()
+            with contextlib.suppress(OSError):
+                return client.status()
+
+        try:
+            wait_until(is_up)
+            yield SimpleNamespace(process=process, client=client, address=address, folder=folder)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    port = free_port()
+    folder = tmp_path_factory.mktemp("serve")
+    with serving(folder, f"http://127.0.0.1:{port}", "--port", str(port)) as server:
+        yield server
+
+
+@pytest.fixture
+def app(server, request):
+    """An app of the test's own, without contexts."""
+    app = server.client.bind(request.node.name[:128])
+    yield app
+    for context in app.contexts():
+        context.delete()
+
+
+@pytest.fixture(scope="module")
+def vanilla(reference_model):
+    """Greedy reply of stock llama-cpp-python to messages."""
+    from llama_cpp import Llama
+
+    options = ENGINE | {"flash_attn": True, "verbose": False}
+    with contextlib.closing(Llama(str(reference_model), **options)) as llama:
+
+        def reply(messages, **sampling):
+            done = llama.create_chat_completion(messages=messages, **GREEDY, **sampling)
+            return done["choices"][0]["message"]["content"]
+
+        yield reply
+
+
+@pytest.fixture
+def chat(server):
+    """An unmodified OpenAI client."""
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none") as client:
+        yield client
+
+
+def drain(stream):
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            return pieces, end.value
+
+
+def plugin_status(server):
+    return server.client.status()["plugins"]["kv_chunks"]
+
+
+# -- the OpenAI routes -----------------------------------------------------------------------------
+
+
+def test_openai_chat(chat, vanilla):
+    messages = [{"role": "user", "content": "Hello, how are you?"}]
+    done = chat.chat.completions.create(model="any", messages=messages, **GREEDY)
+    expected = vanilla(messages, **SERVERS_OWN)
+    assert done.choices[0].message.content == expected
+    chunks = chat.chat.completions.create(model="any", messages=messages, stream=True, **GREEDY)
+    chunks = [chunk.choices[0] for chunk in chunks]
+    assert "".join(choice.delta.content or "" for choice in chunks) == expected
+    assert chunks[-1].finish_reason == done.choices[0].finish_reason == "length"
+
+
+def test_openai_completions_and_models(chat):
+    done = chat.completions.create(model="any", prompt="Once upon a time", **GREEDY)
+    assert done.usage.completion_tokens == 10
+    chunks = chat.completions.create(model="any", prompt="Once upon a time", stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == done.choices[0].text
+    assert [model.id.endswith(".gguf") for model in chat.models.list()] == [True]
+
+
+def test_stateless_conversations_are_found_again(chat, server, vanilla):
+    before = plugin_status(server)
+    conversations = [[{"role": "user", "content": subject}] for subject in SUBJECTS]
+    n_prompt = []
+    for turn in ("Why is that?", "I do not believe you.", None):
+        for messages in conversations:
+            done = chat.chat.completions.create(model="any", messages=messages, **GREEDY)
+            n_prompt.append(done.usage.prompt_tokens)
+            assert done.choices[0].message.content == vanilla(messages, **SERVERS_OWN)
+            messages.append({"role": "assistant", "content": done.choices[0].message.content})
+            messages.append({"role": "user", "content": turn})
+    after = plugin_status(server)
+    assert after["requests"] - before["requests"] == 9
+    assert after["restores"] - before["restores"] >= 6  # all but the first calls
+    assert after["prompt_tokens"] - before["prompt_tokens"] == sum(n_prompt)
+    assert after["reused_tokens"] - before["reused_tokens"] >= sum(n_prompt[:6])  # the calls before
+
+
+def test_a_waiting_app_does_not_cut_a_stream_short(chat):
+    ends = []
+
+    def stream(i):
+        messages = [{"role": "user", "content": f"Tell me {i} stories."}]
+        options = {"messages": messages, "temperature": 0.0, "max_tokens": 40, "stream": True}
+        chunks = list(chat.chat.completions.create(model="any", **options))
+        ends.append(chunks[-1].choices[0].finish_reason)
+
+    threads = [threading.Thread(target=stream, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(ends) == 3
+    assert set(ends) <= {"length", "stop"}
+
+
+# -- our own routes --------------------------------------------------------------------------------
+
+
+def test_contexts_over_http(app, server, vanilla):
+    before = plugin_status(server)["restores"]
+    contexts = [app.new_context(f"{name} is here.") for name in ("Anna", "Bert", "Cleo")]
+    for turn in (None, "Why is that?"):
+        for context, subject in zip(contexts, SUBJECTS, strict=True):
+            messages = context.record()["messages"]
+            reply = context.call(turn or subject, **GREEDY)
+            expected = vanilla([*messages, {"role": "user", "content": turn or subject}])
+            assert reply["text"] == expected.strip()
+            assert reply["finish_reason"] in ("length", "stop")
+            record = context.record()
+            assert record["messages"][-1] == {"role": "assistant", "content": reply["text"]}
+            assert record["n_tokens"] == reply["n_tokens"]
+    assert [context.id for context in app.contexts()] == [c.id for c in reversed(contexts)]
+    assert plugin_status(server)["restores"] - before == 3
+
+
+def test_streaming(app):
+    expected = app.new_context().call("Hello", **GREEDY)
+    context = app.new_context()
+    pieces, reply = drain(context.stream("Hello", **GREEDY))
+    assert len(pieces) > 3
+    assert "".join(pieces).strip() == reply["text"] == expected["text"]
+    assert {**reply, "first_token_s": 0, "total_s": 0} == {
+        **expected, "first_token_s": 0, "total_s": 0
+    }  # fmt: skip
+    assert context.record()["n_calls"] == 1
+
+
+def test_deletion(app, server):
+    context = app.new_context("Somebody is here.")
+    context.call(SUBJECTS[0], **GREEDY)
+    before = plugin_status(server)
+    assert context.delete() > 0
+    after = plugin_status(server)
+    assert before["contexts"] - after["contexts"] == 1
+    assert after["disk_bytes"] < before["disk_bytes"]
+    assert app.contexts() == []
+    for use in (context.record, context.delete, lambda: context.call("Hi")):
+        with pytest.raises(LookupError, match=rf"no context '{context.id}' \(HTTP 404\)"):
+            use()
+    with pytest.raises(LookupError, match=context.id):
+        next(context.stream("Hi"))
+
+
+def test_apps_do_not_see_each_other(app, server):
+    context = app.new_context("secret")
+    other = server.client.bind("somebody else")
+    assert other.contexts() == []
+    with pytest.raises(LookupError, match="404"):
+        other.context(context.id).record()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"max_tokens": 0}, "greater than or equal to 1"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"top_p": "much"}, "top_p"),
+    ],
+)
+def test_what_the_service_cannot_understand(app, sampling, message):
+    context = app.new_context()
+    with pytest.raises(LlmaasError, match=rf"{message}.*\(HTTP 422\)"):
+        context.call("Hi", **sampling)
+    with pytest.raises(LlmaasError, match=r"\(HTTP 422\)"):
+        next(context.stream("Hi", **sampling))
+    assert context.record()["messages"] == []
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a" * 129, "\x7f"])
+def test_bad_app_names(server, name):
+    with pytest.raises(LlmaasError, match=r"1 to 128 printable.*\(HTTP 422\)"):
+        server.client.bind(name).new_context()
+
+
+def test_app_names_of_all_kinds(server):
+    for name in ("com.example.mail", "Grüße 世界?#&%", "..", " "):
+        app = server.client.bind(name)
+        context = app.new_context()
+        assert [found.id for found in app.contexts()] == [context.id]
+        context.delete()
+
+
+def test_too_many_contexts(app):
+    for _ in range(3):
+        app.new_context()
+    with pytest.raises(LimitError, match=r"the limit is 3.*max_contexts_per_app.*\(HTTP 429\)"):
+        app.new_context()
+
+
+@pytest.mark.parametrize("how", ["call", "stream"])
+def test_a_prompt_that_does_not_fit(app, how):
+    context = app.new_context()
+    with pytest.raises(LimitError, match=rf"{context.id} .*not fit into 512.*\(HTTP 429\)"):
+        context.call("word " * 600) if how == "call" else next(context.stream("word " * 600))
+    assert context.record()["messages"] == []
+    assert context.call("Hi", **GREEDY)["text"]
+
+
+def test_too_many_calls(app, server):
+    """The queue is for one; of several calls at once some are refused, the others answered."""
+    contexts = [app.new_context() for _ in range(3)] * 2
+    answers, refusals = [], []
+
+    def call(context):
+        try:
+            answers.append(context.call("Tell me a story.", temperature=0.0, max_tokens=60))
+        except LimitError as error:
+            refusals.append(str(error))
+
+    for _ in range(5):
+        threads = [threading.Thread(target=call, args=(context,)) for context in contexts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        if refusals:
+            break
+    assert "the limit is 1. Try again later. (HTTP 429)" in refusals[0]
+    assert answers
+    assert sum(context.record()["n_calls"] for context in contexts[:3]) == len(answers)
+    assert server.client.status()["queue"] == 0
+
+
+@pytest.mark.parametrize("n_pieces", [1, 2, 7])
+def test_a_cancelled_stream_frees_the_engine(app, n_pieces):
+    context, other = app.new_context(), app.new_context()
+    for _ in range(3):
+        stream = context.stream("Tell me a long story.", temperature=0.0, max_tokens=400)
+        for _ in range(n_pieces):
+            next(stream)
+        stream.close()
+        assert other.call("Hi", **GREEDY)["text"]
+    assert context.record()["messages"] == []
+
+
+def test_a_client_that_leaves_at_once(app, server):
+    context = app.new_context()
+    body = json.dumps({"prompt": "Tell me a story.", "stream": True, "max_tokens": 400}).encode()
+    port = int(server.address.rpartition(":")[2])
+    for answer_bytes in (0, 0, 20):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(
+                b"POST /v1/llmaas%s/call HTTP/1.1\r\nHost: localhost\r\n" % context._path.encode()
+                + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+                + body
+            )
+            if answer_bytes:
+                connection.recv(answer_bytes)
+    wait_until(lambda: server.client.status()["queue"] == 0)
+    assert context.record()["messages"] == []
+    assert context.call("Hi", **GREEDY)["text"]
+
+
+def test_a_disconnected_openai_stream_frees_the_engine(app, chat):
+    messages = [{"role": "user", "content": "Tell me a long story."}]
+    options = {"model": "any", "messages": messages, "max_tokens": 400, "temperature": 0.0}
+    with chat.chat.completions.create(stream=True, **options) as stream:
+        next(iter(stream))
+    assert app.new_context().call("Hi", **GREEDY)["text"]
+
+
+def test_status(server):
+    status = server.client.status()
+    assert status["queue"] == 0
+    assert status["plugins"]["kv_chunks"]["codec"] == "lossless"
+    assert status["plugins"]["kv_chunks"]["left_alone"] == []
+    assert "Llama.generate" in status["patched"]
+
+
+# -- a Unix socket, a key, and the end -------------------------------------------------------------
+
+
+@pytest.fixture
+def private(tmp_path):
+    """A server of the test's own on a Unix socket, with an API key."""
+    address = tmp_path / "run" / "llmaas" / "service.sock"
+    options = ["--uds", str(address), "--api_key", "sesame"]
+    with serving(tmp_path, f"unix:{address}", *options, key="sesame") as server:
+        yield server
+
+
+def test_unix_socket_and_key(private):
+    path = private.folder / "run" / "llmaas" / "service.sock"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    context = private.client.bind("mail").new_context("Anna is here.")
+    assert context.call("Hi", **GREEDY)["text"]
+    assert drain(context.stream("Hello", **GREEDY))[1]["text"]
+    for key in (None, "open", "sesame2"):
+        stranger = LLMClient(private.address, api_key=key)
+        for use in (
+            stranger.status,
+            stranger.bind("mail").new_context,
+            stranger.bind("mail").contexts,
+            stranger.bind("mail").context(context.id).record,
+            stranger.bind("mail").context(context.id).delete,
+            lambda s=stranger: s.bind("mail").context(context.id).call("Hi"),
+            lambda s=stranger: next(s.bind("mail").context(context.id).stream("Hi")),
+        ):
+            with pytest.raises(LlmaasError, match=r"Invalid API key \(HTTP 401\)"):
+                use()
+    assert context.record()["n_calls"] == 2
+    assert context.delete() > 0
+
+
+def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
+    context = private.client.bind("mail").new_context()
+    text = context.call("Tell me about your dog.", **GREEDY)["text"]
+    stop(private, signal.SIGTERM)
+    assert sorted(file.name for file in (private.folder / "state").iterdir()) == ["contexts.sqlite"]
+    assert not (private.folder / "kv" / "index.sqlite-wal").exists()
+    assert not (private.folder / "run" / "llmaas" / "service.sock").exists()
+    options = ["--uds", private.address.removeprefix("unix:")]
+    with serving(private.folder, private.address, *options) as again:
+        (context,) = again.client.bind("mail").contexts()
+        assert context.record()["messages"][-1]["content"] == text
+        context.call("Why is that?", **GREEDY)
+        found = plugin_status(again)
+        assert found["restores"] == 1
+        assert found["disk_hits"] > 0
+        stop(again, signal.SIGINT)
+
+
+def stop(server, how):
+    server.process.send_signal(how)
+    assert server.process.wait(60) == 0
+    assert "Traceback" not in (server.folder / "log").read_text()
+
+
+def test_sigterm_under_a_stream(private):
+    context = private.client.bind("mail").new_context()
+    stream = context.stream("Tell me a long story.", temperature=0.0, max_tokens=400)
+    next(stream)
+    private.process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(LlmaasError, OSError):  # the rest, or the news that there is none
+        list(stream)
+    assert private.process.wait(60) == 0
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(tmp_path):
+    def refused(*options):
+        done = subprocess.run(
+            [*LLMAAS, "serve", *options],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Traceback" not in done.stderr
+        return done.stderr.splitlines()[-1]
+
+    return refused
+
+
+def test_a_socket_directory_that_others_can_enter(refused, tmp_path):
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(0o710)
+    message = refused("--uds", "open/service.sock")
+    assert message.startswith(f"llmaas: error: {directory} can be entered by other users.")
+    assert f"mkdir -m 700 {directory}/llmaas" in message
+    assert list(directory.iterdir()) == []
+
+
+def test_contexts_that_cannot_be_used(refused, tmp_path):
+    (tmp_path / "llmaas.toml").write_text(CONFIG)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "contexts.sqlite").write_text("not a database, but longer than nothing")
+    message = refused("--config", "llmaas.toml")
+    assert "state/contexts.sqlite: file is not a database" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "none.gguf"], "no such model: none.gguf"),
+        (["--n_ctx", "-5"], "n_ctx"),
+        (["--n_context", "5"], "unrecognized arguments: --n_context"),
+    ],
+)
+def test_mistakes(refused, options, message):
+    assert message in refused(*options)
+
+
+def test_server_help():
+    done = subprocess.run(
+        [*LLMAAS, "serve", "--server-help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "--n_gpu_layers" in done.stdout

@@ -1,0 +1,231 @@
+"""SIGKILL at random moments: no acknowledged call is lost, and no stored cell is wrong.
+
+``LLMAAS_KILLS=500 pytest tests/integration/test_service_kills.py`` soaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import llama_cpp
+import numpy as np
+import pytest
+
+KILLS = int(os.environ.get("LLMAAS_KILLS", "12"))
+APPS = ("Anna", "Bert", "Cleo", "Dora")
+PROMPTS = (
+    "Tell me about your dog and where you found it.",
+    "Why is that? I do not believe a word of it.",
+    "My phone is broken, and I want to fly to Rome.",
+    "One pizza with cheese, please.",
+    "What will you do now?",
+)
+# One token at a time: cells are the same to the last bit, no matter which of them were restored and
+# which had to be evaluated again after a kill. So the reference may demand equal bytes.
+ENGINE = {
+    "n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1,
+    "flash_attn": True, "verbose": False,
+}  # fmt: skip
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+# Serves its contexts in turn, each until all prompts were answered; then it is deleted and begun
+# anew. A line is written for each operation that is complete. Budgets are so small that both tiers
+# evict all the time.
+CHILD = """
+import ctypes, hashlib, itertools, json, pathlib, sys
+from llama_cpp import Llama, llama_cpp
+from llmaas_plugins import activate
+from llmaas_plugins.service import LLMService, ServiceConfig
+
+job = json.loads(sys.argv[1])
+
+def say(**line):
+    print(json.dumps(line), flush=True)
+
+def digest(llama):
+    n = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+    blob = (ctypes.c_uint8 * n)()
+    llama_cpp.llama_state_seq_get_data(llama.ctx, blob, n, 0)
+    return hashlib.sha256(blob).hexdigest()
+
+say(op="start")
+kv = {"codec": "lossless", "ram_budget": "1 MiB", "disk_budget": "1200 KiB"}
+kv["store"] = job["folder"] + "/kv"
+config = ServiceConfig(state_dir=job["folder"] + "/state", max_contexts_per_app=1)
+with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
+    llama = Llama(job["model"], **job["engine"])
+    with LLMService(llama, config) as service:
+        apps = [service.bind(name) for name in job["apps"]]
+        for app in apps:
+            for context in app.contexts():
+                say(op="found", app=app.name, id=context.id, messages=context.record().messages)
+        say(op="ready", status=suite.status()["plugins"]["kv_chunks"])
+        n_done = 0
+        for app in itertools.cycle(apps):
+            if n_done >= job["n_operations"]:
+                break
+            n_done += 1
+            for context in app.contexts():
+                break
+            else:
+                context = app.new_context(app.name + " is here.")
+                say(op="new", app=app.name, id=context.id)
+            record = context.record()
+            if record.n_calls == len(job["prompts"]):
+                context.delete()
+                say(op="delete", app=app.name, id=context.id)
+                continue
+            reply = context.call(job["prompts"][record.n_calls], **job["sampling"])
+            cells = digest(llama) if n_done % 2 else None
+            say(op="call", app=app.name, id=context.id, n=record.n_calls, text=reply.text,
+                cells=cells)
+        say(op="done", status=suite.status()["plugins"]["kv_chunks"])
+    llama.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def expected(reference_model):
+    """By app: the messages after each call, and a digest of the cells, from stock llama.cpp."""
+    said = {}
+    for app in APPS:
+        llama = llama_cpp.Llama(str(reference_model), **ENGINE)
+        messages = [{"role": "system", "content": f"{app} is here."}]
+        said[app] = [(list(messages), None)]
+        for prompt in PROMPTS:
+            messages.append({"role": "user", "content": prompt})
+            reply = llama.create_chat_completion(messages=messages, **GREEDY)
+            text = reply["choices"][0]["message"]["content"].strip()
+            messages.append({"role": "assistant", "content": text})
+            said[app].append((list(messages), digest(llama)))
+        llama.close()
+    return said
+
+
+def digest(llama):
+    n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+    blob = (llama_cpp.ctypes.c_uint8 * n_bytes)()
+    llama_cpp.llama_state_seq_get_data(llama.ctx, blob, n_bytes, 0)
+    return hashlib.sha256(np.frombuffer(blob, np.uint8)).hexdigest()
+
+
+@pytest.fixture
+def live(tmp_path, reference_model):
+    """Run the child until it ends, or is killed so long after its n-th line; its lines."""
+    children = []
+
+    def live(kill_at=None, kill_after_s=0.0, n_operations=10**9):
+        job = {
+            "folder": str(tmp_path), "model": str(reference_model), "engine": ENGINE,
+            "apps": APPS, "prompts": PROMPTS, "sampling": GREEDY, "n_operations": n_operations,
+        }  # fmt: skip
+        errors = tmp_path / "stderr"
+        with (
+            errors.open("wb") as stderr,
+            subprocess.Popen(
+                [sys.executable, "-c", CHILD, json.dumps(job)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+            ) as child,
+        ):
+            children.append(child)
+            killer = None
+            lines = []
+            for line in child.stdout:
+                lines.append(json.loads(line))
+                if len(lines) == kill_at:
+                    killer = threading.Timer(kill_after_s, child.kill)
+                    killer.start()
+            if killer is not None:
+                killer.join()
+        assert errors.read_text() == ""  # above all: nothing that cannot be used, no damaged chunk
+        assert child.returncode == (0 if kill_at is None else -9)
+        return lines
+
+    yield live
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+class Ledger:
+    """What must be there, going by the acknowledgements."""
+
+    def __init__(self, expected):
+        self.expected = expected
+        self.n_calls = {}  # of the context of each app that has one
+        self.n_acknowledged = 0
+
+    def read(self, lines):
+        found = {line["app"]: line for line in lines if line["op"] == "found"}
+        for line in lines:
+            if line["op"] == "ready":
+                self.compare(found)
+                assert line["status"]["contexts"] <= len(found)  # of the deleted, no cells are left
+            elif line["op"] == "new":
+                assert line["app"] not in self.n_calls
+                self.n_calls[line["app"]] = 0
+            elif line["op"] == "delete":
+                assert self.n_calls.pop(line["app"]) == len(PROMPTS)
+            elif line["op"] == "call":
+                self.called(line)
+
+    def called(self, line):
+        app, n = line["app"], line["n"] + 1
+        messages, cells = self.expected[app][n]
+        assert self.n_calls[app] == line["n"]
+        assert line["text"] == messages[-1]["content"]
+        assert line["cells"] in (None, cells)
+        self.n_calls[app] = n
+        self.n_acknowledged += 1
+
+    def compare(self, found):
+        """One operation may be complete though its line never came: the kill was in between."""
+        ahead = 0
+        for app in APPS:
+            known = self.n_calls.get(app)
+            there = None if app not in found else self.count(app, found[app]["messages"])
+            if there != known:
+                order = [None, *range(len(PROMPTS) + 1)]
+                assert there == order[(order.index(known) + 1) % len(order)]
+                ahead += 1
+            if there is None:
+                self.n_calls.pop(app, None)
+            else:
+                self.n_calls[app] = there
+        assert ahead <= 1
+
+    def count(self, app, messages):
+        """Calls that ``messages`` are the result of; an error if they are no such thing."""
+        return [each for each, _ in self.expected[app]].index(messages)
+
+
+def test_no_acknowledged_call_is_lost(live, expected):
+    rng = random.Random(KILLS)
+    ledger = Ledger(expected)
+    restored = 0
+    for _ in range(KILLS):
+        ledger.read(live(rng.randint(1, 16), rng.uniform(0.0, 0.15)))
+    for n_operations in (3 * len(APPS), len(APPS)):
+        lines = live(n_operations=n_operations)
+        ledger.read(lines)
+        status = lines[-1]["status"]
+        restored += status["restored_tokens"]
+        assert status["faults"] == status["io_errors"] == 0
+    assert ledger.n_acknowledged >= KILLS
+    assert restored > 0
+
+
+def test_the_reference_tells_calls_apart(expected):
+    for app in APPS:
+        cells = [cells for _, cells in expected[app]]
+        assert len(set(cells)) == len(cells)
+    for one, other in itertools.combinations(APPS, 2):
+        assert expected[one] != expected[other]

@@ -1,0 +1,87 @@
+"""Apps of the service, as far as no engine is needed: names, limits, and who sees what."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmaas_hooks import ConfigError, LimitError
+from llmaas_plugins.service import LLMService, ServiceConfig
+from llmaas_plugins.service.client import LLMClient
+
+
+def no_engine():
+    pytest.fail("nothing here may ask for the engine")
+
+
+@pytest.fixture
+def service(tmp_path):
+    config = ServiceConfig(state_dir=tmp_path, max_contexts_per_app=2)
+    with LLMService(no_engine, config) as service:
+        yield service
+
+
+@pytest.mark.parametrize("name", ["mail", "com.example.mail", "Grüße 世界", "a" * 128, ".", " "])
+def test_app_names(service, name):
+    context = service.bind(name).new_context()
+    assert service.bind(name).contexts() == [context]
+
+
+@pytest.mark.parametrize("name", ["", "a" * 129, "a\nb", "a\x00", "\ud800", "a/b"])
+def test_bad_app_names(service, name):
+    with pytest.raises(ConfigError, match="app name must be 1 to 128 printable characters") as e:
+        service.bind(name)
+    assert repr(name) in str(e.value)
+
+
+def test_new_context_keeps_the_system_prompt(service):
+    app = service.bind("mail")
+    assert app.new_context("Be brief.").record().messages == [
+        {"role": "system", "content": "Be brief."}
+    ]
+    record = app.new_context().record()
+    assert (record.messages, record.n_tokens, record.n_calls) == ([], 0, 0)
+    assert record.created == pytest.approx(record.used)
+
+
+def test_most_contexts_of_an_app(service):
+    app = service.bind("mail")
+    first, _ = app.new_context(), app.new_context()
+    with pytest.raises(LimitError, match=r"app 'mail' has 2 .*service\.max_contexts_per_app"):
+        app.new_context()
+    service.bind("notes").new_context()  # the others have their own
+    first.delete()
+    app.new_context()
+
+
+def test_apps_do_not_see_each_other(service):
+    mine = service.bind("mail").new_context("secret")
+    other = service.bind("notes")
+    assert other.contexts() == []
+    with pytest.raises(LookupError, match=f"app 'notes' has no context '{mine.id}'"):
+        other.context(mine.id)
+    assert service.bind("mail").context(mine.id) == mine
+
+
+def test_a_deleted_context_is_gone(service):
+    app = service.bind("mail")
+    context = app.new_context()
+    assert context.delete() == 0  # no suite, so no KV
+    for use in (context.record, context.delete, lambda: context.call("hi")):
+        with pytest.raises(LookupError, match=context.id):
+            use()
+    assert app.contexts() == []
+
+
+def test_status_without_a_suite(service):
+    assert service.status() == {"queue": 0}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "https://x", "/run/llmaas.sock", ""])
+def test_client_address(address):
+    with pytest.raises(ConfigError, match="http://host:port or unix:/path"):
+        LLMClient(address)
+
+
+def test_client_without_a_service(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        LLMClient(f"unix:{tmp_path}/no.sock").status()

@@ -1,0 +1,187 @@
+"""The context log: what is committed stays, and a file that is not its own stays untouched."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+
+MESSAGES = [
+    {"role": "system", "content": "Be kind.\n\t\x00"},
+    {"role": "user", "content": "Grüße, 世界 🦙 'quoted' \"twice\""},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def log(folder):
+    log = ContextLog(folder)
+    yield log
+    log.close()
+
+
+def add(log, name, app="mail", **values):
+    record = ContextRecord(name, app, **values)
+    assert log.add(record, 100)
+    return record
+
+
+def test_everything_comes_back(log, folder):
+    record = add(log, "a", messages=MESSAGES, n_tokens=7, n_calls=2)
+    assert log.get("a") == record
+    log.close()
+    again = ContextLog(folder)
+    assert again.get("a") == record
+    assert again.of_app("mail") == [record]
+    again.close()
+
+
+def test_update_replaces_what_a_call_changes(log):
+    record = add(log, "a", created=1.0, used=1.0)
+    record.messages, record.n_tokens, record.n_calls, record.used = MESSAGES, 9, 1, 2.0
+    assert log.update(record)
+    assert log.get("a") == record
+
+
+def test_update_does_not_bring_a_deleted_context_back(log):
+    record = add(log, "a")
+    assert log.delete("a")
+    assert not log.update(record)
+    assert log.get("a") is None
+    assert not log.delete("a")
+
+
+def test_lacks(log):
+    add(log, "a")
+    assert (log.lacks("a"), log.lacks("b")) == (False, True)
+    log.close()
+    assert not log.lacks("b")
+
+
+def test_most_recently_used_first(log):
+    for name, used in (("old", 1.0), ("new", 3.0), ("middle", 2.0)):
+        add(log, name, used=used)
+    add(log, "other", "notes", used=9.0)
+    assert [record.id for record in log.of_app("mail")] == ["new", "middle", "old"]
+    assert log.of_app("nobody") == []
+
+
+def test_add_keeps_to_the_limit_with_threads(log):
+    start, added = threading.Barrier(8), []
+
+    def many(thread):
+        start.wait()
+        added.extend(log.add(ContextRecord(f"{thread}-{i}", "mail"), 3) for i in range(5))
+
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(added) == len(log.of_app("mail")) == 3
+    assert log.add(ContextRecord("x", "notes"), 3)
+
+
+def test_modes(log, folder):
+    add(log, "a")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    assert (folder / "contexts.sqlite").is_file()
+
+
+def test_close_leaves_one_file(log, folder):
+    add(log, "a")
+    log.close()
+    assert [file.name for file in folder.iterdir()] == ["contexts.sqlite"]
+
+
+def test_committed_before_a_kill(folder):
+    script = (
+        "import os, signal, sys, pathlib\n"
+        "from llmaas_plugins.service.contexts import ContextLog, ContextRecord\n"
+        "log = ContextLog(pathlib.Path(sys.argv[1]))\n"
+        "log.add(ContextRecord('a', 'mail', n_tokens=5), 9)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, folder], check=False, timeout=60)
+    assert done.returncode == -9
+    log = ContextLog(folder)
+    assert log.get("a").n_tokens == 5
+    log.close()
+
+
+def sqlite_file(path, *statements):
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.commit()
+    db.close()
+
+
+def newer(path):
+    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=2")
+
+
+def foreign(path):
+    sqlite_file(path, "CREATE TABLE bookmarks (url)", "INSERT INTO bookmarks VALUES ('x')")
+
+
+def foreign_with_our_number(path):
+    sqlite_file(path, "CREATE TABLE bookmarks (url)", "PRAGMA user_version=1")
+
+
+def empty_but_numbered(path):
+    sqlite_file(path, "PRAGMA user_version=7")
+
+
+def garbage(path):
+    path.write_bytes(b"this is not a database" * 300)
+
+
+def damaged(path):
+    log = ContextLog(path.parent)
+    for i in range(200):
+        log.add(ContextRecord(f"context-{i}", "mail", MESSAGES), 200)
+    log.close()
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xa5" * (len(content) - 4096)  # every page but the first
+    path.write_bytes(content)
+
+
+FILES = [newer, foreign, foreign_with_our_number, empty_but_numbered, garbage, damaged]
+
+
+@pytest.mark.parametrize("make", FILES, ids=lambda make: make.__name__)
+def test_a_file_that_cannot_be_used_is_refused_and_left_alone(folder, make):
+    folder.mkdir()
+    path = folder / "contexts.sqlite"
+    make(path)
+    before = path.read_bytes()
+    with pytest.raises(StoreError) as caught:
+        ContextLog(folder)
+    assert str(path) in str(caught.value)
+    assert "service.state_dir" in str(caught.value)
+    assert path.read_bytes() == before
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file/state/contexts\.sqlite.*service\.state_dir"):
+        ContextLog(tmp_path / "file" / "state")
+
+
+def test_a_directory_in_the_files_place(folder):
+    (folder / "contexts.sqlite").mkdir(parents=True)
+    with pytest.raises(StoreError, match="directory"):
+        ContextLog(folder)
