@@ -134,8 +134,10 @@ def _call_all(pipes: dict[str, Connection], call: Call, first: int) -> dict[str,
 def _ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
     """Bytes for ``budget_share`` of all contexts' f16 KV, at the length they will reach."""
     from llama_cpp import Llama
+    from llama_cpp._utils import suppress_stdout_stderr
 
-    vocab = Llama(str(options.model), vocab_only=True, verbose=False)
+    with suppress_stdout_stderr(disable=False):  # warns that a vocabulary has no context length
+        vocab = Llama(str(options.model), vocab_only=True, verbose=False)
     lengths = [
         sum(len(vocab.tokenize(turn.encode())) + options.n_new for turn in script.turns)
         for script in scripts

@@ -6,7 +6,9 @@ beyond the budget is dropped, the files not used for longest first, between the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +94,8 @@ class DiskCache(Recompute):
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         try:
-            item = self._cache[list(prompt)]
+            with contextlib.redirect_stderr(io.StringIO()):  # it prints each step
+                item = self._cache[list(prompt)]
         except KeyError:
             return
         kept = Llama.longest_token_prefix(item.input_ids.tolist(), list(prompt))
@@ -101,7 +104,8 @@ class DiskCache(Recompute):
             self._llama.load_state(item)
 
     def leave(self, context: int, tokens: Tokens) -> None:
-        self._cache[tokens.tolist()] = self._llama.save_state()
+        with contextlib.redirect_stderr(io.StringIO()):
+            self._cache[tokens.tolist()] = self._llama.save_state()
 
 
 class Ours(Recompute):

@@ -32,7 +32,9 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
         clock, n_reused = _Clock(), 0
-        resets = bind(self, tokens, *args, **kwargs).arguments.get("reset", True)
+        inner = original(self, tokens, *args, **kwargs)  # refuses wrong arguments, runs later
+        given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
+        resets = given.get("reset", True)
         engine = host.engine(self)
         engine.settle()
         request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
@@ -40,7 +42,6 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         if resets:
             n_reused = _restore(host, engine, request)
         clock.prepared()
-        inner = original(self, tokens, *args, **kwargs)
         try:
             reply: Sequence[int] | None = None
             while True:
@@ -66,7 +67,7 @@ def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable
     @functools.wraps(original)
     def _create_completion(self: Llama, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         inner = original(self, prompt, *args, **kwargs)
-        given = bind(self, prompt, *args, **kwargs).arguments
+        given = bind(self, prompt, *args).arguments | kwargs if args else kwargs
         if not given.get("echo") or given.get("logprobs") is None:
             return inner
         return _with_all_logits(host.engine(self), inner)
