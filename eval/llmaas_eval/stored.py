@@ -97,10 +97,10 @@ class StoredContext(contextlib.ExitStack):
 
     def leave_ram(self) -> None:
         """Reclaim the RAM tier; everything is on disk."""
-        with self._store._lock:
+        with self._store._shelf.lock:
             for chunk in self._store.tree:
                 if chunk.ram >= 0:
-                    self._store._reclaim(chunk)
+                    self._store._shelf.reclaim(chunk)
 
     # -- vanilla --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -11,8 +12,8 @@ import uuid
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES
+from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
 from llmaas_plugins.kv_chunks.tiers import DiskTier
 from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
 
@@ -35,13 +36,16 @@ class DiskStore:
             StoreError: The directory cannot be used, or another process has it open.
         """
         self.directory = directory.expanduser()
-        self._lock = self._open_lock()
-        try:
-            self.tier = DiskTier(self.directory / "chunks.slab", capacity)
-            self.index = self._open_index()
-        except (OSError, sqlite3.Error) as error:
-            os.close(self._lock)
-            raise StoreError(f"cannot use KV store {self.directory}: {error}") from error
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, self._open_lock())
+            try:
+                self.tier = DiskTier(self.directory / "chunks.slab", capacity)
+                opened.callback(self.tier.close)
+                self.index = self._open_index()
+            except (OSError, sqlite3.Error) as error:
+                raise StoreError(f"cannot use KV store {self.directory}: {error}") from error
+            opened.callback(self.index.close)
+            self._opened = opened.pop_all()
 
     def load(self, tree: ChunkTree) -> int:
         """Put every sound chunk into ``tree``; rows that cannot be right are dropped.
@@ -49,24 +53,25 @@ class DiskStore:
         Returns:
             Number of rows dropped.
         """
-        rows = list(self.index.chunks())
         n_bytes = self.tier.file_bytes()
-        kept: list[bytes] = []
-        for row in rows:
+        dropped: list[bytes] = []
+        for row in list(self.index.chunks()):
             if self._is_sound(row, n_bytes) and self.tier.claim(row.offset, row.size):
                 chunk = Chunk(row.id, row.size, disk=row.offset)
                 tree.add(chunk)
                 self.tier.enter(chunk)
-                kept.append(row.id.key)
+            else:
+                dropped.append(row.id.key)
         for name, head in self.index.contexts().items():
             tree.set_head(name, head)
-        return len(rows) - len(kept)
+        if dropped:  # or they would claim their places again, in the way of new chunks
+            self.index.apply(IndexUpdate(removed=dropped))
+        self.tier.trim()
+        return len(dropped)
 
     def close(self) -> None:
         """Close the files and let go of the lock."""
-        self.index.close()
-        self.tier.close()
-        os.close(self._lock)
+        self._opened.close()
 
     def _open_lock(self) -> int:
         try:
@@ -88,31 +93,33 @@ class DiskStore:
         return lock
 
     def _open_index(self) -> ChunkIndex:
-        path = self.directory / "index.sqlite"
         store_id = uuid.uuid4().bytes
         try:
-            old_umask = os.umask(0o077)
-            try:
-                index = ChunkIndex(path, store_id)
-            finally:
-                os.umask(old_umask)
-            expected = _HEADER.pack(_MAGIC, self.FORMAT, index.store_id())
-            found = self.tier.read_header()[: _HEADER.size]
-            if found == expected:
-                return index
-            empty = self.tier.file_bytes() == 0 and not list(index.chunks())
-            if empty:
-                self.tier.write_header(expected)
-                return index
-            index.close()
-            self._set_aside("the slab's header does not belong to the index")
+            index = self._index(store_id)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
+            is_schema = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+            if isinstance(error, sqlite3.OperationalError) and not is_schema:
                 raise
             self._set_aside(str(error))
-        index = ChunkIndex(path, store_id)
+        else:
+            expected = _HEADER.pack(_MAGIC, self.FORMAT, index.store_id())
+            if self.tier.read_header()[: _HEADER.size] == expected:
+                return index
+            is_new = self.tier.file_bytes() == 0 and not list(index.chunks())
+            index.close()
+            if is_new:
+                self.tier.write_header(expected)
+                return self._index(store_id)
+            self._set_aside("the slab's header does not belong to the index")
         self.tier.write_header(_HEADER.pack(_MAGIC, self.FORMAT, store_id))
-        return index
+        return self._index(store_id)
+
+    def _index(self, new_store_id: bytes) -> ChunkIndex:
+        old_umask = os.umask(0o077)
+        try:
+            return ChunkIndex(self.directory / "index.sqlite", new_store_id)
+        finally:
+            os.umask(old_umask)
 
     def _set_aside(self, reason: str) -> None:
         _log.warning(
@@ -130,7 +137,7 @@ class DiskStore:
     def _is_sound(row: ChunkRow, file_bytes: int) -> bool:
         n_bytes = len(row.id.tokens)
         return (
-            len(row.id.key) == len(row.id.parent) == 32
+            row.id.key == chunk_key(row.id.parent, row.id.tokens)
             and 0 < n_bytes <= CHUNK_TOKENS * TOKEN_BYTES
             and n_bytes % TOKEN_BYTES == 0
             and row.size > 0

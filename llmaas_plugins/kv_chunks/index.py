@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from llmaas_plugins.kv_chunks.keys import ChunkId
 
-__all__ = ["ChunkIndex", "ChunkRow", "IndexUpdate"]
+__all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate"]
+
+STORE_ID_BYTES = 16
 
 _SCHEMA = """
 CREATE TABLE store (id BLOB NOT NULL);
@@ -21,6 +23,12 @@ CREATE TABLE chunks (
 ) WITHOUT ROWID;
 CREATE TABLE contexts (id TEXT PRIMARY KEY, head BLOB NOT NULL) WITHOUT ROWID;
 """
+_ODD_ROWS = """
+SELECT count(*) FROM chunks
+WHERE typeof(key) || typeof(parent) || typeof(tokens) != 'blobblobblob'
+   OR typeof(offset) || typeof(size) || typeof(used) != 'integerintegerinteger'
+   OR used NOT BETWEEN 0 AND 1 << 62
+"""  # SQLite stores any type in any column, and has no checksums
 
 
 class ChunkRow(NamedTuple):
@@ -52,6 +60,16 @@ class IndexUpdate:
     removed: list[bytes] = field(default_factory=list)
     used: dict[bytes, None] = field(default_factory=dict)
     heads: Mapping[str, bytes] | None = None
+
+    def then(self, later: IndexUpdate) -> IndexUpdate:
+        """Both changes as one."""
+        gone = set(later.removed)
+        return IndexUpdate(
+            {key: row for key, row in self.added.items() if key not in gone} | later.added,
+            self.removed + later.removed,
+            {key: None for key in self.used if key not in later.used} | later.used,
+            self.heads if later.heads is None else later.heads,
+        )
 
 
 class ChunkIndex:
@@ -88,11 +106,19 @@ class ChunkIndex:
         (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if problem != "ok":
             raise sqlite3.DatabaseError(f"index is damaged: {problem}")
+        for columns in ("id, head FROM contexts", "root, layout FROM geometry"):
+            self._db.execute(f"SELECT {columns} LIMIT 1")  # fails when there are others
+        (n_odd,) = self._db.execute(_ODD_ROWS).fetchone()
+        if n_odd:
+            raise sqlite3.DatabaseError(f"index is damaged: {n_odd} rows of other types")
+        self.store_id()
 
     def store_id(self) -> bytes:
         """The identity that the slab's header must repeat."""
-        (value,) = self._db.execute("SELECT id FROM store").fetchone()
-        return bytes(value)
+        values = self._db.execute("SELECT CAST(id AS BLOB) FROM store").fetchall()
+        if len(values) != 1 or len(values[0][0]) != STORE_ID_BYTES:
+            raise sqlite3.DatabaseError("index is damaged: it does not name its store")
+        return values[0][0]
 
     def chunks(self) -> Iterable[ChunkRow]:
         """Every chunk, least recently used first."""
@@ -100,17 +126,18 @@ class ChunkIndex:
             "SELECT key, parent, tokens, offset, size FROM chunks ORDER BY used"
         )
         for key, parent, tokens, offset, size in rows:
-            yield ChunkRow(ChunkId(bytes(key), bytes(parent), bytes(tokens)), offset, size)
+            yield ChunkRow(ChunkId(key, parent, tokens), offset, size)
 
     def contexts(self) -> dict[str, bytes]:
         """Key of each named context's last chunk."""
-        rows = self._db.execute("SELECT id, head FROM contexts")
-        return {name: bytes(head) for name, head in rows}
+        rows = self._db.execute("SELECT CAST(id AS BLOB), head FROM contexts")
+        return {name.decode(errors="replace"): head for name, head in rows}
 
     def geometry(self, root: bytes) -> str | None:
         """Layout of the cells under ``root``, as JSON."""
-        row = self._db.execute("SELECT layout FROM geometry WHERE root=?", (root,)).fetchone()
-        return row[0] if row else None
+        found = self._db.execute("SELECT CAST(layout AS BLOB) FROM geometry WHERE root=?", (root,))
+        row = found.fetchone()
+        return row[0].decode(errors="replace") if row else None
 
     def set_geometry(self, root: bytes, layout: str) -> None:
         """Remember the layout of the cells under ``root``."""
@@ -136,7 +163,8 @@ class ChunkIndex:
                 db.executemany("INSERT INTO contexts VALUES (?, ?)", update.heads.items())
             db.execute("COMMIT")
         except BaseException:
-            db.execute("ROLLBACK")
+            if db.in_transaction:  # some errors end it themselves
+                db.execute("ROLLBACK")
             raise
 
     def close(self) -> None:

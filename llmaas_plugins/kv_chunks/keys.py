@@ -14,7 +14,7 @@ import numpy as np
 
 from llmaas_hooks import Tokens
 
-__all__ = ["CHUNK_TOKENS", "TOKEN_BYTES", "ChunkId", "chain"]
+__all__ = ["CHUNK_TOKENS", "TOKEN_BYTES", "ChunkId", "chain", "chunk_key"]
 
 CHUNK_TOKENS = 16
 """Tokens in a full chunk (LLMS §3.1)."""
@@ -48,7 +48,12 @@ def chain(root: bytes, tokens: Tokens) -> list[ChunkId]:
     parent = root
     for start in range(0, len(data), step):
         piece = data[start : start + step]
-        key = hashlib.blake2b(parent + piece, digest_size=32).digest()
+        key = chunk_key(parent, piece)
         ids.append(ChunkId(key, parent, piece))
         parent = key
     return ids
+
+
+def chunk_key(parent: bytes, tokens: bytes) -> bytes:
+    """Key of the chunk with these token bytes behind ``parent``."""
+    return hashlib.blake2b(parent + tokens, digest_size=32).digest()

@@ -1,8 +1,7 @@
-"""Loading in three stages that overlap: read (and verify), decode, hand to the engine.
+"""Loading in stages that overlap (LLMS Fig. 8 without recompute).
 
-LLMS Fig. 8 without recompute: while the engine takes one segment's blob, a thread decodes the next
-one into the other buffer, each record of it as soon as it has arrived, and the readers fetch the
-records after that.
+While the engine takes one segment's blob, a few threads each read a record of the next ones, verify
+it and decode it, still in the core's cache, to its place in its segment's blob.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -24,22 +23,20 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 
 __all__ = ["Loader", "Segment", "Workers"]
 
-_READERS = 4
-_RECORDS_AHEAD = 6
+_LOADERS = 4
 
 
 class Workers:
-    """The plugin's threads: demand reads and swap-out writes do not wait for each other."""
+    """The plugin's threads: loading and swap-out writes do not wait for each other."""
 
     def __init__(self) -> None:
         """No thread starts before its first job."""
-        self.read = ThreadPoolExecutor(_READERS, thread_name_prefix="llmaas-kv-read")
-        self.decode = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-decode")
+        self.load = ThreadPoolExecutor(_LOADERS, thread_name_prefix="llmaas-kv-load")
         self.write = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-write")
 
     def close(self) -> None:
         """Finish what is queued."""
-        for pool in (self.read, self.decode, self.write):
+        for pool in (self.load, self.write):
             pool.shutdown(wait=True)
 
 
@@ -47,7 +44,7 @@ class Segment(NamedTuple):
     """Cells ready for the engine.
 
     Attributes:
-        blob: What ``llama_state_seq_set_data`` takes; valid until the segment after the next.
+        blob: What ``llama_state_seq_set_data`` takes; valid until the next segment is asked for.
         n_tokens: Tokens in it.
         is_whole: False when a chunk was missing or damaged: this is the last segment then.
     """
@@ -61,18 +58,18 @@ class Loader:
     """Turns stored chunks into segments for an engine whose cells have ``geometry``."""
 
     def __init__(
-        self, store: ChunkStore, staging: Staging, workers: Workers, geometry: KVGeometry
+        self, store: ChunkStore, staging: Staging, pool: ThreadPoolExecutor, geometry: KVGeometry
     ) -> None:
-        """Measure how much fits the staging buffers.
+        """Make sure of the transfer buffers.
 
         Raises:
-            BudgetError: Not even one chunk fits.
+            BudgetError: They do not fit the RAM budget.
         """
         self._store = store
         self._staging = staging
-        self._workers = workers
+        self._pool = pool
         self._geometry = geometry
-        self._step = staging.chunks(geometry)
+        self._step = staging.segment_chunks(geometry)
 
     def segments(self, chunks: Sequence[Chunk], start: int) -> Generator[Segment]:
         """Segments of ``chunks``, each ready as it is yielded; the last may not be whole.
@@ -83,41 +80,44 @@ class Loader:
             chunks: In order of position, without gaps.
             start: Position of the first chunk's first token.
         """
-        if _blob_bytes(self._geometry, chunks) <= self._staging.whole.nbytes:
+        if _blob_bytes(self._geometry, chunks) <= len(self._staging.whole):
             yield self._load(chunks, start, self._staging.whole)  # threads would cost more
             return
         parts = [chunks[i : i + self._step] for i in range(0, len(chunks), self._step)]
-        reads = _ReadAhead(self._store, self._workers.read, parts)
-        submit = self._workers.decode.submit
-        decoding = submit(self._decode, 0, parts[0], start, reads)
+        jobs = deque(self._submit(i, part) for i, part in enumerate(parts[: Staging.BUFFERS]))
         try:
-            for i in range(len(parts)):
-                segment = decoding.result()
-                start += segment.n_tokens
-                if segment.is_whole and i + 1 < len(parts):
-                    decoding = submit(self._decode, i + 1, parts[i + 1], start, reads)
-                yield segment
-                if not segment.is_whole:
+            for i, part in enumerate(parts):
+                n_sound = _leading(jobs[0])
+                if n_sound < len(part):
+                    buffer = self._staging.buffer(i)
+                    yield self._load(part[:n_sound], start, buffer, is_whole=False)
                     return
+                segment = self._segment(self._staging.buffer(i), part, start)
+                start += segment.n_tokens
+                yield segment
+                jobs.popleft()
+                later = i + Staging.BUFFERS
+                if later < len(parts):
+                    jobs.append(self._submit(later, parts[later]))
         finally:
-            decoding.exception()
-            reads.close()
+            wait(future for job in jobs for _, future in job)
 
-    def _decode(self, i: int, chunks: Sequence[Chunk], start: int, reads: _ReadAhead) -> Segment:
-        """Segment ``i`` from the records that hold ``chunks``."""
-        buffer = self._staging.buffer(i)
-        blob = buffer[: _blob_bytes(self._geometry, chunks)]
-        n_cells = sum(chunk.n_tokens for chunk in chunks)
-        first, n_seen = 0, 0
-        while n_seen < len(chunks):
-            record, addresses = reads.next()
-            n_good = self._decode_into(blob, n_cells, first, record[: len(addresses)], addresses)
-            if n_good < len(record):
-                return self._load(chunks[: n_seen + n_good], start, buffer, is_whole=False)
-            n_seen += n_good
+    def _submit(self, i: int, part: Sequence[Chunk]) -> _Job:
+        blob = self._staging.buffer(i)[: _blob_bytes(self._geometry, part)]
+        n_cells, first = sum(chunk.n_tokens for chunk in part), 0
+        job: _Job = []
+        for record in _records(part):
+            future = self._pool.submit(self._load_record, record, blob, n_cells, first)
+            job.append((len(record), future))
             first += sum(chunk.n_tokens for chunk in record)
-        _native.blob_init(self._geometry, blob, range(start, start + n_cells))
-        return Segment(blob, n_cells, is_whole=True)
+        return job
+
+    def _load_record(
+        self, record: Sequence[Chunk], blob: NDArray[np.uint8], n_cells: int, first: int
+    ) -> int:
+        """Fetch and decode a record; how many of its leading chunks are in the blob now."""
+        addresses = self._store.fetch(record)
+        return self._decode(blob, n_cells, first, record[: len(addresses)], addresses)
 
     def _load(
         self,
@@ -127,21 +127,20 @@ class Loader:
         *,
         is_whole: bool = True,
     ) -> Segment:
-        """A segment of all that can be had of ``chunks``, read and decoded in this thread."""
+        """A segment of all that can be had of ``chunks``, in this thread."""
         addresses = self._store.fetch(chunks)
         ready = chunks[: len(addresses)]
-        is_whole = is_whole and len(ready) == len(chunks)
         if not ready:
             return Segment(buffer[:0], 0, is_whole=False)
         blob = buffer[: _blob_bytes(self._geometry, ready)]
         n_cells = sum(chunk.n_tokens for chunk in ready)
-        n_good = self._decode_into(blob, n_cells, 0, ready, addresses)
-        if n_good < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
-            return self._load(ready[:n_good], start, buffer, is_whole=False)
-        _native.blob_init(self._geometry, blob, range(start, start + n_cells))
-        return Segment(blob, n_cells, is_whole)
+        n_sound = self._decode(blob, n_cells, 0, ready, addresses)
+        if n_sound < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
+            return self._load(ready[:n_sound], start, buffer, is_whole=False)
+        segment = self._segment(buffer, ready, start)
+        return segment._replace(is_whole=is_whole and len(ready) == len(chunks))
 
-    def _decode_into(
+    def _decode(
         self,
         blob: NDArray[np.uint8],
         n_cells: int,
@@ -162,45 +161,31 @@ class Loader:
             self._store.release(chunks)
         return len(chunks)
 
-
-class _ReadAhead:
-    """Records of at most 1 MiB, in order, the next few on their way from the disk."""
-
-    def __init__(
-        self, store: ChunkStore, pool: ThreadPoolExecutor, parts: Sequence[Sequence[Chunk]]
-    ) -> None:
-        most = min(_native.RECORD_MAX, store.ram_capacity // (2 * _RECORDS_AHEAD))
-        self._store = store
-        self._pool = pool
-        self._records = itertools.chain.from_iterable(_records(part, most) for part in parts)
-        self._coming: deque[tuple[Sequence[Chunk], Future[list[int]]]] = deque()
-        for _ in range(_RECORDS_AHEAD):
-            self._submit()
-
-    def next(self) -> tuple[Sequence[Chunk], list[int]]:
-        """The next record's chunks, and the addresses of the leading ones that could be read."""
-        chunks, fetched = self._coming.popleft()
-        addresses = fetched.result()
-        self._submit()
-        return chunks, addresses
-
-    def close(self) -> None:
-        """Let go of what nobody took."""
-        while self._coming:
-            chunks, fetched = self._coming.popleft()
-            self._store.release(chunks[: len(fetched.result())])
-
-    def _submit(self) -> None:
-        record = next(self._records, None)
-        if record is not None:
-            self._coming.append((record, self._pool.submit(self._store.fetch, record)))
+    def _segment(self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int) -> Segment:
+        """Finish a blob whose rows are in place."""
+        n_cells = sum(chunk.n_tokens for chunk in chunks)
+        blob = buffer[: _blob_bytes(self._geometry, chunks)]
+        _native.blob_init(self._geometry, blob, range(start, start + n_cells))
+        return Segment(blob, n_cells, is_whole=True)
 
 
-def _records(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
-    """Runs of chunks of at most ``most_bytes`` together, or of one."""
+_Job = list[tuple[int, Future[int]]]
+"""The records of a segment: their number of chunks, and how many leading ones were sound."""
+
+
+def _leading(job: _Job) -> int:
+    """Leading sound chunks of a segment; waits for all of its records."""
+    sound = [(n_chunks, future.result()) for n_chunks, future in job]
+    whole = list(itertools.takewhile(lambda pair: pair[0] == pair[1], sound))
+    broken = sound[len(whole)][1] if len(whole) < len(sound) else 0
+    return sum(n_chunks for n_chunks, _ in whole) + broken
+
+
+def _records(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    """Runs of chunks of at most 1 MiB together, or of one."""
     start, n_bytes = 0, 0
     for i, chunk in enumerate(chunks):
-        if i > start and n_bytes + chunk.size > most_bytes:
+        if i > start and n_bytes + chunk.size > _native.RECORD_MAX:
             yield chunks[start:i]
             start, n_bytes = i, 0
         n_bytes += chunk.size

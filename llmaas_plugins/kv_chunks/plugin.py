@@ -10,6 +10,7 @@ import weakref
 from typing import Any, ClassVar
 
 from llmaas_hooks import (
+    BudgetError,
     ContextCreate,
     DecodeStep,
     Engine,
@@ -59,7 +60,7 @@ class KVChunks:
         if reason is not None:
             self._leave_alone(reason)
             return
-        _ = self._store  # a store that cannot be opened must be known before the context exists
+        self._open()  # a store that cannot be opened must be known before the context exists
         create.params.n_seq_max = SEQUENCES
         create.params.kv_unified = True
 
@@ -70,7 +71,11 @@ class KVChunks:
         if transfer is None:
             return None
         started = time.perf_counter()
-        restored = transfer.restore(request.tokens, request.engine.resident_tokens())
+        try:
+            restored = transfer.restore(request.tokens, request.engine.resident_tokens())
+        except BudgetError as error:
+            self._give_up(request.engine, error)
+            return None
         if restored is not None:
             self._report.restored(restored.n_loaded, time.perf_counter() - started)
         return restored
@@ -84,7 +89,11 @@ class KVChunks:
 
         def swap_out() -> None:
             started = time.perf_counter()
-            transfer.save(tokens, request.context_id)
+            try:
+                transfer.save(tokens, request.context_id)
+            except BudgetError as error:
+                self._give_up(request.engine, error)
+                return
             self._report.saved(time.perf_counter() - started)
             self._workers.write.submit(self._flush)
 
@@ -93,7 +102,7 @@ class KVChunks:
     @hookimpl
     def llmaas_kv_evict(self, context_id: str) -> int:
         """Forget a context in both tiers."""
-        return self._store.evict_context(context_id)
+        return self._open().evict_context(context_id)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -131,19 +140,18 @@ class KVChunks:
         return Workers()
 
     @functools.cached_property
-    def _budget(self) -> Budget:
-        return Budget(int(self._config.ram_budget))
-
-    @functools.cached_property
     def _staging(self) -> Staging:
-        return Staging(self._budget)
+        return Staging(self._store)
 
     @functools.cached_property
     def _store(self) -> ChunkStore:
         config = self._config
         disk = DiskStore(config.store, int(config.disk_budget)) if config.disk_budget else None
-        _ = self._staging  # takes its share of the budget before the RAM tier takes the rest
-        return ChunkStore(self._budget, disk)
+        return ChunkStore(Budget(int(config.ram_budget)), disk)
+
+    def _open(self) -> ChunkStore:
+        with self._lock:  # two engines may be made at the same time
+            return self._store
 
     def _transfer(self, engine: Engine) -> Transfer | None:
         with self._lock:
@@ -172,6 +180,11 @@ class KVChunks:
             self._store.flush()
         except Exception:
             _log.exception("swap-out to disk failed; contexts will be recomputed")
+
+    def _give_up(self, engine: Engine, error: BudgetError) -> None:
+        with self._lock:
+            self._transfers[engine] = None
+        self._leave_alone(str(error))
 
     def _leave_alone(self, reason: str) -> None:
         if self._report.left_alone(reason):

@@ -1,4 +1,4 @@
-"""The two buffers through which cells travel: budgeted, allocated once, about a cache's size."""
+"""The transfer buffers: a corner of the RAM tier through which cells travel, in or out."""
 
 from __future__ import annotations
 
@@ -9,48 +9,65 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import BudgetError
 from llmaas_plugins import _native
-from llmaas_plugins._native import Budget, KVGeometry
+from llmaas_plugins._native import KVGeometry
+from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.memory import anonymous
+from llmaas_plugins.kv_chunks.store import ChunkStore
 
 __all__ = ["Staging"]
 
-_MOST_BYTES = 4 << 20
-_SHARE = 8
+_SEGMENT_BYTES = 8 << 20
+_SHARE = 16
 
 
 class Staging:
-    """Transfer buffers, shared by all engines; hold ``lock`` while you use them.
+    """A ring of buffers of one segment each, for all engines; hold ``lock`` while you use them.
 
     Attributes:
         lock: Whoever uses the buffers holds it.
-        whole: Both buffers as one, shape ``(2 * n_bytes,)``.
+        whole: All of them as one, shape ``(n_bytes,)``.
     """
 
-    def __init__(self, budget: Budget) -> None:
-        """Take an eighth of the budget, 4 MiB at most, for each of the two buffers."""
+    BUFFERS = 3
+
+    def __init__(self, store: ChunkStore) -> None:
+        """Take no space before a geometry is known."""
         self.lock = threading.Lock()
-        self._n_bytes = min(_MOST_BYTES, budget.limit // _SHARE)
-        budget.reserve(2 * self._n_bytes)
-        self.whole = anonymous(2 * self._n_bytes)
+        self.whole: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self._store = store
 
-    def buffer(self, i: int) -> NDArray[np.uint8]:
-        """One of the two, shape ``(n_bytes,)``."""
-        start = i % 2 * self._n_bytes
-        return self.whole[start : start + self._n_bytes]
+    def segment_chunks(self, geometry: KVGeometry) -> int:
+        """Chunks in a segment: 8 MiB of cells, a 16th of the RAM budget, or one chunk.
 
-    def chunks(self, geometry: KVGeometry) -> int:
-        """Chunks of cells that fit one buffer.
+        The first engine, and each one with larger chunks, takes the buffers' space.
 
         Raises:
-            BudgetError: Not even one fits.
+            BudgetError: The budget has no room for segments of one chunk.
         """
         one = _native.blob_size(geometry, CHUNK_TOKENS)
         each = _native.blob_size(geometry, 2 * CHUNK_TOKENS) - one
-        n_chunks = 1 + (self._n_bytes - one) // each
-        if n_chunks < 1:
-            raise BudgetError(
-                f"a chunk of this model needs {one} bytes in each transfer buffer, which has "
-                f"{self._n_bytes}; set plugins.kv_chunks.ram_budget to at least {one * _SHARE}"
-            )
+        most = min(_SEGMENT_BYTES, self._store.ram_capacity // _SHARE)
+        n_chunks = max(1, 1 + (most - one) // each)
+        with self.lock:
+            self._grow(self.BUFFERS * page_round(one + (n_chunks - 1) * each))
         return n_chunks
+
+    def buffer(self, i: int) -> NDArray[np.uint8]:
+        """Buffer ``i`` of the ring, shape ``(n_bytes / BUFFERS,)``."""
+        n_bytes = len(self.whole) // self.BUFFERS
+        start = i % self.BUFFERS * n_bytes
+        return self.whole[start : start + n_bytes]
+
+    def _grow(self, n_bytes: int) -> None:
+        if n_bytes <= len(self.whole):
+            return
+        area = self._store.set_aside(n_bytes)
+        if area is None:
+            raise BudgetError(
+                f"this model needs {n_bytes} bytes of transfer buffers, and the RAM tier has "
+                f"{self._store.ram_capacity} in all; set plugins.kv_chunks.ram_budget to at least "
+                f"{_SHARE * n_bytes // self.BUFFERS}"
+            )
+        if len(self.whole):
+            self._store.give_back(self.whole)
+        self.whole = area

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,8 @@ __all__ = ["DiskTier", "RamTier", "Tier"]
 class Tier:
     """Space for chunks and the order in which they were used.
 
-    A context's chunks are touched last chunk first, so a chunk is always older than the ones
-    before it: eviction shortens contexts from their end and leaves a usable prefix.
+    A context's chunks are touched last chunk first, so a chunk is older than the ones before it,
+    and eviction shortens contexts from their end.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,6 +44,10 @@ class Tier:
         """Number of chunks here."""
         return len(self._lru)
 
+    def __iter__(self) -> Iterator[Chunk]:
+        """The chunks here, least recently used first."""
+        return iter(self._lru)
+
     def reserve(
         self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> int | None:
@@ -61,7 +65,7 @@ class Tier:
             return None
         offset = self._extents.allocate(n_bytes)
         while offset is None:
-            victim = next((chunk for chunk in self._lru if evictable(chunk)), None)
+            victim = next(filter(evictable, self), None)
             if victim is None:
                 return None
             evict(victim)
@@ -120,9 +124,12 @@ class DiskTier(Tier):
 
     HEADER_BYTES = 4096
 
-    def __init__(self, path: Path, capacity: int) -> None:
-        """Open or create the file, mode 0600, past the page cache where the file system can."""
-        super().__init__(capacity)
+    def __init__(self, path: Path, budget: int) -> None:
+        """Open or create the file of at most ``budget`` bytes, mode 0600.
+
+        It is read and written past the page cache where the file system can.
+        """
+        super().__init__(max(0, budget - self.HEADER_BYTES))
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
@@ -151,6 +158,11 @@ class DiskTier(Tier):
         """Start an empty slab under ``header``."""
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, header.ljust(self.HEADER_BYTES, b"\0"), 0)
+
+    def trim(self) -> None:
+        """Shorten a file that was written under a larger budget."""
+        if self.file_bytes() > self.file_offset(self.capacity):
+            os.ftruncate(self._file, self.file_offset(self.capacity))
 
     def close(self) -> None:
         """Close the file."""

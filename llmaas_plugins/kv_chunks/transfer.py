@@ -44,6 +44,7 @@ class Transfer:
         self._workers = workers
         self._cells = Cells(engine.ctx)
         self._geometry: KVGeometry | None = None
+        self._is_learned = False
         self._loader: Loader | None = None
 
     # -- swap-out -------------------------------------------------------------------------------
@@ -54,13 +55,17 @@ class Transfer:
         Args:
             tokens: What the cells hold, shape ``(n,)``.
             context_id: Persistent context that ends with them, if any.
+
+        Raises:
+            BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
         ids = chain(self._root, tokens)
         missing = self._store.missing(ids)
         if missing:
             geometry = self._learn_geometry()
+            step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
             with self._staging.lock:
-                for run in _runs(missing, self._staging.chunks(geometry)):
+                for run in _runs(missing, step):
                     if not self._claim(geometry, run, ids, len(tokens)):
                         break
         self._store.touch(ids)
@@ -72,12 +77,12 @@ class Transfer:
     ) -> bool:
         start = run.start * CHUNK_TOKENS
         end = min(run.stop * CHUNK_TOKENS, n_tokens)
-        blob = self._staging.buffer(0)[: _native.blob_size(geometry, end - start)]
+        blob = self._staging.whole[: _native.blob_size(geometry, end - start)]
         if self._cells.read(start, end, blob) != blob.nbytes:
             _log.warning("cannot read cells %d…%d; they are not saved", start, end)
             return False
         try:
-            _native.blob_check(geometry, blob, list(range(start, end)))
+            _native.blob_check(geometry, blob, range(start, end))
         except CodecError as error:
             _log.warning("cells %d…%d are not saved: %s", start, end, error)
             return False
@@ -110,7 +115,7 @@ class Transfer:
 
         bound = _native.chunk_bound(geometry, Codec.RAW, n_tokens)
         bound = max(bound, _native.chunk_bound(geometry, self._codec, n_tokens))
-        return self._store.put(wanted, bound, encode)
+        return self._store.put(wanted, bound, encode, is_first=wanted.parent == self._root)
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -120,28 +125,29 @@ class Transfer:
         Args:
             prompt: The whole prompt, shape ``(n,)``.
             resident: What sequence 0 holds, shape ``(m,)``.
+
+        Raises:
+            BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
         match = self._store.match(self._root, prompt)
         n_common = _common_prefix(prompt, resident)
-        geometry = self._known_geometry()
-        if match.n_tokens <= n_common or geometry is None:
+        loader = self._loader or self._open_loader()
+        if match.n_tokens <= n_common or loader is None:
             return None
         kept = n_common // CHUNK_TOKENS * CHUNK_TOKENS
-        end = kept + self._load(geometry, match.path[kept // CHUNK_TOKENS :], kept)
+        end = kept + self._load(loader, match.path[kept // CHUNK_TOKENS :], kept)
         n_tokens = min(end, match.n_tokens)
         if n_tokens < end:
             self._cells.truncate(n_tokens)
         return KVRestored(n_tokens, n_tokens - kept)
 
-    def _load(self, geometry: KVGeometry, chunks: Sequence[Chunk], kept: int) -> int:
+    def _load(self, loader: Loader, chunks: Sequence[Chunk], kept: int) -> int:
         """Put chunks behind the first ``kept`` tokens, in place of all else; tokens loaded."""
         if kept:
             self._cells.truncate(kept)
         n_tokens = 0
-        if self._loader is None:
-            self._loader = Loader(self._store, self._staging, self._workers, geometry)
         with self._staging.lock:
-            segments = self._loader.segments(chunks, kept)
+            segments = loader.segments(chunks, kept)
             for segment in segments:
                 put = self._cells.append if kept + n_tokens else self._cells.replace
                 if segment.n_tokens and not put(segment.blob):
@@ -154,19 +160,32 @@ class Transfer:
         self._cells.finish()
         return n_tokens
 
-    def _known_geometry(self) -> KVGeometry | None:
-        if self._geometry is None:
-            layout = self._store.geometry(self._root)
-            self._geometry = None if layout is None else KVGeometry.from_json(json.loads(layout))
-        return self._geometry
+    def _open_loader(self) -> Loader | None:
+        """The loader; None as long as nobody knows the cells' layout."""
+        geometry = self._geometry or self._stored_geometry()
+        if geometry is not None:
+            self._geometry = geometry
+            self._loader = Loader(self._store, self._staging, self._workers.load, geometry)
+        return self._loader
+
+    def _stored_geometry(self) -> KVGeometry | None:
+        layout = self._store.layout(self._root)
+        try:
+            return None if layout is None else KVGeometry.from_json(json.loads(layout))
+        except (ValueError, OverflowError) as error:
+            _log.warning("the stored layout of this model's cells is unusable: %s", error)
+            return None
 
     def _learn_geometry(self) -> KVGeometry:
         """Layout of this engine's cells, read off the blob of one of them."""
-        if self._geometry is None:
+        if self._geometry is None or not self._is_learned:
             blob = np.empty(self._cells.size(0, 1), dtype=np.uint8)
             self._cells.read(0, 1, blob)
-            self._geometry, _ = _native.blob_probe(blob)
-            self._store.set_geometry(self._root, json.dumps(self._geometry.to_json()))
+            geometry, _ = _native.blob_probe(blob)
+            if geometry != self._geometry:
+                self._geometry, self._loader = geometry, None
+                self._store.set_layout(self._root, json.dumps(geometry.to_json()))
+            self._is_learned = True
         return self._geometry
 
 

@@ -101,6 +101,10 @@ class ChunkTree:
             parent = chunk.id.key
         return Match(path, n_bytes // TOKEN_BYTES)
 
+    def is_last(self, chunk: Chunk) -> bool:
+        """Whether no stored chunk continues this one."""
+        return chunk.id.key not in self._children
+
     def add(self, chunk: Chunk) -> None:
         """Put a chunk under its parent."""
         self._chunks[chunk.id.key] = chunk
@@ -159,7 +163,7 @@ class ChunkTree:
             for chunk in self._children.get(wanted.parent, {}).values()
             if chunk.id.key != wanted.key
             and not chunk.heads
-            and chunk.id.key not in self._children
+            and self.is_last(chunk)
             and wanted.tokens.startswith(chunk.id.tokens)
         ]
 

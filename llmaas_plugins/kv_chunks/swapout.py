@@ -1,0 +1,147 @@
+"""Dirty chunks on their way to disk (LLMS §3.4, ahead-of-time swapping-out), and the index."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Sequence
+
+from llmaas_hooks import StoreError
+from llmaas_plugins import _native
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.shelf import Shelf
+from llmaas_plugins.kv_chunks.tree import Chunk
+
+__all__ = ["SwapOut"]
+
+_log = logging.getLogger("llmaas.kv_chunks")
+_BATCH_CHUNKS = 64
+
+
+class SwapOut:
+    """Keeps the disk in step with a shelf. Thread-safe; writes run outside the shelf's lock."""
+
+    def __init__(self, shelf: Shelf, disk: DiskStore) -> None:
+        """Put what ``disk`` has on the shelf."""
+        self.directory = disk.directory
+        self._shelf = shelf
+        self._disk = disk
+        self._flush_lock = threading.Lock()
+        self._index_lock = threading.Lock()
+        shelf.counters.faults += disk.load(shelf.tree)
+
+    def flush(self) -> None:
+        """Write every dirty chunk to disk and commit the index. Errors are counted and logged."""
+        with self._flush_lock:
+            written: list[Chunk] = []
+            lost: dict[bytes, Chunk] = {}
+            while self._shelf.dirty:
+                batch, places = self._next_batch(lost)
+                written += self._write(batch, places, lost)
+            with self._shelf.lock:
+                for chunk in reversed(lost.values()):  # a context ends where its chunks do
+                    if self._shelf.tree.get(chunk.id.key) is chunk:
+                        self._shelf.drop(chunk)
+                self._shelf.order_on_disk(written)
+            try:
+                self.commit()
+            except StoreError as error:
+                self._failed(error)
+
+    def commit(self) -> None:
+        """Bring the index up to date.
+
+        Raises:
+            StoreError: It cannot be written; the next commit tries again.
+        """
+        with self._index_lock:
+            with self._shelf.lock:
+                update, self._shelf.update = self._shelf.update, IndexUpdate()
+            try:
+                self._disk.index.apply(update)
+            except sqlite3.Error as error:
+                with self._shelf.lock:
+                    self._shelf.update = update.then(self._shelf.update)
+                raise StoreError(f"KV store's index: {error}") from error
+
+    def layout(self, root: bytes) -> str | None:
+        """Layout of the cells under ``root`` that a run before this one wrote."""
+        with self._index_lock:
+            return self._disk.index.geometry(root)
+
+    def set_layout(self, root: bytes, layout: str) -> None:
+        """Write the layout of the cells under ``root``; errors are counted and logged."""
+        with self._index_lock:
+            try:
+                self._disk.index.set_geometry(root, layout)
+            except sqlite3.Error as error:
+                self._failed(error)
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._index_lock, self._shelf.lock:
+            self._disk.close()
+
+    def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
+        """Dirty chunks, pinned, and their new places on disk; those that get none are ``lost``."""
+        batch: list[Chunk] = []
+        places: list[int] = []
+        with self._shelf.lock:
+            for chunk in list(self._shelf.dirty.values())[:_BATCH_CHUNKS]:
+                offset = None
+                if chunk.id.parent not in lost:
+                    offset = self._shelf.reserve_disk(chunk.size)
+                if offset is None:
+                    self._lose(chunk, lost)
+                    self._shelf.counters.no_room += 1
+                    continue
+                chunk.pins += 1
+                batch.append(chunk)
+                places.append(offset)
+            return batch, places
+
+    def _lose(self, chunk: Chunk, lost: dict[bytes, Chunk]) -> None:
+        """It cannot be written, so it leaves RAM, too: it would be in the way for good."""
+        del self._shelf.dirty[chunk.id.key]
+        lost[chunk.id.key] = chunk
+
+    def _write(
+        self, batch: Sequence[Chunk], places: Sequence[int], lost: dict[bytes, Chunk]
+    ) -> Sequence[Chunk]:
+        """Write a batch; the chunks that are on disk now."""
+        tier = self._disk.tier
+        failure = None
+        try:
+            _native.store_write(
+                tier.fd,
+                [tier.file_offset(place) for place in places],
+                [chunk.size for chunk in batch],
+                [self._shelf.ram.address(chunk.ram) for chunk in batch],
+            )
+        except StoreError as error:
+            failure = error
+            self._failed(error)
+        with self._shelf.lock:
+            for chunk, place in zip(batch, places, strict=True):
+                in_tree = self._shelf.tree.get(chunk.id.key) is chunk
+                if in_tree and failure is None:
+                    self._written(chunk, place)
+                    continue
+                tier.cancel(place, chunk.size)
+                if in_tree:
+                    self._lose(chunk, lost)
+            self._shelf.unpin(batch)
+        return batch if failure is None else []
+
+    def _written(self, chunk: Chunk, place: int) -> None:
+        chunk.disk = place
+        self._disk.tier.enter(chunk)
+        self._shelf.dirty.pop(chunk.id.key, None)
+        self._shelf.update.added[chunk.id.key] = ChunkRow(chunk.id, place, chunk.size)
+        self._shelf.counters.written_bytes += chunk.size
+
+    def _failed(self, error: Exception) -> None:
+        self._shelf.counters.io_errors += 1
+        _log.error("cannot write to the KV store: %s; contexts will be recomputed", error)

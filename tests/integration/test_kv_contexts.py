@@ -1,0 +1,428 @@
+"""Contexts of a whole app: shared, deleted, kept over restarts, never given to the wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import shutil
+
+import gguf
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from llmaas_hooks import PluginError
+from llmaas_patches import serving_context
+from llmaas_plugins import activate
+from llmaas_plugins._native import Codec, chunk_peek
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+
+RNG = np.random.default_rng(1)
+SYSTEM = [1, *RNG.integers(300, 4000, 79).tolist()]
+CHAT = [*SYSTEM, *RNG.integers(300, 4000, 30).tolist()]
+MAIL = [*SYSTEM, *RNG.integers(300, 4000, 45).tolist()]
+FOREIGN = [1, *RNG.integers(300, 4000, 39).tolist()]
+
+
+@pytest.fixture
+def make(make_llama):
+    """Make a ``Llama`` that leaves the other processors alone."""
+    return functools.partial(make_llama, n_threads_batch=1)
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """Activate for the test's store; activating again is another life of the process."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**table):
+            stack.close()
+            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
+            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
+            return stack.enter_context(activate(config))
+
+        yield start
+
+
+def ask(llama, tokens, n=6, context_id=None):
+    """``n`` greedy tokens."""
+    named = contextlib.nullcontext() if context_id is None else serving_context(context_id)
+    with named:
+        generator = llama.generate(tokens, temp=0.0)
+        found = [next(generator) for _ in range(n)]
+        generator.close()
+    return found
+
+
+def store_of(suite):
+    suite.settle()
+    store = suite.hooks._pm.get_plugin("kv_chunks")._store
+    store.flush()  # waits for the one in the background
+    return store
+
+
+def report(suite):
+    """The plugin's status; nothing may be pinned between requests."""
+    assert all(chunk.pins == 0 for chunk in store_of(suite).tree)
+    return suite.status()["plugins"]["kv_chunks"]
+
+
+def n_chunks(n_tokens):
+    return math.ceil(n_tokens / CHUNK_TOKENS)
+
+
+# -- sharing and deleting -----------------------------------------------------------------------
+
+
+def test_shared_prefix_is_stored_once(make, suite):
+    active = suite()
+    llama = make()
+    ask(llama, CHAT, 1, "chat")
+    alone = report(active)
+    ask(llama, MAIL, 1, "mail")
+    both = report(active)
+    n_shared = len(SYSTEM) // CHUNK_TOKENS
+    assert alone["chunks"] == n_chunks(len(CHAT))
+    assert both["chunks"] == n_chunks(len(CHAT)) + n_chunks(len(MAIL)) - n_shared
+    assert both["contexts"] == 2
+    chunks = list(store_of(active).tree)
+    assert both["disk_bytes"] == both["ram_bytes"] == sum(-(-c.size // 4096) for c in chunks) * 4096
+    llama.close()
+
+
+def test_deleted_context_frees_its_own_part_only(make, suite):
+    active = suite()
+    llama = make()
+    expected = ask(llama, MAIL, context_id="mail")
+    ask(llama, CHAT, context_id="chat")
+    before = report(active)
+    assert active.evict("unknown") == 0
+    freed = active.evict("chat")
+    after = report(active)
+    assert freed > 0
+    assert after["contexts"] == 1
+    assert after["chunks"] == before["chunks"] - n_chunks(len(CHAT) + 5) + len(SYSTEM) // 16
+    assert after["disk_bytes"] == after["ram_bytes"] < before["disk_bytes"]
+    assert active.evict("chat") == 0
+    ask(llama, FOREIGN, 1)
+    assert ask(llama, MAIL, context_id="mail") == expected
+    assert report(active)["restored_tokens"] == len(MAIL)
+    llama.close()
+
+
+def test_deleted_context_does_not_come_back(make, suite):
+    active = suite()
+    llama = make()
+    ask(llama, CHAT, context_id="chat")
+    active.evict("chat")
+    llama.close()
+    active = suite()
+    llama = make()
+    ask(llama, CHAT)
+    found = report(active)
+    assert (found["restores"], found["contexts"]) == (0, 0)
+    llama.close()
+
+
+def test_contexts_survive_the_process(make, suite):
+    expected = {}
+    suite()
+    llama = make()
+    for name, prompt in (("chat", CHAT), ("mail", MAIL)):
+        expected[name] = ask(llama, prompt, context_id=name)
+    llama.close()
+    active = suite()
+    llama = make()
+    assert ask(llama, CHAT, context_id="chat") == expected["chat"]
+    assert ask(llama, MAIL, context_id="mail") == expected["mail"]
+    found = report(active)
+    assert found["contexts"] == 2
+    assert found["restores"] == 2
+    assert found["reused_tokens"] == len(CHAT) + len(MAIL)
+    assert active.evict("mail") > 0
+    llama.close()
+
+
+def test_short_prompts_are_not_worth_a_chunk(make, suite):
+    active = suite()
+    llama = make()
+    ask(llama, FOREIGN[:10], 2)
+    assert report(active)["chunks"] == 0
+    llama.close()
+
+
+def test_continued_answer_is_part_of_the_context(make, suite):
+    active = suite()
+    llama = make()
+    answer = ask(llama, CHAT, 20)
+    ask(llama, FOREIGN, 1)
+    expected = ask(llama, [*CHAT, *answer], 5)
+    assert report(active)["restored_tokens"] == len(CHAT) + 19
+    ask(llama, FOREIGN, 1)
+    assert ask(llama, [*CHAT, *answer], 5) == expected
+    llama.close()
+
+
+def test_deleting_without_a_single_context_is_fine(suite):
+    assert suite().evict("nobody") == 0
+
+
+# -- misses -------------------------------------------------------------------------------------
+
+
+def write_lora(path, seed):
+    """An adapter that changes every K of the first layer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    rng = np.random.default_rng(seed)
+    for name, shape in (("a", (4, 256)), ("b", (128, 4))):
+        values = rng.normal(size=shape).astype(np.float32)
+        writer.add_tensor(f"blk.0.attn_k.weight.lora_{name}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lora")
+    return [write_lora(directory / f"{seed}.gguf", seed) for seed in range(2)]
+
+
+OTHERS = {
+    "LoRA": {"lora_path": "adapter"},
+    "beyond training": {"n_ctx": 2048},
+    "KV type": {"type_k": llama_cpp.GGML_TYPE_Q8_0},
+    "flash attention": {"flash_attn": True},
+    "RoPE base": {"rope_freq_base": 20000.0},
+}
+
+
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_cells_of_other_settings_are_a_miss(make, suite, loras, settings):
+    if "lora_path" in settings:
+        settings = settings | {"lora_path": loras[0]}
+    expected = ask(make(**settings), FOREIGN)
+    active = suite()
+    for changed in ({}, settings):  # the second must not find what the first stored
+        llama = make(**changed)
+        answer = ask(llama, FOREIGN)
+        llama.close()
+    assert answer == expected
+    assert report(active)["restores"] == 0
+    for changed in ({}, settings):  # each finds its own
+        llama = make(**changed)
+        ask(llama, FOREIGN)
+        llama.close()
+    assert report(active)["restored_tokens"] == 2 * len(FOREIGN)
+
+
+def test_adapters_are_told_apart(make, suite, loras):
+    active = suite()
+    for path, scale in ((loras[0], 1.0), (loras[0], 0.5), (loras[1], 1.0)):
+        llama = make(lora_path=path, lora_scale=scale)
+        ask(llama, FOREIGN)
+        llama.close()
+    assert report(active)["restores"] == 0
+
+
+def test_changed_model_file_is_a_miss(reference_model, suite, tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copy(reference_model, path)
+    active = suite()
+
+    def one():
+        with contextlib.closing(
+            Llama(str(path), n_ctx=256, verbose=False, n_threads=1, n_threads_batch=1)
+        ) as llama:
+            ask(llama, FOREIGN)
+        return report(active)["restores"]
+
+    assert (one(), one()) == (0, 1)
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content.replace(b"llmaas-reference-7m", b"llmaas-reference-8m"))
+    assert one() == 1
+    path.unlink()
+    path.write_bytes(content)
+    assert one() == 2
+
+
+def test_same_model_under_another_name_is_a_hit(make, reference_model, suite, tmp_path):
+    active = suite()
+    llama = make()
+    ask(llama, CHAT)
+    llama.close()
+    shutil.copy(reference_model, tmp_path / "other-name.gguf")
+    path = str(tmp_path / "other-name.gguf")
+    with contextlib.closing(
+        Llama(path, n_ctx=512, verbose=False, n_threads=1, n_threads_batch=1)
+    ) as llama:
+        ask(llama, CHAT)
+        assert report(active)["restored_tokens"] == len(CHAT)
+
+
+# -- what is left alone -------------------------------------------------------------------------
+
+
+def test_embedding_contexts_stay_vanilla(make, suite, caplog):
+    text = "A boat sailed out of the harbor and never came back to it, however long they waited."
+    expected = make(embedding=True).embed(text)
+    active = suite()
+    llama = make(embedding=True)
+    n_seq_max = llama_cpp.llama_n_seq_max(llama.ctx)
+    assert llama.embed(text) == expected
+    assert active.status()["plugins"]["kv_chunks"]["left_alone"] == ["embedding context"]
+    assert "kv_chunks leaves this context as it is: embedding context" in caplog.text
+    llama.close()
+    active.deactivate()
+    assert llama_cpp.llama_n_seq_max(make(embedding=True).ctx) == n_seq_max
+
+
+def test_contexts_with_sequences_of_their_own_stay_vanilla(make, suite):
+    active = suite()
+    llama = make()
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_seq_max = 256, 3
+    ctx = llama_cpp.llama_init_from_model(llama.model, params)
+    assert llama_cpp.llama_n_seq_max(ctx) == 3
+    llama_cpp.llama_free(ctx)
+    left_alone = active.status()["plugins"]["kv_chunks"]["left_alone"]
+    assert left_alone == ["3 sequences of the app's own"]
+    llama.close()
+
+
+def test_logits_of_prompt_tokens_stay_vanilla(make, suite):
+    def log_probabilities(llama):
+        ask(llama, CHAT, 2)
+        ask(llama, FOREIGN, 2)
+        prompt = llama.detokenize(CHAT[1:]).decode(errors="replace")
+        answer = llama(prompt, max_tokens=2, temperature=0, logprobs=1, echo=True)
+        return answer["choices"][0]["logprobs"]["token_logprobs"]
+
+    expected = log_probabilities(make(logits_all=True))
+    active = suite()
+    llama = make(logits_all=True)
+    assert log_probabilities(llama) == expected
+    assert active.status()["plugins"]["kv_chunks"]["left_alone"] == []
+    llama.close()
+
+
+def test_speculative_decoding_goes_on_as_vanilla(make, suite):
+    def answers(llama):
+        return [ask(llama, prompt, 12) for prompt in (CHAT, FOREIGN, CHAT)]
+
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=4)
+    expected = answers(make(draft_model=draft))
+    active = suite()
+    llama = make(draft_model=draft)
+    assert answers(llama) == expected
+    assert active.status()["plugins"]["kv_chunks"]["restored_tokens"] > 0
+    llama.close()
+
+
+def test_apps_own_chat_handlers_stay_vanilla(make, suite):
+    active = suite()
+    llama = make(chat_handler=lambda **kwargs: None)
+    ask(llama, CHAT, 1)
+    found = active.status()["plugins"]["kv_chunks"]
+    assert [reason[:14] for reason in found["left_alone"]] == ["a chat handler"]
+    assert found["saves"] == 0
+    llama.close()
+
+
+def test_contexts_made_before_activation_stay_vanilla(make, suite):
+    llama = make()
+    expected = [ask(llama, prompt) for prompt in (CHAT, FOREIGN, CHAT)]
+    active = suite()
+    assert [ask(llama, prompt) for prompt in (FOREIGN, CHAT)] == expected[1:]
+    found = active.status()["plugins"]["kv_chunks"]
+    assert found["left_alone"] == [
+        "its context has no scratch sequence: created before activation, or without store"
+    ]
+    assert found["restores"] == found["saves"] == 0
+
+
+def test_contexts_outlive_the_suite(make, suite):
+    active = suite()
+    llama = make()
+    expected = ask(llama, CHAT)
+    active.deactivate()
+    ask(llama, FOREIGN)
+    assert ask(llama, CHAT) == expected
+
+
+def test_store_in_use_by_another_process(make, tmp_path, suite):
+    expected = ask(make(), CHAT)
+    other = DiskStore(tmp_path / "kv", 1 << 20)
+    active = suite()
+    with pytest.raises(PluginError, match=r"is in use by another process\. Stop it, or set "):
+        make()
+    other.close()
+    llama = make()  # it may be stopped while the app runs
+    assert ask(llama, CHAT) == expected
+    assert report(active)["chunks"] > 0
+    llama.close()
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_store_that_cannot_be_opened(make, tmp_path, caplog, on_error):
+    expected = ask(make(), CHAT)
+    (tmp_path / "kv").write_text("a file in the way")
+    table = {"store": str(tmp_path / "kv")}
+    with activate({"on_error": on_error, "plugins": {"kv_chunks": table}}) as suite:
+        if on_error == "raise":
+            with pytest.raises(PluginError, match=r"Set plugins\.kv_chunks\.store to a directory"):
+                make()
+            return
+        llama = make()
+        assert [ask(llama, prompt) for prompt in (CHAT, FOREIGN, CHAT)][2] == expected
+        assert "Set plugins.kv_chunks.store to a directory you may write to" in caplog.text
+        assert len(suite.status()["plugins"]["kv_chunks"]["left_alone"]) == 1
+        llama.close()
+
+
+# -- values no 8 bits can hold ------------------------------------------------------------------
+
+
+def state(llama):
+    n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+    blob = (llama_cpp.ctypes.c_uint8 * n_bytes)()
+    assert llama_cpp.llama_state_seq_get_data(llama.ctx, blob, n_bytes, 0) == n_bytes
+    return np.frombuffer(blob, np.uint8)
+
+
+def test_cells_that_are_not_finite_keep_every_bit(make, suite):
+    active = suite(codec="int8")
+    llama = make()
+    generator = llama.generate(CHAT, temp=0.0)
+    next(generator)
+    cells = state(llama).copy()
+    n_cells, cell = len(CHAT), 2 * CHUNK_TOKENS + 3
+    first_k = 24 + 12 * n_cells + 12  # where the rows of the first layer's K begin
+    row = cells[first_k + 256 * cell : first_k + 256 * (cell + 1)].view("<f2")
+    row[5:8] = np.inf, -np.inf, np.nan
+    put = llama_cpp.llama_state_seq_set_data
+    pointer = cells.ctypes.data_as(llama_cpp.ctypes.POINTER(llama_cpp.ctypes.c_uint8))
+    assert put(llama.ctx, pointer, cells.nbytes, 0) == cells.nbytes
+    generator.close()
+    store = store_of(active)
+    path, _ = store.match(next(iter(store.tree)).id.parent, np.array(CHAT, np.int32))
+    codecs = [chunk_peek(store._shelf.ram.view(chunk.ram, chunk.size)).codec for chunk in path]
+    assert codecs == [Codec.INT8, Codec.INT8, Codec.RAW, *[Codec.INT8] * 4]
+    ask(llama, FOREIGN, 1)
+    ask(llama, CHAT, 1)
+    assert report(active)["restored_tokens"] == len(CHAT)
+    found = state(llama)
+    row_bytes = slice(first_k + 256 * 2 * CHUNK_TOKENS, first_k + 256 * 3 * CHUNK_TOKENS)
+    assert np.array_equal(found[row_bytes], cells[row_bytes])
+    assert not np.array_equal(found[first_k : row_bytes.start], cells[first_k : row_bytes.start])
+    llama.close()

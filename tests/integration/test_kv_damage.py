@@ -1,0 +1,268 @@
+"""Damaged stores under an app: what is sound is used, the rest evaluated, the text the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sqlite3
+
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp import Llama
+
+from llmaas_hooks import KVRestored, Request
+from llmaas_plugins import activate
+from llmaas_plugins._native import (
+    Codec,
+    KVGeometry,
+    blob_init,
+    blob_size,
+    chunk_bound,
+    chunk_encode,
+)
+from llmaas_plugins.kv_chunks.extents import page_round
+
+RNG = np.random.default_rng(3)
+PROMPT = [1, *RNG.integers(300, 4000, 149).tolist()]  # 9 chunks and a piece
+FOREIGN = [1, *RNG.integers(300, 4000, 40).tolist()]
+N_TOKENS = 8
+BUDGETS = {  # RAM, which decides how large the transfer buffers are
+    "one segment": "256 MiB",
+    "segments of chunks": "2 MiB",
+    "segments of one chunk": "1 MiB",
+}
+
+
+@pytest.fixture
+def make(make_llama):
+    """Make a ``Llama`` that leaves the other processors alone."""
+    return functools.partial(make_llama, n_threads_batch=1)
+
+
+@pytest.fixture(scope="module")
+def vanilla_answer(reference_model):
+    settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
+    with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
+        return ask(llama, PROMPT)
+
+
+@pytest.fixture
+def suite(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(**table):
+            stack.close()
+            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
+            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
+            return stack.enter_context(activate(config))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def original(reference_model, tmp_path_factory):
+    """Files of a store that holds the prompt's context."""
+    directory = tmp_path_factory.mktemp("original") / "kv"
+    config = {"plugins": {"kv_chunks": {"codec": "lossless", "store": str(directory)}}}
+    with activate(config):
+        settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
+        with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
+            ask(llama, PROMPT, 1)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def kv(original, tmp_path):
+    directory = tmp_path / "kv"
+    directory.mkdir(mode=0o700)
+    for name, content in original.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def ask(llama, tokens, n=N_TOKENS):
+    generator = llama.generate(tokens, temp=0.0)
+    found = [next(generator) for _ in range(n)]
+    generator.close()
+    return found
+
+
+def report(suite):
+    suite.settle()
+    store = suite.hooks._pm.get_plugin("kv_chunks")._store
+    store.flush()
+    assert all(chunk.pins == 0 for chunk in store.tree)
+    return suite.status()["plugins"]["kv_chunks"]
+
+
+def row(kv, i):
+    """Key, file offset and size of the prompt's chunk ``i``."""
+    tokens = np.array(PROMPT[16 * i : 16 * (i + 1)], "<i4").tobytes()
+    with contextlib.closing(sqlite3.connect(kv / "index.sqlite")) as db:
+        found = db.execute("SELECT key, offset, size FROM chunks WHERE tokens = ?", (tokens,))
+        key, offset, size = found.fetchone()
+    return key, 4096 + offset, size
+
+
+def edit(kv, statement, *values):
+    with contextlib.closing(sqlite3.connect(kv / "index.sqlite")) as db:
+        db.execute(statement, values)
+        db.commit()
+
+
+def flip(kv, i):
+    """Flip a bit in the middle of chunk ``i``."""
+    _, offset, size = row(kv, i)
+    with (kv / "chunks.slab").open("r+b") as file:
+        file.seek(offset + size // 2)
+        (byte,) = file.read(1)
+        file.seek(offset + size // 2)
+        file.write(bytes([byte ^ 4]))
+
+
+def forge(kv, i):
+    """Put a chunk of another geometry in its place: key and checksum are right, the rest is not."""
+    key, offset, _ = row(kv, i)
+    geometry = KVGeometry(2, False, 1, 1, (128, 128), (128, 128))
+    blob, out = np.zeros(blob_size(geometry, 16), np.uint8), bytearray(60_000)
+    blob_init(geometry, blob, range(16))
+    bound = chunk_bound(geometry, Codec.RAW, 16)
+    size = chunk_encode(geometry, Codec.RAW, blob, 16, 0, 16, key, memoryview(out)[:bound])
+    with (kv / "chunks.slab").open("r+b") as file:
+        file.seek(offset)
+        file.write(out[: page_round(size)])
+    edit(kv, "UPDATE chunks SET size = ? WHERE key = ?", size, key)
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize(("damage", "i"), [(flip, 0), (flip, 8), (forge, 4), (forge, 8)])
+def test_damaged_chunk_is_evaluated_again(make, suite, kv, vanilla_answer, budget, damage, i):  # noqa: PLR0917
+    damage(kv, i)
+    active = suite(ram_budget=budget)
+    llama = make()
+    assert ask(llama, PROMPT) == vanilla_answer
+    found = report(active)
+    assert found["faults"] == 1
+    assert found["restored_tokens"] == 16 * i
+    ask(llama, FOREIGN, 1)
+    assert ask(llama, PROMPT) == vanilla_answer  # the gap was closed
+    found = report(active)
+    assert found["faults"] == 1
+    assert found["restored_tokens"] == 16 * i + len(PROMPT)
+    llama.close()
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_much_damage_is_met_one_by_one(make, suite, kv, vanilla_answer, budget):
+    for i in (2, 5, 6, 8):
+        flip(kv, i)
+    active = suite(ram_budget=budget)
+    llama = make()
+    for _ in range(4):
+        assert ask(llama, PROMPT) == vanilla_answer
+        ask(llama, FOREIGN, 1)
+    found = report(active)
+    assert 1 <= found["faults"] <= 4
+    llama.close()
+
+
+def test_damage_behind_cells_that_stayed(make, suite, kv, vanilla_answer):
+    flip(kv, 8)
+    active = suite()
+    llama = make()
+    ask(llama, [*PROMPT[:70], *FOREIGN[1:]], 1)  # loads the beginning
+    assert ask(llama, PROMPT) == vanilla_answer
+    found = report(active)
+    assert found["faults"] == 1
+    assert found["restored_tokens"] == 70 + 16 * 8 - 64
+    llama.close()
+
+
+def test_lost_slab_is_a_new_start(make, suite, kv, vanilla_answer):
+    os.truncate(kv / "chunks.slab", 4096)
+    active = suite()
+    llama = make()
+    assert ask(llama, PROMPT) == vanilla_answer
+    ask(llama, FOREIGN, 1)
+    assert ask(llama, PROMPT) == vanilla_answer
+    found = report(active)
+    assert found["restores"] == 1
+    assert found["faults"] == 10
+    llama.close()
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize(("damaged", "n_kept"), [(None, 0), (8, 0), (0, 0), (8, 40), (3, 40)])
+def test_cells_are_those_that_were_promised(make, suite, kv, budget, damaged, n_kept):  # noqa: PLR0917
+    """A restore leaves exactly the named positions behind, and its scratch sequence empty."""
+    if damaged is not None:
+        flip(kv, damaged)
+    active = suite(ram_budget=budget)
+    llama = make()
+    ask(llama, [*PROMPT[:n_kept], *FOREIGN[1:]], 1)
+    engine = active._installed._host.engine(llama)
+    engine.settle()
+    request = Request(engine, np.array(PROMPT[:141], np.int32), None)
+    restored = active.hooks.kv_restore(request)
+    n_tokens = 141 if damaged is None else 16 * damaged
+    assert restored == KVRestored(n_tokens, n_tokens - n_kept // 16 * 16)
+    memory = llama_cpp.llama_get_memory(llama.ctx)
+    assert llama_cpp.llama_memory_seq_pos_max(memory, 0) == n_tokens - 1
+    assert llama_cpp.llama_memory_seq_pos_min(memory, 0) == (0 if n_tokens else -1)
+    assert llama_cpp.llama_memory_seq_pos_max(memory, 1) == -1
+    report(active)
+    llama.close()
+
+
+LAYOUTS = {
+    "no JSON": lambda layout: "{",
+    "a list": lambda layout: "[1]",
+    "infinite": lambda layout: json.dumps(layout | {"n_layer": float("inf")}),
+    "too large": lambda layout: json.dumps(layout | {"n_layer": 10**30}),
+    "other rows": lambda layout: json.dumps(layout | {"k_row": [128] * 8}),
+    "V the other way": lambda layout: json.dumps(layout | {"v_trans": not layout["v_trans"]}),
+}
+
+
+@pytest.mark.parametrize("change", LAYOUTS.values(), ids=LAYOUTS)
+def test_wrong_layout_costs_one_evaluation(make, suite, kv, vanilla_answer, change):
+    with contextlib.closing(sqlite3.connect(kv / "index.sqlite")) as db:
+        (layout,) = db.execute("SELECT layout FROM geometry").fetchone()
+    edit(kv, "UPDATE geometry SET layout = ?", change(json.loads(layout)))
+    active = suite()
+    llama = make()
+    assert ask(llama, PROMPT) == vanilla_answer
+    ask(llama, FOREIGN, 1)
+    before = report(active)["restored_tokens"]
+    assert ask(llama, PROMPT) == vanilla_answer
+    assert report(active)["restored_tokens"] == before + len(PROMPT)
+    llama.close()
+    active = suite()
+    llama = make()
+    assert ask(llama, PROMPT) == vanilla_answer
+    assert report(active)["restored_tokens"] == len(PROMPT)
+    llama.close()
+
+
+def test_full_disk_leaves_the_app_alone(make, suite, tmp_path, vanilla_answer):
+    active = suite()
+    llama = make()
+    active.evict("x")  # opens the store
+    fd = active.hooks._pm.get_plugin("kv_chunks")._store._shelf.disk.fd
+    full, kept = os.open("/dev/full", os.O_RDWR), os.dup(fd)
+    os.dup2(full, fd)
+    for _ in range(2):
+        assert ask(llama, PROMPT) == vanilla_answer
+        assert ask(llama, FOREIGN, 1)
+    found = report(active)
+    assert found["io_errors"] > 0
+    assert found["chunks"] == found["ram_bytes"] == 0
+    os.dup2(kept, fd)
+    assert ask(llama, PROMPT) == vanilla_answer
+    assert report(active)["chunks"] > 0
+    os.close(kept)
+    os.close(full)
+    llama.close()

@@ -1,0 +1,168 @@
+"""The slab's table of contents: what is committed is read back, anything odd is refused."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+import pytest
+
+from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.keys import chain
+
+STORE = b"s" * 16
+ROOT = bytes(32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "index.sqlite"
+
+
+@pytest.fixture
+def index(path):
+    index = ChunkIndex(path, STORE)
+    yield index
+    index.close()
+
+
+def rows(n):
+    ids = chain(ROOT, np.arange(16 * n, dtype=np.int32))
+    return [ChunkRow(wanted, 4096 * i, 100 + i) for i, wanted in enumerate(ids)]
+
+
+def added(*found):
+    return {row.id.key: row for row in found}
+
+
+def used(*found):
+    return {row.id.key: None for row in found}
+
+
+def edit(path, *statements):
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.commit()
+    db.close()
+
+
+def test_everything_comes_back(index, path):
+    a, b, c = rows(3)
+    index.apply(
+        IndexUpdate(added(a, b, c), used=used(c, b, a), heads={"x": c.id.key, "ü ": a.id.key})
+    )
+    index.set_geometry(ROOT, '{"n_layer": 2}')
+    index.close()
+    again = ChunkIndex(path, b"t" * 16)
+    assert again.store_id() == STORE
+    assert list(again.chunks()) == [c, b, a]
+    assert again.contexts() == {"x": c.id.key, "ü ": a.id.key}
+    assert again.geometry(ROOT) == '{"n_layer": 2}'
+    assert again.geometry(b"other") is None
+    again.close()
+
+
+def test_new_index_is_empty(index):
+    assert list(index.chunks()) == []
+    assert index.contexts() == {}
+    assert index.geometry(ROOT) is None
+
+
+def test_order_of_use_goes_on_from_one_commit_to_the_next(index):
+    a, b, c = rows(3)
+    index.apply(IndexUpdate(added(a, b, c), used=used(a, b, c)))
+    index.apply(IndexUpdate(used=used(b)))
+    index.apply(IndexUpdate(used=used(a)))
+    assert list(index.chunks()) == [c, b, a]
+
+
+def test_removed_chunks_are_gone_and_may_come_back_elsewhere(index):
+    a, b = rows(2)
+    index.apply(IndexUpdate(added(a, b)))
+    moved = b._replace(offset=1 << 20, size=7)
+    index.apply(IndexUpdate(added(moved), [a.id.key, b.id.key]))
+    assert list(index.chunks()) == [moved]
+
+
+def test_contexts_change_only_when_told(index):
+    (a,) = rows(1)
+    index.apply(IndexUpdate(heads={"x": a.id.key, "y": a.id.key}))
+    index.apply(IndexUpdate(added(a)))
+    assert set(index.contexts()) == {"x", "y"}
+    index.apply(IndexUpdate(heads={"y": a.id.key}))
+    assert set(index.contexts()) == {"y"}
+    index.apply(IndexUpdate(heads={}))
+    assert index.contexts() == {}
+
+
+def test_geometry_is_replaced(index):
+    index.set_geometry(ROOT, "old")
+    index.set_geometry(ROOT, "new")
+    assert index.geometry(ROOT) == "new"
+
+
+def test_failed_commit_changes_nothing(index):
+    a, b = rows(2)
+    index.apply(IndexUpdate(added(a), heads={"x": a.id.key}))
+    wrong = IndexUpdate(added(b), [a.id.key], heads={"x": None})
+    with pytest.raises(sqlite3.IntegrityError):
+        index.apply(wrong)
+    assert list(index.chunks()) == [a]
+    assert index.contexts() == {"x": a.id.key}
+    index.apply(IndexUpdate(added(b)))
+    assert len(list(index.chunks())) == 2
+
+
+def test_two_updates_are_as_good_as_one(tmp_path):
+    """What could not be committed is committed with what comes next."""
+    a, b, c, d = rows(4)
+    moved = b._replace(offset=1 << 20)
+    first = IndexUpdate(added(a, b, c), used=used(c, b, a), heads={"x": c.id.key})
+    second = IndexUpdate(added(moved, d), [b.id.key, c.id.key], used(d, c, moved))
+    contents = []
+    for name, updates in (("two", [first, second]), ("one", [first.then(second)])):
+        index = ChunkIndex(tmp_path / name, STORE)
+        for update in updates:
+            index.apply(update)
+        contents.append((list(index.chunks()), index.contexts()))
+        index.close()
+    assert contents[0] == contents[1] == ([a, d, moved], {"x": c.id.key})
+
+
+@pytest.mark.parametrize("version", [0, 2, -1, 2**31 - 1])
+def test_other_formats_are_refused_and_left_as_they_are(index, path, version):
+    index.apply(IndexUpdate(added(*rows(2))))
+    index.close()
+    edit(path, f"PRAGMA user_version={version}")
+    with pytest.raises(sqlite3.DatabaseError, match=f"index format {version}, expected 1"):
+        ChunkIndex(path, STORE)
+    edit(path, "PRAGMA user_version=1")
+    again = ChunkIndex(path, STORE)
+    assert len(list(again.chunks())) == 2
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"no database", b"SQLite format 3\0" + b"\xff" * 8176])
+def test_garbage_is_refused(path, content):
+    path.write_bytes(content * 20)
+    with pytest.raises(sqlite3.DatabaseError, match="file is not a database"):
+        ChunkIndex(path, STORE)
+
+
+def test_damaged_pages_are_refused(index, path):
+    index.apply(IndexUpdate(added(*rows(500))))
+    index.close()
+    whole = bytearray(path.read_bytes())
+    whole[8192:24576] = b"\xa5" * 16384
+    path.write_bytes(whole)
+    with pytest.raises(sqlite3.DatabaseError, match=r"damaged|malformed"):
+        ChunkIndex(path, STORE)
+
+
+def test_half_made_index_is_made_again(path):
+    """The process died before the schema was committed."""
+    sqlite3.connect(path).close()
+    index = ChunkIndex(path, STORE)
+    assert index.store_id() == STORE
+    index.close()

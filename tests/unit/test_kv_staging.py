@@ -1,0 +1,52 @@
+"""Transfer buffers: inside the RAM budget, sized by the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmaas_hooks import BudgetError
+from llmaas_plugins._native import Budget, KVGeometry, blob_size
+from llmaas_plugins.kv_chunks.staging import Staging
+from llmaas_plugins.kv_chunks.store import ChunkStore
+
+MiB = 1 << 20
+HUGE = KVGeometry(40, False, 1, 1, (8192,) * 40, (8192,) * 40)
+SMALL = KVGeometry(1, False, 1, 1, (64,), (64,))
+
+
+@pytest.mark.parametrize("geometry", [SMALL, HUGE], ids=["small", "huge"])
+@pytest.mark.parametrize("limit", [64 * MiB, 512 * MiB])
+def test_buffers_hold_a_segment_each_within_the_budget(geometry, limit):
+    store = ChunkStore(Budget(limit), None)
+    staging = Staging(store)
+    n = staging.segment_chunks(geometry)
+    assert blob_size(geometry, 16 * n) <= staging.buffer(0).nbytes
+    assert store.stats()["buffer_bytes"] == staging.whole.nbytes <= limit // 2
+    starts = [staging.buffer(i).ctypes.data for i in range(Staging.BUFFERS + 1)]
+    assert starts[0] == starts[-1] == staging.whole.ctypes.data
+    assert len(set(starts)) == Staging.BUFFERS
+    assert set(zip(starts[1:-1], starts[:-2], strict=True)) == {
+        (start + staging.buffer(0).nbytes, start) for start in starts[:-2]
+    }
+
+
+def test_buffers_grow_with_the_model_and_give_back_what_they_had():
+    store = ChunkStore(Budget(512 * MiB), None)
+    staging = Staging(store)
+    staging.segment_chunks(SMALL)
+    small = staging.whole.nbytes
+    n = staging.segment_chunks(HUGE)
+    assert n == 1
+    assert store.stats()["buffer_bytes"] == staging.whole.nbytes > small
+    huge = staging.whole.nbytes
+    assert staging.segment_chunks(SMALL) > 1
+    assert store.stats()["buffer_bytes"] == huge
+
+
+def test_budget_too_small_for_a_chunk_says_what_would_do():
+    store = ChunkStore(Budget(MiB), None)
+    with pytest.raises(BudgetError, match="ram_budget to at least") as caught:
+        Staging(store).segment_chunks(HUGE)
+    assert store.stats()["buffer_bytes"] == 0
+    enough = int(str(caught.value).rsplit(" ", 1)[1])
+    assert Staging(ChunkStore(Budget(enough), None)).segment_chunks(HUGE) == 1

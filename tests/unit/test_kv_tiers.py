@@ -1,0 +1,165 @@
+"""RAM arena, slab file and transfer buffers: bounded, and emptied in order of use."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmaas_hooks import BudgetError
+from llmaas_plugins._native import Budget
+from llmaas_plugins.kv_chunks.extents import PAGE
+from llmaas_plugins.kv_chunks.keys import chain
+from llmaas_plugins.kv_chunks.tiers import DiskTier, RamTier, Tier
+from llmaas_plugins.kv_chunks.tree import Chunk
+
+MiB = 1 << 20
+
+
+def make_chunks(n, size=PAGE):
+    return [Chunk(wanted, size) for wanted in chain(bytes(32), np.arange(16 * n, dtype=np.int32))]
+
+
+def enter(tier, chunks):
+    for chunk in chunks:
+        chunk.ram = tier.reserve(chunk.size, never, never)
+        tier.enter(chunk)
+
+
+def never(chunk):
+    pytest.fail(f"{chunk} was considered for eviction")
+
+
+class Evictions(list):
+    """Evicts from ``tier`` and remembers whom."""
+
+    def __init__(self, tier):
+        super().__init__()
+        self.tier = tier
+
+    def __call__(self, chunk):
+        self.append(chunk)
+        self.tier.free(chunk, chunk.ram)
+
+
+def test_least_recently_used_go_first():
+    tier, chunks = Tier(4 * PAGE), make_chunks(4)
+    enter(tier, chunks)
+    tier.touch(chunks[0])
+    tier.touch(chunks[2])
+    evict = Evictions(tier)
+    assert tier.reserve(PAGE, lambda chunk: True, evict) == PAGE
+    assert evict == [chunks[1]]
+    assert tier.reserve(PAGE, lambda chunk: True, evict) == 3 * PAGE
+    assert evict == [chunks[1], chunks[3]]
+    assert len(tier) == 2
+
+
+def test_chunks_that_may_not_go_are_passed_over():
+    tier, chunks = Tier(3 * PAGE), make_chunks(3)
+    enter(tier, chunks)
+    evict = Evictions(tier)
+    assert tier.reserve(PAGE, lambda chunk: chunk is chunks[2], evict) == 2 * PAGE
+    assert evict == [chunks[2]]
+    assert tier.reserve(PAGE, lambda chunk: False, evict) is None
+    assert tier.used_bytes == 3 * PAGE
+
+
+def test_room_is_made_by_as_few_as_give_a_run():
+    tier, chunks = Tier(4 * PAGE), make_chunks(4)
+    enter(tier, chunks)
+    evict = Evictions(tier)
+    assert tier.reserve(2 * PAGE, lambda chunk: True, evict) == 0
+    assert evict == chunks[:2]
+
+
+def test_what_can_never_fit_evicts_nothing():
+    tier = Tier(4 * PAGE)
+    enter(tier, make_chunks(4))
+    assert tier.reserve(4 * PAGE + 1, never, never) is None
+    assert len(tier) == 4
+
+
+def test_touching_a_chunk_that_is_not_there_does_nothing():
+    tier, chunks = Tier(4 * PAGE), make_chunks(2)
+    enter(tier, chunks[:1])
+    tier.touch(chunks[1])
+    assert len(tier) == 1
+
+
+def test_reservations_that_no_chunk_took_come_back():
+    tier = Tier(4 * PAGE)
+    offset = tier.reserve(3 * PAGE, never, never)
+    tier.shrink(offset, 3 * PAGE, PAGE)
+    assert tier.used_bytes == PAGE
+    tier.cancel(offset, PAGE)
+    assert tier.used_bytes == 0
+
+
+def test_ram_tier_accounts_for_what_the_budget_has_left():
+    budget = Budget(MiB + 100)
+    budget.reserve(PAGE)
+    tier = RamTier(budget)
+    assert budget.used == budget.limit
+    assert tier.capacity == MiB - PAGE  # whole pages
+    with pytest.raises(BudgetError):
+        budget.reserve(1)
+
+
+def test_ram_tier_views_are_the_memory_at_their_address():
+    tier = RamTier(Budget(MiB))
+    view = tier.view(2 * PAGE, 100)
+    assert len(view) == 100
+    assert view.ctypes.data == tier.address(2 * PAGE)
+    assert tier.address(0) % PAGE == 0
+    assert not tier.view(0, tier.capacity).any()
+    tier.view(tier.capacity - 1, 1)[:] = 7
+    assert tier.view(0, tier.capacity).sum() == 7
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = DiskTier(tmp_path / "chunks.slab", 16 * PAGE)
+    yield tier
+    tier.close()
+
+
+def test_slab_starts_empty_and_private(disk, tmp_path):
+    assert disk.file_bytes() == 0
+    assert disk.read_header() == b""
+    assert stat.S_IMODE((tmp_path / "chunks.slab").stat().st_mode) == 0o600
+
+
+def test_header_takes_the_first_page(disk, tmp_path):
+    disk.write_header(b"one")
+    assert disk.file_bytes() == DiskTier.HEADER_BYTES == disk.file_offset(0)
+    assert disk.read_header() == b"one".ljust(DiskTier.HEADER_BYTES, b"\0")
+    os.truncate(tmp_path / "chunks.slab", 10 * PAGE)
+    disk.write_header(b"two")
+    assert disk.file_bytes() == DiskTier.HEADER_BYTES
+    assert disk.read_header().rstrip(b"\0") == b"two"
+
+
+def test_slab_stays_within_its_budget(disk):
+    end = disk.file_offset(disk.capacity)
+    assert disk.capacity % PAGE == 0
+    assert end <= 16 * PAGE
+
+
+def test_slab_is_found_again(disk, tmp_path):
+    disk.write_header(b"mine")
+    again = DiskTier(tmp_path / "chunks.slab", 16 * PAGE)
+    assert again.read_header().rstrip(b"\0") == b"mine"
+    again.close()
+
+
+def test_closed_slab_has_no_descriptors_left(tmp_path):
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    tier = DiskTier(tmp_path / "chunks.slab", PAGE)
+    assert len(list(open_files.iterdir())) == before + 2
+    tier.close()
+    assert len(list(open_files.iterdir())) == before
