@@ -80,7 +80,7 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section("figures")
     for bench in session.benchmarks:
         figures = ", ".join(
-            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
             for key, value in bench.extra_info.items()
         )
         terminalreporter.line(f"{bench.name}: {figures}")

@@ -1,0 +1,39 @@
+"""What the codecs change in the reference model's predictions on the packaged conversations."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from llmaas_eval.quality import conversation_texts, drift, read
+from llmaas_plugins import activate
+from llmaas_plugins.models import reference_model_path
+
+N_TEXT, N_LAST = 400, 150
+SETTINGS = {"n_ctx": 1024, "flash_attn": True, "verbose": False}
+
+
+@pytest.mark.parametrize("n_swaps", [1, 4])
+@pytest.mark.parametrize("codec", ["int8", "lossless"])
+def bench_drift(benchmark, tmp_path, codec, n_swaps):
+    """Each text is swapped out and in ``n_swaps`` times before its last tokens are read.
+
+    Vanilla never leaves. A restored context evaluates the last token of its prompt alone, vanilla
+    all in one batch: the lossless rows show what that rounding does without any codec.
+    """
+    from llama_cpp import Llama
+
+    with contextlib.closing(Llama(str(reference_model_path()), **SETTINGS)) as llama:
+        texts = conversation_texts(llama, N_TEXT)
+        vanilla = [read(llama, text, N_LAST, 0) for text in texts]
+    table = {"codec": codec, "store": str(tmp_path / "kv")}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activate({"on_error": "raise", "plugins": {"kv_chunks": table}}))
+        llama = Llama(str(reference_model_path()), **SETTINGS)
+        stack.callback(llama.close)
+        ours = benchmark.pedantic(
+            lambda: [read(llama, text, N_LAST, n_swaps) for text in texts], rounds=1
+        )
+    found = drift(texts, vanilla, ours)
+    benchmark.extra_info.update(found._asdict(), n_positions=N_LAST * len(texts))

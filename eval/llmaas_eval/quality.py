@@ -1,0 +1,87 @@
+"""How far a model drifts on real text when its contexts are kept by plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins.chats import load_conversations
+
+__all__ = ["Drift", "conversation_texts", "drift", "read"]
+
+_OTHER = [1, *range(300, 320)]
+_STEP = 23
+
+
+class Drift(NamedTuple):
+    """Ours against vanilla over the same positions.
+
+    Attributes:
+        perplexity_ratio: Ours over vanilla's.
+        kl: Mean Kullback-Leibler divergence of ours from vanilla's distribution, in nats.
+        top1: Share of positions whose most likely token is the same.
+    """
+
+    perplexity_ratio: float
+    kl: float
+    top1: float
+
+
+def conversation_texts(llama: Any, n_tokens: int) -> list[list[int]]:
+    """The packaged conversations' first ``n_tokens`` tokens each."""
+    folder = Path(str(files("llmaas_plugins"))) / "demo" / "conversations"
+    texts = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for talk in load_conversations(path):
+            lines = [f"{m.role.capitalize()}: {m.content}\n" for m in talk.messages]
+            texts.append(llama.tokenize("".join(lines).encode())[:n_tokens])
+    return texts
+
+
+def read(llama: Any, text: Sequence[int], n_last: int, n_swaps: int) -> NDArray[np.float64]:
+    """Log probabilities at each of the last ``n_last`` positions, shape ``(n_last, n_vocab)``.
+
+    The beginning is read in ``n_swaps`` pieces, with another context after each.
+    """
+    n_prompt = len(text) - n_last - 1
+    for i in reversed(range(n_swaps)):
+        _ask(llama, text[: n_prompt - _STEP * i])
+        _ask(llama, _OTHER)
+    _ask(llama, text[:n_prompt])
+    return _log_probabilities(llama, n_prompt, text[n_prompt:-1])
+
+
+def drift(
+    texts: Sequence[Sequence[int]],
+    vanilla: Sequence[NDArray[np.float64]],
+    ours: Sequence[NDArray[np.float64]],
+) -> Drift:
+    """Compare what ``read`` gave for the same texts."""
+    targets = np.concatenate([t[-len(rows) :] for t, rows in zip(texts, vanilla, strict=True)])
+    a, b, i = np.concatenate(vanilla), np.concatenate(ours), np.arange(len(targets))
+    return Drift(
+        float(np.exp((a[i, targets] - b[i, targets]).mean())),
+        float((np.exp(a) * (a - b)).sum(axis=1).mean()),
+        float((a.argmax(axis=1) == b.argmax(axis=1)).mean()),
+    )
+
+
+def _ask(llama: Any, tokens: Sequence[int]) -> None:
+    generator = llama.generate(list(tokens), temp=0.0)
+    next(generator)
+    generator.close()
+
+
+def _log_probabilities(llama: Any, n_past: int, batch: Sequence[int]) -> NDArray[np.float64]:
+    llama._batch.set_batch(batch=batch, n_past=n_past, logits_all=True)
+    llama._ctx.decode(llama._batch)
+    rows = llama_cpp.llama_get_logits(llama.ctx)
+    logits = np.ctypeslib.as_array(rows, shape=(len(batch), llama.n_vocab())).astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
