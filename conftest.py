@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -19,6 +20,12 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start a deb
 ROOT = Path(__file__).parent
 DIST = ROOT / "tests" / "data" / "dist"
 _LOOPBACK = ("127.", "::1", "localhost")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and they would pass that on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,7 +35,7 @@ class Drift(NamedTuple):
 
 def conversation_texts(llama: Any, n_tokens: int) -> list[list[int]]:
     """The packaged conversations' first ``n_tokens`` tokens each."""
-    folder = Path(str(files("llmaas_plugins"))) / "demo" / "conversations"
+    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
     texts = []
     for path in sorted(folder.glob("*.jsonl")):
         for talk in load_conversations(path):

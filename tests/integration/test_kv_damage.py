@@ -26,12 +26,12 @@ from llmaas_plugins._native import (
 from llmaas_plugins.kv_chunks.extents import page_round
 
 RNG = np.random.default_rng(3)
-PROMPT = [1, *RNG.integers(300, 4000, 149).tolist()]  # 9 chunks and a piece
+PROMPT = [1, *RNG.integers(300, 4000, 179).tolist()]  # 11 chunks and a piece
 FOREIGN = [1, *RNG.integers(300, 4000, 40).tolist()]
 N_TOKENS = 8
 BUDGETS = {  # RAM, which decides how large the transfer buffers are
     "one segment": "256 MiB",
-    "segments of chunks": "2 MiB",
+    "segments of chunks": "4 MiB",
     "segments of one chunk": "1 MiB",
 }
 
@@ -190,7 +190,7 @@ def test_lost_slab_is_a_new_start(make, suite, kv, vanilla_answer):
     assert ask(llama, PROMPT) == vanilla_answer
     found = report(active)
     assert found["restores"] == 1
-    assert found["faults"] == 10
+    assert found["faults"] == 12
     llama.close()
 
 
@@ -205,9 +205,9 @@ def test_cells_are_those_that_were_promised(make, suite, kv, budget, damaged, n_
     ask(llama, [*PROMPT[:n_kept], *FOREIGN[1:]], 1)
     engine = active._installed._host.engine(llama)
     engine.settle()
-    request = Request(engine, np.array(PROMPT[:141], np.int32), None)
+    request = Request(engine, np.array(PROMPT[:173], np.int32), None)
     restored = active.hooks.kv_restore(request)
-    n_tokens = 141 if damaged is None else 16 * damaged
+    n_tokens = 173 if damaged is None else 16 * damaged
     assert restored == KVRestored(n_tokens, n_tokens - n_kept // 16 * 16)
     memory = llama_cpp.llama_get_memory(llama.ctx)
     assert llama_cpp.llama_memory_seq_pos_max(memory, 0) == n_tokens - 1

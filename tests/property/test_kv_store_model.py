@@ -185,7 +185,7 @@ class RamOnly(Store):
 
 
 LIMITS = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
