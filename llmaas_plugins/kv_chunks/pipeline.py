@@ -24,6 +24,7 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 __all__ = ["Loader", "Segment", "Workers"]
 
 _LOADERS = 4
+_SMALL_BYTES = 16 << 20
 
 
 class Workers:
@@ -80,10 +81,24 @@ class Loader:
             chunks: In order of position, without gaps.
             start: Position of the first chunk's first token.
         """
-        if _blob_bytes(self._geometry, chunks) <= len(self._staging.whole):
-            yield self._load(chunks, start, self._staging.whole)  # threads would cost more
-            return
-        parts = [chunks[i : i + self._step] for i in range(0, len(chunks), self._step)]
+        n_bytes, room = _blob_bytes(self._geometry, chunks), len(self._staging.whole)
+        if n_bytes <= room:
+            yield from self._in_this_thread([chunks], start)
+        elif n_bytes <= _SMALL_BYTES and all(chunk.ram >= 0 for chunk in chunks):
+            yield from self._in_this_thread(_parts(chunks, Staging.BUFFERS * self._step), start)
+        else:
+            yield from self._overlapped(_parts(chunks, self._step), start)
+
+    def _in_this_thread(self, parts: Sequence[Sequence[Chunk]], start: int) -> Generator[Segment]:
+        """Where handing over would cost more than it hides."""
+        for part in parts:
+            segment = self._load(part, start, self._staging.whole)
+            start += segment.n_tokens
+            yield segment
+            if not segment.is_whole:
+                return
+
+    def _overlapped(self, parts: Sequence[Sequence[Chunk]], start: int) -> Generator[Segment]:
         jobs = deque(self._submit(i, part) for i, part in enumerate(parts[: Staging.BUFFERS]))
         try:
             for i, part in enumerate(parts):
@@ -179,6 +194,10 @@ def _leading(job: _Job) -> int:
     whole = list(itertools.takewhile(lambda pair: pair[0] == pair[1], sound))
     broken = sound[len(whole)][1] if len(whole) < len(sound) else 0
     return sum(n_chunks for n_chunks, _ in whole) + broken
+
+
+def _parts(chunks: Sequence[Chunk], step: int) -> list[Sequence[Chunk]]:
+    return [chunks[i : i + step] for i in range(0, len(chunks), step)]
 
 
 def _records(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
