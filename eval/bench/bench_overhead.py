@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from llmaas_eval.paired import median_interval
+from llmaas_plugins.demo.interval import median_interval
 
 N_PAIRS = 10_000
 

@@ -1,4 +1,4 @@
-"""Controlled disks: dropping a file from the page cache, and a cap on read speed."""
+"""A cap on read speed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["can_limit_reads", "drop_pages", "read_limit"]
+__all__ = ["can_limit_reads", "read_limit"]
 
 _BLKIO = Path("/sys/fs/cgroup/blkio")
-
-
-def drop_pages(path: Path) -> None:
-    """Write a file out and take it out of the page cache."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
 
 
 def can_limit_reads() -> bool:

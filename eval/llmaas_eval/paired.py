@@ -8,18 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["compare", "median_interval", "peak_rss_mib"]
+from llmaas_plugins.demo.interval import median_interval
+
+__all__ = ["compare"]
 
 Step = Callable[[], object]
-_N_RESAMPLES = 4000
 
 
 def compare(
     benchmark: Any, ours: Step, vanilla: Step, *, before: Step = lambda: None, rounds: int = 20
-) -> dict[str, float]:
+) -> None:
     """Time both with pytest-benchmark: its table shows ours, ``extra_info`` has the comparison.
+
+    That is medians in milliseconds, the speed-up (median of the pairs' ratios) with its
+    bootstrapped 95 % interval, and the process's peak memory.
 
     Args:
         benchmark: The fixture.
@@ -27,10 +30,6 @@ def compare(
         vanilla: What it is compared with, in the same round.
         before: Puts things back before either; not timed.
         rounds: Pairs.
-
-    Returns:
-        Medians in milliseconds, and the speed-up (median of the pairs' ratios) with its
-        bootstrapped 95 % interval.
     """
     ours_s: list[float] = []
     vanilla_s: list[float] = []
@@ -58,28 +57,16 @@ def compare(
     )
     ratios = np.array(vanilla_s) / np.array(ours_s)
     median, low, high = median_interval(ratios)
-    figures = {
-        "ours_ms": 1e3 * float(np.median(ours_s)),
-        "vanilla_ms": 1e3 * float(np.median(vanilla_s)),
-        "speedup": median,
-        "speedup_low": low,
-        "speedup_high": high,
-        "peak_rss_mib": peak_rss_mib(),
-    }
-    benchmark.extra_info.update(figures)
-    return figures
-
-
-def median_interval(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Median, and the bootstrapped 95 % interval around it."""
-    picks = np.random.default_rng(0).integers(0, len(values), (_N_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(values[picks], axis=1), [2.5, 97.5])
-    return float(np.median(values)), float(low), float(high)
-
-
-def peak_rss_mib() -> float:
-    """Most memory this process ever had resident."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    benchmark.extra_info.update(
+        {
+            "ours_ms": 1e3 * float(np.median(ours_s)),
+            "vanilla_ms": 1e3 * float(np.median(vanilla_s)),
+            "speedup": median,
+            "speedup_low": low,
+            "speedup_high": high,
+            "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+    )
 
 
 def _seconds(step: Step) -> float:

@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.disk import drop_pages
 from llmaas_hooks import Request, Tokens
+from llmaas_plugins.demo.page_cache import drop_pages
 
 __all__ = ["StoredContext"]
 

@@ -35,6 +35,7 @@ from llmaas_hooks.errors import (
 )
 from llmaas_hooks.manager import HookManager
 from llmaas_hooks.markers import NAME, hookimpl
+from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
@@ -70,5 +71,6 @@ __all__ = [
     "StoreError",
     "Tokens",
     "UnknownPluginError",
+    "common_prefix",
     "hookimpl",
 ]

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.run import OURS, DemoRun
 from llmaas_plugins.demo.worker import CallResult
 
 __all__ = ["as_json", "as_table", "as_texts", "save_plot"]
 
-_N_RESAMPLES = 2000
 _COLUMNS = (
     ("switch_ms_mean", "switch mean", "ms"),
     ("switch_ms_p50", "p50", "ms"),
@@ -140,10 +140,7 @@ def _summary(run: DemoRun, name: str) -> dict[str, float]:
 def _speedup(run: DemoRun, name: str, kind: str = "switch_s") -> dict[str, float]:
     """How much faster ours is: median of per-call ratios, bootstrapped 95 % interval."""
     ratios = _values(run.results[name], kind) / _values(run.results[OURS], kind)
-    rng = np.random.default_rng(0)
-    picks = rng.integers(0, len(ratios), (_N_RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picks], axis=1), [2.5, 97.5])
-    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+    return dict(zip(("median", "low", "high"), median_interval(ratios), strict=True))
 
 
 def _conclusions(run: DemoRun) -> list[str]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import RequestStats, Tokens, hookimpl
+from llmaas_hooks import RequestStats, Tokens, common_prefix, hookimpl
+from llmaas_plugins.demo.page_cache import drop_pages
 
 __all__ = ["SYSTEMS", "Ours", "Recompute"]
 
@@ -37,7 +37,8 @@ class Recompute:
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         """Bring a context's cells into the engine before its prompt is evaluated."""
         self._llama.reset()
-        self._llama.eval([int(t) for t in _common(tokens, prompt)])
+        n_common = common_prefix(tokens, np.asarray(prompt, dtype=np.int32))
+        self._llama.eval(tokens[:n_common].tolist())
 
     def leave(self, context: int, tokens: Tokens) -> None:
         """Keep what the context needs to come back; on the caller's path."""
@@ -56,7 +57,7 @@ class Recompute:
         for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             room -= path.stat().st_size
             if room < 0:
-                _drop_pages(path)
+                drop_pages(path)
 
 
 class StateFiles(Recompute):
@@ -131,7 +132,6 @@ class Ours(Recompute):
 
     def background(self) -> None:
         self._suite.settle()
-        self._suite.hooks.status()
 
     def memory_bytes(self) -> int:
         return int(self._suite.hooks.status()["kv_chunks"]["ram_bytes"])
@@ -143,22 +143,6 @@ SYSTEMS: dict[str, type[Recompute]] = {
     "LlamaDiskCache": DiskCache,
     "llmaas": Ours,
 }
-
-
-def _drop_pages(path: Path) -> None:
-    """Write a file out and take it out of the page cache."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
-
-
-def _common(tokens: Tokens, prompt: Sequence[int]) -> Tokens:
-    n = min(len(tokens), len(prompt))
-    different = np.flatnonzero(tokens[:n] != np.asarray(prompt[:n], dtype=np.int32))
-    return tokens[: different[0] if len(different) else n]
 
 
 def _set_resident(llama: Llama, tokens: Tokens) -> None:

@@ -269,7 +269,7 @@ class ChunkStore:
 
     def _read(self, chunks: Sequence[Chunk], places: Sequence[int]) -> None:
         tier = self._shelf.disk
-        if tier is None:
+        if tier is None or not chunks:
             return
         coming: list[tuple[Chunk, int, int]] = []
         with self._shelf.lock:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import CodecError, Engine, KVRestored, Tokens
+from llmaas_hooks import CodecError, Engine, KVRestored, Tokens, common_prefix
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
 from llmaas_plugins.kv_chunks.cells import Cells
@@ -130,7 +130,7 @@ class Transfer:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
         match = self._store.match(self._root, prompt)
-        n_common = _common_prefix(prompt, resident)
+        n_common = common_prefix(prompt, resident)
         loader = self._loader or self._open_loader()
         if match.n_tokens <= n_common or loader is None:
             return None
@@ -198,9 +198,3 @@ def _runs(indices: Sequence[int], most: int) -> Iterator[range]:
             start = i
         previous = i
     yield range(start, previous + 1)
-
-
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    n = min(len(a), len(b))
-    same = a[:n] == b[:n]
-    return n if same.all() else int(same.argmin())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama
 
-from llmaas_hooks import PluginError, Request, RequestStats
+from llmaas_hooks import PluginError, Request, RequestStats, common_prefix
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host, current_context
 
@@ -115,7 +115,7 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
     """Let a plugin load cells; leading prompt tokens that sequence 0 holds then."""
     if engine.needs_all_logits:
         engine.drop_restored()
-        return _common_prefix(engine.resident_tokens(), request.tokens)
+        return common_prefix(engine.resident_tokens(), request.tokens)
     try:
         restored = host.hooks.kv_restore(request)
     except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
@@ -125,12 +125,6 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         host.hooks.handle(error)
         return 0
     if restored is None:
-        return _common_prefix(engine.resident_tokens(), request.tokens)
+        return common_prefix(engine.resident_tokens(), request.tokens)
     engine.set_restored(request.tokens[: restored.n_tokens])
     return restored.n_tokens
-
-
-def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    n = min(len(a), len(b))
-    same = a[:n] == b[:n]
-    return n if same.all() else int(same.argmin())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import shutil
 
@@ -26,26 +25,6 @@ SYSTEM = [1, *RNG.integers(300, 4000, 79).tolist()]
 CHAT = [*SYSTEM, *RNG.integers(300, 4000, 30).tolist()]
 MAIL = [*SYSTEM, *RNG.integers(300, 4000, 45).tolist()]
 FOREIGN = [1, *RNG.integers(300, 4000, 39).tolist()]
-
-
-@pytest.fixture
-def make(make_llama):
-    """Make a ``Llama`` that leaves the other processors alone."""
-    return functools.partial(make_llama, n_threads_batch=1)
-
-
-@pytest.fixture
-def suite(tmp_path):
-    """Activate for the test's store; activating again is another life of the process."""
-    with contextlib.ExitStack() as stack:
-
-        def start(**table):
-            stack.close()
-            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
-            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
-            return stack.enter_context(activate(config))
-
-        yield start
 
 
 def ask(llama, tokens, n=6, context_id=None):

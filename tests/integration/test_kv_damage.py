@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sqlite3
@@ -36,30 +35,11 @@ BUDGETS = {  # RAM, which decides how large the transfer buffers are
 }
 
 
-@pytest.fixture
-def make(make_llama):
-    """Make a ``Llama`` that leaves the other processors alone."""
-    return functools.partial(make_llama, n_threads_batch=1)
-
-
 @pytest.fixture(scope="module")
 def vanilla_answer(reference_model):
     settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
     with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
         return ask(llama, PROMPT)
-
-
-@pytest.fixture
-def suite(tmp_path):
-    with contextlib.ExitStack() as stack:
-
-        def start(**table):
-            stack.close()
-            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
-            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
-            return stack.enter_context(activate(config))
-
-        yield start
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from llmaas_plugins import activate
-
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 CASES = {
     "f16": {},
@@ -61,20 +59,6 @@ def case(request, reference_model):
             answer, _ = ask(llama, prompt, N_FIRST)
             expected[name] = (answer, *ask(llama, grown(prompt, answer), N_THEN))
     return make, expected
-
-
-@pytest.fixture
-def suite(tmp_path):
-    """Activate for the test's store; activating again is another life of the process."""
-    with contextlib.ExitStack() as stack:
-
-        def start(**table):
-            stack.close()
-            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
-            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
-            return stack.enter_context(activate(config))
-
-        yield start
 
 
 def report(suite):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 
 import numpy as np
@@ -19,12 +18,6 @@ PROMPTS = {
     name: [*SYSTEM, *RNG.integers(300, 4000, 20 + 7 * i).tolist()] for i, name in enumerate("abcd")
 }
 TURNS = 2
-
-
-@pytest.fixture
-def make(make_llama):
-    """Make a ``Llama`` that leaves the other processors alone."""
-    return functools.partial(make_llama, n_threads_batch=1)
 
 
 def answer(llama, tokens, n=5):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import functools
 import itertools
 
 import numpy as np
@@ -17,15 +16,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from stored_chunks import encoder, payload
 
 from llmaas_plugins._native import (
     Budget,
     Codec,
     KVGeometry,
-    blob_init,
-    blob_size,
     chunk_bound,
-    chunk_encode,
 )
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE, page_round
@@ -44,15 +41,6 @@ runs = st.lists(
 which = st.integers(0, 5)
 shares = st.sampled_from([1, 0.7, 0.3])
 names = st.sampled_from([None, "a", "b", "c"])
-
-
-@functools.lru_cache(maxsize=4096)
-def payload(wanted):
-    rng = np.random.default_rng(int.from_bytes(wanted.key[:8], "little"))
-    blob, out = rng.integers(0, 256, blob_size(GEOM, 16), np.uint8), bytearray(BOUND)
-    blob_init(GEOM, blob, range(16))
-    n_tokens = len(wanted.tokens) // 4
-    return bytes(out[: chunk_encode(GEOM, Codec.RAW, blob, 16, 0, n_tokens, wanted.key, out)])
 
 
 class Store(RuleBasedStateMachine):
@@ -90,13 +78,7 @@ class Store(RuleBasedStateMachine):
         self.texts.append(tokens)
         ids = chain(ROOT, tokens)
         for k in self.store.missing(ids):
-            data = payload(ids[k])
-
-            def encode(out, data=data):
-                out[: len(data)] = np.frombuffer(data, np.uint8)
-                return len(data)
-
-            if not self.store.put(ids[k], BOUND, encode, is_first=k == 0):
+            if not self.store.put(ids[k], BOUND, encoder(GEOM, ids[k]), is_first=k == 0):
                 break
         self.store.touch(ids)
         if name is not None:
@@ -122,7 +104,7 @@ class Store(RuleBasedStateMachine):
     def check_pinned(self):
         for chunks, addresses in self.pinned:
             for chunk, address in zip(chunks, addresses, strict=True):
-                assert ctypes.string_at(address, chunk.size) == payload(chunk.id)
+                assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
 
     @rule()
     def flush(self):

@@ -13,16 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored_chunks import encoder, payload
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import (
     Budget,
     Codec,
     KVGeometry,
-    blob_init,
-    blob_size,
     chunk_bound,
-    chunk_encode,
 )
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
@@ -37,14 +35,6 @@ A = np.arange(16 * 6 + 5, dtype=np.int32)
 B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])
 
 
-def payload(wanted):
-    rng = np.random.default_rng(int.from_bytes(wanted.key[:8], "little"))
-    blob, out = rng.integers(0, 256, blob_size(GEOM, 16), np.uint8), bytearray(BOUND)
-    blob_init(GEOM, blob, range(16))
-    n_tokens = len(wanted.tokens) // 4
-    return out[: chunk_encode(GEOM, Codec.RAW, blob, 16, 0, n_tokens, wanted.key, out)]
-
-
 def open_store(directory):
     return ChunkStore(Budget(BUDGET), DiskStore(directory, BUDGET))
 
@@ -52,13 +42,7 @@ def open_store(directory):
 def save(store, tokens, name=None):
     ids = chain(ROOT, tokens)
     for i in store.missing(ids):
-        data = payload(ids[i])
-
-        def encode(out, data=data):
-            out[: len(data)] = np.frombuffer(data, np.uint8)
-            return len(data)
-
-        assert store.put(ids[i], BOUND, encode, is_first=i == 0)
+        assert store.put(ids[i], BOUND, encoder(GEOM, ids[i]), is_first=i == 0)
     store.touch(ids)
     if name is not None:
         store.set_head(name, ids)
@@ -71,7 +55,7 @@ def load(store, tokens):
     addresses = store.fetch(path)
     ready = path[: len(addresses)]
     for chunk, address in zip(ready, addresses, strict=True):
-        assert ctypes.string_at(address, chunk.size) == payload(chunk.id)
+        assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
     store.release(ready)
     return min(n_tokens, sum(chunk.n_tokens for chunk in ready))
 

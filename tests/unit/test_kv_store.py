@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import resource
 import threading
@@ -12,16 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored_chunks import encoder, payload
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import (
     Budget,
     Codec,
     KVGeometry,
-    blob_init,
-    blob_size,
     chunk_bound,
-    chunk_encode,
 )
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
@@ -38,23 +35,8 @@ def text(*parts):
     return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in parts])
 
 
-@functools.cache
-def payload(wanted):
-    """A sound chunk for an identity: its cells follow from its key."""
-    rng = np.random.default_rng(int.from_bytes(wanted.key[:8], "little"))
-    blob, out = rng.integers(0, 256, blob_size(GEOM, 16), np.uint8), bytearray(BOUND)
-    blob_init(GEOM, blob, range(16))
-    n_tokens = len(wanted.tokens) // 4
-    return bytes(out[: chunk_encode(GEOM, Codec.RAW, blob, 16, 0, n_tokens, wanted.key, out)])
-
-
 def put(store, wanted, bound=BOUND):
-    def encode(out):
-        data = payload(wanted)
-        out[: len(data)] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    return store.put(wanted, bound, encode, is_first=wanted.parent == ROOT)
+    return store.put(wanted, bound, encoder(GEOM, wanted), is_first=wanted.parent == ROOT)
 
 
 def save(store, tokens, name=None):
@@ -75,7 +57,7 @@ def load(store, tokens):
     addresses = store.fetch(path)
     ready = path[: len(addresses)]
     for chunk, address in zip(ready, addresses, strict=True):
-        assert ctypes.string_at(address, chunk.size) == payload(chunk.id)
+        assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
     store.release(ready)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return sum(chunk.n_tokens for chunk in ready)
@@ -204,7 +186,7 @@ def test_old_bytes_do_not_leak_into_the_slab(open_store, tmp_path):
     (wanted,) = save(store, text((0, 3)))
     store.flush()
     content = (tmp_path / "kv/chunks.slab").read_bytes()
-    assert content[PAGE : 2 * PAGE] == payload(wanted).ljust(PAGE, b"\0")
+    assert content[PAGE : 2 * PAGE] == payload(GEOM, wanted).ljust(PAGE, b"\0")
 
 
 def test_continued_partial_chunk_is_dropped(open_store):
@@ -265,7 +247,7 @@ def test_pinned_chunks_stay_where_they_are(open_store):
     assert not put(store, chain(ROOT, text((500, 16)))[0])
     assert store.stats()["no_room"] == 1
     assert [ctypes.string_at(a, c.size) for a, c in zip(addresses, path, strict=True)] == [
-        payload(chunk.id) for chunk in path
+        payload(GEOM, chunk.id) for chunk in path
     ]
     store.release(path[2:])
     assert put(store, chain(ROOT, text((500, 16)))[0])
@@ -304,7 +286,7 @@ def test_chunk_dropped_while_pinned_keeps_its_bytes_until_released(open_store):
     assert store.evict_context("a") == sum(chunk.size for chunk in path)
     assert store.stats()["ram_bytes"] == 2 * PAGE
     assert not put(store, chain(ROOT, text((500, 16)))[0])
-    assert ctypes.string_at(addresses[1], path[1].size) == payload(path[1].id)
+    assert ctypes.string_at(addresses[1], path[1].size) == payload(GEOM, path[1].id)
     store.release(path)
     assert store.stats()["ram_bytes"] == store.stats()["disk_bytes"] == 0
 
@@ -500,7 +482,7 @@ def test_threads_share_a_store(open_store):
                 if rng.random() < 0.3:
                     store.evict_context(str(i))
                 for chunk, address in zip(ready, addresses, strict=True):
-                    if ctypes.string_at(address, chunk.size) != payload(chunk.id):
+                    if ctypes.string_at(address, chunk.size) != payload(GEOM, chunk.id):
                         problems.append(chunk)
                 store.release(ready)
                 if rng.random() < 0.3:
