@@ -4,13 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test lint native-test bench setup clean
+.PHONY: demo test soak peer-tests compat lint native-test bench setup clean
 
 demo: setup
 	$(BIN)/llmaas demo
 
-test: setup native-test
+test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest --durations=10
+
+# The long forms: a thousand kills, ten thousand damaged stores, half an hour of mixed load with faults.
+soak: setup $(VENV)/.clients
+	GGML_NO_BACKTRACE=1 LLMAAS_SOAK=1 $(BIN)/pytest -m soak --durations=0
+
+# llama-cpp-python's own tests, from its sdist, without and with the plugins. Needs the network.
+peer-tests: setup $(VENV)/.clients
+	GGML_NO_BACKTRACE=1 $(BIN)/python -m llmaas_eval.peer_tests
+
+# Writes the tables of docs/compatibility.md from the outcomes of the tests that are marked with their cells.
+compat: setup $(VENV)/.clients
+	GGML_NO_BACKTRACE=1 $(BIN)/pytest -m compat --write-compat
 
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
@@ -31,6 +43,11 @@ $(VENV)/.requirements: requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# The apps and clients that the tests drive.
+$(VENV)/.clients: requirements-clients.txt $(VENV)/.requirements
+	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-clients.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml CMakeLists.txt $(NATIVE)

@@ -22,6 +22,18 @@ DIST = ROOT / "tests" / "data" / "dist"
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Our own option."""
+    parser.addoption("--write-compat", action="store_true", help="rewrite docs/compatibility.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gather the cells of docs/compatibility.md."""
+    from compat import CompatTables
+
+    config.pluginmanager.register(CompatTables(), "compat-tables")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and they would pass that on."""

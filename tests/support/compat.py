@@ -1,0 +1,75 @@
+"""The tables of docs/compatibility.md, made of the outcomes of the tests that are marked for them.
+
+``@pytest.mark.compat(table, row, column, cell)`` says what a cell holds when the test passes. Tests
+may share a cell; each must pass, and say the same.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+_TABLE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
+
+
+class CompatTables:
+    """Pytest plugin that gathers cells, and writes them with ``--write-compat``."""
+
+    def __init__(self):
+        self.cells = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        for mark in item.iter_markers("compat"):
+            if call.excinfo is not None or call.when == "call":
+                self._fill(mark.args, _outcome(report, mark.args[3]))
+        return report
+
+    def pytest_sessionfinish(self, session):
+        if session.config.getoption("--write-compat"):
+            PAGE.write_text(_TABLE.sub(self._written, PAGE.read_text()))
+
+    def _fill(self, place, cell):
+        table, row, column, _ = place
+        cells = self.cells.setdefault(table, {})
+        known = cells.setdefault((row, column), cell)
+        if known != cell:
+            cells[row, column] = cell if known == place[3] else known
+
+    def _written(self, found):
+        name = found[1]
+        table = as_markdown(self.cells.get(name, {}))
+        return f"<!-- table: {name} -->\n\n{table}\n<!-- /table -->"
+
+
+def _outcome(report, cell):
+    if report.skipped:
+        return "not run"
+    return cell if report.passed else "**fails**"
+
+
+def as_markdown(cells):
+    """A table of ``{(row, column): cell}``, rows and columns in the order they came."""
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[row, *(cells.get((row, column), "–") for column in columns)] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def documented(name):
+    """``{(row, column): cell}`` of a table in the page, without the empty ones."""
+    (text,) = [body for table, body in _TABLE.findall(PAGE.read_text()) if table == name]
+    lines = [line.strip("| ").split(" | ") for line in text.strip().splitlines()]
+    if not lines:
+        return {}
+    header = [cell.strip() for cell in text.strip().splitlines()[0].strip("|").split("|")][1:]
+    return {
+        (line[0].strip(), column): cell.strip()
+        for line in lines[2:]
+        for column, cell in zip(header, line[1:], strict=True)
+        if cell.strip() != "–"
+    }
