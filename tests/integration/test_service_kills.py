@@ -1,11 +1,7 @@
-"""SIGKILL at random moments: no acknowledged call is lost, and no stored cell is wrong.
-
-``LLMAAS_KILLS=500 pytest tests/integration/test_service_kills.py`` soaks.
-"""
+"""SIGKILL at random moments: no acknowledged call is lost, and no stored cell is wrong."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -14,33 +10,19 @@ import subprocess
 import sys
 import threading
 
-import llama_cpp
-import numpy as np
 import pytest
+from conversations import APPS, ENGINE, GREEDY, PROMPTS, SUPPORT, vanilla
+from soak import scale
 
-KILLS = int(os.environ.get("LLMAAS_KILLS", "12"))
-APPS = ("Anna", "Bert", "Cleo", "Dora")
-PROMPTS = (
-    "Tell me about your dog and where you found it.",
-    "Why is that? I do not believe a word of it.",
-    "My phone is broken, and I want to fly to Rome.",
-    "One pizza with cheese, please.",
-    "What will you do now?",
-)
-# One token at a time: cells are the same to the last bit, no matter which of them were restored and
-# which had to be evaluated again after a kill. So the reference may demand equal bytes.
-ENGINE = {
-    "n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1,
-    "flash_attn": True, "verbose": False,
-}  # fmt: skip
-GREEDY = {"temperature": 0.0, "max_tokens": 8}
+KILLS = scale(12, 1000)
 
 # Serves its contexts in turn, each until all prompts were answered; then it is deleted and begun
 # anew. A line is written for each operation that is complete. Budgets are so small that both tiers
 # evict all the time.
 CHILD = """
-import ctypes, hashlib, itertools, json, pathlib, sys
-from llama_cpp import Llama, llama_cpp
+import itertools, json, sys
+from conversations import digest, system_prompt
+from llama_cpp import Llama
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
 
@@ -48,12 +30,6 @@ job = json.loads(sys.argv[1])
 
 def say(**line):
     print(json.dumps(line), flush=True)
-
-def digest(llama):
-    n = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
-    blob = (ctypes.c_uint8 * n)()
-    llama_cpp.llama_state_seq_get_data(llama.ctx, blob, n, 0)
-    return hashlib.sha256(blob).hexdigest()
 
 say(op="start")
 kv = {"codec": "lossless", "ram_budget": "1 MiB", "disk_budget": "1200 KiB"}
@@ -75,7 +51,7 @@ with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
             for context in app.contexts():
                 break
             else:
-                context = app.new_context(app.name + " is here.")
+                context = app.new_context(system_prompt(app.name))
                 say(op="new", app=app.name, id=context.id)
             record = context.record()
             if record.n_calls == len(job["prompts"]):
@@ -94,26 +70,7 @@ with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
 @pytest.fixture(scope="module")
 def expected(reference_model):
     """By app: the messages after each call, and a digest of the cells, from stock llama.cpp."""
-    said = {}
-    for app in APPS:
-        llama = llama_cpp.Llama(str(reference_model), **ENGINE)
-        messages = [{"role": "system", "content": f"{app} is here."}]
-        said[app] = [(list(messages), None)]
-        for prompt in PROMPTS:
-            messages.append({"role": "user", "content": prompt})
-            reply = llama.create_chat_completion(messages=messages, **GREEDY)
-            text = reply["choices"][0]["message"]["content"].strip()
-            messages.append({"role": "assistant", "content": text})
-            said[app].append((list(messages), digest(llama)))
-        llama.close()
-    return said
-
-
-def digest(llama):
-    n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
-    blob = (llama_cpp.ctypes.c_uint8 * n_bytes)()
-    llama_cpp.llama_state_seq_get_data(llama.ctx, blob, n_bytes, 0)
-    return hashlib.sha256(np.frombuffer(blob, np.uint8)).hexdigest()
+    return {app: vanilla(reference_model, app) for app in APPS}
 
 
 @pytest.fixture
@@ -133,6 +90,7 @@ def live(tmp_path, reference_model):
                 [sys.executable, "-c", CHILD, json.dumps(job)],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                env=os.environ | {"PYTHONPATH": SUPPORT},
             ) as child,
         ):
             children.append(child)
@@ -207,6 +165,7 @@ class Ledger:
         return [each for each, _ in self.expected[app]].index(messages)
 
 
+@pytest.mark.soak
 def test_no_acknowledged_call_is_lost(live, expected):
     rng = random.Random(KILLS)
     ledger = Ledger(expected)
