@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import IncompatibleError
@@ -86,6 +88,8 @@ class Applied:
 def apply(patches: Sequence[Patch], host: Host) -> Applied:
     """Check every patch against what is installed, then apply all of them, or none.
 
+    Modules that imported a function by name before get the replacement, too.
+
     Raises:
         IncompatibleError: A target is missing or has other parameters.
     """
@@ -93,11 +97,15 @@ def apply(patches: Sequence[Patch], host: Host) -> Applied:
         found = [(patch, _check(patch)) for patch in patches]
         applied = Applied()
         try:
+            replacements: dict[int, tuple[Any, Any]] = {}
             for patch, original in found:
                 replacement = patch.wrap(host, original)
+                replacements[id(original)] = original, replacement
                 for target in (patch.target, *patch.also):
                     owner, name = resolve(target)
                     applied.replace(owner, name, original, replacement)
+            for module, name, original, replacement in list(_copies(replacements)):
+                applied.replace(module, name, original, replacement)
         except BaseException:
             applied.revert()
             raise
@@ -134,6 +142,17 @@ def _check(patch: Patch) -> Any:
         if inspect.getattr_static(owner, name, None) is not original:
             raise _drift(target, f"is not the same object as {patch.target}")
     return original
+
+
+def _copies(
+    replacements: Mapping[int, tuple[Any, Any]],
+) -> Iterator[tuple[ModuleType, str, Any, Any]]:
+    """Other modules' names for the originals: an app may have imported them by name."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in replacements:
+                    yield (module, name, *replacements[id(value)])
 
 
 def _drift(target: str, what: str) -> IncompatibleError:

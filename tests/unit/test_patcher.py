@@ -70,6 +70,17 @@ def test_apply_and_revert_both_names(engine):
     assert applied.targets() == []
 
 
+def test_a_name_that_an_app_imported_before_is_patched_too(engine, monkeypatch):
+    app = ModuleType("small_app")
+    app.evaluate = engine.decode
+    monkeypatch.setitem(sys.modules, "small_app", app)
+    applied = apply((DECODE,), None)
+    assert app.evaluate(1, 2) == ("wrapped", 3)
+    assert "small_app.evaluate" in applied.targets()
+    applied.revert()
+    assert app.evaluate is engine.decode
+
+
 def test_revert_is_idempotent(engine):
     applied = apply((DECODE,), None)
     applied.revert()
