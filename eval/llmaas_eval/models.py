@@ -7,12 +7,19 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from llmaas_plugins.models import reference_model_path
 
-__all__ = ["SHAPE_1B", "SHAPE_TINY", "Shape", "write_random_model"]
+__all__ = [
+    "SHAPE_1B",
+    "SHAPE_TINY",
+    "Shape",
+    "copy_tokenizer",
+    "finish",
+    "open_writer",
+    "write_random_model",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +71,17 @@ def write_random_model(
     Returns:
         ``path``.
     """
-    partial = path.with_suffix(".partial")
-    writer = GGUFWriter(partial, "llama")
+    writer = open_writer(path, "llama")
     _write_metadata(writer, shape)
-    n_vocab = _copy_vocabulary(writer, GGUFReader(reference_model_path()))
+    n_vocab = copy_tokenizer(writer)
+    writer.add_vocab_size(n_vocab)
     rng = np.random.default_rng(seed)
     for name, rows, columns in tqdm(_matrices(shape, n_vocab), desc=path.name, disable=None):
         values = rng.standard_normal((rows, columns), dtype=np.float32) * columns**-0.5
         writer.add_tensor(name, quants.quantize(values, weights), raw_dtype=weights)
     for name in _norms(shape):
         writer.add_tensor(name, np.ones(shape.n_embd, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return partial.replace(path)
+    return finish(writer, path)
 
 
 def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
@@ -94,21 +97,33 @@ def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_rope_freq_base(10000.0)
 
 
-def _copy_vocabulary(writer: GGUFWriter, source: GGUFReader) -> int:
-    def values(key: str) -> list[NDArray[np.generic]]:
-        field = source.fields[f"tokenizer.ggml.{key}"]
-        return [field.parts[i] for i in field.data]
+def copy_tokenizer(writer: GGUFWriter) -> int:
+    """Put the packaged model's tokenizer and chat template into ``writer``.
 
-    tokens = [bytes(part) for part in values("tokens")]
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([float(part[0]) for part in values("scores")])
-    writer.add_token_types([int(part[0]) for part in values("token_type")])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    return len(tokens)
+    Returns:
+        Its number of tokens.
+    """
+    n_vocab = 0
+    for key, entry in GGUFReader(reference_model_path()).fields.items():
+        if key.startswith("tokenizer."):
+            kind, sub = (*entry.types, None)[:2]
+            writer.add_key_value(key, entry.contents(), kind, sub)
+            n_vocab = len(entry.data) if key == "tokenizer.ggml.tokens" else n_vocab
+    return n_vocab
+
+
+def open_writer(path: Path, arch: str) -> GGUFWriter:
+    """A writer of what ``finish`` will move to ``path``."""
+    return GGUFWriter(path.with_suffix(".partial"), arch)
+
+
+def finish(writer: GGUFWriter, path: Path) -> Path:
+    """Write the file that ``writer`` was opened on, then move it to ``path``."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(writer.path).replace(path)
 
 
 def _matrices(shape: Shape, n_vocab: int) -> list[tuple[str, int, int]]:
