@@ -1,0 +1,23 @@
+"""Each test that docs/checklist.md names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.findall(r"`(tests/\S+?)(?:::(\w+))?` \|", (ROOT / "docs" / "checklist.md").read_text())
+
+
+def test_every_line_names_a_test():
+    lines = [
+        line for line in (ROOT / "docs" / "checklist.md").read_text().splitlines() if "](" in line
+    ]
+    assert len(NAMED) >= len(lines) > 15
+
+
+@pytest.mark.parametrize(("file", "test"), NAMED)
+def test_it_is_there(file, test):
+    assert f"def {test}" in (ROOT / file).read_text()
