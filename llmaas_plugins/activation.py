@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from llmaas_hooks import HookManager
 from llmaas_hooks.discovery import load_plugin
-from llmaas_hooks.errors import ConfigError, LlmaasError, PluginError
+from llmaas_hooks.errors import ConfigError, PluginError
 from llmaas_plugins.config import Config, Source, load_config, validated
 
 __all__ = ["Suite", "activate", "active_suite"]
@@ -39,16 +39,32 @@ class Suite:
         self._depth = 1
 
     def status(self) -> dict[str, Any]:
-        """What runs: plugin reports by name, and the patched entry points."""
+        """What runs: plugin reports by name, what failed in them, the patched entry points.
+
+        ``errors`` is ``{plugin: {hook: {"count": …, "last": …}}}``, empty when all went well.
+
+        Raises:
+            PluginError: A plugin could not report, and ``on_error`` is ``"raise"``. With ``"log"``
+                its report is ``{"error": …}``.
+        """
         self.settle()
-        return {"plugins": self.hooks.status(), "patched": self._installed.targets()}
+        plugins = self.hooks.status()
+        return {
+            "plugins": plugins,
+            "errors": self.hooks.errors(),
+            "patched": self._installed.targets(),
+        }
 
     def settle(self) -> None:
         """Wait until contexts that were swapped out ahead of time are out of the engine."""
         self._installed.settle()
 
     def evict(self, context_id: str) -> int:
-        """Forget a persistent context's KV in every tier; bytes freed."""
+        """Forget a persistent context's KV in every tier; bytes freed.
+
+        Raises:
+            PluginError: A plugin failed, after all were asked.
+        """
         self.settle()
         return self.hooks.kv_evict(context_id)
 
@@ -60,11 +76,21 @@ class Suite:
             if self._depth > 0 or _active is not self:
                 return
             _active = None
-            if _log.isEnabledFor(logging.INFO):
-                for name, report in self.status()["plugins"].items():
-                    _log.info("%s: %s", name, json.dumps(report))
-            self._installed.revert()
-            self.hooks.shutdown()
+            try:
+                if _log.isEnabledFor(logging.INFO):
+                    self._log_reports()
+                self._installed.revert()
+            finally:
+                self.hooks.shutdown()
+
+    def _log_reports(self) -> None:
+        try:
+            reports = self.status()["plugins"]
+        except PluginError as error:
+            _log.info("no reports: %s", error)
+            return
+        for name, report in reports.items():
+            _log.info("%s: %s", name, json.dumps(report))
 
     def __enter__(self) -> Self:
         """Use as a context manager."""
@@ -83,9 +109,13 @@ class Suite:
 def _make_plugin(name: str, config: Config) -> object:
     plugin = load_plugin(name)
     try:
-        return plugin(validated(name, plugin.Config, config.plugins[name]))
-    except LlmaasError:
+        settings = validated(name, plugin.Config, config.plugins[name])
+    except ConfigError:
         raise
+    except Exception as error:
+        raise PluginError(name, "configuration", error) from error
+    try:
+        return plugin(settings)
     except Exception as error:
         raise PluginError(name, "construction", error) from error
 
@@ -104,6 +134,7 @@ def activate(config: Source | Config = None) -> Suite:
     Raises:
         ConfigError: The configuration is wrong, or another one is active.
         UnknownPluginError: It enables a plugin that is not installed.
+        PluginError: A plugin cannot be imported, made or registered; nothing was patched.
         IncompatibleError: The installed llama-cpp-python is not supported; nothing was patched.
     """
     global _active  # noqa: PLW0603

@@ -31,7 +31,8 @@ def load_plugin(name: str) -> type[Any]:
 
     Raises:
         UnknownPluginError: Nothing is installed under that name.
-        PluginError: Its module cannot be imported.
+        PluginError: Its module cannot be imported or holds no such class, or two distributions
+            install that name.
     """
     installed = installed_plugins()
     if name not in installed:
@@ -40,7 +41,22 @@ def load_plugin(name: str) -> type[Any]:
             f"Installed: {', '.join(installed) or 'none'}. List them with `llmaas plugins`."
         )
     try:
-        plugin: type[Any] = installed[name].load()
-    except Exception as error:
+        _refuse_two(name)
+        return _plugin_class(installed[name])
+    except (Exception, SystemExit) as error:  # a script that was named by mistake exits
         raise PluginError(name, "import", error) from error
+
+
+def _refuse_two(name: str) -> None:
+    places = {point.dist and point.dist.name for point in entry_points(group=GROUP, name=name)}
+    if len(places) > 1:
+        both = " and ".join(sorted(map(str, places)))
+        raise LookupError(f"installed by {both}; uninstall all but one of them")
+
+
+def _plugin_class(point: EntryPoint) -> type[Any]:
+    plugin = point.load()
+    if not isinstance(plugin, type) or not isinstance(getattr(plugin, "Config", None), type):
+        kind = "class without `Config`" if isinstance(plugin, type) else type(plugin).__name__
+        raise TypeError(f"its entry point {point.value!r} is a {kind}, expected a plugin class")
     return plugin

@@ -44,6 +44,7 @@ class PluginError(LlmaasError, RuntimeError):
         super().__init__(f"plugin {plugin!r} failed in {hook}: {type(cause).__name__}: {cause}")
         self.plugin = plugin
         self.hook = hook
+        self.__cause__ = cause
 
 
 class StoreError(LlmaasError, OSError):

@@ -1,14 +1,21 @@
-"""A typed façade over pluggy: one method a hook, and the only place that touches its relay."""
+"""A typed façade over pluggy: one method a hook.
+
+pluggy finds, checks and orders the implementations. They are called here, one by one: pluggy's own
+call ends at the first exception, and a failing plugin must not silence the others.
+"""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pluggy
 
 from llmaas_hooks import specs
-from llmaas_hooks.errors import LlmaasError, PluginError
+from llmaas_hooks.errors import PluginError
+from llmaas_hooks.failures import Failures
+from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
 from llmaas_hooks.types import (
     ContextCreate,
@@ -24,7 +31,6 @@ from llmaas_hooks.types import (
 __all__ = ["HookManager", "OnError"]
 
 OnError = Literal["log", "raise"]
-_log = logging.getLogger("llmaas.hooks")
 
 
 class HookManager:
@@ -34,19 +40,24 @@ class HookManager:
         """Start empty; ``on_error`` says what a plugin's exception does to the app's call."""
         self._pm = pluggy.PluginManager(NAME)
         self._pm.add_hookspecs(specs)
-        self._on_error = on_error
+        self._raises = on_error == "raise"
+        self._failures = Failures()
+        self._found: dict[str, tuple[Implementation, ...]] = dict.fromkeys(specs.__all__, ())
 
     def register(self, name: str, plugin: object) -> None:
         """Add a plugin; a misspelt hook is an error, not silence.
 
         Raises:
-            PluginError: It implements a hook that does not exist, or with wrong arguments.
+            PluginError: It implements a hook that does not exist, with wrong arguments, or as
+                something else than a plain function; or the name is taken.
         """
+        is_new = not self._pm.has_plugin(name)
         try:
             self._pm.register(plugin, name=name)
             self._pm.check_pending()
-        except pluggy.PluginValidationError as error:
-            if self._pm.has_plugin(name):
+            self._found = self._implementations()
+        except Exception as error:
+            if is_new and self._pm.has_plugin(name):
                 self._pm.unregister(name=name)
             raise PluginError(name, "registration", error) from error
 
@@ -56,12 +67,16 @@ class HookManager:
 
     def listens(self, hook: str) -> bool:
         """Whether any plugin implements ``hook``; the hot wrappers ask once and keep the answer."""
-        return bool(getattr(self._pm.hook, hook).get_hookimpls())
+        return bool(self._found[hook])
 
     def implemented(self, name: str) -> list[str]:
         """Hooks that plugin ``name`` implements, sorted."""
         callers = self._pm.get_hookcallers(self._pm.get_plugin(name)) or []
         return sorted(caller.name for caller in callers)
+
+    def errors(self) -> dict[str, Any]:
+        """What failed so far: ``{plugin: {hook: {"count": …, "last": …}}}``."""
+        return self._failures.report()
 
     def model_load(self, load: ModelLoad) -> None:
         """Fire ``llmaas_model_load``."""
@@ -84,28 +99,44 @@ class HookManager:
         self._call("llmaas_request_begin", request=request)
 
     def kv_restore(self, request: Request) -> KVRestored | None:
-        """Fire ``llmaas_kv_restore``; an exception is always raised: the cells are in doubt."""
-        result: KVRestored | None = self._relay("llmaas_kv_restore", request=request)
-        return result
+        """Fire ``llmaas_kv_restore`` until a plugin has restored something.
+
+        Raises:
+            PluginError: A plugin failed. The cells are in doubt then, so no other is asked: the
+                caller drops them, and gives the error to ``handle``.
+        """
+        for implementation in self._found["llmaas_kv_restore"]:
+            try:
+                restored: KVRestored | None = implementation({"request": request})
+            except Exception as error:
+                raise PluginError(implementation.plugin, implementation.hook, error) from error
+            if restored is not None:
+                return restored
+        return None
 
     def kv_save(self, request: Request, tokens: Tokens) -> None:
         """Fire ``llmaas_kv_save``."""
         self._call("llmaas_kv_save", request=request, tokens=tokens)
 
     def kv_evict(self, context_id: str) -> int:
-        """Fire ``llmaas_kv_evict``; bytes freed over all plugins."""
-        freed: list[int] = self._relay("llmaas_kv_evict", context_id=context_id)
-        return sum(freed)
+        """Fire ``llmaas_kv_evict``; bytes freed over all plugins.
+
+        Raises:
+            PluginError: One of them failed, after all were asked.
+        """
+        freed = self._call("llmaas_kv_evict", raises=True, context_id=context_id)
+        return sum(freed.values())
 
     def request_end(self, request: Request, stats: RequestStats) -> None:
         """Fire ``llmaas_request_end``."""
         self._call("llmaas_request_end", request=request, stats=stats)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Fire ``llmaas_status``; a report by plugin name."""
-        caller = self._pm.hook.llmaas_status
-        reports: dict[str, Any] = {i.plugin_name: i.function() for i in caller.get_hookimpls()}
-        return reports
+        """Fire ``llmaas_status``; a report by plugin name, ``{"error": …}`` for one that failed."""
+        hook = "llmaas_status"
+        reports = self._call(hook)
+        failed = {found.plugin for found in self._found[hook]} - reports.keys()
+        return reports | {name: {"error": self.errors()[name][hook]["last"]} for name in failed}
 
     def shutdown(self) -> None:
         """Fire ``llmaas_shutdown`` for each plugin, also when another one's fails; forget all.
@@ -113,43 +144,67 @@ class HookManager:
         A wrapper may outlive the suite (a generator still open, other code's patch on top of
         ours): it must find nobody to call.
         """
-        for impl in self._pm.hook.llmaas_shutdown.get_hookimpls():
+        with contextlib.ExitStack() as stack:  # goes on after a Ctrl-C, too
+            stack.callback(self._forget)
+            for implementation in reversed(self._found["llmaas_shutdown"]):
+                stack.callback(self._shut_down, implementation)
+
+    def handle(self, error: PluginError) -> None:
+        """Raise or log ``error``, as ``on_error`` says."""
+        if self._raises:
+            self._failures.count(error)
+            raise error
+        self._failures.log(error)
+
+    def guarded(self, job: Callable[[], None]) -> Callable[[], None]:
+        """``job`` for another thread; it fails in the name of the hook that is running now."""
+        owner = running.get()
+        if owner is None:
+            return job
+
+        plugin, hook = owner
+
+        def run() -> None:
             try:
-                impl.function()
-            except Exception:
-                _log.exception("plugin %r failed in llmaas_shutdown", impl.plugin_name)
+                job()
+            except Exception as error:
+                self._failures.log(PluginError(plugin, f"{hook} (deferred)", error))
+
+        return run
+
+    def _shut_down(self, implementation: Implementation) -> None:
+        try:
+            implementation({})
+        except Exception as error:
+            self._failures.log(PluginError(implementation.plugin, implementation.hook, error))
+
+    def _forget(self) -> None:
+        self._found = dict.fromkeys(specs.__all__, ())
         for name in self.names():
             self._pm.unregister(name=name)
+        self._failures.log_repeated()
 
-    def handle(self, error: LlmaasError) -> None:
-        """Raise or log ``error``, as ``on_error`` says."""
-        if self._on_error == "raise":
-            raise error
-        _log.error("%s; the app's call goes on without it", error, exc_info=error.__cause__)
+    def _implementations(self) -> dict[str, tuple[Implementation, ...]]:
+        """All that are registered, in the order they are called."""
+        callers = {hook: getattr(self._pm.hook, hook) for hook in specs.__all__}
+        return {
+            hook: tuple(Implementation.of(caller, i) for i in reversed(caller.get_hookimpls()))
+            for hook, caller in callers.items()
+        }
 
-    def _call(self, hook: str, **kwargs: Any) -> None:
-        try:
-            self._relay(hook, **kwargs)
-        except LlmaasError as error:
-            self.handle(error)
-
-    def _relay(self, hook: str, **kwargs: Any) -> Any:
-        caller: pluggy.HookCaller = getattr(self._pm.hook, hook)
-        try:
-            return caller(**kwargs)
-        except Exception as error:
-            raise PluginError(_culprit(caller, error), hook, error) from error
-
-
-def _culprit(caller: pluggy.HookCaller, error: BaseException) -> str:
-    """Name of the plugin whose implementation the traceback passes through."""
-    codes = {}
-    for impl in caller.get_hookimpls():
-        function = getattr(impl.function, "__func__", impl.function)
-        codes[getattr(function, "__code__", None)] = impl.plugin_name
-    frame = error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_code in codes:
-            return codes[frame.tb_frame.f_code]
-        frame = frame.tb_next
-    return "unknown"
+    def _call(self, hook: str, *, raises: bool | None = None, **arguments: Any) -> dict[str, Any]:
+        """What each plugin returned, by name. All are called before an error is raised."""
+        results, failed = {}, None
+        for implementation in self._found[hook]:
+            try:
+                results[implementation.plugin] = implementation(arguments)
+            except Exception as error:
+                named = PluginError(implementation.plugin, hook, error)
+                if failed is None and (self._raises if raises is None else raises):
+                    self._failures.count(named)
+                    failed = named
+                else:
+                    self._failures.log(named)
+        if failed is not None:
+            raise failed
+        return results

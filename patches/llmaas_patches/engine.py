@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import Tokens
+from llmaas_hooks import HookManager, Tokens
 from llmaas_patches.lanes import Lanes
 
 __all__ = ["LlamaEngine"]
@@ -22,9 +22,10 @@ class LlamaEngine:
         needs_all_logits: The running completion reads the logits of its whole prompt.
     """
 
-    def __init__(self, llama: Llama, lanes: Lanes, n_seq_max: int) -> None:
+    def __init__(self, llama: Llama, hooks: HookManager, lanes: Lanes, n_seq_max: int) -> None:
         """Attach to ``llama``, whose context has ``n_seq_max`` sequences, not keeping it alive."""
         self._llama = weakref.ref(llama)
+        self._hooks = hooks
         self._lanes = lanes
         self.ctx: int = int(llama.ctx)
         self.model: int = int(llama.model)
@@ -78,7 +79,7 @@ class LlamaEngine:
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""
-        self._lanes.defer(self._handles, job)
+        self._lanes.defer(self._handles, self._hooks.guarded(job))
 
     def settle(self) -> None:
         """Wait until deferred work on this context is done."""

@@ -50,6 +50,7 @@ class Host:
         with self._lock:
             engine = self._engines.get(llama)
             if engine is None or engine.ctx != int(llama.ctx):
-                engine = LlamaEngine(llama, self.lanes, self.real_n_seq_max(llama.ctx))
+                n_seq_max = self.real_n_seq_max(llama.ctx)
+                engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max)
                 self._engines[llama] = engine
             return engine

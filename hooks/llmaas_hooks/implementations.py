@@ -1,0 +1,105 @@
+"""One plugin's implementation of one hook, ready to be called."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from llmaas_hooks.types import KVRestored
+
+__all__ = ["Implementation", "running"]
+
+running: ContextVar[tuple[str, str] | None] = ContextVar("llmaas_running", default=None)
+"""Plugin and hook that were called last in this thread or task: work deferred is theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """A bound method of a plugin.
+
+    Attributes:
+        plugin: Name the plugin is registered under.
+        hook: Name of the hook.
+        function: What to call.
+        takes: Names of the hook's arguments that it takes, in its order.
+    """
+
+    plugin: str
+    hook: str
+    function: Callable[..., Any]
+    takes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, hook: pluggy.HookCaller, found: pluggy.HookImpl) -> Implementation:
+        """Take over what pluggy found.
+
+        Raises:
+            TypeError: It is of a kind that would not be called as its author expects.
+        """
+        where = f"{hook.name} of {found.plugin_name!r}"
+        if found.wrapper or found.hookwrapper:
+            raise TypeError(f"{where} is a wrapper; a hook of this suite cannot be wrapped")
+        if inspect.isgeneratorfunction(found.function) or _is_async(found.function):
+            raise TypeError(f"{where} is a generator or a coroutine; expected a plain function")
+        if found.kwargnames:
+            names = ", ".join(found.kwargnames)
+            raise TypeError(f"{where} gives {names} a default; arguments with one are not passed")
+        return cls(found.plugin_name, hook.name, found.function, tuple(found.argnames))
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call it with those of ``arguments`` that it takes.
+
+        Raises:
+            TypeError: It returned something else than the hook's specification says.
+            Exception: What it raised.
+        """
+        running.set((self.plugin, self.hook))
+        result = self.function(*[arguments[name] for name in self.takes])
+        check = _CHECKS.get(self.hook)
+        if check is not None:
+            check(result, arguments)
+        elif result is not None:
+            raise _wrong(result, "None")
+        return result
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _check_restored(result: Any, arguments: Mapping[str, Any]) -> None:
+    if result is None:
+        return
+    if not isinstance(result, KVRestored):
+        raise _wrong(result, "KVRestored or None")
+    n_prompt = len(arguments["request"].tokens)
+    if not 0 <= result.n_loaded <= result.n_tokens <= n_prompt:
+        raise TypeError(f"returned {result}, expected n_loaded <= n_tokens <= {n_prompt}")
+
+
+def _check_freed(result: Any, _: Mapping[str, Any]) -> None:
+    if not isinstance(result, int):
+        raise _wrong(result, "int")
+
+
+def _check_report(result: Any, _: Mapping[str, Any]) -> None:
+    if not isinstance(result, dict):
+        raise _wrong(result, "dict")
+    json.dumps(result, allow_nan=False)  # one plugin's report must not spoil the whole page
+
+
+def _wrong(result: object, expected: str) -> TypeError:
+    return TypeError(f"returned {type(result).__name__}, expected {expected}")
+
+
+_CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "llmaas_kv_restore": _check_restored,
+    "llmaas_kv_evict": _check_freed,
+    "llmaas_status": _check_report,
+}
