@@ -13,7 +13,7 @@ from llmaas_hooks.discovery import load_plugin
 from llmaas_hooks.errors import ConfigError, PluginError
 from llmaas_plugins.config import Config, Source, load_config, validated
 
-__all__ = ["Suite", "activate", "active_suite"]
+__all__ = ["Suite", "activate", "active_suite", "make_plugin"]
 
 _log = logging.getLogger("llmaas")
 _lock = threading.RLock()
@@ -31,7 +31,7 @@ class Suite:
         self.hooks = HookManager(config.on_error)
         try:
             for name in config.enabled():
-                self.hooks.register(name, _make_plugin(name, config))
+                self.hooks.register(name, make_plugin(name, config))
             self._installed = install(self.hooks)
         except BaseException:
             self.hooks.shutdown()
@@ -106,7 +106,14 @@ class Suite:
         self.deactivate()
 
 
-def _make_plugin(name: str, config: Config) -> object:
+def make_plugin(name: str, config: Config) -> object:
+    """Import the plugin installed as ``name`` and make one with its settings.
+
+    Raises:
+        UnknownPluginError: It is not installed.
+        ConfigError: Its settings are wrong.
+        PluginError: Its own code failed.
+    """
     plugin = load_plugin(name)
     try:
         settings = validated(name, plugin.Config, config.plugins[name])

@@ -48,9 +48,9 @@ def load_plugin(name: str) -> type[Any]:
 
 
 def _refuse_two(name: str) -> None:
-    places = {point.dist and point.dist.name for point in entry_points(group=GROUP, name=name)}
-    if len(places) > 1:
-        both = " and ".join(sorted(map(str, places)))
+    points = entry_points(group=GROUP, name=name)
+    if len(points) > 1:
+        both = " and ".join(sorted(str(point.dist and point.dist.name) for point in points))
         raise LookupError(f"installed by {both}; uninstall all but one of them")
 
 

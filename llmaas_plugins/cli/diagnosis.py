@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, LlmaasError, UnknownPluginError
+from llmaas_hooks import ConfigError, HookManager, LlmaasError, UnknownPluginError
 from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins import __version__
+from llmaas_plugins.activation import make_plugin
 from llmaas_plugins.cli.machine import memory_limit_bytes, room
 from llmaas_plugins.config import Config, load_config, validated
 
@@ -131,13 +132,16 @@ def _settings(config: Config) -> list[Finding]:
 
 
 def _plugin_settings(name: str, config: Config) -> list[Finding]:
-    table = config.plugins[name]
+    table, hooks = config.plugins[name], HookManager()
     try:
+        hooks.register(name, make_plugin(name, config))  # nothing is opened by that
         settings = validated(name, load_plugin(name).Config, table)
+        return _values(f"plugins.{name}", settings, table.origins)
     except Exception as error:  # a plugin may raise anything
         problem, step = f"{type(error).__name__}: {error}", _STEPS.get(type(error), _REPORT)
         return [Finding("configuration", f"plugins.{name}", None, None, problem, step)]
-    return _values(f"plugins.{name}", settings, table.origins)
+    finally:
+        hooks.shutdown()
 
 
 def _values(prefix: str, settings: BaseModel, origins: Mapping[str, str]) -> list[Finding]:

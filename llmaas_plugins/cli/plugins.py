@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import NAME, LlmaasError
-from llmaas_hooks.discovery import installed_plugins, load_plugin
+from llmaas_hooks import NAME, LlmaasError, specs
+from llmaas_hooks.discovery import installed_plugins, load_plugin, suggest
 from llmaas_plugins.config import load_config, validated
 
 if TYPE_CHECKING:
@@ -108,12 +110,16 @@ def list_plugins(config: Config, *, load_all: bool = False) -> list[Row]:
 def _distribution(point: EntryPoint | None) -> str | None:
     if point is None or point.dist is None:
         return None
-    return f"{point.dist.name} {point.dist.version}"
+    try:
+        return f"{point.dist.name} {point.dist.version}" if point.dist.name else None
+    except Exception:  # its metadata are damaged
+        return None
 
 
 def _loaded(row: Row, config: Config) -> Row:
     try:
-        plugin = load_plugin(row.name)
+        with contextlib.redirect_stdout(sys.stderr):  # ours may be JSON
+            plugin = load_plugin(row.name)
         row = dataclasses.replace(row, loaded=True, hooks=_hooks(plugin), keys=_keys(plugin.Config))
         if row.enabled:
             validated(row.name, plugin.Config, config.plugins[row.name])
@@ -121,6 +127,15 @@ def _loaded(row: Row, config: Config) -> Row:
         return dataclasses.replace(row, error=str(error))
     except Exception as error:  # no plugin at all behind the entry point
         return dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
+    return _with_unknown_hooks(row)
+
+
+def _with_unknown_hooks(row: Row) -> Row:
+    for hook in row.hooks:
+        if hook not in specs.__all__:
+            return dataclasses.replace(
+                row, error=f"unknown hook {hook!r}.{suggest(hook, specs.__all__)}"
+            )
     return row
 
 

@@ -81,6 +81,11 @@ def test_plugins_that_are_off_are_not_loaded(examined, tmp_path):
     [
         ({"LLMAAS_PLUGINS": "recorde"}, "plugins.recorde", "Did you mean 'recorder'"),
         ({"LLMAAS_PLUGINS": "broken_import"}, "plugins.broken_import", "failed in import"),
+        ({"LLMAAS_PLUGINS": "exits"}, "plugins.exits", "failed in import: SystemExit"),
+        ({"LLMAAS_PLUGINS": "broken_config"}, "plugins.broken_config", "ZeroDivisionError"),
+        ({"LLMAAS_PLUGINS": "broken_constructor"}, "plugins.broken_constructor", "no luck"),
+        ({"LLMAAS_PLUGINS": "misspelt"}, "plugins.misspelt", "unknown hook 'llmaas_logit'"),
+        ({"LLMAAS_PLUGINS": "twin"}, "plugins.twin", "uninstall all but one of them"),
         ({"LLMAAS_CONFIG": "/nowhere.toml"}, "llmaas.toml", "cannot read configuration"),
         (
             {"LLMAAS_PLUGINS": "recorder", "LLMAAS_PLUGINS__RECORDER__LEVEL": "0"},

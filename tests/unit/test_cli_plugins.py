@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 
 import pytest
@@ -61,6 +63,46 @@ def test_all_loads_the_others_and_failures_are_rows(listed):
     assert rows["recorder"]["loaded"]
     assert not rows["recorder"]["enabled"]
     assert "failed in import" in rows["broken_import"]["error"]
+    assert "SystemExit" in rows["exits"]["error"]
+    assert rows["misspelt"]["error"] == "unknown hook 'llmaas_logit'. Did you mean 'llmaas_logits'?"
+    assert "expected a plugin class" in rows["not_a_class"]["error"]
+    assert "uninstall all but one" in rows["twin"]["error"]
+
+
+def test_a_plugin_that_prints_spoils_no_json(monkeypatch, capsys, dist_plugins):
+    monkeypatch.delitem(sys.modules, "llmaas_test_chatty", raising=False)
+    assert main(["plugins", "--json", "--all"]) == 0
+    captured = capsys.readouterr()
+    assert "chatty" in {row["name"] for row in json.loads(captured.out)}
+    assert captured.err == "Welcome to chatty!\n"
+
+
+def test_a_distribution_without_metadata(listed):
+    row = listed("--all")["bare"]
+    assert row["loaded"]
+    assert row["error"] is None
+
+
+def test_every_plugin_broken_and_help_is_there(tmp_path):
+    (tmp_path / "broken-1.dist-info").mkdir()
+    (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text(
+        "[llmaas_plugins]\nkv_chunks = gone:Gone\nbroken = broken:Broken\n"
+    )
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no luck')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "LLMAAS_PLUGINS": "broken,kv_chunks"}
+    command = [sys.executable, "-m", "llmaas_plugins.cli.main"]
+    said = {
+        argument: subprocess.run(
+            [*command, argument], env=environ, capture_output=True, text=True, check=False
+        )
+        for argument in ("--help", "plugins", "doctor")
+    }
+    assert [done.returncode for done in said.values()] == [0, 0, 1]
+    assert not any(done.stderr for done in said.values())
+    problem = "plugin 'broken' failed in import: RuntimeError: no luck"
+    for argument in ("plugins", "doctor"):
+        assert problem in said[argument].stdout
+        assert "installed by" in said[argument].stdout  # kv_chunks, twice
 
 
 @pytest.mark.parametrize(

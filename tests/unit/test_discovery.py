@@ -44,6 +44,20 @@ def test_import_failure_names_the_plugin(dist_plugins):
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("exits", r"SystemExit: usage: llmaas_test_exits FILE"),
+        ("not_a_class", r"'llmaas_test_plugins:events' is a list, expected a plugin class"),
+        ("without_config", r"is a class without `Config`, expected a plugin class"),
+        ("twin", "installed by llmaas-test-plugins and llmaas-test-twins; uninstall all but one"),
+    ],
+)
+def test_what_is_no_plugin_is_named(dist_plugins, name, problem):
+    with pytest.raises(PluginError, match=f"plugin '{name}' failed in import: .*{problem}"):
+        load_plugin(name)
+
+
 def test_suggest():
     assert suggest("kv_chunk", ["knn_lm", "kv_chunks"]) == " Did you mean 'kv_chunks'?"
     assert suggest("x", []) == ""

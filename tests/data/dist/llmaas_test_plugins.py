@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from llmaas_hooks import hookimpl
 
@@ -58,3 +58,15 @@ class Misspelt:
     @hookimpl
     def llmaas_shutdown(self):
         events.append("misspelt shutdown")
+
+
+class WithoutConfig:
+    pass
+
+
+class BrokenConfig:
+    class Config(NoKeys):
+        @model_validator(mode="before")
+        @classmethod
+        def _look_elsewhere(cls, values):
+            raise ZeroDivisionError("no luck")
