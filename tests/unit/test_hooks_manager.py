@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from llmaas_hooks import (
     ContextCreate,
     HookManager,
-    LlmaasError,
+    KVRestored,
     PluginError,
     Request,
     RequestStats,
@@ -160,6 +161,92 @@ def test_every_hook_has_a_method_and_is_silent_without_plugins():
         method(*arguments.get(name, [None] * n_arguments))
 
 
+class Wrapper:
+    @hookimpl(wrapper=True)
+    def llmaas_status(self):
+        return (yield)
+
+
+class OldWrapper:
+    @hookimpl(hookwrapper=True)
+    def llmaas_status(self):
+        yield
+
+
+class Generator:
+    @hookimpl
+    def llmaas_status(self):
+        yield {}
+
+
+class Coroutine:
+    @hookimpl
+    async def llmaas_status(self):
+        return {}
+
+
+class WithDefault:
+    @hookimpl
+    def llmaas_request_end(self, request, stats=None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("plugin", "problem"),
+    [
+        (Wrapper(), "llmaas_status of 'odd' is a wrapper"),
+        (OldWrapper(), "llmaas_status of 'odd' is a wrapper"),
+        (Generator(), "is a generator or a coroutine; expected a plain function"),
+        (Coroutine(), "is a generator or a coroutine; expected a plain function"),
+        (WithDefault(), "gives stats a default; arguments with one are not passed"),
+    ],
+)
+def test_what_would_not_be_called_as_written_is_refused(plugin, problem):
+    hooks = manager(saver=Saver(1))
+    with pytest.raises(PluginError, match=problem) as caught:
+        hooks.register("odd", plugin)
+    assert (caught.value.plugin, caught.value.hook) == ("odd", "registration")
+    assert hooks.names() == ["saver"]
+    assert hooks.status() == {"saver": {"freed": 1}}
+
+
+def test_a_name_that_is_taken_stays_its_owners():
+    hooks = manager(saver=Saver(1))
+    with pytest.raises(PluginError, match="already registered"):
+        hooks.register("saver", Saver(2))
+    assert hooks.status() == {"saver": {"freed": 1}}
+
+
+def test_order_is_pluggys():
+    order = []
+
+    def plugin(name, **options):
+        class Ordered:
+            @hookimpl(**options)
+            def llmaas_request_end(self):
+                order.append(name)
+
+        return Ordered()
+
+    hooks = manager(
+        last=plugin("last", trylast=True),
+        a=plugin("a"),
+        first=plugin("first", tryfirst=True),
+        b=plugin("b"),
+    )
+    hooks.request_end(request(), STATS)
+    assert order == ["first", "b", "a", "last"]
+
+
+def test_a_hook_of_a_later_version_may_be_optional():
+    class Modern(Saver):
+        @hookimpl(optionalhook=True)
+        def llmaas_from_the_future(self, thing):
+            pass
+
+    assert manager(modern=Modern(3)).status() == {"modern": {"freed": 3}}
+
+
 def test_raise_names_plugin_and_hook_and_chains():
     hooks = manager(saver=Saver(), bad=Failing())
     with pytest.raises(
@@ -188,18 +275,98 @@ def test_keyboard_interrupt_is_nobodys_plugin_error():
         manager("log", bad=Failing(KeyboardInterrupt())).context_create(ContextCreate(1, None))
 
 
-def test_handle_follows_on_error(caplog):
-    with pytest.raises(LlmaasError):
-        manager("raise").handle(LlmaasError("x"))
-    with caplog.at_level(logging.ERROR):
-        manager("log").handle(LlmaasError("x"))
-    assert "x" in caplog.text
+def test_raise_raises_the_first_and_logs_the_others(caplog):
+    hooks = manager("raise", b=Failing(OSError("second")), a=Failing(OSError("first")))
+    with pytest.raises(PluginError, match="first"):
+        hooks.context_create(ContextCreate(1, None))
+    assert "second" in caplog.text
+    assert "first" not in caplog.text
+
+
+def test_repeated_failures_are_counted_not_logged(caplog):
+    hooks = manager("log", bad=Failing(), worse=Failing())
+    for _ in range(500):
+        hooks.context_create(ContextCreate(1, None))
+    assert len(caplog.records) == 2  # one a plugin
+    last = "plugin 'bad' failed in llmaas_context_create: ZeroDivisionError: oops"
+    assert hooks.errors()["bad"] == {"llmaas_context_create": {"count": 500, "last": last}}
+    caplog.clear()
+    hooks.shutdown()
+    assert f"500 times: {last}" in caplog.messages
+    assert len(caplog.messages) == 4  # theirs of the shutdown, and a sum each
 
 
 @pytest.mark.parametrize("on_error", ["log", "raise"])
-def test_restore_always_raises(on_error):
-    with pytest.raises(PluginError, match="llmaas_kv_restore"):
-        manager(on_error, bad=Failing()).kv_restore(request())
+def test_errors_that_are_raised_are_counted_too(on_error):
+    hooks = manager(on_error, bad=Failing())
+    for _ in range(3):
+        with contextlib.suppress(PluginError):
+            hooks.context_create(ContextCreate(1, None))
+    assert hooks.errors()["bad"]["llmaas_context_create"]["count"] == 3
+
+
+def test_handle_follows_on_error(caplog):
+    error = PluginError("bad", "llmaas_kv_restore", OSError("torn"))
+    with pytest.raises(PluginError):
+        manager("raise").handle(error)
+    hooks = manager("log")
+    hooks.handle(error)
+    assert "torn" in caplog.text
+    assert hooks.errors()["bad"]["llmaas_kv_restore"]["count"] == 1
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_restore_always_raises_and_asks_no_other(on_error):
+    class Restorer:
+        @hookimpl
+        def llmaas_kv_restore(self):
+            raise AssertionError("asked about cells in doubt")
+
+    with pytest.raises(PluginError, match="'bad' failed in llmaas_kv_restore"):
+        manager(on_error, other=Restorer(), bad=Failing()).kv_restore(request())
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        7,
+        True,
+        KVRestored(n_tokens=4, n_loaded=0),  # of a prompt of 3
+        KVRestored(n_tokens=2, n_loaded=3),
+        KVRestored(n_tokens=-1, n_loaded=-1),
+        KVRestored(n_tokens="3", n_loaded=0),
+    ],
+)
+def test_restored_cells_that_cannot_be(result):
+    class Restorer:
+        @hookimpl
+        def llmaas_kv_restore(self):
+            return result
+
+    with pytest.raises(PluginError, match=r"'p' failed in llmaas_kv_restore: TypeError"):
+        manager(p=Restorer()).kv_restore(request())
+
+
+@pytest.mark.parametrize(
+    ("hook", "result", "problem"),
+    [
+        ("llmaas_request_end", 1, "returned int, expected None"),
+        ("llmaas_kv_evict", None, "returned NoneType, expected int"),
+        ("llmaas_kv_evict", "12", "returned str, expected int"),
+        ("llmaas_status", None, "returned NoneType, expected dict"),
+        ("llmaas_status", {"x": np.int64(1)}, "not JSON serializable"),
+        ("llmaas_status", {"x": float("nan")}, "not JSON compliant"),
+    ],
+)
+def test_wrong_results_are_errors(hook, result, problem):
+    plugin = type("Odd", (), {hook: hookimpl(lambda self: result, specname=hook)})()
+    call = {
+        "llmaas_request_end": lambda hooks: hooks.request_end(request(), STATS),
+        "llmaas_kv_evict": lambda hooks: hooks.kv_evict("chat-1"),
+        "llmaas_status": lambda hooks: hooks.status(),
+    }[hook]
+    with pytest.raises(PluginError, match=f"'odd' failed in {hook}: .*{problem}"):
+        call(manager(odd=plugin))
 
 
 def test_hook_llmaas_kv_evict():
@@ -209,18 +376,50 @@ def test_hook_llmaas_kv_evict():
 
 
 @pytest.mark.parametrize("on_error", ["log", "raise"])
-def test_hook_llmaas_kv_evict_always_raises(on_error):
+def test_hook_llmaas_kv_evict_always_raises_after_all_were_asked(on_error):
+    first, second = Saver(3), Saver(4)
     with pytest.raises(PluginError, match="llmaas_kv_evict"):
-        manager(on_error, bad=Failing()).kv_evict("chat-1")
+        manager(on_error, a=first, bad=Failing(), b=second).kv_evict("chat-1")
+    assert first.calls == second.calls == [("evict", "chat-1")]
 
 
 def test_hook_llmaas_status():
     assert manager(a=Saver(1), b=Saver(2)).status() == {"a": {"freed": 1}, "b": {"freed": 2}}
 
 
-def test_hook_llmaas_status_raises():
-    with pytest.raises(ZeroDivisionError):
-        manager("log", bad=Failing()).status()
+def test_hook_llmaas_status_of_one_that_fails_hides_no_other():
+    hooks = manager("log", a=Saver(1), bad=Failing(), b=Saver(2))
+    problem = "plugin 'bad' failed in llmaas_status: ZeroDivisionError: oops"
+    assert hooks.status() == {"a": {"freed": 1}, "bad": {"error": problem}, "b": {"freed": 2}}
+    with pytest.raises(PluginError, match="'bad' failed in llmaas_status"):
+        manager("raise", a=Saver(1), bad=Failing()).status()
+
+
+def test_deferred_work_fails_in_the_name_of_its_hook(caplog):
+    jobs = []
+
+    class Deferring:
+        @hookimpl
+        def llmaas_kv_save(self):
+            jobs.append(hooks.guarded(lambda: 1 / 0))
+
+    hooks = manager("raise", lazy=Deferring())
+    hooks.kv_save(request(), None)
+    for _ in range(3):
+        jobs[0]()  # raises nothing, not even now: there is no call of the app to raise it to
+    assert len(caplog.records) == 1
+    found = hooks.errors()["lazy"]["llmaas_kv_save (deferred)"]
+    assert found["count"] == 3
+    assert "ZeroDivisionError" in found["last"]
+
+
+def test_hook_llmaas_shutdown_goes_on_after_ctrl_c():
+    first, second = Saver(), Saver()
+    hooks = manager(a=first, bad=Failing(KeyboardInterrupt()), b=second)
+    with pytest.raises(KeyboardInterrupt):
+        hooks.shutdown()
+    assert first.calls == second.calls == [("shutdown",)]
+    assert hooks.names() == []
 
 
 def test_hook_llmaas_shutdown_reaches_all_and_forgets_them(caplog):
