@@ -1,0 +1,254 @@
+"""Every hook × every way to fail × ``on_error``, on a running engine between two sound plugins.
+
+With ``"log"`` the app gets what vanilla gives it and the other plugins see what they would see;
+with ``"raise"`` it gets the named error, and the engine is as good afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from llmaas_hooks import HookManager, PluginError, hookimpl, specs
+from llmaas_hooks.discovery import load_plugin
+from llmaas_patches import install, serving_context
+
+PROMPT = [1, 400, 401, 402, 403, 404]
+ENGINE_HOOKS = [
+    "llmaas_model_load",
+    "llmaas_context_create",
+    "llmaas_request_begin",
+    "llmaas_kv_restore",
+    "llmaas_decode",
+    "llmaas_logits",
+    "llmaas_kv_save",
+    "llmaas_request_end",
+]
+ANSWERS = {"llmaas_kv_evict": 1, "llmaas_status": {"sound": True}}
+
+
+def fail():
+    raise ZeroDivisionError("oops")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def wrong_type():
+    return "nonsense"
+
+
+def plugin(**hooks):
+    """A plugin with these hooks, each a function of no argument."""
+
+    def method(name, body):
+        return hookimpl(lambda self: body(), specname=name)
+
+    return type("Plugin", (), {name: method(name, body) for name, body in hooks.items()})()
+
+
+class Sound:
+    """Implements every hook and remembers which were called."""
+
+    def __init__(self):
+        self.called = []
+
+    def plugin(self):
+        return plugin(**{hook: lambda hook=hook: self._note(hook) for hook in specs.__all__})
+
+    def _note(self, hook):
+        self.called.append(hook)
+        return ANSWERS.get(hook)
+
+
+class Trial:
+    """Patches on, a plugin that fails in one hook, and a sound one on either side of it."""
+
+    def __init__(self, on_error, hook, failure):
+        self.failure = failure
+        self.early, self.late = Sound(), Sound()
+        self.hooks = HookManager(on_error)
+        self.hooks.register("late", self.late.plugin())  # pluggy: the last one is called first
+        self.hooks.register("bad", plugin(**{hook: lambda: self._fail(hook)}))
+        self.hooks.register("early", self.early.plugin())
+        self.installed = install(self.hooks)
+
+    def _fail(self, hook):
+        return ANSWERS.get(hook) if self.failure is None else self.failure()
+
+
+@pytest.fixture
+def trial():
+    with contextlib.ExitStack() as stack:
+
+        def start(on_error, hook, failure):
+            found = Trial(on_error, hook, failure)
+            stack.callback(found.installed.revert)
+            return found
+
+        yield start
+
+
+def use(make):
+    """What an app does: load, generate, leave early, complete."""
+    llama = make()
+    generator = llama.generate(PROMPT, temp=0.0)
+    tokens = [next(generator) for _ in range(4)]
+    generator.close()
+    text = llama("Once upon a time", max_tokens=4, temperature=0.0)["choices"][0]["text"]
+    return tokens, text
+
+
+@pytest.mark.parametrize("failure", [fail, wrong_type])
+@pytest.mark.parametrize("hook", ENGINE_HOOKS)
+def test_logged(trial, make, hook, failure, caplog):
+    vanilla = use(make)
+    sound = trial("log", hook, None)
+    use(make)
+    sound.installed.revert()
+    found = trial("log", hook, failure)
+    assert use(make) == vanilla
+    assert found.early.called == sound.early.called
+    silenced = {"llmaas_kv_restore"} & {hook}  # the cells are in doubt: nobody else is asked
+    assert found.late.called == [name for name in sound.late.called if name not in silenced]
+    (record,) = caplog.records
+    assert f"plugin 'bad' failed in {hook}: " in record.getMessage()
+    assert record.exc_info is not None
+    times = found.early.called.count(hook)
+    errors = found.hooks.errors()
+    assert errors["bad"][hook]["count"] == times > 0
+    assert set(errors) == {"bad"}
+    assert set(errors["bad"]) == {hook}
+
+
+@pytest.mark.parametrize("failure", [fail, wrong_type])
+@pytest.mark.parametrize("hook", ENGINE_HOOKS)
+def test_raised(trial, make, hook, failure):
+    vanilla = use(make)
+    found = trial("raise", hook, failure)
+    with pytest.raises(PluginError, match=f"plugin 'bad' failed in {hook}") as caught:
+        use(make)
+    assert (caught.value.plugin, caught.value.hook) == ("bad", hook)
+    assert (hook in found.late.called) == (hook != "llmaas_kv_restore")
+    found.failure = None
+    assert use(make) == vanilla
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+@pytest.mark.parametrize("hook", ENGINE_HOOKS)
+def test_ctrl_c_reaches_the_app(trial, make, hook, on_error):
+    vanilla = use(make)
+    found = trial(on_error, hook, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        use(make)
+    assert found.hooks.errors() == {}
+    found.failure = None
+    assert use(make) == vanilla
+
+
+@pytest.mark.parametrize("failure", [fail, interrupt])
+@pytest.mark.parametrize("hook", ENGINE_HOOKS[2:])
+def test_an_engine_is_as_good_after_it(trial, make, hook, failure):
+    """The same ``Llama`` goes on: nothing half done stays in its cells or its books."""
+
+    def ask(llama):
+        generator = llama.generate([*PROMPT, 405, 406], temp=0.0)
+        found = [next(generator) for _ in range(3)]
+        generator.close()
+        return found
+
+    expected = ask(make(n_ubatch=1))  # then a batch split changes no bit
+    found = trial("raise", hook, failure)
+    llama = make(n_ubatch=1)
+    with pytest.raises((PluginError, KeyboardInterrupt)):
+        ask(llama)
+    found.failure = None
+    assert ask(llama) == expected
+
+
+@pytest.mark.parametrize("how", ["close", "exhaust"])
+@pytest.mark.parametrize("hook", ["llmaas_kv_save", "llmaas_request_end"])
+def test_the_end_of_a_generator(trial, make, hook, how):
+    def end(generator):
+        next(generator)
+        generator.close() if how == "close" else list(zip(generator, range(3), strict=False))
+
+    trial("log", hook, fail)
+    llama = make()
+    generator = llama.generate(PROMPT, temp=0.0)
+    end(generator)
+    generator.close()  # nothing is left of it
+
+
+@pytest.mark.parametrize("failure", [fail, wrong_type])
+def test_deleting_a_context_is_never_silent(trial, failure):
+    found = trial("log", "llmaas_kv_evict", failure)
+    with pytest.raises(PluginError, match="'bad' failed in llmaas_kv_evict"):
+        found.hooks.kv_evict("chat-1")
+    assert found.early.called == found.late.called == ["llmaas_kv_evict"]
+
+
+@pytest.mark.parametrize("failure", [fail, wrong_type])
+def test_a_status_that_fails_hides_no_other(trial, failure):
+    found = trial("log", "llmaas_status", failure)
+    status = found.hooks.status()
+    assert status["early"] == status["late"] == {"sound": True}
+    assert status["bad"]["error"].startswith("plugin 'bad' failed in llmaas_status: ")
+    strict = trial("raise", "llmaas_status", failure)
+    with pytest.raises(PluginError, match="'bad' failed in llmaas_status"):
+        strict.hooks.status()
+
+
+@pytest.mark.parametrize("failure", [fail, wrong_type])
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_a_shutdown_that_fails_is_logged(trial, caplog, on_error, failure):
+    found = trial(on_error, "llmaas_shutdown", failure)
+    found.installed.revert()
+    found.hooks.shutdown()
+    assert found.early.called == found.late.called == ["llmaas_shutdown"]
+    assert "plugin 'bad' failed in llmaas_shutdown" in caplog.text
+
+
+def test_deferred_work_that_fails_is_named_and_counted(patched, make, caplog):
+    class Deferring:
+        @hookimpl
+        def llmaas_kv_save(self, request):
+            request.engine.defer(fail)
+
+    installed = patched(lazy=Deferring(), on_error="raise")
+    llama = make()
+    for _ in range(3):
+        list(zip(range(2), llama.generate(PROMPT, temp=0.0), strict=False))
+    installed.settle()
+    (record,) = caplog.records
+    assert "plugin 'lazy' failed in llmaas_kv_save (deferred): ZeroDiv" in record.getMessage()
+
+
+def test_contexts_are_kept_beside_a_plugin_that_always_fails(make, tmp_path):
+    prompts = {name: [1, *range(first, first + 40)] for name, first in [("a", 400), ("b", 500)]}
+
+    def ask_all():
+        llama = make(n_ubatch=1)
+        for name in ("a", "b", "a", "b"):
+            with serving_context(name):
+                generator = llama.generate(prompts[name], temp=0.0)
+                yield [next(generator) for _ in range(3)]
+                generator.close()
+
+    vanilla = list(ask_all())
+    chunks = load_plugin("kv_chunks")
+    settings = chunks.Config(codec="lossless", store=tmp_path / "kv")
+    hooks = HookManager("log")
+    hooks.register("kv_chunks", chunks(settings))
+    broken = [hook for hook in ENGINE_HOOKS if hook != "llmaas_kv_restore"]
+    hooks.register("bad", plugin(**dict.fromkeys([*broken, "llmaas_status"], fail)))
+    installed = install(hooks)
+    try:
+        assert list(ask_all()) == vanilla
+        assert hooks.status()["kv_chunks"]["restored_tokens"] > 0
+        assert set(hooks.errors()["bad"]) == {*broken, "llmaas_status"}
+    finally:
+        installed.revert()
+        hooks.shutdown()
