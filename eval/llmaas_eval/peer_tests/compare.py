@@ -1,0 +1,71 @@
+"""What differs from vanilla, as a list and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+
+from llmaas_eval.peer_tests.runs import MODES, PLUGIN, VANILLA, Outcome, Run
+
+__all__ = ["as_table", "problems"]
+
+_DIED = ("crashed", "not imported")
+
+
+def problems(runs: Mapping[str, Run]) -> list[str]:
+    """Why the runs do not show that nothing changed; empty if they do."""
+    vanilla = runs[VANILLA].tests
+    found = [
+        f"{test}: {o.outcome} {o.message}" for test, o in vanilla.items() if o.outcome in _DIED
+    ]
+    if not any(outcome.results for outcome in vanilla.values()):
+        found.append("no test asked the engine for anything")
+    for mode, run in runs.items():
+        found += [f"{mode}: {problem}" for problem in _off(run, MODES[mode])]
+        for test in {**vanilla, **run.tests}:
+            difference = _difference(vanilla.get(test), run.tests.get(test))
+            found += [f"{mode}: {test}: {difference}"] if difference else []
+    return found
+
+
+def as_table(runs: Mapping[str, Run]) -> str:
+    """Markdown: a row a test, a column a mode."""
+    vanilla = runs[VANILLA].tests
+    rows = [["test", *runs], ["---"] * (len(runs) + 1)]
+    for test, outcome in vanilla.items():
+        others = (_difference(outcome, runs[mode].tests.get(test)) for mode in list(runs)[1:])
+        cells = ("**differs**" if difference else "same" for difference in others)
+        expected = f"{outcome.outcome}, {len(outcome.results)} results"
+        rows.append([test.rpartition("::")[2], expected, *cells])
+    rows.append(["*tokens restored*", *(str(restored_tokens(run)) for run in runs.values())])
+    rows.append(["*seconds*", *(f"{run.seconds:.1f}" for run in runs.values())])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def restored_tokens(run: Run) -> int:
+    """Tokens that kv_chunks loaded instead of evaluating them."""
+    plugins = {} if run.status is None else run.status["plugins"]
+    return int(plugins.get(PLUGIN, {}).get("restored_tokens", 0))
+
+
+def _off(run: Run, plugins: str | None) -> Iterator[str]:
+    """How a run was not in its mode."""
+    is_on = run.status is not None
+    if is_on != (plugins is not None):
+        yield f"the suite was {'on' if is_on else 'off'}"
+    if plugins and not restored_tokens(run):
+        yield f"{PLUGIN} restored nothing, so equal results say nothing about it"
+
+
+def _difference(expected: Outcome | None, found: Outcome | None) -> str | None:
+    if expected is None or found is None:
+        return "not run" if found is None else "run in this mode only"
+    pairs = [
+        ("outcome", expected.outcome, found.outcome),
+        ("message", expected.message, found.message),
+        *(
+            (f"result {i}", a, b)
+            for i, (a, b) in enumerate(zip_longest(expected.results, found.results), start=1)
+        ),
+    ]
+    return next((f"{what} {b!r}, expected {a!r}" for what, a, b in pairs if a != b), None)

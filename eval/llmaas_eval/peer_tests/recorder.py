@@ -1,0 +1,160 @@
+"""Pytest plugin: generated models instead of downloads, and what each test gets from the engine.
+
+It knows nothing of the suite but its status at the end: the same plugin runs in every mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp import Llama, _internals
+
+from llmaas_eval.peer_tests.models import DOWNLOADS, KINDS, SPLIT
+
+_MODEL = "llama_cpp_model_path"
+"""The tests' fixture for a model of no kind in particular: here, of each kind."""
+_WORDS_ONLY = {"test_real_model": "decodes its prompt in a batch of 16"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where models are and results go."""
+    parser.addoption("--peer-models", type=Path, required=True)
+    parser.addoption("--peer-record", type=Path, required=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the recorder in place before test modules import what it wraps."""
+    models, path = config.getoption("--peer-models"), config.getoption("--peer-record")
+    config.pluginmanager.register(Recorder(models, path))
+
+
+class Recorder:
+    """Writes a JSON line when a test starts, another one when it ends, and the suite's status."""
+
+    def __init__(self, models: Path, path: Path) -> None:
+        """Wrap the calls whose results are recorded."""
+        self._models = models
+        self._path = path
+        self._results: list[str] = []
+        vars(multiprocessing)["cpu_count"] = lambda: 1  # tiny models, and cores others may use
+        vars(huggingface_hub)["hf_hub_download"] = self._model_of
+        _wrap(Llama, "__init__", self._one_by_one)
+        _wrap(_internals.LlamaSampler, "sample", self._sampled)
+        _wrap(Llama, "create_completion", self._completed)
+        _wrap(Llama, "embed", self._embedded)
+        _wrap(Llama, "save_state", self._saved)
+
+    # -- pytest's hooks -------------------------------------------------------------------------
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give tests of any model each kind, with short prompts and longer ones."""
+        if _MODEL in metafunc.fixturenames:
+            endings = ("",) if metafunc.function.__name__ in _WORDS_ONLY else ("", SPLIT)
+            names = [f"{kind}{ending}" for kind in KINDS for ending in endings]
+            metafunc.parametrize(_MODEL, [self._file(name) for name in names], ids=names)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test that kills the process is known by having no other line."""
+        self._results.clear()
+        self._write(test=nodeid, outcome="crashed", message="", results=[])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The call's outcome, or whatever went wrong around it."""
+        if report.when == "call" or not report.passed:
+            self._write(
+                test=report.nodeid,
+                outcome=report.outcome,
+                message=_reason(report),
+                results=list(self._results),
+            )
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported."""
+        if not report.passed:
+            self._write(
+                test=report.nodeid, outcome="not imported", message=str(report.longrepr), results=[]
+            )
+
+    def pytest_sessionfinish(self) -> None:
+        """What the suite did, if it is on."""
+        activation = sys.modules.get("llmaas_plugins.activation")
+        suite = None if activation is None else activation.active_suite()
+        self._write(status=None if suite is None else suite.status())
+
+    def _write(self, **line: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # -- models ---------------------------------------------------------------------------------
+
+    def _model_of(self, repo_id: str, filename: str, **_: Any) -> str:
+        if repo_id not in DOWNLOADS:
+            pytest.skip(f"no generated model stands for {repo_id}/{filename}")
+        return self._file(DOWNLOADS[repo_id])
+
+    def _file(self, name: str) -> str:
+        return str(self._models / f"{name}.gguf")
+
+    # -- wrappers -------------------------------------------------------------------------------
+
+    def _one_by_one(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Evaluate token by token: logits must not depend on how prompts are split."""
+        if not kwargs.get("embedding"):
+            kwargs["n_ubatch"] = 1
+        original(*args, **kwargs)
+
+    def _sampled(self, original: Callable[..., int], sampler: Any, ctx: Any, idx: int = -1) -> int:
+        n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(ctx.model.model))
+        row = llama_cpp.llama_get_logits_ith(ctx.ctx, idx)
+        logits = np.ctypeslib.as_array(row, shape=(n_vocab,)).tobytes()
+        token = original(sampler, ctx, idx)
+        self._results.append(f"token {token} of logits {_digest(logits)}")
+        return token
+
+    def _completed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        reply = original(*args, **kwargs)
+        shown = {key: reply[key] for key in ("choices", "usage")}
+        self._results.append(f"completion {json.dumps(shown)}")
+        return reply
+
+    def _embedded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = original(*args, **kwargs)
+        self._results.append(f"embeddings {_digest(np.array(values).tobytes())}")
+        return values
+
+    def _saved(self, original: Callable[..., Any], llama: Llama) -> Any:
+        state = original(llama)
+        tokens = state.input_ids[: state.n_tokens].tolist()
+        self._results.append(f"state {_digest(state.llama_state)} of tokens {tokens}")
+        return state
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    wrapper = functools.wraps(original)(lambda *args, **kwargs: around(original, *args, **kwargs))
+    setattr(owner, name, wrapper)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Where and why it failed or was skipped; addresses differ from process to process."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = f"line {crash.lineno}: {crash.message}" if crash else str(report.longrepr or "")
+    return re.sub(r"0x[0-9a-f]+", "0x…", text)
