@@ -24,6 +24,8 @@ __all__ = [
     "wrap_load_model",
     "wrap_n_seq_max",
     "wrap_sample",
+    "wrap_seq_rm",
+    "wrap_seq_shift",
     "wrap_settled",
 ]
 
@@ -59,12 +61,14 @@ def wrap_init_context(host: Host, original: Function) -> Function:
 def wrap_decode(host: Host, original: Function) -> Function:
     """``llama_decode``: wait for deferred work, and time the batch if somebody listens."""
     pending, settle = host.lanes.pending, host.lanes.settle
+    decoded = host.ownership.decoded
     listens = host.hooks.listens("llmaas_decode")
 
     @functools.wraps(original)
     def llama_decode(ctx: Any, batch: Any) -> Any:
         if pending:
             settle(ctx)
+        decoded(ctx, batch)
         if not listens:
             return original(ctx, batch)
         started = time.perf_counter()
@@ -90,6 +94,31 @@ def wrap_settled(host: Host, original: Function) -> Function:
     return settled
 
 
+def wrap_seq_rm(host: Host, original: Function) -> Function:
+    """``llama_memory_seq_rm``: ``Llama`` cuts ends off, only an app makes holes."""
+    settled = wrap_settled(host, original)
+
+    @functools.wraps(original)
+    def llama_memory_seq_rm(mem: Any, seq_id: Any, p0: Any, p1: Any) -> Any:
+        if getattr(p1, "value", p1) >= 0:
+            host.ownership.edited(mem)
+        return settled(mem, seq_id, p0, p1)
+
+    return llama_memory_seq_rm
+
+
+def wrap_seq_shift(host: Host, original: Function) -> Function:
+    """``llama_memory_seq_add`` and ``_div``: only an app gives cells other positions."""
+    settled = wrap_settled(host, original)
+
+    @functools.wraps(original)
+    def shift(mem: Any, *args: Any) -> Any:
+        host.ownership.edited(mem)
+        return settled(mem, *args)
+
+    return shift
+
+
 def wrap_free(host: Host, original: Function) -> Function:
     """``llama_free``: deferred work must be over before the context is."""
 
@@ -97,6 +126,7 @@ def wrap_free(host: Host, original: Function) -> Function:
     def llama_free(ctx: Any) -> None:
         host.lanes.settle(ctx)
         host.app_n_seq_max.pop(ctx, None)
+        host.ownership.forget(ctx)
         original(ctx)
 
     return llama_free

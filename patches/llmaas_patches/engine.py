@@ -33,7 +33,7 @@ class LlamaEngine:
         self.needs_all_logits = False
         self._has_restored = False
         memory = llama_cpp.llama_get_memory(llama.ctx)
-        self._handles = (self.ctx,) if memory is None else (self.ctx, int(memory))
+        self.handles = (self.ctx,) if memory is None else (self.ctx, int(memory))
 
     @property
     def llama(self) -> Any:
@@ -79,7 +79,7 @@ class LlamaEngine:
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""
-        self._lanes.defer(self._handles, self._hooks.guarded(job))
+        self._lanes.defer(self.handles, self._hooks.guarded(job))
 
     def settle(self) -> None:
         """Wait until deferred work on this context is done."""

@@ -14,6 +14,7 @@ from llama_cpp import Llama, llama_cpp
 from llmaas_hooks import HookManager
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
+from llmaas_patches.ownership import Ownership
 
 __all__ = ["Host", "current_context", "serving_context"]
 
@@ -40,6 +41,7 @@ class Host:
         """Attach to the plugins of one activation."""
         self.hooks = hooks
         self.lanes = Lanes()
+        self.ownership = Ownership()
         self.app_n_seq_max: dict[int, int] = {}
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
@@ -53,4 +55,5 @@ class Host:
                 n_seq_max = self.real_n_seq_max(llama.ctx)
                 engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max)
                 self._engines[llama] = engine
+                self.ownership.adopt(engine.handles, llama._batch.batch)
             return engine

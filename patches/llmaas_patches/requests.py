@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host, current_context
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
+
+_log = logging.getLogger("llmaas.patches")
 
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +42,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         engine.settle()
         request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
         host.hooks.request_begin(request)
-        if resets:
+        if _is_sound(host, engine, request, resets=resets) and resets:
             n_reused = _restore(host, engine, request)
         clock.prepared()
         try:
@@ -53,7 +56,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 reply = yield token
         finally:
             inner.close()
-            if self.ctx is not None:  # the app may have closed Llama under its generator
+            # the app may have closed Llama under its generator, or used its engine
+            if self.ctx is not None and host.ownership.is_sound(engine.handles):
                 host.hooks.kv_save(request, engine.resident_tokens())
             host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
 
@@ -109,6 +113,18 @@ class _Clock:
             first_token_s=self._first_token_s,
             total_s=time.perf_counter() - self._started,
         )
+
+
+def _is_sound(host: Host, engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
+    """Whether ``Llama`` knows what its cells hold; it does if it goes on with none of them."""
+    if host.ownership.is_sound(engine.handles):
+        return True
+    resident = engine.resident_tokens()
+    if (common_prefix(resident, request.tokens) if resets else len(resident)) > 0:
+        _log.warning("the app changed the cells behind Llama's back; this request is left alone")
+        return False
+    host.ownership.reclaim(engine.handles)
+    return True
 
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:

@@ -9,6 +9,8 @@ from llmaas_patches.calls import (
     wrap_load_model,
     wrap_n_seq_max,
     wrap_sample,
+    wrap_seq_rm,
+    wrap_seq_shift,
     wrap_settled,
 )
 from llmaas_patches.patcher import Patch
@@ -22,11 +24,8 @@ _BINDINGS = "llama_cpp.llama_cpp"
 # sees our scratch sequence nor a half-copied state.
 _SETTLED: dict[str, tuple[str, ...]] = {
     "llama_memory_clear": ("mem",),
-    "llama_memory_seq_rm": ("mem",),
     "llama_memory_seq_cp": ("mem",),
     "llama_memory_seq_keep": ("mem",),
-    "llama_memory_seq_add": ("mem",),
-    "llama_memory_seq_div": ("mem",),
     "llama_memory_seq_pos_min": ("mem",),
     "llama_memory_seq_pos_max": ("mem",),
     "llama_state_get_size": ("ctx",),
@@ -52,6 +51,9 @@ _OWN = {
     "llama_init_from_model": (("model", "params"), wrap_init_context),
     "llama_decode": (("ctx", "batch"), wrap_decode),
     "llama_free": (("ctx",), wrap_free),
+    "llama_memory_seq_rm": (("mem", "seq_id", "p0", "p1"), wrap_seq_rm),
+    "llama_memory_seq_add": (("mem",), wrap_seq_shift),
+    "llama_memory_seq_div": (("mem",), wrap_seq_shift),
     "llama_n_seq_max": (("ctx",), wrap_n_seq_max),
     "llama_sampler_sample": (("smpl", "ctx", "idx"), wrap_sample),
 }

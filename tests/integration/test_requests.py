@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import llama_cpp
@@ -196,6 +197,56 @@ def test_serving_context_names_the_request(recorder, make_llama):
         greedy(llama, PROMPT, 1)
     greedy(llama, PROMPT, 1)
     assert [request.context_id for request in recorder.requests] == ["chat-1", None]
+
+
+def decode_own_batch(llama):
+    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 2)(400, 401), 2)
+    assert llama_cpp.llama_decode(llama.ctx, batch) == 0
+
+
+def edit_cells(name, *args):
+    return lambda llama: getattr(llama_cpp, name)(llama_cpp.llama_get_memory(llama.ctx), 0, *args)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        decode_own_batch,
+        edit_cells("llama_memory_seq_rm", 2, 3),
+        edit_cells("llama_memory_seq_rm", 2, llama_cpp.llama_pos(3)),
+        edit_cells("llama_memory_seq_add", 4, -1, 1),
+        edit_cells("llama_memory_seq_div", 4, -1, 2),
+    ],
+    ids=["batch", "hole", "typed hole", "shift", "division"],
+)
+def test_cells_that_an_app_changed_are_not_kept(recorder, make_llama, caplog, disturb):
+    llama = make_llama()
+    generator = llama.generate(PROMPT, temp=0.0)
+    next(generator)
+    disturb(llama)
+    generator.close()
+    assert recorder.events == ["begin", "restore", "end"]
+    llama.reset()
+    greedy(llama, PROMPT, 1)  # Llama starts from nothing
+    assert recorder.events[3:] == ONCE
+    disturb(llama)
+    generator = llama.generate([*PROMPT, 405], temp=0.0)
+    with contextlib.suppress(RuntimeError):  # of llama.cpp, which may see it
+        next(generator)
+    generator.close()
+    assert recorder.events[7:] == ["begin", "end"]
+    assert "behind Llama's back" in caplog.text
+    greedy(llama, [7, 8, 9], 1)
+    assert recorder.events[9:] == ONCE
+
+
+def test_ends_that_an_app_cuts_off_are_not_missed(recorder, make_llama):
+    llama = make_llama()
+    greedy(llama, PROMPT, 1)
+    edit_cells("llama_memory_seq_rm", 4, -1)(llama)
+    llama.n_tokens = 4
+    greedy(llama, PROMPT, 1)
+    assert recorder.events == ONCE * 2
 
 
 def send_script(llama):
