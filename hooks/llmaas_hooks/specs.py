@@ -1,7 +1,8 @@
 """Every hook, and nothing else.
 
 Each docstring answers: when it is called, on which thread, at what cost, what is returned, and
-what an exception does. All arguments are passed by name; an implementation may take fewer.
+what an exception, or a result of another type, does. All arguments are passed by name; an
+implementation may take fewer.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -64,7 +65,7 @@ def llmaas_decode(step: DecodeStep) -> None:
 
     When: after ``llama_decode`` returned 0. Not called for evaluation that C code starts itself.
     Thread: the app's. Cost: once a batch: microseconds.
-    Errors: with ``on_error = "log"`` ignored after one log line.
+    Errors: with ``on_error = "log"`` counted after one log line.
     """
 
 
@@ -95,7 +96,8 @@ def llmaas_kv_restore(request: Request) -> KVRestored | None:
     When: after ``llmaas_request_begin`` of a ``Llama.generate(reset=True)``.
     Thread: the app's, which owns the engine then. Cost: the switch latency.
     Returns: what sequence 0 holds now, or None when the plugin left the cells as they were.
-    Errors: the engine's cells are dropped and the whole prompt is evaluated.
+    Errors: the engine's cells are dropped, no other plugin is asked, and the whole prompt is
+        evaluated.
     """
 
 
@@ -117,7 +119,7 @@ def llmaas_kv_evict(context_id: str) -> int:
 
     When: the context was deleted. Thread: any. Cost: milliseconds.
     Returns: bytes of KV that were freed; what other contexts share stays.
-    Errors: raised to the caller: a deletion must not fail silently.
+    Errors: raised to the caller after all plugins were called: a deletion must not fail silently.
     """
 
 
@@ -126,7 +128,7 @@ def llmaas_request_end(request: Request, stats: RequestStats) -> None:
     """Learn how a request went.
 
     When: after ``llmaas_kv_save``. Thread: the app's. Cost: microseconds.
-    Errors: with ``on_error = "log"`` ignored after one log line.
+    Errors: with ``on_error = "log"`` counted after one log line.
     """
 
 
@@ -135,7 +137,8 @@ def llmaas_status() -> dict[str, Any]:
     """Report which mode runs, and its counters.
 
     When: somebody asks (``Suite.status()``, ``/v1/llmaas/status``). Thread: any.
-    Returns: plain JSON types. Errors: raised to the caller.
+    Returns: a dict of plain JSON types.
+    Errors: with ``on_error = "log"`` its report is ``{"error": …}``; the others' are whole.
     """
 
 

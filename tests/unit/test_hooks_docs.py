@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-from llmaas_hooks import specs
+from llmaas_hooks import specs, types
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hooks.md"
@@ -67,3 +69,57 @@ def test_what_a_docstring_says(node):
     for word in ("When:", "Thread:", "Errors:"):
         assert word in text, word
     assert ("Returns:" in text) == (ast.unparse(node.returns) != "None")
+
+
+GIVEN = [
+    getattr(types, name)
+    for name in types.__all__
+    if name == "Engine" or dataclasses.is_dataclass(getattr(types, name))
+]
+
+
+def members(kind):
+    """Names a plugin may use, methods as they are called."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return [
+        name if isinstance(found, property) else f"{name}({', '.join(arguments(found))})"
+        for name, found in vars(kind).items()
+        if not name.startswith("_")
+    ]
+
+
+def arguments(method):
+    return [name for name in inspect.signature(method).parameters if name != "self"]
+
+
+def table(kind):
+    """First cells of the type's table in the page."""
+    _, _, rest = PAGE.read_text().partition(f"| `{kind.__name__}` | ")
+    rows = rest.partition("\n\n")[0].splitlines()[2:]
+    assert all(row.split("|")[2].strip() for row in rows), "a row says nothing"
+    return re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in rows))
+
+
+@pytest.mark.parametrize("kind", GIVEN, ids=lambda kind: kind.__name__)
+def test_every_member_of_what_hooks_are_given_is_documented_and_nothing_else(kind):
+    assert sorted(table(kind)) == sorted(members(kind))
+
+
+@pytest.mark.parametrize("kind", GIVEN, ids=lambda kind: kind.__name__)
+def test_what_a_type_says_where_it_is_defined(kind):
+    if not dataclasses.is_dataclass(kind):
+        assert all(found.__doc__ for name, found in vars(kind).items() if name[0] != "_")
+        return
+    _, _, attributes = inspect.getdoc(kind).partition("Attributes:\n")
+    assert re.findall(r"^    (\w+): \S", attributes, re.MULTILINE) == members(kind)
+
+
+def test_what_hooks_take_and_return_is_documented():
+    named = {
+        word
+        for node in spec_functions()
+        for word in re.findall(r"[A-Z]\w+", signature(node))
+        if word in types.__all__
+    }
+    assert named - {"Tokens"} <= {kind.__name__ for kind in GIVEN}

@@ -1,0 +1,172 @@
+"""docs/examples/llmaas-usage as its user meets it: installed, listed, enabled, used, uninstalled.
+
+Everything runs in an environment of its own that sees the packages of this one. No network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "docs" / "examples" / "llmaas-usage"
+SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+APP = """
+from llama_cpp import Llama
+from llmaas_plugins.models import reference_model_path
+
+llm = Llama(str(reference_model_path()), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
+for text in ("Once upon a time", "I would like", "Once upon a time, I would like a room"):
+    print(llm(text, max_tokens=6, temperature=0)["choices"][0]["text"])
+"""
+SERVICE = """
+import json
+from llmaas_plugins import activate
+from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.service import LLMService
+
+config = ServiceConfig(state_dir="contexts")
+with activate("llmaas.toml") as suite:
+    model = reference_model_path()
+    with LLMService.open(model, config, n_ctx=512, n_threads=1, n_threads_batch=1) as service:
+        mail, chat = (service.bind(app).new_context(system="You help.") for app in ("mail", "chat"))
+        for text in ("Write to Ana that I am late today.", "Shorter, please."):
+            for context in (mail, chat):
+                context.call(text, max_tokens=6)
+        print(json.dumps({"ids": [mail.id, chat.id], **service.status()}))
+"""
+REQUESTS = """
+from pathlib import Path
+from llmaas_usage import Usage, UsageConfig
+
+usage = Usage(UsageConfig(state_dir=Path("usage")))
+print(usage.llmaas_status()["contexts"]["(stateless)"]["requests"])
+usage.llmaas_shutdown()
+"""
+CONFIG = """
+[plugins.usage]
+state_dir = "usage"
+daily_tokens = 100000
+
+[plugins.kv_chunks]
+codec = "lossless"
+store = "kv"
+"""
+
+
+class Environment:
+    """A virtual environment in which the example comes and goes."""
+
+    def __init__(self, folder):
+        self._python = str(folder / "bin" / "python")
+        self._site = folder / SITE
+        self.run("-m", "venv", "--without-pip", str(folder), python=sys.executable)
+        ours = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (self._site / "ours.pth").write_text(ours)
+
+    def run(self, *arguments, python=None, **kwargs):
+        unset = {key for key in os.environ if key.startswith(("LLMAAS", "PIP_", "PYTHON"))}
+        environ = {key: value for key, value in os.environ.items() if key not in unset}
+        done = subprocess.run(
+            [python or self._python, *arguments],
+            env=environ | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            **kwargs,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def pip(self, *arguments):
+        pip = ["-m", "pip", "--disable-pip-version-check", "--python", self._python]
+        self.run(*pip, *arguments, python=sys.executable)
+
+    def llmaas(self, *arguments, **kwargs):
+        return self.run("-m", "llmaas_plugins.cli.main", *arguments, **kwargs)
+
+    def files(self):
+        return sorted(str(path.relative_to(self._site)) for path in self._site.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("environment"))
+    before = environment.files()
+    tree = sorted(EXAMPLE.rglob("*"))
+    environment.pip(
+        *("install", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile"),
+        str(EXAMPLE),
+    )
+    assert any("llmaas_usage" in name for name in environment.files())
+    yield environment
+    environment.pip("uninstall", "--yes", "llmaas-usage")
+    assert environment.files() == before
+    assert sorted(EXAMPLE.rglob("*")) == tree  # nothing was built into the sources
+
+
+@pytest.fixture
+def folder(tmp_path, reference_model):
+    (tmp_path / "llmaas.toml").write_text(CONFIG)
+    (tmp_path / "app.py").write_text(APP)
+    return tmp_path
+
+
+def test_it_is_found_and_described(environment, folder):
+    rows = json.loads(environment.llmaas("plugins", "--json", cwd=folder))
+    row = {row["name"]: row for row in rows}["usage"]
+    assert row["distribution"] == "llmaas-usage 0.1.0"
+    assert (row["enabled"], row["loaded"]) == (False, False)
+    rows = json.loads(
+        environment.llmaas("plugins", "--json", "--config", "llmaas.toml", cwd=folder)
+    )
+    row = {row["name"]: row for row in rows}["usage"]
+    assert row["enabled"]
+    assert row["error"] is None
+    assert "llmaas_logits" in row["hooks"]
+    assert [key["name"] for key in row["keys"]] == ["state_dir", "daily_tokens", "keep_days"]
+    assert all(key["description"] for key in row["keys"])
+
+
+def test_doctor_finds_it_well(environment, folder):
+    said = environment.llmaas("doctor", "--config", "llmaas.toml", cwd=folder)
+    assert "ok plugins.usage.daily_tokens = 100000   (llmaas.toml)" in said
+    assert "MiB free" in said
+    assert not (folder / "usage").exists()
+
+
+def test_an_app_under_llmaas_run(environment, folder):
+    vanilla = environment.run("app.py", cwd=folder)
+    command = ["run", "--config", "llmaas.toml", "app.py"]
+    assert environment.llmaas(*command, cwd=folder) == vanilla
+    assert environment.run("-c", REQUESTS, cwd=folder) == "3\n"
+
+
+def test_an_app_beyond_the_budget_says_nothing(environment, folder):
+    (folder / "llmaas.toml").write_text('[plugins.usage]\nstate_dir = "usage"\ndaily_tokens = 1')
+    assert environment.llmaas("run", "--config", "llmaas.toml", "app.py", cwd=folder).strip() == ""
+
+
+def test_the_service_with_contexts_kept(environment, folder):
+    report = json.loads(environment.run("-c", SERVICE, cwd=folder))
+    assert report["errors"] == {}
+    usage, chunks = report["plugins"]["usage"], report["plugins"]["kv_chunks"]
+    assert set(usage["contexts"]) == set(report["ids"])
+    assert all(sums["requests"] == 2 for sums in usage["contexts"].values())
+    assert chunks["restored_tokens"] > 0
+    assert usage["budget_left"] == 100000 - usage["evaluated"]
+
+
+def test_its_own_tests_pass(environment):
+    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=EXAMPLE)
+    assert " passed" in done
+    assert "skipped" not in done
