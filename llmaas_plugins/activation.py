@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,8 +24,8 @@ _active: Suite | None = None
 class Suite:
     """An activation: enabled plugins, their hooks, and the patches under them."""
 
-    def __init__(self, config: Config) -> None:
-        """Load, configure and register the plugins, then patch llama_cpp."""
+    def __init__(self, config: Config, listeners: Mapping[str, object]) -> None:
+        """Load, configure and register the plugins, then the listeners, then patch llama_cpp."""
         from llmaas_patches import install  # not before somebody activates
 
         self.config = config
@@ -32,6 +33,8 @@ class Suite:
         try:
             for name in config.enabled():
                 self.hooks.register(name, make_plugin(name, config))
+            for name, listener in listeners.items():
+                self.hooks.register(name, listener)
             self._installed = install(self.hooks)
         except BaseException:
             self.hooks.shutdown()
@@ -127,12 +130,15 @@ def make_plugin(name: str, config: Config) -> object:
         raise PluginError(name, "construction", error) from error
 
 
-def activate(config: Source | Config = None) -> Suite:
+def activate(
+    config: Source | Config = None, listeners: Mapping[str, object] | None = None
+) -> Suite:
     """Switch the configured plugins on in this process, for every ``llama_cpp`` app in it.
 
     Args:
         config: Path of a ``llmaas.toml``, a mapping of the same shape, a ``Config``, or None for
             ``LLMAAS_CONFIG`` and the other variables alone.
+        listeners: Objects of the caller's own by name, whose hooks are called as a plugin's are.
 
     Returns:
         The suite; leave it as a context manager or call ``deactivate``. Activating again with an
@@ -148,8 +154,8 @@ def activate(config: Source | Config = None) -> Suite:
     wanted = config if isinstance(config, Config) else load_config(config)
     with _lock:
         if _active is None:
-            _active = Suite(wanted)
-        elif _active.config == wanted:
+            _active = Suite(wanted, listeners or {})
+        elif _active.config == wanted and not listeners:
             _active._depth += 1
         else:
             raise ConfigError(

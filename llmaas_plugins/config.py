@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
@@ -53,6 +53,26 @@ class ServiceConfig(BaseModel):
     )
     max_queue: int = Field(
         default=32, ge=1, description="Calls that may wait for the engine; one more is refused."
+    )
+    max_body_bytes: ByteSize = Field(
+        default=ByteSize(1 << 20), ge=1024, description="Longest body of a request to the server."
+    )
+    max_connections: int = Field(
+        default=64, ge=1, description="Connections to the server; one more is refused."
+    )
+    client_timeout_s: float = Field(
+        default=30,
+        gt=0,
+        description="Longest time for a client to send a request, or to take a piece of an answer.",
+    )
+    shutdown_grace_s: float = Field(
+        default=10,
+        ge=0,
+        description="How long the running call may go on once the server is ended.",
+    )
+    key_file: Path | None = Field(
+        default=None,
+        description='TOML file, mode 0600, of lines `app = "key"`: who may use what is an app\'s.',
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from llmaas_plugins.config import Config, PluginTable, load_config
 __all__ = ["add_parser"]
 
 _log = logging.getLogger("llmaas.serve")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LOADED = b"\0"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,32 +49,84 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def serve(args: argparse.Namespace, rest: list[str]) -> int:
     """Run the server until it is stopped."""
     try:
-        import uvicorn
-        from llama_cpp.server.app import create_app
+        from llmaas_plugins.service.application import make_application
+        from llmaas_plugins.service.server import Server
     except ImportError as error:
         raise ConfigError(
             f"{error.name} is not installed. Try `pip install 'llmaas-plugins[server]'`."
         ) from error
     from llmaas_plugins.activation import activate
-    from llmaas_plugins.service.routes import make_router, server_engine
+    from llmaas_plugins.service.keys import Keys, read_key_file
+    from llmaas_plugins.service.line import Line
+    from llmaas_plugins.service.metrics import Metrics
     from llmaas_plugins.service.service import LLMService
+    from llmaas_plugins.service.upstream import server_engine
 
     server_settings, model_settings = _settings(rest, show_help=args.server_help)
     config = _with_default_plugins(load_config(args.config))
-    listen: dict[str, Any] = {"host": server_settings.host, "port": server_settings.port}
-    if args.uds is not None:
-        listen = {"uds": str(_private_socket(args.uds))}
-    signal.signal(signal.SIGTERM, _end)
-    with activate(config), LLMService(server_engine, config.service) as service:
-        app = create_app(server_settings=server_settings, model_settings=[model_settings])
-        app.include_router(make_router(service))
-        uvicorn.run(
-            app,
-            **listen,
-            ssl_keyfile=server_settings.ssl_keyfile,
-            ssl_certfile=server_settings.ssl_certfile,
-        )
+    limits = config.service
+    keys = Keys(server_settings.api_key, read_key_file(limits.key_file))
+    line = Line(limits.max_queue)
+    metrics = Metrics(line)
+    with (
+        _listening(args.uds, server_settings) as listen,
+        activate(config, {"line": line, "metrics": metrics}) as suite,
+        LLMService(server_engine, limits) as service,
+    ):
+        metrics.read_plugins(suite.status)
+        with _ended_at_once():
+            app = make_application(server_settings, model_settings, service, keys, line, metrics)
+            server = Server(app, line, limits, **listen)
+            for number in _SIGNALS:
+                signal.signal(number, server.handle_exit)
+        server.run()
     return 0
+
+
+@contextlib.contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """While libllama loads a model, Python sees no signal: end the process without it.
+
+    Nothing is lost: there is no call yet, and whatever is on disk can be cut off at any moment.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        if os.read(reader, 1) != _LOADED:
+            os._exit(0)
+
+    watcher = threading.Thread(target=watch, name="llmaas-signals")
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.write(writer, _LOADED)
+        watcher.join()
+        os.close(reader)
+        os.close(writer)
+
+
+@contextlib.contextmanager
+def _listening(uds: Path | None, server_settings: Any) -> Iterator[dict[str, Any]]:
+    """Where to listen, as options of uvicorn; a Unix socket is removed at the end."""
+    if uds is None:
+        yield {
+            "host": server_settings.host,
+            "port": server_settings.port,
+            "ssl_keyfile": server_settings.ssl_keyfile,
+            "ssl_certfile": server_settings.ssl_certfile,
+        }
+        return
+    path = _private_socket(uds)
+    try:
+        yield {"uds": str(path)}
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _with_default_plugins(config: Config) -> Config:
@@ -77,11 +134,6 @@ def _with_default_plugins(config: Config) -> Config:
     if config.plugins or "LLMAAS_PLUGINS" in os.environ:
         return config
     return replace(config, plugins={"kv_chunks": PluginTable(True, {}, {})})
-
-
-def _end(*_: object) -> None:
-    """Leave ``serve`` by its exits. uvicorn shuts down gracefully, then raises the signal again."""
-    sys.exit(0)
 
 
 def _settings(rest: list[str], *, show_help: bool) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -56,12 +57,12 @@ class LLMClient:
             LlmaasError: Anything else the service refused.
             OSError: The service cannot be reached.
         """
-        with self._open(method, path, body) as response:
+        with self._open(method, path, body) as response, _broken_off():
             return json.loads(response.read())
 
     def events(self, path: str, body: object) -> Iterator[tuple[str, Any]]:
         """Send a request and yield its server-sent events as (event, JSON)."""
-        with self._open("POST", path, body) as response:
+        with self._open("POST", path, body) as response, _broken_off():
             event = "message"
             for raw in response:
                 line = raw.decode().rstrip("\r\n")
@@ -81,13 +82,14 @@ class LLMClient:
                 connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.sock.settimeout(self._timeout_s)
                 connection.sock.connect(self._parts.path)
-            connection.request(method, f"/v1/llmaas{path}", data, self._headers)
-            response = connection.getresponse()  # owns the socket from here on
+            with _broken_off():
+                connection.request(method, f"/v1/llmaas{path}", data, self._headers)
+                response = connection.getresponse()  # owns the socket from here on
         except BaseException:
             connection.close()
             raise
         if response.status >= http.HTTPStatus.BAD_REQUEST:
-            with response:
+            with response, _broken_off():
                 raise _refusal(response.status, _detail(response.read()))
         return response
 
@@ -139,7 +141,7 @@ class ClientContext:
                 reply: dict[str, Any] = data
                 return reply
             if event == "error":
-                raise _refusal(data["status"], data["error"])
+                raise _refusal(data["status"], data["detail"])
             yield data["text"]
         raise LlmaasError("the service closed the stream before its reply was complete")
 
@@ -151,6 +153,15 @@ class ClientContext:
     def delete(self) -> int:
         """Forget the context; bytes of KV freed."""
         return int(self._client.request("DELETE", self._path)["freed_bytes"])
+
+
+@contextlib.contextmanager
+def _broken_off() -> Iterator[None]:
+    """An answer that ends early is an error of the connection, not of ``http.client``."""
+    try:
+        yield
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"the service broke its answer off: {error!r}") from error
 
 
 def _detail(body: bytes) -> str:

@@ -20,6 +20,7 @@ from llmaas_hooks import StoreError
 __all__ = ["ContextLog", "ContextRecord"]
 
 _FORMAT = 1
+_TICK_S = 1e-6  # a few times what a float can tell apart at today's date
 _SCHEMA = """
 CREATE TABLE contexts (
     id TEXT PRIMARY KEY, app TEXT NOT NULL, messages TEXT NOT NULL,
@@ -65,17 +66,24 @@ class ContextLog:
         Raises:
             StoreError: It cannot be opened, is damaged or of another format; nothing was changed.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a generator may be collected, and ask, in the middle of it
         path = directory.expanduser() / "contexts.sqlite"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = _connect(path)
+            self._db: sqlite3.Connection | None = _connect(path)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
                 f"cannot use the contexts in {path}: {error}. "
                 "Set service.state_dir to another directory, or repair the file with sqlite3."
             ) from error
+
+    def now(self, app: str) -> float:
+        """The time, later than any use of the app's contexts even if clocks were set back."""
+        query = "SELECT max(used) FROM contexts WHERE app=?"
+        with self._lock:
+            (latest,) = self._opened().execute(query, (app,)).fetchone()
+        return max(time.time(), (latest or 0.0) + _TICK_S)
 
     def get(self, context_id: str) -> ContextRecord | None:
         """The context named ``context_id``."""
@@ -84,7 +92,7 @@ class ContextLog:
 
     def lacks(self, context_id: str) -> bool:
         """Whether the context was deleted; a closed log cannot tell, and says no."""
-        with contextlib.suppress(sqlite3.ProgrammingError):
+        with contextlib.suppress(StoreError):
             return self.get(context_id) is None
         return False
 
@@ -127,17 +135,24 @@ class ContextLog:
         return self._change("DELETE FROM contexts WHERE id=?", context_id)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; nothing can be read or changed after that."""
         with self._lock:
-            self._db.close()
+            if self._db is not None:
+                self._db.close()
+            self._db = None
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise StoreError("this service was closed; open another one on the same state_dir")
+        return self._db
 
     def _change(self, statement: str, *arguments: object) -> bool:
         with self._lock:
-            return self._db.execute(statement, arguments).rowcount > 0
+            return self._opened().execute(statement, arguments).rowcount > 0
 
     def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
         with self._lock:
-            rows = self._db.execute(query, arguments).fetchall()
+            rows = self._opened().execute(query, arguments).fetchall()
         return [ContextRecord(row[0], row[1], json.loads(row[2]), *row[3:]) for row in rows]
 
 

@@ -1,27 +1,31 @@
 """Extra routes on llama_cpp.server's own FastAPI app: persistent contexts over HTTP.
 
-The OpenAI routes stay as they are; stateless requests there find stored contexts by content.
+The OpenAI routes stay as they are; stateless requests there find stored contexts by content. Keys
+and limits are the gate's: nothing here looks at them.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the types of nested functions.
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from typing import Any
 
 import anyio
-from fastapi import APIRouter, Depends, HTTPException
-from llama_cpp.server import app as server
+from fastapi import APIRouter, HTTPException, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from llmaas_hooks import ConfigError, LimitError
+from llmaas_plugins.service.line import Line
+from llmaas_plugins.service.metrics import CONTENT_TYPE_LATEST, Metrics
+from llmaas_plugins.service.refusal import error_body
 from llmaas_plugins.service.service import Context, LLMService
+from llmaas_plugins.service.upstream import engine_lock
 
-__all__ = ["make_router", "server_engine"]
+__all__ = ["make_router"]
 
 
 class NewContext(BaseModel):
@@ -53,83 +57,71 @@ class Call(BaseModel):
         return self.model_dump(exclude={"prompt", "stream"}, exclude_none=True)
 
 
-def server_engine() -> Any:
-    """The ``Llama`` that llama_cpp.server has loaded; call it while its lock is held."""
-    return server._llama_proxy()
+def make_router(service: LLMService, line: Line, metrics: Metrics) -> APIRouter:
+    """Routes of ``service``, whose calls are in ``line``."""
+    router = APIRouter()
+    router.include_router(_contexts(service), prefix="/v1/llmaas/apps/{app}/contexts")
 
-
-def make_router(service: LLMService) -> APIRouter:
-    """Routes under ``/v1/llmaas`` for ``service``, behind the server's own API key."""
-    router = APIRouter(prefix="/v1/llmaas", dependencies=[Depends(server.authenticate)])
-    queue = _Queue(service.config.max_queue)
-
-    @router.get("/status")
+    @router.get("/v1/llmaas/status")
     async def status() -> dict[str, Any]:
-        return {**await run_in_threadpool(service.status), "queue": queue.length}
+        return {**await run_in_threadpool(service.status), "queue": len(line)}
 
-    @router.post("/apps/{app}/contexts", status_code=201)
+    @router.get("/health")
+    async def health(response: Response) -> dict[str, Any]:
+        if not line.is_stopping:
+            return {"status": "ok"}
+        response.status_code = 503
+        running = int(line.running is not None)
+        return {"status": "stopping", "running": running, "waiting": len(line.waiting)}
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(await run_in_threadpool(metrics.as_text), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _contexts(service: LLMService) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("", status_code=201)
     def new_context(app: str, body: NewContext) -> dict[str, Any]:
         with _http_errors():
             return service.bind(app).new_context(body.system).record().summary()
 
-    @router.get("/apps/{app}/contexts")
+    @router.get("")
     def contexts(app: str) -> list[dict[str, Any]]:
         with _http_errors():
-            return [context.record().summary() for context in service.bind(app).contexts()]
+            return [record.summary() for record in service.bind(app).records()]
 
-    @router.get("/apps/{app}/contexts/{context_id}")
+    @router.get("/{context_id}")
     def context(app: str, context_id: str) -> dict[str, Any]:
         with _http_errors():
             return asdict(service.bind(app).context(context_id).record())
 
-    @router.delete("/apps/{app}/contexts/{context_id}")
+    @router.delete("/{context_id}")
     async def delete(app: str, context_id: str) -> dict[str, int]:
         with _http_errors():
             found = service.bind(app).context(context_id)
-            async with queue.engine():
+            async with engine_lock():
                 return {"freed_bytes": await run_in_threadpool(found.delete)}
 
-    @router.post("/apps/{app}/contexts/{context_id}/call", response_model=None)
+    @router.post("/{context_id}/call", response_model=None)
     async def call(app: str, context_id: str, body: Call) -> dict[str, Any] | EventSourceResponse:
         with _http_errors():
             found = service.bind(app).context(context_id)
-            queue.check()
             if body.stream:
-                return EventSourceResponse(_events(queue, found, body))
-            async with queue.engine():
+                return EventSourceResponse(_events(found, body))
+            async with engine_lock():
                 reply = await run_in_threadpool(found.call, body.prompt, **body.sampling())
             return asdict(reply)
 
     return router
 
 
-class _Queue:
-    """Calls that run or wait for the engine, whose lock belongs to llama_cpp.server."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.length = 0
-
-    def check(self) -> None:
-        if self.length > self._most:
-            raise LimitError(
-                f"{self.length} calls are running or waiting, the limit is {self._most}. "
-                "Try again later."
-            )
-
-    @contextlib.asynccontextmanager
-    async def engine(self) -> AsyncIterator[None]:
-        self.length += 1
-        try:
-            async with contextlib.asynccontextmanager(server.get_llama_proxy)():
-                yield
-        finally:
-            self.length -= 1
-
-
-async def _events(queue: _Queue, context: Context, body: Call) -> AsyncGenerator[dict[str, str]]:
+async def _events(context: Context, body: Call) -> AsyncGenerator[dict[str, str]]:
     """Server-sent events: ``{"text": …}`` pieces, then one ``done`` event with the whole reply."""
-    async with queue.engine():
+    async with engine_lock():
         stream = context.stream(body.prompt, **body.sampling())
         reply: list[Any] = []
 
@@ -147,7 +139,7 @@ async def _events(queue: _Queue, context: Context, body: Call) -> AsyncGenerator
         except Exception as error:
             if (status := _status(error)) is None:
                 raise
-            yield {"event": "error", "data": json.dumps({"error": str(error), "status": status})}
+            yield {"event": "error", "data": json.dumps(error_body(status, str(error)))}
         finally:
             with anyio.CancelScope(shield=True):
                 await run_in_threadpool(stream.close)

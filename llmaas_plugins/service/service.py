@@ -80,7 +80,11 @@ class LLMService:
         return {"queue": self._turns.queue_length(), **({} if suite is None else suite.status())}
 
     def close(self) -> None:
-        """Close the context log. The engine stays its owner's."""
+        """Close the context log. The engine stays its owner's, and nothing here touches it again.
+
+        A call that still runs or waits fails with ``StoreError``; its context is as before it.
+        """
+        self._turns.close()
         self._log.close()
 
     def __enter__(self) -> Self:
@@ -108,7 +112,8 @@ class App:
             LimitError: The app has ``max_contexts_per_app`` already.
         """
         messages = [{"role": "system", "content": system}] if system else []
-        record = ContextRecord(uuid.uuid4().hex, self.name, messages)
+        now = self._log.now(self.name)
+        record = ContextRecord(uuid.uuid4().hex, self.name, messages, created=now, used=now)
         most = self._config.max_contexts_per_app
         if not self._log.add(record, most):
             raise LimitError(
@@ -119,7 +124,11 @@ class App:
 
     def contexts(self) -> list[Context]:
         """The app's contexts, most recently used first; they survive restarts."""
-        return [Context(record.id, self) for record in self._log.of_app(self.name)]
+        return [Context(record.id, self) for record in self.records()]
+
+    def records(self) -> list[ContextRecord]:
+        """What ``contexts`` lists, as it is at one moment."""
+        return self._log.of_app(self.name)
 
     def context(self, context_id: str) -> Context:
         """The app's context named ``context_id``.
@@ -155,6 +164,7 @@ class Context:
         Raises:
             LimitError: The context is full, or too many calls wait.
             LookupError: It was deleted.
+            StoreError: The service was closed.
         """
         stream = self.stream(prompt, **sampling)
         while True:

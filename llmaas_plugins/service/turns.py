@@ -10,13 +10,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import LimitError
+from llmaas_hooks import LimitError, StoreError
 from llmaas_patches import serving_context
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 
 __all__ = ["Reply", "Turns", "forget_kv"]
+
+_Piece = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Turns:
         self._log = log
         self._turn = threading.Condition()
         self._calls: deque[object] = deque()
+        self._step = threading.Lock()
+        self._is_closed = False
 
     def queue_length(self) -> int:
         """Calls that run or wait."""
@@ -66,7 +70,8 @@ class Turns:
             The reply; by then it is committed.
         """
         with self._slot():
-            record, llama = load(), self._engine()
+            with self._at_the_engine():
+                record, llama = load(), self._engine()
             limit = min(self._config.max_context_tokens or llama.n_ctx(), llama.n_ctx())
             if record.n_tokens >= limit:
                 raise _full(record, limit)
@@ -77,7 +82,7 @@ class Turns:
             finish_reason, first_token_s = "stop", 0.0
             try:
                 with closing(_completion(llama, record, messages, limit, options)) as completion:
-                    for piece, reason in completion:
+                    for piece, reason in self._steps(completion):
                         finish_reason = reason or finish_reason
                         if piece:
                             first_token_s = first_token_s or time.perf_counter() - started
@@ -85,7 +90,7 @@ class Turns:
                             yield piece
                 text = "".join(pieces).strip()
                 record.messages = [*messages, {"role": "assistant", "content": text}]
-                record.n_tokens, record.used = int(llama.n_tokens), time.time()
+                record.n_tokens, record.used = int(llama.n_tokens), self._log.now(record.app)
                 record.n_calls += 1
                 if not self._log.update(record):
                     raise LookupError(f"context {record.id} was deleted during the call")
@@ -94,6 +99,29 @@ class Turns:
                     forget_kv(record.id)
             total_s = time.perf_counter() - started
             return Reply(text, finish_reason, record.n_tokens, first_token_s, total_s)
+
+    def close(self) -> None:
+        """Let no call go on, waiting until none is at the engine; whose it is may close it then."""
+        with self._turn:
+            self._is_closed = True
+            self._turn.notify_all()
+        with self._step:
+            pass
+
+    def _steps(self, completion: Iterator[_Piece]) -> Iterator[_Piece]:
+        while True:
+            with self._at_the_engine():
+                piece = next(completion, None)
+            if piece is None:
+                return
+            yield piece
+
+    @contextmanager
+    def _at_the_engine(self) -> Iterator[None]:
+        with self._step:
+            if self._is_closed:
+                raise _closed()
+            yield
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
@@ -107,7 +135,7 @@ class Turns:
             self._calls.append(call)
         try:
             with self._turn:
-                self._turn.wait_for(lambda: self._calls[0] is call)
+                self._turn.wait_for(lambda: self._is_closed or self._calls[0] is call)
             yield
         finally:
             with self._turn:
@@ -127,7 +155,7 @@ def _completion(
     messages: list[dict[str, str]],
     limit: int,
     options: dict[str, Any],
-) -> Generator[tuple[str, str | None]]:
+) -> Generator[_Piece]:
     """Pieces of text and the finish reason, from llama-cpp-python's own chat completion.
 
     It keeps within ``n_ctx``; within a shorter ``limit``, this does.
@@ -154,6 +182,10 @@ def _completion(
         if "exceed context window" in str(error):
             raise _full(record, limit) from error
         raise
+
+
+def _closed() -> StoreError:
+    return StoreError("the service was closed; what this call was asked is not in its context")
 
 
 def _full(record: ContextRecord, limit: int) -> LimitError:

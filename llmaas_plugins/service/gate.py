@@ -1,0 +1,256 @@
+"""What a request meets before the server parses it: key, size, form, and its turn on the engine.
+
+One pure ASGI middleware for all routes, llama_cpp.server's own and ours, so that none of them can
+be used to get around a limit. A call that waits is its body and a few small objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from llmaas_plugins.service.checks import check_body
+from llmaas_plugins.service.keys import Keys
+from llmaas_plugins.service.line import Call, Line, stopping
+from llmaas_plugins.service.metrics import Metrics
+from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.service.upstream import stream_failure
+
+__all__ = ["Gate", "Route", "route_of"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A class of routes.
+
+    Attributes:
+        name: In metrics.
+        path: Pattern of its paths, with the app they belong to, if they do.
+        opens_to: Who may use it, if there are keys.
+        waits: Whether it takes the engine, or its lock.
+    """
+
+    name: str
+    path: str
+    opens_to: Literal["anyone", "apps", "administrator"] = "apps"
+    waits: bool = True
+
+
+_CONTEXTS = r"/v1/llmaas/apps/(?P<app>[^/]+)/contexts"
+_ROUTES = tuple(
+    (re.compile(route.path), route)
+    for route in (
+        Route("chat", "/v1/chat/completions"),
+        Route("completion", "/v1/(engines/copilot-codex/)?completions"),
+        Route("embedding", "/v1/embeddings"),
+        Route("call", rf"{_CONTEXTS}/[^/]+/call"),
+        Route("contexts", rf"{_CONTEXTS}(/[^/]+)?", waits=False),
+        Route("models", "/v1/models"),
+        Route("tokens", "/extras/(tokenize(/count)?|detokenize)"),
+        Route("status", "/v1/llmaas/status", "administrator", waits=False),
+        Route("metrics", "/metrics", "administrator", waits=False),
+        Route("health", "/health", "anyone", waits=False),
+        Route("docs", r"/docs(/oauth2-redirect)?|/redoc|/openapi\.json", "anyone", waits=False),
+    )
+)
+_OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
+
+
+def route_of(path: str) -> tuple[Route, str]:
+    """The class that a path belongs to, and its app, if any."""
+    for pattern, route in _ROUTES:
+        if found := pattern.fullmatch(path.removesuffix("\n")):  # as the server's own `$` does
+            return route, found.groupdict().get("app", "")
+    return _OTHER, ""
+
+
+class Gate:
+    """The middleware."""
+
+    def __init__(
+        self, app: App, *, line: Line, keys: Keys, metrics: Metrics, max_body_bytes: int
+    ) -> None:
+        """Stand before ``app``."""
+        self._app = app
+        self._line = line
+        self._keys = keys
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route, owner = route_of(_path(scope))
+        answer = _Answer(send)
+        try:
+            await self._serve(route, owner, scope, receive, answer)
+        except Refusal as refusal:
+            await answer.refuse(refusal)
+        except ClientDisconnect:
+            answer.status = answer.status or 499  # the usual number in logs; nobody gets it
+        finally:
+            self._metrics.request(route.name, answer.status or 500)
+
+    async def _serve(
+        self, route: Route, owner: str, scope: Message, receive: Receive, answer: _Answer
+    ) -> None:
+        app = self._authorize(route, owner, scope)
+        is_call = route.waits or (route.name == "contexts" and scope["method"] == "DELETE")
+        if self._line.is_stopping and route.name not in ("health", "metrics"):
+            raise stopping()
+        if is_call:
+            self._line.check(app)  # before a body is read in vain
+        body = b""
+        if scope["method"] == "POST":
+            body = await self._read(scope, receive)
+            await run_in_threadpool(check_body, route.name, body)
+        if is_call:
+            await self._call(self._line.enter(app), scope, body, receive, answer)
+        else:
+            await self._app(scope, _replay(body, receive), answer.send)
+
+    def _authorize(self, route: Route, owner: str, scope: Message) -> str:
+        """The app that calls, as far as that is known.
+
+        Raises:
+            Refusal: The key does not open this route.
+        """
+        if route.opens_to == "anyone":
+            return owner
+        app = self._keys.caller(_header(scope, b"authorization"))
+        if app is None:
+            return owner
+        if route.opens_to == "administrator":
+            raise Refusal(403, f"This needs the administrator's key, not that of app {app!r}.")
+        if owner not in ("", app):
+            raise Refusal(403, f"This is the key of app {app!r}; it does not open {owner!r}.")
+        return app
+
+    async def _read(self, scope: Message, receive: Receive) -> bytes:
+        most = self._max_body_bytes
+        declared = _header(scope, b"content-length")
+        body = bytearray()
+        if not (declared.isdigit() and int(declared) > most):
+            more = True
+            while more and len(body) <= most:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+            if len(body) <= most:
+                return bytes(body)
+        raise Refusal(413, f"The body is longer than {most} bytes, service.max_body_bytes.")
+
+    async def _call(
+        self, call: Call, scope: Message, body: bytes, receive: Receive, answer: _Answer
+    ) -> None:
+        """Wait for the turn and run, unless the client leaves.
+
+        Raises:
+            Refusal: The service ended the call, or a stream failed.
+        """
+        left = asyncio.Event()
+        watcher = asyncio.create_task(_watch(receive, left, call))
+        came = time.perf_counter()
+        try:
+            with call.scope:
+                await call.turn.wait()
+                self._metrics.waited(time.perf_counter() - came)
+                await self._app(scope, _replay(body, _when(left)), answer.send)
+        except BaseException as error:
+            if not call.is_over:
+                if answer.is_stream and isinstance(error, Exception):
+                    raise stream_failure(body, error) from error
+                raise
+        finally:
+            watcher.cancel()
+            self._line.leave(call)
+        if call.is_over:
+            raise call.refusal or ClientDisconnect
+
+
+class _Answer:
+    """What was sent so far.
+
+    The head waits for a body: a stream that fails before its first event still gets its status.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: Message | None = None
+        self._has_begun = self._is_complete = False
+        self.status = 0
+        self.is_stream = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head, self.status = message, message["status"]
+            self.is_stream = _header(message, b"content-type").startswith(b"text/event-stream")
+            return
+        if self._head is not None:
+            head, self._head, self._has_begun = self._head, None, True
+            await self._send(head)
+        await self._send(message)
+        self._is_complete = not message.get("more_body", False)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        if not self._has_begun:
+            self._head, self.status, self.is_stream = None, refusal.status, False
+            start = {"type": "http.response.start", "status": refusal.status}
+            await self._send({**start, "headers": refusal.headers})
+            await self._send({"type": "http.response.body", "body": refusal.body()})
+        elif self.is_stream and not self._is_complete:
+            await self._send({"type": "http.response.body", "body": refusal.event()})
+
+
+def _path(scope: Message) -> str:
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
+
+
+def _header(message: Message, name: bytes) -> bytes:
+    return next((value for key, value in message.get("headers", ()) if key == name), b"")
+
+
+def _replay(body: bytes, then: Receive) -> Receive:
+    """Receive a body that was read already."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await then()
+
+    return receive
+
+
+def _when(left: asyncio.Event) -> Receive:
+    """Receive that the client left, once it has."""
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def _watch(receive: Receive, left: asyncio.Event, call: Call) -> None:
+    """End the call when its client leaves, be it waiting or running."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    left.set()
+    call.end()

@@ -1,0 +1,75 @@
+"""Who calls: the administrator by llama_cpp.server's own key, an app by the key it was given."""
+
+from __future__ import annotations
+
+import hmac
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.service.refusal import Refusal
+
+__all__ = ["Keys", "read_key_file"]
+
+_SHORTEST_KEY = 16
+
+
+class Keys:
+    """The keys of a service; without any, everything is open to everybody."""
+
+    def __init__(self, administrator: str | None, apps: Mapping[str, str]) -> None:
+        """Accept the administrator's key, and the key of each app."""
+        self._administrator = administrator
+        self._apps = dict(apps)
+        self._is_open = administrator is None and not apps
+
+    def caller(self, authorization: bytes) -> str | None:
+        """The app that a request's ``Authorization`` belongs to; None for the administrator.
+
+        Raises:
+            Refusal: The key is none of ours.
+        """
+        if self._is_open:
+            return None
+        scheme, _, given = authorization.partition(b" ")
+        found: list[str | None] = []
+        for app, key in ((None, self._administrator), *self._apps.items()):
+            # all of them are compared, each in a time that does not tell how much of it was right
+            if hmac.compare_digest(given.strip(), (key or "").encode()) and key:
+                found.append(app)
+        if scheme.lower() != b"bearer" or not found:
+            raise Refusal(401, "Invalid API key", "invalid_api_key")
+        return found[0]
+
+
+def read_key_file(path: Path | None) -> dict[str, str]:
+    """Keys by app, from a TOML file of ``app = "key"`` lines that only its owner can read.
+
+    Raises:
+        ConfigError: It cannot be read, is open to others, or holds anything else.
+    """
+    if path is None:
+        return {}
+    path = path.expanduser()
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"{path} is open to other users. Try `chmod 600 {path}`.")
+        keys = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read service.key_file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise _wrong(path, "is not valid TOML") from error
+    for app, key in keys.items():
+        if not isinstance(key, str) or not (key.isascii() and key.isprintable()) or " " in key:
+            raise _wrong(path, f"{app!r}: a key must be a string of printable ASCII without spaces")
+        if len(key) < _SHORTEST_KEY:
+            raise _wrong(path, f"{app!r}: a key must have {_SHORTEST_KEY} characters or more")
+    if len(set(keys.values())) < len(keys):
+        raise _wrong(path, "two apps have the same key")
+    return keys
+
+
+def _wrong(path: Path, what: str) -> ConfigError:
+    """An error that does not quote the file: it would end up in a log."""
+    return ConfigError(f'service.key_file {path}: {what}. Expected lines like: mail = "…key…"')

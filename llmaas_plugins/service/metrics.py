@@ -1,0 +1,98 @@
+"""Figures of the service for Prometheus.
+
+Labels are few and bounded: classes of routes and statuses, never apps or contexts. Plugins are
+asked when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric, UnknownMetricFamily
+from prometheus_client.registry import Collector
+
+from llmaas_hooks import RequestStats, hookimpl
+from llmaas_plugins.service.line import Line
+
+__all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counts what the gate sees, and listens to the engine's requests."""
+
+    def __init__(self, line: Line) -> None:
+        """Start at zero."""
+        self._registry = CollectorRegistry()
+        self._requests = self._counter("requests", "HTTP requests.", "route", "status")
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._reused = self._counter("reused_tokens", "Tokens of prompts whose KV was there.")
+        self._generated = self._counter("generated_tokens", "Tokens generated.")
+        self._waited = self._histogram("queue_wait", "Wait of a call for its turn.")
+        self._switch = self._histogram("switch", "Bringing a call's context into the engine.")
+        self._first_token = self._histogram("first_token", "Time of a call to its first token.")
+        self._gauge("queue_waiting_calls", "Calls that wait.", lambda: len(line.waiting))
+        self._gauge("queue_running_calls", "Calls that run.", lambda: int(line.running is not None))
+        ProcessCollector(registry=self._registry)
+
+    def request(self, route: str, status: int) -> None:
+        """A request was answered."""
+        self._requests.labels(route, str(status)).inc()
+
+    def waited(self, seconds: float) -> None:
+        """A call got its turn."""
+        self._waited.observe(seconds)
+
+    @hookimpl
+    def llmaas_request_end(self, stats: RequestStats) -> None:
+        """The engine served a request."""
+        self._prompt.inc(stats.n_prompt)
+        self._reused.inc(stats.n_reused)
+        self._generated.inc(stats.n_generated)
+        self._switch.observe(stats.prepare_s)
+        if stats.first_token_s is not None:
+            self._first_token.observe(stats.first_token_s)
+
+    def read_plugins(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Add every number in the plugins' reports, from ``Suite.status``."""
+        self._registry.register(_Plugins(status))
+
+    def as_text(self) -> bytes:
+        """All of them, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"llmaas_{name}", help_text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        name = f"llmaas_{name}_seconds"
+        return Histogram(name, help_text, registry=self._registry, buckets=_SECONDS)
+
+    def _gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        Gauge(f"llmaas_{name}", help_text, registry=self._registry).set_function(value)
+
+
+class _Plugins(Collector):
+    """``llmaas_<plugin>_<entry>`` for the numbers at the top level of a plugin's report.
+
+    Which of them are counters, a report does not say; so they have no type.
+    """
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status = status
+
+    def describe(self) -> list[Metric]:
+        return []  # or registering would ask the plugins
+
+    def collect(self) -> Iterator[Metric]:
+        for plugin, report in self._status()["plugins"].items():
+            for entry, value in report.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    name = re.sub(r"_s$", "_seconds", f"llmaas_{plugin}_{entry}")
+                    name = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                    yield UnknownMetricFamily(name, f"{entry} of {plugin}.", value=value)

@@ -1,0 +1,45 @@
+"""What a client is told when it does not get what it asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+__all__ = ["Refusal", "error_body"]
+
+_RETRY_AFTER_S = {429: 1, 503: 5}
+
+
+class Refusal(Exception):  # noqa: N818  nothing failed
+    """An answer that ends a request before, or instead of, what it asked for."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        """Refuse with an HTTP status, and a code for programs as OpenAI's clients know them."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the answer."""
+        headers = [(b"content-type", b"application/json")]
+        if (wait_s := _RETRY_AFTER_S.get(self.status)) is not None:
+            headers.append((b"retry-after", b"%d" % wait_s))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers
+
+    def body(self) -> bytes:
+        """The answer as a document."""
+        return json.dumps(error_body(self.status, str(self), self.code)).encode()
+
+    def event(self) -> bytes:
+        """The answer as the last event of a stream that has begun."""
+        return b"event: error\ndata: %s\n\n" % self.body()
+
+
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """An error in the form of OpenAI's clients (``error``), and of FastAPI's (``detail``)."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return {"error": error, "detail": message, "status": status}

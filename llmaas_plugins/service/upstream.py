@@ -1,0 +1,49 @@
+"""What is llama_cpp.server's: its engine, its lock, and how it explains its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from llama_cpp.server import app as server
+from llama_cpp.server.errors import RouteErrorHandler
+from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
+
+from llmaas_plugins.service.refusal import Refusal, error_body
+
+__all__ = ["engine_lock", "explain_mistakes", "server_engine", "stream_failure"]
+
+_MISTAKES = re.compile(
+    r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
+)
+"""Messages of exceptions that a request caused, not the server."""
+
+engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asynccontextmanager(
+    server.get_llama_proxy
+)
+
+
+def server_engine() -> Any:
+    """The ``Llama`` that llama_cpp.server has loaded."""
+    return server._llama_proxy()
+
+
+def explain_mistakes() -> None:
+    """Have the server answer 400, not 500, to more of what its clients do wrong."""
+    RouteErrorHandler.pattern_and_formatters[_MISTAKES] = lambda _, found: (
+        400,
+        error_body(400, found.string)["error"],
+    )
+
+
+def stream_failure(body: bytes, error: Exception) -> Refusal:
+    """What the server answers when ``error`` ends a call; for streams, it does not say."""
+    values = json.loads(body)
+    kind = CreateChatCompletionRequest if "messages" in values else CreateCompletionRequest
+    handler: Any = RouteErrorHandler
+    status, found = handler.error_message_wrapper(handler, error, kind(**values))
+    return Refusal(status, found["message"], found["code"])
