@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 
 from llmaas_eval.peer_tests.runs import MODES, PLUGIN, VANILLA, Outcome, Run
 
-__all__ = ["as_table", "problems"]
+__all__ = ["as_table", "problems", "restored_tokens"]
 
 _DIED = ("crashed", "not imported")
 
@@ -15,13 +15,11 @@ _DIED = ("crashed", "not imported")
 def problems(runs: Mapping[str, Run]) -> list[str]:
     """Why the runs do not show that nothing changed; empty if they do."""
     vanilla = runs[VANILLA].tests
-    found = [
-        f"{test}: {o.outcome} {o.message}" for test, o in vanilla.items() if o.outcome in _DIED
-    ]
+    found = []
     if not any(outcome.results for outcome in vanilla.values()):
         found.append("no test asked the engine for anything")
     for mode, run in runs.items():
-        found += [f"{mode}: {problem}" for problem in _off(run, MODES[mode])]
+        found += [f"{mode}: {problem}" for problem in _died(run) or _off(run, MODES[mode])]
         for test in {**vanilla, **run.tests}:
             difference = _difference(vanilla.get(test), run.tests.get(test))
             found += [f"{mode}: {test}: {difference}"] if difference else []
@@ -48,13 +46,21 @@ def restored_tokens(run: Run) -> int:
     return int(plugins.get(PLUGIN, {}).get("restored_tokens", 0))
 
 
-def _off(run: Run, plugins: str | None) -> Iterator[str]:
+def _died(run: Run) -> list[str]:
+    """Tests that did not come to an end; those behind them were not run."""
+    return [
+        f"{test}: {o.outcome} {o.message}" for test, o in run.tests.items() if o.outcome in _DIED
+    ]
+
+
+def _off(run: Run, plugins: str | None) -> list[str]:
     """How a run was not in its mode."""
     is_on = run.status is not None
     if is_on != (plugins is not None):
-        yield f"the suite was {'on' if is_on else 'off'}"
+        return [f"the suite was {'on' if is_on else 'off'}"]
     if plugins and not restored_tokens(run):
-        yield f"{PLUGIN} restored nothing, so equal results say nothing about it"
+        return [f"{PLUGIN} restored nothing, so equal results say nothing about it"]
+    return []
 
 
 def _difference(expected: Outcome | None, found: Outcome | None) -> str | None:

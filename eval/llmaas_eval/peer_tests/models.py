@@ -8,11 +8,13 @@ logits depends on all cells of the context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 from gguf import GGUFReader, GGUFWriter, TokenType
+from numpy.typing import NDArray
 
 from llmaas_eval.families import write_family
 from llmaas_eval.models import finish, open_writer
@@ -62,12 +64,11 @@ def write_models(folder: Path) -> None:
     """Write every model the tests need into ``folder``, which is made."""
     folder.mkdir()
     write_family("bert", folder / "embedding.gguf")
-    tokens = _tokens()
     for kind, family in KINDS.items():
-        plain = write_family(family, folder / "plain.gguf")
+        plain = GGUFReader(write_family(family, folder / "plain.gguf"))
         for ending, words in _VOCABULARIES.items():
-            _revoice(plain, folder / f"{kind}{ending}.gguf", tokens, _merges(words))
-        plain.unlink()
+            _write_revoiced(plain, folder / f"{kind}{ending}.gguf", words)
+    (folder / "plain.gguf").unlink()
 
 
 def _bytes() -> list[str]:
@@ -83,10 +84,7 @@ def _pairs(words: Iterable[str]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((w[:i], w[i]) for w in ordered for i in range(1, len(w))))
 
 
-def _merges(words: Iterable[str]) -> list[str]:
-    return [f"{left} {right}" for left, right in _pairs(words)]
-
-
+@functools.cache
 def _tokens() -> list[str]:
     tokens = _bytes() + [left + right for left, right in _pairs(_VOCABULARIES[""])]
     tokens += [f"<{i}>" for i in range(len(tokens), _N_VOCAB - 1)]
@@ -96,33 +94,38 @@ def _tokens() -> list[str]:
     return [*tokens, _END]
 
 
-def _revoice(plain: Path, path: Path, tokens: list[str], merges: list[str]) -> None:
-    """``plain`` with another vocabulary, and with embeddings and outputs that know successors."""
-    reader = GGUFReader(plain)
-    arch = reader.fields["general.architecture"].contents()
+@functools.cache
+def _ends(width: int) -> Mapping[str, NDArray[np.float16]]:
+    """The first and the last matrix, which know successors."""
+    tokens, rng = _tokens(), np.random.default_rng(_SEED)
+    noise = rng.standard_normal((2, len(tokens), width), dtype=np.float32)
+    embedding, output = _EMBEDDING_STD * noise[0], _OUTPUT_STD * noise[1]
+    for token, successor in _SUCCESSORS.items():
+        row = embedding[tokens.index(token)]
+        output[tokens.index(successor)] += row / np.linalg.norm(row)
+    ends = {"token_embd.weight": embedding, "output.weight": output}
+    return {name: values.astype(np.float16) for name, values in ends.items()}
+
+
+def _write_revoiced(plain: GGUFReader, path: Path, words: Iterable[str]) -> None:
+    """``plain`` with another vocabulary, and ends to go with it."""
+    arch = plain.fields["general.architecture"].contents()
     writer = open_writer(path, arch)
-    for key, entry in reader.fields.items():
+    for key, entry in plain.fields.items():
         if not key.startswith(("GGUF.", "tokenizer.", "general.architecture", f"{arch}.vocab")):
             kind, sub = (*entry.types, None)[:2]
             writer.add_key_value(key, entry.contents(), kind, sub)
-    _add_vocabulary(writer, tokens, merges)
-    rng = np.random.default_rng(_SEED)
-    for tensor in reader.tensors:
-        if tensor.name == "token_embd.weight":
-            shape = (len(tokens), int(tensor.shape[0]))
-            embedding = rng.normal(0, _EMBEDDING_STD, shape).astype(np.float32)
-            output = rng.normal(0, _OUTPUT_STD, shape).astype(np.float32)
-            for token, successor in _SUCCESSORS.items():
-                row = embedding[tokens.index(token)]
-                output[tokens.index(successor)] += row / np.linalg.norm(row)
-            writer.add_tensor("token_embd.weight", embedding.astype(np.float16))
-            writer.add_tensor("output.weight", output.astype(np.float16))
-        else:
+    _add_vocabulary(writer, _tokens(), words)
+    ends = _ends(plain.fields[f"{arch}.embedding_length"].contents())
+    for name, values in ends.items():
+        writer.add_tensor(name, values)
+    for tensor in plain.tensors:
+        if tensor.name not in ends:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     finish(writer, path)
 
 
-def _add_vocabulary(writer: GGUFWriter, tokens: list[str], merges: list[str]) -> None:
+def _add_vocabulary(writer: GGUFWriter, tokens: list[str], words: Iterable[str]) -> None:
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -130,7 +133,7 @@ def _add_vocabulary(writer: GGUFWriter, tokens: list[str], merges: list[str]) ->
     writer.add_token_types(
         [TokenType.CONTROL if token == _END else TokenType.NORMAL for token in tokens]
     )
-    writer.add_token_merges(merges)
+    writer.add_token_merges([f"{left} {right}" for left, right in _pairs(words)])
     writer.add_bos_token_id(tokens.index(_END))
     writer.add_eos_token_id(tokens.index(_END))
     writer.add_add_bos_token(False)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import multiprocessing
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 from llama_cpp import Llama, _internals
 
 from llmaas_eval.peer_tests.models import DOWNLOADS, KINDS, SPLIT
+from llmaas_plugins import active_suite
 
 _MODEL = "llama_cpp_model_path"
 """The tests' fixture for a model of no kind in particular: here, of each kind."""
@@ -89,8 +89,7 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """What the suite did, if it is on."""
-        activation = sys.modules.get("llmaas_plugins.activation")
-        suite = None if activation is None else activation.active_suite()
+        suite = active_suite()
         self._write(status=None if suite is None else suite.status())
 
     def _write(self, **line: Any) -> None:

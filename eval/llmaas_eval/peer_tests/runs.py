@@ -78,6 +78,7 @@ def run_tests(folder: Path, mode: str) -> Run:
         LlmaasError: No test was run at all.
     """
     record = folder / f"{mode.replace(' ', '-')}.jsonl"
+    record.write_text("")
     (folder / "llmaas.toml").write_text(_CONFIG)
     (folder / "pytest.ini").write_text("[pytest]\n")
     started = time.perf_counter()
@@ -96,9 +97,9 @@ def run_tests(folder: Path, mode: str) -> Run:
     except subprocess.TimeoutExpired as error:
         raise LlmaasError(f"{mode}: the tests took more than {_TIMEOUT_S} s") from error
     seconds = time.perf_counter() - started
-    if not record.exists():
-        raise LlmaasError(f"{mode}: no test was run (exit {done.returncode}): {done.stdout[-800:]}")
     tests, status = read_record(record)
+    if not tests:
+        raise LlmaasError(f"{mode}: no test was run (exit {done.returncode}): {done.stdout[-800:]}")
     return Run(tests, status, seconds)
 
 
