@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -57,8 +57,15 @@ class Engine(Protocol):
     def n_seq_max(self) -> int:
         """Sequences the context really has; the app reads the number it asked for."""
 
+    @property
+    def alteration(self) -> str | None:
+        """The call by which the app changed how cells are computed; None: it did not.
+
+        That is the name of the first such call, ``llama_set_adapters_lora`` for instance.
+        """
+
     def resident_tokens(self) -> Tokens:
-        """Tokens whose KV cells sequence 0 holds now, at positions 0…n-1; shape ``(n,)``."""
+        """Tokens of ``Llama``'s books: what sequence 0 should hold from position 0; ``(n,)``."""
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the background thread; calls into this engine wait until it is done."""
@@ -86,10 +93,15 @@ class ContextCreate:
         model: Address of the ``llama_model``.
         params: A copy of the app's ``llama_context_params``; fields may be edited, the app's own
             structure keeps its values.
+        load: How the model was opened; None if that was before the activation.
+        checks: A plugin may add a function of the new context's address. If one returns False, or
+            the context cannot be made as edited, the app gets one made with its own values.
     """
 
     model: int
     params: Any
+    load: ModelLoad | None = None
+    checks: list[Callable[[int], bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

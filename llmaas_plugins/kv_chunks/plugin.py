@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any, ClassVar
 
 from llmaas_hooks import (
@@ -29,7 +30,7 @@ from llmaas_plugins.kv_chunks.pipeline import Workers
 from llmaas_plugins.kv_chunks.report import Report
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.support import SEQUENCES, unsupported
+from llmaas_plugins.kv_chunks.support import SEQUENCES, unsupported, unsupported_cells
 from llmaas_plugins.kv_chunks.transfer import Transfer
 
 __all__ = ["KVChunks"]
@@ -49,6 +50,7 @@ class KVChunks:
         self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
             weakref.WeakKeyDictionary()
         )
+        self._contexts: dict[int, str | None] = {}
         self._report = Report()
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -56,23 +58,37 @@ class KVChunks:
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Add the scratch sequence to contexts that can be served."""
-        reason = unsupported(create.model, create.params)
+        path = "a model" if create.load is None else create.load.path
+        reason = unsupported(create)
+        if reason is None:
+            try:
+                self._open()  # or else it must be known before the context exists
+            except Exception:
+                create.checks.append(functools.partial(self._made, path, "its store is not open"))
+                raise
+            create.params.n_seq_max = SEQUENCES
+            create.params.kv_unified = True
+        create.checks.append(functools.partial(self._made, path, reason))
+
+    def _made(self, path: str, reason: str | None, ctx: int) -> bool:
+        """Note which contexts are served; False for one that turns out not to be servable."""
+        is_edited = reason is None
+        reason = reason or unsupported_cells(ctx)
+        with self._lock:
+            self._contexts[ctx] = reason
         if reason is not None:
-            self._leave_alone(reason)
-            return
-        self._open()  # a store that cannot be opened must be known before the context exists
-        create.params.n_seq_max = SEQUENCES
-        create.params.kv_unified = True
+            self._leave_alone(path, reason)
+        return reason is None or not is_edited
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
         """Load the longest stored prefix of the prompt."""
-        transfer = self._transfer(request.engine)
+        engine, started = request.engine, time.perf_counter()
+        transfer, resident = self._transfer(engine), engine.resident_tokens()
         if transfer is None:
             return None
-        started = time.perf_counter()
         try:
-            restored = transfer.restore(request.tokens, request.engine.resident_tokens())
+            restored = transfer.restore(request.tokens, resident)
         except BudgetError as error:
             self._give_up(request.engine, error)
             return None
@@ -154,24 +170,20 @@ class KVChunks:
             return self._store
 
     def _transfer(self, engine: Engine) -> Transfer | None:
+        if engine.alteration is not None:  # at any time, so chunks of before are another model's
+            self._leave_alone(engine.llama.model_path, f"the app called {engine.alteration}")
+            return None
         with self._lock:
             if engine not in self._transfers:
                 self._transfers[engine] = self._make_transfer(engine)
             return self._transfers[engine]
 
     def _make_transfer(self, engine: Engine) -> Transfer | None:
-        llama = engine.llama
-        reason = unsupported(engine.model, llama.context_params)
-        if reason is None and engine.n_seq_max < SEQUENCES:
-            reason = (
-                "its context has no scratch sequence: created before activation, or without store"
-            )
-        if reason is None and llama.chat_handler is not None:
-            reason = "a chat handler of the app's own may evaluate images behind our back"
+        reason = self._contexts.get(engine.ctx, "its context was made before the activation")
         if reason is not None:
-            self._leave_alone(reason)
+            self._leave_alone(engine.llama.model_path, reason)
             return None
-        root = root_key(fingerprint(llama))
+        root = root_key(fingerprint(engine.llama))
         codec = Codec[self._config.codec.upper()]
         return Transfer(engine, self._store, root, codec, self._staging, self._workers)
 
@@ -184,8 +196,9 @@ class KVChunks:
     def _give_up(self, engine: Engine, error: BudgetError) -> None:
         with self._lock:
             self._transfers[engine] = None
-        self._leave_alone(str(error))
+        self._leave_alone(engine.llama.model_path, str(error))
 
-    def _leave_alone(self, reason: str) -> None:
-        if self._report.left_alone(reason):
-            _log.warning("kv_chunks leaves this context as it is: %s", reason)
+    def _leave_alone(self, path: str, reason: str) -> None:
+        named = f"{Path(path).name}: {reason}"
+        if self._report.left_alone(named):
+            _log.warning("kv_chunks leaves a context as it is: %s", named)

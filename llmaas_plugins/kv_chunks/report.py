@@ -51,7 +51,7 @@ class Report:
             self._add(evaluated_tokens=n_tokens, evaluate_s=seconds)
 
     def left_alone(self, reason: str) -> bool:
-        """A context is not served; True the first time for this reason."""
+        """A context is not served; True the first time for this model and reason."""
         with self._lock:
             new = reason not in self._reasons
             if new:

@@ -16,16 +16,17 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate, DecodeStep, LogitsView, ModelLoad
 from llmaas_patches.host import Host
+from llmaas_patches.ledger import address
 
 __all__ = [
     "wrap_decode",
     "wrap_free",
+    "wrap_free_model",
     "wrap_init_context",
     "wrap_load_model",
+    "wrap_load_splits",
     "wrap_n_seq_max",
     "wrap_sample",
-    "wrap_seq_rm",
-    "wrap_seq_shift",
     "wrap_settled",
 ]
 
@@ -37,10 +38,39 @@ def wrap_load_model(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_model_load_from_file(path_model: Any, params: Any) -> Any:
-        host.hooks.model_load(ModelLoad(os.fsdecode(path_model), params))
-        return original(path_model, params)
+        return _load(host, os.fsdecode(path_model), params, lambda: original(path_model, params))
 
     return llama_model_load_from_file
+
+
+def wrap_load_splits(host: Host, original: Function) -> Function:
+    """``llama_model_load_from_splits``: likewise; the first file names the model."""
+
+    @functools.wraps(original)
+    def llama_model_load_from_splits(paths: Any, n_paths: Any, params: Any) -> Any:
+        path = os.fsdecode(paths[0])
+        return _load(host, path, params, lambda: original(paths, n_paths, params))
+
+    return llama_model_load_from_splits
+
+
+def _load(host: Host, path: str, params: Any, original: Callable[[], Any]) -> Any:
+    host.hooks.model_load(ModelLoad(path, params))
+    model = original()
+    if model is not None:  # the app may use its structure again, so keep a copy
+        host.loads[int(model)] = ModelLoad(path, type(params).from_buffer_copy(params))
+    return model
+
+
+def wrap_free_model(host: Host, original: Function) -> Function:
+    """``llama_model_free``: another model may get its address."""
+
+    @functools.wraps(original)
+    def llama_model_free(model: Any) -> None:
+        host.loads.pop(address(model), None)
+        original(model)
+
+    return llama_model_free
 
 
 def wrap_init_context(host: Host, original: Function) -> Function:
@@ -49,33 +79,44 @@ def wrap_init_context(host: Host, original: Function) -> Function:
     @functools.wraps(original)
     def llama_init_from_model(model: Any, params: Any) -> Any:
         edited = type(params).from_buffer_copy(params)
-        host.hooks.context_create(ContextCreate(int(model), edited))
+        create = ContextCreate(address(model), edited, host.loads.get(address(model)))
+        host.hooks.context_create(create)
         ctx = original(model, edited)
+        if not _accepted(create, ctx):
+            if ctx is not None:
+                llama_cpp.llama_free(ctx)
+            ctx = original(model, params)
         if ctx is not None:
-            host.app_n_seq_max[int(ctx)] = int(params.n_seq_max)
+            host.watch(int(ctx), int(params.n_seq_max))
         return ctx
 
     return llama_init_from_model
 
 
+def _accepted(create: ContextCreate, ctx: Any) -> bool:
+    """Whether every plugin can use the context that it edited."""
+    return not create.checks or (ctx is not None and all(check(ctx) for check in create.checks))
+
+
 def wrap_decode(host: Host, original: Function) -> Function:
     """``llama_decode``: wait for deferred work, and time the batch if somebody listens."""
-    pending, settle = host.lanes.pending, host.lanes.settle
-    decoded = host.ownership.decoded
+    pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
     listens = host.hooks.listens("llmaas_decode")
 
     @functools.wraps(original)
     def llama_decode(ctx: Any, batch: Any) -> Any:
         if pending:
-            settle(ctx)
-        decoded(ctx, batch)
+            settle(address(ctx))
+        ledger = ledgers.get(address(ctx))
+        if ledger is not None:
+            ledger.decoded(batch)
         if not listens:
             return original(ctx, batch)
         started = time.perf_counter()
         result = original(ctx, batch)
         if result == 0:
             seconds = time.perf_counter() - started
-            host.hooks.decode(DecodeStep(int(ctx), int(batch.n_tokens), seconds))
+            host.hooks.decode(DecodeStep(address(ctx), int(batch.n_tokens), seconds))
         return result
 
     return llama_decode
@@ -88,35 +129,10 @@ def wrap_settled(host: Host, original: Function) -> Function:
     @functools.wraps(original)
     def settled(handle: Any, *args: Any) -> Any:
         if pending:
-            settle(handle)
+            settle(address(handle))
         return original(handle, *args)
 
     return settled
-
-
-def wrap_seq_rm(host: Host, original: Function) -> Function:
-    """``llama_memory_seq_rm``: ``Llama`` cuts ends off, only an app makes holes."""
-    settled = wrap_settled(host, original)
-
-    @functools.wraps(original)
-    def llama_memory_seq_rm(mem: Any, seq_id: Any, p0: Any, p1: Any) -> Any:
-        if getattr(p1, "value", p1) >= 0:
-            host.ownership.edited(mem)
-        return settled(mem, seq_id, p0, p1)
-
-    return llama_memory_seq_rm
-
-
-def wrap_seq_shift(host: Host, original: Function) -> Function:
-    """``llama_memory_seq_add`` and ``_div``: only an app gives cells other positions."""
-    settled = wrap_settled(host, original)
-
-    @functools.wraps(original)
-    def shift(mem: Any, *args: Any) -> Any:
-        host.ownership.edited(mem)
-        return settled(mem, *args)
-
-    return shift
 
 
 def wrap_free(host: Host, original: Function) -> Function:
@@ -124,9 +140,8 @@ def wrap_free(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_free(ctx: Any) -> None:
-        host.lanes.settle(ctx)
-        host.app_n_seq_max.pop(ctx, None)
-        host.ownership.forget(ctx)
+        host.lanes.settle(address(ctx))
+        host.forget(ctx)
         original(ctx)
 
     return llama_free
@@ -137,8 +152,8 @@ def wrap_n_seq_max(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_n_seq_max(ctx: Any) -> int:
-        found = host.app_n_seq_max.get(ctx)
-        return int(original(ctx)) if found is None else found
+        ledger = host.ledgers.get(address(ctx))
+        return int(original(ctx)) if ledger is None else ledger.app_n_seq_max
 
     return llama_n_seq_max
 
@@ -151,7 +166,7 @@ def wrap_sample(host: Host, original: Function) -> Function:
     @functools.wraps(original)
     def llama_sampler_sample(smpl: Any, ctx: Any, idx: int) -> Any:
         if pending:
-            settle(ctx)
+            settle(address(ctx))
         if not listens:
             return original(smpl, ctx, idx)
         row = llama_cpp.llama_get_logits_ith(ctx, idx)
@@ -159,7 +174,7 @@ def wrap_sample(host: Host, original: Function) -> Function:
             vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
             shape = (llama_cpp.llama_vocab_n_tokens(vocab),)
             logits = np.ctypeslib.as_array(row, shape=shape)
-            host.hooks.logits(LogitsView(int(ctx), int(idx), logits))
+            host.hooks.logits(LogitsView(address(ctx), int(idx), logits))
         return original(smpl, ctx, idx)
 
     return llama_sampler_sample

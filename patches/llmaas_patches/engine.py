@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llama_cpp import Llama, llama_cpp
+from llama_cpp import Llama
 
 from llmaas_hooks import HookManager, Tokens
 from llmaas_patches.lanes import Lanes
+from llmaas_patches.ledger import Ledger
 
 __all__ = ["LlamaEngine"]
 
@@ -22,7 +23,9 @@ class LlamaEngine:
         needs_all_logits: The running completion reads the logits of its whole prompt.
     """
 
-    def __init__(self, llama: Llama, hooks: HookManager, lanes: Lanes, n_seq_max: int) -> None:
+    def __init__(
+        self, llama: Llama, hooks: HookManager, lanes: Lanes, n_seq_max: int, ledger: Ledger
+    ) -> None:
         """Attach to ``llama``, whose context has ``n_seq_max`` sequences, not keeping it alive."""
         self._llama = weakref.ref(llama)
         self._hooks = hooks
@@ -32,8 +35,7 @@ class LlamaEngine:
         self.n_seq_max = n_seq_max
         self.needs_all_logits = False
         self._has_restored = False
-        memory = llama_cpp.llama_get_memory(llama.ctx)
-        self.handles = (self.ctx,) if memory is None else (self.ctx, int(memory))
+        self._ledger = ledger
 
     @property
     def llama(self) -> Any:
@@ -51,6 +53,20 @@ class LlamaEngine:
         """Tokens whose KV cells sequence 0 holds, at positions 0…n-1; a copy of shape ``(n,)``."""
         return np.array(self.llama._input_ids, dtype=np.int32)
 
+    @property
+    def n_explained(self) -> int:
+        """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
+        return self._ledger.n_explained
+
+    @property
+    def alteration(self) -> str | None:
+        """The call by which the app changed how cells are computed; None: it did not.
+
+        ``Llama`` itself sets the adapter that it was made with.
+        """
+        calls = self._ledger.alterations[1 if self.llama.lora_path else 0 :]
+        return calls[0] if calls else None
+
     def set_restored(self, tokens: Tokens) -> None:
         """Tell ``Llama`` which tokens its cells hold now, so that it evaluates only the rest.
 
@@ -58,6 +74,7 @@ class LlamaEngine:
         come without logits.
         """
         self._has_restored = True
+        self._ledger.n_explained = len(tokens)
         self._set_resident(tokens)
 
     def _set_resident(self, tokens: Tokens) -> None:
@@ -79,7 +96,7 @@ class LlamaEngine:
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""
-        self._lanes.defer(self.handles, self._hooks.guarded(job))
+        self._lanes.defer(self._ledger.handles, self._hooks.guarded(job))
 
     def settle(self) -> None:
         """Wait until deferred work on this context is done."""

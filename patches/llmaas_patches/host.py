@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from llama_cpp import Llama, llama_cpp
+from llama_cpp import Llama, LlamaState, llama_cpp
 
-from llmaas_hooks import HookManager
+from llmaas_hooks import HookManager, ModelLoad
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
-from llmaas_patches.ownership import Ownership
+from llmaas_patches.ledger import Ledger, address
 
 __all__ = ["Host", "current_context", "serving_context"]
 
@@ -35,14 +35,24 @@ def serving_context(context_id: str) -> Iterator[None]:
 
 
 class Host:
-    """State of one activation on the patching side."""
+    """State of one activation on the patching side.
+
+    Attributes:
+        hooks: The plugins.
+        lanes: Deferred work.
+        loads: How each model was opened, by its address; those opened since the activation.
+        ledgers: By the addresses of a context and its memory.
+        states: States that ``Llama.save_state`` made, and how many of their tokens are explained.
+        real_n_seq_max: The binding that the app's one stands for.
+    """
 
     def __init__(self, hooks: HookManager) -> None:
         """Attach to the plugins of one activation."""
         self.hooks = hooks
         self.lanes = Lanes()
-        self.ownership = Ownership()
-        self.app_n_seq_max: dict[int, int] = {}
+        self.loads: dict[int, ModelLoad] = {}
+        self.ledgers: dict[int, Ledger] = {}
+        self.states: weakref.WeakKeyDictionary[LlamaState, int] = weakref.WeakKeyDictionary()
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -53,7 +63,26 @@ class Host:
             engine = self._engines.get(llama)
             if engine is None or engine.ctx != int(llama.ctx):
                 n_seq_max = self.real_n_seq_max(llama.ctx)
-                engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max)
+                ledger = self.ledgers.get(int(llama.ctx)) or self._adopt(llama, n_seq_max)
+                engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max, ledger)
                 self._engines[llama] = engine
-                self.ownership.adopt(engine.handles, llama._batch.batch)
             return engine
+
+    def watch(self, ctx: int, app_n_seq_max: int) -> Ledger:
+        """Start a context's ledger; it is found under the context's and its memory's address."""
+        memory = llama_cpp.llama_get_memory(ctx)
+        ledger = Ledger((ctx,) if memory is None else (ctx, int(memory)), app_n_seq_max)
+        self.ledgers.update(dict.fromkeys(ledger.handles, ledger))
+        return ledger
+
+    def _adopt(self, llama: Llama, n_seq_max: int) -> Ledger:
+        """Start the ledger of a context that is older than the activation: its books are right."""
+        ledger = self.watch(int(llama.ctx), n_seq_max)
+        ledger.n_explained = llama.n_tokens
+        return ledger
+
+    def forget(self, ctx: Any) -> None:
+        """A context is about to go."""
+        ledger = self.ledgers.get(address(ctx))
+        for handle in ledger.handles if ledger is not None else ():
+            self.ledgers.pop(handle, None)

@@ -42,7 +42,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         engine.settle()
         request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
         host.hooks.request_begin(request)
-        if _is_sound(host, engine, request, resets=resets) and resets:
+        if _is_sound(engine, request, resets=resets) and resets:
             n_reused = _restore(host, engine, request)
         clock.prepared()
         try:
@@ -57,7 +57,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         finally:
             inner.close()
             # the app may have closed Llama under its generator, or used its engine
-            if self.ctx is not None and host.ownership.is_sound(engine.handles):
+            if self.ctx is not None and self.n_tokens <= engine.n_explained:
                 host.hooks.kv_save(request, engine.resident_tokens())
             host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
 
@@ -115,15 +115,13 @@ class _Clock:
         )
 
 
-def _is_sound(host: Host, engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
-    """Whether ``Llama`` knows what its cells hold; it does if it goes on with none of them."""
-    if host.ownership.is_sound(engine.handles):
-        return True
+def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
+    """Whether ``Llama`` knows what those cells hold that it goes on with."""
     resident = engine.resident_tokens()
-    if (common_prefix(resident, request.tokens) if resets else len(resident)) > 0:
+    n_kept = common_prefix(resident, request.tokens) if resets else len(resident)
+    if n_kept > engine.n_explained:
         _log.warning("the app changed the cells behind Llama's back; this request is left alone")
         return False
-    host.ownership.reclaim(engine.handles)
     return True
 
 

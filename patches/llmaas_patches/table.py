@@ -2,71 +2,139 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from llmaas_patches.calls import (
     wrap_decode,
     wrap_free,
+    wrap_free_model,
     wrap_init_context,
     wrap_load_model,
+    wrap_load_splits,
     wrap_n_seq_max,
     wrap_sample,
-    wrap_seq_rm,
-    wrap_seq_shift,
     wrap_settled,
+)
+from llmaas_patches.host import Host
+from llmaas_patches.ledger import (
+    Change,
+    address,
+    wrap_altering,
+    wrap_changing,
+    wrap_eval,
+    wrap_load_state,
+    wrap_save_state,
 )
 from llmaas_patches.patcher import Patch
 from llmaas_patches.requests import wrap_create_completion, wrap_generate
 
 __all__ = ["PATCHES"]
 
+Wrap = Callable[[Host, Callable[..., Any]], Callable[..., Any]]
+
 _BINDINGS = "llama_cpp.llama_cpp"
 
-# Calls that read or change a context's cells: they wait for deferred work, so that an app never
-# sees our scratch sequence nor a half-copied state.
+# Calls that read a context's cells: they wait for deferred work, so that an app never sees our
+# scratch sequence nor a half-copied state.
 _SETTLED: dict[str, tuple[str, ...]] = {
-    "llama_memory_clear": ("mem",),
-    "llama_memory_seq_cp": ("mem",),
-    "llama_memory_seq_keep": ("mem",),
     "llama_memory_seq_pos_min": ("mem",),
     "llama_memory_seq_pos_max": ("mem",),
     "llama_state_get_size": ("ctx",),
     "llama_state_get_data": ("ctx",),
-    "llama_state_set_data": ("ctx",),
-    "llama_state_load_file": ("ctx",),
     "llama_state_save_file": ("ctx",),
     "llama_state_seq_get_size": ("ctx",),
     "llama_state_seq_get_data": ("ctx",),
-    "llama_state_seq_set_data": ("ctx",),
     "llama_state_seq_save_file": ("ctx",),
-    "llama_state_seq_load_file": ("ctx",),
     "llama_state_seq_get_size_ext": ("ctx",),
     "llama_state_seq_get_data_ext": ("ctx",),
-    "llama_state_seq_set_data_ext": ("ctx",),
+    "llama_get_state_size": ("ctx",),
+    "llama_copy_state_data": ("ctx",),
+    "llama_save_session_file": ("ctx",),
+}
+
+
+def _everything(*_: Any) -> int:
+    return 0
+
+
+def _range(sequence: Any, start: Any, *_: Any) -> int | None:
+    return int(address(start)) if address(sequence) in {-1, 0} else None
+
+
+def _copy(_source: Any, target: Any, start: Any, *_: Any) -> int | None:
+    return int(address(start)) if address(target) == 0 else None
+
+
+def _keep(sequence: Any) -> int | None:
+    return None if address(sequence) == 0 else 0
+
+
+def _load(_data: Any, _size: Any, target: Any, *_: Any) -> int | None:
+    return 0 if address(target) == 0 else None
+
+
+def _load_file(_path: Any, target: Any, *_: Any) -> int | None:
+    return 0 if address(target) == 0 else None
+
+
+# Calls that change cells: they wait, too, and from which position of sequence 0 on is noted.
+_CHANGING: dict[str, tuple[tuple[str, ...], Change]] = {
+    "llama_memory_clear": (("mem",), _everything),
+    "llama_memory_seq_rm": (("mem", "seq_id", "p0"), _range),
+    "llama_memory_seq_cp": (("mem", "seq_id_src", "seq_id_dst", "p0"), _copy),
+    "llama_memory_seq_keep": (("mem", "seq_id"), _keep),
+    "llama_memory_seq_add": (("mem", "seq_id", "p0"), _range),
+    "llama_memory_seq_div": (("mem", "seq_id", "p0"), _range),
+    "llama_state_set_data": (("ctx",), _everything),
+    "llama_set_state_data": (("ctx",), _everything),
+    "llama_state_load_file": (("ctx",), _everything),
+    "llama_load_session_file": (("ctx",), _everything),
+    "llama_state_seq_set_data": (("ctx", "src", "size", "dest_seq_id"), _load),
+    "llama_state_seq_set_data_ext": (("ctx", "src", "size", "dest_seq_id"), _load),
+    "llama_state_seq_load_file": (("ctx", "filepath", "dest_seq_id"), _load_file),
+    "llama_encode": (("ctx",), _everything),
+    "llama_process": (("ctx",), _everything),
+}
+
+# Calls that change how a context computes its cells.
+_ALTERING = {
     "llama_set_adapters_lora": ("ctx",),
-    "llama_encode": ("ctx",),
-    "llama_process": ("ctx",),
+    "llama_set_adapter_cvec": ("ctx",),
+    "llama_set_causal_attn": ("ctx",),
 }
 
 _OWN = {
     "llama_model_load_from_file": (("path_model", "params"), wrap_load_model),
+    "llama_load_model_from_file": (("path_model", "params"), wrap_load_model),
+    "llama_model_load_from_splits": (("paths", "n_paths", "params"), wrap_load_splits),
+    "llama_model_free": (("model",), wrap_free_model),
+    "llama_free_model": (("model",), wrap_free_model),
     "llama_init_from_model": (("model", "params"), wrap_init_context),
+    "llama_new_context_with_model": (("model", "params"), wrap_init_context),
     "llama_decode": (("ctx", "batch"), wrap_decode),
     "llama_free": (("ctx",), wrap_free),
-    "llama_memory_seq_rm": (("mem", "seq_id", "p0", "p1"), wrap_seq_rm),
-    "llama_memory_seq_add": (("mem",), wrap_seq_shift),
-    "llama_memory_seq_div": (("mem",), wrap_seq_shift),
     "llama_n_seq_max": (("ctx",), wrap_n_seq_max),
     "llama_sampler_sample": (("smpl", "ctx", "idx"), wrap_sample),
 }
 
 
-def _binding(name: str, parameters: tuple[str, ...], wrap: object) -> Patch:
-    target = f"{_BINDINGS}:{name}"
-    return Patch(target, parameters, wrap, also=(f"llama_cpp:{name}",))  # type: ignore[arg-type]
+def _binding(name: str, parameters: tuple[str, ...], wrap: Wrap) -> Patch:
+    return Patch(f"{_BINDINGS}:{name}", parameters, wrap, also=(f"llama_cpp:{name}",))
 
 
 PATCHES: tuple[Patch, ...] = (
     *(_binding(name, parameters, wrap) for name, (parameters, wrap) in _OWN.items()),
     *(_binding(name, parameters, wrap_settled) for name, parameters in _SETTLED.items()),
+    *(
+        _binding(name, parameters, functools.partial(wrap_changing, change=change))
+        for name, (parameters, change) in _CHANGING.items()
+    ),
+    *(_binding(name, parameters, wrap_altering) for name, parameters in _ALTERING.items()),
     Patch("llama_cpp.llama:Llama.generate", ("self", "tokens"), wrap_generate),
     Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),
+    Patch("llama_cpp.llama:Llama.eval", ("self", "tokens"), wrap_eval),
+    Patch("llama_cpp.llama:Llama.save_state", ("self",), wrap_save_state),
+    Patch("llama_cpp.llama:Llama.load_state", ("self", "state"), wrap_load_state),
 )

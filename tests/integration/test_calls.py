@@ -115,7 +115,8 @@ def test_hook_llmaas_decode_only_after_success(make_llama, patched):
     steps = []
     patched(p=plugin_with(llmaas_decode=lambda self, step: steps.append(step)))
     llama = make_llama(n_ctx=64)
-    batch = bindings.llama_batch_get_one((bindings.llama_token * 1)(-5), 1)
+    tokens = (bindings.llama_token * 1)(-5)
+    batch = bindings.llama_batch_get_one(tokens, 1)
     assert bindings.llama_decode(llama.ctx, batch) != 0
     assert steps == []
 

@@ -1,0 +1,152 @@
+"""Which cells of a context are what ``Llama``'s own books say they are.
+
+The books (``n_tokens``, ``input_ids``) name the tokens of sequence 0. An app may put other cells
+there, and ``Llama`` is not told: images, batches of its own, shifted positions, a state from
+elsewhere. Whatever it goes on with is its affair, as ever; but such cells must not be stored under
+the names of the tokens that ``Llama`` believes in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llama_cpp import Llama, LlamaState
+
+if TYPE_CHECKING:
+    from llmaas_patches.host import Host
+
+__all__ = [
+    "Change",
+    "Ledger",
+    "address",
+    "wrap_altering",
+    "wrap_changing",
+    "wrap_eval",
+    "wrap_load_state",
+    "wrap_save_state",
+]
+
+Function = Callable[..., Any]
+Change = Callable[..., int | None]
+"""First position of sequence 0 that a call with these arguments changes; None: it changes none."""
+
+
+class Ledger:
+    """Notes on one context.
+
+    Attributes:
+        handles: Addresses of the context and, if it has one, of its memory.
+        app_n_seq_max: Sequences the app asked for.
+        n_explained: Leading tokens in ``Llama``'s books whose cells it evaluated itself, or that a
+            plugin restored.
+        alterations: Calls by which the computation of cells was changed; the binding's names.
+        is_evaluating: ``Llama.eval`` is running.
+    """
+
+    def __init__(self, handles: tuple[int, ...], app_n_seq_max: int) -> None:
+        """Nothing is explained yet."""
+        self.handles = handles
+        self.app_n_seq_max = app_n_seq_max
+        self.n_explained = 0
+        self.alterations: list[str] = []
+        self.is_evaluating = False
+
+    def changed(self, start: int | None) -> None:
+        """Cells of sequence 0 from position ``start`` on are not what they were."""
+        if start is not None and start < self.n_explained:
+            self.n_explained = max(start, 0)
+
+    def decoded(self, batch: Any) -> None:
+        """A ``llama_decode`` is about to run."""
+        if not self.is_evaluating:
+            n_tokens = int(batch.n_tokens)
+            known = batch.pos and n_tokens > 0
+            self.changed(min(batch.pos[i] for i in range(n_tokens)) if known else 0)
+
+
+def address(handle: Any) -> Any:
+    """A handle as an integer: apps may pass one wrapped in ``ctypes.c_void_p``."""
+    return getattr(handle, "value", handle)
+
+
+def wrap_changing(host: Host, original: Function, change: Change) -> Function:
+    """Any call that changes a context's cells: wait for deferred work on it first, and note it."""
+    pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
+
+    @functools.wraps(original)
+    def changing(handle: Any, *args: Any) -> Any:
+        if pending:
+            settle(address(handle))
+        ledger = ledgers.get(address(handle))
+        if ledger is not None:
+            ledger.changed(change(*args))
+        return original(handle, *args)
+
+    return changing
+
+
+def wrap_altering(host: Host, original: Function) -> Function:
+    """Any call that changes how a context computes cells: likewise."""
+    pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
+
+    @functools.wraps(original)
+    def altering(ctx: Any, *args: Any) -> Any:
+        if pending:
+            settle(address(ctx))
+        ledger = ledgers.get(address(ctx))
+        if ledger is not None:
+            ledger.alterations.append(original.__name__)
+        return original(ctx, *args)
+
+    return altering
+
+
+def wrap_eval(host: Host, original: Function) -> Function:
+    """``Llama.eval``: the one that keeps the books; its cells are explained if those before are."""
+    ledgers = host.ledgers
+
+    @functools.wraps(original)
+    def eval(self: Llama, tokens: Any) -> None:  # noqa: A001  the original's name
+        ledger = ledgers.get(address(self.ctx))
+        if ledger is None:
+            original(self, tokens)
+            return
+        start = self.n_tokens
+        ledger.is_evaluating = True
+        try:
+            original(self, tokens)
+        finally:
+            ledger.is_evaluating = False
+            if start <= ledger.n_explained:
+                ledger.n_explained = self.n_tokens  # also after an error: of what went well
+
+    return eval
+
+
+def wrap_save_state(host: Host, original: Function) -> Function:
+    """``Llama.save_state``: remember how much of it is explained."""
+
+    @functools.wraps(original)
+    def save_state(self: Llama) -> LlamaState:
+        state = original(self)
+        ledger = host.ledgers.get(address(self.ctx))
+        if ledger is not None:
+            host.states[state] = min(ledger.n_explained, state.n_tokens)
+        return state
+
+    return save_state
+
+
+def wrap_load_state(host: Host, original: Function) -> Function:
+    """``Llama.load_state``: a state that this process did not save may be of other weights."""
+
+    @functools.wraps(original)
+    def load_state(self: Llama, state: LlamaState) -> None:
+        original(self, state)
+        ledger = host.ledgers.get(address(self.ctx))
+        if ledger is not None:
+            ledger.n_explained = host.states.get(state, 0)
+
+    return load_state
