@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,14 @@ def engine():
         "n_ctx": 1024, "n_ubatch": 1, "n_threads": 1,
         "n_threads_batch": 1, "flash_attn": True, "seed": 1, "verbose": False,
     }  # fmt: skip
+
+
+@pytest.fixture
+def opened(engine, reference_model):
+    """Make a ``Llama`` for a block, as an app does that hands it to its client."""
+    from llama_cpp import Llama
+
+    return lambda **kwargs: contextlib.closing(Llama(str(reference_model), **engine, **kwargs))
 
 
 @pytest.fixture

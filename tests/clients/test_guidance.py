@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
@@ -20,14 +19,6 @@ def cell(column, says="yes"):
 @pytest.fixture
 def guidance():
     return pytest.importorskip("guidance")
-
-
-@pytest.fixture
-def opened(engine, reference_model):
-    """Make an engine; closed afterwards."""
-    from llama_cpp import Llama
-
-    return lambda: contextlib.closing(Llama(str(reference_model), **engine))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import contextlib
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 pytest.importorskip("langchain_core")
 
@@ -88,7 +88,7 @@ def test_stream_left_early(lives, chat_model, subjects):
 class Flight(BaseModel):
     """Book a flight."""
 
-    city: str = Field(max_length=10)
+    city: Literal["Rome", "Oslo"]
     seat: Literal["aisle", "window"]
 
 
@@ -103,8 +103,8 @@ def test_a_forced_tool(lives, chat_model, subjects):
         return [(call["name"], call["args"]) for reply in replies for call in reply.tool_calls]
 
     run = lives(app)
-    assert [(name, Flight(**args)) for name, args in run.result]
-    assert len(run.result) == 4
+    assert [name for name, _ in run.result] == ["Flight"] * 4
+    assert all(Flight(**args) for _, args in run.result)
     assert min(run.restored) > 0
 
 
