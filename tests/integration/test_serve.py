@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
-from types import SimpleNamespace
 
 import pytest
+from served import ENGINE, LLMAAS, drain, serving
 
 from llmaas_hooks import LimitError, LlmaasError
 from llmaas_plugins.service.client import LLMClient
@@ -21,73 +18,15 @@ from llmaas_plugins.service.client import LLMClient
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-# One token at a time: texts do not depend on what was restored and what was evaluated again.
-ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1}
 GREEDY = {"temperature": 0.0, "max_tokens": 10}
 SERVERS_OWN = {"repeat_penalty": 1.1}  # what llama_cpp.server's routes set when a client does not
-CONFIG = """
-on_error = "raise"
-[service]
-state_dir = "state"
-max_contexts_per_app = 3
-max_queue = 1
-[plugins.kv_chunks]
-codec = "lossless"
-ram_budget = "2 MiB"
-store = "kv"
-"""
+SETTINGS = {"service": "max_contexts_per_app = 3\nmax_queue = 1", "kv": 'ram_budget = "2 MiB"'}
 SUBJECTS = ("Tell me about your dog.", "I want to fly to Rome.", "My phone is broken.")
-LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def serving(folder, address, *options, key=None):
-    """``llmaas serve`` in ``folder``, up and running; killed at the end if it still is."""
-    (folder / "llmaas.toml").write_text(CONFIG)
-    engine = [item for name, value in ENGINE.items() for item in (f"--{name}", str(value))]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("LLMAAS")}
-    with (
-        (folder / "log").open("wb") as log,
-        subprocess.Popen(
-            [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine, *options],
-            cwd=folder,
-            env=environ,
-            stdout=log,
-            stderr=log,
-        ) as process,
-    ):
-        client = LLMClient(address, api_key=key, timeout_s=120)
-
-        def is_up():
-            assert process.poll() is None, (folder / "log").read_text()
-            with contextlib.suppress(OSError):
-                return client.status()
-
-        try:
-            wait_until(is_up)
-            yield SimpleNamespace(process=process, client=client, address=address, folder=folder)
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    port = free_port()
-    folder = tmp_path_factory.mktemp("serve")
-    with serving(folder, f"http://127.0.0.1:{port}", "--port", str(port)) as server:
+    with serving(tmp_path_factory.mktemp("serve"), **SETTINGS) as server:
         yield server
 
 
@@ -122,19 +61,6 @@ def chat(server):
         yield client
 
 
-def drain(stream):
-    pieces = []
-    while True:
-        try:
-            pieces.append(next(stream))
-        except StopIteration as end:
-            return pieces, end.value
-
-
-def plugin_status(server):
-    return server.client.status()["plugins"]["kv_chunks"]
-
-
 # -- the OpenAI routes -----------------------------------------------------------------------------
 
 
@@ -158,7 +84,7 @@ def test_openai_completions_and_models(chat):
 
 
 def test_stateless_conversations_are_found_again(chat, server, vanilla):
-    before = plugin_status(server)
+    before = server.kv()
     conversations = [[{"role": "user", "content": subject}] for subject in SUBJECTS]
     n_prompt = []
     for turn in ("Why is that?", "I do not believe you.", None):
@@ -168,7 +94,7 @@ def test_stateless_conversations_are_found_again(chat, server, vanilla):
             assert done.choices[0].message.content == vanilla(messages, **SERVERS_OWN)
             messages.append({"role": "assistant", "content": done.choices[0].message.content})
             messages.append({"role": "user", "content": turn})
-    after = plugin_status(server)
+    after = server.kv()
     assert after["requests"] - before["requests"] == 9
     assert after["restores"] - before["restores"] >= 6  # all but the first calls
     assert after["prompt_tokens"] - before["prompt_tokens"] == sum(n_prompt)
@@ -197,7 +123,7 @@ def test_a_waiting_app_does_not_cut_a_stream_short(chat):
 
 
 def test_contexts_over_http(app, server, vanilla):
-    before = plugin_status(server)["restores"]
+    before = server.kv()["restores"]
     contexts = [app.new_context(f"{name} is here.") for name in ("Anna", "Bert", "Cleo")]
     for turn in (None, "Why is that?"):
         for context, subject in zip(contexts, SUBJECTS, strict=True):
@@ -210,7 +136,7 @@ def test_contexts_over_http(app, server, vanilla):
             assert record["messages"][-1] == {"role": "assistant", "content": reply["text"]}
             assert record["n_tokens"] == reply["n_tokens"]
     assert [context.id for context in app.contexts()] == [c.id for c in reversed(contexts)]
-    assert plugin_status(server)["restores"] - before == 3
+    assert server.kv()["restores"] - before == 3
 
 
 def test_streaming(app):
@@ -228,9 +154,9 @@ def test_streaming(app):
 def test_deletion(app, server):
     context = app.new_context("Somebody is here.")
     context.call(SUBJECTS[0], **GREEDY)
-    before = plugin_status(server)
+    before = server.kv()
     assert context.delete() > 0
-    after = plugin_status(server)
+    after = server.kv()
     assert before["contexts"] - after["contexts"] == 1
     assert after["disk_bytes"] < before["disk_bytes"]
     assert app.contexts() == []
@@ -336,9 +262,8 @@ def test_a_cancelled_stream_frees_the_engine(app, n_pieces):
 def test_a_client_that_leaves_at_once(app, server):
     context = app.new_context()
     body = json.dumps({"prompt": "Tell me a story.", "stream": True, "max_tokens": 400}).encode()
-    port = int(server.address.rpartition(":")[2])
     for answer_bytes in (0, 0, 20):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(
                 b"POST /v1/llmaas%s/call HTTP/1.1\r\nHost: localhost\r\n" % context._path.encode()
                 + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -346,7 +271,7 @@ def test_a_client_that_leaves_at_once(app, server):
             )
             if answer_bytes:
                 connection.recv(answer_bytes)
-    wait_until(lambda: server.client.status()["queue"] == 0)
+    server.wait_until_idle()
     assert context.record()["messages"] == []
     assert context.call("Hi", **GREEDY)["text"]
 
@@ -373,9 +298,8 @@ def test_status(server):
 @pytest.fixture
 def private(tmp_path):
     """A server of the test's own on a Unix socket, with an API key."""
-    address = tmp_path / "run" / "llmaas" / "service.sock"
-    options = ["--uds", str(address), "--api_key", "sesame"]
-    with serving(tmp_path, f"unix:{address}", *options, key="sesame") as server:
+    uds = tmp_path / "run" / "llmaas" / "service.sock"
+    with serving(tmp_path, "--api_key", "sesame", uds=uds, key="sesame", **SETTINGS) as server:
         yield server
 
 
@@ -405,35 +329,20 @@ def test_unix_socket_and_key(private):
 def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
     context = private.client.bind("mail").new_context()
     text = context.call("Tell me about your dog.", **GREEDY)["text"]
-    stop(private, signal.SIGTERM)
+    assert private.stop() == 0
+    assert "Traceback" not in private.log()
     assert sorted(file.name for file in (private.folder / "state").iterdir()) == ["contexts.sqlite"]
     assert not (private.folder / "kv" / "index.sqlite-wal").exists()
     assert not (private.folder / "run" / "llmaas" / "service.sock").exists()
-    options = ["--uds", private.address.removeprefix("unix:")]
-    with serving(private.folder, private.address, *options) as again:
+    with serving(private.folder, uds=private.address.removeprefix("unix:"), **SETTINGS) as again:
         (context,) = again.client.bind("mail").contexts()
         assert context.record()["messages"][-1]["content"] == text
         context.call("Why is that?", **GREEDY)
-        found = plugin_status(again)
+        found = again.kv()
         assert found["restores"] == 1
         assert found["disk_hits"] > 0
-        stop(again, signal.SIGINT)
-
-
-def stop(server, how):
-    server.process.send_signal(how)
-    assert server.process.wait(60) == 0
-    assert "Traceback" not in (server.folder / "log").read_text()
-
-
-def test_sigterm_under_a_stream(private):
-    context = private.client.bind("mail").new_context()
-    stream = context.stream("Tell me a long story.", temperature=0.0, max_tokens=400)
-    next(stream)
-    private.process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(LlmaasError, OSError):  # the rest, or the news that there is none
-        list(stream)
-    assert private.process.wait(60) == 0
+        assert again.stop(signal.SIGINT) == 0
+        assert "Traceback" not in again.log()
 
 
 # -- mistakes --------------------------------------------------------------------------------------
@@ -468,7 +377,7 @@ def test_a_socket_directory_that_others_can_enter(refused, tmp_path):
 
 
 def test_contexts_that_cannot_be_used(refused, tmp_path):
-    (tmp_path / "llmaas.toml").write_text(CONFIG)
+    (tmp_path / "llmaas.toml").write_text('[service]\nstate_dir = "state"')
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "contexts.sqlite").write_text("not a database, but longer than nothing")
     message = refused("--config", "llmaas.toml")

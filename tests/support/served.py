@@ -1,0 +1,169 @@
+"""``llmaas serve`` as a process of a test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from llmaas_plugins.service.client import LLMClient
+
+LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
+# One token at a time: texts do not depend on what was restored and what was evaluated again.
+ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1}
+CONFIG = """
+on_error = "raise"
+[service]
+state_dir = "state"
+{service}
+[plugins.kv_chunks]
+codec = "lossless"
+store = "kv"
+{kv}
+"""
+
+
+class Served:
+    """A server that runs."""
+
+    def __init__(self, process, address, folder, key):
+        self.process = process
+        self.address = address
+        self.folder = folder
+        self.client = LLMClient(address, api_key=key, timeout_s=120)
+
+    @property
+    def port(self):
+        return int(self.address.rpartition(":")[2])
+
+    def log(self):
+        return (self.folder / "log").read_text()
+
+    def status(self):
+        return self.client.status()
+
+    def kv(self):
+        """What the plugin reports."""
+        return self.status()["plugins"]["kv_chunks"]
+
+    def metrics(self, key=None):
+        """Values of /metrics by name and labels, as they stand there."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(f"{self.address}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def rss(self):
+        """Resident bytes."""
+        return _proc_status(self.process.pid, "VmRSS") * 1024
+
+    def n_threads(self):
+        return _proc_status(self.process.pid, "Threads")
+
+    def n_files(self):
+        """Open files and sockets."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def wait_until_idle(self):
+        wait_until(lambda: self.status()["queue"] == 0)
+
+    def stop(self, how=signal.SIGTERM, seconds=60):
+        """Signal it, wait for its end; the exit code."""
+        self.process.send_signal(how)
+        return self.process.wait(seconds)
+
+
+def _proc_status(pid, name):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def engine_options(**engine):
+    return [item for name, value in (ENGINE | engine).items() for item in (f"--{name}", str(value))]
+
+
+@contextlib.contextmanager
+def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
+    """The process, as soon as it exists; killed at the end if it still runs."""
+    (folder / "llmaas.toml").write_text(config)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("LLMAAS")}
+    command = [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine_options(**engine)]
+    with (
+        (folder / "log").open("ab") as log,
+        subprocess.Popen(
+            [*command, *options],
+            cwd=folder,
+            env=inherited | (environ or {}),
+            stdout=log,
+            stderr=log,
+            preexec_fn=preexec_fn,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def serving(folder, *options, uds=None, key=None, config=None, service="", kv="", **more):
+    """A server in ``folder``, up and running, on a free port or a Unix socket.
+
+    Args:
+        folder: Of its configuration, state, store and log.
+        *options: Of the command line.
+        uds: Path of the socket.
+        key: The key to use.
+        config: The whole configuration, or
+        service: lines of ``[service]`` and
+        kv: lines of ``[plugins.kv_chunks]``.
+        **more: As for ``launched``.
+    """
+    if uds is None:
+        port = free_port()
+        address, where = f"http://127.0.0.1:{port}", ("--port", str(port))
+    else:
+        address, where = f"unix:{uds}", ("--uds", str(uds))
+    config = CONFIG.format(service=service, kv=kv) if config is None else config
+    with launched(folder, *where, *options, config=config, **more) as process:
+        served = Served(process, address, folder, key)
+
+        def is_up():
+            assert process.poll() is None, served.log()
+            with contextlib.suppress(OSError):
+                return served.client.status()
+
+        wait_until(is_up)
+        yield served
+
+
+def drain(stream):
+    """The pieces of a stream, and its reply."""
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            return pieces, end.value
