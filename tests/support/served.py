@@ -118,7 +118,7 @@ def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
             env=inherited | (environ or {}),
             stdout=log,
             stderr=log,
-            preexec_fn=preexec_fn,
+            preexec_fn=preexec_fn,  # noqa: PLW1509  one that writes its pid to a cgroup
         ) as process,
     ):
         try:
