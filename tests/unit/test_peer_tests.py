@@ -146,6 +146,14 @@ def test_a_suite_that_did_nothing_proves_nothing():
     assert "restored nothing" in problem
 
 
+def test_the_table_says_why_a_test_was_skipped_or_failed():
+    skipped = Outcome("skipped", "no model stands for a|b", ())
+    failed = Outcome("failed", "line 3: assert 1 == 2\n +  where 1 = x", ())
+    table = as_table(equal_runs({"m.py::s": skipped, "m.py::f": failed}))
+    assert "| s | skipped: no model stands for a\\|b | same |" in table
+    assert "| f | failed: line 3: assert 1 == 2 | same |" in table
+
+
 def test_tests_that_did_nothing_prove_nothing():
     runs = equal_runs({"a": Outcome("failed", "line 1: no scipy", ())})
     assert problems(runs) == ["no test asked the engine for anything"]

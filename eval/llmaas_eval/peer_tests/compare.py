@@ -33,11 +33,16 @@ def as_table(runs: Mapping[str, Run]) -> str:
     for test, outcome in vanilla.items():
         others = (_difference(outcome, runs[mode].tests.get(test)) for mode in list(runs)[1:])
         cells = ("**differs**" if difference else "same" for difference in others)
-        expected = f"{outcome.outcome}, {len(outcome.results)} results"
-        rows.append([test.rpartition("::")[2], expected, *cells])
+        rows.append([test.rpartition("::")[2], _shown(outcome), *cells])
     rows.append(["*tokens restored*", *(str(restored_tokens(run)) for run in runs.values())])
     rows.append(["*seconds*", *(f"{run.seconds:.1f}" for run in runs.values())])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _shown(outcome: Outcome) -> str:
+    if outcome.outcome == "passed":
+        return f"passed, {len(outcome.results)} results"
+    return f"{outcome.outcome}: {outcome.message}".partition("\n")[0].replace("|", "\\|")
 
 
 def restored_tokens(run: Run) -> int:

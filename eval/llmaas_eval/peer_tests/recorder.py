@@ -25,7 +25,8 @@ from llmaas_plugins import active_suite
 
 _MODEL = "llama_cpp_model_path"
 """The tests' fixture for a model of no kind in particular: here, of each kind."""
-_WORDS_ONLY = {"test_real_model": "decodes its prompt in a batch of 16"}
+_WORDS_ONLY = ("test_real_model",)
+"""Tests that decode their prompt in one batch of 16, so that it must not get longer."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
