@@ -1,4 +1,4 @@
-"""docs/examples/llmaas-usage as its user meets it: installed, listed, enabled, used, uninstalled.
+"""docs/plugin-tutorial.md, and its plugin as a user meets it: installed, used, uninstalled.
 
 Everything runs in an environment of its own that sees the packages of this one. No network.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "llmaas-usage"
+TUTORIAL = (ROOT / "docs" / "plugin-tutorial.md").read_text()
+EXCERPTS = re.findall(r"```\w+ file=(\S+)\n(.*?)```", TUTORIAL, re.DOTALL)
 SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 APP = """
@@ -170,3 +173,24 @@ def test_its_own_tests_pass(environment):
     done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=EXAMPLE)
     assert " passed" in done
     assert "skipped" not in done
+
+
+@pytest.mark.parametrize(("name", "text"), EXCERPTS, ids=[name for name, _ in EXCERPTS])
+def test_the_tutorial_shows_the_examples_own_files(name, text):
+    assert text in (EXAMPLE / name).read_text()
+
+
+def test_the_tutorial_names_every_file_of_the_example():
+    (tree,) = re.findall(r"```\nllmaas-usage/\n(.*?)```", TUTORIAL, re.DOTALL)
+    files = [path.relative_to(EXAMPLE) for path in EXAMPLE.rglob("*.*") if path.is_file()]
+    found = {path.name for path in files if not re.search(r"(^|/)(\.|__pycache__)", str(path))}
+    assert set(re.findall(r"[\w.]+\.\w+", tree)) == found
+
+
+def test_the_tutorials_first_steps(reference_model, capsys):
+    steps = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
+    namespace = {"__name__": "tutorial"}
+    for step in steps:
+        exec(compile(step, "docs/plugin-tutorial.md", "exec"), namespace)
+    assert int(capsys.readouterr().out) == namespace["counter"].n_evaluated > 16
+    assert namespace["hooks"].names() == []

@@ -7,6 +7,10 @@ with ``"raise"`` it gets the named error, and the engine is as good afterwards.
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from llmaas_hooks import HookManager, PluginError, hookimpl, specs
 from llmaas_hooks.discovery import load_plugin
 from llmaas_patches import install, serving_context
 
+DIST = Path(__file__).parents[1] / "data" / "dist"
 PROMPT = [1, 400, 401, 402, 403, 404]
 ENGINE_HOOKS = [
     "llmaas_model_load",
@@ -252,3 +257,27 @@ def test_contexts_are_kept_beside_a_plugin_that_always_fails(make, tmp_path):
     finally:
         installed.revert()
         hooks.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("broken_import", "failed in import: ModuleNotFoundError: No module named "),
+        ("exits", "failed in import: SystemExit: usage: llmaas_test_exits FILE"),
+        ("broken_constructor", "failed in construction: RuntimeError: no luck"),
+        ("misspelt", "failed in registration: PluginValidationError: unknown hook"),
+    ],
+)
+def test_llmaas_run_says_it_in_one_line(tmp_path, name, problem):
+    (tmp_path / "app.py").write_text("print('the app ran')")
+    done = subprocess.run(
+        [sys.executable, "-m", "llmaas_plugins.cli.main", "run", "--plugins", name, "app.py"],
+        env={**os.environ, "PYTHONPATH": str(DIST)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"llmaas: error: plugin '{name}' {problem}")
+    assert done.stderr.count("\n") == 1

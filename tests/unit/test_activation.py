@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -10,7 +11,13 @@ import llama_cpp
 import pytest
 
 import llmaas_plugins
-from llmaas_hooks import ConfigError, IncompatibleError, PluginError, UnknownPluginError
+from llmaas_hooks import (
+    ConfigError,
+    IncompatibleError,
+    PluginError,
+    UnknownPluginError,
+    hookimpl,
+)
 from llmaas_plugins import activate, active_suite, load_config
 
 RECORDER = {"plugins": {"recorder": {"level": 5}}}
@@ -95,6 +102,33 @@ def test_failing_plugin_leaves_nothing(dist_plugins, name, settings, error, mess
         activate({"plugins": {"recorder": {}, name: settings}})
     assert active_suite() is None
     assert dist_plugins.events == ["construct", "shutdown"]  # the good one is closed
+
+
+def failing_status(config):
+    class Failing:
+        @hookimpl
+        def llmaas_status(self):
+            raise ZeroDivisionError("no luck")
+
+    suite = activate(config)
+    suite.hooks.register("failing", Failing())
+    return suite
+
+
+def test_errors_are_in_the_status(dist_plugins):
+    with failing_status(RECORDER) as suite:
+        status = suite.status()
+        last = "plugin 'failing' failed in llmaas_status: ZeroDivisionError: no luck"
+        assert status["plugins"] == {"recorder": {"level": 5}, "failing": {"error": last}}
+        assert status["errors"] == {"failing": {"llmaas_status": {"count": 1, "last": last}}}
+
+
+def test_a_status_that_fails_keeps_nothing_from_ending(dist_plugins, caplog):
+    with caplog.at_level(logging.INFO, "llmaas"):
+        failing_status({**RECORDER, "on_error": "raise"}).deactivate()
+    assert "no reports: plugin 'failing' failed in llmaas_status" in caplog.text
+    assert active_suite() is None
+    assert dist_plugins.events == ["construct", "shutdown"]
 
 
 def test_engine_drift_leaves_nothing(dist_plugins, monkeypatch):
