@@ -167,6 +167,12 @@ def test_the_service_with_contexts_kept(environment, folder):
     assert all(sums["requests"] == 2 for sums in usage["contexts"].values())
     assert chunks["restored_tokens"] > 0
     assert usage["budget_left"] == 100000 - usage["evaluated"]
+    (shown,) = re.findall(r"```json\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    assert shape(json.loads(shown)) == shape(usage)
+
+
+def shape(report):
+    return list(report), {key for sums in report["contexts"].values() for key in sums}
 
 
 def test_its_own_tests_pass(environment):

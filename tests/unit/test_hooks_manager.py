@@ -6,6 +6,7 @@ import contextlib
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -303,6 +304,20 @@ def test_errors_that_are_raised_are_counted_too(on_error):
         with contextlib.suppress(PluginError):
             hooks.context_create(ContextCreate(1, None))
     assert hooks.errors()["bad"]["llmaas_context_create"]["count"] == 3
+
+
+def test_failures_of_several_threads_are_all_counted(caplog):
+    hooks = manager("log", bad=Failing())
+
+    def fail():
+        for _ in range(200):
+            hooks.context_create(ContextCreate(1, None))
+
+    with ThreadPoolExecutor(8) as pool:
+        for job in [pool.submit(fail) for _ in range(8)]:
+            job.result()
+    assert hooks.errors()["bad"]["llmaas_context_create"]["count"] == 1600
+    assert len(caplog.records) == 1
 
 
 def test_handle_follows_on_error(caplog):
