@@ -26,7 +26,7 @@ from .kv import (
     blob_probe,
     blob_size,
 )
-from .store import RECORD_MAX, STORE_BLOCK, store_read, store_write
+from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
 
 __all__ = [
     "RECORD_MAX",
@@ -51,6 +51,7 @@ __all__ = [
     "crc32c",
     "kernels_name",
     "kernels_select",
+    "store_erase",
     "store_read",
     "store_write",
 ]

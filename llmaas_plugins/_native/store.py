@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks.errors import StoreError
 
@@ -13,7 +13,7 @@ from .base import KEY_BYTES, Status, as_array, fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RECORD_MAX", "STORE_BLOCK", "store_read", "store_write"]
+__all__ = ["RECORD_MAX", "STORE_BLOCK", "store_erase", "store_read", "store_write"]
 
 RECORD_MAX: int = lib.LLMAAS_RECORD_MAX
 STORE_BLOCK: int = lib.LLMAAS_STORE_BLOCK
@@ -86,10 +86,41 @@ def store_write(
         ffi.cast("uint8_t **", table), stats,
     )  # fmt: skip
     if status == Status.EIO:
-        code = stats.sys_errno
-        raise StoreError(
-            code, f"chunk store: write stopped after {stats.bytes} bytes: {os.strerror(code)}"
-        )
+        raise _failed("write", stats)
     if status:
         raise fail(f"store_write of {n} extents ({_ALIGNED})", status)
     return int(stats.bytes)
+
+
+def store_erase(fd: int, offsets: Sequence[int], lengths: Sequence[int]) -> int:
+    """Turn extents into holes, or into zeros where the file system has no holes.
+
+    Args:
+        fd: The slab, not open with O_DIRECT.
+        offsets: Places in the file, multiples of 4 KiB.
+        lengths: Bytes to erase; rounded up to whole blocks.
+
+    Returns:
+        Bytes erased.
+
+    Raises:
+        StoreError: The first failing call, with its errno.
+    """
+    n = len(offsets)
+    if n != len(lengths):
+        raise fail("store_erase: offsets and lengths differ in number", lib.LLMAAS_EINVAL)
+    stats = ffi.new("llmaas_io_stats *")
+    status = lib.llmaas_store_erase(
+        fd, n, as_array("uint64_t[]", offsets), as_array("uint64_t[]", lengths), stats
+    )
+    if status == Status.EIO:
+        raise _failed("erasing", stats)
+    if status:
+        raise fail(f"store_erase of {n} extents ({_ALIGNED})", status)
+    return int(stats.bytes)
+
+
+def _failed(what: str, stats: Any) -> StoreError:
+    code = stats.sys_errno
+    message = f"chunk store: {what} stopped after {stats.bytes} bytes: {os.strerror(code)}"
+    return StoreError(code, message)

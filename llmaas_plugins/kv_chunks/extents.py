@@ -68,6 +68,17 @@ class ExtentAllocator:
             self._starts.insert(i, offset)
             self._ends.insert(i, end)
 
+    def free_within(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Free runs inside ``[start, end)``, as offsets and lengths."""
+        runs = []
+        for i in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
+            if self._starts[i] >= end:
+                break
+            first, last = max(start, self._starts[i]), min(end, self._ends[i])
+            if first < last:
+                runs.append((first, last - first))
+        return runs
+
     def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
         """Give back the tail of a run that turned out shorter."""
         keep = page_round(new_bytes)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from llmaas_plugins.kv_chunks.keys import ChunkId
+from llmaas_plugins.kv_chunks.files import make_private
+from llmaas_plugins.kv_chunks.formats import FORMAT, read_only_uri
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
 
 __all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate"]
 
@@ -29,6 +32,12 @@ WHERE typeof(key) || typeof(parent) || typeof(tokens) != 'blobblobblob'
    OR typeof(offset) || typeof(size) || typeof(used) != 'integerintegerinteger'
    OR used NOT BETWEEN 0 AND 1 << 62
 """  # SQLite stores any type in any column, and has no checksums
+_MISSHAPEN = f"""
+length(key) != {KEY_BYTES} OR length(parent) != {KEY_BYTES}
+OR length(tokens) NOT BETWEEN {TOKEN_BYTES} AND {CHUNK_TOKENS * TOKEN_BYTES}
+"""
+_MOST_NAME_BYTES = 1 << 16
+_MOST_LAYOUT_BYTES = 1 << 20
 
 
 class ChunkRow(NamedTuple):
@@ -54,12 +63,14 @@ class IndexUpdate:
         removed: Keys of chunks that are gone; a key that is also in ``added`` came back.
         used: Keys in the order of their last use, oldest first.
         heads: All named contexts, or None when they did not change.
+        layouts: Layouts of cells that were learnt, as JSON, by root.
     """
 
     added: dict[bytes, ChunkRow] = field(default_factory=dict)
     removed: list[bytes] = field(default_factory=list)
     used: dict[bytes, None] = field(default_factory=dict)
     heads: Mapping[str, bytes] | None = None
+    layouts: dict[bytes, str] = field(default_factory=dict)
 
     def then(self, later: IndexUpdate) -> IndexUpdate:
         """Both changes as one."""
@@ -69,20 +80,26 @@ class IndexUpdate:
             self.removed + later.removed,
             {key: None for key in self.used if key not in later.used} | later.used,
             self.heads if later.heads is None else later.heads,
+            self.layouts | later.layouts,
         )
 
 
 class ChunkIndex:
     """One SQLite file. Call it from one thread at a time."""
 
-    FORMAT = 1
+    FORMAT = FORMAT
 
     def __init__(self, path: Path, new_store_id: bytes) -> None:
-        """Open ``path``, or create it for the store ``new_store_id``.
+        """Open ``path``, or create it, mode 0600, for the store ``new_store_id``.
 
         Raises:
             sqlite3.DatabaseError: It is damaged, or of another format.
+            StoreError: It or a file that belongs to it is something else than a file.
         """
+        for suffix in ("-wal", "-shm", "-journal"):
+            make_private(path.with_name(path.name + suffix))
+        if not make_private(path):  # what SQLite puts beside it gets the same mode
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(new_store_id)
@@ -90,10 +107,28 @@ class ChunkIndex:
             self._db.close()
             raise
 
+    @classmethod
+    def read_only(cls, path: Path) -> Self:
+        """Open an index to look at it; another process may have it open.
+
+        Raises:
+            sqlite3.DatabaseError: It is damaged, of another format, or not there.
+            StoreError: It is something else than a file.
+        """
+        make_private(path)
+        self = cls.__new__(cls)
+        self._db = sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)
+        try:
+            self._check()
+        except BaseException:
+            self._db.close()
+            raise
+        return self
+
     def _prepare(self, new_store_id: bytes) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        self._db.execute("PRAGMA secure_delete=ON")  # tokens are text
         (n_tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if n_tables == 0:
             with self._db:
@@ -101,13 +136,19 @@ class ChunkIndex:
                 self._db.execute("INSERT INTO store VALUES (?)", (new_store_id,))
                 self._db.execute(f"PRAGMA user_version={self.FORMAT}")
                 self._db.execute("COMMIT")
-        elif version != self.FORMAT:
+        self._check()
+
+    def _check(self) -> None:
+        self._db.execute("PRAGMA trusted_schema=OFF")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version != self.FORMAT:
             raise sqlite3.DatabaseError(f"index format {version}, expected {self.FORMAT}")
         (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if problem != "ok":
             raise sqlite3.DatabaseError(f"index is damaged: {problem}")
-        for columns in ("id, head FROM contexts", "root, layout FROM geometry"):
-            self._db.execute(f"SELECT {columns} LIMIT 1")  # fails when there are others
+        found = self._db.execute("SELECT sql FROM sqlite_master WHERE name NOT GLOB 'sqlite_*'")
+        if {_one_line(sql) for (sql,) in found} != _STATEMENTS:  # triggers and views are refused
+            raise sqlite3.DatabaseError("index is damaged: its tables are not those of a store")
         (n_odd,) = self._db.execute(_ODD_ROWS).fetchone()
         if n_odd:
             raise sqlite3.DatabaseError(f"index is damaged: {n_odd} rows of other types")
@@ -121,27 +162,47 @@ class ChunkIndex:
         return values[0][0]
 
     def chunks(self) -> Iterable[ChunkRow]:
-        """Every chunk, least recently used first."""
+        """Every chunk whose names have their lengths, least recently used first."""
         rows = self._db.execute(
-            "SELECT key, parent, tokens, offset, size FROM chunks ORDER BY used"
+            "SELECT key, parent, tokens, offset, size FROM chunks "  # noqa: S608  a constant
+            f"WHERE NOT ({_MISSHAPEN}) ORDER BY used"
         )
         for key, parent, tokens, offset, size in rows:
             yield ChunkRow(ChunkId(key, parent, tokens), offset, size)
 
+    def n_misshapen(self) -> int:
+        """Rows that ``chunks`` leaves out."""
+        found = self._db.execute(f"SELECT count(*) FROM chunks WHERE {_MISSHAPEN}")  # noqa: S608
+        return int(found.fetchone()[0])
+
+    def drop_misshapen(self) -> int:
+        """Delete the rows that ``chunks`` leaves out; their number."""
+        n_rows = self.n_misshapen()
+        if n_rows:
+            self._db.execute(f"DELETE FROM chunks WHERE {_MISSHAPEN}")  # noqa: S608
+        return n_rows
+
     def contexts(self) -> dict[str, bytes]:
         """Key of each named context's last chunk."""
-        rows = self._db.execute("SELECT CAST(id AS BLOB), head FROM contexts")
+        rows = self._db.execute(
+            "SELECT CAST(id AS BLOB), CAST(head AS BLOB) FROM contexts "
+            "WHERE length(CAST(id AS BLOB)) <= ? AND length(CAST(head AS BLOB)) = ?",
+            (_MOST_NAME_BYTES, KEY_BYTES),
+        )
         return {name.decode(errors="replace"): head for name, head in rows}
 
     def geometry(self, root: bytes) -> str | None:
         """Layout of the cells under ``root``, as JSON."""
-        found = self._db.execute("SELECT CAST(layout AS BLOB) FROM geometry WHERE root=?", (root,))
-        row = found.fetchone()
-        return row[0].decode(errors="replace") if row else None
+        return self.layouts().get(root)
 
-    def set_geometry(self, root: bytes, layout: str) -> None:
-        """Remember the layout of the cells under ``root``."""
-        self._db.execute("INSERT OR REPLACE INTO geometry VALUES (?, ?)", (root, layout))
+    def layouts(self) -> dict[bytes, str]:
+        """Layout of the cells under each root, as JSON."""
+        rows = self._db.execute(
+            "SELECT CAST(root AS BLOB), CAST(layout AS BLOB) FROM geometry "
+            "WHERE length(CAST(root AS BLOB)) = ? AND length(CAST(layout AS BLOB)) <= ?",
+            (KEY_BYTES, _MOST_LAYOUT_BYTES),
+        )
+        return {root: layout.decode(errors="replace") for root, layout in rows}
 
     def apply(self, update: IndexUpdate) -> None:
         """Commit a set of changes."""
@@ -158,6 +219,7 @@ class ChunkIndex:
                 "UPDATE chunks SET used=? WHERE key=?",
                 ((tick + 1 + i, key) for i, key in enumerate(update.used)),
             )
+            db.executemany("INSERT OR REPLACE INTO geometry VALUES (?, ?)", update.layouts.items())
             if update.heads is not None:
                 db.execute("DELETE FROM contexts")
                 db.executemany("INSERT INTO contexts VALUES (?, ?)", update.heads.items())
@@ -167,6 +229,21 @@ class ChunkIndex:
                 db.execute("ROLLBACK")
             raise
 
+    def forget_deleted(self) -> None:
+        """Fold the write-ahead log in and empty it: deleted rows are nowhere any more."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def shrink(self) -> None:
+        """Give free pages back to the file system."""
+        self._db.execute("VACUUM")
+
     def close(self) -> None:
         """Close the file; the WAL is folded in."""
         self._db.close()
+
+
+def _one_line(sql: str | None) -> str:
+    return " ".join((sql or "").split())
+
+
+_STATEMENTS = {_one_line(sql) for sql in _SCHEMA.split(";") if sql.strip()}

@@ -14,11 +14,12 @@ import numpy as np
 
 from llmaas_hooks import Tokens
 
-__all__ = ["CHUNK_TOKENS", "TOKEN_BYTES", "ChunkId", "chain", "chunk_key"]
+__all__ = ["CHUNK_TOKENS", "KEY_BYTES", "TOKEN_BYTES", "ChunkId", "chain", "chunk_key"]
 
 CHUNK_TOKENS = 16
 """Tokens in a full chunk (LLMS §3.1)."""
 TOKEN_BYTES = 4
+KEY_BYTES = 32
 
 
 class ChunkId(NamedTuple):

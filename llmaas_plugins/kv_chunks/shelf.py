@@ -95,6 +95,16 @@ class Shelf:
             self.ram.free(chunk, chunk.ram)
             chunk.ram = ABSENT
 
+    def leave_disk(self) -> None:
+        """From now on there is only RAM, and what is in it."""
+        self.disk = None
+        self.dirty.clear()
+        self.update = IndexUpdate()
+        for chunk in list(self.tree):
+            chunk.disk = ABSENT
+            if chunk.ram == ABSENT:
+                self.tree.remove(chunk)
+
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """End of the chunks' use by a transfer."""
         for chunk in chunks:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import Tokens
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
+from llmaas_plugins.kv_chunks import forks
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.keys import ChunkId
@@ -34,10 +35,16 @@ class ChunkStore:
 
     def __init__(self, budget: Budget, disk: DiskStore | None) -> None:
         """Take what ``budget`` has left for the RAM tier, and an opened disk tier or none."""
-        self._shelf = Shelf(budget, None if disk is None else disk.tier)
-        self._swap = None if disk is None else SwapOut(self._shelf, disk)
+        try:
+            self._shelf = Shelf(budget, None if disk is None else disk.tier)
+            self._swap = None if disk is None else SwapOut(self._shelf, disk)
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
         self._layouts: dict[bytes, str] = {}
         self._buffer_bytes = 0
+        forks.watch(self)
 
     @property
     def tree(self) -> ChunkTree:
@@ -93,8 +100,8 @@ class ChunkStore:
     def set_layout(self, root: bytes, layout: str) -> None:
         """Remember the layout of the cells under ``root``."""
         self._layouts[root] = layout
-        if self._swap is not None:
-            self._swap.set_layout(root, layout)
+        with self._shelf.lock:  # committed with the chunks that have it
+            self._shelf.update.layouts[root] = layout
 
     # -- claim ----------------------------------------------------------------------------------
 
@@ -203,10 +210,10 @@ class ChunkStore:
             self._swap.flush()
 
     def evict_context(self, context_id: str) -> int:
-        """Forget what only this context needs, in every tier; bytes freed.
+        """Forget what only this context needs, in every tier and for good; bytes freed.
 
         Raises:
-            StoreError: The index on disk still names the context; the next commit tries again.
+            StoreError: The disk still has some of it; the next call or commit tries again.
         """
         freed, shelf = 0, self._shelf
         with shelf.lock:
@@ -215,7 +222,7 @@ class ChunkStore:
                 shelf.drop(chunk)
             shelf.update.heads = shelf.tree.contexts()
         if self._swap is not None:
-            self._swap.commit()
+            self._swap.erase_freed()
         return freed
 
     def stats(self) -> dict[str, object]:
@@ -243,6 +250,20 @@ class ChunkStore:
             finally:
                 self._swap = self._shelf.disk = None
                 swap.close()
+
+    # -- fork -----------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Let nobody change anything until ``after_fork``."""
+        self._shelf.lock.acquire()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """A child goes on with what it has in RAM: the files and their lock are its parent's."""
+        if in_child and self._swap is not None:
+            self._swap.abandon()
+            self._swap = None
+            self._shelf.leave_disk()
+        self._shelf.lock.release()
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -30,7 +30,9 @@ class SwapOut:
         self._disk = disk
         self._flush_lock = threading.Lock()
         self._index_lock = threading.Lock()
-        shelf.counters.faults += disk.load(shelf.tree)
+        unsound = disk.load(shelf.tree)
+        shelf.counters.faults += len(unsound)
+        shelf.update.removed += unsound
 
     def flush(self) -> None:
         """Write every dirty chunk to disk and commit the index. Errors are counted and logged."""
@@ -66,23 +68,42 @@ class SwapOut:
                     self._shelf.update = update.then(self._shelf.update)
                 raise StoreError(f"KV store's index: {error}") from error
 
+    def erase_freed(self) -> None:
+        """Bring the index up to date, and erase what chunks that are gone left on disk.
+
+        Raises:
+            StoreError: One of the two failed; the next call tries again.
+        """
+        with self._flush_lock:  # nobody takes room on disk meanwhile
+            try:
+                self.commit()
+            finally:
+                with self._shelf.lock:
+                    places = self._disk.tier.take_stale()
+                self._disk.tier.erase(places)
+            with self._index_lock:
+                try:
+                    self._disk.index.forget_deleted()
+                except sqlite3.Error as error:
+                    raise StoreError(f"KV store's index: {error}") from error
+
     def layout(self, root: bytes) -> str | None:
         """Layout of the cells under ``root`` that a run before this one wrote."""
         with self._index_lock:
-            return self._disk.index.geometry(root)
-
-    def set_layout(self, root: bytes, layout: str) -> None:
-        """Write the layout of the cells under ``root``; errors are counted and logged."""
-        with self._index_lock:
             try:
-                self._disk.index.set_geometry(root, layout)
+                return self._disk.index.geometry(root)
             except sqlite3.Error as error:
                 self._failed(error)
+                return None
 
     def close(self) -> None:
         """Close the files."""
         with self._index_lock, self._shelf.lock:
             self._disk.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the files are its parent's."""
+        self._disk.abandon()
 
     def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
         """Dirty chunks, pinned, and their new places on disk; those that get none are ``lost``."""

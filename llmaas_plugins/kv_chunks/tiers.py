@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_hooks import StoreError
+from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.extents import ExtentAllocator
+from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
+from llmaas_plugins.kv_chunks.files import open_private
 from llmaas_plugins.kv_chunks.memory import anonymous
 from llmaas_plugins.kv_chunks.tree import Chunk
 
 __all__ = ["DiskTier", "RamTier", "Tier"]
+
+_MOST_MARKS = 1 << 16
 
 
 class Tier:
@@ -120,7 +125,10 @@ class RamTier(Tier):
 
 
 class DiskTier(Tier):
-    """The slab file. Page 0 is the header; chunk extents follow."""
+    """The slab file. Page 0 is the header; chunk extents follow.
+
+    Space that is free may hold old chunks' bytes until it is written again, or erased.
+    """
 
     HEADER_BYTES = 4096
 
@@ -128,12 +136,15 @@ class DiskTier(Tier):
         """Open or create the file of at most ``budget`` bytes, mode 0600.
 
         It is read and written past the page cache where the file system can.
+
+        Raises:
+            StoreError: It is no regular file, or cannot be opened or made private.
         """
         super().__init__(max(0, budget - self.HEADER_BYTES))
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)
+        self._stale: dict[int, int] | None = None  # freed places and sizes; None: all free space
+        self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
-            self._direct = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+            self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
         except OSError:  # tmpfs, for one
             self._direct = os.dup(self._file)
 
@@ -155,14 +166,69 @@ class DiskTier(Tier):
         return os.pread(self._file, self.HEADER_BYTES, 0)
 
     def write_header(self, header: bytes) -> None:
-        """Start an empty slab under ``header``."""
+        """Start an empty slab under ``header``, which outlasts a power cut."""
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, header.ljust(self.HEADER_BYTES, b"\0"), 0)
+        page, n = header.ljust(self.HEADER_BYTES, b"\0"), 0
+        while n < len(page):
+            n += os.pwrite(self._file, page[n:], n)
+        os.fsync(self._file)
 
     def trim(self) -> None:
         """Shorten a file that was written under a larger budget."""
         if self.file_bytes() > self.file_offset(self.capacity):
             os.ftruncate(self._file, self.file_offset(self.capacity))
+
+    def cut(self) -> None:
+        """Shorten the file to what is in use."""
+        runs = self._extents.free_within(0, self.capacity)
+        is_tail = bool(runs) and sum(runs[-1]) == self.capacity
+        end = self.file_offset(runs[-1][0] if is_tail else self.capacity)
+        if self.file_bytes() > end:
+            os.ftruncate(self._file, end)
+
+    # -- old bytes ------------------------------------------------------------------------------
+
+    def cancel(self, offset: int, n_bytes: int) -> None:
+        """Give back a reservation; some of it may have been written."""
+        super().cancel(offset, n_bytes)
+        self._mark(offset, n_bytes)
+
+    def free(self, chunk: Chunk, offset: int) -> None:
+        """Forget the chunk's bytes at ``offset``; they lie there until erased."""
+        super().free(chunk, offset)
+        self._mark(offset, chunk.size)
+
+    def take_stale(self) -> list[tuple[int, int]]:
+        """Free places in the file that may hold old bytes, and their lengths; for ``erase``."""
+        end = min(self.capacity, page_round(max(0, self.file_bytes() - self.HEADER_BYTES)))
+        marked = {0: end} if self._stale is None else self._stale
+        self._stale = {}
+        places: dict[int, int] = {}
+        for offset, n_bytes in marked.items():
+            last = min(end, offset + page_round(n_bytes))
+            for start, length in self._extents.free_within(offset, last):
+                places[start] = max(length, places.get(start, 0))
+        return sorted(places.items())
+
+    def erase(self, places: Sequence[tuple[int, int]]) -> None:
+        """Make sure that nothing can be read at these places any more.
+
+        Raises:
+            StoreError: The file system failed; a later call tries again.
+        """
+        offsets = [self.file_offset(offset) for offset, _ in places]
+        try:
+            _native.store_erase(self._file, offsets, [n_bytes for _, n_bytes in places])
+        except StoreError:
+            for offset, n_bytes in places:
+                self._mark(offset, n_bytes)
+            raise
+
+    def _mark(self, offset: int, n_bytes: int) -> None:
+        if self._stale is not None:
+            self._stale[offset] = max(n_bytes, self._stale.get(offset, 0))
+            if len(self._stale) > _MOST_MARKS:
+                self._stale = None
 
     def close(self) -> None:
         """Close the file."""

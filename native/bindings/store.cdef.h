@@ -13,3 +13,5 @@ llmaas_status llmaas_store_read(
 llmaas_status llmaas_store_write(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * src,
     llmaas_io_stats * stats);
+llmaas_status llmaas_store_erase(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, llmaas_io_stats * stats);

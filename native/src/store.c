@@ -16,14 +16,23 @@ typedef ssize_t (*vector_call)(int, const struct iovec *, int, off_t);
 
 static uint64_t round_up(uint64_t n) { return (n + LLMAAS_STORE_BLOCK - 1) & ~(uint64_t) (LLMAAS_STORE_BLOCK - 1); }
 
-static bool extents_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * data) {
+static bool places_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
     for (uint32_t i = 0; i < n; ++i) {
         if (offsets[i] % LLMAAS_STORE_BLOCK != 0 || lengths[i] == 0 || lengths[i] > INT64_MAX / 2 ||
-            offsets[i] > INT64_MAX / 2 || (uintptr_t) data[i] % LLMAAS_STORE_BLOCK != 0) {
+            offsets[i] > INT64_MAX / 2) {
             return false;
         }
     }
     return true;
+}
+
+static bool extents_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * data) {
+    for (uint32_t i = 0; i < n; ++i) {
+        if ((uintptr_t) data[i] % LLMAAS_STORE_BLOCK != 0) {
+            return false;
+        }
+    }
+    return places_ok(n, offsets, lengths);
 }
 
 /* One past the last extent that travels with extent i. */
@@ -123,6 +132,53 @@ llmaas_status llmaas_store_write(
         run_iov(iov, end - i, lengths + i, src + i);
         const uint64_t wanted = offsets[end - 1] + round_up(lengths[end - 1]) - offsets[i];
         if (transfer(pwritev, fd, iov, (int) (end - i), offsets[i], stats) != wanted) {
+            return LLMAAS_EIO;
+        }
+    }
+    return LLMAAS_OK;
+}
+
+static bool write_zeros(int fd, uint64_t offset, uint64_t length, llmaas_io_stats * stats) {
+    static const uint8_t zeros[16 * LLMAAS_STORE_BLOCK];
+    for (uint64_t done = 0; done < length;) {
+        const uint64_t step = length - done < sizeof zeros ? length - done : sizeof zeros;
+        struct iovec iov = {(void *) (uintptr_t) zeros, (size_t) step};
+        if (transfer(pwritev, fd, &iov, 1, offset + done, stats) != step) {
+            return false;
+        }
+        done += step;
+    }
+    return true;
+}
+
+static bool punch(int fd, uint64_t offset, uint64_t length) {
+#ifdef FALLOC_FL_PUNCH_HOLE
+    int rc;
+    do {
+        rc = fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t) offset, (off_t) length);
+    } while (rc != 0 && errno == EINTR);
+    return rc == 0;
+#else
+    (void) fd, (void) offset, (void) length;
+    return false;
+#endif
+}
+
+llmaas_status llmaas_store_erase(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, llmaas_io_stats * stats) {
+    if (fd < 0 || !stats || (n > 0 && (!offsets || !lengths))) {
+        return LLMAAS_EINVAL;
+    }
+    *stats = (llmaas_io_stats) {0};
+    if (!places_ok(n, offsets, lengths)) {
+        return LLMAAS_EINVAL;
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        const uint64_t length = round_up(lengths[i]);
+        if (punch(fd, offsets[i], length)) {
+            stats->n_calls++;
+            stats->bytes += length;
+        } else if (!write_zeros(fd, offsets[i], length, stats)) {
             return LLMAAS_EIO;
         }
     }

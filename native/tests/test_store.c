@@ -89,6 +89,34 @@ static void check_round_trip(int fd) {
     }
 }
 
+static void check_erase(int fd) {
+    const uint64_t at[] = {0, 8192}, n[] = {4096, 5000}, odd = 512, zero = 0;
+    uint8_t page[4096], back[4 * 4096];
+    memset(page, 0xa5, sizeof page);
+    for (int i = 0; i < 5; ++i) {
+        CHECK(pwrite(fd, page, sizeof page, i * 4096) == (ssize_t) sizeof page);
+    }
+    llmaas_io_stats stats;
+    const off_t end = lseek(fd, 0, SEEK_END);
+    CHECK(llmaas_store_erase(fd, 2, at, n, &stats) == LLMAAS_OK && stats.bytes == 3 * 4096 && stats.sys_errno == 0);
+    CHECK(lseek(fd, 0, SEEK_END) == end);
+    CHECK(pread(fd, back, sizeof back, 0) == (ssize_t) sizeof back);
+    for (size_t i = 0; i < sizeof back; ++i) {
+        CHECK(back[i] == (i / 4096 == 1 ? 0xa5 : 0));
+    }
+    CHECK(llmaas_store_erase(fd, 1, &odd, n, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_erase(fd, 1, at, &zero, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_erase(-1, 1, at, n, &stats) == LLMAAS_EINVAL);
+    const int full = open("/dev/full", O_WRONLY); /* no holes there, so zeros, for which it has no room either */
+    if (full >= 0) {
+        CHECK(llmaas_store_erase(full, 1, at, n, &stats) == LLMAAS_EIO && stats.sys_errno == ENOSPC);
+        close(full);
+    }
+    const int null = open("/dev/null", O_WRONLY);
+    CHECK(null >= 0 && llmaas_store_erase(null, 2, at, n, &stats) == LLMAAS_OK && stats.bytes == 3 * 4096);
+    close(null);
+}
+
 static void check_errors(int fd) {
     llmaas_io_stats stats;
     int32_t   status = -1;
@@ -122,6 +150,7 @@ int main(void) {
     const int fd = temp_file();
     check_round_trip(fd);
     check_errors(fd);
+    check_erase(fd);
     close(fd);
     for (uint32_t i = 0; i < N; ++i) {
         free(payloads[i]);

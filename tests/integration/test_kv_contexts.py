@@ -332,7 +332,7 @@ def test_store_in_use_by_another_process(make, tmp_path, suite):
     expected = ask(make(), CHAT)
     other = DiskStore(tmp_path / "kv", 1 << 20)
     active = suite()
-    with pytest.raises(PluginError, match=r"is in use by another process\. Stop it, or set "):
+    with pytest.raises(PluginError, match=r"is in use by this process already\. Stop it, or set "):
         make()
     other.close()
     llama = make()  # it may be stopped while the app runs

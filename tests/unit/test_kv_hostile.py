@@ -159,8 +159,8 @@ def test_missing_slab_is_a_miss(kv):
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, b"LLMBBSKV"), (8, struct.pack("<I", 2)), (8, struct.pack("<I", 0)), (12, b"z" * 16)],
-    ids=["magic", "newer format", "older format", "another store"],
+    [(0, b"LLMBBSKV"), (8, b"\xff" * 4), (12, b"z" * 16)],
+    ids=["magic", "impossible format", "another store"],
 )
 def test_other_header_is_a_miss(kv, at, value, caplog):
     with (kv / "chunks.slab").open("r+b") as file:
@@ -203,8 +203,8 @@ def test_swapped_extents_are_told_by_their_keys(kv):
 # -- the index ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [0, 2, 77])
-def test_index_of_another_format_is_a_miss(kv, version, caplog):
+@pytest.mark.parametrize("version", [2**31 - 1, -(2**31)])
+def test_index_of_an_impossible_format_is_a_miss(kv, version, caplog):
     edit(kv, f"PRAGMA user_version={version}")
     store = open_store(kv)
     assert (load(store, A), len(store.tree)) == (0, 0)
@@ -393,10 +393,74 @@ def test_slab_and_index_of_two_stores_do_not_mix(kv, tmp_path):
     works(kv)
 
 
+# -- other formats ------------------------------------------------------------------------------
+
+
+def files(directory):
+    """Everything in a store but the lock, byte for byte."""
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.name not in {"lock", "index.sqlite-shm"}
+    }
+
+
+def header_of(version):
+    def change(kv):
+        with (kv / "chunks.slab").open("r+b") as file:
+            file.seek(8)
+            file.write(struct.pack("<I", version))
+
+    return change
+
+
+def index_of(version):
+    return lambda kv: edit(kv, f"PRAGMA user_version={version}")
+
+
+def log_of_newer_index(kv):
+    """The process that wrote it was killed: the version is in the log only."""
+    db = sqlite3.connect(kv / "index.sqlite")
+    db.execute("CREATE TABLE more (id BLOB)")
+    db.execute("PRAGMA user_version=2")
+    db.commit()
+    kept = {path: path.read_bytes() for path in kv.glob("index.sqlite*")}
+    db.close()
+    for path, content in kept.items():
+        path.write_bytes(content)
+    (kv / "index.sqlite-shm").unlink()
+
+
+OTHER_FORMATS = {
+    "newer slab": (2, header_of(2)),
+    "much newer slab": (77, header_of(77)),
+    "older slab": (0, header_of(0)),
+    "newer index": (2, index_of(2)),
+    "older index": (0, index_of(0)),
+    "newer index in the log": (2, log_of_newer_index),
+    "foreign index": (0, lambda kv: edit(kv, "PRAGMA user_version=0", "CREATE TABLE x (y)")),
+}
+
+
+@pytest.mark.parametrize(("found", "change"), OTHER_FORMATS.values(), ids=OTHER_FORMATS)
+def test_store_of_another_format_is_refused_and_left_as_it_is(kv, found, change):
+    change(kv)
+    before = files(kv)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"nothing was changed\. Use the vers") as caught:
+            open_store(kv)
+        assert f"has format {found}, this version of llmaas_plugins reads format 1" in str(
+            caught.value
+        )
+    assert files(kv) == before
+
+
 # -- lock and permissions -----------------------------------------------------------------------
 
 
-IN_USE = r"KV store .*kv is in use by another process\. Stop it, or set plugins\.kv_chunks\.store"
+IN_USE = (
+    r"KV store .*kv is in use by this process already\. Stop it, or set plugins\.kv_chunks\.store"
+)
 
 
 def test_second_open_is_refused_and_changes_nothing(kv):
@@ -443,7 +507,8 @@ def test_second_process_is_refused(kv):
     found = run(OPEN, kv)
     store.close()
     assert found.returncode == 3, found.stderr
-    assert "is in use by another process. Stop it, or set" in found.stdout
+    assert f"is in use by process {os.getpid()} (" in found.stdout
+    assert "Stop it, or set plugins.kv_chunks.store to another directory" in found.stdout
     assert run(OPEN, kv).stdout == "opened\n"
 
 

@@ -52,7 +52,7 @@ def test_everything_comes_back(index, path):
     index.apply(
         IndexUpdate(added(a, b, c), used=used(c, b, a), heads={"x": c.id.key, "ü ": a.id.key})
     )
-    index.set_geometry(ROOT, '{"n_layer": 2}')
+    index.apply(IndexUpdate(layouts={ROOT: '{"n_layer": 2}'}))
     index.close()
     again = ChunkIndex(path, b"t" * 16)
     assert again.store_id() == STORE
@@ -97,8 +97,8 @@ def test_contexts_change_only_when_told(index):
 
 
 def test_geometry_is_replaced(index):
-    index.set_geometry(ROOT, "old")
-    index.set_geometry(ROOT, "new")
+    index.apply(IndexUpdate(layouts={ROOT: "old"}))
+    index.apply(IndexUpdate(layouts={ROOT: "new"}))
     assert index.geometry(ROOT) == "new"
 
 
@@ -118,16 +118,20 @@ def test_two_updates_are_as_good_as_one(tmp_path):
     """What could not be committed is committed with what comes next."""
     a, b, c, d = rows(4)
     moved = b._replace(offset=1 << 20)
-    first = IndexUpdate(added(a, b, c), used=used(c, b, a), heads={"x": c.id.key})
-    second = IndexUpdate(added(moved, d), [b.id.key, c.id.key], used(d, c, moved))
+    first = IndexUpdate(
+        added(a, b, c), used=used(c, b, a), heads={"x": c.id.key}, layouts={ROOT: "1", c.id.key: ""}
+    )
+    second = IndexUpdate(
+        added(moved, d), [b.id.key, c.id.key], used(d, c, moved), layouts={ROOT: "2"}
+    )
     contents = []
     for name, updates in (("two", [first, second]), ("one", [first.then(second)])):
         index = ChunkIndex(tmp_path / name, STORE)
         for update in updates:
             index.apply(update)
-        contents.append((list(index.chunks()), index.contexts()))
+        contents.append((list(index.chunks()), index.contexts(), index.layouts()))
         index.close()
-    assert contents[0] == contents[1] == ([a, d, moved], {"x": c.id.key})
+    assert contents[0] == contents[1] == ([a, d, moved], {"x": c.id.key}, {ROOT: "2", c.id.key: ""})
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 2**31 - 1])

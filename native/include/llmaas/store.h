@@ -30,4 +30,10 @@ LLMAAS_API llmaas_status llmaas_store_write(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * src,
     llmaas_io_stats * stats);
 
+/* Erase n extents, lengths rounded up to whole blocks: holes where the file system can punch them, zeros where it cannot.
+ * Erase within the file: it never grows or shrinks by a hole. fd is not open with O_DIRECT. Stops at the first failing
+ * call with EIO. stats->bytes counts what was erased. */
+LLMAAS_API llmaas_status llmaas_store_erase(
+    int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, llmaas_io_stats * stats);
+
 #endif

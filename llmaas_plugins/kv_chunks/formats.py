@@ -1,0 +1,80 @@
+"""Which format a store has, found without touching a byte of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import struct
+from pathlib import Path
+from urllib.parse import quote
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.kv_chunks.files import INDEX, SLAB, make_private, open_private
+
+__all__ = ["FORMAT", "check_format", "pack_header", "read_only_uri"]
+
+FORMAT = 1
+"""Of the slab's header and of the index; a change of either raises both."""
+
+_HEADER = struct.Struct("<8sI16s")
+_MAGIC = b"LLMAASKV"
+_MOST_FORMATS = 1 << 16  # a number beyond is damage, too
+
+
+def pack_header(store_id: bytes) -> bytes:
+    """How a slab begins."""
+    return _HEADER.pack(_MAGIC, FORMAT, store_id)
+
+
+def check_format(directory: Path) -> None:
+    """Refuse a store of another format; damage is none of this function's business.
+
+    Raises:
+        StoreError: The slab's header or the index names another format.
+    """
+    for found in (_slab_format(directory / SLAB), _index_format(directory / INDEX)):
+        if found is not None and found != FORMAT and abs(found) <= _MOST_FORMATS:
+            raise StoreError(
+                f"KV store {directory} has format {found}, this version of llmaas_plugins reads "
+                f"format {FORMAT}; nothing was changed. Use the version that wrote it, or set "
+                "plugins.kv_chunks.store to another directory."
+            )
+
+
+def read_only_uri(index: Path) -> str:
+    """How SQLite opens an index to look at it only; hold the store's lock, or know who does.
+
+    Without a write-ahead log nothing beside the file is needed, or made.
+    """
+    wal = index.with_name(index.name + "-wal")
+    has_wal = wal.is_file() and wal.stat().st_size > 0
+    return f"file:{quote(str(index.absolute()))}?mode=ro" + ("" if has_wal else "&immutable=1")
+
+
+def _slab_format(path: Path) -> int | None:
+    if not make_private(path):
+        return None
+    fd = open_private(path, os.O_RDONLY)
+    try:
+        header = os.pread(fd, _HEADER.size, 0)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    if len(header) < _HEADER.size:
+        return None
+    magic, version, _ = _HEADER.unpack(header)
+    return int(version) if magic == _MAGIC else None
+
+
+def _index_format(path: Path) -> int | None:
+    if not make_private(path):
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
+            (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+    except (sqlite3.Error, OSError):
+        return None
+    return int(version) if n_tables else None
