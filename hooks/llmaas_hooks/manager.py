@@ -7,6 +7,7 @@ call ends at the first exception, and a failing plugin must not silence the othe
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -86,6 +87,17 @@ class HookManager:
         """Fire ``llmaas_context_create``."""
         self._call("llmaas_context_create", create=create)
 
+    def accept(self, create: ContextCreate, ctx: int) -> bool:
+        """Whether all ``create.checks`` find the new context usable; one that fails does not."""
+        for check in create.checks:
+            try:
+                if not check(ctx):
+                    return False
+            except Exception as error:
+                self.handle(PluginError(self._owner(check), "llmaas_context_create (check)", error))
+                return False
+        return True
+
     def decode(self, step: DecodeStep) -> None:
         """Fire ``llmaas_decode``."""
         self._call("llmaas_decode", step=step)
@@ -156,6 +168,11 @@ class HookManager:
             raise error
         self._failures.log(error)
 
+    def blame(self, error: Exception) -> PluginError:
+        """``error`` as one of the plugin and hook that were called last in this thread."""
+        plugin, hook = running.get() or ("unknown", "unknown")
+        return PluginError(plugin, hook, error)
+
     def guarded(self, job: Callable[[], None]) -> Callable[[], None]:
         """``job`` for another thread; it fails in the name of the hook that is running now."""
         owner = running.get()
@@ -183,6 +200,13 @@ class HookManager:
         for name in self.names():
             self._pm.unregister(name=name)
         self._failures.log_repeated()
+
+    def _owner(self, function: Any) -> str:
+        """Name of the plugin that ``function`` is a method of, else the function's own."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        plugin = getattr(function, "__self__", function)
+        return self._pm.get_name(plugin) or str(getattr(function, "__qualname__", function))
 
     def _implementations(self) -> dict[str, tuple[Implementation, ...]]:
         """All that are registered, in the order they are called."""

@@ -82,7 +82,7 @@ def wrap_init_context(host: Host, original: Function) -> Function:
         create = ContextCreate(address(model), edited, host.loads.get(address(model)))
         host.hooks.context_create(create)
         ctx = original(model, edited)
-        if not _accepted(create, ctx):
+        if create.checks and not _accepted(host, create, ctx):
             if ctx is not None:
                 llama_cpp.llama_free(ctx)
             ctx = original(model, params)
@@ -93,9 +93,15 @@ def wrap_init_context(host: Host, original: Function) -> Function:
     return llama_init_from_model
 
 
-def _accepted(create: ContextCreate, ctx: Any) -> bool:
+def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
     """Whether every plugin can use the context that it edited."""
-    return not create.checks or (ctx is not None and all(check(ctx) for check in create.checks))
+    if ctx is None:
+        return False
+    try:
+        return host.hooks.accept(create, ctx)
+    except BaseException:
+        llama_cpp.llama_free(ctx)
+        raise
 
 
 def wrap_decode(host: Host, original: Function) -> Function:

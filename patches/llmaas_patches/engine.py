@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llama_cpp import Llama
+from llama_cpp import Llama, llama_cpp
 
 from llmaas_hooks import HookManager, Tokens
 from llmaas_patches.lanes import Lanes
@@ -66,6 +66,12 @@ class LlamaEngine:
         """
         calls = self._ledger.alterations[1 if self.llama.lora_path else 0 :]
         return calls[0] if calls else None
+
+    def has_cells(self, n: int) -> bool:
+        """Whether sequence 0 reaches from position 0 to ``n - 1`` at least."""
+        memory = llama_cpp.llama_get_memory(self.ctx)
+        first = llama_cpp.llama_memory_seq_pos_min(memory, 0)
+        return n == 0 or (first == 0 and llama_cpp.llama_memory_seq_pos_max(memory, 0) >= n - 1)
 
     def set_restored(self, tokens: Tokens) -> None:
         """Tell ``Llama`` which tokens its cells hold now, so that it evaluates only the rest.

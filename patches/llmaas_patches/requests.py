@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama
 
-from llmaas_hooks import PluginError, Request, RequestStats, common_prefix
+from llmaas_hooks import KVRestored, PluginError, Request, RequestStats, common_prefix
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host, current_context
 
@@ -131,7 +131,7 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         engine.drop_restored()
         return common_prefix(engine.resident_tokens(), request.tokens)
     try:
-        restored = host.hooks.kv_restore(request)
+        restored = _ask_to_restore(host, engine, request)
     except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
         engine.drop_resident()
         if not isinstance(error, PluginError):
@@ -142,3 +142,10 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         return common_prefix(engine.resident_tokens(), request.tokens)
     engine.set_restored(request.tokens[: restored.n_tokens])
     return restored.n_tokens
+
+
+def _ask_to_restore(host: Host, engine: LlamaEngine, request: Request) -> KVRestored | None:
+    restored = host.hooks.kv_restore(request)
+    if restored is not None and not engine.has_cells(restored.n_tokens):
+        raise host.hooks.blame(ValueError(f"returned {restored}, the engine has fewer cells"))
+    return restored

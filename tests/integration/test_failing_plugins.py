@@ -7,6 +7,7 @@ with ``"raise"`` it gets the named error, and the engine is as good afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llmaas_hooks import HookManager, PluginError, hookimpl, specs
+from llmaas_hooks import HookManager, KVRestored, PluginError, hookimpl, specs
 from llmaas_hooks.discovery import load_plugin
 from llmaas_patches import install, serving_context
 
@@ -214,6 +215,69 @@ def test_a_shutdown_that_fails_is_logged(trial, caplog, on_error, failure):
     found.hooks.shutdown()
     assert found.early.called == found.late.called == ["llmaas_shutdown"]
     assert "plugin 'bad' failed in llmaas_shutdown" in caplog.text
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_restored_cells_that_are_not_there(patched, make, on_error):
+    class Liar:
+        lies = True
+
+        @hookimpl
+        def llmaas_kv_restore(self, request):
+            return KVRestored(len(request.tokens), 0) if self.lies else None
+
+    def ask(llama):
+        generator = llama.generate(PROMPT, temp=0.0)
+        found = [next(generator) for _ in range(3)]
+        generator.close()
+        return found
+
+    vanilla = ask(make())
+    patched(liar=Liar(), on_error=on_error)
+    llama = make()
+    if on_error == "raise":
+        with pytest.raises(
+            PluginError, match=r"'liar' failed in llmaas_kv_restore: .* fewer cells"
+        ):
+            ask(llama)
+        Liar.lies = False
+    assert ask(llama) == vanilla
+    assert ask(make()) == vanilla
+
+
+class Checking:
+    """Gives every context a second sequence, and looks at it with ``check``."""
+
+    def __init__(self, check):
+        self.check = check
+
+    @hookimpl
+    def llmaas_context_create(self, create):
+        create.params.n_seq_max = 2
+        create.checks.append(functools.partial(self._look, "it"))
+
+    def _look(self, _, ctx):
+        assert ctx
+        return self.check()
+
+
+def test_a_check_of_a_context_that_fails_is_one_that_says_no(patched, make, caplog):
+    vanilla = use(make)
+    patched(bad=Checking(fail), on_error="log")
+    assert use(make) == vanilla
+    assert "plugin 'bad' failed in llmaas_context_create (check): ZeroDiv" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"), [(fail, PluginError), (interrupt, KeyboardInterrupt)]
+)
+def test_a_check_of_a_context_that_is_raised(patched, make, failure, error):
+    plugin = Checking(failure)
+    patched(bad=plugin)
+    with pytest.raises(error):
+        make()
+    plugin.check = lambda: True
+    assert make().create_completion("Once", max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
 def test_deferred_work_that_fails_is_named_and_counted(patched, make, caplog):
