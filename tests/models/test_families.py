@@ -1,0 +1,141 @@
+"""Every family of models: its contexts are kept to the bit, or left exactly as vanilla has them."""
+
+from __future__ import annotations
+
+import llama_cpp
+import numpy as np
+import pytest
+from switching import ENDINGS, N_FIRST_CELLS, OTHER, PROMPT, Conversation, ask
+
+from llmaas_eval.families import FAMILIES
+from llmaas_plugins import activate
+
+SERVED = ("llama", "qwen2", "qwen3", "phi3", "llama-moe", "qwen3moe", "deepseek2")
+LEFT = {
+    "gemma3": ("sliding window of 64 tokens: its cells are kept in two caches", "sliding window"),
+    "mamba2": ("recurrent model: its state cannot drop ranges", "recurrent"),
+    "granitehybrid": ("hybrid model: its state cannot drop ranges", "hybrid"),
+    "qwen2vl": ("2-D positions (M-RoPE)", "M-RoPE"),
+    "bert": ("encoder or diffusion model: it keeps no cells", "encoder"),
+}
+REAL = (llama_cpp.llama_n_seq_max,)
+"""The binding itself; the name's is patched while a suite is active."""
+
+
+def column(name, cell, rows):
+    """The rows as parameters, each filling its cell of the page."""
+    return [pytest.param(row, marks=pytest.mark.compat("models", row, name, cell)) for row in rows]
+
+
+def test_every_family_is_one_or_the_other():
+    assert FAMILIES.keys() == {*SERVED, *LEFT}
+
+
+def traces(path, **settings):
+    """All that an app can see of three requests: tokens, logits, the state, and the sizes."""
+    with Conversation(path, settings).open() as llama:
+        if settings.get("embedding"):
+            found = [llama.embed("A boat came back.")]
+        else:
+            found = [
+                (tokens, logits.tobytes())
+                for tokens, logits in (ask(llama, p, 4) for p in (PROMPT, OTHER, PROMPT))
+            ]
+        return found, *seen(llama)
+
+
+def seen(llama):
+    """The context as the engine has it, and as the app reads it."""
+    state = llama.save_state()
+    sizes = [llama_cpp.llama_n_ctx, llama_cpp.llama_n_ctx_seq, llama_cpp.llama_n_seq_max, *REAL]
+    return state.llama_state, state.n_tokens, [size(llama.ctx) for size in sizes]
+
+
+def settings_of(name):
+    return {"embedding": True} if name == "bert" else {}
+
+
+@pytest.mark.parametrize("name", column("nothing enabled", "vanilla", FAMILIES))
+def test_nothing_enabled_changes_no_byte(name, family):
+    settings = settings_of(name)
+    expected = traces(family(name), **settings)
+    with activate({}):
+        assert traces(family(name), **settings) == expected
+
+
+@pytest.mark.parametrize("name", column("kv_chunks, lossless", "restored", SERVED))
+def test_contexts_go_on_with_vanillas_logits(name, family, suite, report):
+    conversation = Conversation(family(name))
+    answer, expected = conversation.vanilla()
+    active = suite()
+    with conversation.open() as llama:
+        assert conversation.first(llama) == answer
+        assert np.array_equal(conversation.second(llama, answer), expected[0])
+        found = report(active)
+    assert (found["restores"], found["left_alone"]) == (1, [])
+    active = suite()  # another life of the process, on the same store
+    with conversation.open() as llama:
+        assert np.array_equal(conversation.second(llama, answer, ENDINGS[1]), expected[1])
+        assert report(active)["restored_tokens"] == N_FIRST_CELLS
+
+
+@pytest.mark.parametrize("name", column("kv_chunks, int8", "restored", SERVED))
+def test_contexts_of_8_bits_stay_close(name, family, suite, report):
+    conversation = Conversation(family(name))
+    answer, expected = conversation.vanilla()
+    active = suite(codec="int8")
+    with conversation.open() as llama:
+        assert conversation.first(llama) == answer
+        found = conversation.second(llama, answer)
+        assert report(active)["restores"] == 1
+    error = np.sqrt(np.mean((found - expected[0]) ** 2))
+    assert 0 < error < 0.1 * expected[0].std()
+
+
+def left(name):
+    """Rows of what is left alone, with the reason in a word."""
+    return pytest.param(
+        name,
+        marks=[
+            pytest.mark.compat("models", name, "kv_chunks, lossless", "vanilla"),
+            pytest.mark.compat("models", name, "why", LEFT[name][1]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", [left(name) for name in LEFT])
+def test_what_cannot_be_kept_is_vanilla(name, family, suite, report, caplog):
+    settings, reason = settings_of(name), f"{name}.gguf: {LEFT[name][0]}"
+    if name == "bert":
+        reason = f"{name}.gguf: embedding context"
+    expected = traces(family(name), **settings)
+    active = suite()
+    assert [traces(family(name), **settings) for _ in range(2)] == [expected] * 2
+    found = report(active)
+    assert found["left_alone"] == [reason]
+    assert found["restores"] == found["saves"] == 0
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")] == [
+        f"kv_chunks leaves a context as it is: {reason}"
+    ]
+    assert found["store"] is None  # not even opened
+
+
+def test_what_only_its_context_shows_is_made_again_as_vanilla(family, suite, report):
+    """Nothing about this encoder's model says that it keeps no cells; its first context does."""
+    expected = encoder_context(family("bert"))
+    active = suite()
+    assert encoder_context(family("bert")) == expected
+    assert report(active)["left_alone"] == [f"bert.gguf: {LEFT['bert'][0]}"]
+
+
+def encoder_context(path):
+    with Conversation(path).open() as llama:
+        return seen(llama)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_decoders_used_for_embeddings_are_vanilla(name, family, suite, report):
+    expected = traces(family(name), embedding=True)
+    active = suite()
+    assert traces(family(name), embedding=True) == expected
+    assert report(active)["saves"] == 0
