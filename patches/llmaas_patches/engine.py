@@ -49,6 +49,11 @@ class LlamaEngine:
             raise ReferenceError("the Llama object of this engine is gone")
         return llama
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the ``Llama`` object is still in use."""
+        return self._llama() is not None
+
     def resident_tokens(self) -> Tokens:
         """Tokens whose KV cells sequence 0 holds, at positions 0…n-1; a copy of shape ``(n,)``."""
         return np.array(self.llama._input_ids, dtype=np.int32)

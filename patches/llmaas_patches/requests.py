@@ -56,8 +56,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 reply = yield token
         finally:
             inner.close()
-            # the app may have closed Llama under its generator, or used its engine
-            if self.ctx is not None and self.n_tokens <= engine.n_explained:
+            if _can_save(self, engine):
                 host.hooks.kv_save(request, engine.resident_tokens())
             host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
 
@@ -123,6 +122,14 @@ def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
         _log.warning("the app changed the cells behind Llama's back; this request is left alone")
         return False
     return True
+
+
+def _can_save(llama: Llama, engine: LlamaEngine) -> bool:
+    """Whether the context is there, and known.
+
+    The app may have closed ``Llama`` under its generator, dropped both, or used the engine itself.
+    """
+    return llama.ctx is not None and engine.is_alive and llama.n_tokens <= engine.n_explained
 
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:

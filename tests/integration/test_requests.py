@@ -166,6 +166,18 @@ def test_llama_closed_under_its_generator(recorder, make_llama):
     assert recorder.events == ["begin", "restore", "end"]  # there is no context left to save from
 
 
+def test_llama_dropped_together_with_its_generator(recorder, reference_model):
+    llama = llama_cpp.Llama(str(reference_model), n_ctx=256, verbose=False)
+    generator = llama.generate(PROMPT)
+    next(generator)
+    both = [llama, generator]
+    both.append(both)  # only the garbage collector frees them, in an order of its own
+    del llama, generator, both
+    recorder.requests.clear()
+    gc.collect()
+    assert recorder.events == ["begin", "restore", "end"]
+
+
 def test_generator_that_outlives_the_patches(patched, make_llama):
     recorder = Recorder()
     installed = patched(recorder=recorder)
