@@ -41,10 +41,18 @@ class PluginError(LlmaasError, RuntimeError):
 
     def __init__(self, plugin: str, hook: str, cause: BaseException) -> None:
         """Name the plugin and the hook in the message."""
-        super().__init__(f"plugin {plugin!r} failed in {hook}: {type(cause).__name__}: {cause}")
+        super().__init__(f"plugin {plugin!r} failed in {hook}: {_described(cause)}")
         self.plugin = plugin
         self.hook = hook
         self.__cause__ = cause
+
+
+def _described(cause: BaseException) -> str:
+    kind = type(cause).__name__
+    try:
+        return f"{kind}: {cause}"
+    except Exception:  # its own __str__ is broken
+        return kind
 
 
 class StoreError(LlmaasError, OSError):

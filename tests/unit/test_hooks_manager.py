@@ -271,6 +271,17 @@ def test_log_goes_on(caplog):
     assert "deeper" in caplog.text  # with the plugin's traceback
 
 
+def test_an_error_that_cannot_be_printed_is_named_all_the_same():
+    class Unprintable(Exception):  # noqa: N818  not one of ours
+        def __str__(self):
+            raise RuntimeError
+
+    hooks = manager("log", bad=Failing(Unprintable()))
+    hooks.context_create(ContextCreate(1, None))
+    last = hooks.errors()["bad"]["llmaas_context_create"]["last"]
+    assert last == "plugin 'bad' failed in llmaas_context_create: Unprintable"
+
+
 def test_keyboard_interrupt_is_nobodys_plugin_error():
     with pytest.raises(KeyboardInterrupt):
         manager("log", bad=Failing(KeyboardInterrupt())).context_create(ContextCreate(1, None))
