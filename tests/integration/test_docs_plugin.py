@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,9 @@ def test_its_own_tests_pass(environment):
 
 @pytest.mark.parametrize(("name", "text"), EXCERPTS, ids=[name for name, _ in EXCERPTS])
 def test_the_tutorial_shows_the_examples_own_files(name, text):
-    assert text in (EXAMPLE / name).read_text()
+    source = (EXAMPLE / name).read_text()
+    for part in text.strip("\n").split("\n\n\n"):  # methods are shown without their class
+        assert part in source or textwrap.indent(part, " " * 4) in source
 
 
 def test_the_tutorial_names_every_file_of_the_example():
