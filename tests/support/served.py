@@ -17,6 +17,9 @@ from llmaas_plugins.service.client import LLMClient
 LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
 # One token at a time: texts do not depend on what was restored and what was evaluated again.
 ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1}
+LONG_N_CTX = 2048
+# Repetition is rewarded, so the end token never wins: seconds of work, if nobody ends it before.
+ENDLESS = {"temperature": 0.0, "repeat_penalty": 0.5, "max_tokens": LONG_N_CTX - 100}
 CONFIG = """
 on_error = "raise"
 [service]
