@@ -1,10 +1,13 @@
 """What is counted, and what happens when the budget is used up."""
 
+import contextlib
 import datetime
 
 import pytest
+from llama_cpp import Llama
 from llmaas_patches import serving_context
 from llmaas_plugins.kv_chunks.plugin import KVChunks
+from llmaas_plugins.models import reference_model_path
 from pydantic import ValidationError
 
 from llmaas_usage import UsageConfig, plugin
@@ -20,6 +23,18 @@ def generate(llama, tokens, n, context_id=None):
         found = [next(generator) for _ in range(n)]
         generator.close()
     return found
+
+
+def test_replies_stay_as_they_are(running):
+    def ask(llama):
+        return [llama(text, max_tokens=6, temperature=0.0)["choices"] for text in ("Once", "Hello")]
+
+    model = str(reference_model_path())
+    settings = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with contextlib.closing(Llama(model, n_ctx=256, **settings)) as llama:
+        vanilla = ask(llama)
+    with running(daily_tokens=1000) as (llama, _):
+        assert ask(llama) == vanilla
 
 
 def test_a_request_is_booked(running):
