@@ -167,7 +167,8 @@ from llmaas_hooks import hookimpl
 from pydantic import BaseModel
 
 class Slow:
-    Config = BaseModel
+    class Config(BaseModel):
+        pass
 
     def __init__(self, config):
         pass
@@ -195,7 +196,7 @@ def slow_plugin(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_ended_while_it_loads(tmp_path, slow_plugin, how):
     with launched(tmp_path, "--port", "0", **slow_plugin) as process:
-        wait_until((tmp_path / "loading").exists)
+        wait_until(lambda: (tmp_path / "loading").exists() or process.poll() is not None)
         process.send_signal(how)
         assert process.wait(60) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
