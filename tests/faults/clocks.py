@@ -1,0 +1,17 @@
+"""A store's life under a wall clock that jumps; prints what is there after each step."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from pathlib import Path
+
+import driver
+
+library = ctypes.CDLL(sys.argv[1])
+library.faults_clock(ctypes.c_long(int(sys.argv[3])))
+spread = {round(time.time() / 3600) for _ in range(4)}
+steps = list(driver.life(Path(sys.argv[2])))
+print(json.dumps({"steps": steps, "hours": len(spread)}))

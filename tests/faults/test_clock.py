@@ -1,0 +1,14 @@
+"""The store knows an order of use and no time: a clock may do what it likes."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("jump", [86_400, -86_400, 10**9])
+def test_jumping_clock_changes_nothing(run_preloaded, tmp_path, jump):
+    steady = run_preloaded("clocks.py", tmp_path / "steady", 0)
+    jumping = run_preloaded("clocks.py", tmp_path / "jumping", jump)
+    assert (steady["hours"], jumping["hours"]) == (1, 2)  # it did jump
+    assert jumping["steps"] == steady["steps"]
+    assert steady["steps"][-1]["keys"]  # after evictions, in order of use

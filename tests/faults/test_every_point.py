@@ -1,0 +1,59 @@
+"""One fault at each file operation of a store's life: nothing wrong is ever read from the rest."""
+
+from __future__ import annotations
+
+import pytest
+from soak import scale
+
+FAULTS = [
+    "ENOSPC",
+    "EIO",
+    "EDQUOT",
+    "full from then on",
+    "broken from then on",
+    "no holes",
+    "short",
+    "torn between blocks",
+    "torn anywhere",
+    "killed before",
+    "killed after",
+    "power cut",
+    "power cut, some written",
+]
+REACHED = {  # every file of a store, and everything that is done to one
+    "pwritev chunks.slab",
+    "preadv chunks.slab",
+    "pwrite chunks.slab",
+    "ftruncate chunks.slab",
+    "fallocate chunks.slab",
+    "sync chunks.slab",
+    "open index.sqlite",
+    "pread index.sqlite",
+    "pwrite index.sqlite",
+    "sync index.sqlite",
+    "pwrite index.sqlite-wal",
+    "pread index.sqlite-wal",
+    "sync index.sqlite-wal",
+    "ftruncate index.sqlite-wal",
+    "unlink index.sqlite-wal",
+    "pwrite index.sqlite-shm",
+    "ftruncate index.sqlite-shm",
+    "open lock",
+    "pwrite lock",
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
+    """It goes on, with an error that is counted and logged, or dies; what is left is sound.
+
+    The next process opens it, reads only what was put, finds everything that was committed and not
+    evicted, keeps within the budget, and puts and keeps new contexts.
+    """
+    step = scale(17, 1)
+    first = FAULTS.index(fault) % step  # another share of the points for each
+    found = run_preloaded("driver.py", tmp_path, fault, step, first)
+    assert found["problems"] == []
+    assert found["points"] >= scale(10, 150)
+    assert set(found["ops"]) >= REACHED
