@@ -35,7 +35,7 @@ def system_prompt(app):
 
 
 def vanilla(model, app):
-    """Before the first call and after each: messages, and a digest of the cells; stock llama.cpp."""
+    """Messages, and a digest of the cells, before the first call and after each."""
     llama = llama_cpp.Llama(str(model), **ENGINE)
     messages = [{"role": "system", "content": system_prompt(app)}]
     said = [(list(messages), None)]

@@ -1,0 +1,213 @@
+"""Half an hour of mixed load with faults: nothing lost, no wrong restore, no budget overrun.
+
+Four apps talk to ``llmaas serve`` over a Unix socket at the same time, calling, streaming, breaking
+streams off and deleting, while others send rubbish. Every few seconds the server's life ends, by
+SIGKILL or SIGTERM; some lives have a disk that fails at random, and between lives bytes of the
+store are damaged. Tiny budgets make both tiers evict all the time. Each reply that was acknowledged
+must be stock llama.cpp's, and must still be there in the next life; the kernel's count of the
+server's memory must stay within the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from cgroups import memory_group
+from conversations import APPS, ENGINE, GREEDY, PROMPTS, system_prompt, vanilla
+from served import serving
+from soak import scale
+
+from llmaas_hooks import LlmaasError
+
+SECONDS = scale(6, 1800)
+LIFE_S = (1.0, scale(2.5, 20.0))
+MIB = 1 << 20
+RAM_BUDGET, DISK_BUDGET = 2 * MIB, 1200 << 10
+OVERHEAD = 8 * MIB  # beside the budget: indexes, SQLite, loader threads
+SERVICE = "max_contexts_per_app = 1"
+KV = f"ram_budget = {RAM_BUDGET}\ndisk_budget = {DISK_BUDGET}"
+ENDS = (OSError, http.client.HTTPException)  # of a server that is killed
+CALLS = [None, *range(len(PROMPTS) + 1)]  # an app has no context, or one of so many calls
+
+
+class Talk:
+    """One app's conversation, over all lives of the server.
+
+    Attributes:
+        n_calls: Of its context, going by the acknowledgements; None without a context.
+        in_doubt: One more operation may be complete, though its answer never came.
+    """
+
+    def __init__(self, name, expected):
+        self.name = name
+        self.expected = expected
+        self.rng = random.Random(name)
+        self.n_calls = None
+        self.in_doubt = False
+        self.n_acknowledged = 0
+        self.failures = []
+
+    def live(self, client, end):
+        """Talk until ``end`` is set; the target of a thread."""
+        app = client.bind(self.name)
+        try:
+            while not end.is_set():
+                try:
+                    self.step(app)
+                except ENDS:
+                    time.sleep(0.05)
+                except LlmaasError as error:
+                    if not ("503" in str(error) or "closed the stream" in str(error)):
+                        raise  # it is not the server's end
+        except BaseException as failure:
+            self.failures.append(failure)
+
+    def step(self, app):
+        context = self.find(app)
+        self.in_doubt = True
+        if context is None:
+            app.new_context(system_prompt(self.name))
+            self.n_calls = 0
+        elif self.n_calls == len(PROMPTS):
+            context.delete()
+            self.n_calls = None
+        elif self.talk(context):
+            self.n_calls += 1
+            self.n_acknowledged += 1
+        else:
+            return
+        self.in_doubt = False
+
+    def find(self, app):
+        """The app's context, if it has one, just as it was left."""
+        contexts = app.contexts()
+        there = self.expected.index(contexts[0].record()["messages"]) if contexts else None
+        known = CALLS.index(self.n_calls)
+        assert there in (CALLS[known], CALLS[(known + 1) % len(CALLS)] if self.in_doubt else there)
+        assert there == self.n_calls or self.in_doubt, (there, self.n_calls)
+        self.n_calls, self.in_doubt = there, False
+        return contexts[0] if contexts else None
+
+    def talk(self, context):
+        """A call; False if it was broken off."""
+        prompt, text = PROMPTS[self.n_calls], self.expected[self.n_calls + 1][-1]["content"]
+        how = self.rng.random()
+        if how < 0.15:
+            with contextlib.closing(context.stream(prompt, **GREEDY)) as pieces:
+                next(pieces)
+            return False
+        if how < 0.5:
+            said = "".join(context.stream(prompt, **GREEDY)).strip()
+        else:
+            said = context.call(prompt, **GREEDY)["text"]
+        assert said == text
+        return True
+
+
+def send_rubbish(path, end, rng):
+    """What is no request, and clients that die in the middle of one; the target of a thread."""
+    chat = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}).encode()
+    kind = b"Content-Type: application/json\r\n"
+    post = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + kind + b"Content-Length: %d\r\n\r\n"
+    )
+    rubbish = [
+        rng.randbytes(2000),
+        b"POST /v1/llmaas/apps/x/contexts HTTP/1.1\r\nContent-Length: 99999\r\n\r\n{",
+        post % 4 + b"{{{{",
+        post % len(chat) + chat,
+        b"GET /v1/llmaas/status HTTP/1.1\r\nHost: x\r\n\r\n",
+    ]
+    while not end.wait(0.05):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(0.2)
+            client.connect(str(path))
+            client.sendall(rng.choice(rubbish))
+            client.recv(100)
+
+
+def live(folder, talks, seconds, how, rng, **server):
+    """One life of the server under load, ended by a signal; its last report on the plugins."""
+    end, path = threading.Event(), folder / "s"
+    (folder / "log").unlink(missing_ok=True)
+    with serving(folder, uds=path, **(ENGINE | server)) as served:
+        threads = [threading.Thread(target=t.live, args=(served.client, end)) for t in talks]
+        threads.append(threading.Thread(target=send_rubbish, args=(path, end, rng)))
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        report = served.status()["plugins"]
+        code = served.stop(how)
+        end.set()
+        for thread in threads:
+            thread.join()
+        assert code == (0 if how == signal.SIGTERM else -how), served.log()
+        assert [failure for talk in talks for failure in talk.failures] == []
+        assert " 500 " not in served.log()
+        assert "Traceback" not in served.log(), served.log()
+    return report
+
+
+def damage(folder, rng):
+    """A few bytes of the store, anywhere."""
+    for path in rng.sample([p for p in (folder / "kv").iterdir() if p.stat().st_size], 1):
+        n_bytes = path.stat().st_size
+        with path.open("r+b") as file:
+            for _ in range(rng.randint(1, 50)):
+                file.seek(rng.randrange(n_bytes))
+                file.write(rng.randbytes(1))
+
+
+@pytest.fixture(scope="module")
+def expected(reference_model):
+    return {app: [messages for messages, _ in vanilla(reference_model, app)] for app in APPS}
+
+
+@pytest.fixture
+def talks(expected):
+    return [Talk(app, expected[app]) for app in APPS]
+
+
+@pytest.fixture
+def vanilla_peak(tmp_path_factory, expected):
+    """Peak bytes of a server without plugins under the same load."""
+    for _ in range(2):  # whoever reads a file first is charged for its pages
+        talks = [Talk(app, expected[app]) for app in APPS]
+        folder = tmp_path_factory.mktemp("vanilla")
+        with memory_group() as group:
+            options = {"environ": {"LLMAAS_PLUGINS": ""}, "preexec_fn": group.join}
+            live(folder, talks, LIFE_S[1], signal.SIGTERM, random.Random(0), **options)
+            peak = group.peak()
+    return peak
+
+
+@pytest.mark.soak
+def test_mixed_load_with_faults(tmp_path, vanilla_peak, talks):
+    rng = random.Random(11)
+    restored, peaks = 0, []
+    stop = time.monotonic() + SECONDS
+    while time.monotonic() < stop:
+        how = rng.choice([signal.SIGKILL, signal.SIGTERM])
+        with memory_group() as group:
+            options = {"service": SERVICE, "kv": KV, "preexec_fn": group.join}
+            report = live(tmp_path, talks, rng.uniform(*LIFE_S), how, rng, **options)["kv_chunks"]
+            peaks.append(group.peak())
+        restored += report["restored_tokens"]
+        assert (tmp_path / "kv" / "chunks.slab").stat().st_size <= DISK_BUDGET
+        if rng.random() < 0.3:
+            damage(tmp_path, rng)
+    said = [talk.n_acknowledged for talk in talks]
+    sys.stdout.write(f"{len(peaks)} lives, {restored} tokens restored, calls {said}, ")
+    sys.stdout.write(f"peak {max(peaks) - vanilla_peak} bytes above vanilla\n")
+    assert all(talk.n_acknowledged > len(peaks) / 4 for talk in talks)
+    assert restored > 0
+    assert max(peaks) <= vanilla_peak + RAM_BUDGET + OVERHEAD
