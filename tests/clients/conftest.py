@@ -37,7 +37,7 @@ def opened(engine, reference_model):
     """Make a ``Llama`` for a block, as an app does that hands it to its client."""
     from llama_cpp import Llama
 
-    return lambda **kwargs: contextlib.closing(Llama(str(reference_model), **engine, **kwargs))
+    return lambda **kwargs: contextlib.closing(Llama(str(reference_model), **(engine | kwargs)))
 
 
 @pytest.fixture

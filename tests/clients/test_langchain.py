@@ -117,3 +117,26 @@ def test_structured_output(lives, chat_model, subjects):
     run = lives(app)
     assert {type(flight) for flight in run.result} == {Flight}
     assert min(run.restored) > 0
+
+
+@pytest.mark.compat("clients", "LangChain LlamaCpp", "completion", "yes")
+@pytest.mark.compat("clients", "LangChain LlamaCpp", "streaming", "yes")
+@pytest.mark.compat("clients", "LangChain LlamaCpp", "contexts restored", "yes")
+def test_the_model_of_texts(lives, engine, reference_model, subjects):
+    community = pytest.importorskip("langchain_community.llms")
+
+    fields = community.LlamaCpp.model_fields  # it wants others in `model_kwargs`
+    options = {key: value for key, value in engine.items() if key in fields}
+    others = {key: value for key, value in engine.items() if key not in fields}
+    options |= {"temperature": 0.0, "max_tokens": 8, "model_kwargs": others}
+
+    def app():
+        model = community.LlamaCpp(model_path=str(reference_model), **options)
+        texts = list(subjects)
+        with contextlib.closing(model.client):
+            for _ in range(3):
+                texts = [text + model.invoke(text) for text in texts]
+            return texts, ["".join(model.stream(text)) for text in subjects]
+
+    run = lives(app)
+    assert min(run.restored) > 0

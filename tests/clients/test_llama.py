@@ -54,6 +54,16 @@ def test_disk_cache(lives, opened, subjects, tmp_path):
     assert run.restored[1] > 0
 
 
+def test_a_disk_cache_filled_without_us_and_by_us(lives, opened, subjects, tmp_path):
+    def app():
+        cache = LlamaDiskCache(str(tmp_path / "cache"))
+        with contextlib.closing(cache.cache), opened() as llama:
+            llama.set_cache(cache)
+            return converse(lambda _: llama, subjects)
+
+    lives(app)
+
+
 @cells("llama_cpp.server, models in turn", "chat")
 def test_models_in_turn(lives, engine, reference_model, subjects):
     settings = engine | {"model": str(reference_model)}
@@ -66,6 +76,66 @@ def test_models_in_turn(lives, engine, reference_model, subjects):
         proxy = LlamaProxy(models)
         found = converse(lambda i: proxy("ab"[i]), subjects)  # the other one is closed
         proxy.free()
+        return found
+
+    run = lives(app)
+    assert min(run.restored) > 0
+
+
+PLAIN = "Llama itself"
+
+
+@cells(PLAIN, "completion")
+def test_sampled(lives, opened, subjects):
+    def app():
+        texts = list(subjects)
+        with opened() as llama:
+            for seed in range(4):
+                sampling = {"temperature": 0.9, "top_p": 0.8, "repeat_penalty": 1.2, "seed": seed}
+                texts = [
+                    text + llama(text, max_tokens=8, **sampling)["choices"][0]["text"]
+                    for text in texts
+                ]
+        return texts
+
+    run = lives(app)
+    assert min(run.restored) > 0
+
+
+@cells(PLAIN, "completion")
+def test_until_the_context_is_full(lives, opened, subjects):
+    prompts = [subject * 10 for subject in subjects]
+
+    def app():
+        with opened(n_ctx=256) as llama:
+            replies = [llama(prompt, max_tokens=None, temperature=0.0) for prompt in prompts * 2]
+            with pytest.raises(ValueError, match="exceed context window"):
+                llama(prompts[0] + replies[0]["choices"][0]["text"])
+        return [(reply["choices"][0]["text"], reply["usage"]["total_tokens"]) for reply in replies]
+
+    run = lives(app)
+    assert {n_tokens for _, n_tokens in run.result} == {256}
+    assert min(run.restored) > 0
+
+
+@cells(PLAIN, "completion")
+def test_evaluated_and_sampled_by_hand(lives, opened, subjects):
+    def app():
+        found = []
+        with opened() as llama:
+            for subject in subjects * 2:
+                tokens = llama.tokenize(subject.encode())
+                llama.reset()
+                llama.eval(tokens)
+                for _ in range(8):
+                    tokens.append(llama.sample(temp=0.0))
+                    llama.eval(tokens[-1:])
+                more = llama.generate(llama.tokenize(b" And then?", add_bos=False), reset=False)
+                found += [*tokens, *(next(more) for _ in range(4))]
+                more.close()
+                found += [
+                    llama(text, max_tokens=8, temperature=0.0)["choices"] for text in subjects
+                ]
         return found
 
     run = lives(app)
