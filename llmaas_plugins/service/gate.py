@@ -172,6 +172,7 @@ class Gate:
                 await call.turn.wait()
                 self._metrics.waited(time.perf_counter() - came)
                 await self._app(scope, _replay(body, _when(left)), answer.send)
+                await answer.flush()
         except BaseException as error:
             if not call.is_over:
                 if answer.is_stream and isinstance(error, Exception):
@@ -187,30 +188,36 @@ class Gate:
 class _Answer:
     """What was sent so far.
 
-    The head waits for a body: a stream that fails before its first event still gets its status.
+    A stream's head waits for its first event, and its end for the end of the app: one that fails at
+    once still gets its status, and one that fails later an event that says so.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._head: Message | None = None
+        self._held: list[Message] = []
         self._has_begun = self._is_complete = False
         self.status = 0
         self.is_stream = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._head, self.status = message, message["status"]
+            self.status = message["status"]
             self.is_stream = _header(message, b"content-type").startswith(b"text/event-stream")
-            return
-        if self._head is not None:
-            head, self._head, self._has_begun = self._head, None, True
-            await self._send(head)
-        await self._send(message)
-        self._is_complete = not message.get("more_body", False)
+        self._held.append(message)
+        if not self.is_stream or message.get("body"):
+            await self.flush()
+
+    async def flush(self) -> None:
+        while self._held:
+            message = self._held.pop(0)
+            self._has_begun = True
+            self._is_complete = message["type"].endswith("body") and not message.get("more_body")
+            await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
+        self._held.clear()
         if not self._has_begun:
-            self._head, self.status, self.is_stream = None, refusal.status, False
+            self.status = refusal.status
             start = {"type": "http.response.start", "status": refusal.status}
             await self._send({**start, "headers": refusal.headers})
             await self._send({"type": "http.response.body", "body": refusal.body()})

@@ -53,11 +53,13 @@ def read_key_file(path: Path | None) -> dict[str, str]:
         return {}
     path = path.expanduser()
     try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"{path} is open to other users. Try `chmod 600 {path}`.")
-        keys = tomllib.loads(path.read_text())
+        mode, content = path.stat().st_mode, path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read service.key_file {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise ConfigError(f"{path} is open to other users. Try `chmod 600 {path}`.")
+    try:
+        keys = tomllib.loads(content.decode())
     except ValueError as error:
         raise _wrong(path, "is not valid TOML") from error
     for app, key in keys.items():

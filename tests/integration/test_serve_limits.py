@@ -1,0 +1,373 @@
+"""Limits of ``llmaas serve``: keys, bodies, the line, connections; and what it tells of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+from served import ENDLESS, LONG_N_CTX, drain, serving, wait_until
+
+from llmaas_hooks import LimitError, LlmaasError
+from llmaas_plugins.service.client import LLMClient
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+ADMINISTRATOR, MAIL, NOTES = "sesame", "mail-0123456789abcdef", "notes-0123456789abcdef"
+SHORT = {"temperature": 0.0, "max_tokens": 4}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+SETTINGS = """
+key_file = "keys.toml"
+max_queue = 4
+max_body_bytes = 16384
+max_connections = 12
+client_timeout_s = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("limits")
+    (folder / "keys.toml").write_text(f'mail = "{MAIL}"\nnotes = "{NOTES}"\n')
+    (folder / "keys.toml").chmod(0o600)
+    options = {"service": SETTINGS, "key": ADMINISTRATOR, "n_ctx": LONG_N_CTX}
+    with serving(folder, "--api_key", ADMINISTRATOR, **options) as server:
+        yield server
+        log = server.log()
+        assert not any(key in log for key in (ADMINISTRATOR, MAIL, NOTES))
+        assert "Traceback" not in log
+
+
+@pytest.fixture
+def mail(server):
+    app = LLMClient(server.address, api_key=MAIL, timeout_s=120).bind("mail")
+    yield app
+    for context in app.contexts():
+        context.delete()
+
+
+@pytest.fixture
+def request_(server):
+    """Send a request; its status, headers and JSON."""
+
+    def request(method, path, body=None, key=MAIL):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        with contextlib.closing(connection):
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request(method, path, data, headers, encode_chunked=False)
+            response = connection.getresponse()
+            content = response.read()
+            is_json = response.headers["content-type"].startswith("application/json")
+            return response.status, response.headers, json.loads(content) if is_json else content
+
+    return request
+
+
+@contextlib.contextmanager
+def busy(server, mail):
+    """While the engine is busy with a stream."""
+    stream = mail.new_context().stream("Tell me a long story.", **ENDLESS)
+    next(stream)
+    try:
+        yield
+    finally:
+        stream.close()
+        server.wait_until_idle()
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+def test_an_app_is_served_by_its_key(mail, request_):
+    context = mail.new_context("Anna is here.")
+    assert context.call("Hi", **SHORT)["text"]
+    assert drain(context.stream("Why?", **SHORT))[1]["text"]
+    assert [found.id for found in mail.contexts()] == [context.id]
+    chat = {"messages": MESSAGES, **SHORT}
+    assert request_("POST", CHAT, chat)[0] == 200
+    assert request_("GET", "/v1/models")[0] == 200
+    assert request_("POST", "/extras/tokenize", {"input": "Hi"})[0] == 200
+
+
+@pytest.mark.parametrize("key", [None, "wrong", MAIL[:-1]])
+def test_nobody_else_is(request_, key):
+    for method, path in (
+        ("POST", CHAT),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/llmaas/apps/mail/contexts"),
+        ("GET", "/v1/llmaas/status"),
+        ("GET", "/metrics"),
+        ("GET", "/nowhere"),
+    ):
+        status, headers, found = request_(method, path, b"not even JSON", key)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        assert found["detail"] == found["error"]["message"] == "Invalid API key"
+
+
+def test_an_app_does_not_get_at_another_ones_contexts(server, mail, request_):
+    context = mail.new_context("secret")
+    path = f"/v1/llmaas/apps/mail/contexts/{context.id}"
+    for method, where in (("GET", path), ("DELETE", path), ("POST", f"{path}/call")):
+        status, _, found = request_(method, where, b"{}", NOTES)
+        assert status == 403
+        assert found["detail"] == "This is the key of app 'notes'; it does not open 'mail'."
+    assert request_("GET", path.replace("mail", "notes"), key=NOTES)[0] == 404
+    for path in ("/metrics", "/v1/llmaas/status"):
+        status, _, found = request_("GET", path)
+        assert status == 403
+        assert "needs the administrator's key" in found["detail"]
+    assert server.client.bind("mail").context(context.id).record()["messages"]  # it may
+
+
+def test_the_openai_client_understands_refusals(server):
+    def client(key):
+        return openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0)
+
+    with client("wrong") as stranger, pytest.raises(openai.AuthenticationError) as caught:
+        stranger.chat.completions.create(model="any", messages=MESSAGES)
+    assert caught.value.body["message"] == "Invalid API key"
+    with client(MAIL) as mail, pytest.raises(openai.BadRequestError, match="max_tokens"):
+        mail.chat.completions.create(model="any", messages=MESSAGES, max_tokens="many")
+    with client(MAIL) as mail, pytest.raises(openai.APIStatusError) as caught:
+        mail.completions.create(model="any", prompt="x" * 20_000)
+    assert caught.value.status_code == 413
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["at once", "in chunks"])
+def test_a_body_that_is_too_long(server, request_, how):
+    body = json.dumps({"prompt": "x" * 100_000}).encode()
+    if how == "at once":
+        status, _, found = request_("POST", "/v1/completions", body)
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        with contextlib.closing(connection):
+            pieces = (body[i : i + 1000] for i in range(0, len(body), 1000))
+            headers = {"Authorization": f"Bearer {MAIL}"}
+            connection.request("POST", "/v1/completions", pieces, headers, encode_chunked=True)
+            response = connection.getresponse()
+            status, found = response.status, json.loads(response.read())
+    assert status == 413
+    assert "longer than 16384 bytes, service.max_body_bytes" in found["error"]["message"]
+
+
+def test_a_body_in_chunks(server):
+    body = json.dumps({"prompt": "Once", **SHORT}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        headers = {"Authorization": f"Bearer {MAIL}", "Content-Type": "application/json"}
+        pieces = (body[i : i + 7] for i in range(0, len(body), 7))
+        connection.request("POST", "/v1/completions", pieces, headers, encode_chunked=True)
+        assert json.loads(connection.getresponse().read())["choices"][0]["text"]
+
+
+NOT_JSON = [b"", b"garbage", b'{"a":1}x', b"\xff\xfe", b'{"a": NaN}', b'{"a": 1e999}']
+NOT_JSON += [b'{"prompt": "\\ud800"}', b"[" * 4000, b'{"a":' * 800, b"[]", b"null", b'"text"']
+
+
+@pytest.mark.parametrize("body", NOT_JSON, ids=lambda body: repr(body[:12]))
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/completions", "/v1/embeddings", "/extras/tokenize", "contexts"]
+)
+def test_garbage(server, request_, path, body):
+    path = "/v1/llmaas/apps/mail/contexts" if path == "contexts" else path
+    status, _, found = request_("POST", path, body)
+    assert status == 400
+    assert "JSON" in found["error"]["message"]
+
+
+GRAMMARS = ["x", "root ::= (", 'root ::= root "a"', "root ::= nothing", 'other ::= "a"']
+WRONG = [
+    (CHAT, {"messages": 5}, "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages.0"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "NoneType"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": "many"}, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}, "int"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}, "logprobs"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "poem"}}, "response_format"),
+    (CHAT, {"messages": MESSAGES * 1000}, "longer than 16384"),
+    (CHAT, {"messages": MESSAGES[:1] * 100, "max_tokens": 4, "stream": True, "n": []}, "n:"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, "one at a time"),
+    ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 2}, "logprobs"),
+    ("/v1/embeddings", {"input": "x"}, "no embeddings"),
+    ("/extras/detokenize", {"tokens": [5, 4096]}, "from 0 to 4095, found 4096"),
+    ("/extras/detokenize", {"tokens": [-1]}, "found -1"),
+    *((CHAT, {"messages": MESSAGES, "grammar": grammar}, "grammar") for grammar in GRAMMARS),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), WRONG)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_cannot_work_with(request_, path, body, message, stream):
+    """Some of these end the process of llama_cpp.server, others are its 500s and empty streams."""
+    status, _, found = request_("POST", path, {**body, "stream": stream} if stream else body)
+    assert status in (400, 413)
+    assert message in found["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_does_not_fit(request_, stream):
+    body = {"prompt": "a b " * 3000, "stream": stream}
+    status, _, found = request_("POST", "/v1/completions", body)
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+# -- the line --------------------------------------------------------------------------------------
+
+
+def waiting(n, target):
+    threads = [threading.Thread(target=target) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_calls_of_all_kinds_wait_in_one_line(server, mail, request_):
+    done = []
+
+    def complete():
+        done.append(request_("POST", "/v1/completions", {"prompt": "Once", **SHORT})[0])
+
+    context = mail.new_context()
+    with busy(server, mail):
+        threads = waiting(4, complete)
+        wait_until(lambda: server.status()["queue"] == 5)
+        for method, path, body in (
+            ("POST", "/v1/completions", {"prompt": "Once"}),
+            ("POST", CHAT, {"messages": MESSAGES, "stream": True}),
+            ("GET", "/v1/models", None),
+            ("POST", "/extras/tokenize", {"input": "x"}),
+            ("DELETE", f"/v1/llmaas/apps/mail/contexts/{context.id}", None),
+        ):
+            status, headers, found = request_(method, path, body)
+            assert (status, headers["retry-after"]) == (429, "1")
+            assert found["error"]["code"] == "rate_limit_exceeded"
+            assert found["error"]["message"].startswith("4 calls wait for the engine, the limit ")
+        for use in (lambda: context.call("Hi"), lambda: next(context.stream("Hi"))):
+            with pytest.raises(LimitError, match=r"the limit is 4.*\(HTTP 429\)"):
+                use()
+        assert server.status()["queue"] == 5
+        assert mail.contexts()  # takes no engine
+        assert request_("GET", "/health", key=None)[0] == 200
+    for thread in threads:
+        thread.join(60)
+    assert done == [200] * 4
+
+
+def test_one_app_does_not_keep_another_one_out(server, mail, request_):
+    done = []
+
+    def complete(key):
+        done.append((key, request_("POST", "/v1/completions", {"prompt": "Once", **SHORT}, key)[0]))
+
+    with busy(server, mail):
+        threads = waiting(4, lambda: complete(MAIL))
+        wait_until(lambda: server.status()["queue"] == 5)
+        threads += waiting(2, lambda: complete(NOTES))
+        wait_until(lambda: done == [(MAIL, 429)] * 2)
+        assert server.status()["queue"] == 5
+    for thread in threads:
+        thread.join(60)
+    assert sorted(done[2:]) == [(MAIL, 200)] * 2 + [(NOTES, 200)] * 2
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+def connect(server, data=b""):
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall(data)
+    return connection
+
+
+def test_one_connection_too_many_is_told_so(server):
+    wait_until(lambda: server.n_files() > 0)
+    with contextlib.ExitStack() as stack:
+        answers = []
+        for _ in range(20):
+            connection = stack.enter_context(connect(server))
+            connection.setblocking(False)
+            answers.append(connection)
+        time.sleep(0.2)
+        told = []
+        for connection in answers:
+            with contextlib.suppress(BlockingIOError):
+                told.append(connection.recv(1000))
+        assert len(told) >= 8
+        assert all(b" 503 " in answer and b"12 connections, the limit" in answer for answer in told)
+    wait_until(lambda: _answers(server))
+
+
+def _answers(server):
+    with contextlib.suppress(LlmaasError, OSError):
+        return server.status()["queue"] == 0
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % MAIL.encode()
+
+
+@pytest.mark.parametrize(
+    "half",
+    [b"", b"GET /heal", HEAD, HEAD + b"Content-Length: 99\r\n\r\n{", HEAD.replace(b"1", b"x")],
+)
+def test_half_a_request_is_not_waited_for(server, half):
+    """``client_timeout_s`` after it began, no matter what else comes now and then."""
+    with connect(server, half) as connection:
+        answer = connection.recv(1000)
+        assert answer == b"" or b" 400 " in answer
+    assert server.status()["queue"] == 0
+
+
+# -- what it tells about itself --------------------------------------------------------------------
+
+
+def test_health_needs_no_key(request_):
+    assert request_("GET", "/health", key=None)[::2] == (200, {"status": "ok"})
+
+
+def test_metrics(server, mail, request_):
+    before = server.metrics(ADMINISTRATOR)
+    context = mail.new_context("Anna is here.")
+    for _ in range(2):
+        context.call("Hi", **SHORT)
+    mail.new_context().call("Where is the station?", **SHORT)
+    context.call("Why?", **SHORT)  # a switch back
+    assert request_("GET", "/nowhere", key=ADMINISTRATOR)[0] == 404
+    after = server.metrics(ADMINISTRATOR)
+
+    def grown(name):
+        return after[name] - before.get(name, 0)
+
+    assert grown('llmaas_requests_total{route="call",status="200"}') == 4
+    assert grown('llmaas_requests_total{route="contexts",status="201"}') == 2
+    assert grown('llmaas_requests_total{route="other",status="404"}') == 1
+    assert grown("llmaas_generated_tokens_total") == 16
+    assert 0 < grown("llmaas_reused_tokens_total") < grown("llmaas_prompt_tokens_total")
+    for name in ("switch", "first_token", "queue_wait"):
+        assert grown(f"llmaas_{name}_seconds_count") == 4
+    assert grown("llmaas_first_token_seconds_sum") > grown("llmaas_switch_seconds_sum") > 0
+    assert (after["llmaas_queue_waiting_calls"], after["llmaas_queue_running_calls"]) == (0, 0)
+    kv = server.kv()
+    for entry in ("ram_bytes", "disk_bytes", "ram_hits", "disk_hits", "faults", "io_errors",
+                  "restores", "disk_evicted", "restored_tokens"):  # fmt: skip
+        assert after[f"llmaas_kv_chunks_{entry}"] == kv[entry]
+    assert grown("llmaas_kv_chunks_restores") >= 1
+    assert grown("llmaas_kv_chunks_restore_seconds") > 0
+    assert after["process_resident_memory_bytes"] > 1 << 20
+
+
+def test_metrics_of_a_busy_server(server, mail):
+    with busy(server, mail):
+        assert server.metrics(ADMINISTRATOR)["llmaas_queue_running_calls"] == 1

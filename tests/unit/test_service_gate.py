@@ -1,0 +1,56 @@
+"""Which class of routes a path belongs to: what is forgotten here has neither key nor limit."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from llama_cpp.server import app as server
+from starlette.routing import compile_path
+
+from llmaas_plugins.service.gate import route_of
+
+APP = "/v1/llmaas/apps/mail/contexts"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "owner"),
+    [
+        ("/v1/chat/completions", "chat", ""),
+        ("/v1/completions", "completion", ""),
+        ("/v1/engines/copilot-codex/completions", "completion", ""),
+        ("/v1/embeddings", "embedding", ""),
+        ("/v1/models", "models", ""),
+        ("/extras/tokenize", "tokens", ""),
+        ("/extras/tokenize/count", "tokens", ""),
+        ("/extras/detokenize", "tokens", ""),
+        (APP, "contexts", "mail"),
+        (f"{APP}/abc", "contexts", "mail"),
+        (f"{APP}/abc/call", "call", "mail"),
+        (f"{APP}/abc/call\n", "call", "mail"),  # the server's patterns end so, too
+        (f"{APP}/abc/other", "other", ""),
+        ("/v1/llmaas/status", "status", ""),
+        ("/metrics", "metrics", ""),
+        ("/health", "health", ""),
+        ("/docs", "docs", ""),
+        ("/openapi.json", "docs", ""),
+        ("/", "other", ""),
+        ("/v1/chat/completions/", "other", ""),
+    ],
+)
+def test_routes(path, name, owner):
+    route, found = route_of(path)
+    assert (route.name, found) == (name, owner)
+
+
+def test_every_route_of_the_server_waits_for_its_turn():
+    for route in server.router.routes:
+        assert compile_path(route.path)[2] == {}  # no parameters: the path is all there is
+        assert route_of(route.path)[0].waits, route.path
+
+
+def test_what_an_app_may_not_use_is_the_administrators():
+    assert [route_of(path)[0].opens_to for path in ("/metrics", "/v1/llmaas/status", "/new")] == [
+        "administrator"
+    ] * 3

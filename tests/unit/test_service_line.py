@@ -1,0 +1,127 @@
+"""The line before the engine: order, bound, fairness, and what ends a call."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+pytest.importorskip("fastapi")
+
+from llmaas_plugins.service.line import Abandoned, Line
+from llmaas_plugins.service.refusal import Refusal
+
+
+@pytest.fixture
+def in_loop():
+    """Run a coroutine function on an event loop."""
+    return anyio.run
+
+
+def names(calls):
+    return [call.app for call in calls]
+
+
+def test_one_runs_and_the_others_follow_in_order(in_loop):
+    async def story():
+        line = Line(3)
+        calls = [line.enter("mail") for _ in range(4)]
+        for i, call in enumerate(calls):
+            assert line.running is call
+            assert [c.turn.is_set() for c in calls] == [j <= i for j in range(4)]
+            assert len(line) == 4 - i
+            line.leave(call)
+        assert len(line) == 0
+
+    in_loop(story)
+
+
+def test_one_more_than_may_wait_is_refused(in_loop):
+    async def story():
+        line = Line(2)
+        calls = [line.enter("mail") for _ in range(3)]
+        for attempt in (line.check, line.enter):
+            with pytest.raises(Refusal, match=r"2 calls wait.*the limit is 2") as caught:
+                attempt("mail")
+            assert caught.value.status == 429
+            assert (b"retry-after", b"1") in caught.value.headers
+        assert not any(call.is_over for call in calls)
+        line.leave(calls[2])  # gives up waiting
+        line.check("mail")
+        assert line.enter("mail") is line.waiting[1]
+
+    in_loop(story)
+
+
+def test_no_app_keeps_another_one_out(in_loop):
+    async def story():
+        line = Line(4)
+        flood = [line.enter("flood") for _ in range(5)]
+        line.enter("mail")
+        assert names(line.waiting) == ["flood", "flood", "flood", "mail"]
+        assert flood[4].refusal.status == 429  # its latest
+        line.enter("mail")
+        assert names(line.waiting) == ["flood", "flood", "mail", "mail"]
+        for app in ("mail", "flood"):  # even now: nobody has more than a fair share
+            with pytest.raises(Refusal, match="the limit is 4"):
+                line.enter(app)
+        line.enter("notes")
+        assert sorted(names(line.waiting)) == ["flood", "mail", "mail", "notes"]
+
+    in_loop(story)
+
+
+def test_a_single_place_is_no_share(in_loop):
+    async def story():
+        line = Line(1)
+        line.enter("mail")
+        line.enter("mail")
+        with pytest.raises(Refusal):
+            line.enter("notes")
+
+    in_loop(story)
+
+
+def test_stopping_ends_those_that_wait(in_loop):
+    async def story():
+        line = Line(4)
+        running, *waiting = [line.enter("mail") for _ in range(3)]
+        line.stop()
+        assert not running.is_over
+        assert [call.refusal.status for call in waiting] == [503, 503]
+        assert len(line) == 1
+        for attempt in (line.check, line.enter):
+            with pytest.raises(Refusal, match="stopping") as caught:
+                attempt("mail")
+            assert caught.value.status == 503
+        line.end_running()
+        assert running.refusal.status == 503
+        line.leave(running)
+        assert len(line) == 0
+
+    in_loop(story)
+
+
+def test_a_call_that_is_over_is_evaluated_no_further(in_loop):
+    async def story():
+        line = Line(1)
+        line.end_if_unwanted()  # evaluation that belongs to no call
+        call = line.enter("mail")
+        line.end_if_unwanted()
+        call.end()
+        with pytest.raises(Abandoned):
+            line.end_if_unwanted()
+        line.leave(call)
+        line.end_if_unwanted()
+
+    in_loop(story)
+
+
+def test_a_call_ends_once(in_loop):
+    async def story():
+        line = Line(1)
+        call = line.enter("mail")
+        call.end()  # its client left
+        line.end_running()
+        assert call.refusal is None
+
+    in_loop(story)
