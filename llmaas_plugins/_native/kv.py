@@ -39,6 +39,7 @@ class KVGeometry:
         type_v: ggml type id of the V rows.
         k_row: Bytes of one token's K row, per layer.
         v_row: Bytes of one token's V row, per layer; 0 where a layer has none.
+        n_first: Layers in the first of two caches (sliding windows); 0 if there is one cache.
     """
 
     n_layer: int
@@ -47,6 +48,7 @@ class KVGeometry:
     type_v: int
     k_row: tuple[int, ...]
     v_row: tuple[int, ...]
+    n_first: int = 0
     handle: Any = field(init=False, repr=False, compare=False)
     _rows: Any = field(init=False, repr=False, compare=False)
 
@@ -62,7 +64,7 @@ class KVGeometry:
             rows = (ffi.new("uint64_t[]", self.k_row), ffi.new("uint64_t[]", self.v_row))
             handle = ffi.new(
                 "llmaas_kv_geom *",
-                (self.n_layer, int(self.v_trans), self.type_k, self.type_v, *rows),
+                (self.n_layer, int(self.v_trans), self.type_k, self.type_v, *rows, self.n_first),
             )
         except OverflowError as error:
             raise fail(f"KV geometry {self}: {error}", lib.LLMAAS_EINVAL) from error
@@ -80,6 +82,7 @@ class KVGeometry:
         """Pickle and copy by value: the C struct belongs to this process."""
         return type(self), (
             self.n_layer, self.v_trans, self.type_k, self.type_v, self.k_row, self.v_row,
+            self.n_first,
         )  # fmt: skip
 
     @property
@@ -101,6 +104,7 @@ class KVGeometry:
             "type_v": self.type_v,
             "k_row": list(self.k_row),
             "v_row": list(self.v_row),
+            "n_first": self.n_first,
         }
 
     @classmethod
@@ -114,6 +118,7 @@ class KVGeometry:
                 type_v=int(values["type_v"]),
                 k_row=tuple(int(row) for row in values["k_row"]),
                 v_row=tuple(int(row) for row in values["v_row"]),
+                n_first=int(values.get("n_first", 0)),
             )
         except (KeyError, TypeError) as error:
             raise fail(f"KV geometry from {values!r}: {error!r}", lib.LLMAAS_EINVAL) from error
@@ -171,6 +176,7 @@ def blob_probe(buf: Bytes) -> tuple[KVGeometry, int]:
         type_v=info.type_v,
         k_row=tuple(ffi.unpack(k_row, info.n_layer)),
         v_row=tuple(ffi.unpack(v_row, info.n_layer)),
+        n_first=info.n_first,
     )
     return geom, info.n_cells
 

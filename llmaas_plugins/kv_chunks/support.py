@@ -5,10 +5,11 @@ from __future__ import annotations
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate, ModelLoad
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 
-__all__ = ["SCRATCH_SEQUENCE", "SEQUENCES", "unsupported", "unsupported_cells"]
+__all__ = ["SCRATCH_SEQUENCE", "SEQUENCES", "unsupported", "unsupported_cells", "window"]
 
-_EMPTY_BLOB_BYTES = 16
+_EMPTY_BLOB_BYTES = (16, 24)
 
 SCRATCH_SEQUENCE = 1
 """Sequence through which ranges of cells are read and written; empty between calls."""
@@ -19,13 +20,16 @@ SEQUENCES = 2
 def unsupported(create: ContextCreate) -> str | None:
     """Why a context that is about to be made must be left alone, or None."""
     model, params = create.model, create.params
-    swa = llama_cpp.llama_model_n_swa(model)
+    n_window = window(model)
     reasons = {
         "recurrent model: its state cannot drop ranges": llama_cpp.llama_model_is_recurrent(model),
         "hybrid model: its state cannot drop ranges": llama_cpp.llama_model_is_hybrid(model),
         "diffusion model: it has no causal cells": llama_cpp.llama_model_is_diffusion(model),
         "encoder model: its cells do not extend": llama_cpp.llama_model_has_encoder(model),
-        f"sliding window of {swa} tokens: its cells are kept in two caches": swa > 0,
+        f"sliding window of {n_window} tokens without swa_full: old cells are gone": (
+            n_window > 0 and not params.swa_full
+        ),
+        f"sliding window of {n_window} tokens, less than a chunk": 0 < n_window < CHUNK_TOKENS,
         "embedding context": bool(params.embeddings),
         f"{params.n_seq_max} sequences of the app's own": params.n_seq_max > 1,
         "2-D positions (M-RoPE)": _has_2d_positions(model),
@@ -37,14 +41,21 @@ def unsupported(create: ContextCreate) -> str | None:
 def unsupported_cells(ctx: int) -> str | None:
     """Why a new context must be left alone after all, or None: seen from how it keeps its cells.
 
-    One cache of keys and values is a blob of 16 bytes while it is empty. Architectures that keep
-    more, an index for instance, or nothing, cannot be told from the model alone.
+    One cache of keys and values is a blob of 16 bytes while it is empty, two are one of 24.
+    Architectures that keep more, an index for instance, or nothing, cannot be told from the model.
     """
     if llama_cpp.llama_get_memory(ctx) is None:
         return "encoder or diffusion model: it keeps no cells"
-    if llama_cpp.llama_state_seq_get_size(ctx, SCRATCH_SEQUENCE) != _EMPTY_BLOB_BYTES:
-        return "its cells are not in one cache of keys and values"
+    n_bytes = llama_cpp.llama_state_seq_get_size(ctx, SCRATCH_SEQUENCE)
+    has_window = window(llama_cpp.llama_get_model(ctx)) > 0
+    if n_bytes not in _EMPTY_BLOB_BYTES[: 1 + has_window]:
+        return "its cells are not in caches of keys and values alone"
     return None
+
+
+def window(model: int) -> int:
+    """Tokens that a model's sliding-window layers see; 0 if it has none."""
+    return int(llama_cpp.llama_model_n_swa(model))
 
 
 def _is_offloaded(load: ModelLoad | None) -> bool:

@@ -17,10 +17,12 @@ from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain
 from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.support import window
 from llmaas_plugins.kv_chunks.tree import Chunk
 
 __all__ = ["Transfer"]
 
+_ENDLESS = 1 << 30
 _log = logging.getLogger("llmaas.kv_chunks")
 
 
@@ -43,6 +45,7 @@ class Transfer:
         self._staging = staging
         self._workers = workers
         self._cells = Cells(engine.ctx)
+        self._window_chunks = window(engine.model) // CHUNK_TOKENS or _ENDLESS
         self._geometry: KVGeometry | None = None
         self._is_learned = False
         self._loader: Loader | None = None
@@ -65,7 +68,7 @@ class Transfer:
             geometry = self._learn_geometry()
             step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
             with self._staging.lock:
-                for run in _runs(missing, step):
+                for run in _runs(missing, step, self._window_chunks):
                     if not self._claim(geometry, run, ids, len(tokens)):
                         break
         self._store.touch(ids)
@@ -189,11 +192,14 @@ class Transfer:
         return self._geometry
 
 
-def _runs(indices: Sequence[int], most: int) -> Iterator[range]:
-    """Consecutive indices, grouped into ranges of ``most`` at most."""
+def _runs(indices: Sequence[int], most: int, window: int) -> Iterator[range]:
+    """Consecutive indices, grouped into ranges of ``most`` at most, each within one window.
+
+    llama.cpp reads no cells that a sequence's last one cannot see.
+    """
     start = previous = indices[0]
     for i in indices[1:]:
-        if i != previous + 1 or i - start >= most:
+        if i != previous + 1 or i - start >= most or i % window == 0:
             yield range(start, previous + 1)
             start = i
         previous = i

@@ -8,6 +8,7 @@ typedef struct llmaas_kv_geom {
     int32_t  type_v;
     const uint64_t * k_row;
     const uint64_t * v_row;
+    uint32_t n_first;
 } llmaas_kv_geom;
 
 typedef struct llmaas_blob_info {
@@ -16,6 +17,7 @@ typedef struct llmaas_blob_info {
     int32_t  type_k;
     int32_t  type_v;
     uint32_t n_cells;
+    uint32_t n_first;
 } llmaas_blob_info;
 
 llmaas_status llmaas_kv_geom_check(const llmaas_kv_geom * geom);

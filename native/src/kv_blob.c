@@ -38,6 +38,31 @@ static void row_head_write(uint8_t * p, const llmaas_kv_plane * plane) {
     }
 }
 
+/* All that stands before a cache's rows. */
+static void cache_write(
+    uint8_t * p, const llmaas_kv_geom * geom, uint32_t n_layer, const int32_t * pos, uint32_t n_cells) {
+    store_u32(p, 1);
+    store_u32(p + 4, n_cells);
+    uint8_t * cell = p + LLMAAS_BLOB_CACHE;
+    for (uint32_t i = 0; i < n_cells; ++i, cell += LLMAAS_BLOB_CELL) {
+        store_i32(cell, pos[i]);
+        store_u32(cell + 4, 1);
+        store_i32(cell + 8, 0);
+    }
+    store_u32(cell, geom->v_trans);
+    store_u32(cell + 4, n_layer);
+}
+
+static bool cache_ok(
+    const uint8_t * p, const llmaas_kv_geom * geom, uint32_t n_layer, const int32_t * pos, uint32_t n_cells) {
+    bool            ok   = load_u32(p) == 1 && load_u32(p + 4) == n_cells;
+    const uint8_t * cell = p + LLMAAS_BLOB_CACHE;
+    for (uint32_t i = 0; i < n_cells; ++i, cell += LLMAAS_BLOB_CELL) {
+        ok &= load_i32(cell) == pos[i] && load_u32(cell + 4) == 1;
+    }
+    return ok && load_u32(cell) == geom->v_trans && load_u32(cell + 4) == n_layer;
+}
+
 llmaas_status llmaas_blob_init(
     const llmaas_kv_geom * geom, uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells) {
     if (args_check(geom, blob, pos, n_cells) != LLMAAS_OK) {
@@ -48,20 +73,14 @@ llmaas_status llmaas_blob_init(
     }
     store_u32(blob, LLMAAS_BLOB_MAGIC);
     store_i32(blob + 4, 0);
-    store_u32(blob + 8, 1);
-    store_u32(blob + 12, n_cells);
-    uint8_t * cell = blob + LLMAAS_BLOB_HEAD;
-    for (uint32_t i = 0; i < n_cells; ++i, cell += LLMAAS_BLOB_CELL) {
-        store_i32(cell, pos[i]);
-        store_u32(cell + 4, 1);
-        store_i32(cell + 8, 0);
-    }
-    store_u32(cell, geom->v_trans);
-    store_u32(cell + 4, geom->n_layer);
+    cache_write(blob + 8, geom, llmaas_kv_first(geom), pos, n_cells);
     llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
     llmaas_kv_plane plane;
     while (llmaas_kv_walk_next(&walk, &plane)) {
         row_head_write(blob + plane.head, &plane);
+    }
+    if (walk.second != 0) {
+        cache_write(blob + walk.second, geom, geom->n_layer - geom->n_first, pos, n_cells);
     }
     return LLMAAS_OK;
 }
@@ -71,17 +90,8 @@ llmaas_status llmaas_blob_check(
     if (args_check(geom, blob, pos, n_cells) != LLMAAS_OK) {
         return LLMAAS_EINVAL;
     }
-    if (size != llmaas_blob_size(geom, n_cells) || load_u32(blob) != LLMAAS_BLOB_MAGIC || load_u32(blob + 8) != 1 ||
-        load_u32(blob + 12) != n_cells) {
-        return LLMAAS_ECORRUPT;
-    }
-    const uint8_t * cell = blob + LLMAAS_BLOB_HEAD;
-    for (uint32_t i = 0; i < n_cells; ++i, cell += LLMAAS_BLOB_CELL) {
-        if (load_i32(cell) != pos[i] || load_u32(cell + 4) != 1) {
-            return LLMAAS_ECORRUPT;
-        }
-    }
-    if (load_u32(cell) != geom->v_trans || load_u32(cell + 4) != geom->n_layer) {
+    if (size != llmaas_blob_size(geom, n_cells) || load_u32(blob) != LLMAAS_BLOB_MAGIC ||
+        !cache_ok(blob + 8, geom, llmaas_kv_first(geom), pos, n_cells)) {
         return LLMAAS_ECORRUPT;
     }
     llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
@@ -92,6 +102,9 @@ llmaas_status llmaas_blob_check(
         if (memcmp(blob + plane.head, head, sizeof head) != 0) {
             return LLMAAS_ECORRUPT;
         }
+    }
+    if (walk.second != 0 && !cache_ok(blob + walk.second, geom, geom->n_layer - geom->n_first, pos, n_cells)) {
+        return LLMAAS_ECORRUPT;
     }
     return LLMAAS_OK;
 }

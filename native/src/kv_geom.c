@@ -18,7 +18,7 @@ static bool row_ok(uint64_t row, int32_t type) {
 
 llmaas_status llmaas_kv_geom_check(const llmaas_kv_geom * geom) {
     if (!geom || !geom->k_row || !geom->v_row || geom->n_layer < 1 || geom->n_layer > LLMAAS_KV_MAX_LAYERS ||
-        geom->v_trans > 1) {
+        geom->v_trans > 1 || (geom->n_first != 0 && geom->n_first >= geom->n_layer)) {
         return LLMAAS_EINVAL;
     }
     const uint32_t v_bytes = llmaas_type_bytes(geom->type_v);
@@ -52,7 +52,14 @@ uint64_t llmaas_kv_geom_hash(const llmaas_kv_geom * geom) {
         hash = mix(hash, geom->k_row[il]);
         hash = mix(hash, geom->v_row[il]);
     }
+    if (geom->n_first != 0) {
+        hash = mix(hash, geom->n_first);
+    }
     return hash ? hash : 1;
+}
+
+uint32_t llmaas_kv_first(const llmaas_kv_geom * geom) {
+    return geom->n_first ? geom->n_first : geom->n_layer;
 }
 
 llmaas_kv_walk llmaas_kv_walk_begin(const llmaas_kv_geom * geom, uint32_t n_cells) {
@@ -60,15 +67,25 @@ llmaas_kv_walk llmaas_kv_walk_begin(const llmaas_kv_geom * geom, uint32_t n_cell
         .geom    = geom,
         .n_cells = n_cells,
         .offset  = LLMAAS_BLOB_HEAD + (uint64_t) n_cells * LLMAAS_BLOB_CELL + LLMAAS_BLOB_TAIL,
+        .second  = 0,
         .next    = 0,
     };
 }
 
 bool llmaas_kv_walk_next(llmaas_kv_walk * walk, llmaas_kv_plane * plane) {
-    const llmaas_kv_geom * geom = walk->geom;
+    const llmaas_kv_geom * geom    = walk->geom;
+    const uint32_t         n_first = llmaas_kv_first(geom);
     for (; walk->next < 2 * geom->n_layer; ++walk->next) {
-        const bool     is_v = walk->next >= geom->n_layer;
-        const uint64_t row  = is_v ? geom->v_row[walk->next - geom->n_layer] : geom->k_row[walk->next];
+        const bool     is_first = walk->next < 2 * n_first;
+        const uint32_t begin    = is_first ? 0 : n_first;
+        const uint32_t n        = is_first ? n_first : geom->n_layer - n_first;
+        const uint32_t at       = walk->next - 2 * begin;
+        const bool     is_v     = at >= n;
+        const uint64_t row      = is_v ? geom->v_row[begin + at - n] : geom->k_row[begin + at];
+        if (!is_first && walk->second == 0) {
+            walk->second = walk->offset;
+            walk->offset += LLMAAS_BLOB_CACHE + walk->n_cells * LLMAAS_BLOB_CELL + LLMAAS_BLOB_TAIL;
+        }
         if (row == 0) {
             continue;
         }

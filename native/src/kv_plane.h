@@ -1,4 +1,4 @@
-/* A plane is the K or the V of one layer: the unit that blob and body are walked by, K of all layers first. */
+/* A plane is the K or the V of one layer: the unit that blob and body are walked by, K of all layers of a cache first. */
 #ifndef LLMAAS_KV_PLANE_H
 #define LLMAAS_KV_PLANE_H
 
@@ -8,6 +8,7 @@
 
 enum {
     LLMAAS_BLOB_HEAD     = 16, /* magic, seq_id, n_stream, n_cells */
+    LLMAAS_BLOB_CACHE    = 8,  /* n_stream, n_cells: where each cache begins */
     LLMAAS_BLOB_CELL     = 12, /* pos, n_seq_id, seq_id */
     LLMAAS_BLOB_TAIL     = 8,  /* v_trans, n_layer, after the cells */
     LLMAAS_BLOB_ROW_HEAD = 12, /* type and row size, in both orientations */
@@ -26,11 +27,15 @@ typedef struct llmaas_kv_walk {
     const llmaas_kv_geom * geom;
     uint64_t n_cells;
     uint64_t offset;
-    uint32_t next;  /* 0..2 × n_layer */
+    uint64_t second; /* offset of the second cache's n_stream; 0 until the walk is there */
+    uint32_t next;   /* 0..2 × n_layer */
 } llmaas_kv_walk;
 
 /* Size of a block of type, and of an element for transposition; 1 for opaque types. */
 uint32_t llmaas_type_bytes(int32_t type);
+
+/* Layers of the first cache. */
+uint32_t llmaas_kv_first(const llmaas_kv_geom * geom);
 
 llmaas_kv_walk llmaas_kv_walk_begin(const llmaas_kv_geom * geom, uint32_t n_cells);
 

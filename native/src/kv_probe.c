@@ -63,11 +63,12 @@ static llmaas_status probe_plane(cursor * c, uint32_t n_cells, bool trans, int32
     return take(c, *row * n_cells) ? LLMAAS_OK : LLMAAS_ECORRUPT;
 }
 
+/* The K or the V of the layers [begin, end). */
 static llmaas_status probe_planes(
-    cursor * c, const llmaas_blob_info * info, bool trans, int32_t * type, uint64_t * rows) {
-    for (uint32_t il = 0; il < info->n_layer; ++il) {
+    cursor * c, uint32_t n_cells, bool trans, uint32_t begin, uint32_t end, int32_t * type, uint64_t * rows) {
+    for (uint32_t il = begin; il < end; ++il) {
         int32_t found = 0;
-        const llmaas_status status = probe_plane(c, info->n_cells, trans, &found, &rows[il]);
+        const llmaas_status status = probe_plane(c, n_cells, trans, &found, &rows[il]);
         if (status != LLMAAS_OK) {
             return status;
         }
@@ -79,6 +80,37 @@ static llmaas_status probe_planes(
     return LLMAAS_OK;
 }
 
+static llmaas_status probe_layers(
+    cursor * c, llmaas_blob_info * info, uint32_t begin, uint64_t * k_row, uint64_t * v_row) {
+    llmaas_status status = probe_planes(c, info->n_cells, false, begin, info->n_layer, &info->type_k, k_row);
+    if (status != LLMAAS_OK) {
+        return status;
+    }
+    if (c->left == 0 && begin == 0) { /* latent attention: no layer has a V */
+        info->type_v = info->type_k;
+        memset(v_row, 0, info->n_layer * sizeof *v_row);
+        return LLMAAS_OK;
+    }
+    return probe_planes(c, info->n_cells, info->v_trans != 0, begin, info->n_layer, &info->type_v, v_row);
+}
+
+/* A second cache with the same cells; anything else that follows the first is not supported. */
+static llmaas_status probe_second(cursor * c, llmaas_blob_info * info, const uint8_t * first) {
+    const uint64_t  bytes  = LLMAAS_BLOB_CACHE + (uint64_t) info->n_cells * LLMAAS_BLOB_CELL + 4;
+    const uint8_t * second = take(c, bytes);
+    const uint8_t * tail   = take(c, 4);
+    if (!second || !tail || memcmp(first, second, (size_t) bytes) != 0) {
+        return LLMAAS_EUNSUPPORTED;
+    }
+    const uint32_t n_layer = load_u32(tail);
+    if (n_layer < 1 || n_layer > LLMAAS_KV_MAX_LAYERS - info->n_layer) {
+        return LLMAAS_EUNSUPPORTED;
+    }
+    info->n_first  = info->n_layer;
+    info->n_layer += n_layer;
+    return LLMAAS_OK;
+}
+
 llmaas_status llmaas_blob_probe(
     const uint8_t * blob, size_t size, uint32_t max_layers, llmaas_blob_info * info, uint64_t * k_row, uint64_t * v_row) {
     if (!blob || !info || !k_row || !v_row) {
@@ -87,28 +119,24 @@ llmaas_status llmaas_blob_probe(
     cursor c = {blob, size};
     *info = (llmaas_blob_info) {0};
     llmaas_status status = probe_cells(&c, info);
-    if (status != LLMAAS_OK) {
-        return status;
-    }
-    if (info->n_layer > max_layers) {
-        return LLMAAS_ESPACE;
-    }
-    status = probe_planes(&c, info, false, &info->type_k, k_row);
-    if (status != LLMAAS_OK) {
-        return status;
-    }
-    if (c.left == 0) { /* latent attention: no layer has a V */
-        info->type_v = info->type_k;
-        memset(v_row, 0, info->n_layer * sizeof *v_row);
-    } else {
-        status = probe_planes(&c, info, info->v_trans != 0, &info->type_v, v_row);
-        if (status != LLMAAS_OK) {
-            return status;
+    for (uint32_t begin = 0; status == LLMAAS_OK;) {
+        if (info->n_layer > max_layers) {
+            return LLMAAS_ESPACE;
         }
+        status = probe_layers(&c, info, begin, k_row, v_row);
+        if (status != LLMAAS_OK || c.left == 0) {
+            break;
+        }
+        if (begin != 0) {
+            return LLMAAS_EUNSUPPORTED;
+        }
+        begin  = info->n_layer;
+        status = probe_second(&c, info, blob + LLMAAS_BLOB_HEAD - LLMAAS_BLOB_CACHE);
     }
-    if (c.left != 0) { /* a second cache follows: sliding window or recurrent state */
-        return LLMAAS_EUNSUPPORTED;
+    if (status != LLMAAS_OK) {
+        return status;
     }
-    const llmaas_kv_geom geom = {info->n_layer, info->v_trans, info->type_k, info->type_v, k_row, v_row};
+    const llmaas_kv_geom geom = {
+        info->n_layer, info->v_trans, info->type_k, info->type_v, k_row, v_row, info->n_first};
     return llmaas_kv_geom_check(&geom) == LLMAAS_OK ? LLMAAS_OK : LLMAAS_EUNSUPPORTED;
 }

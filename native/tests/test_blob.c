@@ -71,7 +71,7 @@ static void check_check(const llmaas_kv_geom * geom) {
 }
 
 static llmaas_status check_rows(int32_t type, uint64_t row, uint32_t v_trans) {
-    const llmaas_kv_geom geom = {1, v_trans, type, type, &row, &row};
+    const llmaas_kv_geom geom = {1, v_trans, type, type, &row, &row, 0};
     return llmaas_kv_geom_check(&geom);
 }
 
@@ -80,17 +80,22 @@ static void check_geometry(void) {
     CHECK(check_rows(1, 0, 0) && check_rows(1, 3, 0) && check_rows(1, (1u << 20) + 2, 0) && check_rows(1, UINT64_MAX - 1, 0));
     CHECK(check_rows(0, 6, 0) && check_rows(8, 32, 0) && check_rows(8, 34, 1) && check_rows(77, 32, 1));
     CHECK(check_rows(8, 34, 0) == LLMAAS_OK && check_rows(77, 3, 0) == LLMAAS_OK && check_rows(1, 2, 2));
-    const llmaas_kv_geom a = {3, 0, 1, 1, rows_k, rows_v}, b = {3, 1, 1, 1, rows_k, rows_v}, c = {3, 0, 1, 30, rows_k, rows_v};
+    const llmaas_kv_geom a = {3, 0, 1, 1, rows_k, rows_v, 0}, b = {3, 1, 1, 1, rows_k, rows_v, 0};
+    const llmaas_kv_geom c = {3, 0, 1, 30, rows_k, rows_v, 0}, d = {3, 0, 1, 1, rows_k, rows_v, 1};
     CHECK(llmaas_kv_geom_hash(&a) == llmaas_kv_geom_hash(&b) && llmaas_kv_geom_hash(&a) != llmaas_kv_geom_hash(&c));
-    const llmaas_kv_geom none = {0, 0, 1, 1, rows_k, rows_v}, many = {1025, 0, 1, 1, rows_k, rows_v};
+    CHECK(llmaas_kv_geom_hash(&d) != llmaas_kv_geom_hash(&a) && llmaas_kv_geom_hash(&d) != 0);
+    const llmaas_kv_geom none = {0, 0, 1, 1, rows_k, rows_v, 0}, many = {1025, 0, 1, 1, rows_k, rows_v, 0};
     CHECK(llmaas_kv_geom_check(&none) && llmaas_kv_geom_check(&many) && llmaas_kv_geom_check(NULL));
     CHECK(llmaas_kv_geom_hash(&none) == 0 && llmaas_blob_size(&none, 1) == 0 && llmaas_blob_size(&a, 0) == 0);
     CHECK(llmaas_blob_size(&a, UINT32_MAX) == 24 + 6 * 12 + (uint64_t) UINT32_MAX * (12 + 34));
 }
 
 int main(void) {
-    const llmaas_kv_geom geoms[] = {{3, 0, 1, 1, rows_k, rows_v}, {3, 1, 1, 1, rows_k, rows_v}, {3, 1, 1, 30, rows_k, rows_v},
-                                    {3, 0, 1, 1, rows_k, no_v},   {3, 0, 99, 99, rows_k, rows_v}};
+    const llmaas_kv_geom geoms[] = {
+        {3, 0, 1, 1, rows_k, rows_v, 0}, {3, 1, 1, 1, rows_k, rows_v, 0},   {3, 1, 1, 30, rows_k, rows_v, 0},
+        {3, 0, 1, 1, rows_k, no_v, 0},   {3, 0, 99, 99, rows_k, rows_v, 0}, {3, 0, 1, 1, rows_k, rows_v, 1},
+        {3, 1, 1, 1, rows_k, rows_v, 2},
+    };
     check_geometry();
     for (size_t g = 0; g < sizeof geoms / sizeof *geoms; ++g) {
         check_probe(&geoms[g]);

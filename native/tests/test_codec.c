@@ -14,9 +14,10 @@ static const uint64_t k_q8[N_LAYER]  = {34, 68, 102};
 static const uint64_t v_odd[N_LAYER] = {3, 0, 77};
 
 static const llmaas_kv_geom geoms[] = {
-    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16},
-    {N_LAYER, 1, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_BF16, k_f16, v_f16},
-    {N_LAYER, 0, LLMAAS_TYPE_Q8_0, 99, k_q8, v_odd},              {N_LAYER, 1, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_F16, k_q8, v_f16},
+    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 0}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 0},
+    {N_LAYER, 1, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32, 0}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_BF16, k_f16, v_f16, 0},
+    {N_LAYER, 0, LLMAAS_TYPE_Q8_0, 99, k_q8, v_odd, 0},              {N_LAYER, 1, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_F16, k_q8, v_f16, 0},
+    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 1}, {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 2},
 };
 
 static uint8_t * blob_new(const llmaas_kv_geom * geom, size_t * size) {

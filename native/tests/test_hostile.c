@@ -118,7 +118,7 @@ static void check_geometry(const llmaas_kv_geom * base) {
 
 int main(void) {
     for (uint32_t v_trans = 0; v_trans < 2; ++v_trans) {
-        const llmaas_kv_geom geom = {N_LAYER, v_trans, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, rows_k, rows_v};
+        const llmaas_kv_geom geom = {N_LAYER, v_trans, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, rows_k, rows_v, 0};
         check_geometry(&geom);
     }
     return 0;

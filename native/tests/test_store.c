@@ -8,7 +8,7 @@
 enum { N = 40, N_CELLS = 64 };
 
 static const uint64_t rows[] = {6144, 6144};
-static const llmaas_kv_geom geom = {2, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, rows, rows};
+static const llmaas_kv_geom geom = {2, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, rows, rows, 0};
 
 static uint8_t  keys[N][32];
 static uint8_t * payloads[N];

@@ -10,9 +10,12 @@ from switching import ENDINGS, N_FIRST_CELLS, OTHER, PROMPT, Conversation, ask
 from llmaas_eval.families import FAMILIES
 from llmaas_plugins import activate
 
-SERVED = ("llama", "qwen2", "qwen3", "phi3", "llama-moe", "qwen3moe", "deepseek2")
+SERVED = ("llama", "qwen2", "qwen3", "phi3", "llama-moe", "qwen3moe", "deepseek2", "gemma3")
 LEFT = {
-    "gemma3": ("sliding window of 64 tokens: its cells are kept in two caches", "sliding window"),
+    "gemma3, swa_full=False": (
+        "sliding window of 64 tokens without swa_full: old cells are gone",
+        "sliding window",
+    ),
     "mamba2": ("recurrent model: its state cannot drop ranges", "recurrent"),
     "granitehybrid": ("hybrid model: its state cannot drop ranges", "hybrid"),
     "qwen2vl": ("2-D positions (M-RoPE)", "M-RoPE"),
@@ -28,7 +31,7 @@ def column(name, cell, rows):
 
 
 def test_every_family_is_one_or_the_other():
-    assert FAMILIES.keys() == {*SERVED, *LEFT}
+    assert FAMILIES.keys() == {*SERVED, *LEFT} - {"gemma3, swa_full=False"}
 
 
 def traces(path, **settings):
@@ -51,13 +54,15 @@ def seen(llama):
     return state.llama_state, state.n_tokens, [size(llama.ctx) for size in sizes]
 
 
-def settings_of(name):
-    return {"embedding": True} if name == "bert" else {}
+def split(name):
+    """Family and settings of a row."""
+    settings = {"bert": {"embedding": True}, "gemma3, swa_full=False": {"swa_full": False}}
+    return name.partition(",")[0], settings.get(name, {})
 
 
 @pytest.mark.parametrize("name", column("nothing enabled", "vanilla", FAMILIES))
 def test_nothing_enabled_changes_no_byte(name, family):
-    settings = settings_of(name)
+    name, settings = split(name)
     expected = traces(family(name), **settings)
     with activate({}):
         assert traces(family(name), **settings) == expected
@@ -105,9 +110,9 @@ def left(name):
 
 @pytest.mark.parametrize("name", [left(name) for name in LEFT])
 def test_what_cannot_be_kept_is_vanilla(name, family, suite, report, caplog):
-    settings, reason = settings_of(name), f"{name}.gguf: {LEFT[name][0]}"
-    if name == "bert":
-        reason = f"{name}.gguf: embedding context"
+    reason = "embedding context" if name == "bert" else LEFT[name][0]
+    name, settings = split(name)
+    reason = f"{name}.gguf: {reason}"
     expected = traces(family(name), **settings)
     active = suite()
     assert [traces(family(name), **settings) for _ in range(2)] == [expected] * 2

@@ -36,7 +36,11 @@ SETTINGS = {
 
 
 CASES = [("llama", setting) for setting in SETTINGS]
-CASES += [("deepseek2", setting) for setting in ("flash attention", "q8_0 cells", "f32 cells")]
+CASES += [
+    (name, setting)
+    for name in ("deepseek2", "gemma3")
+    for setting in ("flash attention", "q8_0 cells", "f32 cells", "small batches")
+]
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)

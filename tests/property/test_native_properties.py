@@ -34,7 +34,8 @@ def geometries(draw):
     k_row = draw(st.lists(rows, min_size=n_layer, max_size=n_layer))
     v_row = draw(st.lists(st.just(0) | rows, min_size=n_layer, max_size=n_layer))
     type_v = draw(st.sampled_from([1, 30]))
-    return KVGeometry(n_layer, draw(st.booleans()), 1, type_v, tuple(k_row), tuple(v_row))
+    n_first = draw(st.integers(0, n_layer - 1))
+    return KVGeometry(n_layer, draw(st.booleans()), 1, type_v, tuple(k_row), tuple(v_row), n_first)
 
 
 def zeros(rng, n):

@@ -57,6 +57,35 @@ def test_probe_inverts_init(v_trans, v_row):
     blob_check(geom, blob, POSITIONS)
 
 
+@pytest.mark.parametrize("v_trans", [False, True])
+@pytest.mark.parametrize("n_first", [1, 2])
+def test_two_caches_come_one_after_the_other(v_trans, n_first):
+    geom = KVGeometry(3, v_trans, 1, 1, (8, 4, 6), (4, 2, 6), n_first)
+    blob = make_blob(geom)
+    head = struct.calcsize("<II") + 3 * struct.calcsize("<iIi") + struct.calcsize("<II")
+    first = sum(
+        2 * 12 + 3 * (k + v) for k, v in zip(geom.k_row[:n_first], geom.v_row, strict=False)
+    )
+    second = 8 + head + first
+    assert blob[second : second + head - 4] == blob[8 : 8 + head - 4]  # the same cells
+    assert struct.unpack_from("<I", blob, 8 + head - 4) == (n_first,)
+    assert struct.unpack_from("<I", blob, second + head - 4) == (3 - n_first,)
+    assert blob_probe(blob) == (geom, 3)
+    assert geom.hash not in {KVGeometry(3, v_trans, 1, 1, (8, 4, 6), (4, 2, 6)).hash, GEOM.hash}
+    blob_check(geom, blob, POSITIONS)
+    blob[second + 8] ^= 1  # a cell at another position than in the first cache
+    with pytest.raises(NativeError):
+        blob_check(geom, blob, POSITIONS)
+    with pytest.raises(NativeError):
+        blob_probe(blob)
+
+
+def test_a_layout_of_before_two_caches_is_one():
+    values = GEOM.to_json()
+    del values["n_first"]
+    assert KVGeometry.from_json(values) == GEOM
+
+
 def test_check_names_what_it_expected():
     blob = make_blob()
     with pytest.raises(NativeError, match=r"162 bytes for 3 cells, expected 162 bytes") as caught:
@@ -107,6 +136,7 @@ def test_geometry_is_a_value():
         (1, False, 1, 1, (-2,), (2,)),
         (1, True, 8, 8, (34,), (34,)),
         (2, False, 1, 1, (2,), (2, 2)),
+        (2, False, 1, 1, (2, 2), (2, 2), 2),
         (1, False, 2**40, 1, (2,), (2,)),
     ],
 )

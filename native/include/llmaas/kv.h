@@ -7,6 +7,8 @@
  *   per layer:            { i32 type, u64 row_bytes } + n_cells rows
  *   per layer with a V:   { i32 type, u64 row_bytes } + n_cells rows, or, transposed,
  *                         { i32 type, u32 el_bytes, u32 n_embd } + n_embd × n_cells elements
+ * A sliding-window model has two caches, of the layers that see all and of the others: all from n_stream on comes once
+ * more, with the same cells, for the layers of the second.
  * Models with extended cells (M-RoPE, n-gram hashes) interleave more per cell: not supported, callers avoid them. */
 #ifndef LLMAAS_KV_H
 #define LLMAAS_KV_H
@@ -32,6 +34,7 @@ typedef struct llmaas_kv_geom {
     int32_t  type_v;
     const uint64_t * k_row; /* [n_layer] bytes of one token's K row, 2..LLMAAS_KV_MAX_ROW */
     const uint64_t * v_row; /* [n_layer] likewise for V; 0: the layer has no V */
+    uint32_t n_first;       /* layers in the first of two caches; 0: there is one */
 } llmaas_kv_geom;
 
 typedef struct llmaas_blob_info {
@@ -40,6 +43,7 @@ typedef struct llmaas_blob_info {
     int32_t  type_k;
     int32_t  type_v;
     uint32_t n_cells;
+    uint32_t n_first;
 } llmaas_blob_info;
 
 LLMAAS_API llmaas_status llmaas_kv_geom_check(const llmaas_kv_geom * geom);
@@ -60,7 +64,7 @@ LLMAAS_API llmaas_status llmaas_blob_check(
 
 /* Parse an untrusted blob. k_row and v_row have room for max_layers values.
  * ECORRUPT: truncated or inconsistent. EUNSUPPORTED: a valid blob that chunks cannot hold (no cells, several streams
- * or sequence ids per cell, types that differ between layers, some layers without V, more than one cache).
+ * or sequence ids per cell, types that differ between layers, some layers without V, more than two caches, or other cells in them).
  * ESPACE: more than max_layers layers. */
 LLMAAS_API llmaas_status llmaas_blob_probe(
     const uint8_t * blob, size_t size, uint32_t max_layers, llmaas_blob_info * info, uint64_t * k_row, uint64_t * v_row);
