@@ -6,6 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+from llama_cpp import Llama
 
 from llmaas_plugins import activate
 
@@ -35,8 +36,6 @@ def engine():
 @pytest.fixture
 def opened(engine, reference_model):
     """Make a ``Llama`` for a block, as an app does that hands it to its client."""
-    from llama_cpp import Llama
-
     return lambda **kwargs: contextlib.closing(Llama(str(reference_model), **(engine | kwargs)))
 
 

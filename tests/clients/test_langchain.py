@@ -122,6 +122,7 @@ def test_structured_output(lives, chat_model, subjects):
 @pytest.mark.compat("clients", "LangChain LlamaCpp", "completion", "yes")
 @pytest.mark.compat("clients", "LangChain LlamaCpp", "streaming", "yes")
 @pytest.mark.compat("clients", "LangChain LlamaCpp", "contexts restored", "yes")
+@pytest.mark.compat("clients", "LangChain LlamaCpp", "same as vanilla", "yes")
 def test_the_model_of_texts(lives, engine, reference_model, subjects):
     community = pytest.importorskip("langchain_community.llms")
 
