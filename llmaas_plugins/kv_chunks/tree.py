@@ -146,6 +146,13 @@ class ChunkTree:
         chunk.heads.discard(context_id)
         return list(self.unneeded_from(chunk))
 
+    def from_here(self, chunk: Chunk) -> list[Chunk]:
+        """``chunk`` and all that continues it, each behind the one it continues."""
+        found = [chunk]
+        for one in found:  # grows meanwhile
+            found += self._children.get(one.id.key, {}).values()
+        return found
+
     def unneeded_from(self, chunk: Chunk | None) -> Iterator[Chunk]:
         """``chunk`` and its ancestors as long as nothing else needs them; remove as they come."""
         gone: Chunk | None = None

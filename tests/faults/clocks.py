@@ -14,4 +14,4 @@ library = ctypes.CDLL(sys.argv[1])
 library.faults_clock(ctypes.c_long(int(sys.argv[3])))
 spread = {round(time.time() / 3600) for _ in range(4)}
 steps = list(driver.life(Path(sys.argv[2])))
-print(json.dumps({"steps": steps, "hours": len(spread)}))
+json.dump({"steps": steps, "hours": len(spread)}, sys.stdout)

@@ -13,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "native/tests/faults.c"
-FLAGS = "-std=c11 -D_GNU_SOURCE -shared -fPIC -O1 -Wall -Wextra -Werror -fvisibility=hidden".split()
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,8 @@ def library(tmp_path_factory):
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler: install gcc or clang")
     out = tmp_path_factory.mktemp("faults") / "libfaults.so"
-    subprocess.run([compiler, *FLAGS, SOURCE, "-o", out, "-ldl", "-lpthread"], check=True)
+    command = [compiler, *FLAGS, "-fvisibility=hidden", SOURCE, "-o", out, "-ldl", "-lpthread"]
+    subprocess.run(command, check=True)
     return out
 
 

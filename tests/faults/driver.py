@@ -217,7 +217,7 @@ def main():
         found += [f"{fault} at operation {point}: {problem}" for problem in said]
         if not said:
             shutil.rmtree(directory, ignore_errors=True)
-    print(json.dumps({"points": len(points), "ops": ops, "problems": found}))
+    json.dump({"points": len(points), "ops": ops, "problems": found}, sys.stdout)
 
 
 if __name__ == "__main__":

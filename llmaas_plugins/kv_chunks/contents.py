@@ -1,0 +1,162 @@
+"""What a store holds, read without changing it; a process may be using it meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmaas_hooks import StoreError
+from llmaas_plugins import _native
+from llmaas_plugins._native import Status
+from llmaas_plugins.kv_chunks.disk import is_sound
+from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
+from llmaas_plugins.kv_chunks.files import INDEX, LOCK, SLAB, open_private
+from llmaas_plugins.kv_chunks.formats import check_format, pack_header
+from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow
+from llmaas_plugins.kv_chunks.lock import holder, try_lock
+from llmaas_plugins.kv_chunks.memory import anonymous
+from llmaas_plugins.kv_chunks.tiers import DiskTier
+
+__all__ = ["Contents", "payloads", "read_contents"]
+
+_MOST_CHUNK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A store at one moment.
+
+    Attributes:
+        directory: Where it is.
+        holder: Who uses it, or None.
+        rows: Its sound chunks by key, least recently used first.
+        unsound: Rows that cannot be right: of another shape, elsewhere, or where another one is.
+        contexts: Key of the last chunk of each named context, least recently used first.
+        layouts: Layouts of cells by root.
+        slab_bytes: Length of the slab.
+        is_slab: Whether the slab's header names this index.
+    """
+
+    directory: Path
+    holder: str | None
+    rows: Mapping[bytes, ChunkRow]
+    unsound: int
+    contexts: Mapping[str, bytes]
+    layouts: Mapping[bytes, str]
+    slab_bytes: int
+    is_slab: bool
+
+    def is_reachable(self, row: ChunkRow) -> bool:
+        """Whether the chunk before it is there, or it begins a context of a known model."""
+        return row.id.parent in self.rows or row.id.parent in self.layouts
+
+    def root(self, row: ChunkRow) -> bytes:
+        """What the first chunk of its chain continues: a model's root, or a chunk that is gone."""
+        while row.id.parent in self.rows:
+            row = self.rows[row.id.parent]
+        return row.id.parent
+
+
+def read_contents(directory: Path) -> Contents:
+    """Read everything but the chunks themselves.
+
+    Raises:
+        StoreError: There is no store, it is of another format, or it cannot be read.
+        sqlite3.DatabaseError: The index is damaged.
+    """
+    directory = directory.expanduser()
+    if not directory.is_dir() or not os.path.lexists(directory / INDEX):
+        raise StoreError(
+            f"there is no KV store in {directory}. Name its directory with --store, or in "
+            "plugins.kv_chunks.store."
+        )
+    with contextlib.ExitStack() as opened:
+        who = _hold(directory, opened)
+        check_format(directory)
+        try:
+            index = ChunkIndex.read_only(directory / INDEX)
+            opened.callback(index.close)
+            return _contents(directory, who, index)
+        except (OSError, sqlite3.OperationalError) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot read KV store {directory}: {error}") from error
+
+
+def payloads(
+    directory: Path, rows: Iterable[ChunkRow]
+) -> Iterator[tuple[ChunkRow, Status, memoryview]]:
+    """Read and verify chunks: how each one is, and its bytes, in whole pages, until the next.
+
+    Raises:
+        StoreError: The slab cannot be opened.
+    """
+    fd = open_private(directory / SLAB, os.O_RDONLY)
+    room = anonymous(0)
+    try:
+        for row in rows:
+            if row.size > _MOST_CHUNK_BYTES:
+                yield row, Status.ECORRUPT, memoryview(b"")
+                continue
+            if page_round(row.size) > len(room):
+                room = anonymous(page_round(row.size))
+            offset = DiskTier.HEADER_BYTES + row.offset
+            (status,) = _native.store_read(
+                fd, [offset], [row.size], [int(room.ctypes.data)], [row.id.key]
+            )
+            room[row.size : page_round(row.size)] = 0  # an earlier chunk's
+            yield row, status, room[: page_round(row.size)].data
+    finally:
+        os.close(fd)
+
+
+def _hold(directory: Path, opened: contextlib.ExitStack) -> str | None:
+    """Keep others out until ``opened`` ends, or say who is in."""
+    if not os.path.lexists(directory / LOCK):
+        return None
+    fd = open_private(directory / LOCK, os.O_RDONLY)
+    opened.callback(os.close, fd)
+    return None if try_lock(fd) else holder(fd)
+
+
+def _contents(directory: Path, who: str | None, index: ChunkIndex) -> Contents:
+    header, slab_bytes = _slab(directory / SLAB)
+    expected = pack_header(index.store_id())
+    n_space = max(0, slab_bytes - DiskTier.HEADER_BYTES)
+    sound, unsound = _sound(index.chunks(), slab_bytes, ExtentAllocator(page_round(n_space)))
+    order = {key: i for i, key in enumerate(sound)}
+    contexts = sorted(index.contexts().items(), key=lambda item: order.get(item[1], -1))
+    return Contents(
+        directory, who, sound, unsound + index.n_misshapen(), dict(contexts), index.layouts(),
+        slab_bytes, header[: len(expected)] == expected,
+    )  # fmt: skip
+
+
+def _sound(
+    rows: Iterable[ChunkRow], slab_bytes: int, space: ExtentAllocator
+) -> tuple[dict[bytes, ChunkRow], int]:
+    sound: dict[bytes, ChunkRow] = {}
+    unsound: Sequence[ChunkRow] = [
+        row
+        for row in rows
+        if not (
+            is_sound(row, slab_bytes)
+            and space.claim(row.offset, row.size)
+            and sound.setdefault(row.id.key, row)
+        )
+    ]
+    return sound, len(unsound)
+
+
+def _slab(path: Path) -> tuple[bytes, int]:
+    if not os.path.lexists(path):
+        return b"", 0
+    fd = open_private(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, DiskTier.HEADER_BYTES, 0), os.fstat(fd).st_size
+    finally:
+        os.close(fd)

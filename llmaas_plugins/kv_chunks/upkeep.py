@@ -1,0 +1,279 @@
+"""Tidying a store that nobody uses: forget contexts, drop what is useless, copy it elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmaas_hooks import StoreError
+from llmaas_plugins import _native
+from llmaas_plugins._native import Status
+from llmaas_plugins.kv_chunks.checking import Progress
+from llmaas_plugins.kv_chunks.contents import Contents, payloads, read_contents
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.extents import page_round
+from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE
+from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.tiers import DiskTier
+from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
+
+__all__ = ["Exported", "Tidied", "Upkeep", "disk_bytes", "export_store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tidied:
+    """What went.
+
+    Attributes:
+        n_contexts: Named contexts.
+        n_chunks: Chunks, and rows that were none.
+        freed_bytes: Bytes of the disk that are free now.
+    """
+
+    n_contexts: int
+    n_chunks: int
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was copied.
+
+    Attributes:
+        n_contexts: Named contexts.
+        n_chunks: Chunks.
+        n_bytes: Bytes of their payloads.
+        skipped: Chunks that could not be: damaged, or behind one that is damaged or gone.
+    """
+
+    n_contexts: int
+    n_chunks: int
+    n_bytes: int
+    skipped: int
+
+
+class Upkeep:
+    """A store that this process has to itself. Close it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open an existing store; no budget applies.
+
+        Raises:
+            StoreError: It is in use, of another format, or not there.
+        """
+        self._directory = directory.expanduser()
+        if not os.path.lexists(self._directory / INDEX):
+            raise StoreError(
+                f"there is no KV store in {directory}. Name its directory with --store, or in "
+                "plugins.kv_chunks.store."
+            )
+        self._before = disk_bytes(self._directory)
+        slab = self._directory / SLAB
+        length = slab.lstat().st_size if slab.exists() else 0
+        self._disk = DiskStore(self._directory, page_round(max(length, DiskTier.HEADER_BYTES)))
+        self._tree = ChunkTree()
+        try:
+            self._removed = self._disk.load(self._tree)
+        except BaseException:
+            self._disk.close()
+            raise
+        self._contexts = len(self._tree.contexts())
+
+    def contexts(self) -> list[str]:
+        """Names of the contexts."""
+        return sorted(self._tree.contexts())
+
+    def forget(self, context_id: str) -> None:
+        """Forget a context and what only it needs."""
+        for chunk in self._tree.forget_context(context_id):
+            self._drop(chunk)
+
+    def forget_all(self) -> None:
+        """Forget every chunk, those of unnamed contexts, too."""
+        for name in self.contexts():
+            self.forget(name)
+        for chunk in list(self._tree):
+            self._drop(chunk)
+
+    def drop_damaged(self, progress: Progress = iter) -> None:
+        """Read every chunk and drop those that are not what was put, with all behind them."""
+        chunks = sorted(self._tree, key=lambda chunk: chunk.disk)
+        rows = [ChunkRow(chunk.id, chunk.disk, chunk.size) for chunk in chunks]
+        for row, status, _ in payloads(self._directory, progress(rows)):
+            if status != Status.OK:
+                self._drop_from(self._tree.get(row.id.key))
+
+    def drop_unreachable(self) -> None:
+        """Drop what continues a chunk that is gone."""
+        roots = self._disk.index.layouts()
+        for chunk in list(self._tree):
+            is_there = self._tree.get(chunk.id.key) is chunk
+            is_first = chunk.id.parent in roots
+            if is_there and not is_first and self._tree.get(chunk.id.parent) is None:
+                self._drop_from(chunk)
+
+    def finish(self, *, shrink: bool) -> Tidied:
+        """Commit, erase what is gone, and give the space back.
+
+        Args:
+            shrink: Rewrite the index without its gaps, and remove one that was set aside.
+
+        Raises:
+            StoreError: The disk failed; run it again.
+        """
+        index, tier = self._disk.index, self._disk.tier
+        try:
+            index.apply(IndexUpdate(removed=self._removed, heads=self._tree.contexts()))
+            tier.erase(tier.take_stale())
+            tier.cut()
+            if shrink:
+                index.shrink()
+                (self._directory / UNUSABLE).unlink(missing_ok=True)
+            index.forget_deleted()
+        except StoreError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"cannot tidy KV store {self._directory}: {error}") from error
+        n_contexts = self._contexts - len(self._tree.contexts())
+        freed = self._before - disk_bytes(self._directory)
+        return Tidied(n_contexts, len(self._removed), max(0, freed))
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._disk.close()
+
+    def _drop_from(self, chunk: Chunk | None) -> None:
+        """Drop a chunk and all behind it, from the end: contexts end before it then."""
+        for one in [] if chunk is None else reversed(self._tree.from_here(chunk)):
+            self._drop(one)
+
+    def _drop(self, chunk: Chunk) -> None:
+        self._tree.remove(chunk)
+        self._disk.tier.free(chunk, chunk.disk)
+        self._removed.append(chunk.id.key)
+
+
+def disk_bytes(directory: Path) -> int:
+    """What a store's files take on disk; holes take nothing, nor what goes when it is closed."""
+    lasting = (path for path in directory.iterdir() if not path.name.endswith("-shm"))
+    return sum(path.lstat().st_blocks * 512 for path in lasting)
+
+
+def export_store(
+    directory: Path, target: Path, context_id: str | None = None, progress: Progress = iter
+) -> Exported:
+    """Copy a store, or one context of it, into a new store; all of it appears at once or not.
+
+    Args:
+        directory: The store's; it may be in use.
+        target: A directory that does not exist.
+        context_id: The context; None for everything.
+        progress: Wraps the chunks to copy.
+
+    Raises:
+        StoreError: The target exists, there is no such store or context, or the disk failed.
+    """
+    target = target.expanduser()
+    if os.path.lexists(target):
+        raise StoreError(f"{target} exists already; nothing is overwritten. Choose another name.")
+    try:
+        contents = read_contents(directory)
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"cannot read KV store {directory}: {error}") from error
+    rows = _wanted(contents, context_id)
+    try:
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror}") from error
+    try:
+        done = _copy(contents, rows, fresh, context_id, progress)
+        fresh.rename(target)
+    except (OSError, sqlite3.Error) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"cannot write {target}: {error}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return done
+
+
+def _wanted(contents: Contents, context_id: str | None) -> list[ChunkRow]:
+    """Rows to copy, each behind the one it continues."""
+    if context_id is None:
+        return list(_parents_first(contents))
+    if context_id not in contents.contexts:
+        raise StoreError(_unknown([context_id], contents.contexts))
+    path = []
+    row = contents.rows.get(contents.contexts[context_id])
+    while row is not None:
+        path.append(row)
+        row = contents.rows.get(row.id.parent)
+    return path[::-1]
+
+
+def _parents_first(contents: Contents) -> Iterator[ChunkRow]:
+    children: dict[bytes, list[ChunkRow]] = {}
+    for row in contents.rows.values():
+        children.setdefault(row.id.parent, []).append(row)
+    waiting = [row for root in contents.layouts for row in children.get(root, [])]
+    while waiting:
+        row = waiting.pop()
+        yield row
+        waiting += children.get(row.id.key, [])
+
+
+def _copy(
+    contents: Contents,
+    rows: Sequence[ChunkRow],
+    fresh: Path,
+    context_id: str | None,
+    progress: Progress,
+) -> Exported:
+    n_bytes = DiskTier.HEADER_BYTES + sum(page_round(row.size) for row in rows)
+    with contextlib.closing(DiskStore(fresh, n_bytes)) as disk:
+        update = IndexUpdate(layouts=dict(contents.layouts))
+        places = itertools.accumulate((page_round(row.size) for row in rows), initial=0)
+        for place, found in zip(places, payloads(contents.directory, progress(rows)), strict=False):
+            row, status, data = found
+            is_behind = row.id.parent in update.added or row.id.parent in contents.layouts
+            if status == Status.OK and is_behind:
+                at = [int(np.frombuffer(data, np.uint8).ctypes.data)]
+                _native.store_write(disk.tier.fd, [disk.tier.file_offset(place)], [row.size], at)
+                update.added[row.id.key] = ChunkRow(row.id, place, row.size)
+        update.used = {key: None for key in contents.rows if key in update.added}
+        update.heads = _heads(contents, update.added, context_id)
+        disk.index.apply(update)
+        os.fsync(disk.tier.fd)
+    total = sum(row.size for row in update.added.values())
+    skipped = len(rows) - len(update.added)
+    if context_id is None:
+        skipped = len(contents.rows) - len(update.added)
+    return Exported(len(update.heads), len(update.added), total, skipped)
+
+
+def _heads(
+    contents: Contents, copied: Mapping[bytes, ChunkRow], context_id: str | None
+) -> dict[str, bytes]:
+    """Where the contexts end now."""
+    heads = {}
+    for name, head in contents.contexts.items():
+        row = contents.rows.get(head)
+        while row is not None and row.id.key not in copied:
+            row = contents.rows.get(row.id.parent)
+        if row is not None and context_id in (None, name):
+            heads[name] = row.id.key
+    return heads
+
+
+def _unknown(names: Iterable[str], known: Iterable[str]) -> str:
+    wanted, there = ", ".join(map(repr, names)), ", ".join(map(repr, sorted(known))) or "none"
+    return f"no such context: {wanted}; nothing was changed. Contexts in this store: {there}"
