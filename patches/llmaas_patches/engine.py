@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger
 
 __all__ = ["LlamaEngine"]
+
+_log = logging.getLogger("llmaas.patches")
 
 
 class LlamaEngine:
@@ -35,6 +39,7 @@ class LlamaEngine:
         self.n_seq_max = n_seq_max
         self.needs_all_logits = False
         self._has_restored = False
+        self._has_told = False
         self._ledger = ledger
 
     @property
@@ -62,6 +67,16 @@ class LlamaEngine:
     def n_explained(self) -> int:
         """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
         return self._ledger.n_explained
+
+    def tell_unexplained(self) -> None:
+        """Say once that requests are left alone that go on with cells nobody explains."""
+        if not self._has_told:
+            _log.warning(
+                "%s: its cells were changed behind Llama's back (by images, or batches of the "
+                "app's own); requests that go on with them are left alone",
+                Path(self.llama.model_path).name,
+            )
+        self._has_told = True
 
     @property
     def alteration(self) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -22,8 +21,6 @@ from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host, current_context
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
-
-_log = logging.getLogger("llmaas.patches")
 
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +116,7 @@ def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
     resident = engine.resident_tokens()
     n_kept = common_prefix(resident, request.tokens) if resets else len(resident)
     if n_kept > engine.n_explained:
-        _log.warning("the app changed the cells behind Llama's back; this request is left alone")
+        engine.tell_unexplained()
         return False
     return True
 

@@ -85,6 +85,52 @@ def test_hook_llmaas_context_create(make_llama, patched):
     assert llama.n_ctx() == 256
 
 
+def test_hook_llmaas_context_create_tells_how_the_model_was_opened(
+    make_llama, patched, reference_model
+):
+    seen = []
+    earlier = make_llama()
+    patched(p=plugin_with(llmaas_context_create=lambda self, create: seen.append(create.load)))
+    make_llama(use_mmap=False)
+    assert Path(seen[0].path) == reference_model
+    assert seen[0].params.load_mode == bindings.LLAMA_LOAD_MODE_NONE
+    params = bindings.llama_context_default_params()
+    bindings.llama_free(bindings.llama_init_from_model(earlier.model, params))
+    assert seen[1] is None
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_hook_llmaas_context_create_may_look_at_what_came_of_it(make_llama, patched, accepts):
+    contexts, engines = [], []
+
+    def create(self, create):
+        def check(ctx):
+            contexts.append(ctx)
+            return accepts
+
+        create.params.n_seq_max, create.params.kv_unified = 3, True
+        create.checks.append(check)
+
+    def begin(self, request):
+        engines.append(request.engine)
+
+    patched(p=plugin_with(llmaas_context_create=create, llmaas_request_begin=begin))
+    llama = make_llama()
+    greedy(llama)
+    assert len(contexts) == 1
+    assert engines[0].n_seq_max == (3 if accepts else 1)
+    assert bindings.llama_n_seq_max(llama.ctx) == 1
+
+
+def test_hook_llmaas_context_create_cannot_keep_an_app_from_its_context(make_llama, patched):
+    def create(self, create):
+        create.params.n_seq_max = 10_000  # more than llama.cpp takes
+        create.checks.append(lambda ctx: True)
+
+    patched(p=plugin_with(llmaas_context_create=create))
+    assert len(greedy(make_llama())) == 8
+
+
 def test_the_apps_own_n_seq_max_is_what_it_reads(make_llama, patched):
     patched()
     llama = make_llama(embedding=True)
