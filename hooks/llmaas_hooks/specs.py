@@ -105,8 +105,8 @@ def llmaas_kv_restore(request: Request) -> KVRestored | None:
 def llmaas_kv_save(request: Request, tokens: Tokens) -> None:
     """Take KV cells out ahead of time.
 
-    When: a request ended, also when it failed or its generator was closed early; not when the app
-    closed its ``Llama`` first.
+    When: a request ended, also when it failed or its generator was closed early, at the latest when
+    the next one begins; not when the app closed or dropped its ``Llama`` first.
     ``tokens`` are the tokens of sequence 0's cells, shape ``(n,)`` int32.
     Thread: the app's; work belongs into ``request.engine.defer``.
     Errors: with ``on_error = "log"`` nothing is saved; the context can still be recomputed.

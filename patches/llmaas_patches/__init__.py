@@ -34,6 +34,7 @@ class Installed:
 
     def revert(self) -> None:
         """Finish deferred work and put every original back; idempotent."""
+        self._host.collecting.stop()
         self._host.lanes.close()  # before the wrappers that wait for it are gone
         self._applied.revert()
 
@@ -47,4 +48,6 @@ def install(hooks: HookManager) -> Installed:
     """
     check_version()
     host = Host(hooks)
-    return Installed(host, apply(PATCHES, host))
+    applied = apply(PATCHES, host)
+    host.collecting.start()
+    return Installed(host, applied)

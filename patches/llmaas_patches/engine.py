@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,8 @@ class LlamaEngine:
         self._has_restored = False
         self._has_told = False
         self._ledger = ledger
+        self._open: list[Callable[[], None]] = []
+        self._ending = threading.RLock()
 
     @property
     def llama(self) -> Any:
@@ -119,6 +122,22 @@ class LlamaEngine:
         """Empty sequence 0 if any of its cells ever came without logits."""
         if self._has_restored:
             self.drop_resident()
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """A request is under way; ``end`` is what is due when it is over."""
+        self._open.append(end)
+
+    def end(self, *ends: Callable[[], None]) -> None:
+        """Do what is due for these requests, or all that are open, once.
+
+        A generator may be ended by another thread than the one that makes the next request. What
+        the first defers, the second must find: hence the lock.
+        """
+        with self._ending:
+            for end in ends or tuple(self._open):
+                if end in self._open:
+                    self._open.remove(end)
+                    end()
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""

@@ -12,6 +12,7 @@ from typing import Any
 from llama_cpp import Llama, LlamaState, llama_cpp
 
 from llmaas_hooks import HookManager, ModelLoad
+from llmaas_patches.collecting import Collecting
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger, address
@@ -40,6 +41,7 @@ class Host:
     Attributes:
         hooks: The plugins.
         lanes: Deferred work.
+        collecting: Which threads are inside the garbage collector.
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
         states: States that ``Llama.save_state`` made, and how many of their tokens are explained.
@@ -50,6 +52,7 @@ class Host:
         """Attach to the plugins of one activation."""
         self.hooks = hooks
         self.lanes = Lanes()
+        self.collecting = Collecting()
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
         self.states: weakref.WeakKeyDictionary[LlamaState, int] = weakref.WeakKeyDictionary()

@@ -36,12 +36,20 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
         resets = given.get("reset", True)
         engine = host.engine(self)
+        engine.end()  # other requests, if their generators are still open
         engine.settle()
         request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
         host.hooks.request_begin(request)
         if _is_sound(engine, request, resets=resets) and resets:
             n_reused = _restore(host, engine, request)
         clock.prepared()
+
+        def end() -> None:
+            if _can_save(engine):
+                host.hooks.kv_save(request, engine.resident_tokens())
+            host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
+
+        engine.begin(end)
         try:
             reply: Sequence[int] | None = None
             while True:
@@ -53,9 +61,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 reply = yield token
         finally:
             inner.close()
-            if _can_save(self, engine):
-                host.hooks.kv_save(request, engine.resident_tokens())
-            host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
+            if not host.collecting.here():  # else, the next request does it
+                engine.end(end)
 
     return generate
 
@@ -121,12 +128,14 @@ def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
     return True
 
 
-def _can_save(llama: Llama, engine: LlamaEngine) -> bool:
+def _can_save(engine: LlamaEngine) -> bool:
     """Whether the context is there, and known.
 
     The app may have closed ``Llama`` under its generator, dropped both, or used the engine itself.
     """
-    return llama.ctx is not None and engine.is_alive and llama.n_tokens <= engine.n_explained
+    if not engine.is_alive or engine.llama.ctx is None:
+        return False
+    return engine.llama.n_tokens <= engine.n_explained
 
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
