@@ -46,13 +46,21 @@ _QK_NORMS = _weights(attn_q_norm=(_HEAD,), attn_k_norm=(_HEAD,))
 _ATTENTION = {**_QKV, **_OUT}
 _FFN = _weights(ffn_gate=(_FF, _D), ffn_up=(_FF, _D), ffn_down=(_D, _FF), ffn_norm=(_D,))
 _FUSED_FFN = _weights(ffn_up=(2 * _FF, _D), ffn_down=(_D, _FF), ffn_norm=(_D,))
-_MOE = _weights(
-    ffn_norm=(_D,),
+_ROUTED = _weights(
     ffn_gate_inp=(_EXPERTS, _D),
     ffn_gate_exps=(_EXPERTS, _EXPERT_FF, _D),
     ffn_up_exps=(_EXPERTS, _EXPERT_FF, _D),
     ffn_down_exps=(_EXPERTS, _D, _EXPERT_FF),
 )
+_MOE = {**_ROUTED, **_weights(ffn_norm=(_D,))}
+_SINKS = {
+    **_weights(attn_sinks=(_HEADS,), post_attention_norm=(_D,)),
+    "attn_output.bias": (_D,),
+    "ffn_gate_inp.bias": (_EXPERTS,),
+    "ffn_gate_exps.bias": (_EXPERTS, _EXPERT_FF),
+    "ffn_up_exps.bias": (_EXPERTS, _EXPERT_FF),
+    "ffn_down_exps.bias": (_EXPERTS, _D),
+}
 _MLA = _weights(
     attn_norm=(_D,),
     attn_q_a=(_LATENT, _D),
@@ -64,6 +72,13 @@ _MLA = _weights(
     attn_v_b=(_HEADS, _HEAD, _LATENT),
     attn_output=(_D, _D),
 )
+_INDEXER = {
+    "indexer.k_norm.weight": (_HEAD,),
+    "indexer.k_norm.bias": (_HEAD,),
+    "indexer.proj.weight": (_HEADS, _D),
+    "indexer.attn_k.weight": (_HEAD, _D),
+    "indexer.attn_q_b.weight": (_HEADS * _HEAD, _LATENT),
+}
 _MAMBA2 = {
     **_weights(
         attn_norm=(_D,),
@@ -96,6 +111,24 @@ _SSM_KEYS = {
     "ssm.group_count": 1,
 }
 _MOE_KEYS = {"expert_count": _EXPERTS, "expert_used_count": 2}
+_MLA_KEYS = {
+    **_MOE_KEYS,
+    "leading_dense_block_count": 2,
+    "expert_feed_forward_length": _EXPERT_FF,
+    "expert_shared_count": 1,
+    "attention.head_count_kv": 1,
+    "attention.q_lora_rank": _LATENT,
+    "attention.kv_lora_rank": _LATENT,
+    "attention.key_length": _LATENT + _ROPE,
+    "attention.value_length": _LATENT,
+    "attention.key_length_mla": _HEAD + _ROPE,
+    "attention.value_length_mla": _HEAD,
+    "rope.dimension_count": _ROPE,
+}
+_F32 = (
+    *("norm", "bias", "gate_inp", "indexer.proj", "token_types", "position_embd"),
+    *("ssm_conv1d", "ssm_a", "ssm_d"),
+)
 _BASE_KEYS: Mapping[str, Any] = {
     "context_length": _CTX,
     "embedding_length": _D,
@@ -117,7 +150,8 @@ class Family:
         layers: Tensors of each layer: name within the layer, and shape as NumPy has it.
         keys: Metadata beside that of a plain decoder; names within the architecture, or of
             the tokenizer.
-        ends: Tensors outside the layers. The output matrix is the token embeddings' everywhere.
+        ends: Tensors outside the layers. Without an output matrix, that is the token
+            embeddings'.
     """
 
     arch: str
@@ -151,23 +185,23 @@ FAMILIES: Mapping[str, Family] = {
         _uniform(_ATTENTION, _QK_NORMS, _MOE),
         {**_MOE_KEYS, "expert_feed_forward_length": _EXPERT_FF},
     ),
-    "deepseek2": Family(
-        "deepseek2",
-        _uniform(_MLA, _FFN),
+    "deepseek2": Family("deepseek2", _uniform(_MLA, _FFN), _MLA_KEYS),
+    "deepseek32": Family(
+        "deepseek32",
+        _uniform(_MLA, _FFN, _INDEXER),
         {
-            **_MOE_KEYS,
-            "leading_dense_block_count": 2,
-            "expert_feed_forward_length": _EXPERT_FF,
-            "expert_shared_count": 1,
-            "attention.head_count_kv": 1,
-            "attention.q_lora_rank": _LATENT,
-            "attention.kv_lora_rank": _LATENT,
-            "attention.key_length": _LATENT + _ROPE,
-            "attention.value_length": _LATENT,
-            "attention.key_length_mla": _HEAD + _ROPE,
-            "attention.value_length_mla": _HEAD,
-            "rope.dimension_count": _ROPE,
+            **_MLA_KEYS,
+            "expert_gating_func": 1,
+            "attention.indexer.head_count": _HEADS,
+            "attention.indexer.key_length": _HEAD,
+            "attention.indexer.top_k": 32,
         },
+    ),
+    "gpt-oss": Family(
+        "gpt-oss",
+        _uniform(_ATTENTION, _QKV_BIASES, _ROUTED, _SINKS),
+        {**_MOE_KEYS, "expert_feed_forward_length": _EXPERT_FF, "attention.sliding_window": 32},
+        {**_ENDS, **_weights(output=(_VOCAB, _D))},
     ),
     "gemma3": Family(
         "gemma3",
@@ -276,8 +310,7 @@ def _values(rng: np.random.Generator, tensor: str, shape: tuple[int, ...]) -> ND
 
 def _is_matrix(tensor: str, shape: tuple[int, ...]) -> bool:
     """What converters quantise: matrices that are multiplied with whole batches."""
-    f32 = ("norm", "conv1d", "ssm_a", "ssm_d", "gate_inp", "token_types", "position_embd")
-    return len(shape) > 1 and not any(part in tensor for part in f32)
+    return len(shape) > 1 and not any(part in tensor for part in _F32)
 
 
 def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:

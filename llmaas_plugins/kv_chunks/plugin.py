@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,6 +52,7 @@ class KVChunks:
             weakref.WeakKeyDictionary()
         )
         self._contexts: dict[int, str | None] = {}
+        self._refused: dict[int, str] = {}
         self._report = Report()
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -64,21 +66,26 @@ class KVChunks:
             try:
                 self._open()  # or else it must be known before the context exists
             except Exception:
-                create.checks.append(functools.partial(self._made, path, "its store is not open"))
+                create.checks.append(self._note(create.model, path, "its store is not open"))
                 raise
             create.params.n_seq_max = SEQUENCES
             create.params.kv_unified = True
-        create.checks.append(functools.partial(self._made, path, reason))
+        create.checks.append(self._note(create.model, path, reason))
 
-    def _made(self, path: str, reason: str | None, ctx: int) -> bool:
-        """Note which contexts are served; False for one that turns out not to be servable."""
-        is_edited = reason is None
-        reason = reason or unsupported_cells(ctx)
-        with self._lock:
-            self._contexts[ctx] = reason
-        if reason is not None:
-            self._leave_alone(path, reason)
-        return reason is None or not is_edited
+    def _note(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
+        """What notes whether a new context is served; False if it turns out that it cannot be."""
+
+        def made(ctx: int) -> bool:
+            found = reason or unsupported_cells(ctx)
+            with self._lock:
+                self._contexts[ctx] = found
+                if found is not None:  # the app's context may become another one, without a check
+                    self._refused[model] = found
+            if found is not None:
+                self._leave_alone(path, found)
+            return found == reason
+
+        return made
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
@@ -179,7 +186,9 @@ class KVChunks:
             return self._transfers[engine]
 
     def _make_transfer(self, engine: Engine) -> Transfer | None:
-        reason = self._contexts.get(engine.ctx, "its context was made before the activation")
+        reason = self._contexts.get(engine.ctx)
+        if reason is None and (engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES):
+            reason = self._refused.get(engine.model, "its context was made before the activation")
         if reason is not None:
             self._leave_alone(engine.llama.model_path, reason)
             return None

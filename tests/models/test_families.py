@@ -10,12 +10,16 @@ from switching import ENDINGS, N_FIRST_CELLS, OTHER, PROMPT, Conversation, ask
 from llmaas_eval.families import FAMILIES
 from llmaas_plugins import activate
 
-SERVED = ("llama", "qwen2", "qwen3", "phi3", "llama-moe", "qwen3moe", "deepseek2", "gemma3")
+SERVED = (
+    *("llama", "qwen2", "qwen3", "phi3", "gemma3"),
+    *("llama-moe", "qwen3moe", "gpt-oss", "deepseek2"),
+)
 LEFT = {
     "gemma3, swa_full=False": (
         "sliding window of 64 tokens without swa_full: old cells are gone",
         "sliding window",
     ),
+    "deepseek32": ("its cells are not in caches of keys and values alone", "its index"),
     "mamba2": ("recurrent model: its state cannot drop ranges", "recurrent"),
     "granitehybrid": ("hybrid model: its state cannot drop ranges", "hybrid"),
     "qwen2vl": ("2-D positions (M-RoPE)", "M-RoPE"),
@@ -93,8 +97,9 @@ def test_contexts_of_8_bits_stay_close(name, family, suite, report):
         assert conversation.first(llama) == answer
         found = conversation.second(llama, answer)
         assert report(active)["restores"] == 1
-    error = np.sqrt(np.mean((found - expected[0]) ** 2))
-    assert 0 < error < 0.1 * expected[0].std()
+    first = expected[0][0]  # later tokens may differ, and with them everything
+    error = np.sqrt(np.mean((found[0] - first) ** 2))
+    assert 0 < error < 0.1 * first.std()
 
 
 def left(name):
@@ -122,7 +127,7 @@ def test_what_cannot_be_kept_is_vanilla(name, family, suite, report, caplog):
     assert [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")] == [
         f"kv_chunks leaves a context as it is: {reason}"
     ]
-    assert found["store"] is None  # not even opened
+    assert not found.get("chunks")
 
 
 def test_what_only_its_context_shows_is_made_again_as_vanilla(family, suite, report):

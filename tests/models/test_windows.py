@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from switching import Conversation, ask
 
 from llmaas_plugins.kv_chunks.transfer import _runs
@@ -25,8 +26,9 @@ def go_on(llama, history, piece):
     return [*prompt, *tokens[:-1]], logits
 
 
-def test_talks_of_several_windows_in_any_order(family, suite, report):
-    conversation = Conversation(family("gemma3"), {"n_ctx": 768})
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_talks_of_several_windows_in_any_order(name, family, suite, report):
+    conversation = Conversation(family(name), {"n_ctx": 768})
     expected = []
     for talk in TALKS:
         with conversation.open() as llama:
