@@ -65,6 +65,7 @@ _ROUTES = tuple(
         Route("docs", r"/docs(/oauth2-redirect)?|/redoc|/openapi\.json", "anyone", waits=False),
     )
 )
+_JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
 
@@ -141,6 +142,9 @@ class Gate:
         return app
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
+        if not _JSON.match(kind := _header(scope, b"content-type")):  # or browsers would not ask
+            message = f"Content-Type must be application/json, found {kind.decode('latin-1')!r}."
+            raise Refusal(415, message)
         most = self._max_body_bytes
         declared = _header(scope, b"content-length")
         body = bytearray()
@@ -218,9 +222,11 @@ class _Answer:
         self._held.clear()
         if not self._has_begun:
             self.status = refusal.status
+            body = refusal.body()
+            headers = [*refusal.headers, (b"content-length", b"%d" % len(body))]
             start = {"type": "http.response.start", "status": refusal.status}
-            await self._send({**start, "headers": refusal.headers})
-            await self._send({"type": "http.response.body", "body": refusal.body()})
+            await self._send({**start, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
         elif self.is_stream and not self._is_complete:
             await self._send({"type": "http.response.body", "body": refusal.event()})
 

@@ -56,9 +56,9 @@ def mail(server):
 def request_(server):
     """Send a request; its status, headers and JSON."""
 
-    def request(method, path, body=None, key=MAIL):
+    def request(method, path, body=None, key=MAIL, kind="application/json"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": kind}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         with contextlib.closing(connection):
@@ -154,7 +154,7 @@ def test_a_body_that_is_too_long(server, request_, how):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         with contextlib.closing(connection):
             pieces = (body[i : i + 1000] for i in range(0, len(body), 1000))
-            headers = {"Authorization": f"Bearer {MAIL}"}
+            headers = {"Authorization": f"Bearer {MAIL}", "Content-Type": "application/json"}
             connection.request("POST", "/v1/completions", pieces, headers, encode_chunked=True)
             response = connection.getresponse()
             status, found = response.status, json.loads(response.read())
@@ -185,6 +185,20 @@ def test_garbage(server, request_, path, body):
     status, _, found = request_("POST", path, body)
     assert status == 400
     assert "JSON" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "json"])
+def test_a_body_of_another_type(request_, kind):
+    """A page in a browser may send these to another site without being asked."""
+    for path in (CHAT, "/v1/llmaas/apps/mail/contexts"):
+        status, _, found = request_("POST", path, b'{"messages": []}', kind=kind)
+        assert status == 415
+        assert f"application/json, found {kind!r}" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", "application/x+json"])
+def test_other_names_of_json(request_, kind):
+    assert request_("POST", "/extras/tokenize", {"input": "Hi"}, kind=kind)[0] == 200
 
 
 GRAMMARS = ["x", "root ::= (", 'root ::= root "a"', "root ::= nothing", 'other ::= "a"']
@@ -315,7 +329,8 @@ def _answers(server):
         return server.status()["queue"] == 0
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % MAIL.encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD += b"Authorization: Bearer %s\r\n" % MAIL.encode()
 
 
 @pytest.mark.parametrize(

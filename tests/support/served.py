@@ -95,7 +95,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=20):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline
