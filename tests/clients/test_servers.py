@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import re
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from soak import scale
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -288,6 +290,29 @@ def test_several_clients_at_once(plain, ours, subjects):
     expected = plain(app)
     assert app(ours) == expected
     assert len({str(replies) for replies in expected}) == len(users)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ours", ["run", "serve"], indirect=True)
+def test_users_that_leave_at_any_moment(plain, ours, subjects):
+    prompts = [f"{name}. {subject}" for name in ("Dora", "Emil", "Fay") for subject in subjects]
+
+    def app(server):
+        return {p: said(server.client, conversation(p), max_tokens=8).content for p in prompts}
+
+    expected = plain(app)
+
+    def user(seed):
+        rng = random.Random(seed)
+        for _ in range(scale(8, 2000)):
+            prompt, n_chunks = rng.choice(prompts), rng.randint(0, 12)
+            streamed(ours.client, conversation(prompt), n_chunks, max_tokens=100)
+            prompt = rng.choice(prompts)
+            reply = said(ours.client, conversation(prompt), max_tokens=8)
+            assert reply.content == expected[prompt]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(user, range(4)))
 
 
 # -- lm-evaluation-harness -------------------------------------------------------------------------
