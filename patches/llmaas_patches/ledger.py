@@ -68,7 +68,7 @@ class Ledger:
 
 def address(handle: Any) -> Any:
     """A handle as an integer: apps may pass one wrapped in ``ctypes.c_void_p``."""
-    return getattr(handle, "value", handle)
+    return handle if type(handle) is int else getattr(handle, "value", handle)
 
 
 def wrap_changing(host: Host, original: Function, change: Change) -> Function:
