@@ -75,6 +75,6 @@ def _index_format(path: Path) -> int | None:
         with contextlib.closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
             (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             (version,) = db.execute("PRAGMA user_version").fetchone()
-    except (sqlite3.Error, OSError):
+    except (sqlite3.Error, OSError, UnicodeDecodeError):  # SQLite's message may be no UTF-8
         return None
     return int(version) if n_tables else None

@@ -101,11 +101,7 @@ class ChunkIndex:
         if not make_private(path):  # what SQLite puts beside it gets the same mode
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            self._prepare(new_store_id)
-        except BaseException:
-            self._db.close()
-            raise
+        self._begin(new_store_id)
 
     @classmethod
     def read_only(cls, path: Path) -> Self:
@@ -118,12 +114,21 @@ class ChunkIndex:
         make_private(path)
         self = cls.__new__(cls)
         self._db = sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)
+        self._begin(None)
+        return self
+
+    def _begin(self, new_store_id: bytes | None) -> None:
+        self._db.text_factory = _text
         try:
+            if new_store_id is not None:
+                self._prepare(new_store_id)
             self._check()
+        except UnicodeDecodeError as error:  # even in SQLite's own messages
+            self._db.close()
+            raise sqlite3.DatabaseError("index is damaged: its schema is no text") from error
         except BaseException:
             self._db.close()
             raise
-        return self
 
     def _prepare(self, new_store_id: bytes) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
@@ -136,7 +141,6 @@ class ChunkIndex:
                 self._db.execute("INSERT INTO store VALUES (?)", (new_store_id,))
                 self._db.execute(f"PRAGMA user_version={self.FORMAT}")
                 self._db.execute("COMMIT")
-        self._check()
 
     def _check(self) -> None:
         self._db.execute("PRAGMA trusted_schema=OFF")
@@ -240,6 +244,10 @@ class ChunkIndex:
     def close(self) -> None:
         """Close the file; the WAL is folded in."""
         self._db.close()
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")  # SQLite checks no text for being UTF-8
 
 
 def _one_line(sql: str | None) -> str:

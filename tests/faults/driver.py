@@ -17,20 +17,10 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
-from stored_chunks import encoder, payload
+from store_life import DISK, ROOT, E, life, load, open_store, save
 
 from llmaas_hooks import StoreError
-from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import PAGE
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.store import ChunkStore
 
-ROOT = b"r" * 32
-GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
-BOUND = chunk_bound(GEOM, Codec.RAW, 16)
-RAM, DISK = 9 * PAGE, 13 * PAGE
 NEVER = 1 << 40
 
 FAULTS = {  # what the library is told, and whether it goes on
@@ -49,74 +39,6 @@ FAULTS = {  # what the library is told, and whether it goes on
     "power cut, some written": (-7, False),
 }
 POWER = {"power cut", "power cut, some written"}
-
-
-def text(*parts):
-    return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in parts])
-
-
-A, B, C = text((0, 70)), text((0, 32), (500, 30)), text((1000, 90))
-D, E = text((2000, 16 * 8)), text((3000, 48))
-
-
-def open_store(directory):
-    return ChunkStore(Budget(RAM), DiskStore(directory, DISK))
-
-
-def save(store, tokens, name):
-    ids = chain(ROOT, tokens)
-    for i in store.missing(ids):
-        if not store.put(ids[i], BOUND, encoder(GEOM, ids[i]), is_first=i == 0):
-            break
-    store.touch(ids)
-    store.set_head(name, ids)
-
-
-def load(store, chunks):
-    """Keys of the chunks that could be had one by one; they must be what was put."""
-    keys = set()
-    for chunk in chunks:
-        for address in store.fetch([chunk]):
-            if ctypes.string_at(address, chunk.size) != payload(GEOM, chunk.id):
-                raise AssertionError(f"wrong payload for {chunk.id}")
-            keys.add(chunk.id.key)
-            store.release([chunk])
-    return keys
-
-
-def state(store):
-    """What is on disk, as far as the store knows."""
-    with store._shelf.lock:
-        keys = [chunk.id.key.hex() for chunk in store.tree if chunk.disk >= 0]
-        heads = {name: key.hex() for name, key in store.tree.contexts().items()}
-        stats = store._shelf.counters
-        return {"keys": keys, "heads": heads, "counted": stats.io_errors + stats.faults}
-
-
-def life(directory):
-    """Open, put, flush, evict for room, forget, reopen, load: yields what is on disk by then."""
-    store = open_store(directory)
-    store.set_layout(ROOT, '{"n_layer": 1}')
-    yield state(store)
-    for tokens, name in ((A, "a"), (B, "b"), (C, "c")):
-        save(store, tokens, name)
-        store.flush()
-        yield state(store)
-    load(store, store.match(ROOT, A).path)
-    store.evict_context("b")
-    yield state(store)
-    store.close()
-    store = open_store(directory)
-    counted = state(store)["counted"]
-    load(store, store.match(ROOT, C).path)
-    store.touch(chain(ROOT, A))
-    save(store, D, "d")
-    store.flush()
-    yield state(store)
-    store.evict_context("a")
-    last = state(store)
-    store.close()
-    yield last | {"counted": last["counted"] + counted}
 
 
 def child(directory, out):
