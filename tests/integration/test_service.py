@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 import signal
 import threading
 import time
 
 import pytest
 
-from llmaas_hooks import LimitError
+from llmaas_hooks import LimitError, StoreError
 from llmaas_plugins.service import LLMService, ServiceConfig
 
 # Tokens are evaluated one by one, so texts do not depend on what had to be evaluated again: in
@@ -130,6 +133,17 @@ def test_a_stream_may_outlive_the_service(serve):
 def test_most_recently_called_first(serve):
     app = serve().bind("mail")
     contexts = [app.new_context() for _ in range(3)]
+    for i in (1, 2, 0):
+        contexts[i].call("Hi", max_tokens=1)
+    assert app.contexts() == [contexts[0], contexts[2], contexts[1]]
+
+
+def test_order_when_the_clock_is_set_back(serve, monkeypatch):
+    app = serve().bind("mail")
+    clock = itertools.count(2e9, -3600)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    contexts = [app.new_context() for _ in range(3)]
+    assert app.contexts() == contexts[::-1]
     for i in (1, 2, 0):
         contexts[i].call("Hi", max_tokens=1)
     assert app.contexts() == [contexts[0], contexts[2], contexts[1]]
@@ -290,6 +304,59 @@ def test_an_interrupted_wait_gives_its_place_up(serve):
     holder.join(30)
 
 
+# -- closing ---------------------------------------------------------------------------------------
+
+
+def test_closed_under_its_calls(serve):
+    """Whoever waits is told; whoever runs is told at the next token; nothing is committed."""
+    service = serve()
+    app = service.bind("mail")
+    contexts = [app.new_context("Be calm.") for _ in range(3)]
+    errors = []
+    endless = {"temperature": 0.0, "repeat_penalty": 0.5, "max_tokens": 450}
+
+    def call(context):
+        try:
+            context.call("Tell me a story.", **endless)
+        except StoreError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=call, args=(context,)) for context in contexts]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: service.status()["queue"] == 3)
+    service.close()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 3
+    assert all("service was closed" in error for error in errors)
+    assert service.status()["queue"] == 0
+    with serve_again(service) as again:
+        records = [context.record() for context in again.bind("mail").contexts()]
+    assert [(record.n_calls, len(record.messages)) for record in records] == [(0, 1)] * 3
+
+
+def serve_again(service):
+    return LLMService(lambda: None, service.config)
+
+
+def test_closed_means_away_from_the_engine(serve, make_llama):
+    """After ``close``, whose engine it is may close it, though a stream is open."""
+    engine = make_llama(**ENGINE)
+    service = serve(engine)
+    context = service.bind("mail").new_context()
+    stream = context.stream(TURNS[0], **GREEDY)
+    next(stream)
+    service.close()
+    engine.close()
+    with pytest.raises(StoreError, match="what this call was asked is not in its context"):
+        list(stream)
+    for use in (context.record, context.delete, lambda: context.call("Hi")):
+        with pytest.raises(StoreError, match="service was closed"):
+            use()
+    service.close()
+
+
 # -- trouble ---------------------------------------------------------------------------------------
 
 
@@ -344,3 +411,37 @@ def test_two_threads_say_what_one_says(serve):
         thread.join(60)
     assert parallel == serial
     assert len(set(serial.values())) >= 10  # of 12: taking one context for another would show
+
+
+def test_many_threads_call_delete_and_list(serve):
+    """Whatever is deleted under somebody's hands is a LookupError to him, and to nobody else."""
+    service = serve(max_queue=50)
+    shared = service.bind("shared")
+    expected = service.bind("mail").new_context().call(TURNS[0], **GREEDY).text
+    problems = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        try:
+            for _ in range(6):
+                own = service.bind(f"app {seed}").new_context()
+                shared.new_context()
+                if own.call(TURNS[0], **GREEDY).text != expected:
+                    problems.append("another text")
+                context = rng.choice(shared.contexts())
+                with contextlib.suppress(LookupError):
+                    context.call("Hi", max_tokens=2)
+                with contextlib.suppress(LookupError):
+                    context.delete()
+                own.delete()
+        except Exception as error:
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert problems == []
+    assert service.status()["queue"] == 0
+    assert all(service.bind(f"app {seed}").contexts() == [] for seed in range(6))

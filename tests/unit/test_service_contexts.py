@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -74,6 +75,36 @@ def test_most_recently_used_first(log):
     add(log, "other", "notes", used=9.0)
     assert [record.id for record in log.of_app("mail")] == ["new", "middle", "old"]
     assert log.of_app("nobody") == []
+
+
+@pytest.mark.parametrize("clock", [5.0, 1.8e9, 4e9])
+def test_time_goes_on_though_clocks_are_set_back(log, monkeypatch, clock):
+    monkeypatch.setattr(time, "time", lambda: clock)
+    assert log.now("mail") == clock
+    add(log, "a", used=4e9)
+    stamps = [4e9]
+    for _ in range(1000):
+        stamps.append(log.now("mail"))
+        assert log.update(ContextRecord("a", "mail", used=stamps[-1]))
+    assert sorted(set(stamps)) == stamps
+    assert stamps[-1] - stamps[0] < 1
+    assert log.now("notes") == clock
+
+
+def test_closed(log):
+    record = add(log, "a")
+    log.close()
+    log.close()
+    for use in (
+        lambda: log.get("a"),
+        lambda: log.of_app("mail"),
+        lambda: log.now("mail"),
+        lambda: log.add(record, 9),
+        lambda: log.update(record),
+        lambda: log.delete("a"),
+    ):
+        with pytest.raises(StoreError, match="this service was closed"):
+            use()
 
 
 def test_add_keeps_to_the_limit_with_threads(log):
