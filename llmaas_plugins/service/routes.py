@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
-from llmaas_hooks import ConfigError, LimitError
+from llmaas_hooks import ConfigError, LimitError, PluginError, StoreError
 from llmaas_plugins.service.line import Line
 from llmaas_plugins.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from llmaas_plugins.service.refusal import error_body
@@ -157,6 +157,8 @@ def _http_errors() -> Any:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status that says what ``error`` does, or None for what is not the client's doing."""
+    """The HTTP status that says what ``error`` does, or None for what only a log can explain."""
+    if isinstance(error, PluginError) and isinstance(error.__cause__, StoreError):
+        return 503  # a context that cannot be deleted now, on a disk that fails
     kinds = {LookupError: 404, LimitError: 429, ConfigError: 422, TypeError: 422}
     return next((status for kind, status in kinds.items() if isinstance(error, kind)), None)

@@ -19,11 +19,12 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import served
 from cgroups import memory_group
 from conversations import APPS, ENGINE, GREEDY, PROMPTS, system_prompt, vanilla
-from served import serving
 from soak import scale
 
 from llmaas_hooks import LlmaasError
@@ -135,25 +136,35 @@ def send_rubbish(path, end, rng):
             client.recv(100)
 
 
+@contextlib.contextmanager
+def bad_disk(folder, library):
+    """Servers that are started in this context have a store that fails now and then."""
+    with pytest.MonkeyPatch.context() as patch:
+        here = Path(__file__).parent / "serve_on_a_bad_disk.py"
+        patch.setattr(served, "LLMAAS", [sys.executable, str(here), str(folder / "kv")])
+        patch.setenv("LD_PRELOAD", str(library))
+        yield
+
+
 def live(folder, talks, seconds, how, rng, **server):
     """One life of the server under load, ended by a signal; its last report on the plugins."""
     end, path = threading.Event(), folder / "s"
     (folder / "log").unlink(missing_ok=True)
-    with serving(folder, uds=path, **(ENGINE | server)) as served:
-        threads = [threading.Thread(target=t.live, args=(served.client, end)) for t in talks]
+    with served.serving(folder, uds=path, **(ENGINE | server)) as running:
+        threads = [threading.Thread(target=t.live, args=(running.client, end)) for t in talks]
         threads.append(threading.Thread(target=send_rubbish, args=(path, end, rng)))
         for thread in threads:
             thread.start()
         time.sleep(seconds)
-        report = served.status()["plugins"]
-        code = served.stop(how)
+        report = running.status()["plugins"]
+        code = running.stop(how)
         end.set()
         for thread in threads:
             thread.join()
-        assert code == (0 if how == signal.SIGTERM else -how), served.log()
+        assert code == (0 if how == signal.SIGTERM else -how), running.log()
         assert [failure for talk in talks for failure in talk.failures] == []
-        assert " 500 " not in served.log()
-        assert "Traceback" not in served.log(), served.log()
+        assert " 500 " not in running.log()
+        assert "Traceback" not in running.log(), running.log()
     return report
 
 
@@ -191,23 +202,25 @@ def vanilla_peak(tmp_path_factory, expected):
 
 
 @pytest.mark.soak
-def test_mixed_load_with_faults(tmp_path, vanilla_peak, talks):
+def test_mixed_load_with_faults(tmp_path, library, vanilla_peak, talks):
     rng = random.Random(11)
-    restored, peaks = 0, []
+    restored, io_errors, peaks = 0, 0, []
     stop = time.monotonic() + SECONDS
     while time.monotonic() < stop:
         how = rng.choice([signal.SIGKILL, signal.SIGTERM])
         with memory_group() as group:
             options = {"service": SERVICE, "kv": KV, "preexec_fn": group.join}
-            report = live(tmp_path, talks, rng.uniform(*LIFE_S), how, rng, **options)["kv_chunks"]
+            with bad_disk(tmp_path, library) if rng.random() < 0.4 else contextlib.nullcontext():
+                report = live(tmp_path, talks, rng.uniform(*LIFE_S), how, rng, **options)
             peaks.append(group.peak())
-        restored += report["restored_tokens"]
+        restored += report["kv_chunks"]["restored_tokens"]
+        io_errors += report["kv_chunks"]["io_errors"]
         assert (tmp_path / "kv" / "chunks.slab").stat().st_size <= DISK_BUDGET
         if rng.random() < 0.3:
             damage(tmp_path, rng)
     said = [talk.n_acknowledged for talk in talks]
-    sys.stdout.write(f"{len(peaks)} lives, {restored} tokens restored, calls {said}, ")
-    sys.stdout.write(f"peak {max(peaks) - vanilla_peak} bytes above vanilla\n")
+    sys.stdout.write(f"{len(peaks)} lives, {restored} tokens restored, {io_errors} I/O errors, ")
+    sys.stdout.write(f"calls {said}, peak {max(peaks) - vanilla_peak} bytes above vanilla\n")
     assert all(talk.n_acknowledged > len(peaks) / 4 for talk in talks)
     assert restored > 0
     assert max(peaks) <= vanilla_peak + RAM_BUDGET + OVERHEAD
