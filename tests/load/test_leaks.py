@@ -1,0 +1,82 @@
+"""Thousands of calls over contexts that come and go: what the process holds stays what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from soak import scale
+
+from llmaas_plugins import activate
+from llmaas_plugins.service import LLMService, ServiceConfig
+
+CALLS = scale(150, 10_000)
+N_CONTEXTS = 4
+MOST_TURNS = 5  # then a context is deleted, and begun anew
+MIB = 1 << 20
+BUDGETS = {"codec": "lossless", "ram_budget": "1 MiB", "disk_budget": "3 MiB"}
+
+
+def rss():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+def n_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.soak
+def test_ten_thousand_calls_leave_nothing_behind(make_llama, tmp_path):
+    config = {"on_error": "raise", "plugins": {"kv_chunks": BUDGETS | {"store": f"{tmp_path}/kv"}}}
+    state = ServiceConfig(state_dir=tmp_path / "state")
+    with (
+        activate(config) as suite,
+        contextlib.closing(make_llama(n_ctx=512, n_threads_batch=1, flash_attn=True)) as engine,
+        LLMService(engine, state) as service,
+    ):
+        apps = [service.bind(f"app {i}") for i in range(N_CONTEXTS)]
+
+        def call(i):
+            app = apps[i % N_CONTEXTS]
+            context = (app.contexts() or [app.new_context(f"{app.name} is here.")])[0]
+            if context.record().n_calls == MOST_TURNS:
+                context.delete()
+                context = app.new_context(f"{app.name} is here again.")
+            context.call(f"I say {i}.", temperature=0.0, max_tokens=4)
+
+        for i in range(CALLS // 3):
+            call(i)
+        warm, files = rss(), n_files()
+        for i in range(CALLS // 3, CALLS):
+            call(i)
+        grown = rss() - warm
+        kv = suite.status()["plugins"]["kv_chunks"]
+        assert grown < 8 * MIB
+        assert n_files() <= files
+        assert kv["ram_bytes"] + kv["buffer_bytes"] <= kv["ram_budget_bytes"] == MIB
+        assert kv["disk_bytes"] <= kv["disk_budget_bytes"]
+        assert kv["requests"] == CALLS
+        assert kv["restores"] > CALLS / 2  # nearly each call was a switch
+        assert kv["faults"] == kv["io_errors"] == 0
+
+
+def test_contexts_that_come_and_go_leave_no_objects(tmp_path):
+    config = ServiceConfig(state_dir=tmp_path, max_contexts_per_app=1)
+
+    def live(n_calls):
+        for i in range(n_calls):
+            app = service.bind(f"app {i}")
+            app.new_context("Somebody is here.").delete()
+
+    with LLMService(lambda: None, config) as service:
+        live(50)
+        tracemalloc.start()
+        live(50)
+        before = tracemalloc.get_traced_memory()[0]
+        live(scale(500, 20_000))
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert grown < 20_000

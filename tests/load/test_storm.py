@@ -1,0 +1,271 @@
+"""A storm on one ``llmaas serve``: calls, streams, cancels, deletions, garbage and killed clients.
+
+Whatever the others do, an app's replies are those of stock llama.cpp on its own, every one that was
+acknowledged is in its context's record, and afterwards the server is what it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conversations import APPS, GREEDY, PROMPTS, SUPPORT, system_prompt, vanilla
+from served import ENDLESS, serving, wait_until
+from soak import scale
+
+from llmaas_hooks import LimitError
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+SECONDS = scale(6, 300)
+MIB = 1 << 20
+MOST_WAITING = 4
+SERVICE = f"max_queue = {MOST_WAITING}\nmax_body_bytes = 65536\nclient_timeout_s = 2"
+KV = 'ram_budget = "1 MiB"\ndisk_budget = "1200 KiB"'
+GARBAGE = (
+    ("/v1/chat/completions", b"garbage"),
+    ("/v1/chat/completions", b'{"messages": 5}'),
+    ("/v1/chat/completions", b"[" * 10_000),
+    ("/v1/completions", b'{"prompt": "a", "grammar": "x"}'),
+    ("/v1/completions", b'{"prompt": "' + b"x" * 70_000 + b'"}'),
+    ("/extras/detokenize", b'{"tokens": [-1]}'),
+    ("/v1/llmaas/apps/x/contexts/none/call", b'{"prompt": "Hi"}'),
+    ("/v1/llmaas/apps/x/contexts", b'{"system": 5}'),
+)
+
+# The same conversations over the OpenAI routes, in a process of its own, until its input ends.
+OPENAI_CLIENT = """
+import json, select, sys
+import openai
+job = json.loads(sys.argv[1])
+client = openai.OpenAI(base_url=job["url"], api_key="none", max_retries=1000)
+n_calls = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for app, said in job["expected"].items():
+        for before, after in zip(said, said[1:]):
+            stream = n_calls % 2 == 1
+            done = client.chat.completions.create(
+                model="any", messages=after[:-1], stream=stream, **job["sampling"],
+                extra_body={"repeat_penalty": 1.0},
+            )
+            if stream:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in done)
+            else:
+                text = done.choices[0].message.content
+            assert text.strip() == after[-1]["content"], (app, text)
+            n_calls += 1
+            if select.select([sys.stdin], [], [], 0)[0]:
+                break
+print(n_calls)
+"""
+DYING_CLIENT = """
+import sys
+from llmaas_plugins.service.client import LLMClient
+context = LLMClient(sys.argv[1]).bind("dying").new_context()
+for piece in context.stream("Go on.", temperature=0.0, repeat_penalty=0.5, max_tokens=400):
+    print(flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def expected(reference_model):
+    """By app: the messages after each call, from stock llama.cpp."""
+    return {app: [messages for messages, _ in vanilla(reference_model, app)] for app in APPS}
+
+
+class Storm:
+    """Threads that do something again and again, until the storm is over."""
+
+    def __init__(self, server):
+        self.server = server
+        self.problems = []
+        self.counts = {}
+        self._end = threading.Event()
+        self._threads = []
+
+    def blow(self, name, action, *args):
+        """Repeat ``action``, which may say how often it succeeded."""
+
+        def work():
+            while not self._end.is_set():
+                try:
+                    done = action(*args)
+                    self.counts[name] = self.counts.get(name, 0) + (1 if done is None else done)
+                except LimitError:
+                    time.sleep(0.02)
+                except Exception as error:
+                    self.problems.append(f"{name}: {error!r}")
+                    return
+
+        self._threads.append(threading.Thread(target=work, name=name))
+        self._threads[-1].start()
+
+    def end(self):
+        self._end.set()
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive(), thread.name
+
+
+class Talk:
+    """One app's conversation, to its end and anew; each reply is checked, and the record, too."""
+
+    def __init__(self, server, name, expected, *, streams):
+        self.app = server.client.bind(name)
+        self.name = name.partition(" ")[0]
+        self.expected = expected
+        self.streams = streams
+        self.context, self.n = None, 0
+
+    def step(self):
+        if self.context is None:
+            self.context, self.n = self.app.new_context(system_prompt(self.name)), 0
+        if self.n == len(PROMPTS):
+            self.context.delete()
+            self.context = None
+            return 0
+        if self.streams:
+            text = "".join(self.context.stream(PROMPTS[self.n], **GREEDY)).strip()
+        else:
+            text = self.context.call(PROMPTS[self.n], **GREEDY)["text"]
+        self.n += 1
+        messages = self.expected[self.name][self.n]
+        assert text == messages[-1]["content"]
+        self.check()
+        return 1
+
+    def check(self):
+        if self.context is not None:
+            record = self.context.record()
+            assert record["n_calls"] == self.n
+            assert record["messages"] == self.expected[self.name][self.n]
+
+
+def cancel(app, rng):
+    """Begin a long reply and leave; the context is as it was."""
+    context = (app.contexts() or [app.new_context("Cleo is here.")])[0]
+    stream = context.stream("Go on.", **ENDLESS | {"max_tokens": 400})
+    for _ in range(rng.randint(1, 20)):
+        next(stream)
+    stream.close()
+    assert context.record()["messages"] == [{"role": "system", "content": "Cleo is here."}]
+
+
+def send_garbage(server, rng):
+    path, body = rng.choice(GARBAGE)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert 400 <= response.status < 500, (response.status, path, response.read())
+        assert json.loads(response.read())["detail"]
+
+
+def send_half(server, rng):
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request += b'Content-Length: 40\r\n\r\n{"prompt": "Once", "max_tokens": 300}   '
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request[: rng.randint(1, len(request))])
+        time.sleep(rng.uniform(0, 0.05))
+
+
+def kill_client(server, rng):
+    with subprocess.Popen(
+        [sys.executable, "-c", DYING_CLIENT, server.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # it may be refused: the line is full
+    ) as client:
+        for _ in range(rng.randint(1, 10)):
+            client.stdout.readline()
+        client.kill()
+    for context in server.client.bind("dying").contexts():
+        assert context.record()["n_calls"] == 0
+        context.delete()
+
+
+@contextlib.contextmanager
+def openai_client(server, expected):
+    job = {"url": f"{server.address}/v1", "expected": expected, "sampling": GREEDY}
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENAI_CLIENT, json.dumps(job)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": SUPPORT},
+    ) as client:
+        results = []
+        yield results
+        results.append(int(client.communicate(timeout=120)[0] or 0))
+        assert client.returncode == 0
+
+
+def watch(server, seconds):
+    """Longest line that was seen."""
+    longest, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        longest = max(longest, server.status()["queue"])
+        time.sleep(0.01)
+    return longest
+
+
+@pytest.mark.soak
+def test_a_storm(tmp_path, expected):
+    with serving(tmp_path, service=SERVICE, kv=KV) as server:
+        storm = Storm(server)
+        talks = [
+            Talk(server, name, expected, streams=i % 2 == 1)
+            for i, name in enumerate([*APPS, *(f"{app} again" for app in APPS)])
+        ]
+        with openai_client(server, expected) as n_openai:
+            for talk in talks:
+                storm.blow("talk", talk.step)
+            for i in range(2):
+                storm.blow("cancel", cancel, server.client.bind(f"cancel {i}"), random.Random(i))
+            storm.blow("garbage", send_garbage, server, random.Random(2))
+            storm.blow("half", send_half, server, random.Random(3))
+            storm.blow("killed", kill_client, server, random.Random(4))
+            longest = watch(server, SECONDS / 3)
+            warm = server.rss()
+            longest = max(longest, watch(server, SECONDS * 2 / 3))
+            storm.end()
+        grown = server.rss() - warm
+        assert storm.problems == []
+        assert set(storm.counts) == {"talk", "cancel", "garbage", "half", "killed"}
+        assert n_openai[0] > 0
+        for talk in talks:
+            talk.check()
+        server.wait_until_idle()
+        assert 1 < longest <= MOST_WAITING + 1
+        assert grown < scale(24, 8) * MIB
+        check_afterwards(server)
+
+
+def check_afterwards(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+    metrics = server.metrics()
+    answered = {
+        name.partition('status="')[2].rstrip('"}')
+        for name in metrics
+        if name.startswith("llmaas_requests_total")
+    }
+    assert answered <= {"200", "201", "400", "404", "413", "415", "422", "429", "499"}
+    assert {"200", "400", "429"} <= answered
+    kv = server.kv()
+    assert kv["ram_bytes"] + kv["buffer_bytes"] <= MIB
+    assert kv["faults"] == kv["io_errors"] == 0
+    wait_until(lambda: server.n_files() < 64)
+    assert server.n_threads() < 64
+    assert server.stop() == 0
+    assert "Traceback" not in server.log()
