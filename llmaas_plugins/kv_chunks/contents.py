@@ -16,7 +16,7 @@ from llmaas_plugins.kv_chunks.disk import is_sound
 from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.files import INDEX, LOCK, SLAB, open_private
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
-from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow
+from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.lock import holder, try_lock
 from llmaas_plugins.kv_chunks.memory import anonymous
 from llmaas_plugins.kv_chunks.tiers import DiskTier
@@ -81,8 +81,10 @@ def read_contents(directory: Path) -> Contents:
             index = ChunkIndex.read_only(directory / INDEX)
             opened.callback(index.close)
             return _contents(directory, who, index)
-        except (OSError, sqlite3.OperationalError) as error:
-            if isinstance(error, StoreError):
+        except StoreError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, sqlite3.Error) and is_damage(error):
                 raise
             raise StoreError(f"cannot read KV store {directory}: {error}") from error
 

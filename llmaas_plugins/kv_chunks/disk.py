@@ -12,7 +12,7 @@ from pathlib import Path
 from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE, private_directory
 from llmaas_plugins.kv_chunks.formats import FORMAT, check_format, pack_header
-from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow
+from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
 from llmaas_plugins.kv_chunks.lock import lock, unlock
 from llmaas_plugins.kv_chunks.tiers import DiskTier
@@ -98,8 +98,7 @@ class DiskStore:
         try:
             index = ChunkIndex(path, store_id)
         except sqlite3.DatabaseError as error:
-            is_schema = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
-            if isinstance(error, sqlite3.OperationalError) and not is_schema:
+            if not is_damage(error):
                 raise
             self._set_aside(str(error))
         else:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 
-__all__ = ["INDEX", "LOCK", "SLAB", "UNUSABLE", "make_private", "open_private", "private_directory"]
+__all__ = [
+    "INDEX",
+    "LOCK",
+    "SLAB",
+    "UNUSABLE",
+    "is_regular",
+    "make_private",
+    "open_private",
+    "private_directory",
+]
 
 LOCK = "lock"
 INDEX = "index.sqlite"
@@ -46,7 +55,9 @@ def private_directory(directory: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, mode 0600; a link, a pipe or a directory is refused.
+    """A descriptor of a regular file; a link, a pipe or a directory is refused.
+
+    Unless it is only read, its mode is 0600 from now on.
 
     Raises:
         StoreError: It is something else, or cannot be opened or made private.
@@ -62,31 +73,47 @@ def open_private(path: Path, flags: int) -> int:
         os.close(fd)
         raise _odd(path)
     try:
-        _tighten(path, mode, 0o600)
+        if flags & os.O_RDWR:
+            _tighten(path, mode, 0o600)
     except StoreError:
         os.close(fd)
         raise
     return fd
 
 
-def make_private(path: Path) -> bool:
-    """Whether the file exists; it is a regular one and of mode 0600 then. It is not opened.
+def is_regular(path: Path) -> bool:
+    """Whether the file exists. It is not opened.
 
     (Closing a descriptor of an SQLite file would drop the locks this process has on it.)
 
     Raises:
-        StoreError: It is something else, or cannot be made private.
+        StoreError: It is something else than a regular file.
     """
+    return _mode(path) is not None
+
+
+def make_private(path: Path) -> bool:
+    """Whether the file exists; its mode is 0600 then. It is not opened.
+
+    Raises:
+        StoreError: It is something else than a regular file, or cannot be made private.
+    """
+    mode = _mode(path)
+    if mode is not None:
+        _tighten(path, mode, 0o600)
+    return mode is not None
+
+
+def _mode(path: Path) -> int | None:
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise _refused(path.parent, error) from error
     if not stat.S_ISREG(mode):
         raise _odd(path)
-    _tighten(path, mode, 0o600)
-    return True
+    return mode
 
 
 def _tighten(path: Path, found: int, mode: int) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from llmaas_plugins.kv_chunks.files import make_private
+from llmaas_plugins.kv_chunks.files import is_regular, make_private
 from llmaas_plugins.kv_chunks.formats import FORMAT, read_only_uri
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
 
-__all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate"]
+__all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate", "is_damage"]
 
 STORE_ID_BYTES = 16
 
@@ -111,7 +111,7 @@ class ChunkIndex:
             sqlite3.DatabaseError: It is damaged, of another format, or not there.
             StoreError: It is something else than a file.
         """
-        make_private(path)
+        is_regular(path)
         self = cls.__new__(cls)
         self._db = sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)
         self._begin(None)
@@ -244,6 +244,14 @@ class ChunkIndex:
     def close(self) -> None:
         """Close the file; the WAL is folded in."""
         self._db.close()
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether it is the file that is wrong; else it is the disk, or who may use it."""
+    is_schema = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+    return isinstance(error, sqlite3.DatabaseError) and (
+        is_schema or not isinstance(error, sqlite3.OperationalError)
+    )
 
 
 def _text(value: bytes) -> str:

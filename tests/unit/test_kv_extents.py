@@ -119,3 +119,16 @@ def test_shrink_gives_back_whole_pages_of_the_tail(space):
     assert space.allocate(6 * PAGE) == 2 * PAGE
     space.release(0, PAGE + 1)
     assert space.allocate(2 * PAGE) == 0
+
+
+def test_free_runs_within_a_range():
+    space = ExtentAllocator(10 * PAGE)
+    for page in (0, 3, 4, 8):
+        assert space.claim(page * PAGE, PAGE)
+    assert space.free_within(0, 10 * PAGE) == [
+        (PAGE, 2 * PAGE), (5 * PAGE, 3 * PAGE), (9 * PAGE, PAGE),
+    ]  # fmt: skip
+    assert space.free_within(2 * PAGE, 6 * PAGE) == [(2 * PAGE, PAGE), (5 * PAGE, PAGE)]
+    assert space.free_within(3 * PAGE, 5 * PAGE) == []
+    assert space.free_within(4 * PAGE, 4 * PAGE) == []
+    assert ExtentAllocator(0).free_within(0, PAGE) == []

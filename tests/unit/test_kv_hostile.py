@@ -9,6 +9,8 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from stored_chunks import encoder, payload
 
 from llmaas_hooks import StoreError
+from llmaas_plugins import _native
 from llmaas_plugins._native import (
     Budget,
     Codec,
@@ -578,4 +581,371 @@ def test_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     store = DiskStore(Path("~/kv"), BUDGET)
     assert store.directory == tmp_path / "kv"
+    store.close()
+
+
+# -- odd files, wide modes, other owners ---------------------------------------------------------
+
+NAMES = ["lock", "chunks.slab", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_link_in_place_of_a_file_is_refused_and_not_followed(kv, tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"precious")
+    (kv / name).unlink(missing_ok=True)
+    (kv / name).symlink_to(elsewhere)
+    with pytest.raises(StoreError, match=rf"cannot use .*: {name} is a symbolic link\. Remove it"):
+        open_store(kv)
+    assert elsewhere.read_bytes() == b"precious"
+    (kv / name).unlink()
+    works(kv)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dangling_link_makes_no_file(kv, tmp_path, name):
+    (kv / name).unlink(missing_ok=True)
+    (kv / name).symlink_to(tmp_path / "made")
+    with pytest.raises(StoreError, match="is a symbolic link"):
+        open_store(kv)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+@pytest.mark.parametrize("name", NAMES)
+def test_other_things_in_place_of_a_file_are_refused_at_once(kv, name, make):
+    (kv / name).unlink(missing_ok=True)
+    make(kv / name)
+    with pytest.raises(StoreError, match=rf"cannot use .*: {name} is not a regular file\. Remove"):
+        open_store(kv)
+
+
+def test_link_to_the_directory_is_followed(kv, tmp_path):
+    """The user's own choice of another disk."""
+    (tmp_path / "link").symlink_to(kv)
+    store = open_store(tmp_path / "link")
+    assert load(store, A) == len(A)
+    with pytest.raises(StoreError, match="is in use by this process already"):
+        open_store(kv)
+    store.close()
+
+
+def test_wide_modes_are_tightened(kv):
+    (kv / "index.sqlite-wal").touch()
+    for path in [kv, *kv.iterdir()]:
+        path.chmod(0o777)
+    store = open_store(kv)
+    save(store, A, "a")
+    store.flush()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in kv.iterdir()}
+    assert (stat.S_IMODE(kv.stat().st_mode), modes) == (0o700, {0o600})
+    store.close()
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o755, False), (0o777, True), (0o770, True)])
+def test_directory_with_other_files_keeps_its_mode(tmp_path, mode, is_refused):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "somebody's").touch()
+    shared.chmod(mode)
+    if is_refused:
+        with pytest.raises(StoreError, match=rf"may write to it \(mode {mode:04o}\), and it holds"):
+            open_store(shared)
+        assert [path.name for path in shared.iterdir()] == ["somebody's"]
+    else:
+        open_store(shared).close()
+        assert stat.S_IMODE((shared / "index.sqlite").stat().st_mode) == 0o600
+    assert stat.S_IMODE(shared.stat().st_mode) == mode
+
+
+def test_store_of_another_user_is_refused(kv):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    for path in (kv.parent, kv, *kv.iterdir()):
+        path.chmod(0o777)
+    before = {path.name: path.read_bytes() for path in kv.iterdir()}
+    found = run(OPEN, "kv", "drop", cwd=kv.parent)
+    assert found.returncode == 3, found.stderr
+    assert (
+        "kv is open to other users and cannot be made private: Operation not perm" in found.stdout
+    )
+    assert {path.name: path.read_bytes() for path in kv.iterdir()} == before
+
+
+READ_ONLY = 'mount --bind {0} {0} && mount -o remount,bind,ro {0} && shift && exec "$@"'
+
+
+def test_read_only_file_system_is_named(kv):
+    """Even root cannot write there."""
+    script = READ_ONLY.format(kv)
+    mounts = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", "-"]
+    try:
+        can = subprocess.run([*mounts, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        can = False
+    if not can:
+        pytest.skip("needs unshare(1) and the right to mount")
+    found = subprocess.run(
+        [*mounts, sys.executable, "-c", OPEN, str(kv)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 3, found.stderr
+    assert "kv: Read-only file system. Set plugins.kv_chunks.store to a directory" in found.stdout
+    look = "import sys; from llmaas_plugins.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for action in ("stats", "check"):
+        command = [*mounts, sys.executable, "-c", look, "store", action, "--store", str(kv)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_missing_parents_are_made(tmp_path):
+    works(tmp_path / "not/yet/there")
+
+
+@pytest.mark.parametrize("name", ["/proc/kv", "/dev/null/kv", "/sys/kv"])
+def test_place_that_holds_no_files_is_named(name):
+    with pytest.raises(StoreError, match=f"cannot use KV store {name}: .*Set plugins.kv_chunks"):
+        DiskStore(Path(name), BUDGET)
+
+
+# -- who holds the lock --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (b"", "another process"),
+        (b"4242\npython app.py\n", "process 4242 (python app.py)"),
+        (b"4242", "process 4242"),
+        (b"-5\nx", "another process"),
+        ("٤٢\nx".encode(), "another process"),
+        (b"9" * 5000, f"process {'9' * 400}"),
+        (b"77\n\x1b[31mred\n\x00\xff" + b"x" * 9000, None),
+    ],
+)
+def test_holders_name_is_shown_and_never_believed(kv, content, shown):
+    store = open_store(kv)
+    (kv / "lock").write_bytes(content)
+    with pytest.raises(StoreError, match="is in use by") as caught:
+        open_store(kv)
+    message = str(caught.value)
+    assert message.replace("�", "").isprintable()
+    assert len(message) < 1000
+    assert shown is None or f"is in use by {shown}. Stop it" in message
+    store.close()
+
+
+def test_lock_of_a_dead_process_is_no_obstacle(kv):
+    (kv / "lock").write_text("1\ninit\n")
+    works(kv)
+    assert (kv / "lock").read_bytes() == b""
+
+
+# -- fork ----------------------------------------------------------------------------------------
+
+
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+
+
+def in_child(work):
+    """Exit code of a forked child that did ``work``."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@FORKS
+def test_forked_child_changes_nothing_on_disk(kv):
+    store = open_store(kv)
+    save(store, np.arange(2000, 2050, dtype=np.int32), "new")  # not written yet
+    before = files(kv)
+
+    def work():
+        assert load(store, A) == 0  # on disk: the parent's
+        assert load(store, np.arange(2000, 2050, dtype=np.int32)) == 50  # in RAM
+        save(store, A, "a")
+        assert load(store, A) == len(A)
+        store.flush()
+        store.evict_context("a")
+        assert store.stats()["store"] is None
+        store.close()
+
+    assert in_child(work) == 0
+    assert files(kv) == before
+    assert load(store, A) == len(A)
+    store.close()
+    store = open_store(kv)
+    assert set(store.tree.contexts()) == {"a", "b", "new"}
+    assert (load(store, A), load(store, B), store.stats()["faults"]) == (len(A), len(B), 0)
+    store.close()
+
+
+@FORKS
+def test_forked_child_does_not_keep_the_lock(kv):
+    store = open_store(kv)
+    reading, writing = os.pipe()
+
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        os.read(reading, 1)  # lives on until the parent is done
+        os._exit(0)
+    store.close()
+    works(kv)
+    os.close(writing)
+    os.close(reading)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@FORKS
+def test_child_of_a_busy_parent_is_not_stuck(kv):
+    """Other threads hold the locks all the time; the child, where they are gone, goes on."""
+    store = open_store(kv)
+    stop = threading.Event()
+
+    def work():
+        while not stop.is_set():
+            load(store, A)
+            store.touch(chain(ROOT, B))
+            store.flush()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    codes = [in_child(lambda: (load(store, A), save(store, B, "b"))) for _ in range(5)]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert codes == [0] * 5
+    assert load(store, A) == len(A)
+    store.close()
+    works(kv)
+
+
+# -- rows that would take much memory ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["key", "parent", "tokens"])
+def test_huge_names_are_not_read_into_memory(kv, column):
+    wanted = chain(ROOT, A)[3]
+    edit(kv, (f"UPDATE chunks SET {column} = zeroblob(20000000) WHERE key = ?", (wanted.key,)))
+    tracemalloc.start()
+    store = open_store(kv)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+    assert (load(store, A), store.stats()["faults"]) == (48, 1)
+    store.close()
+    works(kv)
+
+
+def test_huge_names_of_contexts_and_layouts_are_left_out(kv):
+    edit(
+        kv,
+        "UPDATE contexts SET id = printf('%.*c', 9000000, 'x') WHERE id = 'a'",
+        "UPDATE geometry SET layout = printf('%.*c', 9000000, 'x')",
+    )
+    store = open_store(kv)
+    assert set(store.tree.contexts()) == {"b"}
+    assert store.layout(ROOT) is None
+    assert load(store, A) == len(A)
+    store.close()
+
+
+@pytest.mark.parametrize("column", ["offset", "size"])
+def test_chunks_in_a_slab_of_a_thousand_gigabytes_cost_no_memory(kv, column):
+    os.truncate(kv / "chunks.slab", 1 << 40)  # a hole
+    edit(kv, f"UPDATE chunks SET {column} = 1 << 39 WHERE offset = 0")
+    store = open_store(kv)
+    assert (kv / "chunks.slab").stat().st_size <= BUDGET
+    assert load(store, A) == 0
+    store.close()
+    works(kv)
+
+
+# -- what is deleted -----------------------------------------------------------------------------
+
+
+def on_disk(kv):
+    return b"".join(path.read_bytes() for path in kv.iterdir())
+
+
+def test_deleted_context_is_gone_from_the_disk(kv):
+    """Cells, tokens and name, also in what the index's log and free pages hold."""
+    only_a, only_b = chain(ROOT, A)[2:], chain(ROOT, B)[2:]
+    assert all(payload(GEOM, wanted) in on_disk(kv) for wanted in only_a)
+    store = open_store(kv)
+    store.evict_context("a")
+    left = on_disk(kv)
+    for wanted in only_a:
+        assert payload(GEOM, wanted)[128:] not in left
+        assert wanted.tokens not in left
+        assert wanted.key not in left
+    assert all(payload(GEOM, wanted) in left for wanted in only_b)
+    assert load(store, B) == len(B)
+    store.close()
+    works(kv)
+
+
+def test_what_left_the_disk_before_is_erased_too(kv):
+    """Chunks that a larger one replaced, that were evicted for room, or that a crash left."""
+    with (kv / "chunks.slab").open("r+b") as file:
+        file.seek(60 * PAGE)
+        file.write(b"left by a flush whose process was killed")
+    store = open_store(kv)
+    first = np.arange(7000, 7036, dtype=np.int32)
+    save(store, first, "grows")
+    store.flush()
+    save(store, np.arange(7000, 7064, dtype=np.int32), "grows")
+    store.flush()
+    partial = chain(ROOT, first)[-1]
+    store.evict_context("b")
+    assert b"left by a flush" not in on_disk(kv)
+    assert payload(GEOM, partial)[128:] not in on_disk(kv)
+    store.close()
+
+
+def test_context_deleted_while_it_is_written_is_gone_too(kv, monkeypatch):
+    store = open_store(kv)
+    tokens = np.arange(7000, 7064, dtype=np.int32)
+    save(store, tokens, "late")
+    write, deleted = _native.store_write, []
+
+    def slow_write(*args):
+        thread = threading.Thread(target=lambda: deleted.append(store.evict_context("late")))
+        thread.start()
+        while store.tree.contexts().get("late"):
+            pass
+        monkeypatch.undo()
+        deleted.append(thread)
+        return write(*args)
+
+    monkeypatch.setattr(_native, "store_write", slow_write)
+    store.flush()
+    deleted[0].join()
+    assert deleted[1] > 0
+    assert all(payload(GEOM, wanted)[128:] not in on_disk(kv) for wanted in chain(ROOT, tokens))
+    store.close()
+    works(kv)
+
+
+def test_erasing_that_fails_is_told_and_made_up_for(kv, monkeypatch):
+    store = open_store(kv)
+
+    def fail(*args):
+        raise StoreError(5, "chunk store: erasing stopped")
+
+    monkeypatch.setattr(_native, "store_erase", fail)
+    with pytest.raises(StoreError, match="erasing stopped"):
+        store.evict_context("a")
+    assert payload(GEOM, chain(ROOT, A)[4]) in on_disk(kv)
+    monkeypatch.undo()
+    store.evict_context("b")
+    assert payload(GEOM, chain(ROOT, A)[4])[128:] not in on_disk(kv)
     store.close()

@@ -170,3 +170,62 @@ def test_half_made_index_is_made_again(path):
     index = ChunkIndex(path, STORE)
     assert index.store_id() == STORE
     index.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER DELETE ON chunks BEGIN DELETE FROM contexts; END",
+        "CREATE VIEW v AS SELECT * FROM chunks",
+        "CREATE INDEX i ON chunks (used)",
+        "CREATE TABLE more (id BLOB)",
+        "ALTER TABLE chunks ADD COLUMN more",
+    ],
+)
+def test_tables_of_another_shape_are_refused(index, path, statement):
+    index.close()
+    edit(path, statement)
+    with pytest.raises(sqlite3.DatabaseError, match="its tables are not those of a store"):
+        ChunkIndex(path, STORE)
+    with pytest.raises(sqlite3.DatabaseError, match="its tables are not those of a store"):
+        ChunkIndex.read_only(path)
+
+
+def test_reading_changes_no_byte_and_sees_what_is_committed(index, path):
+    a, b, _ = rows(3)
+    index.apply(IndexUpdate(added(a), heads={"x": a.id.key}))
+    reader = ChunkIndex.read_only(path)  # from the log
+    index.apply(IndexUpdate(added(b)))
+    assert {row.id.key for row in reader.chunks()} == {a.id.key, b.id.key}
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.apply(IndexUpdate(removed=[a.id.key]))
+    reader.close()
+    index.close()
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    reader = ChunkIndex.read_only(path)
+    assert (len(list(reader.chunks())), reader.contexts()) == (2, {"x": a.id.key})
+    reader.close()
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_rows_of_another_shape_are_counted_and_dropped(index, path):
+    index.apply(IndexUpdate(added(*rows(3))))
+    for column, size in (("parent", 31), ("tokens", 68)):
+        index._db.execute(
+            f"UPDATE chunks SET {column} = zeroblob({size}) WHERE offset = {size // 68 * 4096}"
+        )
+    assert index.n_misshapen() == 2
+    assert len(list(index.chunks())) == 1
+    assert (index.drop_misshapen(), index.drop_misshapen()) == (2, 0)
+    assert len(list(index.chunks())) == 1
+
+
+def test_what_was_deleted_is_in_no_file(index, path):
+    a, b = rows(2)
+    index.apply(IndexUpdate(added(a, b), heads={"secret name": b.id.key}))
+    index.apply(IndexUpdate(removed=[b.id.key], heads={}))
+    index.forget_deleted()
+    left = b"".join(file.read_bytes() for file in path.parent.iterdir() if "shm" not in file.name)
+    assert a.id.tokens in left
+    assert b.id.tokens not in left
+    assert b"secret name" not in left

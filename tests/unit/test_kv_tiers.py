@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmaas_hooks import BudgetError
+from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins._native import Budget
+from llmaas_plugins.kv_chunks import tiers
 from llmaas_plugins.kv_chunks.extents import PAGE
 from llmaas_plugins.kv_chunks.keys import chain
 from llmaas_plugins.kv_chunks.tiers import DiskTier, RamTier, Tier
@@ -163,3 +164,75 @@ def test_closed_slab_has_no_descriptors_left(tmp_path):
     assert len(list(open_files.iterdir())) == before + 2
     tier.close()
     assert len(list(open_files.iterdir())) == before
+
+
+def fill(disk, tmp_path, n):
+    """A header and ``n`` chunks whose pages are full of 0x5a."""
+    disk.write_header(b"mine")
+    chunks = make_chunks(n)
+    for chunk in chunks:
+        chunk.disk = disk.reserve(PAGE, never, never)
+        disk.enter(chunk)
+    with (tmp_path / "chunks.slab").open("ab") as file:
+        file.write(b"\x5a" * n * PAGE)
+    disk.take_stale()
+    return chunks
+
+
+def test_only_what_was_freed_is_erased(disk, tmp_path):
+    chunks = fill(disk, tmp_path, 6)
+    disk.free(chunks[1], chunks[1].disk)
+    disk.free(chunks[2], chunks[2].disk)
+    disk.free(chunks[4], chunks[4].disk)
+    assert disk.reserve(PAGE, never, never) == PAGE  # chunk 1's place, for new bytes
+    disk.cancel(disk.reserve(PAGE, never, never), PAGE)  # chunk 2's, which never got them
+    places = disk.take_stale()
+    assert places == [(2 * PAGE, PAGE), (4 * PAGE, PAGE)]
+    disk.erase(places)
+    content = (tmp_path / "chunks.slab").read_bytes()[PAGE:]
+    full = [i for i in range(6) if content[i * PAGE : (i + 1) * PAGE] == b"\x5a" * PAGE]
+    assert full == [0, 1, 3, 5]
+    assert content.count(b"\x5a") == 4 * PAGE
+    assert disk.take_stale() == []
+
+
+def test_all_free_space_of_a_slab_that_was_found_may_hold_old_bytes(disk, tmp_path):
+    fill(disk, tmp_path, 4)
+    again = DiskTier(tmp_path / "chunks.slab", 16 * PAGE)
+    assert again.claim(PAGE, PAGE)
+    assert again.take_stale() == [(0, PAGE), (2 * PAGE, 2 * PAGE)]  # and nothing behind its end
+    again.close()
+
+
+def test_places_that_could_not_be_erased_stay_marked(disk, tmp_path):
+    chunks = fill(disk, tmp_path, 2)
+    disk.free(chunks[0], 0)
+    places = disk.take_stale()
+    file, disk._file = disk._file, os.open("/dev/full", os.O_RDWR)
+    with pytest.raises(StoreError, match="erasing stopped"):
+        disk.erase(places)
+    os.close(disk._file)
+    disk._file = file
+    assert disk.take_stale() == places == [(0, PAGE)]
+
+
+def test_more_marks_than_are_worth_keeping_mean_everything(disk, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiers, "_MOST_MARKS", 2)
+    chunks = fill(disk, tmp_path, 6)
+    for chunk in chunks[:4]:
+        disk.free(chunk, chunk.disk)
+    assert disk.take_stale() == [(0, 4 * PAGE)]
+
+
+def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
+    chunks = fill(disk, tmp_path, 4)
+    disk.free(chunks[1], chunks[1].disk)
+    disk.cut()
+    assert disk.file_bytes() == 5 * PAGE
+    disk.free(chunks[3], chunks[3].disk)
+    disk.cut()
+    assert disk.file_bytes() == 4 * PAGE
+    for i in (0, 2):
+        disk.free(chunks[i], chunks[i].disk)
+    disk.cut()
+    assert disk.file_bytes() == PAGE

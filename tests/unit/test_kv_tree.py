@@ -155,3 +155,12 @@ def test_partial_chunk_is_superseded_by_its_continuation(tree):
     tree.set_head("a", part.id.key)
     assert tree.superseded_by(whole) == []
     assert tree.superseded_by(chain(ROOT, text((0, 16), (700, 16)))[-1]) == [other]
+
+
+def test_what_continues_a_chunk(tree):
+    a, b = store(tree, text((0, 70))), store(tree, text((0, 32), (500, 20)))
+    assert tree.from_here(a[4]) == [a[4]]
+    behind = tree.from_here(a[1])
+    assert behind[0] is a[1]
+    assert set(behind) == {*a[1:], *b[2:]}
+    assert all(behind.index(a[i]) < behind.index(a[i + 1]) for i in (1, 2, 3))

@@ -21,6 +21,7 @@ from llmaas_plugins._native import (
     blob_size,
     chunk_bound,
     chunk_encode,
+    store_erase,
     store_read,
     store_write,
 )
@@ -156,3 +157,30 @@ def test_budget_holds_under_threads():
     assert budget.used == 0
     assert budget.peak <= 10
     assert not excess
+
+
+def test_erased_extents_read_as_zeros_and_the_rest_stays(slab):
+    chunks, _ = make_chunks(3)
+    offsets, lengths, total = write_all(slab, chunks)
+    n_bytes = store_erase(slab, [offsets[1]], [lengths[1]])
+    assert n_bytes == offsets[2] - offsets[1]
+    assert os.pread(slab, n_bytes, offsets[1]) == bytes(n_bytes)
+    for i in (0, 2):
+        assert os.pread(slab, lengths[i], offsets[i]) == chunks[i]
+    assert os.fstat(slab).st_size == total
+    assert os.fstat(slab).st_blocks * 512 < total or os.statvfs(slab).f_bsize > STORE_BLOCK
+    assert store_erase(slab, [], []) == 0
+
+
+def test_erasing_that_fails_carries_its_errno(slab):
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(StoreError, match="erasing stopped after 0 bytes: No space") as caught:
+            store_erase(full, [0], [3])
+    finally:
+        os.close(full)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(NativeError, match="multiples of 4096"):
+        store_erase(slab, [100], [3])
+    with pytest.raises(NativeError, match="differ in number"):
+        store_erase(slab, [0], [])
