@@ -47,3 +47,9 @@ def report():
         return suite.status()["plugins"]["kv_chunks"]
 
     return ask
+
+
+@pytest.fixture
+def said(caplog):
+    """What the suite logged, line by line."""
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")]

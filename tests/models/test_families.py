@@ -64,7 +64,7 @@ def split(name):
     return name.partition(",")[0], settings.get(name, {})
 
 
-@pytest.mark.parametrize("name", column("nothing enabled", "vanilla", FAMILIES))
+@pytest.mark.parametrize("name", column("nothing enabled", "vanilla", [*SERVED, *LEFT]))
 def test_nothing_enabled_changes_no_byte(name, family):
     name, settings = split(name)
     expected = traces(family(name), **settings)
@@ -102,32 +102,29 @@ def test_contexts_of_8_bits_stay_close(name, family, suite, report):
     assert 0 < error < 0.1 * first.std()
 
 
-def left(name):
-    """Rows of what is left alone, with the reason in a word."""
-    return pytest.param(
-        name,
-        marks=[
-            pytest.mark.compat("models", name, "kv_chunks, lossless", "vanilla"),
-            pytest.mark.compat("models", name, "why", LEFT[name][1]),
-        ],
-    )
+def left(name, codec):
+    """A row of what is left alone, with the reason in a word."""
+    marks = [
+        pytest.mark.compat("models", name, f"kv_chunks, {codec}", "vanilla"),
+        pytest.mark.compat("models", name, "why", LEFT[name][1]),
+    ]
+    return pytest.param(name, codec, marks=marks)
 
 
-@pytest.mark.parametrize("name", [left(name) for name in LEFT])
-def test_what_cannot_be_kept_is_vanilla(name, family, suite, report, caplog):
+@pytest.mark.parametrize(
+    ("name", "codec"), [left(name, codec) for name in LEFT for codec in ("lossless", "int8")]
+)
+def test_what_cannot_be_kept_is_vanilla(name, codec, family, suite, said):
     reason = "embedding context" if name == "bert" else LEFT[name][0]
     name, settings = split(name)
     reason = f"{name}.gguf: {reason}"
     expected = traces(family(name), **settings)
-    active = suite()
+    active = suite(codec=codec)
     assert [traces(family(name), **settings) for _ in range(2)] == [expected] * 2
-    found = report(active)
+    found = active.status()["plugins"]["kv_chunks"]
     assert found["left_alone"] == [reason]
-    assert found["restores"] == found["saves"] == 0
-    assert [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")] == [
-        f"kv_chunks leaves a context as it is: {reason}"
-    ]
-    assert not found.get("chunks")
+    assert found["restores"] == found["saves"] == found.get("chunks", 0) == 0
+    assert said() == [f"kv_chunks leaves a context as it is: {reason}"]
 
 
 def test_what_only_its_context_shows_is_made_again_as_vanilla(family, suite, report):
@@ -143,7 +140,7 @@ def encoder_context(path):
         return seen(llama)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", column("for embeddings", "vanilla", ["llama", "gemma3"]))
 def test_decoders_used_for_embeddings_are_vanilla(name, family, suite, report):
     expected = traces(family(name), embedding=True)
     active = suite()
