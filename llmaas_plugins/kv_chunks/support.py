@@ -46,6 +46,8 @@ def unsupported_cells(ctx: int) -> str | None:
     """
     if llama_cpp.llama_get_memory(ctx) is None:
         return "encoder or diffusion model: it keeps no cells"
+    if not llama_cpp.llama_get_causal_attn(ctx):
+        return "attention is not causal: cells depend on what follows"
     n_bytes = llama_cpp.llama_state_seq_get_size(ctx, SCRATCH_SEQUENCE)
     has_window = window(llama_cpp.llama_get_model(ctx)) > 0
     if n_bytes not in _EMPTY_BLOB_BYTES[: 1 + has_window]:

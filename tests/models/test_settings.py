@@ -5,7 +5,7 @@ from __future__ import annotations
 import llama_cpp
 import numpy as np
 import pytest
-from switching import ENDINGS, N_FIRST_CELLS, Conversation
+from switching import ENDINGS, N_FIRST_CELLS, OTHER, PROMPT, Conversation, ask
 
 SETTINGS = {
     "flash attention": {"flash_attn": True},
@@ -57,6 +57,23 @@ def test_contexts_go_on_with_vanillas_logits(name, setting, family, suite, repor
         assert np.array_equal(conversation.second(llama, answer, ENDINGS[1]), expected[1])
         found = report(active)
     assert (found["restored_tokens"], found["left_alone"]) == (N_FIRST_CELLS, [])
+
+
+def test_cells_that_depend_on_what_follows_are_left_alone(family, suite, report):
+    """Two prompts with one beginning have different cells there, so nothing can be shared."""
+    settings = {"attention_type": llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL}
+    conversation = Conversation(family("llama"), settings)
+
+    def logits():
+        with conversation.open() as llama:
+            return [ask(llama, prompt, 2)[1] for prompt in (PROMPT, OTHER, PROMPT)]
+
+    expected = logits()
+    active = suite()
+    assert np.array_equal(logits(), expected)
+    found = report(active)
+    reason = "attention is not causal: cells depend on what follows"
+    assert (found["left_alone"], found["saves"]) == ([f"llama.gguf: {reason}"], 0)
 
 
 def low_level_context(model, **wanted):
