@@ -45,8 +45,9 @@ def try_lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Let go, leaving no name behind."""
+    """Let go, leaving no name behind; a child that has the descriptor, too, does not keep it."""
     _write(fd, b"")
+    fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
