@@ -1,0 +1,56 @@
+"""Stores that cannot be opened, under an app: it goes on vanilla, and they stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+
+import numpy as np
+import pytest
+
+from llmaas_plugins import activate
+from llmaas_plugins.kv_chunks.disk import DiskStore
+
+PROMPT = [1, *np.random.default_rng(5).integers(300, 4000, 60).tolist()]
+
+
+def answer(make_llama):
+    llama = make_llama(n_threads_batch=1)
+    generator = llama.generate(PROMPT, temp=0.0)
+    tokens = [next(generator) for _ in range(8)]
+    generator.close()
+    return tokens
+
+
+def suite(directory):
+    return activate({"plugins": {"kv_chunks": {"codec": "lossless", "store": str(directory)}}})
+
+
+def newer(kv, stack):
+    with contextlib.closing(sqlite3.connect(kv / "index.sqlite")) as db:
+        db.execute("PRAGMA user_version=2")
+
+
+def linked(kv, stack):
+    (kv / "chunks.slab").rename(kv.parent / "slab")
+    (kv / "chunks.slab").symlink_to(kv.parent / "slab")
+
+
+def in_use(kv, stack):
+    stack.callback(DiskStore(kv, 1 << 30).close)
+
+
+@pytest.mark.parametrize("refusal", [newer, linked, in_use])
+def test_app_goes_on_without_its_store(make_llama, tmp_path, caplog, refusal):
+    vanilla = answer(make_llama)
+    kv = tmp_path / "kv"
+    with suite(kv):
+        assert answer(make_llama) == vanilla
+    with contextlib.ExitStack() as stack:
+        refusal(kv, stack)
+        before = {path.name: path.read_bytes() for path in kv.iterdir()}
+        with suite(kv) as active:
+            assert answer(make_llama) == vanilla
+            assert active.status()["plugins"]["kv_chunks"]["store"] is None
+        assert {path.name: path.read_bytes() for path in kv.iterdir()} == before
+    assert "KV store" in caplog.text
