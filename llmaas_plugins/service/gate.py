@@ -143,8 +143,8 @@ class Gate:
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
         if not _JSON.match(kind := _header(scope, b"content-type")):  # or browsers would not ask
-            message = f"Content-Type must be application/json, found {kind.decode('latin-1')!r}."
-            raise Refusal(415, message)
+            found = kind.decode("latin-1")
+            raise Refusal(415, f"Content-Type must be application/json, found {found!r}.")
         most = self._max_body_bytes
         declared = _header(scope, b"content-length")
         body = bytearray()

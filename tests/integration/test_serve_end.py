@@ -161,6 +161,24 @@ def test_a_client_that_does_not_come_to_the_point_does_not_hold_it_up(start):
             connection.close()
 
 
+@pytest.mark.parametrize("how", ["call", "stream"])
+def test_a_killed_server_is_an_error_of_its_clients(start, how):
+    with start(grace_s=0) as server:
+        context = server.client.bind("mail").new_context()
+        if how == "stream":
+            stream = context.stream(STORY, **ENDLESS)
+            next(stream)
+            server.process.kill()
+            with pytest.raises((ConnectionError, LlmaasError)):
+                drain(stream)
+        else:
+            caller = Caller(lambda: context.call(STORY, **ENDLESS))
+            wait_until(lambda: server.status()["queue"] == 1)
+            server.process.kill()
+            caller.join(60)
+            assert isinstance(caller.error, ConnectionError)
+
+
 SLOW_PLUGIN = """
 import ctypes, pathlib
 from llmaas_hooks import hookimpl
