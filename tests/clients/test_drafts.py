@@ -42,7 +42,7 @@ def test_completions(lives, drafting, subjects):
     def app():
         texts = list(subjects)
         with drafting() as llama:
-            for _ in range(4):
+            for _ in range(3):
                 texts = [
                     text + llama(text, max_tokens=12, temperature=0.0)["choices"][0]["text"]
                     for text in texts

@@ -108,7 +108,9 @@ def test_until_the_context_is_full(lives, opened, subjects):
 
     def app():
         with opened(n_ctx=256) as llama:
-            replies = [llama(prompt, max_tokens=None, temperature=0.0) for prompt in prompts * 2]
+            replies = [
+                llama(prompt, max_tokens=None, temperature=0.0) for prompt in (*prompts, prompts[0])
+            ]
             with pytest.raises(ValueError, match="exceed context window"):
                 llama(prompts[0] + replies[0]["choices"][0]["text"])
         return [(reply["choices"][0]["text"], reply["usage"]["total_tokens"]) for reply in replies]
