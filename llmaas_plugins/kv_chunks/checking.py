@@ -60,7 +60,9 @@ def check_store(directory: Path, progress: Progress = iter) -> Checked:
     if contents.unsound:
         problems.append(f"{contents.unsound} rows of the index cannot be right")
     damaged = _damaged(contents, progress) if contents.is_slab else {}
-    problems += [f"chunk {_short(key)}: {_WHAT.get(status, status.name)}" for key, status in damaged.items()]
+    problems += [
+        f"chunk {_short(key)}: {_WHAT.get(status, status.name)}" for key, status in damaged.items()
+    ]
     gone = [row for row in contents.rows.values() if not contents.is_reachable(row)]
     problems += [f"chunk {_short(row.id.key)}: the one before it is gone" for row in gone]
     problems += [
