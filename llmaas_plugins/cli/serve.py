@@ -70,7 +70,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     metrics = Metrics(line)
     with (
         _listening(args.uds, server_settings) as listen,
-        activate(config, {"line": line, "metrics": metrics}) as suite,
+        activate(config, {"llmaas.line": line, "llmaas.metrics": metrics}) as suite,
         LLMService(server_engine, limits) as service,
     ):
         metrics.read_plugins(suite.status)

@@ -27,7 +27,7 @@ key_file = "keys.toml"
 max_queue = 4
 max_body_bytes = 16384
 max_connections = 12
-client_timeout_s = 1
+client_timeout_s = 2
 """
 
 
@@ -333,15 +333,18 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 HEAD += b"Authorization: Bearer %s\r\n" % MAIL.encode()
 
 
-@pytest.mark.parametrize(
-    "half",
-    [b"", b"GET /heal", HEAD, HEAD + b"Content-Length: 99\r\n\r\n{", HEAD.replace(b"1", b"x")],
-)
-def test_half_a_request_is_not_waited_for(server, half):
+def test_half_a_request_is_not_waited_for(server):
     """``client_timeout_s`` after it began, no matter what else comes now and then."""
-    with connect(server, half) as connection:
-        answer = connection.recv(1000)
-        assert answer == b"" or b" 400 " in answer
+    halves = [b"", b"GET /heal", HEAD, HEAD + b"Content-Length: 99\r\n\r\n{"]
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(server, half)) for half in halves]
+        with contextlib.suppress(ConnectionError):  # the first ones may be gone already
+            for connection in connections[1:]:
+                threading.Event().wait(0.3)
+                connection.sendall(b"x")
+        for connection in connections:
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1000) == b""
     assert server.status()["queue"] == 0
 
 

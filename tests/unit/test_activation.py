@@ -56,6 +56,28 @@ def test_nothing_enabled():
         assert suite.status()["plugins"] == {}
 
 
+class Listener:
+    def __init__(self):
+        self.n_decoded = 0
+
+    @hookimpl
+    def llmaas_decode(self, step):
+        self.n_decoded += step.n_tokens
+
+
+def test_a_listener_hears_without_any_plugin(make_llama):
+    listener = Listener()
+    with activate({}, {"mine": listener}) as suite:
+        llama = make_llama()
+        llama.eval([1, 2, 3])
+        assert listener.n_decoded == 3
+        assert suite.status()["plugins"] == {}
+        with pytest.raises(ConfigError, match="active with another"):
+            activate({}, {"another": Listener()})
+    llama.eval([4])
+    assert listener.n_decoded == 3
+
+
 def test_nested_is_one_suite(dist_plugins):
     with activate(RECORDER) as outer:
         with activate(load_config(RECORDER)) as inner:
