@@ -39,7 +39,13 @@ def add_parser(subparsers: Any) -> None:
     export_ = _action(actions, "export", export, "copy it, or a context of it, to a new store")
     export_.add_argument("target", type=Path, metavar="DIR", help="a directory to be made")
     export_.add_argument("--context", metavar="NAME", help="only this context")
-    forget_ = _action(actions, "forget", forget, "remove contexts from the disk for good")
+    forget_ = _action(
+        actions,
+        "forget",
+        forget,
+        "remove contexts' cells from the disk for good; texts that the "
+        "service keeps are deleted there",
+    )
     which = forget_.add_mutually_exclusive_group(required=True)
     which.add_argument("contexts", nargs="*", default=[], metavar="CONTEXT", help="its name")
     which.add_argument("--all", action="store_true", help="everything in the store")
@@ -198,6 +204,9 @@ def _stats(contents: Contents, budget: int) -> dict[str, Any]:
         "chunks": len(rows),
         "chunk_bytes": sum(row.size for row in rows),
         "slab_bytes": contents.slab_bytes,
+        "index_bytes": sum(
+            file.stat().st_size for file in contents.directory.glob("index.sqlite*")
+        ),
         "disk_bytes": disk_bytes(contents.directory),
         "budget_bytes": budget,
         "models": [
@@ -214,11 +223,11 @@ def _stats_text(found: dict[str, Any]) -> Iterable[str]:
     rows = {
         "in use by": found["holder"] or "nobody",
         "contexts": str(len(names)),
-        "  least recently used": _plain(found["oldest"]),
-        "  most recently used": _plain(found["newest"]),
+        "  latest use first": _some(names[::-1]),
         "chunks": f"{found['chunks']}, {_size(found['chunk_bytes'])}",
         "slab": f"{_size(found['slab_bytes'])} of {_size(found['budget_bytes'])}",
-        "on disk": _size(found["disk_bytes"]),
+        "index": _size(found["index_bytes"]),
+        "taken on disk": _size(found["disk_bytes"]),
     }
     for model in found["models"]:
         what = "model" if model["is_known"] else "(unreachable)"
@@ -233,14 +242,14 @@ def _verdict(problems: Sequence[str]) -> str:
     return f"{len(problems)} problem(s)" if problems else "sound"
 
 
-def _plain(name: str | None) -> str:
-    if name is None:
-        return "-"
-    return name if name.isprintable() else repr(name)
+def _some(names: Sequence[str]) -> str:
+    shown = [name if name.isprintable() else repr(name) for name in names[:_MOST_SHOWN]]
+    more = f", … ({len(names)} in all)" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(shown) + more if shown else "-"
 
 
 def _size(n_bytes: int) -> str:
-    return f"{n_bytes / _MIB:.1f} MiB"
+    return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
 
 
 def _bar(what: str) -> Any:

@@ -123,6 +123,7 @@ def test_stats(run, kv):
     assert (found["oldest"], found["newest"]) == ("notes", "mail")
     assert found["chunks"] == 12
     assert found["slab_bytes"] == 13 * PAGE
+    assert found["index_bytes"] > 0
     assert found["disk_bytes"] > found["slab_bytes"]
     assert found["budget_bytes"] == 4 << 30
     assert found["models"] == [
@@ -137,7 +138,15 @@ def test_stats_as_text(kv, capsys):
     out = capsys.readouterr().out
     assert f"{kv}  (format 1)" in out
     assert "nobody" in out
-    assert "most recently used  mail" in out.replace("    ", "  ").replace("   ", "  ")
+    words = out.split()
+    assert words[words.index("first") + 1 :][:2] == ["mail,", "notes"]
+    assert "52 KiB of 4096.0 MiB" in out
+
+
+def test_odd_names_do_not_reach_the_terminal(kv, capsys):
+    edit(kv, "UPDATE contexts SET id = x'1b5b324a' || id")
+    assert main(["store", "stats", "--store", str(kv)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_store_and_budget_come_from_the_configuration(kv, tmp_path, capsys, monkeypatch):
