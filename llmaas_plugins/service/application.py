@@ -13,7 +13,7 @@ from llmaas_plugins.service.line import Line
 from llmaas_plugins.service.metrics import Metrics
 from llmaas_plugins.service.routes import make_router
 from llmaas_plugins.service.service import LLMService
-from llmaas_plugins.service.upstream import explain_mistakes
+from llmaas_plugins.service.upstream import OpenCompletion, explain_mistakes, server_engine
 
 __all__ = ["make_application"]
 
@@ -36,6 +36,7 @@ def make_application(  # noqa: PLR0913, PLR0917  these are its parts
         line=line,
         keys=keys,
         metrics=metrics,
+        completion=OpenCompletion(server_engine()),
         max_body_bytes=int(service.config.max_body_bytes),
     )
     app.user_middleware.append(gate)  # the innermost: browsers' preflights are answered before

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -21,7 +22,7 @@ from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.line import Call, Line, stopping
 from llmaas_plugins.service.metrics import Metrics
 from llmaas_plugins.service.refusal import Refusal
-from llmaas_plugins.service.upstream import stream_failure
+from llmaas_plugins.service.upstream import OpenCompletion, stream_failure
 
 __all__ = ["Gate", "Route", "route_of"]
 
@@ -66,6 +67,7 @@ _ROUTES = tuple(
     )
 )
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+_MOST_DISCARDED = 16 << 20
 _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
 
@@ -80,11 +82,19 @@ def route_of(path: str) -> tuple[Route, str]:
 class Gate:
     """The middleware."""
 
-    def __init__(
-        self, app: App, *, line: Line, keys: Keys, metrics: Metrics, max_body_bytes: int
+    def __init__(  # noqa: PLR0913  these are its parts
+        self,
+        app: App,
+        *,
+        line: Line,
+        keys: Keys,
+        metrics: Metrics,
+        completion: OpenCompletion,
+        max_body_bytes: int,
     ) -> None:
         """Stand before ``app``."""
         self._app = app
+        self._completion = completion
         self._line = line
         self._keys = keys
         self._metrics = metrics
@@ -96,10 +106,12 @@ class Gate:
             await self._app(scope, receive, send)
             return
         route, owner = route_of(_path(scope))
-        answer = _Answer(send)
+        question, answer = _Question(receive), _Answer(send)
         try:
-            await self._serve(route, owner, scope, receive, answer)
+            await self._serve(route, owner, scope, question.receive, answer)
         except Refusal as refusal:
+            if not _header(scope, b"expect"):
+                await question.discard(_MOST_DISCARDED)
             await answer.refuse(refusal)
         except ClientDisconnect:
             answer.status = answer.status or 499  # the usual number in logs; nobody gets it
@@ -184,9 +196,33 @@ class Gate:
                 raise
         finally:
             watcher.cancel()
-            self._line.leave(call)
+            try:
+                if call is self._line.running and self._completion.is_open():
+                    with anyio.CancelScope(shield=True):
+                        await run_in_threadpool(self._completion.close)
+            finally:
+                self._line.leave(call)
         if call.is_over:
             raise call.refusal or ClientDisconnect
+
+
+class _Question:
+    """What was received so far."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+    async def discard(self, most: int) -> None:
+        """Read to the end: who is still sending when we close does not see our answer."""
+        n_bytes = 0
+        while not self._is_complete and n_bytes < most:
+            n_bytes += len((await self.receive()).get("body", b""))
 
 
 class _Answer:

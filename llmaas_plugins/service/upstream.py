@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletion
 
 from llmaas_plugins.service.refusal import Refusal, error_body
 
-__all__ = ["engine_lock", "explain_mistakes", "server_engine", "stream_failure"]
+__all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "server_engine", "stream_failure"]
 
 _MISTAKES = re.compile(
     r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
@@ -30,6 +31,34 @@ engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asyncco
 def server_engine() -> Any:
     """The ``Llama`` that llama_cpp.server has loaded."""
     return server._llama_proxy()
+
+
+class OpenCompletion:
+    """The completion that the server has begun last, be it finished or forgotten.
+
+    The server drops the generator of a stream that breaks off. When it is collected is anybody's
+    guess, and then it would save cells that belong to the next call.
+    """
+
+    def __init__(self, llama: Any) -> None:
+        """Look at the completions of ``llama``."""
+        self._create = llama.create_completion
+        self._last: object = None
+        llama.create_completion = self._begin
+
+    def is_open(self) -> bool:
+        """Whether it has more to say."""
+        last = self._last
+        return inspect.isgenerator(last) and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED
+
+    def close(self) -> None:
+        """End it; takes the engine."""
+        if inspect.isgenerator(self._last):
+            self._last.close()
+
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        self._last = self._create(*args, **kwargs)
+        return self._last
 
 
 def explain_mistakes() -> None:

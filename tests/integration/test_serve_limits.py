@@ -142,6 +142,19 @@ def test_the_openai_client_understands_refusals(server):
     assert caught.value.status_code == 413
 
 
+@pytest.mark.parametrize(("key", "expected"), [("wrong", 401), (MAIL, 413)])
+def test_a_refusal_arrives_though_the_body_was_still_being_sent(server, key, expected):
+    body = b"x" * 300_000
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
+    )
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(server, head.encode()) as connection:
+        threading.Event().wait(0.1)  # long enough to be refused
+        connection.sendall(body)
+        assert b" %d " % expected in connection.recv(100)
+
+
 # -- bodies ----------------------------------------------------------------------------------------
 
 

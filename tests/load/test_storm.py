@@ -241,7 +241,6 @@ def test_a_storm(tmp_path, expected):
             longest = max(longest, watch(server, SECONDS * 2 / 3))
             storm.end()
         grown = server.rss() - warm
-        print(f"{storm.counts}, {n_openai} over OpenAI's routes; grown by {grown >> 10} KiB")
         assert storm.problems == []
         assert set(storm.counts) == {"talk", "cancel", "garbage", "half", "killed"}
         assert n_openai[0] > 0
