@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from llmaas_plugins.service.checks import check_body
+from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.line import Call, Line, stopping
 from llmaas_plugins.service.metrics import Metrics
@@ -26,9 +27,6 @@ from llmaas_plugins.service.upstream import OpenCompletion, stream_failure
 
 __all__ = ["Gate", "Route", "route_of"]
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
@@ -106,11 +104,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         route, owner = route_of(_path(scope))
-        question, answer = _Question(receive), _Answer(send)
+        question, answer = Question(receive), Answer(send)
         try:
             await self._serve(route, owner, scope, question.receive, answer)
         except Refusal as refusal:
-            if not _header(scope, b"expect"):
+            if not header(scope, b"expect"):
                 await question.discard(_MOST_DISCARDED)
             await answer.refuse(refusal)
         except ClientDisconnect:
@@ -119,7 +117,7 @@ class Gate:
             self._metrics.request(route.name, answer.status or 500)
 
     async def _serve(
-        self, route: Route, owner: str, scope: Message, receive: Receive, answer: _Answer
+        self, route: Route, owner: str, scope: Message, receive: Receive, answer: Answer
     ) -> None:
         app = self._authorize(route, owner, scope)
         is_call = route.waits or (route.name == "contexts" and scope["method"] == "DELETE")
@@ -144,7 +142,7 @@ class Gate:
         """
         if route.opens_to == "anyone":
             return owner
-        app = self._keys.caller(_header(scope, b"authorization"))
+        app = self._keys.caller(header(scope, b"authorization"))
         if app is None:
             return owner
         if route.opens_to == "administrator":
@@ -154,11 +152,11 @@ class Gate:
         return app
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
-        if not _JSON.match(kind := _header(scope, b"content-type")):  # or browsers would not ask
+        if not _JSON.match(kind := header(scope, b"content-type")):  # or browsers would not ask
             found = kind.decode("latin-1")
             raise Refusal(415, f"Content-Type must be application/json, found {found!r}.")
         most = self._max_body_bytes
-        declared = _header(scope, b"content-length")
+        declared = header(scope, b"content-length")
         body = bytearray()
         if not (declared.isdigit() and int(declared) > most):
             more = True
@@ -173,7 +171,7 @@ class Gate:
         raise Refusal(413, f"The body is longer than {most} bytes, service.max_body_bytes.")
 
     async def _call(
-        self, call: Call, scope: Message, body: bytes, receive: Receive, answer: _Answer
+        self, call: Call, scope: Message, body: bytes, receive: Receive, answer: Answer
     ) -> None:
         """Wait for the turn and run, unless the client leaves.
 
@@ -206,75 +204,10 @@ class Gate:
             raise call.refusal or ClientDisconnect
 
 
-class _Question:
-    """What was received so far."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._is_complete = False
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._is_complete = not message.get("more_body", False)
-        return message
-
-    async def discard(self, most: int) -> None:
-        """Read to the end: who is still sending when we close does not see our answer."""
-        n_bytes = 0
-        while not self._is_complete and n_bytes < most:
-            n_bytes += len((await self.receive()).get("body", b""))
-
-
-class _Answer:
-    """What was sent so far.
-
-    A stream's head waits for its first event, and its end for the end of the app: one that fails at
-    once still gets its status, and one that fails later an event that says so.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._held: list[Message] = []
-        self._has_begun = self._is_complete = False
-        self.status = 0
-        self.is_stream = False
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.is_stream = _header(message, b"content-type").startswith(b"text/event-stream")
-        self._held.append(message)
-        if not self.is_stream or message.get("body"):
-            await self.flush()
-
-    async def flush(self) -> None:
-        while self._held:
-            message = self._held.pop(0)
-            self._has_begun = True
-            self._is_complete = message["type"].endswith("body") and not message.get("more_body")
-            await self._send(message)
-
-    async def refuse(self, refusal: Refusal) -> None:
-        self._held.clear()
-        if not self._has_begun:
-            self.status = refusal.status
-            body = refusal.body()
-            headers = [*refusal.headers, (b"content-length", b"%d" % len(body))]
-            start = {"type": "http.response.start", "status": refusal.status}
-            await self._send({**start, "headers": headers})
-            await self._send({"type": "http.response.body", "body": body})
-        elif self.is_stream and not self._is_complete:
-            await self._send({"type": "http.response.body", "body": refusal.event()})
-
-
 def _path(scope: Message) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
-
-
-def _header(message: Message, name: bytes) -> bytes:
-    return next((value for key, value in message.get("headers", ()) if key == name), b"")
 
 
 def _replay(body: bytes, then: Receive) -> Receive:
