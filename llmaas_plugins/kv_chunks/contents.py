@@ -106,14 +106,19 @@ def payloads(
                 continue
             if page_round(row.size) > len(room):
                 room = anonymous(page_round(row.size))
-            offset = DiskTier.HEADER_BYTES + row.offset
-            (status,) = _native.store_read(
-                fd, [offset], [row.size], [int(room.ctypes.data)], [row.id.key]
-            )
+            status = _read(fd, row, int(room.ctypes.data))
+            if status == Status.EIO:  # a chunk is not given up for an error that passes
+                status = _read(fd, row, int(room.ctypes.data))
             room[row.size : page_round(row.size)] = 0  # an earlier chunk's
             yield row, status, room[: page_round(row.size)].data
     finally:
         os.close(fd)
+
+
+def _read(fd: int, row: ChunkRow, address: int) -> Status:
+    offset = DiskTier.HEADER_BYTES + row.offset
+    (status,) = _native.store_read(fd, [offset], [row.size], [address], [row.id.key])
+    return status
 
 
 def _hold(directory: Path, opened: contextlib.ExitStack) -> str | None:

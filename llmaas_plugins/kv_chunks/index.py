@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -141,6 +142,8 @@ class ChunkIndex:
                 self._db.execute("INSERT INTO store VALUES (?)", (new_store_id,))
                 self._db.execute(f"PRAGMA user_version={self.FORMAT}")
                 self._db.execute("COMMIT")
+        # SQLite also opens what it cannot write to; it says so when something tries
+        self._db.execute("DELETE FROM contexts WHERE 0")
 
     def _check(self) -> None:
         self._db.execute("PRAGMA trusted_schema=OFF")
@@ -148,6 +151,9 @@ class ChunkIndex:
         if version != self.FORMAT:
             raise sqlite3.DatabaseError(f"index format {version}, expected {self.FORMAT}")
         (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        code = re.search(r"error code=(\d+)", problem)
+        if code is not None and int(code[1]) & 0xFF == sqlite3.SQLITE_IOERR:
+            raise sqlite3.OperationalError(f"index cannot be read: {problem}")  # may pass
         if problem != "ok":
             raise sqlite3.DatabaseError(f"index is damaged: {problem}")
         found = self._db.execute("SELECT sql FROM sqlite_master WHERE name NOT GLOB 'sqlite_*'")

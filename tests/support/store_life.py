@@ -12,6 +12,7 @@ from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
 from llmaas_plugins.kv_chunks.keys import chain
 from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.upkeep import Upkeep
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
@@ -24,7 +25,7 @@ def text(*parts):
 
 
 A, B, C = text((0, 70)), text((0, 32), (500, 30)), text((1000, 90))
-D, E = text((2000, 16 * 8)), text((3000, 48))
+D, E, F = text((2000, 16 * 8)), text((3000, 48)), text((4000, 30))
 
 
 def open_store(directory):
@@ -62,7 +63,7 @@ def state(store):
 
 
 def life(directory):
-    """Open, put, flush, evict for room, forget, reopen, load: yields what is on disk by then."""
+    """Open, put, flush, evict, forget, reopen, load, tidy: yields what is on disk by then."""
     store = open_store(directory)
     store.set_layout(ROOT, '{"n_layer": 1}')
     yield state(store)
@@ -82,6 +83,18 @@ def life(directory):
     store.flush()
     yield state(store)
     store.evict_context("a")
+    save(store, F, "f")
+    store.flush()
     last = state(store)
     store.close()
     yield last | {"counted": last["counted"] + counted}
+    upkeep = Upkeep(directory)
+    try:
+        upkeep.forget("f")
+        upkeep.drop_damaged()
+        upkeep.finish(shrink=True)
+    finally:
+        upkeep.close()
+    gone = {wanted.key.hex() for wanted in chain(ROOT, F)}
+    kept = [key for key in last["keys"] if key not in gone]
+    yield last | {"keys": kept, "counted": last["counted"] + counted}
