@@ -41,16 +41,15 @@ class SwapOut:
             lost: dict[bytes, Chunk] = {}
             while self._shelf.dirty:
                 batch, places = self._next_batch(lost)
+                if self._shelf.update.removed:
+                    self._try_commit()  # no row may name a place that is about to be overwritten
                 written += self._write(batch, places, lost)
             with self._shelf.lock:
                 for chunk in reversed(lost.values()):  # a context ends where its chunks do
                     if self._shelf.tree.get(chunk.id.key) is chunk:
                         self._shelf.drop(chunk)
                 self._shelf.order_on_disk(written)
-            try:
-                self.commit()
-            except StoreError as error:
-                self._failed(error)
+            self._try_commit()
 
     def commit(self) -> None:
         """Bring the index up to date.
@@ -75,11 +74,11 @@ class SwapOut:
             StoreError: One of the two failed; the next call tries again.
         """
         with self._flush_lock:  # nobody takes room on disk meanwhile
+            with self._shelf.lock:
+                places = self._disk.tier.take_stale()
             try:
                 self.commit()
             finally:
-                with self._shelf.lock:
-                    places = self._disk.tier.take_stale()
                 self._disk.tier.erase(places)
             with self._index_lock:
                 try:
@@ -104,6 +103,12 @@ class SwapOut:
     def abandon(self) -> None:
         """In a forked child: the files are its parent's."""
         self._disk.abandon()
+
+    def _try_commit(self) -> None:
+        try:
+            self.commit()
+        except StoreError as error:
+            self._failed(error)
 
     def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
         """Dirty chunks, pinned, and their new places on disk; those that get none are ``lost``."""

@@ -75,15 +75,20 @@ def blobs(draw):
 
 def f16_planes(geom, blob):
     """The f16 planes of a blob as float64[token, value]."""
-    at = 24 + 12 * N_CELLS
-    for is_v, rows_bytes in ((False, geom.k_row), (True, geom.v_row)):
-        for row in filter(None, rows_bytes):
-            at += 12
-            values = blob[at : at + N_CELLS * row].view(np.float16).astype(np.float64)
-            at += N_CELLS * row
-            if not is_v or geom.type_v == 1:
-                trans = is_v and geom.v_trans
-                yield values.reshape(-1, N_CELLS).T if trans else values.reshape(N_CELLS, -1)
+    n_first = geom.n_first or geom.n_layer
+    at = 8  # magic, sequence
+    for layers in (slice(n_first), slice(n_first, None)):
+        at += 8 + 12 * N_CELLS + 8  # a cache's head, its cells, and the head of their rows
+        for is_v, rows_bytes in ((False, geom.k_row[layers]), (True, geom.v_row[layers])):
+            for row in filter(None, rows_bytes):
+                at += 12
+                values = blob[at : at + N_CELLS * row].view(np.float16).astype(np.float64)
+                at += N_CELLS * row
+                if not is_v or geom.type_v == 1:
+                    trans = is_v and geom.v_trans
+                    yield values.reshape(-1, N_CELLS).T if trans else values.reshape(N_CELLS, -1)
+        if layers.stop == geom.n_layer:
+            break
 
 
 def encode(geom, codec, blob, first, n_tokens):
