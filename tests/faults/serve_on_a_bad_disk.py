@@ -1,6 +1,7 @@
 """``llmaas serve`` with ``native/tests/faults.c`` preloaded: the store's disk fails now and then.
 
-Its first argument is the store's folder, the others are ``llmaas``'s own.
+It does from SIGUSR1 on: a store that cannot be opened is refused. The first argument is the store's
+folder, the others are ``llmaas``'s own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import errno
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -30,5 +32,6 @@ def fail_now_and_then(folder):
         library.faults_disarm()
 
 
-threading.Thread(target=fail_now_and_then, args=(sys.argv.pop(1),), daemon=True).start()
+faults = threading.Thread(target=fail_now_and_then, args=(sys.argv.pop(1),), daemon=True)
+signal.signal(signal.SIGUSR1, lambda *_: faults.start())
 sys.exit(main())

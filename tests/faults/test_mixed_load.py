@@ -125,6 +125,7 @@ def send_rubbish(path, end, rng):
         rng.randbytes(2000),
         b"POST /v1/llmaas/apps/x/contexts HTTP/1.1\r\nContent-Length: 99999\r\n\r\n{",
         post % 4 + b"{{{{",
+        (post % len(chat)).replace(kind, b"") + chat,
         post % len(chat) + chat,
         b"GET /v1/llmaas/status HTTP/1.1\r\nHost: x\r\n\r\n",
     ]
@@ -138,21 +139,23 @@ def send_rubbish(path, end, rng):
 
 @contextlib.contextmanager
 def bad_disk(folder, library):
-    """Servers that are started in this context have a store that fails now and then."""
+    """Servers started in this context have a store that fails now and then, once they are told."""
     with pytest.MonkeyPatch.context() as patch:
         here = Path(__file__).parent / "serve_on_a_bad_disk.py"
         patch.setattr(served, "LLMAAS", [sys.executable, str(here), str(folder / "kv")])
         patch.setenv("LD_PRELOAD", str(library))
-        yield
+        yield lambda running: running.process.send_signal(signal.SIGUSR1)
 
 
-def live(folder, talks, seconds, how, rng, **server):
+def live(folder, talks, seconds, how, rng, *, fail=None, **server):
     """One life of the server under load, ended by a signal; its last report on the plugins."""
     end, path = threading.Event(), folder / "s"
     (folder / "log").unlink(missing_ok=True)
     with served.serving(folder, uds=path, **(ENGINE | server)) as running:
         threads = [threading.Thread(target=t.live, args=(running.client, end)) for t in talks]
         threads.append(threading.Thread(target=send_rubbish, args=(path, end, rng)))
+        if fail is not None:
+            fail(running)
         for thread in threads:
             thread.start()
         time.sleep(seconds)
@@ -210,8 +213,10 @@ def test_mixed_load_with_faults(tmp_path, library, vanilla_peak, talks):
         how = rng.choice([signal.SIGKILL, signal.SIGTERM])
         with memory_group() as group:
             options = {"service": SERVICE, "kv": KV, "preexec_fn": group.join}
-            with bad_disk(tmp_path, library) if rng.random() < 0.4 else contextlib.nullcontext():
-                report = live(tmp_path, talks, rng.uniform(*LIFE_S), how, rng, **options)
+            disk = bad_disk(tmp_path, library) if rng.random() < 0.4 else contextlib.nullcontext()
+            with disk as fail:
+                seconds = rng.uniform(*LIFE_S)
+                report = live(tmp_path, talks, seconds, how, rng, fail=fail, **options)
             peaks.append(group.peak())
         restored += report["kv_chunks"]["restored_tokens"]
         io_errors += report["kv_chunks"]["io_errors"]
