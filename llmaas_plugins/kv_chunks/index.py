@@ -101,8 +101,20 @@ class ChunkIndex:
             make_private(path.with_name(path.name + suffix))
         if not make_private(path):  # what SQLite puts beside it gets the same mode
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        if not self._open_writable(path, new_store_id):  # SQLite opens what it cannot write to, too
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # if the system says so, it tells why
+            if not self._open_writable(path, new_store_id):
+                raise sqlite3.DatabaseError("index is damaged: it says that it is read-only")
+
+    def _open_writable(self, path: Path, new_store_id: bytes) -> bool:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._begin(new_store_id)
+        try:
+            self._begin(new_store_id)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_READONLY:
+                raise
+            return False
+        return True
 
     @classmethod
     def read_only(cls, path: Path) -> Self:
@@ -142,8 +154,7 @@ class ChunkIndex:
                 self._db.execute("INSERT INTO store VALUES (?)", (new_store_id,))
                 self._db.execute(f"PRAGMA user_version={self.FORMAT}")
                 self._db.execute("COMMIT")
-        # SQLite also opens what it cannot write to; it says so when something tries
-        self._db.execute("DELETE FROM contexts WHERE 0")
+        self._db.execute("DELETE FROM contexts WHERE 0")  # fails if nothing can be written
 
     def _check(self) -> None:
         self._db.execute("PRAGMA trusted_schema=OFF")
