@@ -106,6 +106,22 @@ def make_llama(reference_model: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def suite(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Activate for the test's store; activating again is another life of the process."""
+    from llmaas_plugins import activate
+
+    with contextlib.ExitStack() as stack:
+
+        def start(**table: Any) -> Any:
+            stack.close()
+            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
+            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
+            return stack.enter_context(activate(config))
+
+        yield start
+
+
+@pytest.fixture
 def dist_plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Module with the plugins of ``tests/data/dist``, findable as if they were installed."""
     monkeypatch.syspath_prepend(str(DIST))

@@ -8,6 +8,7 @@ import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp import Llama
+from switching import ask
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 CASES = {
@@ -25,18 +26,6 @@ FOREIGN = [1, *RNG.integers(300, 4000, 50).tolist()]
 LONG = [1, *RNG.integers(300, 4000, 170).tolist()]
 MORE = RNG.integers(300, 4000, 20).tolist()
 N_FIRST, N_THEN = 4, 16
-
-
-def ask(llama, tokens, n):
-    """``n`` greedy tokens, and the logits each was chosen from."""
-    generator = llama.generate(tokens, temp=0.0)
-    found, rows = [], []
-    for _ in range(n):
-        found.append(next(generator))
-        row = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
-        rows.append(np.ctypeslib.as_array(row, shape=(llama.n_vocab(),)).copy())
-    generator.close()
-    return found, np.array(rows)
 
 
 def grown(prompt, answer):

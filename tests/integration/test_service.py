@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from served import drain, wait_until
 
 from llmaas_hooks import LimitError, StoreError
 from llmaas_plugins.service import LLMService, ServiceConfig
@@ -42,23 +43,6 @@ def serve(make_llama, tmp_path):
 def vanilla_reply(llama, messages):
     reply = llama.create_chat_completion(messages=messages, **GREEDY)["choices"][0]
     return reply["message"]["content"].strip(), reply["finish_reason"]
-
-
-def drain(stream):
-    """The pieces of a stream, and its reply."""
-    pieces = []
-    while True:
-        try:
-            pieces.append(next(stream))
-        except StopIteration as end:
-            return pieces, end.value
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_calls_are_llama_cpps_own_chat_completions(serve, make_llama):

@@ -1,14 +1,12 @@
-"""Tiny models of every family, and activations for the test's store."""
+"""Tiny models of every family."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import pytest
 
 from llmaas_eval.families import write_family, write_lora
-from llmaas_plugins import activate
 
 
 @pytest.fixture(scope="session")
@@ -22,20 +20,6 @@ def family(tmp_path_factory):
 def lora(tmp_path_factory):
     """Path of an adapter for the llama family."""
     return write_lora("llama", tmp_path_factory.mktemp("lora") / "lora.gguf")
-
-
-@pytest.fixture
-def suite(tmp_path):
-    """Activate for the test's store; activating again is another life of the process."""
-    with contextlib.ExitStack() as stack:
-
-        def start(**table):
-            stack.close()
-            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
-            config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
-            return stack.enter_context(activate(config))
-
-        yield start
 
 
 @pytest.fixture
