@@ -117,6 +117,9 @@ def wrap_eval(host: Host, original: Function) -> Function:
         ledger.is_evaluating = True
         try:
             original(self, tokens)
+        except BaseException:
+            self._requires_eval = True  # the logits may be those of a batch that is in no book
+            raise
         finally:
             ledger.is_evaluating = False
             if start <= ledger.n_explained:

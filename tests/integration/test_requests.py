@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llmaas_hooks import RequestStats, hookimpl
+from llmaas_hooks import PluginError, RequestStats, hookimpl
 from llmaas_patches import serving_context
 
 PROMPT = [1, 400, 401, 402, 403, 404]
@@ -141,6 +141,28 @@ def test_exception_inside(recorder, make_llama):
     assert recorder.stats[0].first_token_s is None
     greedy(llama, PROMPT, 1)
     assert recorder.events == ONCE * 2
+
+
+class Interrupter:
+    """Ends the second batch's evaluation, after it is done."""
+
+    n_batches = 0
+
+    @hookimpl
+    def llmaas_decode(self, step):
+        self.n_batches += 1
+        if self.n_batches == 2:
+            raise InterruptedError
+
+
+def test_an_interrupted_evaluation_leaves_no_logits(patched, make_llama):
+    expected = greedy(make_llama(), PROMPT, 4)
+    patched(interrupter=Interrupter())
+    llama = make_llama()
+    with pytest.raises(PluginError, match="InterruptedError"):
+        greedy(llama, PROMPT, 4)
+    assert llama.n_tokens == len(PROMPT)  # and the logits are those of one token more
+    assert greedy(llama, PROMPT, 4) == expected
 
 
 def test_exception_thrown_in_by_the_app(recorder, make_llama):
