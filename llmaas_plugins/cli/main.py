@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.func(args, rest) if args.takes_rest else args.func(args))
     except LlmaasError as error:
+        logging.getLogger("llmaas").debug("what led to it:", exc_info=error)
         message = " ".join(str(error).split())
         print(f"llmaas: error: {message}", file=sys.stderr)
         return 2
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--verbose",
         action="count",
         default=0,
-        help="log what the suite does; twice for details",
+        help="log what the suite does; twice for details and for the causes of errors",
     )
     parser.set_defaults(takes_rest=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
