@@ -170,7 +170,7 @@ def test_threads_may_call_while_patches_come_and_go(engine):
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(300):
+    for _ in range(50):
         apply((DECODE, GENERATE), None).revert()
     stop.set()
     for thread in threads:
