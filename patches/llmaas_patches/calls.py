@@ -108,13 +108,13 @@ def wrap_decode(host: Host, original: Function) -> Function:
     """``llama_decode``: wait for deferred work, and time the batch if somebody listens."""
     pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
     listens = host.hooks.listens("llmaas_decode")
+    keeps_cells = any(map(host.hooks.listens, ("llmaas_kv_save", "llmaas_kv_restore")))
 
     @functools.wraps(original)
     def llama_decode(ctx: Any, batch: Any) -> Any:
         if pending:
             settle(address(ctx))
-        ledger = ledgers.get(address(ctx))
-        if ledger is not None:
+        if keeps_cells and (ledger := ledgers.get(address(ctx))) is not None:
             ledger.decoded(batch)
         if not listens:
             return original(ctx, batch)
