@@ -27,7 +27,7 @@ compat: setup $(VENV)/.clients
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
 
-lint: setup
+lint: setup $(VENV)/.clients
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, ReaderField, quants
 from tqdm import tqdm
 
 from llmaas_plugins.models import reference_model_path
@@ -15,6 +15,7 @@ __all__ = [
     "SHAPE_1B",
     "SHAPE_TINY",
     "Shape",
+    "copy_field",
     "copy_tokenizer",
     "finish",
     "open_writer",
@@ -106,10 +107,15 @@ def copy_tokenizer(writer: GGUFWriter) -> int:
     n_vocab = 0
     for key, entry in GGUFReader(reference_model_path()).fields.items():
         if key.startswith("tokenizer."):
-            kind, sub = (*entry.types, None)[:2]
-            writer.add_key_value(key, entry.contents(), kind, sub)
+            copy_field(writer, entry)
             n_vocab = len(entry.data) if key == "tokenizer.ggml.tokens" else n_vocab
     return n_vocab
+
+
+def copy_field(writer: GGUFWriter, entry: ReaderField) -> None:
+    """Put one entry of another file's metadata into ``writer``."""
+    kind, sub = (*entry.types, None)[:2]
+    writer.add_key_value(entry.name, entry.contents(), kind, sub)
 
 
 def open_writer(path: Path, arch: str) -> GGUFWriter:

@@ -14,7 +14,7 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Status
 from llmaas_plugins.kv_chunks.disk import is_sound
 from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
-from llmaas_plugins.kv_chunks.files import INDEX, LOCK, SLAB, open_private
+from llmaas_plugins.kv_chunks.files import INDEX, LOCK, SLAB, open_private, require_store
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.lock import holder, try_lock
@@ -69,11 +69,7 @@ def read_contents(directory: Path) -> Contents:
         sqlite3.DatabaseError: The index is damaged.
     """
     directory = directory.expanduser()
-    if not directory.is_dir() or not os.path.lexists(directory / INDEX):
-        raise StoreError(
-            f"there is no KV store in {directory}. Name its directory with --store, or in "
-            "plugins.kv_chunks.store."
-        )
+    require_store(directory)
     with contextlib.ExitStack() as opened:
         who = _hold(directory, opened)
         check_format(directory)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE, private_directory
-from llmaas_plugins.kv_chunks.formats import FORMAT, check_format, pack_header
+from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
 from llmaas_plugins.kv_chunks.lock import lock, unlock
@@ -26,8 +26,6 @@ _abandoned: list[ChunkIndex] = []
 
 class DiskStore:
     """A directory with ``lock``, ``index.sqlite`` and ``chunks.slab``; one process at a time."""
-
-    FORMAT = FORMAT
 
     def __init__(self, directory: Path, capacity: int) -> None:
         """Open or create the store, mode 0700.

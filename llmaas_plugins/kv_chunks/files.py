@@ -17,6 +17,7 @@ __all__ = [
     "make_private",
     "open_private",
     "private_directory",
+    "require_store",
 ]
 
 LOCK = "lock"
@@ -51,6 +52,19 @@ def private_directory(directory: Path) -> None:
         raise StoreError(
             f"cannot use KV store {directory}: other users may write to it (mode {mode:04o}), and "
             f"it holds other files, too. {_NEXT} of its own."
+        )
+
+
+def require_store(directory: Path) -> None:
+    """Refuse a directory that holds no store.
+
+    Raises:
+        StoreError: There is no index in it.
+    """
+    if not os.path.lexists(directory / INDEX):
+        raise StoreError(
+            f"there is no KV store in {directory}. Name its directory with --store, or in "
+            "plugins.kv_chunks.store."
         )
 
 

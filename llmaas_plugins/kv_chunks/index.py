@@ -88,8 +88,6 @@ class IndexUpdate:
 class ChunkIndex:
     """One SQLite file. Call it from one thread at a time."""
 
-    FORMAT = FORMAT
-
     def __init__(self, path: Path, new_store_id: bytes) -> None:
         """Open ``path``, or create it, mode 0600, for the store ``new_store_id``.
 
@@ -152,15 +150,15 @@ class ChunkIndex:
             with self._db:
                 self._db.executescript("BEGIN;" + _SCHEMA)
                 self._db.execute("INSERT INTO store VALUES (?)", (new_store_id,))
-                self._db.execute(f"PRAGMA user_version={self.FORMAT}")
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
                 self._db.execute("COMMIT")
         self._db.execute("DELETE FROM contexts WHERE 0")  # fails if nothing can be written
 
     def _check(self) -> None:
         self._db.execute("PRAGMA trusted_schema=OFF")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version != self.FORMAT:
-            raise sqlite3.DatabaseError(f"index format {version}, expected {self.FORMAT}")
+        if version != FORMAT:
+            raise sqlite3.DatabaseError(f"index format {version}, expected {FORMAT}")
         (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         code = re.search(r"error code=(\d+)", problem)
         if code is not None and int(code[1]) & 0xFF == sqlite3.SQLITE_IOERR:

@@ -21,7 +21,7 @@ from llmaas_plugins.kv_chunks.checking import Progress
 from llmaas_plugins.kv_chunks.contents import Contents, payloads, read_contents
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE
+from llmaas_plugins.kv_chunks.files import SLAB, UNUSABLE, require_store
 from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.tiers import DiskTier
 from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
@@ -71,11 +71,7 @@ class Upkeep:
             StoreError: It is in use, of another format, or not there.
         """
         self._directory = directory.expanduser()
-        if not os.path.lexists(self._directory / INDEX):
-            raise StoreError(
-                f"there is no KV store in {directory}. Name its directory with --store, or in "
-                "plugins.kv_chunks.store."
-            )
+        require_store(self._directory)
         self._before = disk_bytes(self._directory)
         slab = self._directory / SLAB
         length = slab.lstat().st_size if slab.exists() else 0

@@ -73,34 +73,30 @@ def address(handle: Any) -> Any:
 
 def wrap_changing(host: Host, original: Function, change: Change) -> Function:
     """Any call that changes a context's cells: wait for deferred work on it first, and note it."""
-    pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
-
-    @functools.wraps(original)
-    def changing(handle: Any, *args: Any) -> Any:
-        if pending:
-            settle(address(handle))
-        ledger = ledgers.get(address(handle))
-        if ledger is not None:
-            ledger.changed(change(*args))
-        return original(handle, *args)
-
-    return changing
+    return _noted(host, original, lambda ledger, args: ledger.changed(change(*args)))
 
 
 def wrap_altering(host: Host, original: Function) -> Function:
     """Any call that changes how a context computes cells: likewise."""
+    name = original.__name__
+    return _noted(host, original, lambda ledger, _: ledger.alterations.append(name))
+
+
+def _noted(
+    host: Host, original: Function, note: Callable[[Ledger, tuple[Any, ...]], None]
+) -> Function:
     pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
 
     @functools.wraps(original)
-    def altering(ctx: Any, *args: Any) -> Any:
+    def noted(handle: Any, *args: Any) -> Any:
         if pending:
-            settle(address(ctx))
-        ledger = ledgers.get(address(ctx))
+            settle(address(handle))
+        ledger = ledgers.get(address(handle))
         if ledger is not None:
-            ledger.alterations.append(original.__name__)
-        return original(ctx, *args)
+            note(ledger, args)
+        return original(handle, *args)
 
-    return altering
+    return noted
 
 
 def wrap_eval(host: Host, original: Function) -> Function:

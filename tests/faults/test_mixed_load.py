@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import served
 from cgroups import memory_group
-from conversations import APPS, ENGINE, GREEDY, PROMPTS, system_prompt, vanilla
+from conversations import APPS, ENGINE, GREEDY, PROMPTS, following, system_prompt, vanilla
 from soak import scale
 
 from llmaas_hooks import LlmaasError
@@ -37,7 +37,6 @@ OVERHEAD = 8 * MIB  # beside the budget: indexes, SQLite, loader threads
 SERVICE = "max_contexts_per_app = 1"
 KV = f"ram_budget = {RAM_BUDGET}\ndisk_budget = {DISK_BUDGET}"
 ENDS = (OSError, http.client.HTTPException)  # of a server that is killed
-CALLS = [None, *range(len(PROMPTS) + 1)]  # an app has no context, or one of so many calls
 
 
 class Talk:
@@ -92,9 +91,8 @@ class Talk:
         """The app's context, if it has one, just as it was left."""
         contexts = app.contexts()
         there = self.expected.index(contexts[0].record()["messages"]) if contexts else None
-        known = CALLS.index(self.n_calls)
-        assert there in (CALLS[known], CALLS[(known + 1) % len(CALLS)] if self.in_doubt else there)
-        assert there == self.n_calls or self.in_doubt, (there, self.n_calls)
+        ahead = self.in_doubt and there == following(self.n_calls)
+        assert there == self.n_calls or ahead, (there, self.n_calls)
         self.n_calls, self.in_doubt = there, False
         return contexts[0] if contexts else None
 

@@ -30,15 +30,6 @@ def server(tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def app(server, request):
-    """An app of the test's own, without contexts."""
-    app = server.client.bind(request.node.name[:128])
-    yield app
-    for context in app.contexts():
-        context.delete()
-
-
 @pytest.fixture(scope="module")
 def vanilla(reference_model):
     """Greedy reply of stock llama-cpp-python to messages."""

@@ -29,14 +29,6 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def app(server, request):
-    app = server.client.bind(request.node.name[:128])
-    yield app
-    for context in app.contexts():
-        context.delete()
-
-
-@pytest.fixture
 def clean(server, app):
     """Whatever happens here leaves the next call what it was, and nothing open."""
     said = app.new_context().call("Where is the station?", **SHORT)["text"]

@@ -11,7 +11,7 @@ import sys
 import threading
 
 import pytest
-from conversations import APPS, ENGINE, GREEDY, PROMPTS, SUPPORT, vanilla
+from conversations import APPS, ENGINE, GREEDY, PROMPTS, SUPPORT, following, vanilla
 from soak import scale
 
 KILLS = scale(12, 1000)
@@ -151,8 +151,7 @@ class Ledger:
             known = self.n_calls.get(app)
             there = None if app not in found else self.count(app, found[app]["messages"])
             if there != known:
-                order = [None, *range(len(PROMPTS) + 1)]
-                assert there == order[(order.index(known) + 1) % len(order)]
+                assert there == following(known)
                 ahead += 1
             if there is None:
                 self.n_calls.pop(app, None)

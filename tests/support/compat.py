@@ -34,11 +34,10 @@ class CompatTables:
             PAGE.write_text(_TABLE.sub(self._written, PAGE.read_text()))
 
     def _fill(self, place, cell):
-        table, row, column, _ = place
+        table, row, column, promised = place
         cells = self.cells.setdefault(table, {})
-        known = cells.setdefault((row, column), cell)
-        if known != cell:
-            cells[row, column] = cell if known == place[3] else known
+        if cells.get((row, column), promised) == promised:  # what did not hold stays to be seen
+            cells[row, column] = cell
 
     def _written(self, found):
         name = found[1]
@@ -63,13 +62,12 @@ def as_markdown(cells):
 def documented(name):
     """``{(row, column): cell}`` of a table in the page, without the empty ones."""
     (text,) = [body for table, body in _TABLE.findall(PAGE.read_text()) if table == name]
-    lines = [line.strip("| ").split(" | ") for line in text.strip().splitlines()]
-    if not lines:
-        return {}
-    header = [cell.strip() for cell in text.strip().splitlines()[0].strip("|").split("|")][1:]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line]
+    header, _, *rows = lines or [[], []]
+    columns = [cell.strip() for cell in header if cell.strip()]
     return {
-        (line[0].strip(), column): cell.strip()
-        for line in lines[2:]
-        for column, cell in zip(header, line[1:], strict=True)
+        (row.strip(), column): cell.strip()
+        for row, *cells in rows
+        for column, cell in zip(columns, cells, strict=True)
         if cell.strip() != "–"
     }

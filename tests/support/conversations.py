@@ -29,6 +29,15 @@ ENGINE = {
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
+STATES = (None, *range(len(PROMPTS) + 1))
+"""An app has no context, or one of so many calls."""
+
+
+def following(state):
+    """The state after one more operation: a new context, a call, or a deletion."""
+    return STATES[(STATES.index(state) + 1) % len(STATES)]
+
+
 def system_prompt(app):
     """How the conversation of ``app`` begins."""
     return f"{app} is here."

@@ -19,6 +19,16 @@ def payload(geometry, wanted):
     return bytes(out[: chunk_encode(geometry, Codec.RAW, blob, 16, 0, n_tokens, wanted.key, out)])
 
 
+def put(store, geometry, ids, name=None):
+    """A whole context, which must find room."""
+    bound = chunk_bound(geometry, Codec.RAW, 16)
+    for i in store.missing(ids):
+        assert store.put(ids[i], bound, encoder(geometry, ids[i]), is_first=i == 0)
+    store.touch(ids)
+    if name is not None:
+        store.set_head(name, ids)
+
+
 def encoder(geometry, wanted):
     """What ``ChunkStore.put`` lets fill its room."""
 

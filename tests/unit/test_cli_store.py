@@ -12,9 +12,9 @@ import threading
 
 import numpy as np
 import pytest
-from stored_chunks import encoder, payload
+from stored_chunks import payload, put
 
-from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound
+from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.kv_chunks import checking
 from llmaas_plugins.kv_chunks.disk import DiskStore
@@ -24,7 +24,6 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 
 ROOT, OTHER_MODEL = b"r" * 32, b"o" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
-BOUND = chunk_bound(GEOM, Codec.RAW, 16)
 BUDGET = 1 << 20
 A = np.arange(100, dtype=np.int32)  # 7 chunks
 B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])  # 2 of them and 3 more
@@ -36,12 +35,7 @@ def open_store(directory):
 
 
 def save(store, root, tokens, name=None):
-    ids = chain(root, tokens)
-    for i in store.missing(ids):
-        assert store.put(ids[i], BOUND, encoder(GEOM, ids[i]), is_first=i == 0)
-    store.touch(ids)
-    if name is not None:
-        store.set_head(name, ids)
+    put(store, GEOM, chain(root, tokens), name)
 
 
 def n_loaded(directory, root, tokens):

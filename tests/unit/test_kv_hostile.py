@@ -15,15 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stored_chunks import encoder, payload
+from stored_chunks import payload, put
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import (
     Budget,
-    Codec,
     KVGeometry,
-    chunk_bound,
 )
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
@@ -32,7 +30,6 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
-BOUND = chunk_bound(GEOM, Codec.RAW, 16)
 BUDGET = 1 << 20
 A = np.arange(16 * 6 + 5, dtype=np.int32)
 B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])
@@ -43,12 +40,7 @@ def open_store(directory):
 
 
 def save(store, tokens, name=None):
-    ids = chain(ROOT, tokens)
-    for i in store.missing(ids):
-        assert store.put(ids[i], BOUND, encoder(GEOM, ids[i]), is_first=i == 0)
-    store.touch(ids)
-    if name is not None:
-        store.set_head(name, ids)
+    put(store, GEOM, chain(ROOT, tokens), name)
 
 
 def load(store, tokens):

@@ -17,7 +17,7 @@ from gguf import GGUFReader, GGUFWriter, TokenType
 from numpy.typing import NDArray
 
 from llmaas_eval.families import write_family
-from llmaas_eval.models import finish, open_writer
+from llmaas_eval.models import copy_field, finish, open_writer
 
 __all__ = ["DOWNLOADS", "KINDS", "SPLIT", "write_models"]
 
@@ -113,8 +113,7 @@ def _write_revoiced(plain: GGUFReader, path: Path, words: Iterable[str]) -> None
     writer = open_writer(path, arch)
     for key, entry in plain.fields.items():
         if not key.startswith(("GGUF.", "tokenizer.", "general.architecture", f"{arch}.vocab")):
-            kind, sub = (*entry.types, None)[:2]
-            writer.add_key_value(key, entry.contents(), kind, sub)
+            copy_field(writer, entry)
     _add_vocabulary(writer, _tokens(), words)
     ends = _ends(plain.fields[f"{arch}.embedding_length"].contents())
     for name, values in ends.items():
