@@ -1,0 +1,107 @@
+/* Hidden states: a ring of rows. Thread 0 copies a node's rows, as memcpy of even a long prompt's is far below a
+ * thousandth of the layer; so rows arrive in order, whole, and nobody waits for a peer. */
+#include "llmaas/tap.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct llmaas_states {
+    llmaas_tap_kind kind;
+    int             layer;
+    uint32_t        n_embd;
+    uint32_t        capacity;
+    pthread_mutex_t mutex; /* run() against take(); guards what follows */
+    uint64_t        n_put; /* rows ever put in: row i lies in slot i % capacity */
+    uint64_t        n_gone; /* of them, taken or lost */
+    uint64_t        n_lost; /* since the last take() */
+    float           rows[];
+};
+
+static float * slot(llmaas_states * states, uint64_t i) {
+    return states->rows + (i % states->capacity) * states->n_embd;
+}
+
+llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_embd, uint32_t capacity) {
+    const bool is_state = kind == LLMAAS_TAP_FFN_INPUT || kind == LLMAAS_TAP_FINAL_NORM;
+    const size_t limit  = (SIZE_MAX - sizeof(llmaas_states)) / sizeof(float);
+    if (!is_state || !n_embd || !capacity || capacity > limit / n_embd) {
+        return NULL;
+    }
+    llmaas_states * states = malloc(sizeof *states + sizeof(float) * n_embd * capacity);
+    if (!states) {
+        return NULL;
+    }
+    *states = (llmaas_states){.kind = kind, .layer = layer, .n_embd = n_embd, .capacity = capacity};
+    if (pthread_mutex_init(&states->mutex, NULL)) {
+        free(states);
+        return NULL;
+    }
+    return states;
+}
+
+void llmaas_states_free(llmaas_states * states) {
+    if (states) {
+        pthread_mutex_destroy(&states->mutex);
+        free(states);
+    }
+}
+
+static bool wants(void * user, int layer) {
+    const llmaas_states * states = user;
+    return states->kind == LLMAAS_TAP_FINAL_NORM || layer == states->layer;
+}
+
+static void put(llmaas_states * states, const struct ggml_tensor * from) {
+    const int64_t n_rows = ggml_nrows(from);
+    if (from->type != GGML_TYPE_F32 || from->ne[0] != states->n_embd || from->nb[0] != sizeof(float)) {
+        states->n_lost += (uint64_t) n_rows;
+        return;
+    }
+    const int64_t n_skipped = n_rows > states->capacity ? n_rows - states->capacity : 0;
+    for (int64_t row = n_skipped; row < n_rows; ++row) {
+        const int64_t i1     = row % from->ne[1];
+        const int64_t i2     = row / from->ne[1] % from->ne[2];
+        const int64_t i3     = row / from->ne[1] / from->ne[2];
+        const size_t  offset = (size_t) i1 * from->nb[1] + (size_t) i2 * from->nb[2] + (size_t) i3 * from->nb[3];
+        memcpy(slot(states, states->n_put + (uint64_t) row), (const char *) from->data + offset,
+               sizeof(float) * states->n_embd);
+    }
+    states->n_put += (uint64_t) n_rows;
+    if (states->n_put - states->n_gone > states->capacity) {
+        states->n_lost += states->n_put - states->n_gone - states->capacity;
+        states->n_gone = states->n_put - states->capacity;
+    }
+}
+
+static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
+    (void) nth;
+    llmaas_states * states = user;
+    if (ith == 0) {
+        pthread_mutex_lock(&states->mutex);
+        put(states, view->states);
+        pthread_mutex_unlock(&states->mutex);
+    }
+}
+
+llmaas_tap llmaas_states_tap(llmaas_states * states) {
+    return (llmaas_tap){.kind = states->kind, .user = states, .wants = wants, .run = run};
+}
+
+llmaas_status llmaas_states_take(
+    llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost) {
+    if (!states || !n_taken || !n_lost || (n && !rows)) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_mutex_lock(&states->mutex);
+    const uint64_t n_held = states->n_put - states->n_gone;
+    *n_taken              = n_held < n ? (uint32_t) n_held : n;
+    for (uint32_t i = 0; i < *n_taken; ++i) {
+        memcpy(rows + (size_t) i * states->n_embd, slot(states, states->n_gone + i), sizeof(float) * states->n_embd);
+    }
+    states->n_gone += *n_taken;
+    *n_lost        = states->n_lost;
+    states->n_lost = 0;
+    pthread_mutex_unlock(&states->mutex);
+    return LLMAAS_OK;
+}
