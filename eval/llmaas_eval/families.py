@@ -19,10 +19,10 @@ from llmaas_eval.models import copy_tokenizer, finish, open_writer
 
 __all__ = ["FAMILIES", "Family", "write_family", "write_lora"]
 
-_D, _HEADS, _KV_HEADS, _FF, _VOCAB, _CTX = 256, 4, 2, 384, 4096, 1024
+_D, _HEADS, _KV_HEADS, _FF, _VOCAB, _CTX = 256, 4, 2, 512, 4096, 1024
 _HEAD = _D // _HEADS  # 64: long enough that llama.cpp rotates quantised cells
 _KV = _KV_HEADS * _HEAD
-_EXPERTS, _EXPERT_FF = 4, 128
+_EXPERTS, _EXPERT_FF = 4, 256
 _INNER, _STATE, _SSM_HEADS, _KERNEL = 2 * _D, 64, 8, 4
 _CONV = _INNER + 2 * _STATE
 _LATENT, _ROPE = 64, 32

@@ -13,6 +13,7 @@ from llmaas_plugins.models import reference_model_path
 
 __all__ = [
     "SHAPE_1B",
+    "SHAPE_200M",
     "SHAPE_TINY",
     "Shape",
     "copy_field",
@@ -51,6 +52,8 @@ class Shape:
 
 SHAPE_1B = Shape(n_layer=16, n_embd=2048, n_head=32, n_head_kv=8, n_ff=8192, n_ctx=8192)
 """The block shape of a 1 B model: 32 KiB of f16 KV a token."""
+SHAPE_200M = Shape(n_layer=12, n_embd=1024, n_head=16, n_head_kv=8, n_ff=4096, n_ctx=4096)
+"""The block shape of a 200 M model: 24 KiB of f16 KV a token."""
 SHAPE_TINY = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=128, n_ctx=512)
 """Next to nothing to compute: what a decode call costs around the model."""
 

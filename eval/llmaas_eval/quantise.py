@@ -1,0 +1,71 @@
+"""Models of other weight types, made by llama.cpp's own quantiser."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+import llama_cpp
+from gguf import GGUFReader
+
+from llmaas_hooks import ConfigError, LlmaasError
+
+__all__ = ["WEIGHTS", "quantise"]
+
+WEIGHTS: Mapping[str, int] = {
+    "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
+    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+}
+"""File types by the type that all their matrices have."""
+
+
+def quantise(source: Path, path: Path, weights: str) -> Path:
+    """Write ``source`` with every matrix that llama.cpp quantises in one type.
+
+    Args:
+        source: A GGUF of F32 or F16.
+        path: Where; replaced atomically.
+        weights: In ``WEIGHTS``.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConfigError: ``weights`` is unknown, ``source`` is quantised already, or has rows that are
+            no whole number of blocks: 256 values for ``Q4_K`` and ``Q6_K``, 32 for other types.
+        LlmaasError: llama.cpp could not read ``source`` or write the result.
+    """
+    if weights not in WEIGHTS:
+        raise ConfigError(f"Unknown weights {weights!r}, expected one of {', '.join(WEIGHTS)}.")
+    others = _other_than(source, "F16")
+    if others:
+        raise ConfigError(f"{source} has {others}, expected F32 or F16: quantise its original.")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = WEIGHTS[weights]
+    params.pure = True  # otherwise some matrices get more bits
+    partial = path.with_suffix(".partial")
+    try:
+        code = llama_cpp.llama_model_quantize(bytes(source), bytes(partial), ctypes.byref(params))
+        if code:
+            raise LlmaasError(
+                f"llama_model_quantize returned {code}, expected 0, for {source} to {path} as "
+                f"{weights}. llama.cpp's log says why."
+            )
+        others = _other_than(partial, weights)
+        if others:
+            raise ConfigError(
+                f"{source} as {weights} has {others}: rows must be whole blocks of {weights}."
+            )
+        return partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _other_than(path: Path, weights: str) -> str:
+    """The first tensor that is neither of type ``weights`` nor F32; empty if there is none."""
+    found = ((tensor.name, tensor.tensor_type.name) for tensor in GGUFReader(path).tensors)
+    return next((f"{name} as {kind}" for name, kind in found if kind not in (weights, "F32")), "")

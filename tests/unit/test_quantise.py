@@ -1,0 +1,74 @@
+"""llama.cpp's quantiser: every matrix has the type asked for, or there is no file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from llama_cpp import Llama
+
+from llmaas_eval.families import write_family
+from llmaas_eval.models import SHAPE_TINY, write_random_model
+from llmaas_eval.quantise import WEIGHTS, quantise
+from llmaas_hooks import ConfigError, LlmaasError
+
+F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3", "llama-moe")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A family's model in F32, by name."""
+    folder = tmp_path_factory.mktemp("originals")
+    return functools.cache(lambda name: write_family(name, folder / f"{name}.gguf", weights=F32))
+
+
+@functools.cache
+def types_of_matrices(path):
+    """Types of everything but vectors and the router of experts, which converters leave F32."""
+    matrices = [t for t in GGUFReader(path).tensors if len(t.shape) > 1]
+    return {t.name: t.tensor_type.name for t in matrices if "ffn_gate_inp" not in t.name}
+
+
+@pytest.mark.parametrize(("name", "weights"), [*itertools.product(FAMILIES, WEIGHTS)])
+def test_every_matrix_gets_the_type_and_the_model_runs(original, tmp_path, name, weights):
+    path = quantise(original(name), tmp_path / "model.gguf", weights)
+    assert types_of_matrices(path) == dict.fromkeys(types_of_matrices(original(name)), weights)
+    with contextlib.closing(Llama(str(path), n_ctx=64, logits_all=True, verbose=False)) as llama:
+        llama.eval(llama.tokenize(b"Hello"))
+        assert llama.scores[: llama.n_tokens].std() > 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_f16_is_as_good_a_source(tmp_path):
+    source = write_family("llama", tmp_path / "f16.gguf", weights=F16)
+    path = quantise(source, tmp_path / "model.gguf", "Q4_0")
+    assert set(types_of_matrices(path).values()) == {"Q4_0"}
+
+
+def test_what_is_quantised_already_is_refused(original, tmp_path):
+    source = quantise(original("llama"), tmp_path / "q8_0.gguf", "Q8_0")
+    with pytest.raises(ConfigError, match=r"as Q8_0, expected F32 or F16"):
+        quantise(source, tmp_path / "model.gguf", "Q4_0")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_rows_too_short_for_the_type_are_refused(tmp_path):
+    """llama.cpp would take another type, and a measurement would not be of what it says."""
+    source = write_random_model(tmp_path / "tiny.gguf", SHAPE_TINY, F32)
+    with pytest.raises(ConfigError, match=r"as Q5_0: rows must be whole blocks of Q4_K"):
+        quantise(source, tmp_path / "model.gguf", "Q4_K")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_unknown_weights_are_refused(original, tmp_path):
+    with pytest.raises(ConfigError, match=r"'Q5_K', expected one of F16, Q8_0, Q4_0, Q4_K, Q6_K"):
+        quantise(original("llama"), tmp_path / "model.gguf", "Q5_K")
+
+
+def test_the_quantisers_code_is_told(original, tmp_path):
+    with pytest.raises(LlmaasError, match=r"returned 1, expected 0, for .*no-folder/model.gguf"):
+        quantise(original("llama"), tmp_path / "no-folder" / "model.gguf", "Q8_0")
