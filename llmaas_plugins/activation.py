@@ -45,6 +45,8 @@ class Suite:
         """What runs: plugin reports by name, what failed in them, the patched entry points.
 
         ``errors`` is ``{plugin: {hook: {"count": …, "last": …}}}``, empty when all went well.
+        ``native`` is there if a plugin uses the hook point in the engine: the counters of each
+        context on it.
 
         Raises:
             PluginError: A plugin could not report, and ``on_error`` is ``"raise"``. With ``"log"``
@@ -52,10 +54,12 @@ class Suite:
         """
         self.settle()
         plugins = self.hooks.status()
+        native = self._installed.native()
         return {
             "plugins": plugins,
             "errors": self.hooks.errors(),
             "patched": self._installed.targets(),
+            **({} if native is None else {"native": native}),
         }
 
     def settle(self) -> None:

@@ -35,6 +35,13 @@ from llmaas_hooks.errors import (
 )
 from llmaas_hooks.manager import HookManager
 from llmaas_hooks.markers import NAME, hookimpl
+from llmaas_hooks.native import (
+    AttentionDensity,
+    HiddenStates,
+    NativeContext,
+    Subscription,
+    WeightClaim,
+)
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
@@ -51,12 +58,14 @@ from llmaas_hooks.types import (
 
 __all__ = [
     "NAME",
+    "AttentionDensity",
     "BudgetError",
     "CodecError",
     "ConfigError",
     "ContextCreate",
     "DecodeStep",
     "Engine",
+    "HiddenStates",
     "HookManager",
     "IncompatibleError",
     "KVRestored",
@@ -64,13 +73,16 @@ __all__ = [
     "LlmaasError",
     "LogitsView",
     "ModelLoad",
+    "NativeContext",
     "Plugin",
     "PluginError",
     "Request",
     "RequestStats",
     "StoreError",
+    "Subscription",
     "Tokens",
     "UnknownPluginError",
+    "WeightClaim",
     "common_prefix",
     "hookimpl",
 ]

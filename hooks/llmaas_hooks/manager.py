@@ -18,6 +18,7 @@ from llmaas_hooks.errors import PluginError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
+from llmaas_hooks.native import NativeContext, WeightClaim
 from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
@@ -62,6 +63,11 @@ class HookManager:
                 self._pm.unregister(name=name)
             raise PluginError(name, "registration", error) from error
 
+    @property
+    def raises(self) -> bool:
+        """Whether errors are raised to the app; else they are logged."""
+        return self._raises
+
     def names(self) -> list[str]:
         """Names of the registered plugins."""
         return [name for name, _ in self._pm.list_name_plugin()]
@@ -83,6 +89,11 @@ class HookManager:
         """Fire ``llmaas_model_load``."""
         self._call("llmaas_model_load", load=load)
 
+    def weights(self, load: ModelLoad) -> list[tuple[str, WeightClaim]]:
+        """Fire ``llmaas_weights``; every claim, with its plugin's name."""
+        claims = self._call("llmaas_weights", load=load)
+        return [(plugin, claim) for plugin, claimed in claims.items() for claim in claimed]
+
     def context_create(self, create: ContextCreate) -> None:
         """Fire ``llmaas_context_create``."""
         self._call("llmaas_context_create", create=create)
@@ -97,6 +108,10 @@ class HookManager:
                 self.handle(PluginError(self._owner(check), "llmaas_context_create (check)", error))
                 return False
         return True
+
+    def native_context(self, context: NativeContext) -> None:
+        """Fire ``llmaas_native_context``."""
+        self._call("llmaas_native_context", context=context)
 
     def decode(self, step: DecodeStep) -> None:
         """Fire ``llmaas_decode``."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks.markers import hookspec
 
 if TYPE_CHECKING:
+    from llmaas_hooks.native import NativeContext, WeightClaim
     from llmaas_hooks.types import (
         ContextCreate,
         DecodeStep,
@@ -32,10 +33,12 @@ __all__ = [
     "llmaas_kv_save",
     "llmaas_logits",
     "llmaas_model_load",
+    "llmaas_native_context",
     "llmaas_request_begin",
     "llmaas_request_end",
     "llmaas_shutdown",
     "llmaas_status",
+    "llmaas_weights",
 ]
 
 
@@ -50,12 +53,36 @@ def llmaas_model_load(load: ModelLoad) -> None:
 
 
 @hookspec
+def llmaas_weights(load: ModelLoad) -> list[WeightClaim]:
+    """Claim weights of a model: where their bytes are, or which part of them is used.
+
+    When: after ``llmaas_model_load``, before libllama opens the file.
+    Thread: the app's. Cost: once a model; may take milliseconds.
+    Returns: the claims; none for a model the plugin leaves alone. Two plugins that claim the same
+        property of a weight are a ``ConfigError`` to the app, which names both.
+    Errors: with ``on_error = "log"``, a claim that cannot be met is left out, or the model is
+        loaded without any.
+    """
+
+
+@hookspec
 def llmaas_context_create(create: ContextCreate) -> None:
     """Edit the parameters of a context before it exists.
 
     When: inside ``llama_init_from_model``, before the original is called.
     Thread: the app's. Cost: once a context; may take milliseconds.
     Errors: with ``on_error = "log"`` the context is created with the parameters as they are then.
+    """
+
+
+@hookspec
+def llmaas_native_context(context: NativeContext) -> None:
+    """Use a new context's hook point in the engine: subscribe taps, choose levels.
+
+    When: inside ``llama_init_from_model``, after the original; the object may be kept and used
+    until the context is freed.
+    Thread: the app's. Cost: once a context. What is subscribed costs on each batch.
+    Errors: with ``on_error = "log"`` the context is used as it is then.
     """
 
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llmaas_hooks import HookManager
 from llmaas_patches.compat import TESTED_VERSION, VERSION_RANGE, check_version
 from llmaas_patches.host import Host, serving_context
@@ -27,6 +29,10 @@ class Installed:
         """Dotted names of what is patched now."""
         return self._applied.targets()
 
+    def native(self) -> dict[str, Any] | None:
+        """Counters of the contexts on the native backend; None: no plugin needs it."""
+        return None if self._host.native is None else self._host.native.report()
+
     def settle(self) -> None:
         """Wait until deferred work on every engine is done."""
         for handle in list(self._host.lanes.pending):
@@ -35,6 +41,8 @@ class Installed:
     def revert(self) -> None:
         """Finish deferred work and put every original back; idempotent."""
         self._host.collecting.stop()
+        if self._host.native is not None:
+            self._host.native.close()
         self._host.lanes.close()  # before the wrappers that wait for it are gone
         self._applied.revert()
 

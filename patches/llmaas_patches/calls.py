@@ -17,6 +17,7 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ContextCreate, DecodeStep, LogitsView, ModelLoad
 from llmaas_patches.host import Host
 from llmaas_patches.ledger import address
+from llmaas_patches.native.claims import split_paths
 
 __all__ = [
     "wrap_decode",
@@ -38,7 +39,8 @@ def wrap_load_model(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_model_load_from_file(path_model: Any, params: Any) -> Any:
-        return _load(host, os.fsdecode(path_model), params, lambda: original(path_model, params))
+        path = os.fsdecode(path_model)
+        return _load(host, path, params, None, lambda params: original(path_model, params))
 
     return llama_model_load_from_file
 
@@ -48,15 +50,22 @@ def wrap_load_splits(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_model_load_from_splits(paths: Any, n_paths: Any, params: Any) -> Any:
-        path = os.fsdecode(paths[0])
-        return _load(host, path, params, lambda: original(paths, n_paths, params))
+        files = [os.fsdecode(paths[i]) for i in range(n_paths)]
+        load = functools.partial(original, paths, n_paths)
+        return _load(host, files[0], params, files, load)
 
     return llama_model_load_from_splits
 
 
-def _load(host: Host, path: str, params: Any, original: Callable[[], Any]) -> Any:
-    host.hooks.model_load(ModelLoad(path, params))
-    model = original()
+def _load(
+    host: Host, path: str, params: Any, files: list[str] | None, original: Callable[[Any], Any]
+) -> Any:
+    load = ModelLoad(path, params)
+    host.hooks.model_load(load)
+    if host.native is None:
+        model = original(params)
+    else:
+        model = host.native.load(load, files or split_paths(path), original)
     if model is not None:  # the app may use its structure again, so keep a copy
         host.loads[int(model)] = ModelLoad(path, type(params).from_buffer_copy(params))
     return model
@@ -68,6 +77,8 @@ def wrap_free_model(host: Host, original: Function) -> Function:
     @functools.wraps(original)
     def llama_model_free(model: Any) -> None:
         host.loads.pop(address(model), None)
+        if host.native is not None:
+            host.native.forget_model(address(model))
         original(model)
 
     return llama_model_free
@@ -81,16 +92,25 @@ def wrap_init_context(host: Host, original: Function) -> Function:
         edited = type(params).from_buffer_copy(params)
         create = ContextCreate(address(model), edited, host.loads.get(address(model)))
         host.hooks.context_create(create)
-        ctx = original(model, edited)
+        ctx = _create(host, model, edited, original)
         if create.checks and not _accepted(host, create, ctx):
             if ctx is not None:
                 llama_cpp.llama_free(ctx)
-            ctx = original(model, params)
+            own = type(params).from_buffer_copy(params)
+            ctx = _create(host, model, own, original)
         if ctx is not None:
             host.watch(int(ctx), int(params.n_seq_max))
+            if host.native is not None:
+                host.native.opened(int(ctx))
         return ctx
 
     return llama_init_from_model
+
+
+def _create(host: Host, model: Any, params: Any, original: Function) -> Any:
+    if host.native is None:
+        return original(model, params)
+    return host.native.create(address(model), params, functools.partial(original, model))
 
 
 def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:

@@ -16,6 +16,7 @@ from llmaas_patches.collecting import Collecting
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger, address
+from llmaas_patches.native import native_host
 
 __all__ = ["Host", "current_context", "serving_context"]
 
@@ -45,12 +46,19 @@ class Host:
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
         states: States that ``Llama.save_state`` made, and how many of their tokens are explained.
+        native: The engine-side hook point; None when no plugin needs it.
         real_n_seq_max: The binding that the app's one stands for.
     """
 
     def __init__(self, hooks: HookManager) -> None:
-        """Attach to the plugins of one activation."""
+        """Attach to the plugins of one activation.
+
+        Raises:
+            IncompatibleError: A plugin needs the engine-side hook point, which cannot be had, and
+                errors are to be raised.
+        """
         self.hooks = hooks
+        self.native = native_host(hooks)
         self.lanes = Lanes()
         self.collecting = Collecting()
         self.loads: dict[int, ModelLoad] = {}
@@ -86,6 +94,8 @@ class Host:
 
     def forget(self, ctx: Any) -> None:
         """A context is about to go."""
+        if self.native is not None:
+            self.native.forget_context(address(ctx))
         ledger = self.ledgers.get(address(ctx))
         for handle in ledger.handles if ledger is not None else ():
             self.ledgers.pop(handle, None)

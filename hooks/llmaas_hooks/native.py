@@ -1,0 +1,132 @@
+"""What plugins can do inside the engine: claim weights, narrow them, and tap what graphs compute.
+
+The work itself is done in C, on the threads that compute the graph; see docs/internals.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "AttentionDensity",
+    "HiddenStates",
+    "NativeContext",
+    "States",
+    "Subscription",
+    "WeightClaim",
+]
+
+States = Literal["ffn_input", "final_norm"]
+"""What a layer's feed-forward block reads; what the output matrix reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightClaim:
+    """Weights that a plugin takes charge of. Each weight has one source and one part.
+
+    Attributes:
+        pattern: Regular expression that whole tensor names must match.
+        source: Where their bytes are: ``"tiles"``, in copies of the plugin host's own, cut at the
+            columns in use and in ggml-cpu's fastest layout; ``"file"``, only in the model file,
+            read for each use. None leaves that to another plugin, or to llama.cpp.
+        rows: The part in use, by level: how many leading rows (outputs); 0 is all. What is left out
+            gives zeros. Rounded up to where the weight can be cut (8 rows when repacked).
+        columns: Likewise columns (inputs), rounded up to whole blocks of the weight's type.
+    """
+
+    pattern: str
+    source: Literal["tiles", "file"] | None = None
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+
+class Subscription(Protocol):
+    """A tap on a context's graphs. It ends with the context at the latest."""
+
+    def close(self) -> None:
+        """End it, after the graph that is being computed; idempotent."""
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+
+
+class AttentionDensity(Subscription, Protocol):
+    """Information density of the KV positions (LLMS §3.2, Eq 1), accumulated while it is open."""
+
+    def read(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Of positions 0…n-1: sums of attention, and how many scores each sums; ``(n,)`` each.
+
+        The density is their ratio: the mean over the queries, heads and layers that can see the
+        position. A position counts from 0 again when another token is evaluated there.
+        """
+
+    def reset(self) -> None:
+        """Count everything from 0."""
+
+
+class HiddenStates(Subscription, Protocol):
+    """Rows of hidden states, in the order they were computed."""
+
+    def take(self) -> NDArray[np.float32]:
+        """Take out what came since the last call; shape ``(n, n_embd)``, oldest first."""
+
+    @property
+    def n_lost(self) -> int:
+        """Rows that were overwritten before anybody took them."""
+
+
+class NativeContext(Protocol):
+    """A context whose graphs pass through the hook point in the engine.
+
+    Once its context is freed, or the suite is deactivated, every method raises ``ReferenceError``.
+    """
+
+    @property
+    def ctx(self) -> int:
+        """Address of the ``llama_context``."""
+
+    @property
+    def model(self) -> int:
+        """Address of the ``llama_model``."""
+
+    @property
+    def level(self) -> int:
+        """Which extents of the claimed parts are in use: an index; 0 at first.
+
+        Setting it takes effect with the next batch and costs nothing; below 0, every part is all.
+        """
+
+    @level.setter
+    def level(self, level: int) -> None: ...
+
+    def density(self, *, row_step: int = 1, layer_step: int = 1) -> AttentionDensity:
+        """Accumulate attention densities.
+
+        Args:
+            row_step: Look at the queries of every ``row_step``-th position only.
+            layer_step: Look at every ``layer_step``-th layer only. 1 and 1 is exact.
+        """
+
+    def hidden_states(
+        self, states: States, *, layer: int | None = None, capacity: int = 4096
+    ) -> HiddenStates:
+        """Capture hidden states.
+
+        Args:
+            states: Which ones.
+            layer: Whose ``"ffn_input"``; the last layer's when None.
+            capacity: Rows that are kept until they are taken.
+        """
+
+    def subscribe(self, tap: Any) -> Subscription:
+        """Subscribe a tap of the plugin's own: the address of an ``llmaas_tap`` (llmaas/tap.h)."""
+
+    def stats(self) -> dict[str, int]:
+        """Graphs computed and passed on as they were, products exchanged, steps of taps."""

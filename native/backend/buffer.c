@@ -1,0 +1,131 @@
+/* The buffer type that claimed weights are loaded into when their source keeps the bytes elsewhere.
+ *
+ * llama.cpp also puts a claimed weight's LoRA matrices here, so a tensor that nobody claimed has memory like any other. The
+ * memory is reserved for all and used by those only: pages that nothing is written to cost nothing. */
+#include "buffer.h"
+
+#include "abi.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define ALIGNMENT 64
+
+static _Thread_local llmaas_weights * loading;
+
+void llmaas_buffers_belong_to(llmaas_weights * weights) { loading = weights; }
+
+struct owner {
+    llmaas_weights * weights;
+    void *           base;
+};
+
+static void destroy(ggml_backend_buffer_t buffer) {
+    struct owner * owner = buffer->context;
+    munmap(owner->base, buffer->size ? buffer->size : 1);
+    llmaas_weights_release(owner->weights);
+    free(owner);
+}
+
+static void * get_base(ggml_backend_buffer_t buffer) { return ((struct owner *) buffer->context)->base; }
+
+/* The claimed weight that `tensor` is, or NULL. */
+static const llmaas_weight * claimed(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor) {
+    const struct owner * owner = buffer->context;
+    if (!owner->weights) {
+        return NULL;
+    }
+    llmaas_weights_lock(owner->weights);
+    const llmaas_weight * weight = llmaas_weights_find(owner->weights, tensor);
+    llmaas_weights_unlock(owner->weights);
+    return weight && weight->source->load ? weight : NULL;
+}
+
+static enum ggml_status init_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor) {
+    const struct owner * owner = buffer->context;
+    if (owner->weights) {
+        llmaas_weights_loaded(owner->weights, tensor);
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+static void set_tensor(
+    ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    const llmaas_weight * weight = claimed(buffer, tensor);
+    if (!weight) {
+        memcpy((char *) tensor->data + offset, data, size);
+    } else if (offset == 0 && size == ggml_nbytes(tensor)) {
+        weight->source->load((llmaas_weight *) weight, data); /* what failed is found by problem() */
+    } else {
+        GGML_ABORT("%s is set in pieces", tensor->name);
+    }
+}
+
+static void memset_tensor(
+    ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    memset((char *) tensor->data + offset, value, size);
+    (void) buffer;
+}
+
+static void get_tensor(
+    ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    if (claimed(buffer, tensor)) {
+        GGML_ABORT("%s is not in memory as the model file has it", tensor->name);
+    }
+    memcpy(data, (const char *) tensor->data + offset, size);
+}
+
+static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    if (value != 0) { /* new memory is zero */
+        memset(get_base(buffer), value, buffer->size);
+    }
+}
+
+static const char * get_name(ggml_backend_buffer_type_t type) {
+    (void) type;
+    return "LLMAAS";
+}
+
+static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    static const struct ggml_backend_buffer_i iface = {
+        .free_buffer   = destroy,
+        .get_base      = get_base,
+        .init_tensor   = init_tensor,
+        .memset_tensor = memset_tensor,
+        .set_tensor    = set_tensor,
+        .get_tensor    = get_tensor,
+        .clear         = clear,
+    };
+    struct owner * owner = malloc(sizeof *owner);
+    void *         base  = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!owner || base == MAP_FAILED) {
+        free(owner);
+        if (base != MAP_FAILED) {
+            munmap(base, size ? size : 1);
+        }
+        return NULL;
+    }
+    *owner = (struct owner) {llmaas_weights_retain(loading), base};
+    return ggml_backend_buffer_init(type, iface, owner, size);
+}
+
+static size_t get_alignment(ggml_backend_buffer_type_t type) {
+    (void) type;
+    return ALIGNMENT;
+}
+
+/* Not host memory: llama.cpp must hand us the bytes, and not read the file into a claimed weight's pages. */
+static bool is_host(ggml_backend_buffer_type_t type) {
+    (void) type;
+    return false;
+}
+
+ggml_backend_buffer_type_t llmaas_buffers(ggml_backend_dev_t device) {
+    static struct ggml_backend_buffer_type type = {
+        .iface = {
+            .get_name = get_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host}};
+    type.device = device;
+    return &type;
+}

@@ -1,0 +1,396 @@
+#include "density_worker.h"
+
+#include "density_math.h"
+#include "ggml-cpu.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* With fewer queries than this in a group, one by one is as fast: making tiles takes time. */
+enum { MIN_TILED_QUERIES = 16 };
+
+/* Tiles must stay in the processor's second-level cache. */
+enum { MAX_KEYS_BYTES = 2 << 20 };
+
+llmaas_attention llmaas_attention_of(const llmaas_tap_view * view) {
+    const struct ggml_tensor * node     = view->node;
+    const bool                 is_flash = node->op == GGML_OP_FLASH_ATTN_EXT;
+    const struct ggml_tensor * query    = is_flash ? node->src[0] : node;
+    return (llmaas_attention){
+        .view      = view,
+        .mask      = is_flash ? node->src[3] : node->src[1],
+        .is_flash  = is_flash,
+        .n_tokens  = query->ne[1],
+        .n_kv      = is_flash ? node->src[1]->ne[1] : node->ne[0],
+        .n_head    = query->ne[2],
+        .n_head_kv = is_flash ? node->src[1]->ne[2] : query->ne[2],
+        .n_stream  = query->ne[3],
+    };
+}
+
+int64_t llmaas_attention_position(const llmaas_tap_view * view, int64_t token) {
+    if (view->positions) {
+        return ((const int32_t *) view->positions->data)[token];
+    }
+    return view->cells ? ((const int64_t *) view->cells->data)[token] : token;
+}
+
+/* -- memory ---------------------------------------------------------------------------------------------------------- */
+
+void llmaas_density_worker_free(llmaas_density_worker * w) {
+    free(w->sums);
+    free(w->deltas);
+    free(w->scores);
+    free(w->keys);
+    free(w->is_made);
+    free(w->is_needed);
+    free(w->queries);
+    free(w->rounded);
+    free(w->bias);
+    free(w->runs);
+    *w = (llmaas_density_worker){0};
+}
+
+static bool reserve(llmaas_density_worker * w, int64_t n_kv, int64_t d) {
+    const int64_t n_padded = (n_kv + LLMAAS_TILE - 1) / LLMAAS_TILE * LLMAAS_TILE;
+    if (n_padded <= w->n_padded && d <= w->d) {
+        return true;
+    }
+    const size_t n = (size_t) (n_padded > w->n_padded ? n_padded : w->n_padded);
+    const size_t m = (size_t) (d > w->d ? d : w->d);
+    llmaas_density_worker_free(w);
+    w->sums      = malloc(n * sizeof *w->sums);
+    w->deltas    = malloc((n + 1) * sizeof *w->deltas);
+    w->scores    = malloc(n * LLMAAS_BLOCK * sizeof *w->scores);
+    w->is_made   = malloc(n / LLMAAS_TILE * sizeof *w->is_made);
+    w->is_needed = malloc(n / LLMAAS_TILE * sizeof *w->is_needed);
+    w->queries   = malloc((m + 1) * (LLMAAS_BLOCK + 1) * sizeof *w->queries);
+    w->rounded   = malloc((m + 1) * 2 * sizeof(float)); /* no type takes as much */
+    w->bias      = malloc(n * sizeof *w->bias);
+    w->runs      = malloc((n + 1) * sizeof *w->runs);
+    w->n_padded  = (int64_t) n;
+    w->d         = (int64_t) m;
+    if (w->sums && w->deltas && w->scores && w->is_made && w->is_needed && w->queries && w->rounded && w->bias && w->runs) {
+        return true;
+    }
+    llmaas_density_worker_free(w);
+    return false;
+}
+
+static bool reserve_keys(llmaas_density_worker * w, int64_t n_keys) {
+    if (n_keys > w->n_keys) {
+        free(w->keys);
+        w->keys   = aligned_alloc(64, (size_t) n_keys * sizeof *w->keys); /* a tile is a multiple of 64 bytes */
+        w->n_keys = w->keys ? n_keys : 0;
+    }
+    return n_keys <= w->n_keys;
+}
+
+/* -- the mask -------------------------------------------------------------------------------------------------------- */
+
+/* Masks hold 0, minus infinity, or (ALiBi) distances, as F16 or F32. */
+static uint32_t mask_bits(const char * mask, size_t size, int64_t column) {
+    uint32_t bits = 0;
+    memcpy(&bits, mask + (size_t) column * size, size); /* the first bytes are the lower ones */
+    return bits;
+}
+
+/* The first column from `column` on whose word is not `word`; the last ones of a row may be left out. */
+static int64_t skip_words(const char * mask, size_t size, int64_t column, int64_t n, uint64_t word) {
+    const int64_t step = (int64_t) (sizeof word / size);
+    for (; column + step <= n; column += step) {
+        uint64_t found;
+        memcpy(&found, mask + (size_t) column * size, sizeof found);
+        if (found != word) {
+            break;
+        }
+    }
+    return column;
+}
+
+static void find_runs(llmaas_density_worker * w, const char * mask, enum ggml_type type, int64_t n) {
+    const size_t   size   = ggml_type_size(type);
+    const uint32_t masked = type == GGML_TYPE_F16 ? 0xfc00 : 0xff800000;
+    const uint64_t word   = type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull;
+    for (int64_t column = 0; column < n;) {
+        column = skip_words(mask, size, column, n, word);
+        while (column < n && mask_bits(mask, size, column) == masked) {
+            ++column;
+        }
+        const int64_t start = column;
+        while (column < n && mask_bits(mask, size, column) != masked) {
+            const int64_t next = skip_words(mask, size, column, n, 0);
+            w->has_bias        = w->has_bias || (next == column && mask_bits(mask, size, column));
+            column             = next > column ? next : column + 1;
+        }
+        if (column > start) {
+            w->runs[w->n_runs++] = (int32_t) start;
+            w->runs[w->n_runs++] = (int32_t) column;
+        }
+    }
+}
+
+/* Find the columns that a query sees, and what the mask adds to their scores. */
+static void find_visible(llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head) {
+    const struct ggml_tensor * mask      = node->mask;
+    const int64_t              mask_head = mask ? head % mask->ne[2] : 0;
+    if (w->row == row && w->mask_head == mask_head) {
+        return;
+    }
+    w->row       = row;
+    w->mask_head = mask_head;
+    w->n_runs    = 0;
+    w->has_bias  = false;
+    if (!mask) {
+        w->runs[w->n_runs++] = 0;
+        w->runs[w->n_runs++] = (int32_t) node->n_kv;
+        return;
+    }
+    const char * from = (const char *) mask->data + (size_t) row * mask->nb[1] + (size_t) mask_head * mask->nb[2];
+    find_runs(w, from, mask->type, node->n_kv);
+    if (w->has_bias && node->is_flash) {
+        ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) (const void *) from, w->bias, node->n_kv);
+    }
+}
+
+/* -- scores ---------------------------------------------------------------------------------------------------------- */
+
+static const char * keys_of(const llmaas_attention * node, int64_t group, int64_t column) {
+    const struct ggml_tensor * key = node->view->node->src[1];
+    return (const char *) key->data + (size_t) group * key->nb[2] + (size_t) column * key->nb[1];
+}
+
+/* Round a query to the type that ggml-cpu multiplies this kind of keys with. */
+static void round_query(llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head) {
+    const struct ggml_tensor * query = node->view->node->src[0];
+    const struct ggml_tensor * key   = node->view->node->src[1];
+    const enum ggml_type       type  = ggml_get_type_traits_cpu(key->type)->vec_dot_type;
+    const char * from = (const char *) query->data + (size_t) row * query->nb[1] + (size_t) head * query->nb[2];
+    ggml_get_type_traits_cpu(type)->from_float((const float *) (const void *) from, w->rounded, key->ne[0]);
+}
+
+static void to_floats(enum ggml_type type, const void * from, float * to, int64_t n) {
+    if (type == GGML_TYPE_F32) {
+        memcpy(to, from, (size_t) n * sizeof *to);
+    } else if (type == GGML_TYPE_F16) {
+        ggml_cpu_fp16_to_fp32(from, to, n); /* vectorised; to_float is not */
+    } else {
+        ggml_get_type_traits(type)->to_float(from, to, n);
+    }
+}
+
+static void make_tile(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, int64_t tile, int64_t d) {
+    float *       to    = w->keys + tile * LLMAAS_TILE * d;
+    float *       key   = w->queries + LLMAAS_BLOCK * d;
+    const int64_t first = tile * LLMAAS_TILE;
+    for (int64_t i = 0; i < LLMAAS_TILE; ++i) {
+        if (first + i < node->n_kv) {
+            to_floats(node->view->node->src[1]->type, keys_of(node, group, first + i), key, d);
+        } else {
+            memset(key, 0, (size_t) d * sizeof *key);
+        }
+        for (int64_t j = 0; j < d; ++j) {
+            to[j * LLMAAS_TILE + i] = key[j];
+        }
+    }
+}
+
+/* Products of a query and the keys to probabilities, as ggml-cpu does it: visible columns of scores[n_kv] are replaced.
+ * Returns what they still have to be multiplied by. */
+static double to_probabilities(
+    const llmaas_density_worker * w, const llmaas_attention * node, int64_t head, float * scores) {
+    const struct ggml_tensor * sinks = node->view->node->src[4];
+    float                      params[3]; /* scale, max_bias, logit_softcap */
+    memcpy(params, node->view->node->op_params, sizeof params);
+    const float   softcap = params[2];
+    const float   scale   = softcap == 0.0f ? params[0] : params[0] / softcap;
+    const float   slope   = llmaas_alibi_slope(params[1], head, node->n_head);
+    const float * sink    = sinks ? (const float *) sinks->data + head : NULL;
+    float         max     = sink ? *sink : -INFINITY;
+    for (int32_t run = 0; run < w->n_runs; run += 2) {
+        const int32_t end = w->runs[run + 1];
+        int32_t       i;
+        for (i = w->runs[run]; i < end; ++i) {
+            scores[i] *= scale;
+        }
+        for (i = w->runs[run]; softcap != 0.0f && i < end; ++i) {
+            scores[i] = softcap * tanhf(scores[i]);
+        }
+        for (i = w->runs[run]; w->has_bias && i < end; ++i) {
+            scores[i] += slope * w->bias[i];
+        }
+        max = fmaxf(max, llmaas_max(scores + w->runs[run], end - w->runs[run]));
+    }
+    double sum = sink ? exp((double) (*sink - max)) : 0.0;
+    for (int32_t run = 0; run < w->n_runs; run += 2) {
+        sum += llmaas_exponentials(scores + w->runs[run], w->runs[run + 1] - w->runs[run], max);
+    }
+    return 1.0 / sum;
+}
+
+static void add_probabilities(llmaas_density_worker * w, const float * probabilities, double factor) {
+    for (int32_t run = 0; run < w->n_runs; run += 2) {
+        const int32_t start = w->runs[run];
+        const int32_t end   = w->runs[run + 1];
+        for (int32_t i = start; i < end; ++i) {
+            w->sums[i] += factor * (double) probabilities[i];
+        }
+        w->deltas[start] += 1;
+        w->deltas[end] -= 1;
+    }
+}
+
+/* -- pairs of a query and a head ------------------------------------------------------------------------------------- */
+
+typedef struct pair {
+    int64_t row, head;
+} pair;
+
+/* Softmax computed the probabilities. */
+static void add_computed(llmaas_density_worker * w, const llmaas_attention * node, pair at) {
+    const struct ggml_tensor * all  = node->view->node;
+    const char *               from = (const char *) all->data + (size_t) at.row * all->nb[1] + (size_t) at.head * all->nb[2];
+    find_visible(w, node, at.row, at.head);
+    add_probabilities(w, (const float *) (const void *) from, 1.0);
+}
+
+static void add_one(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, pair at) {
+    const struct ggml_tensor * key = node->view->node->src[1];
+    const ggml_vec_dot_t       dot = ggml_get_type_traits_cpu(key->type)->vec_dot;
+    find_visible(w, node, at.row, at.head);
+    round_query(w, node, at.row, at.head);
+    for (int32_t run = 0; run < w->n_runs; run += 2) {
+        for (int32_t i = w->runs[run]; i < w->runs[run + 1]; ++i) {
+            dot((int) key->ne[0], &w->scores[i], 0, keys_of(node, group, i), 0, w->rounded, 0, 1);
+        }
+    }
+    add_probabilities(w, w->scores, to_probabilities(w, node, at.head, w->scores));
+}
+
+static void add_block(
+    llmaas_density_worker * w, const llmaas_attention * node, int64_t group, const pair * pairs, int64_t n_pairs) {
+    const struct ggml_tensor * key     = node->view->node->src[1];
+    const int64_t              d       = key->ne[0];
+    const int64_t              n_tiles = (node->n_kv + LLMAAS_TILE - 1) / LLMAAS_TILE;
+    memset(w->is_needed, 0, (size_t) n_tiles * sizeof *w->is_needed);
+    for (int64_t i = 0; i < LLMAAS_BLOCK; ++i) { /* a last block is filled up with its last query */
+        const pair at = pairs[i < n_pairs ? i : n_pairs - 1];
+        find_visible(w, node, at.row, at.head);
+        for (int32_t run = 0; run < w->n_runs; run += 2) {
+            for (int64_t tile = w->runs[run] / LLMAAS_TILE; tile * LLMAAS_TILE < w->runs[run + 1]; ++tile) {
+                w->is_needed[tile] = true;
+            }
+        }
+        float * query = w->queries + LLMAAS_BLOCK * d;
+        round_query(w, node, at.row, at.head);
+        to_floats(ggml_get_type_traits_cpu(key->type)->vec_dot_type, w->rounded, query, d);
+        for (int64_t j = 0; j < d; ++j) {
+            w->queries[LLMAAS_BLOCK * j + i] = query[j];
+        }
+    }
+    for (int64_t tile = 0; tile < n_tiles; ++tile) {
+        if (w->is_needed[tile]) {
+            if (!w->is_made[tile]) {
+                make_tile(w, node, group, tile, d);
+                w->is_made[tile] = true;
+            }
+            llmaas_multiply_tile(w->keys + tile * LLMAAS_TILE * d, w->queries, d, w->scores + tile * LLMAAS_TILE, w->n_padded);
+        }
+    }
+    for (int64_t i = 0; i < n_pairs; ++i) {
+        float * scores = w->scores + i * w->n_padded;
+        find_visible(w, node, pairs[i].row, pairs[i].head);
+        add_probabilities(w, scores, to_probabilities(w, node, pairs[i].head, scores));
+    }
+}
+
+/* Whether ggml-cpu can multiply with such keys, and there is memory. */
+static bool begin(llmaas_density_worker * w, const llmaas_attention * node) {
+    int64_t d = 0;
+    if (node->is_flash) {
+        const struct ggml_tensor *          key    = node->view->node->src[1];
+        const struct ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(key->type);
+        if (!traits->vec_dot || !ggml_get_type_traits_cpu(traits->vec_dot_type)->from_float) {
+            return false;
+        }
+        d = key->ne[0];
+    }
+    if (!reserve(w, node->n_kv, d)) {
+        return false;
+    }
+    memset(w->sums, 0, (size_t) node->n_kv * sizeof *w->sums);
+    memset(w->deltas, 0, (size_t) (node->n_kv + 1) * sizeof *w->deltas);
+    w->row = -1;
+    return true;
+}
+
+static int64_t next_sampled(const llmaas_attention * node, int64_t row, uint32_t row_step) {
+    for (; row < node->n_tokens; ++row) {
+        const int64_t position = llmaas_attention_position(node->view, row);
+        if (position >= 0 && position % row_step == row_step - 1) {
+            break;
+        }
+    }
+    return row;
+}
+
+/* Whether this thread's n queries of a group are worth making tiles; if so there is room for them. */
+static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, int64_t n_queries) {
+    if (!node->is_flash || n_queries < MIN_TILED_QUERIES) {
+        return false;
+    }
+    const int64_t n_tiles = (node->n_kv + LLMAAS_TILE - 1) / LLMAAS_TILE;
+    const int64_t n_keys  = n_tiles * LLMAAS_TILE * node->view->node->src[1]->ne[0];
+    if (n_keys > (int64_t) (MAX_KEYS_BYTES / sizeof(float)) || !reserve_keys(w, n_keys)) {
+        return false;
+    }
+    memset(w->is_made, 0, (size_t) n_tiles * sizeof *w->is_made);
+    return true;
+}
+
+/* Rows are dealt out in turn, which shares a causal mask fairly; every group starts with the next thread, which shares
+ * the heads of a single token. */
+static void add_group(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, uint32_t row_step,
+                      int64_t n_rows, int ith, int nth) {
+    const int64_t n_shared = node->n_head / node->n_head_kv;
+    const bool    is_tiled = can_tile(w, node, n_rows / nth * n_shared);
+    pair          pairs[LLMAAS_BLOCK];
+    int64_t       n_pairs = 0;
+    int64_t       turn    = group * n_rows;
+    for (int64_t row = next_sampled(node, 0, row_step); row < node->n_tokens; row = next_sampled(node, row + 1, row_step)) {
+        if (turn++ % nth != ith) {
+            continue;
+        }
+        for (int64_t i = 0; i < n_shared; ++i) {
+            const pair at = {row, group * n_shared + i};
+            if (is_tiled) {
+                pairs[n_pairs++] = at;
+                if (n_pairs == LLMAAS_BLOCK) {
+                    add_block(w, node, group, pairs, n_pairs);
+                    n_pairs = 0;
+                }
+            } else if (node->is_flash) {
+                add_one(w, node, group, at);
+            } else {
+                add_computed(w, node, at);
+            }
+        }
+    }
+    if (n_pairs) {
+        add_block(w, node, group, pairs, n_pairs);
+    }
+}
+
+void llmaas_density_worker_run(
+    llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth) {
+    int64_t n_rows = 0;
+    for (int64_t row = next_sampled(node, 0, row_step); row < node->n_tokens; row = next_sampled(node, row + 1, row_step)) {
+        ++n_rows;
+    }
+    w->has_failed = n_rows > 0 && !begin(w, node);
+    w->is_used    = n_rows > 0 && !w->has_failed;
+    for (int64_t group = 0; w->is_used && group < node->n_head_kv; ++group) {
+        add_group(w, node, group, row_step, n_rows, ith, nth);
+    }
+}

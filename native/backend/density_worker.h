@@ -1,0 +1,52 @@
+/* What one thread adds to the density of an attention node: probabilities, summed by KV cell. */
+#ifndef LLMAAS_DENSITY_WORKER_H
+#define LLMAAS_DENSITY_WORKER_H
+
+#include "llmaas/tap.h"
+
+/* One attention node in the terms of both of its forms. */
+typedef struct llmaas_attention {
+    const llmaas_tap_view *    view;
+    const struct ggml_tensor * mask; /* or NULL */
+    bool                       is_flash;
+    int64_t                    n_tokens;
+    int64_t                    n_kv;
+    int64_t                    n_head;
+    int64_t                    n_head_kv; /* heads are taken in groups that share their keys */
+    int64_t                    n_stream;
+} llmaas_attention;
+
+llmaas_attention llmaas_attention_of(const llmaas_tap_view * view);
+int64_t          llmaas_attention_position(const llmaas_tap_view * view, int64_t token);
+
+/* A thread's memory; all zero at first. Only its thread uses it while a node runs. */
+typedef struct llmaas_density_worker {
+    double *  sums;     /* by cell, of this node */
+    int64_t * deltas;   /* by cell: how many more (query, head) see it than see the cell before */
+    bool      is_used;  /* sums and deltas are of this node */
+    bool      has_failed;
+
+    /* The rest is for one group of heads, block of queries, or query at a time. */
+    float *   scores;   /* [a query of the block][n_padded] */
+    float *   keys;     /* tiles of a group's keys, see density_worker.c */
+    bool *    is_made;  /* by tile */
+    bool *    is_needed;
+    float *   queries;  /* of a block, side by side */
+    void *    rounded;  /* a query in the type that keys are multiplied with */
+    float *   bias;     /* the mask's values */
+    int32_t * runs;     /* visible columns of a query: from, to, from, to... */
+    int32_t   n_runs;
+    bool      has_bias;
+    int64_t   row, mask_head; /* whose runs these are */
+    int64_t   n_padded; /* columns there is room for */
+    int64_t   n_keys;   /* floats there is room for */
+    int64_t   d;
+} llmaas_density_worker;
+
+void llmaas_density_worker_free(llmaas_density_worker * w);
+
+/* Add up thread ith's share of the (query, head) pairs at sampled positions. */
+void llmaas_density_worker_run(
+    llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth);
+
+#endif

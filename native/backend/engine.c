@@ -1,0 +1,159 @@
+/* Engines: CPU backends of ggml with a graph_compute of ours in front of ggml-cpu's. */
+#include "engine.h"
+
+#include <stdlib.h>
+
+static _Thread_local ggml_threadpool_t next_pool;
+
+void llmaas_engine_next_threadpool(ggml_threadpool_t pool) { next_pool = pool; }
+
+/* -- rewriting --------------------------------------------------------------------------------------------------- */
+
+/* A product: the steps of the taps that read its operand, then what stands for it. */
+static void rewrite_product(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
+    const llmaas_weight * weight = llmaas_weights_find(engine->weights, node->src[0]);
+    if (weight && weight->tap_kind >= 0) {
+        engine->n_taps += llmaas_taps_states(
+            &engine->taps, engine->graph, (llmaas_tap_kind) weight->tap_kind, weight->tap_layer, node->src[1]);
+    }
+    if (weight && weight->is_claimed && llmaas_weight_multiply(weight, level, engine->graph, node)) {
+        engine->n_products++;
+    } else {
+        llmaas_graph_append(engine->graph, node);
+    }
+}
+
+static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
+    switch (node->op) {
+        case GGML_OP_MUL_MAT:
+        case GGML_OP_MUL_MAT_ID:
+            rewrite_product(engine, level, node);
+            break;
+        case GGML_OP_FLASH_ATTN_EXT: /* its result may take the place of an operand, so read those before */
+            engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node);
+            llmaas_graph_append(engine->graph, node);
+            break;
+        case GGML_OP_SOFT_MAX:
+            llmaas_graph_append(engine->graph, node);
+            engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node);
+            break;
+        default:
+            llmaas_taps_notice(&engine->taps, node);
+            llmaas_graph_append(engine->graph, node);
+    }
+}
+
+static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
+    llmaas_graph_begin(engine->graph, original);
+    for (int i = 0; i < original->n_nodes; i++) {
+        rewrite_node(engine, level, original->nodes[i]);
+    }
+    return llmaas_graph_end(engine->graph);
+}
+
+static enum ggml_status compute_rewritten(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
+    llmaas_weights_lock(engine->weights);
+    struct ggml_cgraph * graph  = rewrite(engine, level, original);
+    enum ggml_status     status = GGML_STATUS_ALLOC_FAILED;
+    if (graph) {
+        status = engine->cpu->iface.graph_compute(&engine->base, graph);
+        status = llmaas_graph_failed(engine->graph) ? GGML_STATUS_FAILED : status;
+    }
+    llmaas_weights_unlock(engine->weights);
+    return status;
+}
+
+/* -- ggml's interface -------------------------------------------------------------------------------------------- */
+
+static const char * get_name(ggml_backend_t backend) {
+    (void) backend;
+    return "LLMAAS";
+}
+
+static void destroy(ggml_backend_t backend) {
+    llmaas_engine * engine = (llmaas_engine *) backend;
+    ggml_backend_free(engine->cpu);
+    llmaas_graph_free(engine->graph);
+    llmaas_weights_release(engine->weights);
+    pthread_mutex_destroy(&engine->lock);
+    llmaas_engine_gone(engine);
+    free(engine);
+}
+
+static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph * graph) {
+    llmaas_engine * engine = (llmaas_engine *) backend;
+    ggml_backend_cpu_set_threadpool(backend, next_pool);
+    pthread_mutex_lock(&engine->lock);
+    const int32_t    level = engine->level;
+    enum ggml_status status;
+    engine->n_graphs++;
+    if (engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
+        status = compute_rewritten(engine, level, graph);
+    } else {
+        engine->n_passed++;
+        status = engine->cpu->iface.graph_compute(backend, graph);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+/* Not to optimise anything: it is where ggml shows us all nodes of a new graph. Those of a context's creation have every
+ * weight of its model, and nothing of a LoRA adapter's. */
+static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, void * params) {
+    llmaas_engine * engine = (llmaas_engine *) backend;
+    if (llmaas_engine_in_creation(engine)) {
+        llmaas_weights_note(engine->weights, graph);
+    }
+    (void) params;
+}
+
+llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * weights) {
+    llmaas_engine * engine = calloc(1, sizeof *engine);
+    if (!engine) {
+        return NULL;
+    }
+    engine->cpu     = ggml_backend_cpu_init();
+    engine->graph   = llmaas_graph_new();
+    engine->weights = weights ? llmaas_weights_retain(weights) : llmaas_weights_new();
+    if (!engine->cpu || !engine->graph || !engine->weights || pthread_mutex_init(&engine->lock, NULL) != 0) {
+        ggml_backend_free(engine->cpu);
+        llmaas_graph_free(engine->graph);
+        llmaas_weights_release(engine->weights);
+        free(engine);
+        return NULL;
+    }
+    engine->base                      = *engine->cpu;
+    engine->base.iface.get_name       = get_name;
+    engine->base.iface.free           = destroy;
+    engine->base.iface.graph_compute  = graph_compute;
+    engine->base.iface.graph_optimize = graph_optimize;
+    /* llama.cpp turns features off that it finds on a device other than the layer's own (flash attention on "auto"), so
+     * be the CPU wherever that can be: not with weights in buffers that only our device takes. */
+    if (llmaas_weights_own_buffers(engine->weights)) {
+        engine->base.device = device;
+    }
+    return engine;
+}
+
+/* -- the API ----------------------------------------------------------------------------------------------------- */
+
+void    llmaas_engine_set_level(llmaas_engine * engine, int32_t level) { engine->level = level; }
+int32_t llmaas_engine_level(const llmaas_engine * engine) { return engine->level; }
+
+llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap) {
+    pthread_mutex_lock(&engine->lock);
+    const llmaas_status status = llmaas_taps_add(&engine->taps, tap);
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+llmaas_status llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user) {
+    pthread_mutex_lock(&engine->lock);
+    const llmaas_status status = llmaas_taps_remove(&engine->taps, user);
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats) {
+    *stats = (llmaas_engine_stats) {engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps};
+}

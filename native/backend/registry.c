@@ -1,0 +1,260 @@
+/* The device that makes engines, and its place in ggml's registry: there while a context is created or has an engine. */
+#include "buffer.h"
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER;
+static uint32_t        n_loading;  /* threads that are loading a model, and so may read the registry */
+static uint32_t        n_creating; /* contexts being created */
+static uint32_t        n_engines;
+static bool            is_registered;
+
+/* What this thread creates. */
+static _Thread_local struct {
+    bool             is_on;
+    llmaas_weights * weights;
+    llmaas_engine *  made;
+} creation;
+
+/* -- thread pools ------------------------------------------------------------------------------------------------ */
+
+/* llama.cpp gives a context's thread pool to the CPU backend of its own only, just before each graph, through a function it
+ * asks ggml-cpu's registry for. While we are registered that function also tells us. */
+static void * (*cpu_proc_address)(ggml_backend_reg_t, const char *);
+
+static void set_threadpool(ggml_backend_t backend, ggml_threadpool_t pool) {
+    llmaas_engine_next_threadpool(pool);
+    ggml_backend_cpu_set_threadpool(backend, pool);
+}
+
+static void * get_cpu_proc_address(ggml_backend_reg_t reg, const char * name) {
+    if (strcmp(name, "ggml_backend_cpu_set_threadpool") == 0) {
+        return (void *) set_threadpool;
+    }
+    return cpu_proc_address(reg, name);
+}
+
+/* -- the device -------------------------------------------------------------------------------------------------- */
+
+static struct ggml_backend_device device;
+
+static ggml_backend_dev_t cpu_device(void) { return ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0); }
+
+static const char * get_name(ggml_backend_dev_t dev) {
+    (void) dev;
+    return "LLMAAS";
+}
+
+static const char * get_description(ggml_backend_dev_t dev) {
+    (void) dev;
+    return "ggml-cpu, with the plugins of llmaas_plugins";
+}
+
+static void get_memory(ggml_backend_dev_t dev, size_t * free_bytes, size_t * total) {
+    (void) dev;
+    *free_bytes = *total = 0; /* the CPU's, which reports it */
+}
+
+static enum ggml_backend_dev_type get_type(ggml_backend_dev_t dev) {
+    (void) dev;
+    return GGML_BACKEND_DEVICE_TYPE_ACCEL;
+}
+
+static void get_props(ggml_backend_dev_t dev, struct ggml_backend_dev_props * props) {
+    memset(props, 0, sizeof *props);
+    props->name        = get_name(dev);
+    props->description = get_description(dev);
+    props->type        = get_type(dev);
+}
+
+/* A context that nobody announced (made while another's engine keeps us registered) gets a plain CPU backend. */
+static ggml_backend_t init_backend(ggml_backend_dev_t dev, const char * params) {
+    (void) params;
+    if (!creation.is_on || creation.made) {
+        return ggml_backend_cpu_init();
+    }
+    creation.made = llmaas_engine_new(dev, creation.weights);
+    if (!creation.made) {
+        return NULL;
+    }
+    pthread_mutex_lock(&lock);
+    n_engines++;
+    pthread_mutex_unlock(&lock);
+    return &creation.made->base;
+}
+
+static ggml_backend_buffer_type_t get_buffer_type(ggml_backend_dev_t dev) {
+    (void) dev;
+    return ggml_backend_cpu_buffer_type(); /* what graphs compute is allocated here */
+}
+
+static bool is_ours(const struct ggml_tensor * tensor) {
+    return tensor && tensor->buffer && ggml_backend_buffer_get_type(tensor->buffer) == llmaas_buffers(&device);
+}
+
+/* What ggml-cpu can do, also on weights in our buffers, which it would not take. */
+static bool supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
+    (void) dev;
+    if (!is_ours(op->src[0])) {
+        return ggml_backend_dev_supports_op(cpu_device(), op);
+    }
+    struct ggml_tensor weight = *op->src[0], plain = *op;
+    weight.buffer = NULL;
+    plain.src[0]  = &weight;
+    return (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID) && op->src[1]->type == GGML_TYPE_F32 &&
+           ggml_backend_dev_supports_op(cpu_device(), &plain);
+}
+
+static bool supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t type) {
+    (void) dev;
+    return type == llmaas_buffers(&device) || ggml_backend_dev_supports_buft(cpu_device(), type);
+}
+
+/* -- the registry ------------------------------------------------------------------------------------------------ */
+
+static const char * reg_name(ggml_backend_reg_t reg) {
+    (void) reg;
+    return "LLMAAS";
+}
+
+static size_t reg_device_count(ggml_backend_reg_t reg) {
+    (void) reg;
+    return 1;
+}
+
+static ggml_backend_dev_t reg_device(ggml_backend_reg_t reg, size_t index) {
+    (void) reg;
+    return index == 0 ? &device : NULL;
+}
+
+/* Engines are CPU backends, so ggml-cpu's functions set their threads and abort callback. */
+static void * reg_proc_address(ggml_backend_reg_t reg, const char * name) {
+    (void) reg;
+    return ggml_backend_reg_get_proc_address(ggml_backend_cpu_reg(), name);
+}
+
+static struct ggml_backend_reg registry = {
+    .api_version = LLMAAS_BACKEND_API_VERSION,
+    .iface       = {.get_name         = reg_name,
+                    .get_device_count = reg_device_count,
+                    .get_device       = reg_device,
+                    .get_proc_address = reg_proc_address},
+};
+
+static struct ggml_backend_device device = {
+    .iface = {.get_name        = get_name,
+              .get_description = get_description,
+              .get_memory      = get_memory,
+              .get_type        = get_type,
+              .get_props       = get_props,
+              .init_backend    = init_backend,
+              .get_buffer_type = get_buffer_type,
+              .supports_op     = supports_op,
+              .supports_buft   = supports_buft},
+    .reg = &registry,
+};
+
+/* With the lock held, and no thread reading ggml's registry. */
+static void register_device(void) {
+    const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
+    cpu_proc_address = cpu->iface.get_proc_address;
+    __atomic_store_n(&cpu->iface.get_proc_address, get_cpu_proc_address, __ATOMIC_SEQ_CST);
+    ggml_backend_register(&registry);
+    is_registered = true;
+}
+
+/* With the lock held. Not while a model is loaded: llmaas_load_end() comes back to it. */
+static void unregister_if_unused(void) {
+    if (is_registered && n_engines == 0 && n_creating == 0 && n_loading == 0) {
+        const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
+        if (cpu->iface.get_proc_address == get_cpu_proc_address) {
+            __atomic_store_n(&cpu->iface.get_proc_address, cpu_proc_address, __ATOMIC_SEQ_CST);
+        }
+        ggml_backend_unload(&registry);
+        is_registered = false;
+    }
+}
+
+/* -- the API ----------------------------------------------------------------------------------------------------- */
+
+static const char *   refusal;
+static pthread_once_t checked = PTHREAD_ONCE_INIT;
+
+static void check(void) { refusal = llmaas_abi_problem(); }
+
+const char * llmaas_ggml_refusal(void) {
+    pthread_once(&checked, check);
+    return refusal;
+}
+
+void * llmaas_buffer_type(void) { return llmaas_buffers(&device); }
+
+void llmaas_load_begin(llmaas_weights * weights) {
+    pthread_mutex_lock(&lock);
+    n_loading++;
+    pthread_mutex_unlock(&lock);
+    llmaas_buffers_belong_to(weights);
+}
+
+void llmaas_load_end(void) {
+    llmaas_buffers_belong_to(NULL);
+    pthread_mutex_lock(&lock);
+    n_loading--;
+    unregister_if_unused();
+    pthread_cond_broadcast(&idle);
+    pthread_mutex_unlock(&lock);
+}
+
+void llmaas_create_begin(llmaas_weights * weights) {
+    pthread_mutex_lock(&lock);
+    while (!is_registered && (n_loading > 0 || n_creating > 0)) {
+        pthread_cond_wait(&idle, &lock);
+    }
+    if (!is_registered) {
+        register_device();
+    }
+    n_creating++;
+    pthread_mutex_unlock(&lock);
+    creation.is_on   = true;
+    creation.weights = weights;
+    creation.made    = NULL;
+}
+
+llmaas_engine * llmaas_create_end(void) {
+    creation.is_on = false;
+    pthread_mutex_lock(&lock);
+    n_creating--;
+    unregister_if_unused();
+    pthread_cond_broadcast(&idle);
+    pthread_mutex_unlock(&lock);
+    return creation.made;
+}
+
+bool llmaas_engine_in_creation(const llmaas_engine * engine) { return creation.is_on && creation.made == engine; }
+
+void llmaas_engine_gone(const llmaas_engine * engine) {
+    if (creation.made == engine) { /* its context could not be created after all */
+        creation.made = NULL;
+    }
+    pthread_mutex_lock(&lock);
+    n_engines--;
+    unregister_if_unused();
+    pthread_mutex_unlock(&lock);
+}
+
+uint32_t llmaas_engine_count(void) {
+    pthread_mutex_lock(&lock);
+    const uint32_t n = n_engines;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
+
+bool llmaas_backend_registered(void) {
+    pthread_mutex_lock(&lock);
+    const bool is = is_registered;
+    pthread_mutex_unlock(&lock);
+    return is;
+}

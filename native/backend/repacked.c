@@ -1,0 +1,466 @@
+#include "repacked.h"
+
+#include "ggml-alloc.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ggml-cpu interleaves this many rows of a weight and, for its gemm, this many rows of activations. */
+enum { GROUP = 8, BATCH = 4 };
+
+/* Columns of activations that are quantised at a time: a multiple of every type's block. */
+enum { PIECE = 512 };
+
+enum { LINE = 64 }; /* of the cache */
+
+/* Bytes of weight that a thread takes at a time: what gemm walks over and over must stay in a core's second-level cache
+ * beside a batch of activations. */
+#ifndef PACKED_MAX
+enum { PACKED_MAX = 192 * 1024, GROUPS_MAX = 8 };
+#endif
+
+typedef void (*gem_kernel)(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc);
+typedef void (*quantise_kernel)(const float * x, void * vy, int64_t k);
+
+/* ggml-cpu exports its kernels but declares them in no public header. Weak: a build without one does without it here. */
+#define KERNELS(name)                                                                                                    \
+    __attribute__((weak)) void ggml_gemv_##name(int, float *, size_t, const void *, const void *, int, int);             \
+    __attribute__((weak)) void ggml_gemm_##name(int, float *, size_t, const void *, const void *, int, int)
+KERNELS(q4_0_8x8_q8_0);
+KERNELS(iq4_nl_8x8_q8_0);
+KERNELS(mxfp4_8x8_q8_0);
+KERNELS(q2_K_8x8_q8_K);
+KERNELS(q4_K_8x8_q8_K);
+#undef KERNELS
+__attribute__((weak)) void ggml_quantize_mat_q8_0_4x8(const float *, void *, int64_t);
+__attribute__((weak)) void ggml_quantize_mat_q8_K_4x8(const float *, void *, int64_t);
+
+/* How ggml-cpu multiplies a type's groups; the type of a row of activations alone, and of an interleaved batch. */
+struct layout {
+    enum ggml_type  type;
+    enum ggml_type  activations;
+    gem_kernel      gemv;
+    gem_kernel      gemm;
+    quantise_kernel quantise_batch;
+};
+
+static const struct layout layouts[] = {
+    {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
+    {GGML_TYPE_IQ4_NL, GGML_TYPE_Q8_0, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
+    {GGML_TYPE_MXFP4, GGML_TYPE_Q8_0, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
+    {GGML_TYPE_Q2_K, GGML_TYPE_Q8_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8},
+    {GGML_TYPE_Q4_K, GGML_TYPE_Q8_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8},
+};
+
+enum { N_LAYOUTS = sizeof(layouts) / sizeof(layouts[0]) };
+
+/* One product, for both of its steps. */
+struct product {
+    const struct layout * layout;
+    const char *          weight;
+    size_t                group_stride;
+    size_t                expert_stride;
+    size_t                group_size; /* of the first n_cols */
+    int64_t               n_groups;
+    int64_t               n_cols;
+    int64_t               n_experts;
+
+    const struct ggml_tensor * input;
+    const struct ggml_tensor * ids; /* NULL: MUL_MAT */
+    const struct ggml_tensor * output;
+
+    /* Scratch: */
+    atomic_llong * next_group;
+    char *         quantised;
+    size_t         row_size; /* of the quantised activations */
+    int32_t *      uses;     /* MUL_MAT_ID: indices into ids, sorted by expert; */
+    int32_t *      uses_end; /* where each expert's end */
+};
+
+/* ---- the CPU_REPACK buffer type ---- */
+
+static ggml_backend_buffer_type_t repack_type;
+static pthread_once_t             repack_type_once = PTHREAD_ONCE_INIT;
+
+static void find_repack_type(void) {
+    const ggml_backend_reg_t reg = ggml_backend_cpu_reg();
+    const ggml_backend_dev_t dev = ggml_backend_reg_dev_get(reg, 0);
+    const ggml_backend_dev_get_extra_bufts_t get_extra =
+        (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+    for (ggml_backend_buffer_type_t * type = get_extra ? get_extra(dev) : NULL; type && *type; ++type) {
+        if (strcmp(ggml_backend_buft_name(*type), "CPU_REPACK") == 0) {
+            repack_type = *type;
+        }
+    }
+}
+
+bool llmaas_is_repacked(const struct ggml_tensor * weight) {
+    pthread_once(&repack_type_once, find_repack_type);
+    return repack_type && weight->buffer && ggml_backend_buffer_get_type(weight->buffer) == repack_type;
+}
+
+void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, int64_t * column_step) {
+    *row_step    = llmaas_is_repacked(weight) ? GROUP : 1;
+    *column_step = ggml_blck_size(weight->type);
+}
+
+/* ---- first step: quantise the activations ---- */
+
+static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Rows that go through gemm: the rest, and all rows of MUL_MAT_ID, go through gemv one by one. */
+static int64_t batched_rows(const struct product * p) {
+    return p->ids ? 0 : p->input->ne[1] - p->input->ne[1] % BATCH;
+}
+
+static void quantise_batch(const struct product * p, const char * rows, char * to, int64_t n) {
+    float piece[BATCH * PIECE]; /* ggml's kernel wants the rows one behind the other */
+    for (int r = 0; r < BATCH; ++r) {
+        memcpy(piece + r * n, rows + (size_t) r * p->input->nb[1], (size_t) n * sizeof(float));
+    }
+    p->layout->quantise_batch(piece, to, n);
+}
+
+static void quantise_plane(const struct product * p, const char * rows, char * to, int ith, int nth) {
+    const ggml_from_float_t quantise_row = ggml_get_type_traits_cpu(p->layout->activations)->from_float;
+    const size_t            piece_size   = ggml_row_size(p->layout->activations, PIECE);
+    const int64_t           n_pieces     = (p->n_cols + PIECE - 1) / PIECE;
+    const int64_t           n_batches    = batched_rows(p) / BATCH;
+    const int64_t           n_items      = n_batches + p->input->ne[1] - n_batches * BATCH; /* batches, then single rows */
+    for (int64_t i = ith; i < n_items * n_pieces; i += nth) {
+        const int64_t item  = i / n_pieces;
+        const int64_t piece = i % n_pieces;
+        const int64_t n     = min_i64(PIECE, p->n_cols - piece * PIECE);
+        const int64_t row   = item < n_batches ? item * BATCH : item + n_batches * (BATCH - 1);
+        const char *  from  = rows + (size_t) row * p->input->nb[1] + (size_t) piece * PIECE * sizeof(float);
+        char *        start = to + (size_t) row * p->row_size;
+        if (item < n_batches) {
+            quantise_batch(p, from, start + (size_t) piece * piece_size * BATCH, n);
+        } else {
+            quantise_row((const float *) (const void *) from, start + (size_t) piece * piece_size, n);
+        }
+    }
+}
+
+static int32_t expert_of(const struct product * p, int64_t use) {
+    const struct ggml_tensor * ids = p->ids;
+    int32_t                    expert;
+    memcpy(&expert, (const char *) ids->data + (size_t) (use / ids->ne[0]) * ids->nb[1] + (size_t) (use % ids->ne[0]) * ids->nb[0],
+        sizeof expert);
+    GGML_ASSERT(expert >= 0 && expert < p->n_experts);
+    return expert;
+}
+
+/* Sort the uses by expert, so that a group of a weight's rows is read once for all of them. */
+static void sort_uses(const struct product * p) {
+    const int64_t n_uses = p->ids->ne[0] * p->ids->ne[1];
+    memset(p->uses_end, 0, (size_t) p->n_experts * sizeof(int32_t));
+    for (int64_t use = 0; use < n_uses; ++use) {
+        ++p->uses_end[expert_of(p, use)];
+    }
+    int32_t start = 0;
+    for (int64_t expert = 0; expert < p->n_experts; ++expert) {
+        const int32_t count = p->uses_end[expert];
+        p->uses_end[expert] = start; /* for now where the expert's uses start: filling them in makes it their end */
+        start += count;
+    }
+    for (int64_t use = 0; use < n_uses; ++use) {
+        p->uses[p->uses_end[expert_of(p, use)]++] = (int32_t) use;
+    }
+}
+
+static void quantise(void * arg, int ith, int nth) {
+    const struct product * p = arg;
+    if (ith == 0) {
+        atomic_store_explicit(p->next_group, 0, memory_order_relaxed); /* the barrier between the steps publishes it */
+        if (p->ids) {
+            sort_uses(p);
+        }
+    }
+    for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
+        quantise_plane(p, (const char *) p->input->data + (size_t) plane * p->input->nb[2],
+            p->quantised + (size_t) (plane * p->input->ne[1]) * p->row_size, ith, nth);
+    }
+}
+
+/* ---- second step: multiply ---- */
+
+static pthread_key_t  packed_key;
+static bool           packed_key_made;
+static pthread_once_t packed_key_once = PTHREAD_ONCE_INIT;
+
+struct packed {
+    size_t size;
+    _Alignas(LINE) char data[];
+};
+
+static void make_packed_key(void) { packed_key_made = pthread_key_create(&packed_key, free) == 0; }
+
+/* Memory of this thread's own, kept from product to product and freed with the thread. NULL: none. */
+static char * packed_memory(size_t size) {
+    pthread_once(&packed_key_once, make_packed_key);
+    if (!packed_key_made) {
+        return NULL;
+    }
+    struct packed * packed = pthread_getspecific(packed_key);
+    if (!packed || packed->size < size) {
+        struct packed * larger = aligned_alloc(LINE, (sizeof *larger + size + LINE - 1) / LINE * LINE);
+        if (!larger || pthread_setspecific(packed_key, larger) != 0) {
+            free(larger);
+            return NULL;
+        }
+        free(packed);
+        packed       = larger;
+        packed->size = size;
+    }
+    return packed->data;
+}
+
+/* n_groups that follow each other without a gap, for all rows of activations. */
+static void multiply_groups(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+    const int64_t n_rows    = p->input->ne[1];
+    const int64_t n_batched = batched_rows(p);
+    const int     n         = (int) p->n_cols;
+    const int     nc        = (int) (n_groups * GROUP);
+    for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
+        const char * rows = p->quantised + (size_t) (plane * n_rows) * p->row_size;
+        char * to = (char *) p->output->data + (size_t) plane * p->output->nb[2] + (size_t) (first * GROUP) * sizeof(float);
+        if (n_batched) {
+            p->layout->gemm(n, (float *) (void *) to, p->output->nb[1] / sizeof(float), groups, rows, (int) n_batched, nc);
+        }
+        for (int64_t row = n_batched; row < n_rows; ++row) {
+            p->layout->gemv(n, (float *) (void *) (to + (size_t) row * p->output->nb[1]), (size_t) nc, groups,
+                rows + (size_t) row * p->row_size, 1, nc);
+        }
+    }
+}
+
+static void multiply_chunk(const struct product * p, int64_t first, int64_t n_groups) {
+    const char * groups = p->weight + (size_t) first * p->group_stride;
+    const bool   gaps   = p->group_size != p->group_stride;
+    char *       packed = gaps && batched_rows(p) ? packed_memory((size_t) n_groups * p->group_size) : NULL;
+    if (!gaps) {
+        multiply_groups(p, groups, first, n_groups);
+    } else if (packed) {
+        for (int64_t i = 0; i < n_groups; ++i) {
+            memcpy(packed + (size_t) i * p->group_size, groups + (size_t) i * p->group_stride, p->group_size);
+        }
+        multiply_groups(p, packed, first, n_groups);
+    } else {
+        for (int64_t i = 0; i < n_groups; ++i) {
+            multiply_groups(p, groups + (size_t) i * p->group_stride, first + i, 1);
+        }
+    }
+}
+
+static void multiply_uses(const struct product * p, int64_t group) {
+    const int64_t n_used = p->ids->ne[0];
+    int32_t       i      = 0;
+    for (int64_t expert = 0; expert < p->n_experts; ++expert) {
+        const char * weight = p->weight + (size_t) expert * p->expert_stride + (size_t) group * p->group_stride;
+        for (; i < p->uses_end[expert]; ++i) {
+            const int64_t use   = p->uses[i] % n_used;
+            const int64_t token = p->uses[i] / n_used;
+            const int64_t row   = token * p->input->ne[1] + use % p->input->ne[1];
+            char *        to    = (char *) p->output->data + (size_t) token * p->output->nb[2] + (size_t) use * p->output->nb[1];
+            p->layout->gemv((int) p->n_cols, (float *) (void *) to + group * GROUP, GROUP, weight,
+                p->quantised + (size_t) row * p->row_size, 1, GROUP);
+        }
+    }
+}
+
+/* Groups that a thread takes at a time: few enough to share the work evenly, an even number because gemm takes two. */
+static int64_t chunk_groups(const struct product * p, int nth) {
+    const int64_t by_size  = (int64_t) (PACKED_MAX / p->group_size);
+    const int64_t by_share = p->n_groups / (nth * 4);
+    int64_t       n        = min_i64(min_i64(by_size, by_share), GROUPS_MAX);
+    n -= n % 2;
+    return n > 2 ? n : 2;
+}
+
+static void multiply(void * arg, int ith, int nth) {
+    (void) ith;
+    const struct product * p    = arg;
+    const int64_t          step = chunk_groups(p, nth);
+    int64_t                first;
+    while ((first = atomic_fetch_add_explicit(p->next_group, step, memory_order_relaxed)) < p->n_groups) {
+        const int64_t n_groups = min_i64(step, p->n_groups - first);
+        if (!p->ids) {
+            multiply_chunk(p, first, n_groups);
+            continue;
+        }
+        for (int64_t group = first; group < first + n_groups; ++group) {
+            multiply_uses(p, group);
+        }
+    }
+}
+
+/* ---- a product ---- */
+
+static const struct layout * layout_of(enum ggml_type type) {
+    for (int i = 0; i < N_LAYOUTS; ++i) {
+        const struct layout * layout = &layouts[i];
+        if (layout->type == type) {
+            return layout->gemv && layout->gemm && layout->quantise_batch ? layout : NULL;
+        }
+    }
+    return NULL;
+}
+
+static struct product product_of(
+    const struct layout * layout, const struct ggml_tensor * weight, const struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
+    return (struct product) {
+        .layout        = layout,
+        .weight        = weight->data,
+        .group_stride  = weight->nb[1] * GROUP,
+        .expert_stride = weight->nb[2],
+        .group_size    = ggml_row_size(weight->type, n_cols) * GROUP,
+        .n_groups      = n_rows / GROUP,
+        .n_cols        = n_cols,
+        .n_experts     = weight->ne[2],
+        .input         = node->src[1],
+        .ids           = node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : NULL,
+        .output        = node,
+        .row_size      = ggml_row_size(layout->activations, n_cols),
+    };
+}
+
+static size_t activations_scratch(const struct product * p) {
+    return LINE /* the counter's own */ + (size_t) (p->input->ne[1] * p->input->ne[2]) * p->row_size;
+}
+
+static size_t uses_scratch(const struct product * p) {
+    return p->ids ? (size_t) (p->ids->ne[0] * p->ids->ne[1] + p->n_experts) * sizeof(int32_t) : 0;
+}
+
+static void set_scratch(struct product * p, char * activations, int32_t * uses) {
+    p->next_group = (atomic_llong *) (void *) activations;
+    p->quantised  = activations + LINE;
+    if (p->ids) {
+        p->uses     = uses;
+        p->uses_end = uses + p->ids->ne[0] * p->ids->ne[1];
+    }
+}
+
+bool llmaas_repacked_columns(
+    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
+    struct product p           = product_of(layout_of(weight->type), weight, node, n_rows, n_cols);
+    char *         activations = llmaas_graph_scratch(graph, 2, activations_scratch(&p));
+    int32_t *      uses        = p.ids ? llmaas_graph_scratch(graph, 3, uses_scratch(&p)) : NULL;
+    if (!activations || (p.ids && !uses)) {
+        return false;
+    }
+    set_scratch(&p, activations, uses);
+    return llmaas_graph_step(graph, quantise, &p, sizeof p) && llmaas_graph_step(graph, multiply, &p, sizeof p);
+}
+
+/* ---- the check ---- */
+
+/* Every way through the kernels: gemm by sixteen rows of activations and by four, gemv; two groups together and one. */
+enum { CHECK_GROUPS = 3, CHECK_BLOCKS = 3, CHECK_PREFIX = 2, CHECK_INPUTS = 16 + BATCH + 3 };
+enum { CHECK_ROWS = CHECK_GROUPS * GROUP, CHECK_VALUES = CHECK_ROWS * CHECK_INPUTS };
+
+/* A small product, computed by ggml-cpu with its weight repacked. */
+struct trial {
+    struct ggml_context * weights;
+    struct ggml_context * values;
+    ggml_backend_buffer_t buffer;
+    struct ggml_tensor *  node;
+};
+
+/* The value at (row, column) of a trial's weight and of its input: the same whatever the number of columns. */
+static void fill_row(float * values, int64_t n_cols, uint32_t row) {
+    uint32_t state = row * 2654435761u + 1;
+    for (int64_t i = 0; i < n_cols; ++i) {
+        state     = state * 1664525u + 1013904223u;
+        values[i] = (float) (state >> 8) / (float) (1 << 23) - 1.0f;
+    }
+}
+
+static bool set_weight(struct ggml_tensor * weight) {
+    const size_t row_size = ggml_row_size(weight->type, weight->ne[0]);
+    float *      values   = malloc((size_t) weight->ne[0] * sizeof *values);
+    char *       rows     = malloc(CHECK_ROWS * row_size);
+    const bool   ok       = values && rows && weight->extra; /* extra: how ggml-cpu repacks it */
+    for (uint32_t row = 0; ok && row < CHECK_ROWS; ++row) {
+        fill_row(values, weight->ne[0], row);
+        ggml_quantize_chunk(weight->type, values, rows + row * row_size, 0, 1, weight->ne[0], NULL);
+    }
+    if (ok) {
+        ggml_backend_tensor_set(weight, rows, 0, CHECK_ROWS * row_size);
+    }
+    free(values);
+    free(rows);
+    return ok;
+}
+
+static void trial_end(struct trial * trial) {
+    ggml_backend_buffer_free(trial->buffer);
+    ggml_free(trial->values);
+    ggml_free(trial->weights);
+}
+
+static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols) {
+    const struct ggml_init_params weights = {.mem_size = 2 * ggml_tensor_overhead(), .no_alloc = true};
+    const struct ggml_init_params values  = {.mem_size = 1 << 20};
+    *trial = (struct trial) {.weights = ggml_init(weights), .values = ggml_init(values)};
+    if (!trial->weights || !trial->values) {
+        return false;
+    }
+    struct ggml_tensor * weight = ggml_new_tensor_2d(trial->weights, type, n_cols, CHECK_ROWS);
+    trial->buffer               = ggml_backend_alloc_ctx_tensors_from_buft(trial->weights, repack_type);
+    if (!trial->buffer || !set_weight(weight)) {
+        return false;
+    }
+    struct ggml_tensor * input = ggml_new_tensor_2d(trial->values, GGML_TYPE_F32, n_cols, CHECK_INPUTS);
+    for (uint32_t row = 0; row < CHECK_INPUTS; ++row) {
+        fill_row((float *) input->data + row * n_cols, n_cols, CHECK_ROWS + row);
+    }
+    trial->node                = ggml_mul_mat(trial->values, weight, input);
+    struct ggml_cgraph * graph = ggml_new_graph(trial->values);
+    ggml_build_forward_expand(graph, trial->node);
+    return ggml_graph_compute_with_ctx(trial->values, graph, 1) == GGML_STATUS_SUCCESS;
+}
+
+/* Whether the product of the first columns of `whole` is the one of `expected`, a trial with no others. */
+static bool same_product(const struct layout * layout, const struct trial * whole, const struct trial * expected) {
+    float              result[CHECK_VALUES];
+    struct ggml_tensor node        = *whole->node;
+    node.data                      = result;
+    struct product     p           = product_of(layout, node.src[0], &node, CHECK_ROWS, expected->node->src[1]->ne[0]);
+    char *             activations = malloc(activations_scratch(&p));
+    if (activations) {
+        set_scratch(&p, activations, NULL);
+        quantise(&p, 0, 1);
+        multiply(&p, 0, 1);
+    }
+    free(activations);
+    return activations && memcmp(result, expected->node->data, sizeof result) == 0;
+}
+
+static bool check(const struct layout * layout) {
+    const int64_t block = ggml_blck_size(layout->type);
+    struct trial  whole, prefix;
+    const bool    ran  = trial_run(&whole, layout->type, CHECK_BLOCKS * block);
+    const bool    same = trial_run(&prefix, layout->type, CHECK_PREFIX * block) && ran && same_product(layout, &whole, &whole) &&
+                      same_product(layout, &whole, &prefix);
+    trial_end(&whole);
+    trial_end(&prefix);
+    return same;
+}
+
+bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight) {
+    enum { UNKNOWN, YES, NO };
+    static atomic_int     verdicts[N_LAYOUTS]; /* threads that meet here find the same */
+    const struct layout * layout = layout_of(weight->type);
+    if (!layout || !llmaas_is_repacked(weight)) {
+        return false;
+    }
+    atomic_int * verdict = &verdicts[layout - layouts];
+    if (atomic_load(verdict) == UNKNOWN) {
+        atomic_store(verdict, check(layout) ? YES : NO);
+    }
+    return atomic_load(verdict) == YES;
+}

@@ -1,0 +1,97 @@
+/* Subscribed taps. */
+#include "taps.h"
+
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+
+llmaas_status llmaas_taps_add(llmaas_taps * taps, const llmaas_tap * tap) {
+    if (taps->n_taps == LLMAAS_MAX_TAPS) {
+        return LLMAAS_ESPACE;
+    }
+    taps->last_layer[taps->n_taps] = INT_MAX;
+    taps->taps[taps->n_taps++]     = *tap;
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_taps_remove(llmaas_taps * taps, const void * user) {
+    for (int i = 0; i < taps->n_taps; i++) {
+        if (taps->taps[i].user == user) {
+            taps->n_taps--;
+            taps->taps[i]       = taps->taps[taps->n_taps];
+            taps->last_layer[i] = taps->last_layer[taps->n_taps];
+            return LLMAAS_OK;
+        }
+    }
+    return LLMAAS_EINVAL;
+}
+
+/* Layer of the key cache that `tensor` is or views; -1: it is none. */
+static int cache_layer(const struct ggml_tensor * tensor) {
+    int layer = -1;
+    if (tensor->view_src) {
+        tensor = tensor->view_src; /* ggml keeps the root of all views here */
+    }
+    return sscanf(tensor->name, "cache_k_l%d", &layer) == 1 ? layer : -1;
+}
+
+void llmaas_taps_notice(llmaas_taps * taps, const struct ggml_tensor * node) {
+    if (node->op == GGML_OP_ROPE && node->src[1]->type == GGML_TYPE_I32) {
+        taps->positions = node->src[1];
+    } else if (node->op == GGML_OP_SET_ROWS && node->src[1]->type == GGML_TYPE_I64 && cache_layer(node) >= 0) {
+        taps->cells = node->src[1];
+    }
+}
+
+struct call {
+    llmaas_tap      tap;
+    llmaas_tap_view view;
+};
+
+static void run_tap(void * arg, int ith, int nth) {
+    const struct call * call = arg;
+    call->tap.run(call->tap.user, &call->view, ith, nth);
+}
+
+static uint32_t call_taps(llmaas_taps * taps, llmaas_graph * graph, const llmaas_tap_view * view) {
+    uint32_t n_calls = 0;
+    for (int i = 0; i < taps->n_taps; i++) {
+        const llmaas_tap * tap = &taps->taps[i];
+        if (tap->kind == view->kind && (!tap->wants || tap->wants(tap->user, view->layer))) {
+            struct call call   = {*tap, *view};
+            call.view.is_first = view->layer <= taps->last_layer[i];
+            taps->last_layer[i] = view->layer;
+            llmaas_graph_step(graph, run_tap, &call, sizeof call);
+            n_calls++;
+        }
+    }
+    return n_calls;
+}
+
+uint32_t llmaas_taps_states(
+    llmaas_taps * taps, llmaas_graph * graph, llmaas_tap_kind kind, int layer, const struct ggml_tensor * states) {
+    const llmaas_tap_view view = {.kind = kind, .layer = layer, .states = states};
+    return call_taps(taps, graph, &view);
+}
+
+/* Layer of an attention node, -1: it is another node. */
+static int attention_layer(const struct ggml_tensor * node) {
+    int layer = -1;
+    if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+        return cache_layer(node->src[1]);
+    }
+    return node->op == GGML_OP_SOFT_MAX && sscanf(node->name, "kq_soft_max-%d", &layer) == 1 ? layer : -1;
+}
+
+uint32_t llmaas_taps_attention(llmaas_taps * taps, llmaas_graph * graph, const struct ggml_tensor * node) {
+    const int layer = attention_layer(node);
+    if (layer < 0) {
+        return 0;
+    }
+    const llmaas_tap_view view = {.kind      = LLMAAS_TAP_ATTENTION,
+                                  .layer     = layer,
+                                  .node      = node,
+                                  .cells     = taps->cells,
+                                  .positions = taps->positions};
+    return call_taps(taps, graph, &view);
+}

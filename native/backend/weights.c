@@ -1,0 +1,409 @@
+/* The weight table. */
+#include "weights.h"
+
+#include "repacked.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* A model file that weights are read from. */
+struct file {
+    char * path;
+    int    fd;
+};
+
+struct llmaas_weights {
+    atomic_uint      n_holders;
+    pthread_rwlock_t lock;
+    llmaas_weight ** entries;
+    size_t           n_entries;
+    size_t           n_capacity;
+    llmaas_weight ** slots; /* open addressing by tensor; n_slots is a power of two, at most half full */
+    size_t           n_slots;
+    uint64_t         narrow_levels; /* bit l: some part is not all at level l */
+    bool             own_buffers;
+    struct file *    files;
+    size_t           n_files;
+    char             problem[192];
+};
+
+llmaas_weights * llmaas_weights_new(void) {
+    llmaas_weights * weights = calloc(1, sizeof *weights);
+    if (weights && pthread_rwlock_init(&weights->lock, NULL) != 0) {
+        free(weights);
+        return NULL;
+    }
+    if (weights) {
+        weights->n_holders = 1;
+    }
+    return weights;
+}
+
+llmaas_weights * llmaas_weights_retain(llmaas_weights * weights) {
+    if (weights) {
+        weights->n_holders++;
+    }
+    return weights;
+}
+
+void llmaas_weights_release(llmaas_weights * weights) {
+    if (!weights || --weights->n_holders > 0) {
+        return;
+    }
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        if (weights->entries[i]->source->unload) {
+            weights->entries[i]->source->unload(weights->entries[i]);
+        }
+        free(weights->entries[i]);
+    }
+    for (size_t i = 0; i < weights->n_files; i++) {
+        close(weights->files[i].fd);
+        free(weights->files[i].path);
+    }
+    free(weights->files);
+    free(weights->entries);
+    free(weights->slots);
+    pthread_rwlock_destroy(&weights->lock);
+    free(weights);
+}
+
+static llmaas_weight * by_name(const llmaas_weights * weights, const char * name) {
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        if (strcmp(weights->entries[i]->name, name) == 0) {
+            return weights->entries[i];
+        }
+    }
+    return NULL;
+}
+
+/* The entry of this name, made if there is none; NULL: memory, or a name no tensor can have. */
+static llmaas_weight * entry(llmaas_weights * weights, const char * name) {
+    llmaas_weight * found = by_name(weights, name);
+    if (found || strlen(name) >= GGML_MAX_NAME) {
+        return found;
+    }
+    if (weights->n_entries == weights->n_capacity) {
+        const size_t     capacity = weights->n_capacity ? 2 * weights->n_capacity : 64;
+        llmaas_weight ** entries  = realloc(weights->entries, capacity * sizeof *entries);
+        if (!entries) {
+            return NULL;
+        }
+        weights->entries    = entries;
+        weights->n_capacity = capacity;
+    }
+    llmaas_weight * made = calloc(1, sizeof *made);
+    if (made) {
+        strcpy(made->name, name);
+        made->source   = &llmaas_source_in_place;
+        made->tap_kind = -1;
+        weights->entries[weights->n_entries++] = made;
+    }
+    return made;
+}
+
+/* -- by tensor --------------------------------------------------------------------------------------------------- */
+
+static size_t slot_of(const llmaas_weights * weights, const struct ggml_tensor * tensor) {
+    size_t slot = ((uintptr_t) tensor >> 4) * 0x9E3779B97F4A7C15u >> 20 & (weights->n_slots - 1);
+    while (weights->slots[slot] && weights->slots[slot]->tensor != tensor) {
+        slot = (slot + 1) & (weights->n_slots - 1);
+    }
+    return slot;
+}
+
+const llmaas_weight * llmaas_weights_find(const llmaas_weights * weights, const struct ggml_tensor * tensor) {
+    return weights->n_slots ? weights->slots[slot_of(weights, tensor)] : NULL;
+}
+
+/* Entries whose tensor is known, by tensor. There are as many tensors as names, so this is done a few times a model. */
+static bool index_tensors(llmaas_weights * weights) {
+    if (weights->n_slots < 2 * weights->n_entries) {
+        size_t n_slots = 64;
+        while (n_slots < 2 * weights->n_capacity) {
+            n_slots *= 2;
+        }
+        llmaas_weight ** slots = realloc(weights->slots, n_slots * sizeof *slots);
+        if (!slots) {
+            return false;
+        }
+        weights->slots   = slots;
+        weights->n_slots = n_slots;
+    }
+    memset(weights->slots, 0, weights->n_slots * sizeof *weights->slots);
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        if (weights->entries[i]->tensor) {
+            weights->slots[slot_of(weights, weights->entries[i]->tensor)] = weights->entries[i];
+        }
+    }
+    return true;
+}
+
+void llmaas_weights_lock(llmaas_weights * weights) { pthread_rwlock_rdlock(&weights->lock); }
+void llmaas_weights_unlock(llmaas_weights * weights) { pthread_rwlock_unlock(&weights->lock); }
+
+/* -- claims ------------------------------------------------------------------------------------------------------ */
+
+llmaas_status llmaas_weights_claim_part(
+    llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels) {
+    if (n_levels < 1 || n_levels > LLMAAS_MAX_LEVELS) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weight * weight = entry(weights, name);
+    const bool      is_new = weight && !weight->part;
+    if (is_new) {
+        weight->part       = axis == LLMAAS_ROWS ? &llmaas_part_rows : &llmaas_part_columns;
+        weight->n_levels   = n_levels;
+        weight->is_claimed = true;
+        memcpy(weight->extents, extents, n_levels * sizeof *extents);
+        for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
+            const int64_t extent = extents[level < n_levels ? level : n_levels - 1];
+            weights->narrow_levels |= (uint64_t) (extent != 0) << level;
+        }
+    }
+    pthread_rwlock_unlock(&weights->lock);
+    return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
+}
+
+static llmaas_status claim_source(
+    llmaas_weights * weights, const char * name, const llmaas_source_ops * source, void * state) {
+    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weight * weight = entry(weights, name);
+    const bool      is_new = weight && weight->source == &llmaas_source_in_place && !weight->tensor;
+    if (is_new) {
+        weight->source       = source;
+        weight->state        = state;
+        weight->is_claimed   = true;
+        weights->own_buffers = true;
+    }
+    pthread_rwlock_unlock(&weights->lock);
+    return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
+}
+
+llmaas_status llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name) {
+    return claim_source(weights, name, &llmaas_source_tiles, NULL);
+}
+
+/* Descriptor of the model file at `path`, opened once; -1: errno says why. Past the page cache where the file system
+ * can: what is read for each graph must not drive other data out of memory. */
+static int descriptor(llmaas_weights * weights, const char * path) {
+    for (size_t i = 0; i < weights->n_files; i++) {
+        if (strcmp(weights->files[i].path, path) == 0) {
+            return weights->files[i].fd;
+        }
+    }
+    struct file * files = realloc(weights->files, (weights->n_files + 1) * sizeof *files);
+    if (!files) {
+        return -1;
+    }
+    weights->files = files;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (fd < 0 && errno == EINVAL) {
+        fd = open(path, O_RDONLY | O_CLOEXEC);
+    }
+    char * copy = fd < 0 ? NULL : strdup(path);
+    if (!copy) {
+        if (fd >= 0) {
+            close(fd);
+        }
+        return -1;
+    }
+    files[weights->n_files++] = (struct file) {copy, fd};
+    return fd;
+}
+
+llmaas_status llmaas_weights_claim_file(
+    llmaas_weights * weights, const char * name, const char * path, uint64_t offset) {
+    pthread_rwlock_wrlock(&weights->lock);
+    const int fd = descriptor(weights, path);
+    pthread_rwlock_unlock(&weights->lock);
+    void * state = fd < 0 ? NULL : llmaas_file_state(fd, offset);
+    if (!state) {
+        return LLMAAS_EIO;
+    }
+    const llmaas_status status = claim_source(weights, name, &llmaas_source_file, state);
+    if (status != LLMAAS_OK) {
+        free(state);
+    }
+    return status;
+}
+
+bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
+    const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
+    return weights->own_buffers || (level >= 0 && (weights->narrow_levels >> bit & 1));
+}
+
+bool llmaas_weights_own_buffers(const llmaas_weights * weights) { return weights->own_buffers; }
+
+llmaas_weight * llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor) {
+    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weight * weight = by_name(weights, tensor->name);
+    if (weight && weight->source->load) {
+        weight->tensor = tensor;
+        if (!index_tensors(weights)) {
+            weight = NULL;
+        }
+    } else {
+        weight = NULL;
+    }
+    pthread_rwlock_unlock(&weights->lock);
+    return weight;
+}
+
+/* -- what a context multiplies ----------------------------------------------------------------------------------- */
+
+/* The feed-forward weights that read what the block reads. Of those a layer has, the first in a graph is tapped. */
+static bool reads_ffn_input(const char * name, int * layer) {
+    static const char * const suffixes[] = {
+        "ffn_gate_inp.weight", "ffn_gate.weight",    "ffn_up.weight",
+        "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight",
+    };
+    int end = 0;
+    if (sscanf(name, "blk.%d.%n", layer, &end) != 1 || end == 0) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof suffixes / sizeof *suffixes; i++) {
+        if (strcmp(name + end, suffixes[i]) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool is_tapped(const llmaas_weights * weights, int kind, int layer) {
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        if (weights->entries[i]->tap_kind == kind && weights->entries[i]->tap_layer == layer) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether taps may want what this weight is multiplied with. */
+static bool operand(const char * name, int * kind, int * layer) {
+    if (strcmp(name, "output.weight") == 0 || strcmp(name, "token_embd.weight") == 0) {
+        *kind  = LLMAAS_TAP_FINAL_NORM;
+        *layer = -1;
+        return true;
+    }
+    *kind = LLMAAS_TAP_FFN_INPUT;
+    return reads_ffn_input(name, layer);
+}
+
+static void note(llmaas_weights * weights, const struct ggml_tensor * tensor) {
+    int             kind, layer;
+    const bool      tappable = operand(tensor->name, &kind, &layer) && !is_tapped(weights, kind, layer);
+    llmaas_weight * weight   = tappable ? entry(weights, tensor->name) : by_name(weights, tensor->name);
+    if (!weight) {
+        return;
+    }
+    weight->tensor        = tensor;
+    weight->is_multiplied = true;
+    if (tappable) {
+        weight->tap_kind  = kind;
+        weight->tap_layer = layer;
+    }
+}
+
+void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph) {
+    pthread_rwlock_wrlock(&weights->lock);
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const struct ggml_tensor * node = graph->nodes[i];
+        if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && node->src[0]->buffer &&
+            ggml_backend_buffer_get_usage(node->src[0]->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+            note(weights, node->src[0]);
+        }
+    }
+    index_tensors(weights);
+    pthread_rwlock_unlock(&weights->lock);
+}
+
+/* Why a claim is not met, in words that follow the weight's name; NULL: it is, as far as that is known. */
+static const char * problem(const llmaas_weight * weight, bool is_created) {
+    if (weight->source->load && !weight->tensor) {
+        return "is claimed, but was not loaded into our buffers";
+    }
+    if (is_created && !weight->is_multiplied) {
+        return "is claimed, but no graph multiplies with it on this backend";
+    }
+    return is_created || weight->source->load ? weight->source->problem(weight) : NULL;
+}
+
+const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created) {
+    const char * found = NULL;
+    pthread_rwlock_wrlock(&weights->lock);
+    for (size_t i = 0; i < weights->n_entries && !found; i++) {
+        const llmaas_weight * weight = weights->entries[i];
+        const char *          what   = weight->is_claimed ? problem(weight, is_created) : NULL;
+        if (what) {
+            snprintf(weights->problem, sizeof weights->problem, "%s %s", weight->name, what);
+            found = weights->problem;
+        }
+    }
+    pthread_rwlock_unlock(&weights->lock);
+    return found;
+}
+
+/* -- products ---------------------------------------------------------------------------------------------------- */
+
+bool llmaas_append_product(
+    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows,
+    int64_t n_columns) {
+    struct ggml_tensor * product  = llmaas_graph_copy(graph, node);
+    struct ggml_tensor * narrow   = llmaas_graph_copy(graph, weight);
+    struct ggml_tensor * operands = llmaas_graph_copy(graph, node->src[1]);
+    if (!product || !narrow || !operands) {
+        return false;
+    }
+    narrow->ne[0] = operands->ne[0] = n_columns; /* strides stay, so the rest of each row is skipped */
+    narrow->ne[1] = product->ne[0] = n_rows;
+    product->src[0] = narrow;
+    product->src[1] = operands;
+    llmaas_graph_append(graph, product);
+    return true;
+}
+
+/* Rows that were not computed are zero, as if the weight's other rows were. */
+struct rest {
+    struct ggml_tensor * node;
+    int64_t              n_rows;
+};
+
+static void clear_rest(void * arg, int ith, int nth) {
+    const struct rest *        rest = arg;
+    const struct ggml_tensor * node = rest->node;
+    const int64_t              n    = node->ne[1] * node->ne[2] * node->ne[3];
+    for (int64_t i = n * ith / nth; i < n * (ith + 1) / nth; i++) {
+        const int64_t i1 = i % node->ne[1], i2 = i / node->ne[1] % node->ne[2], i3 = i / node->ne[1] / node->ne[2];
+        char *        row = (char *) node->data + (size_t) i1 * node->nb[1] + (size_t) i2 * node->nb[2] +
+                     (size_t) i3 * node->nb[3];
+        memset(row + (size_t) rest->n_rows * sizeof(float), 0, (size_t) (node->ne[0] - rest->n_rows) * sizeof(float));
+    }
+}
+
+bool llmaas_weight_multiply(
+    const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node) {
+    const int64_t all_rows = weight->tensor->ne[1], all_columns = weight->tensor->ne[0];
+    int64_t       n_rows = all_rows, n_columns = all_columns;
+    if (weight->part && level >= 0) {
+        weight->part->extent(weight, (uint32_t) level, &n_rows, &n_columns);
+        weight->source->round(weight, &n_rows, &n_columns);
+        n_rows    = n_rows < all_rows ? n_rows : all_rows;
+        n_columns = n_columns < all_columns ? n_columns : all_columns;
+    }
+    if (!weight->source->load && n_rows == all_rows && n_columns == all_columns) {
+        return false;
+    }
+    weight->source->multiply(weight, graph, node, n_rows, n_columns);
+    if (n_rows < all_rows) {
+        const struct rest rest = {node, n_rows};
+        llmaas_graph_step(graph, clear_rest, &rest, sizeof rest);
+    }
+    return true;
+}

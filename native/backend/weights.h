@@ -1,0 +1,86 @@
+/* The weight table of a model: for each weight that somebody claimed, where its bytes are and which part is used.
+ *
+ * A source and a part know nothing of each other: the part says how many rows and columns, the source appends the nodes
+ * that multiply with them. To add one, write its functions and a claim for it; nothing else changes. */
+#ifndef LLMAAS_WEIGHTS_H
+#define LLMAAS_WEIGHTS_H
+
+#include "graph.h"
+#include "llmaas/engine.h"
+
+#define LLMAAS_MAX_LEVELS 64
+
+typedef struct llmaas_weight llmaas_weight;
+
+/* Which part of a weight is used. */
+typedef struct llmaas_part_ops {
+    /* Rows and columns at `level`; they come in as the weight's own. */
+    void (*extent)(const llmaas_weight * weight, uint32_t level, int64_t * n_rows, int64_t * n_columns);
+} llmaas_part_ops;
+
+extern const llmaas_part_ops llmaas_part_rows;
+extern const llmaas_part_ops llmaas_part_columns;
+
+/* Where a weight's bytes are. */
+typedef struct llmaas_source_ops {
+    /* Take over the weight as it is loaded: its bytes as the file has them. NULL: they stay in the model's own buffer. */
+    bool (*load)(llmaas_weight * weight, const void * bytes);
+    void (*unload)(llmaas_weight * weight); /* also what the claim made; may be NULL */
+    /* NULL, or why this weight cannot be cut as it is claimed; in words that follow its name. */
+    const char * (*problem)(const llmaas_weight * weight);
+    /* Round up to where the weight can be cut. */
+    void (*round)(const llmaas_weight * weight, int64_t * n_rows, int64_t * n_columns);
+    /* Append what computes the first n_rows of `node`'s rows from n_rows × n_columns of the weight, instead of `node`
+     * (MUL_MAT or MUL_MAT_ID with the weight as src[0]). False: memory. */
+    bool (*multiply)(
+        const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows,
+        int64_t n_columns);
+} llmaas_source_ops;
+
+extern const llmaas_source_ops llmaas_source_in_place;
+extern const llmaas_source_ops llmaas_source_tiles;
+extern const llmaas_source_ops llmaas_source_file;
+
+/* State of a weight whose bytes are at `offset` of fd, which stays open longer than it. NULL: memory. */
+void * llmaas_file_state(int fd, uint64_t offset);
+
+struct llmaas_weight {
+    char                       name[GGML_MAX_NAME];
+    const struct ggml_tensor * tensor; /* NULL until it is loaded, or first seen in a graph */
+    const llmaas_source_ops *  source;
+    void *                     state; /* the source's own */
+    const llmaas_part_ops *    part;  /* NULL: all of it */
+    uint32_t                   n_levels;
+    int64_t                    extents[LLMAAS_MAX_LEVELS];
+    bool                       is_claimed;
+    bool                       is_multiplied; /* by some graph of a context's creation */
+    int                        tap_kind; /* llmaas_tap_kind of its operand, or -1 */
+    int                        tap_layer;
+};
+
+llmaas_weights * llmaas_weights_retain(llmaas_weights * weights);
+
+/* Whether graphs must be rewritten at this level. */
+bool llmaas_weights_change(const llmaas_weights * weights, int32_t level);
+bool llmaas_weights_own_buffers(const llmaas_weights * weights);
+
+/* Entries must not change while they are used: lock around find(), and as long as what it returned is used. */
+void                  llmaas_weights_lock(llmaas_weights * weights);
+void                  llmaas_weights_unlock(llmaas_weights * weights);
+const llmaas_weight * llmaas_weights_find(const llmaas_weights * weights, const struct ggml_tensor * tensor);
+
+/* A tensor was allocated in our buffer type: its weight if one is claimed under its name, else NULL. */
+llmaas_weight * llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor);
+/* Note the weights that a new context's graph multiplies, and the operands that taps may want. */
+void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph);
+
+/* The product of `weight` at `level`, in place of `node`; false: it is all of a weight in place, so keep `node`. */
+bool llmaas_weight_multiply(
+    const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node);
+
+/* `node` narrowed to the first rows of `weight` and the first columns of both operands, appended. */
+bool llmaas_append_product(
+    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows,
+    int64_t n_columns);
+
+#endif

@@ -1,0 +1,57 @@
+// The API of libllmaas_ggml, for cffi. Meanings are in include/llmaas/engine.h and tap.h.
+
+typedef struct llmaas_weights llmaas_weights;
+typedef struct llmaas_engine llmaas_engine;
+typedef struct llmaas_density llmaas_density;
+typedef struct llmaas_states llmaas_states;
+
+typedef struct llmaas_tensor_info {
+    char name[64];
+    int32_t type;
+    uint64_t offset;
+    uint64_t n_bytes;
+} llmaas_tensor_info;
+
+typedef struct llmaas_engine_stats {
+    uint64_t n_graphs;
+    uint64_t n_passed;
+    uint64_t n_products;
+    uint64_t n_taps;
+} llmaas_engine_stats;
+
+typedef struct llmaas_tap {
+    void * user;
+    ...;
+} llmaas_tap;
+
+const char * llmaas_ggml_refusal(void);
+llmaas_weights * llmaas_weights_new(void);
+void llmaas_weights_release(llmaas_weights * weights);
+int llmaas_gguf_tensors(const char * path, llmaas_tensor_info ** infos, uint32_t * n);
+void llmaas_gguf_tensors_free(llmaas_tensor_info * infos);
+int llmaas_weights_claim_part(
+    llmaas_weights * weights, const char * name, int axis, const int64_t * extents, uint32_t n_levels);
+int llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
+int llmaas_weights_claim_file(llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
+const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
+void * llmaas_buffer_type(void);
+void llmaas_load_begin(llmaas_weights * weights);
+void llmaas_load_end(void);
+void llmaas_create_begin(llmaas_weights * weights);
+llmaas_engine * llmaas_create_end(void);
+void llmaas_engine_set_level(llmaas_engine * engine, int32_t level);
+int32_t llmaas_engine_level(const llmaas_engine * engine);
+int llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
+int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
+void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
+uint32_t llmaas_engine_count(void);
+bool llmaas_backend_registered(void);
+llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t row_step, uint32_t layer_step);
+void llmaas_density_free(llmaas_density * density);
+llmaas_tap llmaas_density_tap(llmaas_density * density);
+int llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
+void llmaas_density_reset(llmaas_density * density);
+llmaas_states * llmaas_states_new(int kind, int layer, uint32_t n_embd, uint32_t capacity);
+void llmaas_states_free(llmaas_states * states);
+llmaas_tap llmaas_states_tap(llmaas_states * states);
+int llmaas_states_take(llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);

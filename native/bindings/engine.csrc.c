@@ -1,0 +1,1 @@
+#include <llmaas/engine.h>

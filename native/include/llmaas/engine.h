@@ -1,0 +1,91 @@
+/* The engine-side hook point: a ggml backend that computes a context's graphs on ggml-cpu, and lets plugins take part.
+ *
+ * libllmaas_ggml links to the ggml that llama-cpp-python installed, by SONAME; load it after libllama. Unless said
+ * otherwise calls are thread-safe. */
+#ifndef LLMAAS_ENGINE_H
+#define LLMAAS_ENGINE_H
+
+#include "llmaas/tap.h"
+
+/* Why the ggml in this process cannot be used, as one sentence; NULL: it can. Everything below needs that. */
+LLMAAS_API const char * llmaas_ggml_refusal(void);
+
+/* -- weights ----------------------------------------------------------------------------------------------------- */
+
+/* The claimed weights of one model. Counted: whoever holds one releases it. */
+typedef struct llmaas_weights llmaas_weights;
+
+LLMAAS_API llmaas_weights * llmaas_weights_new(void);
+LLMAAS_API void             llmaas_weights_release(llmaas_weights * weights);
+
+/* Tensors of a GGUF file in file order, by index; EINVAL: no such file, or not a GGUF. */
+typedef struct llmaas_tensor_info {
+    char     name[64];
+    int32_t  type; /* enum ggml_type */
+    uint64_t offset; /* of its bytes in the file */
+    uint64_t n_bytes;
+} llmaas_tensor_info;
+
+LLMAAS_API llmaas_status llmaas_gguf_tensors(const char * path, llmaas_tensor_info ** infos, uint32_t * n);
+LLMAAS_API void          llmaas_gguf_tensors_free(llmaas_tensor_info * infos);
+
+/* Claim the part of a weight that is used, per level: extents[0..n_levels) rows (outputs) or columns (inputs); 0 is all.
+ * Rounded up to what the weight's layout can be cut at. A level beyond n_levels uses the last one. EINVAL: n_levels
+ * outside 1..64, or the part is claimed already. */
+typedef enum llmaas_axis { LLMAAS_ROWS = 0, LLMAAS_COLUMNS = 1 } llmaas_axis;
+LLMAAS_API llmaas_status llmaas_weights_claim_part(
+    llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels);
+
+/* Claim where a weight's bytes are, before the model is loaded. Such a weight must be loaded into
+ * llmaas_buffer_type(). EINVAL: the source is claimed already.
+ * EIO: `path` cannot be opened (errno).
+ * tiles: own copies in ggml-cpu's fastest layout, cut at the columns of the claimed part.
+ * file: nowhere in memory; read from `path` at `offset` each time it is used. */
+LLMAAS_API llmaas_status llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
+LLMAAS_API llmaas_status llmaas_weights_claim_file(
+    llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
+
+/* What keeps a claim from being met: a weight's name and why, as one sentence that is valid until the next call; NULL:
+ * nothing. is_created: a context was created, so what its graphs multiply is known, too. */
+LLMAAS_API const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
+
+/* The ggml_backend_buffer_type_t for llama_model_tensor_buft_override. */
+LLMAAS_API void * llmaas_buffer_type(void);
+
+/* -- around libllama's calls, on the thread that makes them ------------------------------------------------------ */
+
+/* Around llama_model_load_from_file: tensors that are allocated in llmaas_buffer_type() belong to `weights`, which may be
+ * NULL. Contexts cannot be created on other threads meanwhile: ggml's device registry has no lock of its own. */
+LLMAAS_API void llmaas_load_begin(llmaas_weights * weights);
+LLMAAS_API void llmaas_load_end(void);
+
+/* Around llama_init_from_model: the context gets an engine. It lives as long as the context; NULL: no context was made,
+ * or ggml gave its graphs to another backend. ECONFLICT... see llmaas_ggml_refusal() first. */
+typedef struct llmaas_engine llmaas_engine;
+LLMAAS_API void            llmaas_create_begin(llmaas_weights * weights);
+LLMAAS_API llmaas_engine * llmaas_create_end(void);
+
+/* -- a context's engine; valid until llama_free of its context --------------------------------------------------- */
+
+/* Which extents of the claimed parts are used, from the next graph on. 0 at first; below 0: every part is all. */
+LLMAAS_API void    llmaas_engine_set_level(llmaas_engine * engine, int32_t level);
+LLMAAS_API int32_t llmaas_engine_level(const llmaas_engine * engine);
+
+/* Add or remove a tap; waits for the graph being computed. The tap's struct is copied; `user` identifies it.
+ * ESPACE: 16 are subscribed. EINVAL: remove found none. */
+LLMAAS_API llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
+LLMAAS_API llmaas_status llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
+
+typedef struct llmaas_engine_stats {
+    uint64_t n_graphs;   /* given to ggml-cpu */
+    uint64_t n_passed;   /* of them, as they were */
+    uint64_t n_products; /* exchanged for products with a part of a weight, or with one from elsewhere */
+    uint64_t n_taps;     /* steps added for taps */
+} llmaas_engine_stats;
+LLMAAS_API void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
+
+/* How many engines exist, and whether the backend is registered with ggml now. */
+LLMAAS_API uint32_t llmaas_engine_count(void);
+LLMAAS_API bool     llmaas_backend_registered(void);
+
+#endif

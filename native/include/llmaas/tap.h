@@ -1,0 +1,76 @@
+/* Taps: C code that reads what a graph computes, on the threads that compute it.
+ *
+ * A tap subscribes to one kind of node. The engine adds a step of its own before that node (after it, for softmax), on
+ * which every thread of the graph calls run(); all of them return before the node's successors start. Nothing is added
+ * when nobody subscribes. */
+#ifndef LLMAAS_TAP_H
+#define LLMAAS_TAP_H
+
+#include "llmaas/base.h"
+
+#include "ggml.h"
+
+typedef enum llmaas_tap_kind {
+    LLMAAS_TAP_ATTENTION  = 0, /* queries against keys; once a layer */
+    LLMAAS_TAP_FFN_INPUT  = 1, /* what the feed-forward block of a layer reads; once a layer */
+    LLMAAS_TAP_FINAL_NORM = 2, /* what the output matrix reads; once a graph */
+} llmaas_tap_kind;
+
+/* One node of the subscribed kind. Tensors are valid during run() only, and must not be written to. */
+typedef struct llmaas_tap_view {
+    llmaas_tap_kind kind;
+    int             layer;    /* -1: FINAL_NORM */
+    bool            is_first; /* the first node of this kind and tap in the graph */
+
+    /* FFN_INPUT, FINAL_NORM: F32 [n_embd, n_rows] or, for a mixture of experts, [n_embd, 1, n_rows]. */
+    const struct ggml_tensor * states;
+
+    /* ATTENTION. With flash attention `node` is FLASH_ATTN_EXT: src[0] queries F32 [d, n_tokens, n_head, n_stream],
+     * src[1] keys [d, n_kv, n_head_kv, n_stream], src[3] mask F16 or NULL, src[4] sinks or NULL. Without it, `node` is
+     * SOFT_MAX and holds the probabilities, F32 [n_kv, n_tokens, n_head, n_stream]; src[1] is the mask. */
+    const struct ggml_tensor * node;
+    const struct ggml_tensor * cells;     /* I64 [n_tokens]: the KV cell each token is stored in; NULL: no KV cache */
+    const struct ggml_tensor * positions; /* I32 [n_tokens]: their positions; NULL: the model uses none */
+} llmaas_tap_view;
+
+typedef struct llmaas_tap {
+    llmaas_tap_kind kind;
+    void *          user;
+    /* Whether the nodes of this layer are wanted now; asked for every graph, so it must be quick. NULL: always. */
+    bool (*wants)(void * user, int layer);
+    /* Called by thread ith of nth, 0 <= ith < nth. */
+    void (*run)(void * user, const llmaas_tap_view * view, int ith, int nth);
+} llmaas_tap;
+
+/* -- shipped taps ------------------------------------------------------------------------------------------------ */
+
+/* Information density of KV positions (LLMS, Eq 1): how much attention a token gets, averaged over the queries, heads
+ * and layers that can see it. */
+typedef struct llmaas_density llmaas_density;
+
+/* n_pos: positions counted, from 0. n_layer: of the model. Only layers l with l % layer_step == layer_step - 1, and
+ * queries at positions p with p % row_step == row_step - 1, are looked at; 1 and 1 is exact. NULL: out of memory, or a
+ * step is 0. */
+LLMAAS_API llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t row_step, uint32_t layer_step);
+LLMAAS_API void             llmaas_density_free(llmaas_density * density); /* after its subscription ended */
+LLMAAS_API llmaas_tap       llmaas_density_tap(llmaas_density * density);
+
+/* Copy out, for positions 0..n-1: the sum of probabilities, and how many (query, head, layer) it was summed over. The
+ * density is their ratio. A position starts again at 0 when a token is evaluated there. EINVAL: n > n_pos. */
+LLMAAS_API llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
+LLMAAS_API void          llmaas_density_reset(llmaas_density * density);
+
+/* Hidden states, in the order the graph produced them. */
+typedef struct llmaas_states llmaas_states;
+
+/* kind: FFN_INPUT of `layer`, or FINAL_NORM (layer is ignored). Holds the newest `capacity` rows of n_embd floats. */
+LLMAAS_API llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_embd, uint32_t capacity);
+LLMAAS_API void            llmaas_states_free(llmaas_states * states); /* after its subscription ended */
+LLMAAS_API llmaas_tap      llmaas_states_tap(llmaas_states * states);
+
+/* Take out the oldest rows, at most n: rows[n][n_embd]. *n_taken: how many; *n_lost: rows overwritten before anybody
+ * took them, since the last call. */
+LLMAAS_API llmaas_status llmaas_states_take(
+    llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
+
+#endif

@@ -1,0 +1,8 @@
+"""The engine-side hook point: contexts made while a native plugin is on compute on our backend."""
+
+from __future__ import annotations
+
+from llmaas_patches.native.host import NativeHost, native_host
+from llmaas_patches.native.library import include_dirs, load_library
+
+__all__ = ["NativeHost", "include_dirs", "load_library", "native_host"]

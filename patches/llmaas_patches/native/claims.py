@@ -1,0 +1,182 @@
+"""From the plugins' claims to the weight table of a model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmaas_hooks import ConfigError, PluginError, WeightClaim
+from llmaas_patches.native.library import Library
+
+__all__ = [
+    "HOOK",
+    "Place",
+    "Resolved",
+    "fill_table",
+    "overrides",
+    "resolve",
+    "split_paths",
+    "tensor_places",
+]
+
+HOOK = "llmaas_weights"
+_BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
+_MAX_LEVELS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is: the file, and the offset of its bytes in it."""
+
+    path: str
+    offset: int
+
+
+@dataclass(slots=True)
+class Resolved:
+    """What is claimed of one tensor: each property, and whose it is."""
+
+    source: tuple[str, str] | None = None
+    part: tuple[str, WeightClaim] | None = None
+
+    @property
+    def owner(self) -> str:
+        """A plugin to name when something is wrong."""
+        owned = self.source or self.part
+        return owned[0] if owned else "unknown"
+
+
+def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:
+    """Where every tensor of a model in these files is, by name."""
+    ffi, lib = library
+    places = {}
+    infos, n = ffi.new("llmaas_tensor_info **"), ffi.new("uint32_t *")
+    for path in paths:
+        if lib.llmaas_gguf_tensors(os.fsencode(path), infos, n) != 0:
+            continue  # libllama says better what is wrong with it
+        for i in range(n[0]):
+            info = infos[0][i]
+            places[ffi.string(info.name).decode()] = Place(path, int(info.offset))
+        lib.llmaas_gguf_tensors_free(infos[0])
+    return places
+
+
+def resolve(
+    claims: Iterable[tuple[str, WeightClaim]], names: Iterable[str]
+) -> tuple[dict[str, Resolved], list[PluginError]]:
+    """What is claimed of each tensor, and which claims are wrong; those are left out.
+
+    Raises:
+        ConfigError: Two plugins claim the same property of a tensor.
+    """
+    names = list(names)
+    found: dict[str, Resolved] = {}
+    wrong = []
+    for plugin, claim in claims:
+        try:
+            matched = _matched(claim, names)
+        except ConfigError as error:
+            wrong.append(PluginError(plugin, HOOK, error))
+            continue
+        for name in matched:
+            _claim(found.setdefault(name, Resolved()), plugin, claim, name)
+    return found, wrong
+
+
+def _matched(claim: WeightClaim, names: list[str]) -> list[str]:
+    """Names of the tensors that a claim means.
+
+    Raises:
+        ConfigError: It can mean none.
+    """
+    if claim.rows and claim.columns:
+        raise ConfigError(f"{claim.pattern!r} claims rows and columns; one weight has one part")
+    levels = claim.rows or claim.columns
+    if not (levels or claim.source):
+        raise ConfigError(f"{claim.pattern!r} claims nothing; expected a source, rows or columns")
+    if len(levels) > _MAX_LEVELS or min(levels, default=0) < 0:
+        raise ConfigError(f"{claim.pattern!r}: expected up to {_MAX_LEVELS} extents of 0 or more")
+    try:
+        pattern = re.compile(claim.pattern)
+    except re.error as error:
+        raise ConfigError(f"{claim.pattern!r} is not a regular expression: {error}") from error
+    matched = [name for name in names if pattern.fullmatch(name)]
+    if not matched:
+        raise ConfigError(f"{claim.pattern!r} matches no tensor of the model")
+    looked_up = [name for name in matched if claim.source and name.startswith("token_embd.")]
+    if looked_up:
+        raise ConfigError(f"{looked_up[0]} is looked up row by row; its source stays llama.cpp's")
+    return matched
+
+
+def _claim(of: Resolved, plugin: str, claim: WeightClaim, name: str) -> None:
+    if claim.source:
+        if of.source:
+            raise _conflict("source", name, of.source[0], plugin)
+        of.source = plugin, claim.source
+    if claim.rows or claim.columns:
+        if of.part:
+            raise _conflict("part", name, of.part[0], plugin)
+        of.part = plugin, claim
+
+
+def _conflict(what: str, name: str, first: str, second: str) -> ConfigError:
+    if first == second:
+        return ConfigError(f"plugin {first!r} claims the {what} of {name} twice")
+    return ConfigError(
+        f"plugins {first!r} and {second!r} both claim the {what} of {name}; enable one of them, or "
+        "let one leave that weight alone"
+    )
+
+
+def fill_table(
+    library: Library, table: Any, found: Mapping[str, Resolved], places: Mapping[str, Place]
+) -> None:
+    """Enter the claims in a weight table.
+
+    Raises:
+        OSError: A model file cannot be opened.
+    """
+    ffi, lib = library
+    for name, claimed in found.items():
+        key = name.encode()
+        if claimed.part:
+            claim = claimed.part[1]
+            extents = ffi.new("int64_t[]", list(claim.rows or claim.columns))
+            lib.llmaas_weights_claim_part(table, key, int(not claim.rows), extents, len(extents))
+        if claimed.source and claimed.source[1] == "tiles":
+            lib.llmaas_weights_claim_tiles(table, key)
+        elif claimed.source:
+            place = places[name]
+            path = os.fsencode(place.path)
+            if lib.llmaas_weights_claim_file(table, key, path, place.offset) != 0:
+                raise OSError(f"{place.path} cannot be opened to read {name} from it")
+
+
+def overrides(names: Iterable[str]) -> list[str]:
+    """Patterns for ``tensor_buft_overrides`` that match these names and no others.
+
+    Few: llama.cpp compiles each of them for each tensor of the model.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        block = _BLOCK.fullmatch(name)
+        layer, rest = block.groups() if block else ("", name)
+        layers.setdefault(rest, []).append(layer)
+    patterns = []
+    for rest, numbers in layers.items():
+        prefix = rf"blk\.({'|'.join(numbers)})\." if numbers[0] else ""
+        patterns.append(f"^{prefix}{re.escape(rest)}$")
+    return patterns
+
+
+def split_paths(path: str) -> list[str]:
+    """The files of a model that is opened by the name of the first of its splits."""
+    match = re.fullmatch(r"(.*-)00001-of-(\d{5})\.gguf", path)
+    if match is None:
+        return [path]
+    prefix, n = match[1], int(match[2])
+    return [f"{prefix}{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]

@@ -1,0 +1,197 @@
+"""A context on the native backend, as plugins see it (implements ``llmaas_hooks.native``)."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Self
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.typing import NDArray
+
+from llmaas_hooks.native import States
+from llmaas_patches.native.library import Library
+
+__all__ = ["Context"]
+
+_KINDS = {"ffn_input": 1, "final_norm": 2}
+
+
+class Tap:
+    """A subscription. Its consumer's C object is freed once no graph can reach it any more."""
+
+    def __init__(self, context: Context, tap: Any, user: Any) -> None:
+        """Subscribe ``tap``, whose consumer is ``user``."""
+        self._context = context
+        self._user = user
+        context._subscribe(tap, self)
+
+    def close(self) -> None:
+        """End it."""
+        self._context._unsubscribe(self._user, self)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.close()
+
+
+class Density(Tap):
+    """``llmaas_density`` of a context."""
+
+    def __init__(self, context: Context, library: Library, row_step: int, layer_step: int) -> None:
+        """Count positions up to the context's length."""
+        if min(row_step, layer_step) < 1:
+            raise ValueError(f"steps must be 1 or more, found {row_step} and {layer_step}")
+        self._n_pos = int(llama_cpp.llama_n_ctx(context.ctx))
+        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        ffi, lib = self._library = library
+        density = lib.llmaas_density_new(self._n_pos, n_layer, row_step, layer_step)
+        self._density = ffi.gc(_made(ffi, density), lib.llmaas_density_free)
+        super().__init__(context, lib.llmaas_density_tap(density), density)
+
+    def read(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Sums and counts of positions 0…n-1."""
+        if not 0 <= n <= self._n_pos:
+            raise ValueError(f"{n} positions asked for; the context has {self._n_pos}")
+        sums, counts = np.zeros(n), np.zeros(n, dtype=np.uint64)
+        self._library.lib.llmaas_density_read(
+            self._density,
+            n,
+            self._library.ffi.cast("double *", sums.ctypes.data),
+            self._library.ffi.cast("uint64_t *", counts.ctypes.data),
+        )
+        return sums, counts
+
+    def reset(self) -> None:
+        """Count everything from 0."""
+        self._library.lib.llmaas_density_reset(self._density)
+
+
+class Rows(Tap):
+    """``llmaas_states`` of a context."""
+
+    def __init__(
+        self, context: Context, library: Library, states: States, layer: int | None, capacity: int
+    ) -> None:
+        """Keep ``capacity`` rows."""
+        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        layer = n_layer - 1 if layer is None else layer
+        if not 0 <= layer < n_layer:
+            raise ValueError(f"layer {layer} asked for; the model has {n_layer}")
+        if capacity < 1:
+            raise ValueError(f"capacity must be 1 or more, found {capacity}")
+        self._n_embd = int(llama_cpp.llama_model_n_embd(context.model))
+        self._capacity = capacity
+        ffi, lib = self._library = library
+        made = lib.llmaas_states_new(_KINDS[states], layer, self._n_embd, capacity)
+        self._states = ffi.gc(_made(ffi, made), lib.llmaas_states_free)
+        self.n_lost = 0
+        super().__init__(context, lib.llmaas_states_tap(made), made)
+
+    def take(self) -> NDArray[np.float32]:
+        """Take out the rows that are there."""
+        rows = np.empty((self._capacity, self._n_embd), dtype=np.float32)
+        n_taken, n_lost = self._library.ffi.new("uint32_t *"), self._library.ffi.new("uint64_t *")
+        self._library.lib.llmaas_states_take(
+            self._states,
+            self._capacity,
+            self._library.ffi.cast("float *", rows.ctypes.data),
+            n_taken,
+            n_lost,
+        )
+        self.n_lost += int(n_lost[0])
+        return rows[: n_taken[0]].copy()
+
+
+def _made(ffi: Any, made: Any) -> Any:
+    if made == ffi.NULL:
+        raise MemoryError("no memory for what a tap keeps")
+    return made
+
+
+class Context:
+    """One ``llama_context`` and its engine.
+
+    Attributes:
+        ctx: Address of the ``llama_context``.
+        model: Address of the ``llama_model``.
+    """
+
+    def __init__(self, library: Library, engine: Any, ctx: int, model: int) -> None:
+        """Attach to ``engine``, which lives as long as the context."""
+        self.ctx, self.model = ctx, model
+        self._library = library
+        self._engine: Any | None = engine
+        self._taps: set[Tap] = set()
+        self._lock = threading.RLock()
+
+    @property
+    def level(self) -> int:
+        """Which extents of the claimed parts are in use."""
+        with self._lock:
+            return int(self._library.lib.llmaas_engine_level(self._open()))
+
+    @level.setter
+    def level(self, level: int) -> None:
+        with self._lock:
+            self._library.lib.llmaas_engine_set_level(self._open(), level)
+
+    def density(self, *, row_step: int = 1, layer_step: int = 1) -> Density:
+        """Accumulate attention densities."""
+        return Density(self, self._library, row_step, layer_step)
+
+    def hidden_states(
+        self, states: States, *, layer: int | None = None, capacity: int = 4096
+    ) -> Rows:
+        """Capture hidden states."""
+        if states not in _KINDS:
+            raise ValueError(f"states must be one of {', '.join(_KINDS)}, found {states!r}")
+        return Rows(self, self._library, states, layer, capacity)
+
+    def subscribe(self, tap: Any) -> Tap:
+        """Subscribe the ``llmaas_tap`` at address ``tap``."""
+        address = self._library.ffi.cast("llmaas_tap *", tap)
+        return Tap(self, address[0], address.user)
+
+    def stats(self) -> dict[str, int]:
+        """The engine's counters."""
+        stats = self._library.ffi.new("llmaas_engine_stats *")
+        with self._lock:
+            self._library.lib.llmaas_engine_read_stats(self._open(), stats)
+        return {
+            "graphs": int(stats.n_graphs),
+            "passed": int(stats.n_passed),
+            "products": int(stats.n_products),
+            "taps": int(stats.n_taps),
+        }
+
+    def close(self) -> None:
+        """Detach: its graphs pass through from the next one on, in full width; idempotent."""
+        with self._lock:
+            if self._engine is not None:
+                for tap in list(self._taps):
+                    tap.close()
+                self._library.lib.llmaas_engine_set_level(self._engine, -1)
+                self._engine = None
+
+    def _open(self) -> Any:
+        if self._engine is None:
+            raise ReferenceError("the context was freed, or the suite is deactivated")
+        return self._engine
+
+    def _subscribe(self, tap: Any, owner: Tap) -> None:
+        with self._lock:
+            pointer = self._library.ffi.new("llmaas_tap *", tap)
+            if self._library.lib.llmaas_engine_subscribe(self._open(), pointer) != 0:
+                raise RuntimeError("16 taps are subscribed to this context; end one of them first")
+            self._taps.add(owner)  # keeps what graphs write to alive
+
+    def _unsubscribe(self, user: Any, owner: Tap) -> None:
+        with self._lock:
+            if owner in self._taps:
+                self._library.lib.llmaas_engine_unsubscribe(self._engine, user)
+                self._taps.discard(owner)
