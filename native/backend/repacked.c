@@ -15,11 +15,9 @@ enum { PIECE = 512 };
 
 enum { LINE = 64 }; /* of the cache */
 
-/* Bytes of weight that a thread takes at a time: what gemm walks over and over must stay in a core's second-level cache
- * beside a batch of activations. */
-#ifndef PACKED_MAX
-enum { PACKED_MAX = 192 * 1024, GROUPS_MAX = 8 };
-#endif
+/* Weight that a thread packs at a time: gemm walks over it again and again, so it must stay in a core's second-level
+ * cache beside a batch of activations. */
+enum { PACKED_MAX = 192 * 1024, PACKED_GROUPS = 8 };
 
 typedef void (*gem_kernel)(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc);
 typedef void (*quantise_kernel)(const float * x, void * vy, int64_t k);
@@ -271,13 +269,14 @@ static void multiply_uses(const struct product * p, int64_t group) {
     }
 }
 
-/* Groups that a thread takes at a time: few enough to share the work evenly, an even number because gemm takes two. */
+/* Groups that a thread takes at a time: few enough to share the work evenly and to be packed, but an even number because
+ * gemm likes two at a time. */
 static int64_t chunk_groups(const struct product * p, int nth) {
-    const int64_t by_size  = (int64_t) (PACKED_MAX / p->group_size);
-    const int64_t by_share = p->n_groups / (nth * 4);
-    int64_t       n        = min_i64(min_i64(by_size, by_share), GROUPS_MAX);
-    n -= n % 2;
-    return n > 2 ? n : 2;
+    int64_t n = p->n_groups / (nth * 4);
+    if (batched_rows(p)) {
+        n = min_i64(min_i64(n, PACKED_GROUPS), (int64_t) (PACKED_MAX / p->group_size));
+    }
+    return n > 2 ? n - n % 2 : 2;
 }
 
 static void multiply(void * arg, int ith, int nth) {
