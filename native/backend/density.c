@@ -1,8 +1,8 @@
 /* How much attention each KV position gets.
  *
- * run() has no barrier inside, so threads share nothing while they work: each adds up probabilities by cell in memory of
- * its own, and the last one to finish a node adds everybody's up by position. Only that one touches the totals and the
- * map from cells to positions, under the mutex that read() takes. */
+ * run() has no barrier inside, so threads share nothing while they work: each adds up probabilities by cell in its own
+ * memory, and the last one to finish a node adds everybody's up by position. Only that one touches the totals and the
+ * maps from cells to positions, under the mutex that read() takes. */
 #include "density_worker.h"
 
 #include <pthread.h>
@@ -17,15 +17,15 @@ typedef struct cell_map {
 } cell_map;
 
 struct llmaas_density {
-    uint32_t        n_pos;
-    uint32_t        n_layer;
-    uint32_t        row_step;
-    uint32_t        layer_step;
-    atomic_int      n_finished; /* threads, of the current node */
-    pthread_mutex_t mutex;      /* guards sums, counts and maps */
-    double *        sums;       /* [n_pos] */
-    uint64_t *      counts;     /* [n_pos] */
-    cell_map *      maps;       /* [n_layer] */
+    uint32_t              n_pos;
+    uint32_t              n_layer;
+    uint32_t              row_step;
+    uint32_t              layer_step;
+    atomic_int            n_finished; /* threads, of the current node */
+    pthread_mutex_t       mutex;      /* guards sums, counts and maps */
+    double *              sums;       /* [n_pos] */
+    uint64_t *            counts;     /* [n_pos] */
+    cell_map *            maps;       /* [n_layer] */
     llmaas_density_worker workers[GGML_MAX_N_THREADS];
 };
 
@@ -81,22 +81,24 @@ static void start_again(llmaas_density * density, const llmaas_attention * node)
     }
 }
 
+/* Remember where the batch's tokens are. False: out of memory, and only in the cells there was room for. */
 static bool note_cells(cell_map * map, const llmaas_attention * node) {
-    if (node->view->cells) {
-        if (!map_reserve(map, node->n_kv)) {
-            return false;
-        }
-        for (int64_t token = 0; token < node->n_tokens; ++token) {
-            map->positions[cell_of(node->view, token)] = (int32_t) llmaas_attention_position(node->view, token);
+    const bool has_room = map_reserve(map, node->n_kv);
+    for (int64_t token = 0; token < node->n_tokens; ++token) {
+        const int64_t cell = cell_of(node->view, token);
+        if (cell < map->n_cells) {
+            map->positions[cell] = (int32_t) llmaas_attention_position(node->view, token);
         }
     }
-    return true;
+    return has_room;
 }
 
-static void add_to_positions(llmaas_density * density, const llmaas_density_worker * w, const llmaas_attention * node, const cell_map * map) {
-    int64_t n_seen = 0;
+static void add_to_positions(
+    llmaas_density * density, const llmaas_density_worker * w, const llmaas_attention * node, const cell_map * map) {
+    const llmaas_tap_view * view   = node->view;
+    int64_t                 n_seen = 0;
     for (int64_t column = 0; column < node->n_kv; ++column) {
-        const int64_t position = node->view->cells ? map->positions[column] : llmaas_attention_position(node->view, column);
+        const int64_t position = view->cells ? map->positions[column] : llmaas_attention_position(view, column);
         n_seen += w->deltas[column];
         if (position >= 0 && position < density->n_pos) {
             density->sums[position] += w->sums[column];
@@ -105,21 +107,22 @@ static void add_to_positions(llmaas_density * density, const llmaas_density_work
     }
 }
 
-static void merge(llmaas_density * density, const llmaas_attention * node, bool is_counted, int nth) {
-    cell_map * map        = &density->maps[node->view->layer];
-    bool       has_failed = !is_counted;
-    for (int i = 0; i < nth; ++i) {
-        has_failed = has_failed || density->workers[i].has_failed;
-    }
+static void merge(llmaas_density * density, const llmaas_attention * node, int nth) {
+    cell_map * map     = &density->maps[node->view->layer];
+    bool       is_lost = false;
     pthread_mutex_lock(&density->mutex);
-    if (node->view->is_first && is_counted) {
+    if (node->view->is_first) {
         start_again(density, node);
     }
-    if (is_counted && note_cells(map, node) && !has_failed) {
-        for (int i = 0; i < nth; ++i) {
-            if (density->workers[i].is_used) {
-                add_to_positions(density, &density->workers[i], node, map);
-            }
+    if (node->view->cells) {
+        is_lost = !note_cells(map, node);
+    }
+    for (int i = 0; i < nth; ++i) {
+        is_lost = is_lost || density->workers[i].has_failed;
+    }
+    for (int i = 0; i < nth && !is_lost; ++i) {
+        if (density->workers[i].is_used) {
+            add_to_positions(density, &density->workers[i], node, map);
         }
     }
     pthread_mutex_unlock(&density->mutex);
@@ -136,15 +139,14 @@ static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
     if (nth > GGML_MAX_N_THREADS || !wants(density, view->layer)) {
         return;
     }
-    const llmaas_attention  node       = llmaas_attention_of(view);
-    const bool              is_counted = has_cells(&node);
-    llmaas_density_worker * w          = &density->workers[ith];
-    if (is_counted) {
-        llmaas_density_worker_run(w, &node, density->row_step, ith, nth);
+    const llmaas_attention node = llmaas_attention_of(view);
+    if (!has_cells(&node)) {
+        return;
     }
+    llmaas_density_worker_run(&density->workers[ith], &node, density->row_step, ith, nth);
     if (atomic_fetch_add(&density->n_finished, 1) + 1 == nth) {
         atomic_store(&density->n_finished, 0);
-        merge(density, &node, is_counted, nth);
+        merge(density, &node, nth);
     }
 }
 
@@ -206,8 +208,10 @@ llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double *
         return LLMAAS_EINVAL;
     }
     pthread_mutex_lock(&density->mutex);
-    memcpy(sums, density->sums, n * sizeof *sums);
-    memcpy(counts, density->counts, n * sizeof *counts);
+    for (uint32_t i = 0; i < n; ++i) {
+        sums[i]   = density->sums[i];
+        counts[i] = density->counts[i];
+    }
     pthread_mutex_unlock(&density->mutex);
     return LLMAAS_OK;
 }

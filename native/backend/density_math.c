@@ -10,7 +10,7 @@ typedef float floats8 __attribute__((vector_size(32)));
 
 static inline __attribute__((always_inline)) void multiply_any(
     const float * keys, const float * queries, int64_t d, float * scores, int64_t stride) {
-    const floats8 * k                 = (const floats8 *) (const void *) keys;
+    const floats8 * k                     = (const floats8 *) (const void *) keys;
     floats8         sums[LLMAAS_BLOCK][2] = {0};
     for (int64_t i = 0; i < d; ++i) {
 #pragma GCC unroll 4

@@ -4,8 +4,8 @@
 
 #include <stdint.h>
 
-/* A block of queries is multiplied with a tile of keys: floats, transposed, [d][LLMAAS_TILE]. Tiles are made once for all
- * of a thread's queries of a group, and halve the time that ggml-cpu's products of one query and one key take. */
+/* A block of queries is multiplied with a tile of keys: floats, transposed, [d][LLMAAS_TILE]. Tiles are made once for
+ * all of a thread's queries of a group, and take half as long as ggml-cpu's products of one query and one key. */
 enum { LLMAAS_TILE = 16, LLMAAS_BLOCK = 4 };
 
 /* Products of each query, queries[d][LLMAAS_BLOCK], with each key of a tile, which is aligned to 32 bytes:

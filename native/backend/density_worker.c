@@ -24,7 +24,7 @@ llmaas_attention llmaas_attention_of(const llmaas_tap_view * view) {
         .n_tokens  = query->ne[1],
         .n_kv      = is_flash ? node->src[1]->ne[1] : node->ne[0],
         .n_head    = query->ne[2],
-        .n_head_kv = is_flash ? node->src[1]->ne[2] : query->ne[2],
+        .n_head_kv = is_flash ? node->src[1]->ne[2] : 1,
         .n_stream  = query->ne[3],
     };
 }
@@ -36,7 +36,7 @@ int64_t llmaas_attention_position(const llmaas_tap_view * view, int64_t token) {
     return view->cells ? ((const int64_t *) view->cells->data)[token] : token;
 }
 
-/* -- memory ---------------------------------------------------------------------------------------------------------- */
+/* -- memory -------------------------------------------------------------------------------------------------------- */
 
 void llmaas_density_worker_free(llmaas_density_worker * w) {
     free(w->sums);
@@ -71,7 +71,8 @@ static bool reserve(llmaas_density_worker * w, int64_t n_kv, int64_t d) {
     w->runs      = malloc((n + 1) * sizeof *w->runs);
     w->n_padded  = (int64_t) n;
     w->d         = (int64_t) m;
-    if (w->sums && w->deltas && w->scores && w->is_made && w->is_needed && w->queries && w->rounded && w->bias && w->runs) {
+    if (w->sums && w->deltas && w->scores && w->is_made && w->is_needed && w->queries && w->rounded && w->bias &&
+        w->runs) {
         return true;
     }
     llmaas_density_worker_free(w);
@@ -87,7 +88,7 @@ static bool reserve_keys(llmaas_density_worker * w, int64_t n_keys) {
     return n_keys <= w->n_keys;
 }
 
-/* -- the mask -------------------------------------------------------------------------------------------------------- */
+/* -- the mask ------------------------------------------------------------------------------------------------------ */
 
 /* Masks hold 0, minus infinity, or (ALiBi) distances, as F16 or F32. */
 static uint32_t mask_bits(const char * mask, size_t size, int64_t column) {
@@ -154,7 +155,7 @@ static void find_visible(llmaas_density_worker * w, const llmaas_attention * nod
     }
 }
 
-/* -- scores ---------------------------------------------------------------------------------------------------------- */
+/* -- scores -------------------------------------------------------------------------------------------------------- */
 
 static const char * keys_of(const llmaas_attention * node, int64_t group, int64_t column) {
     const struct ggml_tensor * key = node->view->node->src[1];
@@ -180,7 +181,8 @@ static void to_floats(enum ggml_type type, const void * from, float * to, int64_
     }
 }
 
-static void make_tile(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, int64_t tile, int64_t d) {
+static void make_tile(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, int64_t tile) {
+    const int64_t d     = node->view->node->src[1]->ne[0];
     float *       to    = w->keys + tile * LLMAAS_TILE * d;
     float *       key   = w->queries + LLMAAS_BLOCK * d;
     const int64_t first = tile * LLMAAS_TILE;
@@ -241,7 +243,7 @@ static void add_probabilities(llmaas_density_worker * w, const float * probabili
     }
 }
 
-/* -- pairs of a query and a head ------------------------------------------------------------------------------------- */
+/* -- pairs of a query and a head ----------------------------------------------------------------------------------- */
 
 typedef struct pair {
     int64_t row, head;
@@ -249,8 +251,8 @@ typedef struct pair {
 
 /* Softmax computed the probabilities. */
 static void add_computed(llmaas_density_worker * w, const llmaas_attention * node, pair at) {
-    const struct ggml_tensor * all  = node->view->node;
-    const char *               from = (const char *) all->data + (size_t) at.row * all->nb[1] + (size_t) at.head * all->nb[2];
+    const struct ggml_tensor * all = node->view->node;
+    const char * from = (const char *) all->data + (size_t) at.row * all->nb[1] + (size_t) at.head * all->nb[2];
     find_visible(w, node, at.row, at.head);
     add_probabilities(w, (const float *) (const void *) from, 1.0);
 }
@@ -292,10 +294,11 @@ static void add_block(
     for (int64_t tile = 0; tile < n_tiles; ++tile) {
         if (w->is_needed[tile]) {
             if (!w->is_made[tile]) {
-                make_tile(w, node, group, tile, d);
+                make_tile(w, node, group, tile);
                 w->is_made[tile] = true;
             }
-            llmaas_multiply_tile(w->keys + tile * LLMAAS_TILE * d, w->queries, d, w->scores + tile * LLMAAS_TILE, w->n_padded);
+            llmaas_multiply_tile(
+                w->keys + tile * LLMAAS_TILE * d, w->queries, d, w->scores + tile * LLMAAS_TILE, w->n_padded);
         }
     }
     for (int64_t i = 0; i < n_pairs; ++i) {
@@ -325,8 +328,9 @@ static bool begin(llmaas_density_worker * w, const llmaas_attention * node) {
     return true;
 }
 
+/* The first row after `row` whose position is sampled, or n_tokens. */
 static int64_t next_sampled(const llmaas_attention * node, int64_t row, uint32_t row_step) {
-    for (; row < node->n_tokens; ++row) {
+    for (++row; row < node->n_tokens; ++row) {
         const int64_t position = llmaas_attention_position(node->view, row);
         if (position >= 0 && position % row_step == row_step - 1) {
             break;
@@ -358,7 +362,7 @@ static void add_group(llmaas_density_worker * w, const llmaas_attention * node, 
     pair          pairs[LLMAAS_BLOCK];
     int64_t       n_pairs = 0;
     int64_t       turn    = group * n_rows;
-    for (int64_t row = next_sampled(node, 0, row_step); row < node->n_tokens; row = next_sampled(node, row + 1, row_step)) {
+    for (int64_t row = -1; (row = next_sampled(node, row, row_step)) < node->n_tokens;) {
         if (turn++ % nth != ith) {
             continue;
         }
@@ -385,7 +389,7 @@ static void add_group(llmaas_density_worker * w, const llmaas_attention * node, 
 void llmaas_density_worker_run(
     llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth) {
     int64_t n_rows = 0;
-    for (int64_t row = next_sampled(node, 0, row_step); row < node->n_tokens; row = next_sampled(node, row + 1, row_step)) {
+    for (int64_t row = -1; (row = next_sampled(node, row, row_step)) < node->n_tokens;) {
         ++n_rows;
     }
     w->has_failed = n_rows > 0 && !begin(w, node);

@@ -12,7 +12,7 @@ enum { N_LAYER = 3, N_CELLS = 83, MAX_THREADS = 4, N_POS = 64 };
 
 static float uniform(void) { return (float) (rnd() >> 40) / (float) (1 << 23) - 1.0f; }
 
-/* -- a tap's threads: all at once on a node, and a barrier between nodes, as in ggml-cpu's pool ---------------------- */
+/* -- a tap's threads: all at once on a node, and a barrier between nodes, as in ggml-cpu's pool -------------------- */
 
 typedef struct pool {
     llmaas_tap              tap;
@@ -52,7 +52,7 @@ static void run_tap(llmaas_tap tap, const llmaas_tap_view * views, int n_views, 
     pthread_barrier_destroy(&p.barrier);
 }
 
-/* -- a small model's attention --------------------------------------------------------------------------------------- */
+/* -- a small model's attention ------------------------------------------------------------------------------------- */
 
 typedef struct shape {
     enum ggml_type type; /* of keys */
@@ -221,8 +221,9 @@ static struct ggml_tensor * build_mask(struct ggml_context * ctx, const model * 
 }
 
 /* The attention node of a layer as llama.cpp builds it: queries and keys are permuted views. */
-static struct ggml_tensor * build_node(struct ggml_context * ctx, const model * m, int layer, struct ggml_tensor * query,
-                                       struct ggml_tensor * mask, struct ggml_tensor * sinks) {
+static struct ggml_tensor * build_node(
+    struct ggml_context * ctx, const model * m, int layer, struct ggml_tensor * query, struct ggml_tensor * mask,
+    struct ggml_tensor * sinks) {
     const shape *        of    = &m->of;
     const float          scale = 1.0f / sqrtf((float) of->d);
     struct ggml_tensor * keys  = ggml_new_tensor_3d(ctx, of->type, of->d, of->n_head_kv, N_CELLS);
@@ -342,7 +343,7 @@ static void check_generation(shape of) {
     check_generation_on(of, 3);
 }
 
-/* -- density --------------------------------------------------------------------------------------------------------- */
+/* -- density ------------------------------------------------------------------------------------------------------- */
 
 static void test_density_is_eq1(void) {
     check_generation(f32_shape());
@@ -574,7 +575,7 @@ static void test_density_arguments(void) {
     llmaas_density_free(NULL);
 }
 
-/* -- states ---------------------------------------------------------------------------------------------------------- */
+/* -- states -------------------------------------------------------------------------------------------------------- */
 
 enum { N_EMBD = 24 };
 
