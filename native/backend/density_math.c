@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) void multiply_any(
     }
 }
 
-#ifdef LLMAAS_X86
+#ifdef __x86_64__
 __attribute__((target("avx2"))) static void multiply_avx2(
     const float * keys, const float * queries, int64_t d, float * scores, int64_t stride) {
     multiply_any(keys, queries, d, scores, stride);
@@ -32,7 +32,7 @@ __attribute__((target("avx2"))) static void multiply_avx2(
 #endif
 
 void llmaas_multiply_tile(const float * keys, const float * queries, int64_t d, float * scores, int64_t stride) {
-#ifdef LLMAAS_X86
+#ifdef __x86_64__
     if (__builtin_cpu_supports("avx2")) {
         multiply_avx2(keys, queries, d, scores, stride);
         return;

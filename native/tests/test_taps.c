@@ -227,7 +227,7 @@ static struct ggml_tensor * build_node(
     const shape *        of    = &m->of;
     const float          scale = 1.0f / sqrtf((float) of->d);
     struct ggml_tensor * keys  = ggml_new_tensor_3d(ctx, of->type, of->d, of->n_head_kv, N_CELLS);
-    memcpy(keys->data, m->keys[layer], ggml_nbytes(keys));
+    keys->data                    = m->keys[layer]; /* ASan sees what is read beyond the last cell */
     struct ggml_tensor * q = ggml_permute(ctx, query, 0, 2, 1, 3);
     struct ggml_tensor * k = ggml_permute(ctx, keys, 0, 2, 1, 3);
     if (!of->is_soft_max) {
@@ -505,18 +505,24 @@ static void test_tokens_without_a_cache_or_positions(void) {
     ggml_free(ctx);
 }
 
+static struct ggml_tensor * one_cell(struct ggml_context * ctx, int64_t cell) {
+    struct ggml_tensor * cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 1);
+    memcpy(cells->data, &cell, sizeof cell);
+    return cells;
+}
+
 static void test_columns_that_are_no_cells_are_not_counted(void) {
     struct ggml_context * ctx     = context_new();
     llmaas_density *      density = llmaas_density_new(N_POS, 1, 1, 1);
-    llmaas_tap_view       views[3];
-    views[0]                     = even_view(ctx, 8, 2, 1); /* keys of other tokens */
-    views[1]                     = even_view(ctx, 8, 8, 2); /* two caches */
-    views[2]                     = even_view(ctx, 8, 1, 1); /* the second of two caches */
-    struct ggml_tensor * cells   = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 1);
-    ((int64_t *) cells->data)[0] = 8;
-    views[2].cells               = cells;
-    run_tap(llmaas_density_tap(density), views, 3, 2);
-    CHECK(total_count(density) == 0);
+    llmaas_tap_view       views[4];
+    views[0]       = even_view(ctx, 8, 1, 1);
+    views[0].cells = one_cell(ctx, 7);
+    views[1]       = even_view(ctx, 8, 2, 1); /* keys of other tokens */
+    views[2]       = even_view(ctx, 8, 8, 2); /* two caches */
+    views[3]       = even_view(ctx, 8, 1, 1); /* the second of two caches */
+    views[3].cells = one_cell(ctx, 8);
+    run_tap(llmaas_density_tap(density), views, 4, 2);
+    CHECK(total_count(density) == 1);
     llmaas_density_free(density);
     ggml_free(ctx);
 }

@@ -45,7 +45,12 @@ typedef struct llmaas_tap {
 /* -- shipped taps ------------------------------------------------------------------------------------------------ */
 
 /* Information density of KV positions (LLMS, Eq 1): how much attention a token gets, averaged over the queries, heads
- * and layers that can see it. */
+ * and layers that can see it.
+ *
+ * The tap learns from the graphs it sees which token lies in which KV cell, so tokens that were evaluated before it was
+ * subscribed, or that a restored state brought, get no density; they do take their part of every softmax. Positions are
+ * those of the evaluation: after cells were filled or moved otherwise (a state restored, llama_memory_seq_add), reset.
+ * Nodes of several KV streams (kv_unified off and more than one sequence) are not counted. */
 typedef struct llmaas_density llmaas_density;
 
 /* n_pos: positions counted, from 0. n_layer: of the model. Only layers l with l % layer_step == layer_step - 1, and
@@ -58,18 +63,21 @@ LLMAAS_API llmaas_tap       llmaas_density_tap(llmaas_density * density);
 /* Copy out, for positions 0..n-1: the sum of probabilities, and how many (query, head, layer) it was summed over. The
  * density is their ratio. A position starts again at 0 when a token is evaluated there. EINVAL: n > n_pos. */
 LLMAAS_API llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
-LLMAAS_API void          llmaas_density_reset(llmaas_density * density);
+
+/* Forget everything: sums, counts, and where tokens are. */
+LLMAAS_API void llmaas_density_reset(llmaas_density * density);
 
 /* Hidden states, in the order the graph produced them. */
 typedef struct llmaas_states llmaas_states;
 
-/* kind: FFN_INPUT of `layer`, or FINAL_NORM (layer is ignored). Holds the newest `capacity` rows of n_embd floats. */
+/* kind: FFN_INPUT of `layer`, or FINAL_NORM (layer is ignored). Holds the newest `capacity` rows of n_embd floats. NULL:
+ * out of memory, another kind, or a size is 0. */
 LLMAAS_API llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_embd, uint32_t capacity);
 LLMAAS_API void            llmaas_states_free(llmaas_states * states); /* after its subscription ended */
 LLMAAS_API llmaas_tap      llmaas_states_tap(llmaas_states * states);
 
 /* Take out the oldest rows, at most n: rows[n][n_embd]. *n_taken: how many; *n_lost: rows overwritten before anybody
- * took them, since the last call. */
+ * took them, or of another width, since the last call. EINVAL: a pointer is NULL. */
 LLMAAS_API llmaas_status llmaas_states_take(
     llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
 
