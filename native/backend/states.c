@@ -1,5 +1,5 @@
-/* Hidden states: a ring of rows. Thread 0 copies a node's rows, as memcpy of even a long prompt's is far below a
- * thousandth of the layer; so rows arrive in order, whole, and nobody waits for a peer. */
+/* Hidden states: a ring of rows. Thread 0 copies a node's rows alone, under the mutex that take() holds, so they arrive
+ * in order and whole. 512 rows of 2048 floats take 0.2 ms. */
 #include "llmaas/tap.h"
 
 #include <pthread.h>
