@@ -13,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
-from llmaas_eval.models import SHAPE_1B, SHAPE_TINY, write_random_model
+from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY, write_random_model
+from llmaas_eval.quantise import quantise
 from llmaas_eval.stored import StoredContext
 
 ROOT = Path(__file__).parents[2]
 N_TOKENS = 2048
+F16 = GGMLQuantizationType.F16
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,22 @@ def bench_dir() -> Path:
 def model_1b(bench_dir):
     path = bench_dir / "random-1b-q4_0.gguf"
     return path if path.exists() else write_random_model(path, SHAPE_1B)
+
+
+@pytest.fixture(scope="session")
+def model_1b_q4_k(bench_dir):
+    path = bench_dir / "random-1b-q4_k.gguf"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=bench_dir) as folder:
+            source = write_random_model(Path(folder) / "f16.gguf", SHAPE_1B, F16)
+            quantise(source, path, "Q4_K")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_200m(bench_dir):
+    path = bench_dir / "random-200m-q4_0.gguf"
+    return path if path.exists() else write_random_model(path, SHAPE_200M)
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,8 @@ def diagnose(config_file: str | None = None) -> list[Finding]:
 
 def _versions() -> list[Finding]:
     python = Finding("versions", "python", platform.python_version())
-    return [python, Finding("versions", "llmaas-plugins", __version__), _engine()]
+    ours = Finding("versions", "llmaas-plugins", __version__)
+    return [python, ours, _engine(), _hook_point()]
 
 
 def _engine() -> Finding:
@@ -88,6 +89,15 @@ def _engine() -> Finding:
         step = f"pip install llama-cpp-python=={compat.TESTED_VERSION}"
         return Finding("versions", name, value, None, str(error), step)
     return Finding("versions", name, value)
+
+
+def _hook_point() -> Finding:
+    """Whether plugins can take part inside the engine; without, only those that do stay off."""
+    try:
+        importlib.import_module("llmaas_patches.native").load_library()
+        return Finding("versions", "hook point in the engine", "available")
+    except Exception as error:
+        return Finding("versions", "hook point in the engine", f"not available: {error}")
 
 
 def _kernels() -> Finding:

@@ -1,0 +1,155 @@
+"""What the hook point in the engine costs: against vanilla's default build, on one loaded model.
+
+Both contexts share the model's weights, and take turns batch by batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from llmaas_eval.batches import batches, loaded
+from llmaas_eval.nodes import NodeTimer
+from llmaas_eval.paired import compare
+from llmaas_hooks import WeightClaim, hookimpl
+from llmaas_plugins import activate
+
+ROUNDS = 40
+# What is timed, and the node just before it.
+NODES = {
+    "ffn_up": "ffn_gate",
+    "ffn_gate": "ffn_norm",
+    "ffn_out": "ffn_swiglu",
+    "attn_out": "kqv_out",
+}
+ROWS, COLUMNS = ("ffn_gate", "ffn_up"), ("ffn_out", "attn_out")
+RATIOS = (0.25, 0.5, 0.75)
+
+
+class Native:
+    """A native plugin of the benchmark's own."""
+
+    def __init__(self, claims=()):
+        self.claims = list(claims)
+        self.context = None
+
+    @hookimpl
+    def llmaas_weights(self):
+        return self.claims
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        self.context = context
+
+
+@pytest.fixture(scope="module", params=["200m", "1b"])
+def pair(request):
+    """A vanilla context and a native one."""
+    plugin = Native()
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(loaded(request.getfixturevalue(f"model_{request.param}")))
+        vanilla = stack.enter_context(batches(model))
+        stack.enter_context(activate({"on_error": "raise"}, {"bench": plugin}))
+        native = stack.enter_context(batches(model))
+        yield vanilla, native, plugin.context
+
+
+def step(batches, what):
+    return batches.prefill if what == "prefill" else batches.generate
+
+
+def clear_both(vanilla, native):
+    def clear():
+        vanilla.clear()
+        native.clear()
+
+    return clear
+
+
+@pytest.mark.parametrize("what", ["prefill", "generate"])
+def bench_pass_through(pair, benchmark, what):
+    """512 tokens at once, or 8 one by one, with nothing claimed nor tapped."""
+    vanilla, native, _ = pair
+    clear = clear_both(vanilla, native)
+    compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize(("row_step", "layer_step"), [(1, 1), (16, 4)], ids=["exact", "sampled"])
+@pytest.mark.parametrize("what", ["prefill", "generate"])
+def bench_density(pair, benchmark, what, row_step, layer_step):
+    """Attention densities: every query of every layer, or 1 of 16 of every fourth."""
+    vanilla, native, context = pair
+    with context.density(row_step=row_step, layer_step=layer_step):
+        clear = clear_both(vanilla, native)
+        compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize("states", ["ffn_input", "final_norm"])
+@pytest.mark.parametrize("what", ["prefill", "generate"])
+def bench_hidden_states(pair, benchmark, what, states):
+    """The states of every output, captured."""
+    vanilla, native, context = pair
+    with context.hidden_states(states):
+        clear = clear_both(vanilla, native)
+        compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize("source", [None, "tiles"], ids=["in-place", "tiles"])
+@pytest.mark.parametrize("what", ["prefill", "generate"])
+@pytest.mark.parametrize("weights", ["q4_0", "q4_k"])
+def bench_parts(request, benchmark, weights, what, source):
+    """Row prefixes of gate and up, column prefixes of down and attention output, inside the model.
+
+    Figures are the sliced products' times as shares of the full ones', by part and ratio.
+    """
+    plugin = Native(claims(source))
+    timer = NodeTimer(NODES)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activate({"on_error": "raise"}, {"bench": plugin}))
+        path = request.getfixturevalue("model_1b" if weights == "q4_0" else "model_1b_q4_k")
+        model = stack.enter_context(loaded(path))
+        native = stack.enter_context(batches(model, timer.attach))
+        times = {level: [] for level in range(len(RATIOS) + 1)}
+
+        def one_round():
+            for level, taken in times.items():
+                plugin.context.level = level
+                native.clear()
+                timer.reset()
+                step(native, what)()
+                taken.append(dict(timer.seconds))
+
+        one_round()
+        for taken in times.values():
+            taken.clear()
+        benchmark.pedantic(one_round, rounds=30)
+    benchmark.extra_info.update(shares(times))
+
+
+def claims(source):
+    """1 B shape: 2,048 wide, 8,192 in the feed-forward block. Level 0 is all of it."""
+    wide, narrow = ([round(n * ratio) for ratio in RATIOS] for n in (8192, 2048))
+    return [
+        WeightClaim(r"blk\.\d+\.ffn_(gate|up)\.weight", source, rows=(0, *wide)),
+        WeightClaim(r"blk\.\d+\.ffn_down\.weight", source, columns=(0, *wide)),
+        WeightClaim(r"blk\.\d+\.attn_output\.weight", source, columns=(0, *narrow)),
+    ]
+
+
+def shares(times):
+    """Median over the rounds of a level's time as a share of level 0's in the same round."""
+    import numpy as np
+
+    from llmaas_plugins.demo.interval import median_interval
+
+    figures = {}
+    for part, nodes in (("rows", ROWS), *(((f"columns of {node}"), (node,)) for node in COLUMNS)):
+        full, *narrow = (
+            np.array([sum(one[node] for node in nodes) for one in times[level]]) for level in times
+        )
+        figures[f"{part} full ms"] = 1e3 * float(np.median(full))
+        for ratio, taken in zip(RATIOS, narrow, strict=True):
+            median, low, high = median_interval(taken / full)
+            figures[f"{part} {ratio}"] = f"{median:.3f} ({low:.3f}–{high:.3f})"
+    return figures
