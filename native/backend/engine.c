@@ -101,6 +101,7 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
  * weight of its model, and nothing of a LoRA adapter's. */
 static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, void * params) {
     llmaas_engine * engine = (llmaas_engine *) backend;
+    llmaas_taps_forget(&engine->taps); /* the tensors of the graph before are gone */
     if (llmaas_engine_in_creation(engine)) {
         llmaas_weights_note(engine->weights, graph);
     }

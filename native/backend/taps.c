@@ -26,6 +26,8 @@ llmaas_status llmaas_taps_remove(llmaas_taps * taps, const void * user) {
     return LLMAAS_EINVAL;
 }
 
+void llmaas_taps_forget(llmaas_taps * taps) { taps->cells = taps->positions = NULL; }
+
 /* Layer of the key cache that `tensor` is or views; -1: it is none. */
 static int cache_layer(const struct ggml_tensor * tensor) {
     int layer = -1;

@@ -11,7 +11,7 @@ typedef struct llmaas_taps {
     llmaas_tap taps[LLMAAS_MAX_TAPS];
     int        last_layer[LLMAAS_MAX_TAPS]; /* whose attention the tap saw last: a graph's layers ascend */
     int        n_taps;
-    /* Seen on the way through a graph. It may come in pieces, so they outlive one. */
+    /* Seen on the way through a graph; it may come in pieces. */
     const struct ggml_tensor * cells;
     const struct ggml_tensor * positions;
 } llmaas_taps;
@@ -21,6 +21,8 @@ llmaas_status llmaas_taps_remove(llmaas_taps * taps, const void * user);
 
 /* Take notice of a node that says where tokens go: their positions, or their cells. */
 void llmaas_taps_notice(llmaas_taps * taps, const struct ggml_tensor * node);
+/* Another graph follows. */
+void llmaas_taps_forget(llmaas_taps * taps);
 /* Append the steps of the taps that want the states which a weight's product reads; how many. */
 uint32_t llmaas_taps_states(
     llmaas_taps * taps, llmaas_graph * graph, llmaas_tap_kind kind, int layer, const struct ggml_tensor * states);
