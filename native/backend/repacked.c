@@ -1,6 +1,7 @@
 #include "repacked.h"
 
 #include "ggml-alloc.h"
+#include "repacked_rows.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -57,6 +58,7 @@ enum { N_LAYOUTS = sizeof(layouts) / sizeof(layouts[0]) };
 /* One product, for both of its steps. */
 struct product {
     const struct layout * layout;
+    llmaas_rows_kernel    side_by_side; /* may be NULL */
     const char *          weight;
     size_t                group_stride;
     size_t                expert_stride;
@@ -216,67 +218,107 @@ static char * packed_memory(size_t size) {
     return packed->data;
 }
 
+static float * output_row(const struct product * p, int64_t row, int64_t plane) {
+    return (float *) (void *) ((char *) p->output->data + (size_t) row * p->output->nb[1] + (size_t) plane * p->output->nb[2]);
+}
+
+static bool has_gaps(const struct product * p) { return p->group_size != p->group_stride; }
+
 /* n_groups that follow each other without a gap, for all rows of activations. */
-static void multiply_groups(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+static void multiply_packed(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
     const int64_t n_rows    = p->input->ne[1];
     const int64_t n_batched = batched_rows(p);
     const int     n         = (int) p->n_cols;
     const int     nc        = (int) (n_groups * GROUP);
     for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
         const char * rows = p->quantised + (size_t) (plane * n_rows) * p->row_size;
-        char * to = (char *) p->output->data + (size_t) plane * p->output->nb[2] + (size_t) (first * GROUP) * sizeof(float);
+        float *      to   = output_row(p, 0, plane) + first * GROUP;
         if (n_batched) {
-            p->layout->gemm(n, (float *) (void *) to, p->output->nb[1] / sizeof(float), groups, rows, (int) n_batched, nc);
+            p->layout->gemm(n, to, p->output->nb[1] / sizeof(float), groups, rows, (int) n_batched, nc);
         }
         for (int64_t row = n_batched; row < n_rows; ++row) {
-            p->layout->gemv(n, (float *) (void *) (to + (size_t) row * p->output->nb[1]), (size_t) nc, groups,
+            p->layout->gemv(n, output_row(p, row, plane) + first * GROUP, (size_t) nc, groups,
                 rows + (size_t) row * p->row_size, 1, nc);
+        }
+    }
+}
+
+static void multiply_batches(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+    char * packed = packed_memory((size_t) n_groups * p->group_size);
+    for (int64_t i = 0; i < n_groups; ++i) {
+        const char * group = groups + (size_t) i * p->group_stride;
+        if (packed) {
+            memcpy(packed + (size_t) i * p->group_size, group, p->group_size);
+        } else {
+            multiply_packed(p, group, first + i, 1);
+        }
+    }
+    if (packed) {
+        multiply_packed(p, packed, first, n_groups);
+    }
+}
+
+/* n_groups where they lie, for one row of activations. */
+static void multiply_row(const struct product * p, const char * groups, int64_t n_groups, int64_t row, float * to) {
+    const char * activations = p->quantised + (size_t) row * p->row_size;
+    if (!has_gaps(p)) {
+        p->layout->gemv((int) p->n_cols, to, 0, groups, activations, 1, (int) (n_groups * GROUP));
+    } else if (p->side_by_side && n_groups == LLMAAS_STREAMS) {
+        p->side_by_side((int) p->n_cols, to, groups, p->group_stride, activations);
+    } else {
+        for (int64_t i = 0; i < n_groups; ++i) {
+            p->layout->gemv((int) p->n_cols, to + i * GROUP, 0, groups + (size_t) i * p->group_stride, activations, 1, GROUP);
+        }
+    }
+}
+
+static void multiply_rows(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+    for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
+        for (int64_t row = 0; row < p->input->ne[1]; ++row) {
+            multiply_row(p, groups, n_groups, plane * p->input->ne[1] + row, output_row(p, row, plane) + first * GROUP);
+        }
+    }
+}
+
+static void multiply_uses(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+    const int64_t n_used = p->ids->ne[0];
+    int32_t       i      = 0;
+    for (int64_t expert = 0; expert < p->n_experts; ++expert) {
+        for (; i < p->uses_end[expert]; ++i) {
+            const int64_t use   = p->uses[i] % n_used;
+            const int64_t token = p->uses[i] / n_used;
+            multiply_row(p, groups + (size_t) expert * p->expert_stride, n_groups,
+                token * p->input->ne[1] + use % p->input->ne[1], output_row(p, use, token) + first * GROUP);
         }
     }
 }
 
 static void multiply_chunk(const struct product * p, int64_t first, int64_t n_groups) {
     const char * groups = p->weight + (size_t) first * p->group_stride;
-    const bool   gaps   = p->group_size != p->group_stride;
-    char *       packed = gaps && batched_rows(p) ? packed_memory((size_t) n_groups * p->group_size) : NULL;
-    if (!gaps) {
-        multiply_groups(p, groups, first, n_groups);
-    } else if (packed) {
-        for (int64_t i = 0; i < n_groups; ++i) {
-            memcpy(packed + (size_t) i * p->group_size, groups + (size_t) i * p->group_stride, p->group_size);
-        }
-        multiply_groups(p, packed, first, n_groups);
-    } else {
-        for (int64_t i = 0; i < n_groups; ++i) {
-            multiply_groups(p, groups + (size_t) i * p->group_stride, first + i, 1);
-        }
+    if (!p->ids && !has_gaps(p)) {
+        multiply_packed(p, groups, first, n_groups);
+        return;
+    }
+    if (batched_rows(p)) {
+        multiply_batches(p, groups, first, n_groups);
+        return;
+    }
+    for (int64_t i = 0; i < n_groups; i += LLMAAS_STREAMS) {
+        const int64_t n = min_i64(LLMAAS_STREAMS, n_groups - i);
+        (p->ids ? multiply_uses : multiply_rows)(p, groups + (size_t) i * p->group_stride, first + i, n);
     }
 }
 
-static void multiply_uses(const struct product * p, int64_t group) {
-    const int64_t n_used = p->ids->ne[0];
-    int32_t       i      = 0;
-    for (int64_t expert = 0; expert < p->n_experts; ++expert) {
-        const char * weight = p->weight + (size_t) expert * p->expert_stride + (size_t) group * p->group_stride;
-        for (; i < p->uses_end[expert]; ++i) {
-            const int64_t use   = p->uses[i] % n_used;
-            const int64_t token = p->uses[i] / n_used;
-            const int64_t row   = token * p->input->ne[1] + use % p->input->ne[1];
-            char *        to    = (char *) p->output->data + (size_t) token * p->output->nb[2] + (size_t) use * p->output->nb[1];
-            p->layout->gemv((int) p->n_cols, (float *) (void *) to + group * GROUP, GROUP, weight,
-                p->quantised + (size_t) row * p->row_size, 1, GROUP);
-        }
-    }
-}
-
-/* Groups that a thread takes at a time: few enough to share the work evenly and to be packed, but an even number because
- * gemm likes two at a time. */
+/* Groups that a thread takes at a time. A batch's are packed, and gemm likes them in twos; others cost a start each, so
+ * a thread takes its share in two parts (ggml-cpu: in four). */
 static int64_t chunk_groups(const struct product * p, int nth) {
     int64_t n = p->n_groups / (nth * 4);
     if (batched_rows(p)) {
         n = min_i64(min_i64(n, PACKED_GROUPS), (int64_t) (PACKED_MAX / p->group_size));
+    } else {
+        n = p->n_groups / (nth * 2);
     }
-    return n > 2 ? n - n % 2 : 2;
+    return n > LLMAAS_STREAMS ? n - n % LLMAAS_STREAMS : n > 2 ? n - n % 2 : 2;
 }
 
 static void multiply(void * arg, int ith, int nth) {
@@ -285,14 +327,7 @@ static void multiply(void * arg, int ith, int nth) {
     const int64_t          step = chunk_groups(p, nth);
     int64_t                first;
     while ((first = atomic_fetch_add_explicit(p->next_group, step, memory_order_relaxed)) < p->n_groups) {
-        const int64_t n_groups = min_i64(step, p->n_groups - first);
-        if (!p->ids) {
-            multiply_chunk(p, first, n_groups);
-            continue;
-        }
-        for (int64_t group = first; group < first + n_groups; ++group) {
-            multiply_uses(p, group);
-        }
+        multiply_chunk(p, first, min_i64(step, p->n_groups - first));
     }
 }
 
@@ -312,6 +347,7 @@ static struct product product_of(
     const struct layout * layout, const struct ggml_tensor * weight, const struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
     return (struct product) {
         .layout        = layout,
+        .side_by_side  = llmaas_rows_kernel_of(layout->type),
         .weight        = weight->data,
         .group_stride  = weight->nb[1] * GROUP,
         .expert_stride = weight->nb[2],
@@ -357,9 +393,9 @@ bool llmaas_repacked_columns(
 
 /* ---- the check ---- */
 
-/* Every way through the kernels: gemm by sixteen rows of activations and by four, gemv; two groups together and one. */
-enum { CHECK_GROUPS = 3, CHECK_BLOCKS = 3, CHECK_PREFIX = 2, CHECK_INPUTS = 16 + BATCH + 3 };
-enum { CHECK_ROWS = CHECK_GROUPS * GROUP, CHECK_VALUES = CHECK_ROWS * CHECK_INPUTS };
+/* Every way through the kernels: gemm by sixteen rows of activations and by four, and left-over rows; a row alone. */
+enum { CHECK_GROUPS = 2 * LLMAAS_STREAMS + 3, CHECK_BLOCKS = 3, CHECK_PREFIX = 2, CHECK_BATCHES = 16 + BATCH + 3 };
+enum { CHECK_ROWS = CHECK_GROUPS * GROUP };
 
 /* A small product, computed by ggml-cpu with its weight repacked. */
 struct trial {
@@ -401,7 +437,7 @@ static void trial_end(struct trial * trial) {
     ggml_free(trial->weights);
 }
 
-static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols) {
+static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols, int64_t n_inputs) {
     const struct ggml_init_params weights = {.mem_size = 2 * ggml_tensor_overhead(), .no_alloc = true};
     const struct ggml_init_params values  = {.mem_size = 1 << 20};
     *trial = (struct trial) {.weights = ggml_init(weights), .values = ggml_init(values)};
@@ -413,8 +449,8 @@ static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols)
     if (!trial->buffer || !set_weight(weight)) {
         return false;
     }
-    struct ggml_tensor * input = ggml_new_tensor_2d(trial->values, GGML_TYPE_F32, n_cols, CHECK_INPUTS);
-    for (uint32_t row = 0; row < CHECK_INPUTS; ++row) {
+    struct ggml_tensor * input = ggml_new_tensor_2d(trial->values, GGML_TYPE_F32, n_cols, n_inputs);
+    for (uint32_t row = 0; row < n_inputs; ++row) {
         fill_row((float *) input->data + row * n_cols, n_cols, CHECK_ROWS + row);
     }
     trial->node                = ggml_mul_mat(trial->values, weight, input);
@@ -425,7 +461,7 @@ static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols)
 
 /* Whether the product of the first columns of `whole` is the one of `expected`, a trial with no others. */
 static bool same_product(const struct layout * layout, const struct trial * whole, const struct trial * expected) {
-    float              result[CHECK_VALUES];
+    float              result[CHECK_ROWS * CHECK_BATCHES];
     struct ggml_tensor node        = *whole->node;
     node.data                      = result;
     struct product     p           = product_of(layout, node.src[0], &node, CHECK_ROWS, expected->node->src[1]->ne[0]);
@@ -436,15 +472,16 @@ static bool same_product(const struct layout * layout, const struct trial * whol
         multiply(&p, 0, 1);
     }
     free(activations);
-    return activations && memcmp(result, expected->node->data, sizeof result) == 0;
+    return activations && memcmp(result, expected->node->data, ggml_nbytes(expected->node)) == 0;
 }
 
-static bool check(const struct layout * layout) {
+static bool check(const struct layout * layout, int64_t n_inputs) {
     const int64_t block = ggml_blck_size(layout->type);
     struct trial  whole, prefix;
-    const bool    ran  = trial_run(&whole, layout->type, CHECK_BLOCKS * block);
-    const bool    same = trial_run(&prefix, layout->type, CHECK_PREFIX * block) && ran && same_product(layout, &whole, &whole) &&
-                      same_product(layout, &whole, &prefix);
+    const bool    ran_whole  = trial_run(&whole, layout->type, CHECK_BLOCKS * block, n_inputs);
+    const bool    ran_prefix = trial_run(&prefix, layout->type, CHECK_PREFIX * block, n_inputs);
+    const bool    same =
+        ran_whole && ran_prefix && same_product(layout, &whole, &whole) && same_product(layout, &whole, &prefix);
     trial_end(&whole);
     trial_end(&prefix);
     return same;
@@ -459,7 +496,7 @@ bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight) {
     }
     atomic_int * verdict = &verdicts[layout - layouts];
     if (atomic_load(verdict) == UNKNOWN) {
-        atomic_store(verdict, check(layout) ? YES : NO);
+        atomic_store(verdict, check(layout, CHECK_BATCHES) && check(layout, 1) ? YES : NO);
     }
     return atomic_load(verdict) == YES;
 }
