@@ -23,9 +23,9 @@ enum { PACKED_MAX = 192 * 1024, PACKED_GROUPS = 8 };
 typedef void (*gem_kernel)(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc);
 typedef void (*quantise_kernel)(const float * x, void * vy, int64_t k);
 
-/* ggml-cpu exports its kernels but declares them in no public header. Weak: a build without one does without it here. */
-#define KERNELS(name)                                                                                                    \
-    __attribute__((weak)) void ggml_gemv_##name(int, float *, size_t, const void *, const void *, int, int);             \
+/* ggml-cpu exports its kernels but declares them in no public header. Weak: a build may lack some. */
+#define KERNELS(name)                                                                                        \
+    __attribute__((weak)) void ggml_gemv_##name(int, float *, size_t, const void *, const void *, int, int); \
     __attribute__((weak)) void ggml_gemm_##name(int, float *, size_t, const void *, const void *, int, int)
 KERNELS(q4_0_8x8_q8_0);
 KERNELS(iq4_nl_8x8_q8_0);
@@ -47,7 +47,8 @@ struct layout {
 
 static const struct layout layouts[] = {
     {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
-    {GGML_TYPE_IQ4_NL, GGML_TYPE_Q8_0, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
+    {GGML_TYPE_IQ4_NL, GGML_TYPE_Q8_0, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0,
+        ggml_quantize_mat_q8_0_4x8},
     {GGML_TYPE_MXFP4, GGML_TYPE_Q8_0, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
     {GGML_TYPE_Q2_K, GGML_TYPE_Q8_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8},
     {GGML_TYPE_Q4_K, GGML_TYPE_Q8_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8},
@@ -128,7 +129,7 @@ static void quantise_plane(const struct product * p, const char * rows, char * t
     const size_t            piece_size   = ggml_row_size(p->layout->activations, PIECE);
     const int64_t           n_pieces     = (p->n_cols + PIECE - 1) / PIECE;
     const int64_t           n_batches    = batched_rows(p) / BATCH;
-    const int64_t           n_items      = n_batches + p->input->ne[1] - n_batches * BATCH; /* batches, then single rows */
+    const int64_t           n_items      = n_batches + p->input->ne[1] - n_batches * BATCH; /* then single rows */
     for (int64_t i = ith; i < n_items * n_pieces; i += nth) {
         const int64_t item  = i / n_pieces;
         const int64_t piece = i % n_pieces;
@@ -147,8 +148,8 @@ static void quantise_plane(const struct product * p, const char * rows, char * t
 static int32_t expert_of(const struct product * p, int64_t use) {
     const struct ggml_tensor * ids = p->ids;
     int32_t                    expert;
-    memcpy(&expert, (const char *) ids->data + (size_t) (use / ids->ne[0]) * ids->nb[1] + (size_t) (use % ids->ne[0]) * ids->nb[0],
-        sizeof expert);
+    const char *               token = (const char *) ids->data + (size_t) (use / ids->ne[0]) * ids->nb[1];
+    memcpy(&expert, token + (size_t) (use % ids->ne[0]) * ids->nb[0], sizeof expert);
     GGML_ASSERT(expert >= 0 && expert < p->n_experts);
     return expert;
 }
@@ -219,7 +220,8 @@ static char * packed_memory(size_t size) {
 }
 
 static float * output_row(const struct product * p, int64_t row, int64_t plane) {
-    return (float *) (void *) ((char *) p->output->data + (size_t) row * p->output->nb[1] + (size_t) plane * p->output->nb[2]);
+    char * start = (char *) p->output->data + (size_t) plane * p->output->nb[2];
+    return (float *) (void *) (start + (size_t) row * p->output->nb[1]);
 }
 
 static bool has_gaps(const struct product * p) { return p->group_size != p->group_stride; }
@@ -267,7 +269,8 @@ static void multiply_row(const struct product * p, const char * groups, int64_t 
         p->side_by_side((int) p->n_cols, to, groups, p->group_stride, activations);
     } else {
         for (int64_t i = 0; i < n_groups; ++i) {
-            p->layout->gemv((int) p->n_cols, to + i * GROUP, 0, groups + (size_t) i * p->group_stride, activations, 1, GROUP);
+            const char * group = groups + (size_t) i * p->group_stride;
+            p->layout->gemv((int) p->n_cols, to + i * GROUP, 0, group, activations, 1, GROUP);
         }
     }
 }
@@ -343,8 +346,8 @@ static const struct layout * layout_of(enum ggml_type type) {
     return NULL;
 }
 
-static struct product product_of(
-    const struct layout * layout, const struct ggml_tensor * weight, const struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
+static struct product product_of(const struct layout * layout, const struct ggml_tensor * weight,
+    const struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
     return (struct product) {
         .layout        = layout,
         .side_by_side  = llmaas_rows_kernel_of(layout->type),

@@ -1,8 +1,9 @@
 /* Products with the first columns of a weight that ggml-cpu keeps in its CPU_REPACK layout.
  *
  * There a group of rows is interleaved block by block, and a group's blocks follow each other, so the first columns of a
- * group are contiguous; but ggml-cpu's kernels take a group's length for the distance to the next. We call them a group at
- * a time (one row of activations), or on a packed copy of several groups' first columns (more rows). */
+ * group are contiguous; but ggml-cpu's kernels take a group's length for the distance to the next. We pack
+ * several groups' first columns for them (four rows of activations and more), or multiply single rows with the groups
+ * where they lie. */
 #ifndef LLMAAS_REPACKED_H
 #define LLMAAS_REPACKED_H
 

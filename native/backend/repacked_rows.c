@@ -57,7 +57,8 @@ LLMAAS_TARGET static inline __m512i high(__m512i v) { return low(_mm512_srli_epi
 LLMAAS_TARGET static inline __m512i sum_rows(__m512i first, __m512i second) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd  = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return _mm512_add_epi32(_mm512_permutex2var_epi32(first, even, second), _mm512_permutex2var_epi32(first, odd, second));
+    return _mm512_add_epi32(
+        _mm512_permutex2var_epi32(first, even, second), _mm512_permutex2var_epi32(first, odd, second));
 }
 
 LLMAAS_TARGET static inline __m512 halves(const uint16_t * first, const uint16_t * second) {
@@ -139,15 +140,16 @@ LLMAAS_TARGET static inline struct six_bits unpack(const uint8_t * packed) {
 
 /* Sums of four products a lane, which fit in 16 bits, times their row's scale in sub-block i. */
 LLMAAS_TARGET static inline __m512i scaled(__m512i sums, const struct six_bits * six, int i) {
-    const __m512i rows =
-        _mm512_or_si512(_mm512_set1_epi32((int) 0x80808000), _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+    const __m512i row   = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const __m512i rows  = _mm512_or_si512(_mm512_set1_epi32((int) 0x80808000), row); /* and zeros above */
     const __m512i bytes = _mm512_permutexvar_epi64(_mm512_set1_epi64(i), six->scales);
     return _mm512_madd_epi16(sums, _mm512_shuffle_epi8(bytes, rows));
 }
 
 /* The sums of two sub-blocks' activations side by side, four times. */
 LLMAAS_TARGET static inline __m128i sums_q8_k(const struct q8_k * a) {
-    const __m256i sums = _mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) (const void *) a->bsums), _mm256_set1_epi16(1));
+    const __m256i of_16 = _mm256_loadu_si256((const __m256i *) (const void *) a->bsums);
+    const __m256i sums  = _mm256_madd_epi16(of_16, _mm256_set1_epi16(1));
     return _mm_packs_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
 }
 
@@ -169,11 +171,12 @@ LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size
         sums[p] = mins[p] = _mm512_setzero_ps();
     }
     for (int b = 0; b < n / 256; ++b) {
-        const __m512  scale      = _mm512_set1_ps(a[b].d);
-        const __m128i half_sums = sums_q8_k(a + b);
+        const __m512  scale     = _mm512_set1_ps(a[b].d);
+        const __m128i pair_sums = sums_q8_k(a + b);
         for (int p = 0; p < PAIRS; ++p) {
-            const struct q4_kx8 * x = (const struct q4_kx8 *) (const void *) (groups + (size_t) (2 * p) * stride) + b;
-            const struct q4_kx8 * y = (const struct q4_kx8 *) (const void *) (groups + (size_t) (2 * p + 1) * stride) + b;
+            const char *          pair = groups + (size_t) (2 * p) * stride;
+            const struct q4_kx8 * x    = (const struct q4_kx8 *) (const void *) pair + b;
+            const struct q4_kx8 * y    = (const struct q4_kx8 *) (const void *) (pair + stride) + b;
             prefetch_next(x, 128, stride);
             prefetch_next(y, 128, stride);
             const struct six_bits six_x = unpack(x->scales), six_y = unpack(y->scales);
@@ -192,11 +195,15 @@ LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size
                     y0 = _mm512_dpbusd_epi32(y0, low(load(from_y)), a0);
                     y1 = _mm512_dpbusd_epi32(y1, high(load(from_y)), a1);
                 }
-                dot_x = _mm512_add_epi32(dot_x, _mm512_add_epi32(scaled(x0, &six_x, 2 * half), scaled(x1, &six_x, 2 * half + 1)));
-                dot_y = _mm512_add_epi32(dot_y, _mm512_add_epi32(scaled(y0, &six_y, 2 * half), scaled(y1, &six_y, 2 * half + 1)));
+                dot_x = _mm512_add_epi32(dot_x, scaled(x0, &six_x, 2 * half));
+                dot_x = _mm512_add_epi32(dot_x, scaled(x1, &six_x, 2 * half + 1));
+                dot_y = _mm512_add_epi32(dot_y, scaled(y0, &six_y, 2 * half));
+                dot_y = _mm512_add_epi32(dot_y, scaled(y1, &six_y, 2 * half + 1));
             }
-            const __m512i min = _mm512_inserti64x4(_mm512_castsi256_si512(min_q4_k(half_sums, &six_x)), min_q4_k(half_sums, &six_y), 1);
-            sums[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum_rows(dot_x, dot_y)), _mm512_mul_ps(halves(x->d, y->d), scale), sums[p]);
+            const __m512i min_x = _mm512_castsi256_si512(min_q4_k(pair_sums, &six_x));
+            const __m512i min   = _mm512_inserti64x4(min_x, min_q4_k(pair_sums, &six_y), 1);
+            const __m512i dot   = sum_rows(dot_x, dot_y);
+            sums[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(halves(x->d, y->d), scale), sums[p]);
             mins[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(min), _mm512_mul_ps(halves(x->dmin, y->dmin), scale), mins[p]);
         }
     }
@@ -206,8 +213,9 @@ LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size
 }
 
 static int processor_can(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
 }
 
 llmaas_rows_kernel llmaas_rows_kernel_of(enum ggml_type type) {

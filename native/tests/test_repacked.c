@@ -6,7 +6,8 @@
 
 enum { N_ROWS = 72, N_BLOCKS = 5, N_EXPERTS = 3 };
 
-static const enum ggml_type types[] = {GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q2_K, GGML_TYPE_Q4_K};
+static const enum ggml_type types[] = {
+    GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q2_K, GGML_TYPE_Q4_K};
 
 static ggml_backend_buffer_type_t repack_type(void) {
     const ggml_backend_reg_t                 reg = ggml_backend_cpu_reg();
@@ -61,7 +62,8 @@ static void compute(struct ggml_cgraph * graph, int n_threads) {
 }
 
 /* The product `node` of a whole weight, from the weight's first n_rows × n_cols. */
-static void compute_part(struct ggml_context * ctx, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols, int n_threads) {
+static void compute_part(
+    struct ggml_context * ctx, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols, int n_threads) {
     struct ggml_cgraph * original = ggml_new_graph(ctx);
     ggml_build_forward_expand(original, node);
     llmaas_graph * graph = llmaas_graph_new();
@@ -104,12 +106,14 @@ static struct ggml_tensor * new_input(struct ggml_context * ctx, int64_t n_cols,
 static struct ggml_tensor * cut(struct ggml_context * ctx, struct ggml_tensor * input, int64_t n_cols) {
     struct ggml_tensor * copy = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_cols, input->ne[1], input->ne[2]);
     for (int64_t row = 0; row < ggml_nrows(input); ++row) {
-        memcpy((uint8_t *) copy->data + (size_t) row * copy->nb[1], (uint8_t *) input->data + (size_t) row * input->nb[1], copy->nb[1]);
+        const uint8_t * from = (const uint8_t *) input->data + (size_t) row * input->nb[1];
+        memcpy((uint8_t *) copy->data + (size_t) row * copy->nb[1], from, copy->nb[1]);
     }
     return copy;
 }
 
-static void test_product(enum ggml_type type, int64_t n_inputs, int64_t n_planes, int64_t n_rows, int64_t n_blocks, int n_threads) {
+static void test_product(
+    enum ggml_type type, int64_t n_inputs, int64_t n_planes, int64_t n_rows, int64_t n_blocks, int n_threads) {
     const int64_t         block  = ggml_blck_size(type);
     struct ggml_context * whole  = new_context(true);
     struct ggml_context * part   = new_context(true);
@@ -142,7 +146,8 @@ static struct ggml_tensor * new_ids(struct ggml_context * ctx, int64_t n_used, i
     return ids;
 }
 
-static void test_experts(enum ggml_type type, int64_t n_inputs, int64_t n_tokens, int64_t n_rows, int64_t n_blocks, int n_threads) {
+static void test_experts(
+    enum ggml_type type, int64_t n_inputs, int64_t n_tokens, int64_t n_rows, int64_t n_blocks, int n_threads) {
     const int64_t         block  = ggml_blck_size(type);
     struct ggml_context * whole  = new_context(true);
     struct ggml_context * part   = new_context(true);
