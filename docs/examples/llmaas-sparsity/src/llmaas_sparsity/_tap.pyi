@@ -1,0 +1,6 @@
+"""The binding that is compiled from ``tap.c``."""
+
+from typing import Any
+
+ffi: Any
+lib: Any
