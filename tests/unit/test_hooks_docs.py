@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmaas_hooks import specs, types
+from llmaas_hooks import native, specs, types
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hooks.md"
@@ -72,9 +72,10 @@ def test_what_a_docstring_says(node):
 
 
 GIVEN = [
-    getattr(types, name)
-    for name in types.__all__
-    if name == "Engine" or dataclasses.is_dataclass(getattr(types, name))
+    getattr(module, name)
+    for module, protocols in ((types, {"Engine"}), (native, set(native.__all__) - {"States"}))
+    for name in module.__all__
+    if name in protocols or dataclasses.is_dataclass(getattr(module, name))
 ]
 
 
@@ -120,6 +121,6 @@ def test_what_hooks_take_and_return_is_documented():
         word
         for node in spec_functions()
         for word in re.findall(r"[A-Z]\w+", signature(node))
-        if word in types.__all__
+        if word in {*types.__all__, *native.__all__}
     }
     assert named - {"Tokens"} <= {kind.__name__ for kind in GIVEN}

@@ -15,10 +15,12 @@ from llmaas_hooks import (
     ContextCreate,
     HookManager,
     KVRestored,
+    ModelLoad,
     PluginError,
     Request,
     RequestStats,
     StoreError,
+    WeightClaim,
     hookimpl,
     specs,
 )
@@ -59,6 +61,14 @@ class Failing:
 
     @hookimpl
     def llmaas_kv_restore(self, request):
+        self.deeper()
+
+    @hookimpl
+    def llmaas_weights(self, load):
+        self.deeper()
+
+    @hookimpl
+    def llmaas_native_context(self, context):
         self.deeper()
 
     @hookimpl
@@ -379,6 +389,8 @@ def test_restored_cells_that_cannot_be(result):
         ("llmaas_request_end", 1, "returned int, expected None"),
         ("llmaas_kv_evict", None, "returned NoneType, expected int"),
         ("llmaas_kv_evict", "12", "returned str, expected int"),
+        ("llmaas_weights", None, "returned NoneType, expected list of WeightClaim"),
+        ("llmaas_weights", ["output.weight"], "returned list, expected list of WeightClaim"),
         ("llmaas_status", None, "returned NoneType, expected dict"),
         ("llmaas_status", {"x": np.int64(1)}, "not JSON serializable"),
         ("llmaas_status", {"x": float("nan")}, "not JSON compliant"),
@@ -389,10 +401,39 @@ def test_wrong_results_are_errors(hook, result, problem):
     call = {
         "llmaas_request_end": lambda hooks: hooks.request_end(request(), STATS),
         "llmaas_kv_evict": lambda hooks: hooks.kv_evict("chat-1"),
+        "llmaas_weights": lambda hooks: hooks.weights(ModelLoad("model.gguf", None)),
         "llmaas_status": lambda hooks: hooks.status(),
     }[hook]
     with pytest.raises(PluginError, match=f"'odd' failed in {hook}: .*{problem}"):
         call(manager(odd=plugin))
+
+
+class Claiming:
+    def __init__(self, *patterns):
+        self.claims = [WeightClaim(pattern, rows=(0, 8)) for pattern in patterns]
+        self.contexts = []
+
+    @hookimpl
+    def llmaas_weights(self, load):
+        return self.claims if load.path == "model.gguf" else []
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        self.contexts.append(context)
+
+
+def test_hook_llmaas_weights_says_whose_each_claim_is():
+    first, second = Claiming("output.weight", "blk.*"), Claiming("token_embd.weight")
+    hooks = manager("log", a=first, bad=Failing(), b=second)
+    claims = [("b", *second.claims), *(("a", claim) for claim in first.claims)]
+    assert hooks.weights(ModelLoad("model.gguf", None)) == claims
+    assert hooks.weights(ModelLoad("other.gguf", None)) == []
+
+
+def test_hook_llmaas_native_context_reaches_all():
+    first, second, context = Claiming(), Claiming(), object()
+    manager("log", a=first, bad=Failing(), b=second).native_context(context)
+    assert first.contexts == second.contexts == [context]
 
 
 def test_hook_llmaas_kv_evict():
