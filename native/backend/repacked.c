@@ -1,6 +1,5 @@
 #include "repacked.h"
 
-#include "ggml-alloc.h"
 #include "repacked_rows.h"
 
 #include <pthread.h>
@@ -15,6 +14,9 @@ enum { GROUP = 8, BATCH = 4 };
 enum { PIECE = 512 };
 
 enum { LINE = 64 }; /* of the cache */
+
+/* A quantised row that a thread has room for on its stack. */
+enum { ALONE_MAX = 32 * 1024 };
 
 /* Weight that a thread packs at a time: gemm walks over it again and again, so it must stay in a core's second-level
  * cache beside a batch of activations. */
@@ -72,12 +74,18 @@ struct product {
     const struct ggml_tensor * ids; /* NULL: MUL_MAT */
     const struct ggml_tensor * output;
 
+    size_t row_size; /* of the quantised activations */
+
     /* Scratch: */
-    atomic_llong * next_group;
-    char *         quantised;
-    size_t         row_size; /* of the quantised activations */
-    int32_t *      uses;     /* MUL_MAT_ID: indices into ids, sorted by expert; */
-    int32_t *      uses_end; /* where each expert's end */
+    char *    quantised;
+    int32_t * uses;     /* MUL_MAT_ID: indices into ids, sorted by expert; */
+    int32_t * uses_end; /* where each expert's end */
+};
+
+/* What the threads of the second step share. */
+struct work {
+    struct product product;
+    atomic_llong   next_group;
 };
 
 /* ---- the CPU_REPACK buffer type ---- */
@@ -97,9 +105,14 @@ static void find_repack_type(void) {
     }
 }
 
-bool llmaas_is_repacked(const struct ggml_tensor * weight) {
+ggml_backend_buffer_type_t llmaas_repack_type(void) {
     pthread_once(&repack_type_once, find_repack_type);
-    return repack_type && weight->buffer && ggml_backend_buffer_get_type(weight->buffer) == repack_type;
+    return repack_type;
+}
+
+bool llmaas_is_repacked(const struct ggml_tensor * weight) {
+    const ggml_backend_buffer_type_t type = llmaas_repack_type();
+    return type && weight->buffer && ggml_backend_buffer_get_type(weight->buffer) == type;
 }
 
 void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, int64_t * column_step) {
@@ -174,11 +187,8 @@ static void sort_uses(const struct product * p) {
 
 static void quantise(void * arg, int ith, int nth) {
     const struct product * p = arg;
-    if (ith == 0) {
-        atomic_store_explicit(p->next_group, 0, memory_order_relaxed); /* the barrier between the steps publishes it */
-        if (p->ids) {
-            sort_uses(p);
-        }
+    if (ith == 0 && p->ids) {
+        sort_uses(p);
     }
     for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
         quantise_plane(p, (const char *) p->input->data + (size_t) plane * p->input->nb[2],
@@ -332,14 +342,29 @@ static int64_t chunk_groups(const struct product * p, int nth) {
     return n > LLMAAS_STREAMS ? n - n % LLMAAS_STREAMS : n > 2 ? n - n % 2 : 2;
 }
 
-static void multiply(void * arg, int ith, int nth) {
-    (void) ith;
-    const struct product * p    = arg;
-    const int64_t          step = chunk_groups(p, nth);
-    int64_t                first;
-    while ((first = atomic_fetch_add_explicit(p->next_group, step, memory_order_relaxed)) < p->n_groups) {
+static void multiply_chunks(const struct product * p, atomic_llong * next_group, int nth) {
+    const int64_t step = chunk_groups(p, nth);
+    int64_t       first;
+    while ((first = atomic_fetch_add_explicit(next_group, step, memory_order_relaxed)) < p->n_groups) {
         multiply_chunk(p, first, min_i64(step, p->n_groups - first));
     }
+}
+
+static void multiply(void * arg, int ith, int nth) {
+    struct work * work = arg;
+    (void) ith;
+    multiply_chunks(&work->product, &work->next_group, nth);
+}
+
+/* Both steps in one for a single row: quantising it takes less time than waiting for the thread that does. */
+static void multiply_alone(void * arg, int ith, int nth) {
+    struct work * work = arg;
+    (void) ith;
+    _Alignas(LINE) char quantised[ALONE_MAX];
+    struct product      product = work->product;
+    product.quantised           = quantised;
+    quantise_plane(&product, product.input->data, quantised, 0, 1);
+    multiply_chunks(&product, &work->next_group, nth);
 }
 
 /* ---- a product ---- */
@@ -373,141 +398,22 @@ static struct product product_of(const struct layout * layout, const struct ggml
     };
 }
 
-static size_t activations_scratch(const struct product * p) {
-    return LINE /* the counter's own */ + (size_t) (p->input->ne[1] * p->input->ne[2]) * p->row_size;
-}
-
-static size_t uses_scratch(const struct product * p) {
-    return p->ids ? (size_t) (p->ids->ne[0] * p->ids->ne[1] + p->n_experts) * sizeof(int32_t) : 0;
-}
-
-static void set_scratch(struct product * p, char * activations, int32_t * uses) {
-    p->next_group = (atomic_llong *) (void *) activations;
-    p->quantised  = activations + LINE;
-    if (p->ids) {
-        p->uses     = uses;
-        p->uses_end = uses + p->ids->ne[0] * p->ids->ne[1];
-    }
-}
-
 bool llmaas_repacked_columns(
     llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
-    struct product p           = product_of(layout_of(weight->type), weight, node, n_rows, n_cols);
-    char *         activations = llmaas_graph_scratch(graph, 2, activations_scratch(&p));
-    int32_t *      uses        = p.ids ? llmaas_graph_scratch(graph, 3, uses_scratch(&p)) : NULL;
-    if (!activations || (p.ids && !uses)) {
-        return false;
+    struct work      work     = {.product = product_of(layout_of(weight->type), weight, node, n_rows, n_cols)};
+    struct product * p        = &work.product;
+    const int64_t    n_inputs = p->input->ne[1] * p->input->ne[2];
+    if (!p->ids && n_inputs == 1 && p->row_size <= ALONE_MAX) {
+        return llmaas_graph_step(graph, multiply_alone, &work, sizeof work);
     }
-    set_scratch(&p, activations, uses);
-    return llmaas_graph_step(graph, quantise, &p, sizeof p) && llmaas_graph_step(graph, multiply, &p, sizeof p);
+    p->quantised = llmaas_graph_scratch(graph, 2, (size_t) n_inputs * p->row_size);
+    if (p->ids) {
+        const int64_t n_uses = p->ids->ne[0] * p->ids->ne[1];
+        p->uses     = llmaas_graph_scratch(graph, 3, (size_t) (n_uses + p->n_experts) * sizeof(int32_t));
+        p->uses_end = p->uses ? p->uses + n_uses : NULL;
+    }
+    return p->quantised && (!p->ids || p->uses) && llmaas_graph_step(graph, quantise, p, sizeof *p) &&
+           llmaas_graph_step(graph, multiply, &work, sizeof work);
 }
 
-/* ---- the check ---- */
-
-/* Every way through the kernels: gemm by sixteen rows of activations and by four, and left-over rows; a row alone. */
-enum { CHECK_GROUPS = 2 * LLMAAS_STREAMS + 3, CHECK_BLOCKS = 3, CHECK_PREFIX = 2, CHECK_BATCHES = 16 + BATCH + 3 };
-enum { CHECK_ROWS = CHECK_GROUPS * GROUP };
-
-/* A small product, computed by ggml-cpu with its weight repacked. */
-struct trial {
-    struct ggml_context * weights;
-    struct ggml_context * values;
-    ggml_backend_buffer_t buffer;
-    struct ggml_tensor *  node;
-};
-
-/* The value at (row, column) of a trial's weight and of its input: the same whatever the number of columns. */
-static void fill_row(float * values, int64_t n_cols, uint32_t row) {
-    uint32_t state = row * 2654435761u + 1;
-    for (int64_t i = 0; i < n_cols; ++i) {
-        state     = state * 1664525u + 1013904223u;
-        values[i] = (float) (state >> 8) / (float) (1 << 23) - 1.0f;
-    }
-}
-
-static bool set_weight(struct ggml_tensor * weight) {
-    const size_t row_size = ggml_row_size(weight->type, weight->ne[0]);
-    float *      values   = malloc((size_t) weight->ne[0] * sizeof *values);
-    char *       rows     = malloc(CHECK_ROWS * row_size);
-    const bool   ok       = values && rows && weight->extra; /* extra: how ggml-cpu repacks it */
-    for (uint32_t row = 0; ok && row < CHECK_ROWS; ++row) {
-        fill_row(values, weight->ne[0], row);
-        ggml_quantize_chunk(weight->type, values, rows + row * row_size, 0, 1, weight->ne[0], NULL);
-    }
-    if (ok) {
-        ggml_backend_tensor_set(weight, rows, 0, CHECK_ROWS * row_size);
-    }
-    free(values);
-    free(rows);
-    return ok;
-}
-
-static void trial_end(struct trial * trial) {
-    ggml_backend_buffer_free(trial->buffer);
-    ggml_free(trial->values);
-    ggml_free(trial->weights);
-}
-
-static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols, int64_t n_inputs) {
-    const struct ggml_init_params weights = {.mem_size = 2 * ggml_tensor_overhead(), .no_alloc = true};
-    const struct ggml_init_params values  = {.mem_size = 1 << 20};
-    *trial = (struct trial) {.weights = ggml_init(weights), .values = ggml_init(values)};
-    if (!trial->weights || !trial->values) {
-        return false;
-    }
-    struct ggml_tensor * weight = ggml_new_tensor_2d(trial->weights, type, n_cols, CHECK_ROWS);
-    trial->buffer               = ggml_backend_alloc_ctx_tensors_from_buft(trial->weights, repack_type);
-    if (!trial->buffer || !set_weight(weight)) {
-        return false;
-    }
-    struct ggml_tensor * input = ggml_new_tensor_2d(trial->values, GGML_TYPE_F32, n_cols, n_inputs);
-    for (uint32_t row = 0; row < n_inputs; ++row) {
-        fill_row((float *) input->data + row * n_cols, n_cols, CHECK_ROWS + row);
-    }
-    trial->node                = ggml_mul_mat(trial->values, weight, input);
-    struct ggml_cgraph * graph = ggml_new_graph(trial->values);
-    ggml_build_forward_expand(graph, trial->node);
-    return ggml_graph_compute_with_ctx(trial->values, graph, 1) == GGML_STATUS_SUCCESS;
-}
-
-/* Whether the product of the first columns of `whole` is the one of `expected`, a trial with no others. */
-static bool same_product(const struct layout * layout, const struct trial * whole, const struct trial * expected) {
-    float              result[CHECK_ROWS * CHECK_BATCHES];
-    struct ggml_tensor node        = *whole->node;
-    node.data                      = result;
-    struct product     p           = product_of(layout, node.src[0], &node, CHECK_ROWS, expected->node->src[1]->ne[0]);
-    char *             activations = malloc(activations_scratch(&p));
-    if (activations) {
-        set_scratch(&p, activations, NULL);
-        quantise(&p, 0, 1);
-        multiply(&p, 0, 1);
-    }
-    free(activations);
-    return activations && memcmp(result, expected->node->data, ggml_nbytes(expected->node)) == 0;
-}
-
-static bool check(const struct layout * layout, int64_t n_inputs) {
-    const int64_t block = ggml_blck_size(layout->type);
-    struct trial  whole, prefix;
-    const bool    ran_whole  = trial_run(&whole, layout->type, CHECK_BLOCKS * block, n_inputs);
-    const bool    ran_prefix = trial_run(&prefix, layout->type, CHECK_PREFIX * block, n_inputs);
-    const bool    same =
-        ran_whole && ran_prefix && same_product(layout, &whole, &whole) && same_product(layout, &whole, &prefix);
-    trial_end(&whole);
-    trial_end(&prefix);
-    return same;
-}
-
-bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight) {
-    enum { UNKNOWN, YES, NO };
-    static atomic_int     verdicts[N_LAYOUTS]; /* threads that meet here find the same */
-    const struct layout * layout = layout_of(weight->type);
-    if (!layout || !llmaas_is_repacked(weight)) {
-        return false;
-    }
-    atomic_int * verdict = &verdicts[layout - layouts];
-    if (atomic_load(verdict) == UNKNOWN) {
-        atomic_store(verdict, check(layout, CHECK_BATCHES) && check(layout, 1) ? YES : NO);
-    }
-    return atomic_load(verdict) == YES;
-}
+bool llmaas_repacked_kernels_known(enum ggml_type type) { return layout_of(type) != NULL; }

@@ -1,22 +1,25 @@
 /* Products with the first columns of a weight that ggml-cpu keeps in its CPU_REPACK layout.
  *
  * There a group of rows is interleaved block by block, and a group's blocks follow each other, so the first columns of a
- * group are contiguous; but ggml-cpu's kernels take a group's length for the distance to the next. We pack
- * several groups' first columns for them (four rows of activations and more), or multiply single rows with the groups
- * where they lie. */
+ * group are contiguous; but ggml-cpu's kernels take a group's length for the distance to the next. We pack several groups'
+ * first columns for them (four rows of activations and more), or multiply single rows with the groups where they lie. */
 #ifndef LLMAAS_REPACKED_H
 #define LLMAAS_REPACKED_H
 
 #include "graph.h"
 
-/* Whether `weight` lies in a CPU_REPACK buffer. */
+/* The CPU_REPACK buffer type; NULL: this ggml-cpu has none. */
+ggml_backend_buffer_type_t llmaas_repack_type(void);
+/* Whether `weight` lies in a buffer of it. */
 bool llmaas_is_repacked(const struct ggml_tensor * weight);
 
 /* Rows that are interleaved, and columns of a block: parts of `weight` are cut at multiples of them. For a weight that is
  * not repacked: 1 row, its type's block. */
 void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, int64_t * column_step);
 
-/* Whether this layout's kernels are known, and were found to compute what ggml-cpu computes (checked once a type). */
+/* Whether ggml-cpu has the kernels we know for this type. */
+bool llmaas_repacked_kernels_known(enum ggml_type type);
+/* Whether they are known for this weight, and were found to compute what ggml-cpu computes (checked once a type). */
 bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight);
 
 /* Append the product of `weight`'s first n_rows × n_cols (multiples of its steps) with the first n_cols of src[1] of
