@@ -34,7 +34,8 @@ void * llmaas_graph_scratch(llmaas_graph * graph, int slot, size_t size);
 void llmaas_graph_fail(llmaas_graph * graph);
 bool llmaas_graph_failed(const llmaas_graph * graph);
 
-/* The finished graph, or NULL when memory ran out. Valid until the next begin. */
+/* The finished graph, or NULL when memory ran out. Valid until the next begin; to be computed once: steps count in their
+ * arguments. */
 struct ggml_cgraph * llmaas_graph_end(llmaas_graph * graph);
 
 #endif

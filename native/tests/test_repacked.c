@@ -74,8 +74,6 @@ static void compute_part(
     CHECK(rewritten);
     memset(node->data, 0xff, ggml_nbytes(node));
     compute(rewritten, n_threads);
-    memset(node->data, 0xff, ggml_nbytes(node));
-    compute(rewritten, n_threads); /* a graph may run again */
     llmaas_graph_free(graph);
 }
 
