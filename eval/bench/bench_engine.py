@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 
 from llmaas_eval.batches import batches, loaded
@@ -14,6 +15,7 @@ from llmaas_eval.nodes import NodeTimer
 from llmaas_eval.paired import compare
 from llmaas_hooks import WeightClaim, hookimpl
 from llmaas_plugins import activate
+from llmaas_plugins.demo.interval import median_interval
 
 ROUNDS = 40
 # What is timed, and the node just before it.
@@ -23,7 +25,12 @@ NODES = {
     "ffn_out": "ffn_swiglu",
     "attn_out": "kqv_out",
 }
-ROWS, COLUMNS = ("ffn_gate", "ffn_up"), ("ffn_out", "attn_out")
+PARTS = {
+    "rows": ("ffn_gate", "ffn_up"),
+    "columns": ("ffn_out", "attn_out"),
+    "columns of ffn_down": ("ffn_out",),
+    "columns of attn_output": ("attn_out",),
+}
 RATIOS = (0.25, 0.5, 0.75)
 
 
@@ -101,30 +108,34 @@ def bench_hidden_states(pair, benchmark, what, states):
 def bench_parts(request, benchmark, weights, what, source):
     """Row prefixes of gate and up, column prefixes of down and attention output, inside the model.
 
-    Figures are the sliced products' times as shares of the full ones', by part and ratio.
+    Figures are the sliced products' times as shares of vanilla's, by part and ratio.
     """
-    plugin = Native(claims(source))
-    timer = NodeTimer(NODES)
+    plugin, timer = Native(claims(source)), NodeTimer(NODES)
+    path = request.getfixturevalue("model_1b" if weights == "q4_0" else "model_1b_q4_k")
     with contextlib.ExitStack() as stack:
+        vanilla_model = stack.enter_context(loaded(path))
+        vanilla = stack.enter_context(batches(vanilla_model, timer.attach))
         stack.enter_context(activate({"on_error": "raise"}, {"bench": plugin}))
-        path = request.getfixturevalue("model_1b" if weights == "q4_0" else "model_1b_q4_k")
-        model = stack.enter_context(loaded(path))
-        native = stack.enter_context(batches(model, timer.attach))
-        times = {level: [] for level in range(len(RATIOS) + 1)}
+        native = stack.enter_context(batches(stack.enter_context(loaded(path)), timer.attach))
+
+        def taken(context):
+            context.clear()
+            timer.reset()
+            step(context, what)()
+            return dict(timer.seconds)
+
+        def at(level):
+            plugin.context.level = level
+            return taken(native)
 
         def one_round():
-            for level, taken in times.items():
-                plugin.context.level = level
-                native.clear()
-                timer.reset()
-                step(native, what)()
-                taken.append(dict(timer.seconds))
+            rounds.append([taken(vanilla), *(at(level) for level in range(len(RATIOS) + 1))])
 
+        rounds = []
         one_round()
-        for taken in times.values():
-            taken.clear()
+        rounds.clear()
         benchmark.pedantic(one_round, rounds=30)
-    benchmark.extra_info.update(shares(times))
+    benchmark.extra_info.update(shares(rounds))
 
 
 def claims(source):
@@ -137,19 +148,14 @@ def claims(source):
     ]
 
 
-def shares(times):
-    """Median over the rounds of a level's time as a share of level 0's in the same round."""
-    import numpy as np
-
-    from llmaas_plugins.demo.interval import median_interval
-
+def shares(rounds):
+    """Each level's time as a share of vanilla's in the same round: median and 95 % interval."""
     figures = {}
-    for part, nodes in (("rows", ROWS), *(((f"columns of {node}"), (node,)) for node in COLUMNS)):
-        full, *narrow = (
-            np.array([sum(one[node] for node in nodes) for one in times[level]]) for level in times
-        )
-        figures[f"{part} full ms"] = 1e3 * float(np.median(full))
-        for ratio, taken in zip(RATIOS, narrow, strict=True):
-            median, low, high = median_interval(taken / full)
+    for part, nodes in PARTS.items():
+        seconds = np.array([[sum(one[node] for node in nodes) for one in each] for each in rounds])
+        vanilla = seconds[:, 0]
+        figures[f"{part} vanilla ms"] = 1e3 * float(np.median(vanilla))
+        for level, ratio in enumerate((1, *RATIOS), start=1):
+            median, low, high = median_interval(seconds[:, level] / vanilla)
             figures[f"{part} {ratio}"] = f"{median:.3f} ({low:.3f}–{high:.3f})"
     return figures

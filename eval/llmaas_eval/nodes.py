@@ -33,11 +33,11 @@ class NodeTimer:
         self._stops = {*timed, *timed.values()}
         self._stopped = 0.0
         self.seconds = dict.fromkeys(timed, 0.0)
-        self._callback = _EVAL_CALLBACK(self._stop)
+        self._callback = llama_cpp.ggml_backend_sched_eval_callback(self._stop)
 
     def attach(self, params: Any) -> None:
         """Watch the contexts created with these ``llama_context_params``; keep the timer alive."""
-        params.cb_eval = ctypes.cast(self._callback, ctypes.c_void_p).value
+        params.cb_eval = self._callback
 
     def reset(self) -> None:
         """Start from 0."""
