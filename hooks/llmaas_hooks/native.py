@@ -1,6 +1,6 @@
 """What plugins can do inside the engine: claim weights, narrow them, and tap what graphs compute.
 
-The work itself is done in C, on the threads that compute the graph; see docs/internals.md.
+The work itself is done in C, on the threads that compute the graph; see docs/engine.md.
 """
 
 from __future__ import annotations

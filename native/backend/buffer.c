@@ -122,10 +122,10 @@ static bool is_host(ggml_backend_buffer_type_t type) {
     return false;
 }
 
-ggml_backend_buffer_type_t llmaas_buffers(ggml_backend_dev_t device) {
+ggml_backend_buffer_type_t llmaas_buffers(void) {
     static struct ggml_backend_buffer_type type = {
         .iface = {
-            .get_name = get_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host}};
-    type.device = device;
+            .get_name = get_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host},
+        .device = &llmaas_device};
     return &type;
 }

@@ -4,8 +4,9 @@
 
 #include "weights.h"
 
-/* The type; it names `device` as its own. */
-ggml_backend_buffer_type_t llmaas_buffers(ggml_backend_dev_t device);
+/* The type, and the device that it names as its own (registry.c). */
+ggml_backend_buffer_type_t        llmaas_buffers(void);
+extern struct ggml_backend_device llmaas_device;
 
 /* Whose tensors the buffers are for that this thread allocates from now on; NULL: nobody's. */
 void llmaas_buffers_belong_to(llmaas_weights * weights);

@@ -102,6 +102,9 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
 static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, void * params) {
     llmaas_engine * engine = (llmaas_engine *) backend;
     llmaas_taps_forget(&engine->taps); /* the tensors of the graph before are gone */
+    for (int i = 0; i < graph->n_nodes; i++) {
+        llmaas_taps_keep(graph->nodes[i]);
+    }
     if (llmaas_engine_in_creation(engine)) {
         llmaas_weights_note(engine->weights, graph);
     }

@@ -2,6 +2,7 @@
 #include "buffer.h"
 #include "engine.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -38,8 +39,6 @@ static void * get_cpu_proc_address(ggml_backend_reg_t reg, const char * name) {
 }
 
 /* -- the device -------------------------------------------------------------------------------------------------- */
-
-static struct ggml_backend_device device;
 
 static ggml_backend_dev_t cpu_device(void) { return ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0); }
 
@@ -92,7 +91,7 @@ static ggml_backend_buffer_type_t get_buffer_type(ggml_backend_dev_t dev) {
 }
 
 static bool is_ours(const struct ggml_tensor * tensor) {
-    return tensor && tensor->buffer && ggml_backend_buffer_get_type(tensor->buffer) == llmaas_buffers(&device);
+    return tensor && tensor->buffer && ggml_backend_buffer_get_type(tensor->buffer) == llmaas_buffers();
 }
 
 /* What ggml-cpu can do, also on weights in our buffers, which it would not take. */
@@ -110,7 +109,7 @@ static bool supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
 
 static bool supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t type) {
     (void) dev;
-    return type == llmaas_buffers(&device) || ggml_backend_dev_supports_buft(cpu_device(), type);
+    return type == llmaas_buffers() || ggml_backend_dev_supports_buft(cpu_device(), type);
 }
 
 /* -- the registry ------------------------------------------------------------------------------------------------ */
@@ -127,7 +126,7 @@ static size_t reg_device_count(ggml_backend_reg_t reg) {
 
 static ggml_backend_dev_t reg_device(ggml_backend_reg_t reg, size_t index) {
     (void) reg;
-    return index == 0 ? &device : NULL;
+    return index == 0 ? &llmaas_device : NULL;
 }
 
 /* Engines are CPU backends, so ggml-cpu's functions set their threads and abort callback. */
@@ -144,7 +143,7 @@ static struct ggml_backend_reg registry = {
                     .get_proc_address = reg_proc_address},
 };
 
-static struct ggml_backend_device device = {
+struct ggml_backend_device llmaas_device = {
     .iface = {.get_name        = get_name,
               .get_description = get_description,
               .get_memory      = get_memory,
@@ -183,14 +182,33 @@ static void unregister_if_unused(void) {
 static const char *   refusal;
 static pthread_once_t checked = PTHREAD_ONCE_INIT;
 
-static void check(void) { refusal = llmaas_abi_problem(); }
+/* Another accelerator would take the larger products before us, and no plugin would see them. */
+static const char * accelerator_problem(void) {
+    static char problem[128];
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        const ggml_backend_dev_t other = ggml_backend_dev_get(i);
+        if (other != &llmaas_device && ggml_backend_dev_type(other) == GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+            snprintf(problem, sizeof problem, "its device %s computes products before plugins see them",
+                     ggml_backend_dev_name(other));
+            return problem;
+        }
+    }
+    return NULL;
+}
+
+static void check(void) {
+    refusal = llmaas_abi_problem();
+    if (!refusal) {
+        refusal = accelerator_problem();
+    }
+}
 
 const char * llmaas_ggml_refusal(void) {
     pthread_once(&checked, check);
     return refusal;
 }
 
-void * llmaas_buffer_type(void) { return llmaas_buffers(&device); }
+void * llmaas_buffer_type(void) { return llmaas_buffers(); }
 
 void llmaas_load_begin(llmaas_weights * weights) {
     pthread_mutex_lock(&lock);

@@ -37,12 +37,32 @@ static int cache_layer(const struct ggml_tensor * tensor) {
     return sscanf(tensor->name, "cache_k_l%d", &layer) == 1 ? layer : -1;
 }
 
+/* What a node says about where tokens go: their positions or their cells; NULL: nothing. */
+static struct ggml_tensor * positions_of(const struct ggml_tensor * node) {
+    return node->op == GGML_OP_ROPE && node->src[1]->type == GGML_TYPE_I32 ? node->src[1] : NULL;
+}
+
+static struct ggml_tensor * cells_of(const struct ggml_tensor * node) {
+    const bool is_set = node->op == GGML_OP_SET_ROWS && node->src[1]->type == GGML_TYPE_I64;
+    return is_set && cache_layer(node) >= 0 ? node->src[1] : NULL;
+}
+
 void llmaas_taps_notice(llmaas_taps * taps, const struct ggml_tensor * node) {
-    if (node->op == GGML_OP_ROPE && node->src[1]->type == GGML_TYPE_I32) {
-        taps->positions = node->src[1];
-    } else if (node->op == GGML_OP_SET_ROWS && node->src[1]->type == GGML_TYPE_I64 && cache_layer(node) >= 0) {
-        taps->cells = node->src[1];
+    struct ggml_tensor * positions = positions_of(node);
+    struct ggml_tensor * cells     = cells_of(node);
+    taps->positions = positions ? positions : taps->positions;
+    taps->cells     = cells ? cells : taps->cells;
+}
+
+static void keep(struct ggml_tensor * tensor) {
+    if (tensor) {
+        ggml_set_output(tensor->view_src ? tensor->view_src : tensor); /* ggml never frees those */
     }
+}
+
+void llmaas_taps_keep(const struct ggml_tensor * node) {
+    keep(positions_of(node));
+    keep(cells_of(node));
 }
 
 struct call {

@@ -21,6 +21,8 @@ llmaas_status llmaas_taps_remove(llmaas_taps * taps, const void * user);
 
 /* Take notice of a node that says where tokens go: their positions, or their cells. */
 void llmaas_taps_notice(llmaas_taps * taps, const struct ggml_tensor * node);
+/* Before a graph's memory is laid out: that tensor must not be overwritten after its last use, as taps read it later. */
+void llmaas_taps_keep(const struct ggml_tensor * node);
 /* Another graph follows. */
 void llmaas_taps_forget(llmaas_taps * taps);
 /* Append the steps of the taps that want the states which a weight's product reads; how many. */

@@ -31,9 +31,22 @@ struct llmaas_weights {
     char             problem[192];
 };
 
+/* Contexts that compute without a pause hold the lock between them all the time: one that is being created must come
+ * before the next graph. */
+static bool init_lock(pthread_rwlock_t * lock) {
+    pthread_rwlockattr_t kind;
+    if (pthread_rwlockattr_init(&kind) != 0) {
+        return false;
+    }
+    pthread_rwlockattr_setkind_np(&kind, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    const bool ok = pthread_rwlock_init(lock, &kind) == 0;
+    pthread_rwlockattr_destroy(&kind);
+    return ok;
+}
+
 llmaas_weights * llmaas_weights_new(void) {
     llmaas_weights * weights = calloc(1, sizeof *weights);
-    if (weights && pthread_rwlock_init(&weights->lock, NULL) != 0) {
+    if (weights && !init_lock(&weights->lock)) {
         free(weights);
         return NULL;
     }

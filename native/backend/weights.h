@@ -1,7 +1,7 @@
 /* The weight table of a model: for each weight that somebody claimed, where its bytes are and which part is used.
  *
  * A source and a part know nothing of each other: the part says how many rows and columns, the source appends the nodes
- * that multiply with them. To add one, write its functions and a claim for it; nothing else changes. */
+ * that multiply with them. To add one, write its functions and a claim for it (docs/engine.md). */
 #ifndef LLMAAS_WEIGHTS_H
 #define LLMAAS_WEIGHTS_H
 

@@ -59,8 +59,7 @@ LLMAAS_API void * llmaas_buffer_type(void);
 LLMAAS_API void llmaas_load_begin(llmaas_weights * weights);
 LLMAAS_API void llmaas_load_end(void);
 
-/* Around llama_init_from_model: the context gets an engine. It lives as long as the context; NULL: no context was made,
- * or ggml gave its graphs to another backend. ECONFLICT... see llmaas_ggml_refusal() first. */
+/* Around llama_init_from_model: the context gets an engine. It lives as long as the context; NULL: no context was made. */
 typedef struct llmaas_engine llmaas_engine;
 LLMAAS_API void            llmaas_create_begin(llmaas_weights * weights);
 LLMAAS_API llmaas_engine * llmaas_create_end(void);
