@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test soak peer-tests compat lint native-test bench setup clean
+.PHONY: demo test soak peer-tests compat lint native-test tsan bench setup clean
 
 demo: setup
 	$(BIN)/llmaas demo
@@ -26,6 +26,10 @@ compat: setup $(VENV)/.clients
 
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
+
+# Engines on many threads under ThreadSanitizer, with a ggml built for it. Needs the network once, for that ggml's source.
+tsan: setup
+	PATH="$(abspath $(BIN)):$$PATH" native/tests/tsan.sh
 
 lint: setup $(VENV)/.clients
 	$(BIN)/ruff check .

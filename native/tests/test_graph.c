@@ -1,4 +1,4 @@
-/* Rewritten graphs: what ggml-cpu fuses it still fuses, scratch memory holds as long as it says, and what fails says so. */
+/* Rewritten graphs: what ggml-cpu fuses stays fused, scratch memory holds as long as it says, what fails says so. */
 #include "check.h"
 
 #include "graph.h"
