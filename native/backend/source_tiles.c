@@ -128,6 +128,9 @@ static bool load(llmaas_weight * weight, const void * bytes) {
     for (int i = 0; ok && i < state->n_tiles; i++) {
         ok = fill(weight, state, i, bytes);
     }
+    if (!ok) {
+        unload(weight); /* half of the tiles are none: problem() tells them by this */
+    }
     return ok;
 }
 

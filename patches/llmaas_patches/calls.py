@@ -100,8 +100,7 @@ def wrap_init_context(host: Host, original: Function) -> Function:
             ctx = _create(host, model, own, original)
         if ctx is not None:
             host.watch(int(ctx), int(params.n_seq_max))
-            if host.native is not None:
-                host.native.opened(int(ctx))
+            _opened(host, ctx)
         return ctx
 
     return llama_init_from_model
@@ -111,6 +110,17 @@ def _create(host: Host, model: Any, params: Any, original: Function) -> Any:
     if host.native is None:
         return original(model, params)
     return host.native.create(address(model), params, functools.partial(original, model))
+
+
+def _opened(host: Host, ctx: Any) -> None:
+    """Tell the plugins of a context; one that the app does not get must not stay."""
+    if host.native is None:
+        return
+    try:
+        host.native.opened(int(ctx))
+    except BaseException:
+        llama_cpp.llama_free(ctx)
+        raise
 
 
 def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
