@@ -585,6 +585,7 @@ int main(int argc, char ** argv) {
     life.adapter = argv[3];
     life.paths   = argv + 4;
     life.n_paths = (uint32_t) argc - 4;
+    fprintf(stderr, "seed %s\n", argv[1]);
     llama_log_set(no_log, NULL);
     llama_backend_init();
     CHECK(!llmaas_ggml_refusal());

@@ -1,8 +1,8 @@
 """Random operations on models, contexts, levels and taps, under AddressSanitizer.
 
-The program is ``native/tests/engine_life.c``: it checks results against a vanilla context's, counters
-and the registration as it goes, and stops at the first difference. ggml and llama.cpp are the
-installed ones, without instrumentation.
+The program is ``native/tests/engine_life.c``. As it goes it compares results with those of vanilla
+contexts, and looks at the counters and the registration; it stops at the first difference. ggml and
+llama.cpp are the installed ones, without instrumentation.
 """
 
 from __future__ import annotations
@@ -56,14 +56,10 @@ def files(tmp_path_factory):
 
 @pytest.mark.soak
 def test_any_order_of_operations_leaves_nothing_wrong(program, files):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    # OpenMP's threads else spin while they wait, also for those of contexts that are gone
+    seed = scale(1, random.SystemRandom().randrange(2**32))
+    # else OpenMP's threads spin while they wait, and with contexts of several there are many
     environ = os.environ | {"OMP_WAIT_POLICY": "passive"}
     done = run(program, str(seed), str(scale(500, 10_000)), *files, env=environ)
     counts = dict(part.split() for part in done.strip().split(", "))
-    never = [name for name, n in counts.items() if n == "0"]
-    assert set(never) <= {
-        "refused",
-        "adapt",
-    }  # refused: a claim this processor's layouts cannot meet
+    never = {name for name, n in counts.items() if n == "0"}
+    assert never <= {"refused"}  # claims that the layouts of this processor cannot meet
