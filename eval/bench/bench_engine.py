@@ -6,6 +6,7 @@ Both contexts share the model's weights, and take turns batch by batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from llmaas_hooks import WeightClaim, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.demo.interval import median_interval
 
-ROUNDS = 40
+ROUNDS = 30
 # What is timed, and the node just before it.
 NODES = {
     "ffn_up": "ffn_gate",
@@ -62,8 +63,8 @@ def pair(request):
         yield vanilla, native, plugin.context
 
 
-def step(batches, what):
-    return batches.prefill if what == "prefill" else batches.generate
+def step(batches, what, n_prompt=512):
+    return functools.partial(batches.prefill, n_prompt) if what == "prefill" else batches.generate
 
 
 def clear_both(vanilla, native):
@@ -92,8 +93,10 @@ def bench_density(pair, benchmark, what, row_step, layer_step):
         compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
 
 
-@pytest.mark.parametrize("states", ["ffn_input", "final_norm"])
-@pytest.mark.parametrize("what", ["prefill", "generate"])
+@pytest.mark.parametrize(
+    ("what", "states"),
+    [("prefill", "ffn_input"), ("generate", "ffn_input"), ("generate", "final_norm")],
+)
 def bench_hidden_states(pair, benchmark, what, states):
     """The states of every output, captured."""
     vanilla, native, context = pair
@@ -108,6 +111,8 @@ def bench_hidden_states(pair, benchmark, what, states):
 def bench_parts(request, benchmark, weights, what, source):
     """Row prefixes of gate and up, column prefixes of down and attention output, inside the model.
 
+    128 tokens at once, or 8 one by one.
+
     Figures are the sliced products' times as shares of vanilla's, by part and ratio.
     """
     plugin, timer = Native(claims(source)), NodeTimer(NODES)
@@ -121,7 +126,7 @@ def bench_parts(request, benchmark, weights, what, source):
         def taken(context):
             context.clear()
             timer.reset()
-            step(context, what)()
+            step(context, what, n_prompt=128)()
             return dict(timer.seconds)
 
         def at(level):
@@ -134,7 +139,7 @@ def bench_parts(request, benchmark, weights, what, source):
         rounds = []
         one_round()
         rounds.clear()
-        benchmark.pedantic(one_round, rounds=30)
+        benchmark.pedantic(one_round, rounds=ROUNDS)
     benchmark.extra_info.update(shares(rounds))
 
 

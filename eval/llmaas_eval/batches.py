@@ -43,7 +43,7 @@ class Batches:
         """Forget all tokens."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), False)
 
-    def prefill(self, n: int = 512) -> None:
+    def prefill(self, n: int) -> None:
         """Evaluate ``n`` tokens as one batch; ``clear`` comes first."""
         self._decode(n)
 
