@@ -1,0 +1,246 @@
+"""The backend is in ggml's registry while contexts need it, once, and at no other time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from claiming import Claimer, created, evaluate, loaded, native, opened, vanilla
+from soak import scale
+
+from llmaas_eval.families import write_family
+from llmaas_hooks import WeightClaim
+from llmaas_patches.native import load_library
+
+REFUSED = {"type_v": llama_cpp.GGML_TYPE_Q8_0, "flash_attn_type": 0}
+"""Settings that llama.cpp refuses before it makes a backend."""
+DOWN = r"blk\.\d+\.ffn_down\.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Path of a small model."""
+    return write_family("llama", tmp_path_factory.mktemp("model") / "llama.gguf")
+
+
+@functools.cache
+def ggml():
+    """The ggml that libllama uses."""
+    library = ctypes.CDLL("libggml.so.0")
+    for name in ("reg_count", "dev_count"):
+        getattr(library, f"ggml_backend_{name}").restype = ctypes.c_size_t
+    for name in ("reg_get", "reg_by_name", "reg_get_proc_address", "dev_get"):
+        getattr(library, f"ggml_backend_{name}").restype = ctypes.c_void_p
+    for name in ("reg_name", "dev_name"):
+        getattr(library, f"ggml_backend_{name}").restype = ctypes.c_char_p
+    return library
+
+
+def registry():
+    """Names in ggml's registry: of backends, of devices; and the function that sets pools."""
+    library = ggml()
+    backends = [
+        library.ggml_backend_reg_name(ctypes.c_void_p(library.ggml_backend_reg_get(size)))
+        for size in map(ctypes.c_size_t, range(library.ggml_backend_reg_count()))
+    ]
+    devices = [
+        library.ggml_backend_dev_name(ctypes.c_void_p(library.ggml_backend_dev_get(size)))
+        for size in map(ctypes.c_size_t, range(library.ggml_backend_dev_count()))
+    ]
+    cpu = ctypes.c_void_p(library.ggml_backend_reg_by_name(b"CPU"))
+    asked = b"ggml_backend_cpu_set_threadpool"
+    return backends, devices, library.ggml_backend_reg_get_proc_address(cpu, asked)
+
+
+@pytest.fixture
+def untouched():
+    """ggml's registry, which must be as it was when the test ends."""
+    before = registry()
+    assert b"LLMAAS" not in before[0] + before[1]
+    yield before
+    assert registry() == before
+    assert load_library().lib.llmaas_engine_count() == 0
+    assert not load_library().lib.llmaas_backend_registered()
+
+
+def is_there_once(untouched):
+    backends, devices, set_pool = registry()
+    assert sorted(backends) == sorted([*untouched[0], b"LLMAAS"])
+    assert sorted(devices) == sorted([*untouched[1], b"LLMAAS"])
+    assert set_pool != untouched[2]
+    assert load_library().lib.llmaas_backend_registered()
+    return True
+
+
+def n_engines():
+    return load_library().lib.llmaas_engine_count()
+
+
+WITHOUT = """
+import sys
+from claiming import opened, evaluate, native
+from llmaas_hooks import hookimpl
+
+class Other:
+    @hookimpl
+    def llmaas_decode(self, step):
+        pass
+
+with native(other=Other()), opened(sys.argv[1]) as ctx:
+    evaluate(ctx)
+    with open("/proc/self/maps") as maps:
+        print("libllmaas_ggml" in maps.read(), "llmaas_patches.native._ffi" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_without_a_native_plugin_the_library_is_not_loaded(model):
+    support = Path(__file__).parents[1] / "support"
+    said = subprocess.run(
+        [sys.executable, "-c", WITHOUT, model],
+        env=os.environ | {"PYTHONPATH": str(support)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == "False False\n"
+
+
+def test_it_is_registered_from_the_first_context_to_the_last_ones_end(model, untouched):
+    plugin = Claimer()
+    with native(plugin=plugin), loaded(model) as llama:
+        assert registry() == untouched
+        with created(llama) as first:
+            assert is_there_once(untouched)
+            with created(llama):
+                assert is_there_once(untouched)
+                assert n_engines() == 2
+            assert is_there_once(untouched)
+            evaluate(first)
+        assert registry() == untouched
+        with created(llama):
+            assert is_there_once(untouched)
+            with loaded(model) as other, created(other):
+                assert is_there_once(untouched)
+        assert registry() == untouched
+    assert len(plugin.contexts) == 4
+
+
+@contextlib.contextmanager
+def little_memory():
+    """128 MiB more than the process has now."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (128 << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("claims", [(), (WeightClaim(DOWN, source="tiles"),)], ids=["none", "own"])
+def test_a_context_that_cannot_be_created_leaves_nothing(model, untouched, claims):
+    plugin = Claimer(*claims)
+    with native(plugin=plugin), loaded(model) as llama:
+        with created(llama, **REFUSED) as ctx:
+            assert ctx is None
+        with little_memory(), created(llama, n_ctx=1 << 19) as ctx:  # half a GiB of cells
+            assert ctx is None
+        assert registry() == untouched
+        assert plugin.contexts == []
+        with created(llama) as ctx:
+            assert is_there_once(untouched)
+            evaluate(ctx)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path, untouched):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    with native(plugin=Claimer(WeightClaim(DOWN, source="tiles"))):
+        for path in (broken, tmp_path / "missing.gguf"):
+            with loaded(path) as llama:
+                assert llama is None
+        assert registry() == untouched
+
+
+def test_a_context_outlives_the_suite(model, untouched):
+    expected = vanilla(model)
+    plugin = Claimer(WeightClaim(DOWN, columns=(64,)))
+    with loaded(model) as llama:
+        with native(plugin=plugin):
+            ours = created(llama)
+            ctx = ours.__enter__()
+        assert is_there_once(untouched)
+        with pytest.raises(ReferenceError):
+            plugin.contexts[0].stats()
+        assert np.array_equal(evaluate(ctx), expected)
+        with created(llama) as plain:  # nobody announced it, so it has no engine
+            assert n_engines() == 1
+            assert np.array_equal(evaluate(plain), expected)
+        ours.__exit__(None, None, None)
+        assert registry() == untouched
+
+
+def test_a_second_activation_works(model, untouched):
+    for _ in range(3):
+        plugin = Claimer()
+        with native(plugin=plugin), opened(model) as ctx:
+            evaluate(ctx)
+            assert plugin.contexts[0].stats()["graphs"] > 0
+            assert is_there_once(untouched)
+        assert registry() == untouched
+
+
+def test_an_activation_takes_over_while_another_ones_context_is_open(model, untouched):
+    first, second = Claimer(), Claimer()
+    with contextlib.ExitStack() as stack:
+        with native(plugin=first):
+            stack.enter_context(opened(model))
+        with native(plugin=second), opened(model) as ctx:
+            assert n_engines() == 2
+            evaluate(ctx)
+            assert second.contexts[0].stats()["graphs"] > 0
+        assert is_there_once(untouched)
+    assert len(first.contexts) == len(second.contexts) == 1
+
+
+@pytest.mark.soak
+def test_threads_open_and_close_models_and_contexts(model, untouched):
+    expected = vanilla(model)
+    plugin, failed = Claimer(WeightClaim(DOWN, columns=(0, 64))), []
+
+    def life(seed):
+        random = np.random.default_rng(seed)
+        try:
+            for _ in range(scale(12, 400)):
+                with contextlib.ExitStack() as stack:
+                    llama = stack.enter_context(loaded(model))
+                    for _ in range(random.integers(1, 4)):
+                        ctx = stack.enter_context(created(llama))
+                        if random.random() < 0.3:
+                            assert np.array_equal(evaluate(ctx), expected)
+                    with created(llama, **REFUSED if random.random() < 0.2 else {}):
+                        pass
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    with native(plugin=plugin):
+        threads = [threading.Thread(target=life, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert len(plugin.contexts) >= 4 * scale(12, 400)
