@@ -15,7 +15,7 @@ from watching import Watch, values_of
 
 Q8_0 = int(GGMLQuantizationType.Q8_0)
 OFF, ON = 0, 1
-FAMILIES = ("llama", "qwen3", "gemma3", "llama-moe", "gpt-oss")
+FAMILIES = ("llama", "qwen3", "gemma3", "llama-moe", "gpt-oss", "deepseek2", "granitehybrid")
 TOKENS = tuple(range(300, 420))
 PIECES = (50, 40, 27, 1, 1, 1)
 CONTEXT = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 32}
@@ -216,6 +216,16 @@ def test_density_of_quantised_cells(family, settings, watch):
     assert_same(tapped(path, batches, **settings), expected)
 
 
+@pytest.mark.parametrize(("flash", "watch"), [(OFF, own_softmax), (ON, own_operands)])
+def test_density_of_graphs_that_come_in_pieces(family, flash, watch):
+    """An app's own callback has llama.cpp cut them."""
+    path, batches = family("llama"), list(pieces())
+    expected = reference(path, batches, watch(), flash_attn_type=flash)
+    cut = Watch(lambda tensor: tensor.op % 3 == 0, lambda _tensor: None)
+    assert_same(tapped(path, batches, flash_attn_type=flash, **cut.settings), expected)
+    assert len(cut.take()) > len(PIECES)
+
+
 def test_density_where_a_window_forgets_cells(family):
     """Gemma's second cache reuses cells; its softmax is that of a cache that keeps them all."""
     path, batches, off = family("gemma3"), list(pieces()), {"flash_attn_type": OFF}
@@ -294,6 +304,15 @@ def test_states_are_the_tensors_of_the_graph(family, name, states, layer, tensor
         assert len(captured.take()) == 0
     assert len(found) == len(TOKENS)
     assert np.array_equal(found, np.concatenate(rows))
+
+
+def test_the_last_layer_sees_only_the_tokens_whose_logits_are_wanted(native_context):
+    ctx, context = native_context
+    kinds = (("ffn_input", 0), ("ffn_input", 1), ("final_norm", None))
+    taps = [context.hidden_states(states, layer=layer) for states, layer in kinds]
+    tokens = (llama_cpp.llama_token * 20)(*TOKENS[:20])
+    assert llama_cpp.llama_decode(ctx, llama_cpp.llama_batch_get_one(tokens, 20)) == 0
+    assert [len(tap.take()) for tap in taps] == [20, 1, 1]
 
 
 def test_states_come_piece_by_piece(native_context):
