@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
 import shutil
 
 import llama_cpp
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
 
 from llmaas_hooks import hookimpl
@@ -132,19 +133,28 @@ def claimed(path, *claims, level=0, **settings):
         return found
 
 
+@functools.cache
+def places(path):
+    """Name, type, NumPy's type and shape, and offset of each tensor; reading them takes a while."""
+    return [
+        (each.name, each.tensor_type, each.data.dtype, each.data.shape, int(each.data_offset))
+        for each in GGUFReader(path).tensors
+    ]
+
+
 def zeroed(path, copy, pattern, *, rows=None, columns=None):
     """A copy of a model in which only these rows or columns of some weights are not zero."""
     shutil.copyfile(path, copy)
-    found = [t for t in GGUFReader(copy, "r+").tensors if re.fullmatch(pattern, t.name)]
+    found = [place for place in places(path) if re.fullmatch(pattern, place[0])]
     assert found
-    for tensor in found:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.tensor_type)]
+    for _, kind, dtype, shape, offset in found:
+        data = np.memmap(copy, dtype, "r+", offset, shape)
+        block, size = GGML_QUANT_SIZES[kind]
         if rows is not None:  # bytes of zero are zeros in every type
-            tensor.data[..., rows:, :] = 0
+            data[..., rows:, :] = 0
         else:
             assert columns % block == 0
-            first = columns // block * size // tensor.data.itemsize
-            tensor.data[..., first:] = 0
+            data[..., columns // block * size // data.itemsize :] = 0
     return copy
 
 
