@@ -2,7 +2,7 @@
 # Engines on many threads under ThreadSanitizer: native/tests/tsan.sh [rounds] [build folder] [ggml folder]
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
-rounds=${1:-10}
+rounds=${1:-4} # of three contexts: each kind once
 build=${2:-$root/build/tsan}
 ggml=${3:-$root/build/ggml-tsan}
 "$root/native/tests/ggml.sh" "$ggml"
