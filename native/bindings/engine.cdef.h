@@ -8,6 +8,7 @@ typedef struct llmaas_states llmaas_states;
 typedef struct llmaas_tensor_info {
     char name[64];
     int32_t type;
+    int64_t n_rows;
     uint64_t offset;
     uint64_t n_bytes;
 } llmaas_tensor_info;

@@ -45,8 +45,16 @@ def n_engines():
 @pytest.mark.parametrize(
     ("one", "other", "what"),
     [
-        (WeightClaim(UP, rows=(8,)), WeightClaim(r"blk\.1\..*", columns=(32,)), "part"),
-        (WeightClaim(UP, source="file"), WeightClaim(r"blk\.1\..*", source="tiles"), "source"),
+        (
+            WeightClaim(UP, rows=(8,)),
+            WeightClaim(r"blk\.1\.ffn_(up|down)\.weight", columns=(32,)),
+            "part",
+        ),
+        (
+            WeightClaim(UP, source="file"),
+            WeightClaim(r"blk\.1\.ffn_(up|down)\.weight", source="tiles"),
+            "source",
+        ),
     ],
     ids=["part", "source"],
 )
@@ -140,27 +148,36 @@ def test_sixteen_tiles_are_not_too_many(wide):
     np.testing.assert_allclose(claimed(wide, sixteen, level=-1), vanilla(wide), atol=0.01)
 
 
-def test_a_part_of_what_no_graph_multiplies_is_refused_by_name(model):
-    with native(plugin=Claimer(WeightClaim(NORM, rows=(8,)))), loaded(model) as llama:
-        named = r"'plugin' failed.*blk\.0\.attn_norm\.weight.*no graph multiplies"
-        with pytest.raises(PluginError, match=named), created(llama):
+@pytest.fixture(scope="module")
+def looks_up(tmp_path_factory):
+    """Path of a model that looks its token embeddings up, and multiplies with another matrix."""
+    return write_family("gpt-oss", tmp_path_factory.mktemp("model") / "gpt-oss.gguf")
+
+
+EMBEDDINGS = WeightClaim(r"token_embd\.weight", rows=(8,))
+NO_GRAPH = r"'plugin' failed.*token_embd\.weight.*no graph multiplies"
+
+
+def test_a_part_of_what_no_graph_multiplies_is_refused_by_name(looks_up):
+    with native(plugin=Claimer(EMBEDDINGS)), loaded(looks_up) as llama:
+        with pytest.raises(PluginError, match=NO_GRAPH), created(llama):
             pytest.fail("it was created")
         assert n_engines() == 0
 
 
-def test_a_part_of_what_no_graph_multiplies_is_logged(model, said):
-    expected = vanilla(model)
-    plugin = Claimer(WeightClaim(NORM, rows=(8,)), WeightClaim(UP, rows=(8,)))
-    with native("log", plugin=plugin), opened(model) as ctx:
+def test_a_part_of_what_no_graph_multiplies_is_logged(looks_up, said):
+    expected = vanilla(looks_up)
+    plugin = Claimer(EMBEDDINGS, WeightClaim(r"blk\.\d+\.ffn_up_exps\.weight", rows=(8,)))
+    with native("log", plugin=plugin), opened(looks_up) as ctx:
         assert np.array_equal(evaluate(ctx), expected)
     (line,) = said()
-    assert re.search(r"'plugin' failed.*blk\.0\.attn_norm\.weight.*no graph multiplies", line)
+    assert re.search(NO_GRAPH, line)
     assert len(plugin.contexts) == 1
 
 
 @pytest.mark.parametrize("source", ["tiles", "file"])
 @pytest.mark.parametrize("on_error", ["log", "raise"])
-def test_the_source_of_what_no_graph_multiplies_is_refused(model, on_error, source):
+def test_the_source_of_a_vector_is_refused(model, on_error, source):
     script = f"""
 from claiming import *
 from llmaas_hooks import PluginError, WeightClaim

@@ -7,15 +7,16 @@ import re
 import pytest
 
 from llmaas_hooks import ConfigError, PluginError, WeightClaim
-from llmaas_patches.native.claims import overrides, resolve, split_paths
+from llmaas_patches.native.claims import Place, overrides, resolve, split_paths
 
 NAMES = [f"blk.{i}.{part}.weight" for i in range(12) for part in ("ffn_up", "ffn_up_exps")]
 ENDS = ["token_embd.weight", "output.weight"]
+PLACES = {name: Place("model.gguf", 0, is_matrix=True) for name in NAMES + ENDS}
 UP = r"blk\.\d+\.ffn_up\.weight"
 
 
 def found(*claims):
-    return resolve([("one", claim) for claim in claims], NAMES + ENDS)
+    return resolve([("one", claim) for claim in claims], PLACES)
 
 
 def test_a_pattern_means_whole_names():
@@ -24,10 +25,17 @@ def test_a_pattern_means_whole_names():
     assert wrong == []
 
 
+def test_a_vector_is_not_multiplied_with():
+    places = PLACES | {"blk.0.ffn_norm.weight": Place("model.gguf", 0, is_matrix=False)}
+    claimed, wrong = resolve([("one", WeightClaim(r"blk\.0\.ffn_.*", rows=(8,)))], places)
+    assert claimed == {}
+    assert "blk.0.ffn_norm.weight is a vector" in str(wrong[0])
+
+
 def test_each_property_has_its_owner():
     rows = WeightClaim(UP, rows=(0, 8))
     claims = [("first", rows), ("second", WeightClaim(UP, source="file"))]
-    claimed, wrong = resolve(claims, NAMES)
+    claimed, wrong = resolve(claims, PLACES)
     assert {len(claimed), len(wrong)} == {12, 0}
     each = claimed["blk.11.ffn_up.weight"]
     assert each.part == ("first", rows)
@@ -53,7 +61,7 @@ def test_one_claim_may_have_both():
 def test_two_plugins_cannot_have_the_same(claims, request):
     what = request.node.callspec.id
     with pytest.raises(ConfigError, match=rf"'a' and 'b'.*the {what} of blk\.3\.ffn_up\.weight"):
-        resolve(zip("ab", claims, strict=True), NAMES)
+        resolve(zip("ab", claims, strict=True), PLACES)
     with pytest.raises(ConfigError, match=rf"'one' claims the {what} of blk\.3.* twice"):
         found(*claims)
 

@@ -22,6 +22,7 @@ LLMAAS_API void             llmaas_weights_release(llmaas_weights * weights);
 typedef struct llmaas_tensor_info {
     char     name[64];
     int32_t  type; /* enum ggml_type */
+    int64_t  n_rows; /* of a matrix; 1: a vector */
     uint64_t offset; /* of its bytes in the file */
     uint64_t n_bytes;
 } llmaas_tensor_info;

@@ -29,10 +29,11 @@ _MAX_LEVELS = 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is: the file, and the offset of its bytes in it."""
+    """Where a tensor is: the file, the offset of its bytes in it, and whether it is a matrix."""
 
     path: str
     offset: int
+    is_matrix: bool
 
 
 @dataclass(slots=True)
@@ -59,25 +60,26 @@ def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:
             continue  # libllama says better what is wrong with it
         for i in range(n[0]):
             info = infos[0][i]
-            places[ffi.string(info.name).decode()] = Place(path, int(info.offset))
+            places[ffi.string(info.name).decode()] = Place(
+                path, int(info.offset), int(info.n_rows) > 1
+            )
         lib.llmaas_gguf_tensors_free(infos[0])
     return places
 
 
 def resolve(
-    claims: Iterable[tuple[str, WeightClaim]], names: Iterable[str]
+    claims: Iterable[tuple[str, WeightClaim]], places: Mapping[str, Place]
 ) -> tuple[dict[str, Resolved], list[PluginError]]:
     """What is claimed of each tensor, and which claims are wrong; those are left out.
 
     Raises:
         ConfigError: Two plugins claim the same property of a tensor.
     """
-    names = list(names)
     found: dict[str, Resolved] = {}
     wrong = []
     for plugin, claim in claims:
         try:
-            matched = _matched(claim, names)
+            matched = _matched(claim, places)
         except ConfigError as error:
             wrong.append(PluginError(plugin, HOOK, error))
             continue
@@ -86,7 +88,7 @@ def resolve(
     return found, wrong
 
 
-def _matched(claim: WeightClaim, names: list[str]) -> list[str]:
+def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
     """Names of the tensors that a claim means.
 
     Raises:
@@ -103,9 +105,12 @@ def _matched(claim: WeightClaim, names: list[str]) -> list[str]:
         pattern = re.compile(claim.pattern)
     except re.error as error:
         raise ConfigError(f"{claim.pattern!r} is not a regular expression: {error}") from error
-    matched = [name for name in names if pattern.fullmatch(name)]
+    matched = [name for name in places if pattern.fullmatch(name)]
     if not matched:
         raise ConfigError(f"{claim.pattern!r} matches no tensor of the model")
+    vectors = [name for name in matched if not places[name].is_matrix]
+    if vectors:
+        raise ConfigError(f"{vectors[0]} is a vector; only what is multiplied with can be claimed")
     looked_up = [name for name in matched if claim.source and name.startswith("token_embd.")]
     if looked_up:
         raise ConfigError(f"{looked_up[0]} is looked up row by row; its source stays llama.cpp's")
