@@ -1,10 +1,10 @@
-"""Tiny models of every family, in every type of weights."""
+"""Tiny models of every family, in every type of weights, and an engine on one of them."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
+from batches import CONTEXT
+from claiming import Claimer, created, loaded, native
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family, write_lora
@@ -16,14 +16,13 @@ def family(tmp_path_factory):
     """Path of a family's model, by name and type of its matrices; written once."""
     folder = tmp_path_factory.mktemp("families")
 
-    @functools.cache
-    def original(name):
-        path = folder / f"{name}.gguf"
-        return write_family(name, path, weights=GGMLQuantizationType.F16)
-
-    @functools.cache
     def find(name, weights="Q8_0"):
-        return quantise(original(name), folder / f"{name}-{weights}.gguf", weights)
+        path = folder / f"{name}-{weights}.gguf"
+        if path.exists():
+            return path
+        if weights in ("F32", "F16"):
+            return write_family(name, path, weights=GGMLQuantizationType[weights])
+        return quantise(find(name, "F16"), path, weights)
 
     return find
 
@@ -32,3 +31,15 @@ def family(tmp_path_factory):
 def lora(tmp_path_factory):
     """Path of an adapter for the llama family."""
     return write_lora("llama", tmp_path_factory.mktemp("lora") / "lora.gguf")
+
+
+@pytest.fixture
+def native_context(family):
+    """A context on the llama family, and what plugins see of it."""
+    plugin = Claimer()
+    with (
+        native(plugin=plugin),
+        loaded(family("llama")) as model,
+        created(model, **CONTEXT) as ctx,
+    ):
+        yield ctx, plugin.contexts[0]

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from claiming import Claimer, claimed, created, evaluate, loaded, native, opened, vanilla
-from gguf import GGMLQuantizationType
+from claiming import (
+    Claimer,
+    claimed,
+    created,
+    evaluate,
+    in_a_process,
+    loaded,
+    n_engines,
+    native,
+    opened,
+    vanilla,
+)
+from matrices import DOWN, UP
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, PluginError, WeightClaim, hookimpl
 
-UP = r"blk\.\d+\.ffn_up\.weight"
-DOWN = r"blk\.\d+\.ffn_down\.weight"
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture
+def model(family):
     """Path of a small model."""
-    return write_family("llama", tmp_path_factory.mktemp("model") / "llama.gguf")
+    return family("llama")
 
 
 @pytest.fixture
 def said(caplog):
     """What the suite logged, line by line."""
     return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")]
-
-
-def n_engines():
-    from llmaas_patches.native import load_library
-
-    return load_library().lib.llmaas_engine_count()
 
 
 # -- two plugins, one weight ------------------------------------------------------------------
@@ -117,11 +114,10 @@ def test_the_other_claims_of_the_plugin_hold(model, said):
 NORM = r"blk\.0\.attn_norm\.weight"
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
+@pytest.fixture
+def wide(family):
     """Path of a model whose weights can be cut at any column."""
-    path = tmp_path_factory.mktemp("model") / "llama.gguf"
-    return write_family("llama", path, weights=GGMLQuantizationType.F16)
+    return family("llama", "F16")
 
 
 TOO_MANY = WeightClaim(DOWN, source="tiles", columns=tuple(range(16, 272, 16)))
@@ -148,10 +144,10 @@ def test_sixteen_tiles_are_not_too_many(wide):
     np.testing.assert_allclose(claimed(wide, sixteen, level=-1), vanilla(wide), atol=0.01)
 
 
-@pytest.fixture(scope="module")
-def looks_up(tmp_path_factory):
+@pytest.fixture
+def looks_up(family):
     """Path of a model that looks its token embeddings up, and multiplies with another matrix."""
-    return write_family("gpt-oss", tmp_path_factory.mktemp("model") / "gpt-oss.gguf")
+    return family("gpt-oss")
 
 
 EMBEDDINGS = WeightClaim(r"token_embd\.weight", rows=(8,))
@@ -194,19 +190,6 @@ print("alive", np.array_equal(vanilla({str(model)!r}), expected))
     assert done.returncode == 0, done.stderr[-1000:]
     assert "attn_norm.weight" in done.stdout + done.stderr
     assert done.stdout.endswith("alive True\n")
-
-
-def in_a_process(script):
-    """A script that may take its process with it."""
-    support = Path(__file__).parents[1] / "support"
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": str(support)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 # -- hooks that fail --------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import resource
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,22 +13,31 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import pytest
-from claiming import Claimer, created, evaluate, loaded, native, opened, vanilla
+from claiming import (
+    Claimer,
+    created,
+    evaluate,
+    in_a_process,
+    loaded,
+    n_engines,
+    native,
+    opened,
+    vanilla,
+)
+from matrices import DOWN
 from soak import scale
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import WeightClaim
 from llmaas_patches.native import load_library
 
 REFUSED = {"type_v": llama_cpp.GGML_TYPE_Q8_0, "flash_attn_type": 0}
 """Settings that llama.cpp refuses before it makes a backend."""
-DOWN = r"blk\.\d+\.ffn_down\.weight"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture
+def model(family):
     """Path of a small model."""
-    return write_family("llama", tmp_path_factory.mktemp("model") / "llama.gguf")
+    return family("llama")
 
 
 @functools.cache
@@ -69,7 +76,7 @@ def untouched():
     assert b"LLMAAS" not in before[0] + before[1]
     yield before
     assert registry() == before
-    assert load_library().lib.llmaas_engine_count() == 0
+    assert n_engines() == 0
     assert not load_library().lib.llmaas_backend_registered()
 
 
@@ -80,10 +87,6 @@ def is_there_once(untouched):
     assert set_pool != untouched[2]
     assert load_library().lib.llmaas_backend_registered()
     return True
-
-
-def n_engines():
-    return load_library().lib.llmaas_engine_count()
 
 
 WITHOUT = """
@@ -105,15 +108,9 @@ with native(other=Other()), opened(sys.argv[1]) as ctx:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_without_a_native_plugin_the_library_is_not_loaded(model):
-    support = Path(__file__).parents[1] / "support"
-    said = subprocess.run(
-        [sys.executable, "-c", WITHOUT, model],
-        env=os.environ | {"PYTHONPATH": str(support)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout == "False False\n"
+    done = in_a_process(WITHOUT, model)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout == "False False\n"
 
 
 def test_it_is_registered_from_the_first_context_to_the_last_ones_end(model, untouched):

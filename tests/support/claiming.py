@@ -1,21 +1,17 @@
-"""A plugin that claims weights, models with zeroed parts, and logits through the C API."""
+"""A plugin that claims weights, and logits through the C API."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import re
-import shutil
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
-from gguf import GGUFReader
-from gguf.constants import GGML_QUANT_SIZES
 
 from llmaas_hooks import hookimpl
-
-TOKENS = tuple(range(5, 42))
 
 
 class Claimer:
@@ -100,20 +96,19 @@ def decode(ctx, tokens, start):
         llama_cpp.llama_batch_free(batch)
 
 
+def step(ctx, tokens, start):
+    """Logits of a batch, a row for each token."""
+    assert decode(ctx, tokens, start) == 0
+    vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
+    shape = len(tokens), llama_cpp.llama_vocab_n_tokens(vocab)
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits(ctx), shape).copy()
+
+
 def evaluate(ctx):
-    """Logits of TOKENS from an empty memory: a batch of most of them, then one by one."""
+    """Logits of some tokens from an empty memory: most of them in a batch, then one by one."""
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
-    n_vocab = llama_cpp.llama_vocab_n_tokens(
-        llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
-    )
-    parts = [TOKENS[:-2], TOKENS[-2:-1], TOKENS[-1:]]
-    found, start = [], 0
-    for part in parts:
-        assert decode(ctx, part, start) == 0
-        rows = llama_cpp.llama_get_logits(ctx)
-        found.append(np.ctypeslib.as_array(rows, (len(part), n_vocab)).copy())
-        start += len(part)
-    return np.concatenate(found)
+    batches = (range(5, 40), 0), ([40], 35), ([41], 36)
+    return np.concatenate([step(ctx, tokens, start) for tokens, start in batches])
 
 
 def vanilla(path, **settings):
@@ -133,33 +128,20 @@ def claimed(path, *claims, level=0, **settings):
         return found
 
 
-@functools.cache
-def places(path):
-    """Name, type, NumPy's type and shape, and offset of each tensor; reading them takes a while."""
-    return [
-        (each.name, each.tensor_type, each.data.dtype, each.data.shape, int(each.data_offset))
-        for each in GGUFReader(path).tensors
-    ]
+def n_engines():
+    """How many there are."""
+    from llmaas_patches.native import load_library
+
+    return load_library().lib.llmaas_engine_count()
 
 
-def zeroed(path, copy, pattern, *, rows=None, columns=None):
-    """A copy of a model in which only these rows or columns of some weights are not zero."""
-    shutil.copyfile(path, copy)
-    found = [place for place in places(path) if re.fullmatch(pattern, place[0])]
-    assert found
-    for _, kind, dtype, shape, offset in found:
-        data = np.memmap(copy, dtype, "r+", offset, shape)
-        block, size = GGML_QUANT_SIZES[kind]
-        if rows is not None:  # bytes of zero are zeros in every type
-            data[..., rows:, :] = 0
-        else:
-            assert columns % block == 0
-            data[..., columns // block * size // data.itemsize :] = 0
-    return copy
-
-
-def add_adapter(model, ctx, path):
-    """Apply a LoRA adapter in full."""
-    adapter = llama_cpp.llama_adapter_lora_init(model, str(path).encode())
-    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
-    assert llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(1)) == 0
+def in_a_process(script, *arguments, **environ):
+    """Run a script that may import this module, and may take its process with it."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

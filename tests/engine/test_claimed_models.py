@@ -1,0 +1,190 @@
+"""Claims hold for the model they were made for: beside others, in pieces, adapted, overridden."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+
+import llama_cpp
+import numpy as np
+import pytest
+from claiming import (
+    Claimer,
+    claimed,
+    created,
+    evaluate,
+    loaded,
+    model_params,
+    native,
+    opened,
+    vanilla,
+)
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from matrices import DOWN, UP, zeroed
+
+from llmaas_eval.families import write_family
+from llmaas_eval.models import copy_field
+from llmaas_hooks import WeightClaim, hookimpl
+
+# -- several models and contexts --------------------------------------------------------------
+
+
+class OneModel(Claimer):
+    """Claims the weights of one model file."""
+
+    def __init__(self, path, *claims):
+        super().__init__(*claims)
+        self.path = str(path)
+
+    @hookimpl
+    def llmaas_weights(self, load):
+        return list(self.claims) if load.path == self.path else []
+
+
+@pytest.mark.parametrize("source", [None, "tiles", "file"])
+def test_a_model_whose_weights_have_the_same_names_keeps_its_own(family, tmp_path, source):
+    path, other = family("llama", "Q8_0"), write_family("llama", tmp_path / "other.gguf", seed=1)
+    claim = WeightClaim(UP, source=source, rows=(64,))
+    narrow, left_alone = claimed(path, claim), vanilla(other)
+    plugin = OneModel(path, claim)
+    with native(plugin=plugin), opened(path) as one, opened(other) as two:
+        for _ in range(2):
+            assert np.array_equal(evaluate(one), narrow)
+            assert np.array_equal(evaluate(two), left_alone)
+
+
+def test_contexts_of_a_model_have_levels_of_their_own(family, tmp_path):
+    path, plugin = family("llama", "Q4_0"), Claimer(WeightClaim(UP, rows=(0, 64)))
+    all_rows = vanilla(path)
+    few_rows = vanilla(zeroed(path, tmp_path / "zeroed.gguf", UP, rows=64))
+    with (
+        native(plugin=plugin),
+        loaded(path) as llama,
+        created(llama) as wide,
+        created(llama) as narrow,
+    ):
+        plugin.contexts[1].level = 1
+        for _ in range(2):
+            assert np.array_equal(evaluate(wide), all_rows)
+            assert np.array_equal(evaluate(narrow), few_rows)
+
+
+# -- several files ----------------------------------------------------------------------------
+
+
+def write_split(path, n):
+    """The same model in ``n`` files, named as llama.cpp names them."""
+    source = GGUFReader(path)
+    paths = [path.parent / f"{path.stem}-{i + 1:05}-of-{n:05}.gguf" for i in range(n)]
+    for i, part in enumerate(paths):
+        writer = GGUFWriter(part, "llama")
+        for name, entry in source.fields.items():
+            if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
+                copy_field(writer, entry)
+        writer.add_key_value("split.no", i, GGUFValueType.UINT16)
+        writer.add_key_value("split.count", n, GGUFValueType.UINT16)
+        writer.add_key_value("split.tensors.count", len(source.tensors), GGUFValueType.INT32)
+        for tensor in source.tensors[i::n]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+@pytest.mark.parametrize("source", ["tiles", "file"])
+def test_a_model_in_several_files(family, tmp_path, source):
+    path = shutil.copyfile(family("llama", "Q4_0"), tmp_path / "model.gguf")
+    settings = {"use_extra_bufts": source == "tiles"}
+    expected = vanilla(path, **settings)
+    claim = WeightClaim(f"{UP}|{DOWN}", source=source)
+    paths = write_split(path, 3)
+    assert np.array_equal(claimed(paths[0], claim, **settings), expected)  # found by their names
+    paths = [part.rename(tmp_path / f"{part.stem[-14]}-{i}.bin") for i, part in enumerate(paths)]
+    names = (ctypes.c_char_p * 3)(*(str(part).encode() for part in paths))
+    with native(plugin=Claimer(claim)):
+        params = model_params(**settings)
+        llama = llama_cpp.llama_model_load_from_splits(names, 3, params)
+        assert llama is not None
+        with created(llama) as ctx:
+            assert np.array_equal(evaluate(ctx), expected)
+        llama_cpp.llama_model_free(llama)
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+
+def add_adapter(model, ctx, path):
+    """Apply a LoRA adapter in full."""
+    adapter = llama_cpp.llama_adapter_lora_init(model, str(path).encode())
+    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+    assert llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(1)) == 0
+
+
+@pytest.mark.parametrize("source", [None, "tiles", "file"])
+def test_an_adapter_of_claimed_weights(family, lora, source):
+    """Its matrices are put where the weight's bytes would be; nobody claimed those."""
+    path = family("llama", "Q4_0")
+    queries = r"blk\.\d+\.attn_(q|v)\.weight"
+    claim = WeightClaim(queries, source=source, rows=() if source else (256, 128))
+    settings = {"use_extra_bufts": source != "file"}
+
+    def with_adapter():
+        with loaded(path, **settings) as llama, created(llama) as ctx:
+            before = evaluate(ctx)
+            add_adapter(llama, ctx, lora)
+            return before, evaluate(ctx)
+
+    before, expected = with_adapter()
+    with native(plugin=Claimer(claim)):
+        found_before, found = with_adapter()
+    assert np.array_equal(found_before, before)
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, before)
+
+
+# -- the app's parameters ---------------------------------------------------------------------
+
+
+class Override(ctypes.Structure):
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+@pytest.fixture
+def repacked_type():
+    """ggml-cpu's buffer type for repacked weights."""
+    ggml = ctypes.CDLL("libggml.so.0")
+    for name in ("reg_by_name", "reg_get_proc_address", "reg_dev_get"):
+        getattr(ggml, f"ggml_backend_{name}").restype = ctypes.c_void_p
+    ggml.ggml_backend_buft_name.restype = ctypes.c_char_p
+    cpu = ctypes.c_void_p(ggml.ggml_backend_reg_by_name(b"CPU"))
+    asked = b"ggml_backend_dev_get_extra_bufts"
+    found = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(
+        ggml.ggml_backend_reg_get_proc_address(cpu, asked)
+    )(ggml.ggml_backend_reg_dev_get(cpu, ctypes.c_size_t(0)))
+    for each in itertools.takewhile(bool, found):
+        if ggml.ggml_backend_buft_name(ctypes.c_void_p(each)) == b"CPU_REPACK":
+            return each
+    return pytest.skip("ggml-cpu repacks nothing on this processor")
+
+
+def test_the_apps_own_overrides_stay_in_force(family, repacked_type):
+    path = family("llama", "Q4_K")
+    overrides = (Override * 2)(Override(b"ffn_(up|gate)", repacked_type))
+    address = ctypes.cast(overrides, ctypes.c_void_p).value
+    settings = {"tensor_buft_overrides": address, "use_extra_bufts": False}
+    expected = vanilla(path, **settings)
+    assert not np.array_equal(expected, vanilla(path, use_extra_bufts=False))
+    claim = WeightClaim(DOWN, source="file")
+    assert np.array_equal(claimed(path, claim, **settings), expected)
+
+
+def test_the_apps_parameters_are_as_they_were(family):
+    params = model_params()
+    before = bytes(params)
+    with native(plugin=Claimer(WeightClaim(DOWN, source="tiles"))):
+        llama = llama_cpp.llama_model_load_from_file(str(family("llama", "Q4_0")).encode(), params)
+        assert bytes(params) == before
+        llama_cpp.llama_model_free(llama)

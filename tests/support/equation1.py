@@ -1,0 +1,95 @@
+"""Equation 1 of LLMS, the density of each position, from the attention that vanilla computes."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+from watching import Watch, values_of
+
+
+class Attention(NamedTuple):
+    """A layer's softmax and mask, columns last."""
+
+    layer: int
+    probabilities: np.ndarray
+    mask: np.ndarray
+
+
+def is_softmax(tensor):
+    return tensor.name.startswith(b"kq_soft_max-")
+
+
+def read_softmax(tensor):
+    layer = int(tensor.name.decode().rpartition("-")[2])
+    return Attention(layer, values_of(tensor)[0], values_of(tensor.src[1].contents)[0, 0])
+
+
+def key_layer(tensor):
+    """The layer whose cached keys a node reads second; -1: none."""
+    root = tensor.src[1].contents.view_src
+    name = root.contents.name if root else b""
+    return int(name.removeprefix(b"cache_k_l")) if name.startswith(b"cache_k_l") else -1
+
+
+def is_flash(tensor):
+    return bool(tensor.src[3]) and key_layer(tensor) >= 0
+
+
+def read_flash(tensor):
+    """The softmax that flash attention leaves implicit, in double precision."""
+    query, key, _, mask = (values_of(tensor.src[i].contents)[0] for i in range(4))
+    kind = GGMLQuantizationType(tensor.src[1].contents.type)  # ggml rounds queries like the keys
+    query = quants.dequantize(quants.quantize(query, kind), kind).astype(np.float64)
+    key = np.repeat(key.astype(np.float64), len(query) // len(key), axis=0)
+    mask = mask[0, : query.shape[1]].astype(np.float64)
+    scale = struct.unpack_from("f", bytes(tensor.op_params))[0]
+    scores = query @ key.transpose(0, 2, 1) * scale + mask
+    most = scores.max(-1, keepdims=True)
+    exponentials = np.exp(scores - most)
+    total = exponentials.sum(-1, keepdims=True)
+    if tensor.src[4]:
+        sinks = values_of(tensor.src[4].contents).reshape(-1, 1, 1).astype(np.float64)
+        total += np.exp(sinks - most)
+    return Attention(key_layer(tensor), exponentials / total, mask)
+
+
+def own_softmax():
+    return Watch(is_softmax, read_softmax)
+
+
+def own_operands():
+    return Watch(is_flash, read_flash)
+
+
+class Equation1:
+    """Eq 1 of LLMS from the softmax of every layer, in order; column j is position j.
+
+    A position that is evaluated again counts anew.
+    """
+
+    def __init__(self, n, *, row_step=1, layer_step=1):
+        self.sums, self.counts = np.zeros(n), np.zeros(n, np.uint64)
+        self._row_step, self._layer_step = row_step, layer_step
+
+    def add(self, seen, start):
+        """Count what a batch computed."""
+        last = max(node.layer for node in seen)
+        for layer, probabilities, mask in seen:
+            n_heads, n_rows, _ = probabilities.shape
+            rows = np.arange(start, start + n_rows)
+            if layer == 0:
+                self.sums[rows], self.counts[rows] = 0, 0
+            if layer % self._layer_step == self._layer_step - 1:
+                looked_at = rows % self._row_step == self._row_step - 1
+                self._add(probabilities[:, looked_at], mask[:n_rows][looked_at], n_heads)
+            if layer == last:
+                start += n_rows
+
+    def _add(self, probabilities, mask, n_heads):
+        n = min(len(self.sums), mask.shape[1])
+        visible = np.isfinite(mask[:, :n])
+        self.sums[:n] += probabilities.sum((0, 1), dtype=np.float64)[:n]
+        self.counts[:n] += (visible.sum(0) * n_heads).astype(np.uint64)

@@ -1,0 +1,67 @@
+"""Weights of the families that tests claim, and models in which parts of them are zero."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+
+import numpy as np
+from gguf import GGUFReader
+from gguf.constants import GGML_QUANT_SIZES
+
+UP = r"blk\.\d+\.ffn_up\.weight"
+DOWN = r"blk\.\d+\.ffn_down\.weight"
+ROWS = {
+    "llama": (r"blk\.\d+\.(ffn_up|ffn_gate|attn_q)\.weight", 100),
+    "llama-moe": (r"blk\.\d+\.ffn_(up|gate)_exps\.weight", 100),
+    "phi3": (r"blk\.\d+\.(ffn_up|attn_qkv)\.weight", 300),
+}
+COLUMNS = {
+    "llama": (DOWN, 250),
+    "llama-moe": (r"blk\.\d+\.ffn_down_exps\.weight", 128),
+    "phi3": (DOWN, 250),
+}
+TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K")
+CUT = [
+    (name, weights)
+    for name in COLUMNS
+    for weights in TYPES
+    if (name, weights) != ("llama-moe", "Q4_K")  # its experts' rows are a single block
+]
+"""Families and types whose columns can be cut."""
+
+
+def rounded(n, step):
+    return -(-n // step) * step
+
+
+def columns_of(name, weights):
+    """Pattern of a family's weights, and a cut of their columns between blocks."""
+    pattern, n = COLUMNS[name]
+    return pattern, rounded(n, 256 if weights == "Q4_K" else 32)
+
+
+@functools.cache
+def places(path):
+    """Name, type, NumPy's type and shape, and offset of each tensor; reading them takes a while."""
+    return [
+        (each.name, each.tensor_type, each.data.dtype, each.data.shape, int(each.data_offset))
+        for each in GGUFReader(path).tensors
+    ]
+
+
+def zeroed(path, copy, pattern, *, rows=None, columns=None):
+    """A copy of a model in which only these rows or columns of some weights are not zero."""
+    shutil.copyfile(path, copy)
+    found = [place for place in places(path) if re.fullmatch(pattern, place[0])]
+    assert found
+    for _, kind, dtype, shape, offset in found:
+        data = np.memmap(copy, dtype, "r+", offset, shape)
+        block, size = GGML_QUANT_SIZES[kind]
+        if rows is not None:  # bytes of zero are zeros in every type
+            data[..., rows:, :] = 0
+        else:
+            assert columns % block == 0
+            data[..., columns // block * size // data.itemsize :] = 0
+    return copy
