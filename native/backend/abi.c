@@ -28,7 +28,6 @@ static const char * check_names(void) {
         {GGML_OP_ADD, "ADD"},         {GGML_OP_MUL_MAT, "MUL_MAT"},           {GGML_OP_MUL_MAT_ID, "MUL_MAT_ID"},
         {GGML_OP_CONT, "CONT"},       {GGML_OP_SET_ROWS, "SET_ROWS"},         {GGML_OP_SOFT_MAX, "SOFT_MAX"},
         {GGML_OP_ROPE, "ROPE"},       {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}, {GGML_OP_CUSTOM, "CUSTOM"},
-        {GGML_OP_GET_ROWS, "GET_ROWS"},
     };
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) {
         if (strcmp(ggml_op_name(ops[i].op), ops[i].name) != 0) {
@@ -39,8 +38,9 @@ static const char * check_names(void) {
         enum ggml_type type;
         const char *   name;
     } types[] = {
-        {GGML_TYPE_F32, "f32"},   {GGML_TYPE_F16, "f16"},   {GGML_TYPE_Q4_0, "q4_0"}, {GGML_TYPE_Q8_0, "q8_0"},
-        {GGML_TYPE_Q4_K, "q4_K"}, {GGML_TYPE_Q8_K, "q8_K"}, {GGML_TYPE_I32, "i32"},   {GGML_TYPE_I64, "i64"},
+        {GGML_TYPE_F32, "f32"},   {GGML_TYPE_F16, "f16"},       {GGML_TYPE_I32, "i32"},     {GGML_TYPE_I64, "i64"},
+        {GGML_TYPE_Q4_0, "q4_0"}, {GGML_TYPE_IQ4_NL, "iq4_nl"}, {GGML_TYPE_MXFP4, "mxfp4"}, {GGML_TYPE_Q2_K, "q2_K"},
+        {GGML_TYPE_Q4_K, "q4_K"}, {GGML_TYPE_Q8_0, "q8_0"},     {GGML_TYPE_Q8_K, "q8_K"},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (strcmp(ggml_type_name(types[i].type), types[i].name) != 0) {

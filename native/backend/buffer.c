@@ -23,14 +23,14 @@ struct owner {
 
 static void destroy(ggml_backend_buffer_t buffer) {
     struct owner * owner = buffer->context;
-    munmap(owner->base, buffer->size ? buffer->size : 1);
+    munmap(owner->base, buffer->size);
     llmaas_weights_release(owner->weights);
     free(owner);
 }
 
 static void * get_base(ggml_backend_buffer_t buffer) { return ((struct owner *) buffer->context)->base; }
 
-/* The claimed weight that `tensor` is, or NULL. */
+/* The claimed weight that `tensor` is, or NULL. Used without the lock: before its model is loaded no graph has it. */
 static const llmaas_weight * claimed(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor) {
     const struct owner * owner = buffer->context;
     if (!owner->weights) {
@@ -98,12 +98,12 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_
         .clear         = clear,
     };
     struct owner * owner = malloc(sizeof *owner);
-    void *         base  = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *         base  = mmap(
+        NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0); /* ggml keeps size 0 */
     if (!owner || base == MAP_FAILED) {
         free(owner);
         if (base != MAP_FAILED) {
-            munmap(base, size ? size : 1);
+            munmap(base, size);
         }
         return NULL;
     }

@@ -88,73 +88,6 @@ static bool reserve_keys(llmaas_density_worker * w, int64_t n_keys) {
     return n_keys <= w->n_keys;
 }
 
-/* -- the mask ------------------------------------------------------------------------------------------------------ */
-
-/* Masks hold 0, minus infinity, or (ALiBi) distances, as F16 or F32. */
-static uint32_t mask_bits(const char * mask, size_t size, int64_t column) {
-    uint32_t bits = 0;
-    memcpy(&bits, mask + (size_t) column * size, size); /* the first bytes are the lower ones */
-    return bits;
-}
-
-/* The first column from `column` on whose word is not `word`; the last ones of a row may be left out. */
-static int64_t skip_words(const char * mask, size_t size, int64_t column, int64_t n, uint64_t word) {
-    const int64_t step = (int64_t) (sizeof word / size);
-    for (; column + step <= n; column += step) {
-        uint64_t found;
-        memcpy(&found, mask + (size_t) column * size, sizeof found);
-        if (found != word) {
-            break;
-        }
-    }
-    return column;
-}
-
-static void find_runs(llmaas_density_worker * w, const char * mask, enum ggml_type type, int64_t n) {
-    const size_t   size   = ggml_type_size(type);
-    const uint32_t masked = type == GGML_TYPE_F16 ? 0xfc00 : 0xff800000;
-    const uint64_t word   = type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull;
-    for (int64_t column = 0; column < n;) {
-        column = skip_words(mask, size, column, n, word);
-        while (column < n && mask_bits(mask, size, column) == masked) {
-            ++column;
-        }
-        const int64_t start = column;
-        while (column < n && mask_bits(mask, size, column) != masked) {
-            const int64_t next = skip_words(mask, size, column, n, 0);
-            w->has_bias        = w->has_bias || (next == column && mask_bits(mask, size, column));
-            column             = next > column ? next : column + 1;
-        }
-        if (column > start) {
-            w->runs[w->n_runs++] = (int32_t) start;
-            w->runs[w->n_runs++] = (int32_t) column;
-        }
-    }
-}
-
-/* Find the columns that a query sees, and what the mask adds to their scores. */
-static void find_visible(llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head) {
-    const struct ggml_tensor * mask      = node->mask;
-    const int64_t              mask_head = mask ? head % mask->ne[2] : 0;
-    if (w->row == row && w->mask_head == mask_head) {
-        return;
-    }
-    w->row       = row;
-    w->mask_head = mask_head;
-    w->n_runs    = 0;
-    w->has_bias  = false;
-    if (!mask) {
-        w->runs[w->n_runs++] = 0;
-        w->runs[w->n_runs++] = (int32_t) node->n_kv;
-        return;
-    }
-    const char * from = (const char *) mask->data + (size_t) row * mask->nb[1] + (size_t) mask_head * mask->nb[2];
-    find_runs(w, from, mask->type, node->n_kv);
-    if (w->has_bias && node->is_flash) {
-        ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) (const void *) from, w->bias, node->n_kv);
-    }
-}
-
 /* -- scores -------------------------------------------------------------------------------------------------------- */
 
 static const char * keys_of(const llmaas_attention * node, int64_t group, int64_t column) {
@@ -169,6 +102,11 @@ static void round_query(llmaas_density_worker * w, const llmaas_attention * node
     const enum ggml_type       type  = ggml_get_type_traits_cpu(key->type)->vec_dot_type;
     const char * from = (const char *) query->data + (size_t) row * query->nb[1] + (size_t) head * query->nb[2];
     ggml_get_type_traits_cpu(type)->from_float((const float *) (const void *) from, w->rounded, key->ne[0]);
+}
+
+/* Not so for Q8_1, which a query is rounded to for keys of Q4_1 and Q5_1. */
+static bool has_floats(enum ggml_type type) {
+    return type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || ggml_get_type_traits(type)->to_float;
 }
 
 static void to_floats(enum ggml_type type, const void * from, float * to, int64_t n) {
@@ -253,14 +191,14 @@ typedef struct pair {
 static void add_computed(llmaas_density_worker * w, const llmaas_attention * node, pair at) {
     const struct ggml_tensor * all = node->view->node;
     const char * from = (const char *) all->data + (size_t) at.row * all->nb[1] + (size_t) at.head * all->nb[2];
-    find_visible(w, node, at.row, at.head);
+    llmaas_density_find_visible(w, node, at.row, at.head);
     add_probabilities(w, (const float *) (const void *) from, 1.0);
 }
 
 static void add_one(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, pair at) {
     const struct ggml_tensor * key = node->view->node->src[1];
     const ggml_vec_dot_t       dot = ggml_get_type_traits_cpu(key->type)->vec_dot;
-    find_visible(w, node, at.row, at.head);
+    llmaas_density_find_visible(w, node, at.row, at.head);
     round_query(w, node, at.row, at.head);
     for (int32_t run = 0; run < w->n_runs; run += 2) {
         for (int32_t i = w->runs[run]; i < w->runs[run + 1]; ++i) {
@@ -278,7 +216,7 @@ static void add_block(
     memset(w->is_needed, 0, (size_t) n_tiles * sizeof *w->is_needed);
     for (int64_t i = 0; i < LLMAAS_BLOCK; ++i) { /* a last block is filled up with its last query */
         const pair at = pairs[i < n_pairs ? i : n_pairs - 1];
-        find_visible(w, node, at.row, at.head);
+        llmaas_density_find_visible(w, node, at.row, at.head);
         for (int32_t run = 0; run < w->n_runs; run += 2) {
             for (int64_t tile = w->runs[run] / LLMAAS_TILE; tile * LLMAAS_TILE < w->runs[run + 1]; ++tile) {
                 w->is_needed[tile] = true;
@@ -303,7 +241,7 @@ static void add_block(
     }
     for (int64_t i = 0; i < n_pairs; ++i) {
         float * scores = w->scores + i * w->n_padded;
-        find_visible(w, node, pairs[i].row, pairs[i].head);
+        llmaas_density_find_visible(w, node, pairs[i].row, pairs[i].head);
         add_probabilities(w, scores, to_probabilities(w, node, pairs[i].head, scores));
     }
 }
@@ -344,8 +282,12 @@ static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, i
     if (!node->is_flash || n_queries < MIN_TILED_QUERIES) {
         return false;
     }
-    const int64_t n_tiles = (node->n_kv + LLMAAS_TILE - 1) / LLMAAS_TILE;
-    const int64_t n_keys  = n_tiles * LLMAAS_TILE * node->view->node->src[1]->ne[0];
+    const struct ggml_tensor * key     = node->view->node->src[1];
+    const int64_t              n_tiles = (node->n_kv + LLMAAS_TILE - 1) / LLMAAS_TILE;
+    const int64_t              n_keys  = n_tiles * LLMAAS_TILE * key->ne[0];
+    if (!has_floats(key->type) || !has_floats(ggml_get_type_traits_cpu(key->type)->vec_dot_type)) {
+        return false;
+    }
     if (n_keys > (int64_t) (MAX_KEYS_BYTES / sizeof(float)) || !reserve_keys(w, n_keys)) {
         return false;
     }

@@ -45,6 +45,10 @@ typedef struct llmaas_density_worker {
 
 void llmaas_density_worker_free(llmaas_density_worker * w);
 
+/* Find the columns that a query sees, and what the mask adds to their scores (density_mask.c). */
+void llmaas_density_find_visible(
+    llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head);
+
 /* Add up thread ith's share of the (query, head) pairs at sampled positions. */
 void llmaas_density_worker_run(
     llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth);

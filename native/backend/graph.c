@@ -35,7 +35,7 @@ struct llmaas_graph {
     atomic_bool           failed;
 };
 
-struct llmaas_graph * llmaas_graph_new(void) { return calloc(1, sizeof(struct llmaas_graph)); }
+llmaas_graph * llmaas_graph_new(void) { return calloc(1, sizeof(llmaas_graph)); }
 
 static void free_outgrown(struct scratch * scratch) {
     while (scratch) {
@@ -150,11 +150,11 @@ static void run_step(struct ggml_tensor * dst, int ith, int nth, void * user) {
     (void) dst;
 }
 
-void * llmaas_graph_step(llmaas_graph * graph, llmaas_step run, const void * arg, size_t size) {
+bool llmaas_graph_step(llmaas_graph * graph, llmaas_step run, const void * arg, size_t size) {
     struct step *        step = take(graph, sizeof *step + size);
     struct ggml_tensor * node = llmaas_graph_tensor(graph, 1, 1, 1, 1, NULL);
     if (!step || !node) {
-        return NULL;
+        return false;
     }
     step->run = run;
     memcpy(step->arg, arg, size);
@@ -162,7 +162,7 @@ void * llmaas_graph_step(llmaas_graph * graph, llmaas_step run, const void * arg
     node->op = GGML_OP_CUSTOM;
     memcpy(node->op_params, &custom, sizeof custom);
     llmaas_graph_append(graph, node);
-    return step->arg;
+    return true;
 }
 
 void * llmaas_graph_scratch(llmaas_graph * graph, int slot, size_t size) {

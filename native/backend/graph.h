@@ -23,8 +23,8 @@ struct ggml_tensor * llmaas_graph_copy(llmaas_graph * graph, const struct ggml_t
 struct ggml_tensor * llmaas_graph_tensor(
     llmaas_graph * graph, int64_t n0, int64_t n1, int64_t n2, int64_t n3, void * data);
 
-/* Append a step. It gets a copy of the `size` bytes at `arg`, aligned for any type; NULL: memory, and the graph fails. */
-void * llmaas_graph_step(llmaas_graph * graph, llmaas_step step, const void * arg, size_t size);
+/* Append a step. It gets a copy of the `size` bytes at `arg`, aligned for any type. False: memory, and the graph fails. */
+bool llmaas_graph_step(llmaas_graph * graph, llmaas_step step, const void * arg, size_t size);
 
 /* Memory that later nodes may overwrite: valid for the nodes appended until the next call of this function with the
  * same slot, 0 <= slot < 4. 64-byte aligned. NULL: none left, and the graph fails. */

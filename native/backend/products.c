@@ -1,4 +1,5 @@
 /* Products with claimed weights: what part of which weight stands for a node. */
+#include "rows.h"
 #include "weights.h"
 
 #include <string.h>
@@ -27,14 +28,12 @@ struct rest {
 };
 
 static void clear_rest(void * arg, int ith, int nth) {
-    const struct rest *        rest = arg;
-    const struct ggml_tensor * node = rest->node;
-    const int64_t              n    = node->ne[1] * node->ne[2] * node->ne[3];
+    const struct rest * rest   = arg;
+    const int64_t       n      = ggml_nrows(rest->node);
+    const size_t        n_done = (size_t) rest->n_rows * sizeof(float);
+    const size_t        n_left = (size_t) (rest->node->ne[0] - rest->n_rows) * sizeof(float);
     for (int64_t i = n * ith / nth; i < n * (ith + 1) / nth; i++) {
-        const int64_t i1 = i % node->ne[1], i2 = i / node->ne[1] % node->ne[2], i3 = i / node->ne[1] / node->ne[2];
-        char *        row = (char *) node->data + (size_t) i1 * node->nb[1] + (size_t) i2 * node->nb[2] +
-                     (size_t) i3 * node->nb[3];
-        memset(row + (size_t) rest->n_rows * sizeof(float), 0, (size_t) (node->ne[0] - rest->n_rows) * sizeof(float));
+        memset(llmaas_row(rest->node, i) + n_done, 0, n_left);
     }
 }
 

@@ -1,13 +1,13 @@
 /* The device that makes engines, and its place in ggml's registry: there while a context is created or has an engine. */
 #include "buffer.h"
+#include "cpu.h"
 #include "engine.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER; /* nothing is being loaded */
 static uint32_t        n_loading;  /* threads that are loading a model, and so may read the registry */
 static uint32_t        n_creating; /* contexts being created */
 static uint32_t        n_engines;
@@ -39,8 +39,6 @@ static void * get_cpu_proc_address(ggml_backend_reg_t reg, const char * name) {
 }
 
 /* -- the device -------------------------------------------------------------------------------------------------- */
-
-static ggml_backend_dev_t cpu_device(void) { return ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0); }
 
 static const char * get_name(ggml_backend_dev_t dev) {
     (void) dev;
@@ -98,18 +96,18 @@ static bool is_ours(const struct ggml_tensor * tensor) {
 static bool supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
     (void) dev;
     if (!is_ours(op->src[0])) {
-        return ggml_backend_dev_supports_op(cpu_device(), op);
+        return ggml_backend_dev_supports_op(llmaas_cpu_device(), op);
     }
     struct ggml_tensor weight = *op->src[0], plain = *op;
     weight.buffer = NULL;
     plain.src[0]  = &weight;
     return (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID) && op->src[1]->type == GGML_TYPE_F32 &&
-           ggml_backend_dev_supports_op(cpu_device(), &plain);
+           ggml_backend_dev_supports_op(llmaas_cpu_device(), &plain);
 }
 
 static bool supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t type) {
     (void) dev;
-    return type == llmaas_buffers() || ggml_backend_dev_supports_buft(cpu_device(), type);
+    return type == llmaas_buffers() || ggml_backend_dev_supports_buft(llmaas_cpu_device(), type);
 }
 
 /* -- the registry ------------------------------------------------------------------------------------------------ */
@@ -228,7 +226,7 @@ void llmaas_load_end(void) {
 
 void llmaas_create_begin(llmaas_weights * weights) {
     pthread_mutex_lock(&lock);
-    while (!is_registered && (n_loading > 0 || n_creating > 0)) {
+    while (!is_registered && n_loading > 0) {
         pthread_cond_wait(&idle, &lock);
     }
     if (!is_registered) {
@@ -246,7 +244,6 @@ llmaas_engine * llmaas_create_end(void) {
     pthread_mutex_lock(&lock);
     n_creating--;
     unregister_if_unused();
-    pthread_cond_broadcast(&idle);
     pthread_mutex_unlock(&lock);
     return creation.made;
 }

@@ -1,5 +1,6 @@
 #include "repacked.h"
 
+#include "cpu.h"
 #include "repacked_rows.h"
 
 #include <pthread.h>
@@ -88,39 +89,12 @@ struct work {
     atomic_llong   next_group;
 };
 
-/* ---- the CPU_REPACK buffer type ---- */
-
-static ggml_backend_buffer_type_t repack_type;
-static pthread_once_t             repack_type_once = PTHREAD_ONCE_INIT;
-
-static void find_repack_type(void) {
-    const ggml_backend_reg_t reg = ggml_backend_cpu_reg();
-    const ggml_backend_dev_t dev = ggml_backend_reg_dev_get(reg, 0);
-    const ggml_backend_dev_get_extra_bufts_t get_extra =
-        (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t * type = get_extra ? get_extra(dev) : NULL; type && *type; ++type) {
-        if (strcmp(ggml_backend_buft_name(*type), "CPU_REPACK") == 0) {
-            repack_type = *type;
-        }
-    }
-}
-
-ggml_backend_buffer_type_t llmaas_repack_type(void) {
-    pthread_once(&repack_type_once, find_repack_type);
-    return repack_type;
-}
-
-bool llmaas_is_repacked(const struct ggml_tensor * weight) {
-    const ggml_backend_buffer_type_t type = llmaas_repack_type();
-    return type && weight->buffer && ggml_backend_buffer_get_type(weight->buffer) == type;
-}
-
 void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, int64_t * column_step) {
     *row_step    = llmaas_is_repacked(weight) ? GROUP : 1;
     *column_step = ggml_blck_size(weight->type);
 }
 
-/* ---- first step: quantise the activations ---- */
+/* -- first step: quantise the activations -------------------------------------------------------------------------- */
 
 static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -196,7 +170,7 @@ static void quantise(void * arg, int ith, int nth) {
     }
 }
 
-/* ---- second step: multiply ---- */
+/* -- second step: multiply ----------------------------------------------------------------------------------------- */
 
 static pthread_key_t  packed_key;
 static bool           packed_key_made;
@@ -367,7 +341,7 @@ static void multiply_alone(void * arg, int ith, int nth) {
     multiply_chunks(&product, &work->next_group, nth);
 }
 
-/* ---- a product ---- */
+/* -- a product ----------------------------------------------------------------------------------------------------- */
 
 static const struct layout * layout_of(enum ggml_type type) {
     for (int i = 0; i < N_LAYOUTS; ++i) {

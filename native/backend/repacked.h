@@ -8,11 +8,6 @@
 
 #include "graph.h"
 
-/* The CPU_REPACK buffer type; NULL: this ggml-cpu has none. */
-ggml_backend_buffer_type_t llmaas_repack_type(void);
-/* Whether `weight` lies in a buffer of it. */
-bool llmaas_is_repacked(const struct ggml_tensor * weight);
-
 /* Rows that are interleaved, and columns of a block: parts of `weight` are cut at multiples of them. For a weight that is
  * not repacked: 1 row, its type's block. */
 void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, int64_t * column_step);

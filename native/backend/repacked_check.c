@@ -1,4 +1,5 @@
 /* Whether our products with repacked weights are those of ggml-cpu, bit for bit: tried once for each type. */
+#include "cpu.h"
 #include "ggml-alloc.h"
 #include "repacked.h"
 #include "repacked_rows.h"

@@ -212,7 +212,7 @@ LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size
     }
 }
 
-static int processor_can(void) {
+static bool processor_can(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");

@@ -1,6 +1,7 @@
 /* Weights that are nowhere in memory: what a product needs is read from the model file just before it. */
 #include "weights.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -57,13 +58,14 @@ static void fetch(void * arg, int ith, int nth) {
     uint64_t             at      = fetch->begin + n_pages * (uint64_t) ith / (uint64_t) nth * PAGE;
     while (at < stop) {
         const ssize_t n = pread(fetch->fd, fetch->bytes + (at - fetch->begin), stop - at, (off_t) at);
-        if (n <= 0) {
+        if (n > 0) {
+            at += (uint64_t) n;
+        } else if (n == 0 || errno != EINTR) {
             if (at < fetch->needed) {
                 llmaas_graph_fail(fetch->graph);
             }
             return;
         }
-        at += (uint64_t) n;
     }
 }
 

@@ -1,4 +1,5 @@
 /* Weights that stay where llama.cpp loaded them, plain or repacked. */
+#include "cpu.h"
 #include "repacked.h"
 #include "weights.h"
 

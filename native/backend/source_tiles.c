@@ -3,6 +3,7 @@
  * The tiles are cut at the columns that the claimed part asks for, so that any of its extents is a number of whole tiles,
  * on every processor: ggml-cpu multiplies tile by tile, and the products are added. Each tile costs its own pass over the
  * activations; a part with few distinct extents is cheap, one with many is not. */
+#include "cpu.h"
 #include "weights.h"
 
 #include <stdlib.h>
@@ -60,24 +61,20 @@ static bool cut(const llmaas_weight * weight, struct state * state) {
 }
 
 /* Whether ggml-cpu multiplies with `tile` if it is in a buffer of `type`. */
-static bool multiplies(ggml_backend_dev_t cpu, ggml_backend_buffer_type_t type, const struct ggml_tensor * tile) {
+static bool multiplies(ggml_backend_buffer_type_t type, const struct ggml_tensor * tile) {
     struct ggml_backend_buffer buffer  = {.buft = type};
     struct ggml_tensor         weight  = *tile;
     struct ggml_tensor         x       = {.type = GGML_TYPE_F32, .ne = {tile->ne[0], 4, 1, 1}};
     struct ggml_tensor         product = {.type = GGML_TYPE_F32, .ne = {tile->ne[1], 4, 1, 1}, .src = {&weight, &x}};
     weight.buffer = &buffer;
     product.op    = tile->ne[2] > 1 ? GGML_OP_MUL_MAT_ID : GGML_OP_MUL_MAT;
-    return ggml_backend_dev_supports_op(cpu, &product);
+    return ggml_backend_dev_supports_op(llmaas_cpu_device(), &product);
 }
 
 /* The first of ggml-cpu's own buffer types that takes the tile, as llama.cpp's loader chooses; else plain memory. */
 static ggml_backend_buffer_type_t buffer_type(const struct ggml_tensor * tile) {
-    const ggml_backend_reg_t reg = ggml_backend_cpu_reg();
-    const ggml_backend_dev_t cpu = ggml_backend_reg_dev_get(reg, 0);
-    ggml_backend_dev_get_extra_bufts_t extra_types;
-    *(void **) &extra_types = ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t * type = extra_types ? extra_types(cpu) : NULL; type && *type; type++) {
-        if (multiplies(cpu, *type, tile)) {
+    for (ggml_backend_buffer_type_t * type = llmaas_cpu_extra_types(); type && *type; type++) {
+        if (multiplies(*type, tile)) {
             return *type;
         }
     }
@@ -135,7 +132,7 @@ static bool load(llmaas_weight * weight, const void * bytes) {
 }
 
 static const char * problem(const llmaas_weight * weight) {
-    return weight->state ? NULL : "could not be cut into tiles: at most 16 fit, in memory for all of them";
+    return weight->state ? NULL : "could not be cut into tiles: a weight has at most 16, and memory must hold them";
 }
 
 static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_t * n_columns) {
@@ -171,7 +168,7 @@ static struct ggml_tensor * columns_of(llmaas_graph * graph, const struct ggml_t
     return copy;
 }
 
-/* product += tile's product, which lies in scratch. */
+/* sum += a tile's product, which lies in scratch. */
 static bool add(llmaas_graph * graph, struct ggml_tensor * sum, struct ggml_tensor * product) {
     struct ggml_tensor * added = llmaas_graph_copy(graph, sum);
     if (!added) {

@@ -1,6 +1,7 @@
 /* Hidden states: a ring of rows. Thread 0 copies a node's rows alone, under the mutex that take() holds, so they arrive
  * in order and whole. 512 rows of 2048 floats take 0.2 ms. */
 #include "llmaas/tap.h"
+#include "rows.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -12,7 +13,7 @@ struct llmaas_states {
     uint32_t        n_embd;
     uint32_t        capacity;
     pthread_mutex_t mutex; /* run() against take(); guards what follows */
-    uint64_t        n_put; /* rows ever put in: row i lies in slot i % capacity */
+    uint64_t        n_put;  /* rows ever put in: row i lies in slot i % capacity */
     uint64_t        n_gone; /* of them, taken or lost */
     uint64_t        n_lost; /* since the last take() */
     float           rows[];
@@ -23,8 +24,8 @@ static float * slot(llmaas_states * states, uint64_t i) {
 }
 
 llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_embd, uint32_t capacity) {
-    const bool is_state = kind == LLMAAS_TAP_FFN_INPUT || kind == LLMAAS_TAP_FINAL_NORM;
-    const size_t limit  = (SIZE_MAX - sizeof(llmaas_states)) / sizeof(float);
+    const bool   is_state = kind == LLMAAS_TAP_FFN_INPUT || kind == LLMAAS_TAP_FINAL_NORM;
+    const size_t limit    = (SIZE_MAX - sizeof(llmaas_states)) / sizeof(float);
     if (!is_state || !n_embd || !capacity || capacity > limit / n_embd) {
         return NULL;
     }
@@ -60,12 +61,7 @@ static void put(llmaas_states * states, const struct ggml_tensor * from) {
     }
     const int64_t n_skipped = n_rows > states->capacity ? n_rows - states->capacity : 0;
     for (int64_t row = n_skipped; row < n_rows; ++row) {
-        const int64_t i1     = row % from->ne[1];
-        const int64_t i2     = row / from->ne[1] % from->ne[2];
-        const int64_t i3     = row / from->ne[1] / from->ne[2];
-        const size_t  offset = (size_t) i1 * from->nb[1] + (size_t) i2 * from->nb[2] + (size_t) i3 * from->nb[3];
-        memcpy(slot(states, states->n_put + (uint64_t) row), (const char *) from->data + offset,
-               sizeof(float) * states->n_embd);
+        memcpy(slot(states, states->n_put + (uint64_t) row), llmaas_row(from, row), sizeof(float) * states->n_embd);
     }
     states->n_put += (uint64_t) n_rows;
     if (states->n_put - states->n_gone > states->capacity) {

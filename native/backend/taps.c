@@ -3,7 +3,6 @@
 
 #include <limits.h>
 #include <stdio.h>
-#include <string.h>
 
 llmaas_status llmaas_taps_add(llmaas_taps * taps, const llmaas_tap * tap) {
     if (taps->n_taps == LLMAAS_MAX_TAPS) {

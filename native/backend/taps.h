@@ -9,7 +9,7 @@
 
 typedef struct llmaas_taps {
     llmaas_tap taps[LLMAAS_MAX_TAPS];
-    int        last_layer[LLMAAS_MAX_TAPS]; /* whose attention the tap saw last: a graph's layers ascend */
+    int        last_layer[LLMAAS_MAX_TAPS]; /* of the node that the tap saw last: a graph's layers ascend */
     int        n_taps;
     /* Seen on the way through a graph; it may come in pieces. */
     const struct ggml_tensor * cells;

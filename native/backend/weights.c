@@ -132,7 +132,8 @@ const llmaas_weight * llmaas_weights_find(const llmaas_weights * weights, const 
     return weights->n_slots ? weights->slots[slot_of(weights, tensor)] : NULL;
 }
 
-/* Entries whose tensor is known, by tensor. There are as many tensors as names, so this is done a few times a model. */
+/* Entries whose tensor is known, by tensor: anew for each claimed tensor that is loaded, and for each graph of a context's
+ * creation. There are a thousand entries at most. */
 static bool index_tensors(llmaas_weights * weights) {
     if (weights->n_slots < 2 * weights->n_entries) {
         size_t n_slots = 64;
@@ -164,6 +165,11 @@ llmaas_status llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels) {
     if (n_levels < 1 || n_levels > LLMAAS_MAX_LEVELS) {
         return LLMAAS_EINVAL;
+    }
+    for (uint32_t level = 0; level < n_levels; level++) {
+        if (extents[level] < 0) {
+            return LLMAAS_EINVAL;
+        }
     }
     pthread_rwlock_wrlock(&weights->lock);
     llmaas_weight * weight = entry(weights, name);
@@ -252,19 +258,16 @@ bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
 
 bool llmaas_weights_own_buffers(const llmaas_weights * weights) { return weights->own_buffers; }
 
-llmaas_weight * llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor) {
+void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor) {
     pthread_rwlock_wrlock(&weights->lock);
     llmaas_weight * weight = by_name(weights, tensor->name);
     if (weight && weight->source->load) {
         weight->tensor = tensor;
         if (!index_tensors(weights)) {
-            weight = NULL;
+            weight->tensor = NULL; /* no graph would find it; problem() tells */
         }
-    } else {
-        weight = NULL;
     }
     pthread_rwlock_unlock(&weights->lock);
-    return weight;
 }
 
 /* -- what a context multiplies ----------------------------------------------------------------------------------- */
@@ -331,7 +334,10 @@ void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph) {
             note(weights, node->src[0]);
         }
     }
-    index_tensors(weights);
+    const bool is_indexed = index_tensors(weights);
+    for (size_t i = 0; i < weights->n_entries && !is_indexed; i++) {
+        weights->entries[i]->is_multiplied = false; /* no graph would find it; problem() tells */
+    }
     pthread_rwlock_unlock(&weights->lock);
 }
 

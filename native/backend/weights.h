@@ -69,8 +69,8 @@ void                  llmaas_weights_lock(llmaas_weights * weights);
 void                  llmaas_weights_unlock(llmaas_weights * weights);
 const llmaas_weight * llmaas_weights_find(const llmaas_weights * weights, const struct ggml_tensor * tensor);
 
-/* A tensor was allocated in our buffer type: its weight if one is claimed under its name, else NULL. */
-llmaas_weight * llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor);
+/* A tensor was allocated in our buffer type: from now on it is the weight that is claimed under its name, if one is. */
+void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor);
 /* Note the weights that a new context's graph multiplies, and the operands that taps may want. */
 void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph);
 

@@ -18,7 +18,7 @@
         }                                                                               \
     } while (0)
 
-static uint64_t check_seed = 0x9e3779b97f4a7c15ull;
+__attribute__((weak)) uint64_t check_seed = 0x9e3779b97f4a7c15ull; /* one for all files of a program */
 
 static inline uint64_t rnd(void) { /* splitmix64 */
     uint64_t z = (check_seed += 0x9e3779b97f4a7c15ull);

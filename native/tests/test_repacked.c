@@ -1,6 +1,7 @@
 /* Products with a part of a repacked weight are bit for bit what ggml-cpu computes with that part alone. */
 #include "check.h"
 
+#include "cpu.h"
 #include "ggml-alloc.h"
 #include "repacked.h"
 
@@ -8,18 +9,6 @@ enum { N_ROWS = 72, N_BLOCKS = 5, N_EXPERTS = 3 };
 
 static const enum ggml_type types[] = {
     GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q2_K, GGML_TYPE_Q4_K};
-
-static ggml_backend_buffer_type_t repack_type(void) {
-    const ggml_backend_reg_t                 reg = ggml_backend_cpu_reg();
-    const ggml_backend_dev_get_extra_bufts_t get =
-        (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t * type = get(ggml_backend_reg_dev_get(reg, 0)); type && *type; ++type) {
-        if (strcmp(ggml_backend_buft_name(*type), "CPU_REPACK") == 0) {
-            return *type;
-        }
-    }
-    return NULL;
-}
 
 static float value_at(int64_t expert, int64_t row, int64_t col) {
     check_seed = (uint64_t) (expert * 7919 + row) << 32 | (uint64_t) col;
@@ -30,7 +19,7 @@ static float value_at(int64_t expert, int64_t row, int64_t col) {
 static struct ggml_tensor * new_weight(
     struct ggml_context * ctx, enum ggml_type type, int64_t n_cols, int64_t n_rows, int64_t n_experts) {
     struct ggml_tensor * weight = ggml_new_tensor_3d(ctx, type, n_cols, n_rows, n_experts);
-    CHECK(ggml_backend_alloc_ctx_tensors_from_buft(ctx, repack_type()));
+    CHECK(ggml_backend_alloc_ctx_tensors_from_buft(ctx, llmaas_repack_type()));
     float *   values = malloc((size_t) n_cols * sizeof *values);
     uint8_t * bytes  = exact(ggml_nbytes(weight));
     for (int64_t row = 0; row < n_rows * n_experts; ++row) {
@@ -221,7 +210,7 @@ static void no_log(enum ggml_log_level level, const char * text, void * user) {
 
 int main(void) {
     ggml_log_set(no_log, NULL);
-    if (!repack_type()) {
+    if (!llmaas_repack_type()) {
         return 0;
     }
     test_steps();

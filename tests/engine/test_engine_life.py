@@ -1,8 +1,8 @@
 """Random operations on models, contexts, levels and taps, under AddressSanitizer.
 
-The program is ``native/tests/engine_life.c``. As it goes it compares results with those of vanilla
-contexts, and looks at the counters and the registration; it stops at the first difference. ggml and
-llama.cpp are the installed ones, without instrumentation.
+The program is ``native/tests/engine_life.c`` and its parts. As it goes it compares results with
+those of vanilla contexts, and looks at the counters and the registration; it stops at the first
+difference. ggml and llama.cpp are the installed ones, without instrumentation.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ typedef struct llmaas_weights llmaas_weights;
 LLMAAS_API llmaas_weights * llmaas_weights_new(void);
 LLMAAS_API void             llmaas_weights_release(llmaas_weights * weights);
 
-/* Tensors of a GGUF file in file order, by index; EINVAL: no such file, or not a GGUF. */
+/* Tensors of a GGUF file, in file order. EINVAL: no such file, or not a GGUF. ESPACE: out of memory. */
 typedef struct llmaas_tensor_info {
     char     name[64];
     int32_t  type; /* enum ggml_type */
@@ -31,8 +31,8 @@ LLMAAS_API llmaas_status llmaas_gguf_tensors(const char * path, llmaas_tensor_in
 LLMAAS_API void          llmaas_gguf_tensors_free(llmaas_tensor_info * infos);
 
 /* Claim the part of a weight that is used, per level: extents[0..n_levels) rows (outputs) or columns (inputs); 0 is all.
- * Rounded up to what the weight's layout can be cut at. A level beyond n_levels uses the last one. EINVAL: n_levels
- * outside 1..64, or the part is claimed already. */
+ * Rounded up to what the weight's layout can be cut at. A level beyond n_levels uses the last one. Before any context of
+ * the model is created. EINVAL: n_levels outside 1..64, an extent below 0, or the part is claimed already. */
 typedef enum llmaas_axis { LLMAAS_ROWS = 0, LLMAAS_COLUMNS = 1 } llmaas_axis;
 LLMAAS_API llmaas_status llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels);
@@ -47,7 +47,8 @@ LLMAAS_API llmaas_status llmaas_weights_claim_file(
     llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
 
 /* What keeps a claim from being met: a weight's name and why, as one sentence that is valid until the next call; NULL:
- * nothing. is_created: a context was created, so what its graphs multiply is known, too. */
+ * nothing. is_created: a context was created, so what its graphs multiply is known, too. A context of a model that has a
+ * problem must be freed without being used. */
 LLMAAS_API const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
 
 /* The ggml_backend_buffer_type_t for llama_model_tensor_buft_override. */

@@ -167,14 +167,15 @@ def overrides(names: Iterable[str]) -> list[str]:
     Few: llama.cpp compiles each of them for each tensor of the model.
     """
     layers: dict[str, list[str]] = {}
+    patterns = []
     for name in names:
         block = _BLOCK.fullmatch(name)
-        layer, rest = block.groups() if block else ("", name)
-        layers.setdefault(rest, []).append(layer)
-    patterns = []
+        if block:
+            layers.setdefault(block[2], []).append(block[1])
+        else:
+            patterns.append(f"^{re.escape(name)}$")
     for rest, numbers in layers.items():
-        prefix = rf"blk\.({'|'.join(numbers)})\." if numbers[0] else ""
-        patterns.append(f"^{prefix}{re.escape(rest)}$")
+        patterns.append(rf"^blk\.({'|'.join(numbers)})\.{re.escape(rest)}$")
     return patterns
 
 

@@ -170,7 +170,7 @@ class Context:
         }
 
     def close(self) -> None:
-        """Detach: its graphs pass through from the next one on, in full width; idempotent."""
+        """Detach: from the next graph on no taps, and every weight in full; idempotent."""
         with self._lock:
             if self._engine is not None:
                 for tap in list(self._taps):

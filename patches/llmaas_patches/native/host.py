@@ -193,7 +193,7 @@ class NativeHost:
         if ctx is None:
             return None
         problem = None if found is None else self._problem(found, is_created=True)
-        if problem is not None and found is not None:
+        if problem is not None:
             llama_cpp.llama_free(ctx)
             if own_buffers:
                 raise problem

@@ -1,0 +1,49 @@
+/* A small model's attention: cells with tokens' keys, nodes that ggml builds, and the density there ought to be. */
+#ifndef LLMAAS_ATTENTION_MODEL_H
+#define LLMAAS_ATTENTION_MODEL_H
+
+#include "tap_threads.h"
+
+enum { N_LAYER = 3, N_CELLS = 83, N_POS = 64, MAX_D = 256 };
+
+typedef struct shape {
+    enum ggml_type type; /* of keys */
+    int            d, n_head, n_head_kv; /* d <= MAX_D */
+    float          softcap, max_bias;
+    bool           has_sinks;
+    bool           is_soft_max; /* no flash attention: ggml-cpu computes the probabilities */
+    enum ggml_type mask_type;
+    bool           has_head_masks;
+    uint32_t       row_step, layer_step;
+    int            n_threads;
+    double         tolerance;
+} shape;
+
+typedef struct model {
+    shape            of;
+    llmaas_density * density;
+    uint8_t *        keys[N_LAYER];              /* [N_CELLS][n_head_kv][d] of `type` */
+    int              resident[N_LAYER][N_CELLS]; /* position of the token in a cell; -1: none */
+    bool             is_noted[N_LAYER][N_CELLS]; /* the tap was there when it was stored */
+    double           sums[N_POS];
+    uint64_t         counts[N_POS];
+} model;
+
+model * model_new(shape of);
+void    model_free(model * m);
+
+/* Evaluate tokens at positions from.. in one graph, and add up what the tap ought to. */
+void evaluate(model * m, int from, int n_tokens);
+/* Tokens at positions from.. are no longer in any cell. */
+void forget_from(model * m, int position);
+/* The tap's sums and counts are the expected ones. */
+void check_density(const model * m);
+
+/* What attention_reference.c needs: what the mask adds to a score, and the bytes of a key. */
+float     mask_at(const model * m, int layer, int cell, int position, int head);
+uint8_t * key_at(const model * m, int layer, int cell, int head);
+
+/* Add what a query gives under one head. */
+void expect_row(model * m, int layer, int position, int head, const float * query, const float * sinks);
+
+#endif

@@ -1,0 +1,118 @@
+/* Models: what is claimed of them, loading and unloading. */
+#include "engine_life.h"
+
+static const int claim_kinds[] = {NOTHING, PART, TILES, TILES | PART, FROM_FILE, FROM_FILE | PART};
+enum { N_CLAIMS = sizeof claim_kinds / sizeof *claim_kinds };
+
+/* Names that stay valid while a model is being loaded, and one more that ends the list. */
+enum { MAX_CLAIMED = 32 };
+static char                                    patterns[MAX_CLAIMED][80];
+static struct llama_model_tensor_buft_override overrides[MAX_CLAIMED + 1];
+
+static bool is_matrix(const char * name) {
+    const bool is_wanted = strstr(name, ".ffn_") || strstr(name, ".attn_output.");
+    return is_wanted && !strstr(name, "norm") && !strstr(name, "gate_inp");
+}
+
+static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overrides) {
+    static const int64_t extents[] = {0, 128, 64}, wrong[] = {0, -1};
+    const bool           is_input  = strstr(info->name, "down") || strstr(info->name, "attn_output");
+    if (m->claims & PART) {
+        const llmaas_axis axis = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;
+        CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, wrong, 2) == LLMAAS_EINVAL);
+        CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_OK);
+        CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_EINVAL);
+    }
+    if (m->claims & TILES) {
+        CHECK(llmaas_weights_claim_tiles(m->weights, info->name) == LLMAAS_OK);
+    }
+    if (m->claims & FROM_FILE) {
+        CHECK(llmaas_weights_claim_file(m->weights, info->name, m->path, info->offset) == LLMAAS_OK);
+    }
+    if (m->claims & (TILES | FROM_FILE)) {
+        CHECK(*n_overrides < MAX_CLAIMED);
+        char * pattern = patterns[*n_overrides];
+        snprintf(pattern, sizeof *patterns, "^%s$", info->name);
+        overrides[(*n_overrides)++] = (struct llama_model_tensor_buft_override){pattern, llmaas_buffer_type()};
+    }
+}
+
+static void claim_all(model * m) {
+    llmaas_tensor_info * infos;
+    uint32_t             n, n_claimed = 0, n_overrides = 0;
+    m->weights = llmaas_weights_new();
+    CHECK(m->weights && llmaas_gguf_tensors(m->path, &infos, &n) == LLMAAS_OK);
+    for (uint32_t i = 0; i < n; ++i) {
+        if (is_matrix(infos[i].name) && (n_claimed == 0 || one_in(2))) {
+            claim(m, &infos[i], &n_overrides);
+            n_claimed++;
+        }
+    }
+    overrides[n_overrides] = (struct llama_model_tensor_buft_override){0};
+    llmaas_gguf_tensors_free(infos);
+}
+
+static bool stop_loading(float progress, void * user) {
+    (void) progress, (void) user;
+    return false;
+}
+
+void unload_model(model * m) {
+    llama_model_free(m->llama);
+    llmaas_weights_release(m->weights);
+    *m = (model){0};
+}
+
+bool load_model(model * m, bool is_stopped) {
+    struct llama_model_params params = llama_model_default_params();
+    params.use_extra_bufts           = m->is_repacked;
+    params.progress_callback         = is_stopped ? stop_loading : NULL;
+    params.n_gpu_layers              = 0;
+    overrides[0]                     = (struct llama_model_tensor_buft_override){0};
+    if (m->claims) {
+        claim_all(m);
+        params.tensor_buft_overrides = overrides;
+    }
+    llmaas_load_begin(m->weights);
+    m->llama = llama_model_load_from_file(m->path, params);
+    llmaas_load_end();
+    CHECK((m->llama == NULL) == is_stopped);
+    if (m->llama && strcmp(m->path, life.paths[0]) == 0) {
+        m->adapter = llama_adapter_lora_init(m->llama, life.adapter);
+        CHECK(m->adapter);
+    }
+    if (m->llama && m->weights && llmaas_weights_problem(m->weights, false)) {
+        life.n_refused++;
+        unload_model(m);
+    }
+    return m->llama != NULL;
+}
+
+bool do_load(void) {
+    model * m = any_model(false);
+    if (!m) {
+        return false;
+    }
+    m->path        = life.paths[rnd_below(life.n_paths)];
+    m->claims      = claim_kinds[rnd_below(N_CLAIMS)];
+    m->is_repacked = m->claims & TILES || (!(m->claims & FROM_FILE) && !one_in(4));
+    if (!load_model(m, one_in(10))) {
+        llmaas_weights_release(m->weights);
+        *m = (model){0};
+    }
+    return true;
+}
+
+bool do_unload(void) {
+    model * m = any_model(true);
+    if (!m) {
+        return false;
+    }
+    for (int i = 0; i < MAX_CONTEXTS; ++i) {
+        if (life.contexts[i].of == m) {
+            close_context(&life.contexts[i]);
+        }
+    }
+    unload_model(m);
+    return true;
+}
