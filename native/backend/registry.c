@@ -13,6 +13,9 @@ static uint32_t        n_creating; /* contexts being created */
 static uint32_t        n_engines;
 static bool            is_registered;
 
+/* Loads that this thread is in: from a callback of one it may create a context, and must not wait for itself. */
+static _Thread_local uint32_t n_loading_here;
+
 /* What this thread creates. */
 static _Thread_local struct {
     bool             is_on;
@@ -212,11 +215,13 @@ void llmaas_load_begin(llmaas_weights * weights) {
     pthread_mutex_lock(&lock);
     n_loading++;
     pthread_mutex_unlock(&lock);
+    n_loading_here++;
     llmaas_buffers_belong_to(weights);
 }
 
 void llmaas_load_end(void) {
     llmaas_buffers_belong_to(NULL);
+    n_loading_here--;
     pthread_mutex_lock(&lock);
     n_loading--;
     unregister_if_unused();
@@ -226,7 +231,7 @@ void llmaas_load_end(void) {
 
 void llmaas_create_begin(llmaas_weights * weights) {
     pthread_mutex_lock(&lock);
-    while (!is_registered && n_loading > 0) {
+    while (!is_registered && n_loading > n_loading_here) {
         pthread_cond_wait(&idle, &lock);
     }
     if (!is_registered) {

@@ -60,7 +60,7 @@ def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:
             continue  # libllama says better what is wrong with it
         for i in range(n[0]):
             info = infos[0][i]
-            places[ffi.string(info.name).decode()] = Place(
+            places[ffi.string(info.name).decode(errors="replace")] = Place(
                 path, int(info.offset), int(info.n_rows) > 1
             )
         lib.llmaas_gguf_tensors_free(infos[0])
