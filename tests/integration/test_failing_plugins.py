@@ -23,7 +23,9 @@ DIST = Path(__file__).parents[1] / "data" / "dist"
 PROMPT = [1, 400, 401, 402, 403, 404]
 ENGINE_HOOKS = [
     "llmaas_model_load",
+    "llmaas_weights",
     "llmaas_context_create",
+    "llmaas_native_context",
     "llmaas_request_begin",
     "llmaas_kv_restore",
     "llmaas_decode",
@@ -31,7 +33,7 @@ ENGINE_HOOKS = [
     "llmaas_kv_save",
     "llmaas_request_end",
 ]
-ANSWERS = {"llmaas_kv_evict": 1, "llmaas_status": {"sound": True}}
+ANSWERS = {"llmaas_kv_evict": 1, "llmaas_status": {"sound": True}, "llmaas_weights": []}
 
 
 def fail():
@@ -155,7 +157,7 @@ def test_ctrl_c_reaches_the_app(trial, make, hook, on_error):
 
 
 @pytest.mark.parametrize("failure", [fail, interrupt])
-@pytest.mark.parametrize("hook", ENGINE_HOOKS[2:])
+@pytest.mark.parametrize("hook", ENGINE_HOOKS[4:])
 def test_an_engine_is_as_good_after_it(trial, make, hook, failure):
     """The same ``Llama`` goes on: nothing half done stays in its cells or its books."""
 
