@@ -118,7 +118,7 @@ def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
         subprocess.Popen(
             [*command, *options],
             cwd=folder,
-            env=inherited | (environ or {}),
+            env=inherited | {"PYTHONUNBUFFERED": "1"} | (environ or {}),  # tests read its log
             stdout=log,
             stderr=log,
             preexec_fn=preexec_fn,  # noqa: PLW1509  one that writes its pid to a cgroup
