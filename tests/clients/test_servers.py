@@ -240,8 +240,11 @@ def test_streams_left_early(plain, ours, subjects):
 
     expected = plain(app)
     before = n_left(ours)
-    assert app(ours) == expected
-    assert n_left(ours) > before
+    for _ in range(6):  # a fast machine completes most replies before it sees that nobody listens
+        assert app(ours) == expected
+        if n_left(ours) > before:
+            return
+    pytest.fail("every reply was complete before its client had left")
 
 
 def n_left(server):
