@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -142,7 +144,8 @@ class Context:
 
     def density(self, *, row_step: int = 1, layer_step: int = 1) -> Density:
         """Accumulate attention densities."""
-        return Density(self, self._library, row_step, layer_step)
+        with self._alive():
+            return Density(self, self._library, row_step, layer_step)
 
     def hidden_states(
         self, states: States, *, layer: int | None = None, capacity: int = 4096
@@ -150,12 +153,14 @@ class Context:
         """Capture hidden states."""
         if states not in _KINDS:
             raise ValueError(f"states must be one of {', '.join(_KINDS)}, found {states!r}")
-        return Rows(self, self._library, states, layer, capacity)
+        with self._alive():
+            return Rows(self, self._library, states, layer, capacity)
 
     def subscribe(self, tap: Any) -> Tap:
         """Subscribe the ``llmaas_tap`` at address ``tap``."""
         address = self._library.ffi.cast("llmaas_tap *", tap)
-        return Tap(self, address[0], address.user)
+        with self._alive():
+            return Tap(self, address[0], address.user)
 
     def stats(self) -> dict[str, int]:
         """The engine's counters."""
@@ -177,6 +182,13 @@ class Context:
                     tap.close()
                 self._library.lib.llmaas_engine_set_level(self._engine, -1)
                 self._engine = None
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """The context exists until the end of the block."""
+        with self._lock:
+            self._open()
+            yield
 
     def _open(self) -> Any:
         if self._engine is None:
