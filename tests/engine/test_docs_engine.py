@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "engine.md"
@@ -45,18 +45,7 @@ def test_where_the_page_points_to_exists():
 
 
 def run(*command, **paths):
-    unset = ("LLMAAS", "PIP_", "PYTHON")
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(unset)}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=environ | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"} | paths,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(sys.executable, *command, environ=paths)
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ Everything runs in an environment of its own that sees the packages of this one.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import sysconfig
 import textwrap
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "llmaas-usage"
@@ -77,19 +76,7 @@ class Environment:
         (self._site / "ours.pth").write_text(ours)
 
     def run(self, *arguments, python=None, **kwargs):
-        unset = {key for key in os.environ if key.startswith(("LLMAAS", "PIP_", "PYTHON"))}
-        environ = {key: value for key, value in os.environ.items() if key not in unset}
-        done = subprocess.run(
-            [python or self._python, *arguments],
-            env=environ | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            **kwargs,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return run_python(python or self._python, *arguments, **kwargs)
 
     def pip(self, *arguments):
         pip = ["-m", "pip", "--disable-pip-version-check", "--python", self._python]
