@@ -67,6 +67,25 @@ class AttentionDensity(Subscription, Protocol):
         position. A position counts from 0 again when another token is evaluated there.
         """
 
+    def take(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Likewise, and those positions count from 0 again."""
+
+    def cells(self, n: int) -> NDArray[np.int32]:
+        """Where positions 0…n-1 lie, for ``place``; ``(n_layers, n)``.
+
+        That holds as long as some sequence has their cells.
+        """
+
+    def place(self, kept: int, n: int, cells: NDArray[np.int32] | None = None) -> None:
+        """Say that sequence 0 gets cells which no graph fills; positions beyond ``kept`` restart.
+
+        Args:
+            kept: Positions that stay as they are.
+            n: Positions kept…n-1 are restored next, in order of position; some of them may be
+                evaluated instead.
+            cells: They are not restored but lie there still, as ``cells(n)`` told.
+        """
+
     def reset(self) -> None:
         """Count everything from 0."""
 

@@ -3,18 +3,12 @@
  * run() has no barrier inside, so threads share nothing while they work: each adds up probabilities by cell in its own
  * memory, and the last one to finish a node adds everybody's up by position. Only that one touches the totals and the
  * maps from cells to positions, under the mutex that read() takes. */
-#include "density_worker.h"
+#include "density_cells.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* Where the tokens of one layer are; layers can have different caches. */
-typedef struct cell_map {
-    int32_t * positions; /* by cell; -1: unknown */
-    int64_t   n_cells;
-} cell_map;
 
 struct llmaas_density {
     uint32_t              n_pos;
@@ -25,13 +19,9 @@ struct llmaas_density {
     pthread_mutex_t       mutex;      /* guards sums, counts and maps */
     double *              sums;       /* [n_pos] */
     uint64_t *            counts;     /* [n_pos] */
-    cell_map *            maps;       /* [n_layer] */
+    llmaas_cell_map *     maps;       /* [n_layer]: layers can have different caches */
     llmaas_density_worker workers[GGML_MAX_N_THREADS];
 };
-
-static int64_t cell_of(const llmaas_tap_view * view, int64_t token) {
-    return ((const int64_t *) view->cells->data)[token];
-}
 
 /* Whether column j is cell j. Not so where several caches take part, one for each stream, where a cache other than the
  * first does, or where the queries are of other tokens than the keys (cross attention). */
@@ -47,7 +37,7 @@ static bool has_cells(const llmaas_attention * node) {
         return false;
     }
     for (int64_t token = 0; token < node->n_tokens; ++token) {
-        const int64_t cell = cell_of(view, token);
+        const int64_t cell = ((const int64_t *) view->cells->data)[token];
         if (cell < 0 || cell >= node->n_kv) {
             return false;
         }
@@ -56,19 +46,6 @@ static bool has_cells(const llmaas_attention * node) {
 }
 
 /* -- the last thread's part ---------------------------------------------------------------------------------------- */
-
-static bool map_reserve(cell_map * map, int64_t n_cells) {
-    if (n_cells > map->n_cells) {
-        int32_t * positions = realloc(map->positions, (size_t) n_cells * sizeof *positions);
-        if (!positions) {
-            return false;
-        }
-        memset(positions + map->n_cells, 0xff, (size_t) (n_cells - map->n_cells) * sizeof *positions);
-        map->positions = positions;
-        map->n_cells   = n_cells;
-    }
-    return true;
-}
 
 static void start_again(llmaas_density * density, const llmaas_attention * node) {
     const llmaas_tap_view * view = node->view;
@@ -81,24 +58,13 @@ static void start_again(llmaas_density * density, const llmaas_attention * node)
     }
 }
 
-/* Remember where the batch's tokens are. False: out of memory, and only in the cells there was room for. */
-static bool note_cells(cell_map * map, const llmaas_attention * node) {
-    const bool has_room = map_reserve(map, node->n_kv);
-    for (int64_t token = 0; token < node->n_tokens; ++token) {
-        const int64_t cell = cell_of(node->view, token);
-        if (cell < map->n_cells) {
-            map->positions[cell] = (int32_t) llmaas_attention_position(node->view, token);
-        }
-    }
-    return has_room;
-}
-
 static void add_to_positions(
-    llmaas_density * density, const llmaas_density_worker * w, const llmaas_attention * node, const cell_map * map) {
+    llmaas_density * density, const llmaas_density_worker * w, const llmaas_attention * node, const llmaas_cell_map * map) {
     const llmaas_tap_view * view   = node->view;
     int64_t                 n_seen = 0;
     for (int64_t column = 0; column < node->n_kv; ++column) {
-        const int64_t position = view->cells ? map->positions[column] : llmaas_attention_position(view, column);
+        const int64_t position =
+            view->cells ? llmaas_cell_map_position(map, column) : llmaas_attention_position(view, column);
         n_seen += w->deltas[column];
         if (position >= 0 && position < density->n_pos) {
             density->sums[position] += w->sums[column];
@@ -108,14 +74,15 @@ static void add_to_positions(
 }
 
 static void merge(llmaas_density * density, const llmaas_attention * node, int nth) {
-    cell_map * map     = &density->maps[node->view->layer];
-    bool       is_lost = false;
+    llmaas_cell_map * map     = &density->maps[node->view->layer];
+    bool              is_lost = false;
     pthread_mutex_lock(&density->mutex);
     if (node->view->is_first) {
         start_again(density, node);
     }
     if (node->view->cells) {
-        is_lost = !note_cells(map, node);
+        is_lost = !llmaas_cell_map_reserve(map, node->n_kv, density->n_pos);
+        llmaas_cell_map_learn(map, node); /* without memory, of the cells there is room for */
     }
     for (int i = 0; i < nth; ++i) {
         is_lost = is_lost || density->workers[i].has_failed;
@@ -179,8 +146,7 @@ llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t r
 
 static void forget_cells(llmaas_density * density) {
     for (uint32_t layer = 0; layer < density->n_layer; ++layer) {
-        free(density->maps[layer].positions);
-        density->maps[layer] = (cell_map){0};
+        llmaas_cell_map_free(&density->maps[layer]);
     }
 }
 
@@ -203,7 +169,14 @@ llmaas_tap llmaas_density_tap(llmaas_density * density) {
     return (llmaas_tap){.kind = LLMAAS_TAP_ATTENTION, .user = density, .wants = wants, .run = run};
 }
 
-llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts) {
+/* Start positions again at 0. */
+static void clear(llmaas_density * density, uint32_t first, uint32_t n) {
+    memset(density->sums + first, 0, n * sizeof *density->sums);
+    memset(density->counts + first, 0, n * sizeof *density->counts);
+}
+
+static llmaas_status copy_out(
+    llmaas_density * density, uint32_t n, double * sums, uint64_t * counts, bool is_taken) {
     if (!density || n > density->n_pos || (n && (!sums || !counts))) {
         return LLMAAS_EINVAL;
     }
@@ -212,14 +185,52 @@ llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double *
         sums[i]   = density->sums[i];
         counts[i] = density->counts[i];
     }
+    if (is_taken) {
+        clear(density, 0, n);
+    }
+    pthread_mutex_unlock(&density->mutex);
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts) {
+    return copy_out(density, n, sums, counts, false);
+}
+
+llmaas_status llmaas_density_take(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts) {
+    return copy_out(density, n, sums, counts, true);
+}
+
+llmaas_status llmaas_density_cells(llmaas_density * density, uint32_t n, int32_t * cells) {
+    if (!density || n > density->n_pos || (n && !cells)) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_mutex_lock(&density->mutex);
+    for (uint32_t layer = 0; layer < density->n_layer; ++layer) {
+        llmaas_cell_map_read(&density->maps[layer], n, cells + (size_t) layer * n);
+    }
+    pthread_mutex_unlock(&density->mutex);
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_density_place(llmaas_density * density, uint32_t n_kept, uint32_t n, const int32_t * cells) {
+    if (!density || n_kept > n || n > density->n_pos) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_mutex_lock(&density->mutex);
+    clear(density, n_kept, density->n_pos - n_kept);
+    for (uint32_t layer = 0; layer < density->n_layer; ++layer) {
+        llmaas_cell_map * map = &density->maps[layer];
+        if (wants(density, (int) layer) && llmaas_cell_map_reserve(map, 0, density->n_pos)) {
+            llmaas_cell_map_place(map, n_kept, n, cells ? cells + (size_t) layer * n : NULL);
+        }
+    }
     pthread_mutex_unlock(&density->mutex);
     return LLMAAS_OK;
 }
 
 void llmaas_density_reset(llmaas_density * density) {
     pthread_mutex_lock(&density->mutex);
-    memset(density->sums, 0, density->n_pos * sizeof *density->sums);
-    memset(density->counts, 0, density->n_pos * sizeof *density->counts);
+    clear(density, 0, density->n_pos);
     forget_cells(density);
     pthread_mutex_unlock(&density->mutex);
 }

@@ -11,6 +11,17 @@ static uint32_t mask_bits(const char * mask, size_t size, int64_t column) {
     return bits;
 }
 
+static uint32_t masked_bits(enum ggml_type type) { return type == GGML_TYPE_F16 ? 0xfc00 : 0xff800000; }
+
+bool llmaas_attention_sees(const llmaas_attention * node, int64_t row, int64_t cell) {
+    const struct ggml_tensor * mask = node->mask;
+    if (!mask) {
+        return true;
+    }
+    const char * from = (const char *) mask->data + (size_t) row * mask->nb[1];
+    return mask_bits(from, ggml_type_size(mask->type), cell) != masked_bits(mask->type);
+}
+
 /* The first column from `column` on whose word is not `word`; the last ones of a row may be left out. */
 static int64_t skip_words(const char * mask, size_t size, int64_t column, int64_t n, uint64_t word) {
     const int64_t step = (int64_t) (sizeof word / size);
@@ -26,7 +37,7 @@ static int64_t skip_words(const char * mask, size_t size, int64_t column, int64_
 
 static void find_runs(llmaas_density_worker * w, const char * mask, enum ggml_type type, int64_t n) {
     const size_t   size   = ggml_type_size(type);
-    const uint32_t masked = type == GGML_TYPE_F16 ? 0xfc00 : 0xff800000;
+    const uint32_t masked = masked_bits(type);
     const uint64_t word   = type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull;
     for (int64_t column = 0; column < n;) {
         column = skip_words(mask, size, column, n, word);

@@ -19,6 +19,9 @@ typedef struct llmaas_attention {
 llmaas_attention llmaas_attention_of(const llmaas_tap_view * view);
 int64_t          llmaas_attention_position(const llmaas_tap_view * view, int64_t token);
 
+/* Whether a query's mask lets it see a cell, under the first head (density_mask.c). */
+bool llmaas_attention_sees(const llmaas_attention * node, int64_t row, int64_t cell);
+
 /* A thread's memory; all zero at first. Only its thread uses it while a node runs. */
 typedef struct llmaas_density_worker {
     double *  sums;     /* by cell, of this node */

@@ -51,6 +51,9 @@ llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t r
 void llmaas_density_free(llmaas_density * density);
 llmaas_tap llmaas_density_tap(llmaas_density * density);
 int llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
+int llmaas_density_take(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
+int llmaas_density_cells(llmaas_density * density, uint32_t n, int32_t * cells);
+int llmaas_density_place(llmaas_density * density, uint32_t n_kept, uint32_t n, const int32_t * cells);
 void llmaas_density_reset(llmaas_density * density);
 llmaas_states * llmaas_states_new(int kind, int layer, uint32_t n_embd, uint32_t capacity);
 void llmaas_states_free(llmaas_states * states);

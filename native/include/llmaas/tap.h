@@ -48,9 +48,10 @@ typedef struct llmaas_tap {
  * and layers that can see it.
  *
  * The tap learns from the graphs it sees which token lies in which KV cell, so tokens that were evaluated before it was
- * subscribed, or that a restored state brought, get no density; they do take their part of every softmax. Positions are
- * those of the evaluation: after cells were filled or moved otherwise (a state restored, llama_memory_seq_add), reset.
- * Nodes of several KV streams (kv_unified off and more than one sequence) are not counted. */
+ * subscribed get no density; they do take their part of every softmax. Positions are those of the evaluation: when cells
+ * are filled or change hands otherwise (a state restored, a sequence relabelled), place them; when their positions move
+ * (llama_memory_seq_add), reset. Of several tokens at one position, the last evaluated one counts. Nodes of several KV
+ * streams (kv_unified off and more than one sequence) are not counted. */
 typedef struct llmaas_density llmaas_density;
 
 /* n_pos: positions counted, from 0. n_layer: of the model. Only layers l with l % layer_step == layer_step - 1, and
@@ -63,6 +64,23 @@ LLMAAS_API llmaas_tap       llmaas_density_tap(llmaas_density * density);
 /* Copy out, for positions 0..n-1: the sum of probabilities, and how many (query, head, layer) it was summed over. The
  * density is their ratio. A position starts again at 0 when a token is evaluated there. EINVAL: n > n_pos. */
 LLMAAS_API llmaas_status llmaas_density_read(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
+
+/* Likewise, and start those positions again at 0. */
+LLMAAS_API llmaas_status llmaas_density_take(llmaas_density * density, uint32_t n, double * sums, uint64_t * counts);
+
+/* Instead of a cell: nobody knows it, or a restored token lies there and the next graph tells. */
+enum { LLMAAS_CELL_UNKNOWN = -1, LLMAAS_CELL_RESTORED = -2 };
+
+/* Copy out where positions 0..n-1 lie: cells[n_layer][n]. That holds as long as some sequence has these cells, so
+ * whoever relabels a sequence keeps it for the day it comes back. EINVAL: n > n_pos. */
+LLMAAS_API llmaas_status llmaas_density_cells(llmaas_density * density, uint32_t n, int32_t * cells);
+
+/* Positions 0..n_kept-1 stay where they are. Everything else is forgotten and starts at 0: positions n_kept..n-1 now
+ * lie in the cells that llmaas_density_cells() told, cells[n_layer][n], or (NULL) are restored next, in order of
+ * position; some of them may be evaluated instead. If cells turn up that this does not explain, those positions get no
+ * density. EINVAL: n_kept > n, or n > n_pos. */
+LLMAAS_API llmaas_status llmaas_density_place(
+    llmaas_density * density, uint32_t n_kept, uint32_t n, const int32_t * cells);
 
 /* Forget everything: sums, counts, and where tokens are. */
 LLMAAS_API void llmaas_density_reset(llmaas_density * density);

@@ -49,24 +49,56 @@ class Density(Tap):
         if min(row_step, layer_step) < 1:
             raise ValueError(f"steps must be 1 or more, found {row_step} and {layer_step}")
         self._n_pos = int(llama_cpp.llama_n_ctx(context.ctx))
-        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        self._n_layer = int(llama_cpp.llama_model_n_layer(context.model))
         ffi, lib = self._library = library
-        density = lib.llmaas_density_new(self._n_pos, n_layer, row_step, layer_step)
+        density = lib.llmaas_density_new(self._n_pos, self._n_layer, row_step, layer_step)
         self._density = ffi.gc(_made(ffi, density), lib.llmaas_density_free)
         super().__init__(context, lib.llmaas_density_tap(density), density)
 
     def read(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
         """Sums and counts of positions 0…n-1."""
-        if not 0 <= n <= self._n_pos:
-            raise ValueError(f"{n} positions asked for; the context has {self._n_pos}")
+        return self._copy_out(self._library.lib.llmaas_density_read, n)
+
+    def take(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Sums and counts of positions 0…n-1, which start again."""
+        return self._copy_out(self._library.lib.llmaas_density_take, n)
+
+    def _copy_out(self, function: Any, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        self._check(n)
         sums, counts = np.zeros(n), np.zeros(n, dtype=np.uint64)
-        self._library.lib.llmaas_density_read(
+        cast = self._library.ffi.cast
+        function(
             self._density,
             n,
-            self._library.ffi.cast("double *", sums.ctypes.data),
-            self._library.ffi.cast("uint64_t *", counts.ctypes.data),
+            cast("double *", sums.ctypes.data),
+            cast("uint64_t *", counts.ctypes.data),
         )
         return sums, counts
+
+    def cells(self, n: int) -> NDArray[np.int32]:
+        """Cells of positions 0…n-1, by layer."""
+        self._check(n)
+        cells = np.empty((self._n_layer, n), dtype=np.int32)
+        pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
+        self._library.lib.llmaas_density_cells(self._density, n, pointer)
+        return cells
+
+    def place(self, kept: int, n: int, cells: NDArray[np.int32] | None = None) -> None:
+        """Positions kept…n-1 are restored next, or are in ``cells``."""
+        self._check(n)
+        if not 0 <= kept <= n:
+            raise ValueError(f"{kept} positions of {n} cannot be kept")
+        pointer = self._library.ffi.NULL
+        if cells is not None:
+            cells = np.ascontiguousarray(cells, dtype=np.int32)
+            if cells.shape != (self._n_layer, n):
+                raise ValueError(f"cells are of shape {cells.shape}, not {(self._n_layer, n)}")
+            pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
+        self._library.lib.llmaas_density_place(self._density, kept, n, pointer)
+
+    def _check(self, n: int) -> None:
+        if not 0 <= n <= self._n_pos:
+            raise ValueError(f"{n} positions asked for; the context has {self._n_pos}")
 
     def reset(self) -> None:
         """Count everything from 0."""
