@@ -21,6 +21,9 @@ class Counters:
     read_bytes: int = 0
     written_bytes: int = 0
     no_room: int = 0
+    over_write_budget: int = 0
+    cut_chunks: int = 0
+    cut_bytes: int = 0
     io_errors: int = 0
 
     def snapshot(self) -> dict[str, int]:

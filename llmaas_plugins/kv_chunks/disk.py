@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import uuid
 from pathlib import Path
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.kv_chunks.allowance import Allowance
 from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE, private_directory
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
@@ -21,6 +23,7 @@ from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
 __all__ = ["DiskStore", "is_sound"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
+_MOST_BITS = 8
 _abandoned: list[ChunkIndex] = []
 
 
@@ -67,9 +70,17 @@ class DiskStore:
             dropped += [b""] * self.index.drop_misshapen()
             for row in list(self.index.chunks()):
                 if is_sound(row, n_bytes) and self.tier.claim(row.offset, row.size):
-                    chunk = Chunk(row.id, row.size, disk=row.offset)
+                    chunk = Chunk(
+                        row.id,
+                        row.size,
+                        row.bits,
+                        disk=row.offset,
+                        attention=row.attention,
+                        seen=row.seen,
+                        noted=row.seen,
+                    )
                     tree.add(chunk)
-                    self.tier.enter(chunk)
+                    self.tier.queue.enter(chunk)
                 else:
                     dropped.append(row.id.key)
             for name, head in self.index.contexts().items():
@@ -78,6 +89,17 @@ class DiskStore:
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
         return dropped
+
+    def allowance(self, write_budget: int | None) -> Allowance:
+        """What may be written today.
+
+        Raises:
+            StoreError: The index cannot be read.
+        """
+        try:
+            return Allowance(write_budget, self.index.written_on)
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
 
     def close(self) -> None:
         """Close the files and let go of the lock."""
@@ -133,6 +155,9 @@ def is_sound(row: ChunkRow, file_bytes: int) -> bool:
         and 0 < n_bytes <= CHUNK_TOKENS * TOKEN_BYTES
         and n_bytes % TOKEN_BYTES == 0
         and row.size > 0
+        and 0 <= row.bits <= _MOST_BITS
+        and 0 <= row.attention < math.inf
+        and 0 <= row.seen < math.inf
         and row.offset >= 0
         and DiskTier.HEADER_BYTES + row.offset + row.size <= file_bytes
     )

@@ -14,7 +14,7 @@ from llmaas_plugins.kv_chunks.files import INDEX, SLAB, is_regular, open_private
 
 __all__ = ["FORMAT", "check_format", "pack_header", "read_only_uri"]
 
-FORMAT = 1
+FORMAT = 2
 """Of the slab's header and of the index; a change of either raises both."""
 
 _HEADER = struct.Struct("<8sI16s")

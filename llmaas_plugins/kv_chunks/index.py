@@ -23,14 +23,17 @@ CREATE TABLE store (id BLOB NOT NULL);
 CREATE TABLE geometry (root BLOB PRIMARY KEY, layout TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE chunks (
     key BLOB PRIMARY KEY, parent BLOB NOT NULL, tokens BLOB NOT NULL,
-    offset INTEGER NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL
+    offset INTEGER NOT NULL, size INTEGER NOT NULL, bits INTEGER NOT NULL,
+    attention REAL NOT NULL, seen REAL NOT NULL, used INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE contexts (id TEXT PRIMARY KEY, head BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE writes (day INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
 """
 _ODD_ROWS = """
 SELECT count(*) FROM chunks
 WHERE typeof(key) || typeof(parent) || typeof(tokens) != 'blobblobblob'
    OR typeof(offset) || typeof(size) || typeof(used) != 'integerintegerinteger'
+   OR typeof(bits) || typeof(attention) || typeof(seen) != 'integerrealreal'
    OR used NOT BETWEEN 0 AND 1 << 62
 """  # SQLite stores any type in any column, and has no checksums
 _MISSHAPEN = f"""
@@ -48,11 +51,17 @@ class ChunkRow(NamedTuple):
         id: Its identity.
         offset: Its place in the slab's extents.
         size: Payload bytes.
+        bits: Bits a value has in it; 0 where the codec has no levels.
+        attention: Sum of the attention its tokens got.
+        seen: How many scores that is the sum of.
     """
 
     id: ChunkId
     offset: int
     size: int
+    bits: int = 0
+    attention: float = 0.0
+    seen: float = 0.0
 
 
 @dataclass(slots=True)
@@ -60,11 +69,13 @@ class IndexUpdate:
     """What a transaction changes.
 
     Attributes:
-        added: New chunks by key.
+        added: Chunks that are new, or have changed, by key.
         removed: Keys of chunks that are gone; a key that is also in ``added`` came back.
         used: Keys in the order of their last use, oldest first.
         heads: All named contexts, or None when they did not change.
         layouts: Layouts of cells that were learnt, as JSON, by root.
+        frees_room: Whether rows in the index name places that others may get once this is applied.
+        writes: Payload bytes written to the slab on a day, by its number since 1970.
     """
 
     added: dict[bytes, ChunkRow] = field(default_factory=dict)
@@ -72,6 +83,8 @@ class IndexUpdate:
     used: dict[bytes, None] = field(default_factory=dict)
     heads: Mapping[str, bytes] | None = None
     layouts: dict[bytes, str] = field(default_factory=dict)
+    frees_room: bool = False
+    writes: dict[int, int] = field(default_factory=dict)
 
     def then(self, later: IndexUpdate) -> IndexUpdate:
         """Both changes as one."""
@@ -82,6 +95,8 @@ class IndexUpdate:
             {key: None for key in self.used if key not in later.used} | later.used,
             self.heads if later.heads is None else later.heads,
             self.layouts | later.layouts,
+            self.frees_room or later.frees_room,
+            self.writes | later.writes,
         )
 
 
@@ -183,11 +198,11 @@ class ChunkIndex:
     def chunks(self) -> Iterable[ChunkRow]:
         """Every chunk whose names have their lengths, least recently used first."""
         rows = self._db.execute(
-            "SELECT key, parent, tokens, offset, size FROM chunks "  # noqa: S608  a constant
-            f"WHERE NOT ({_MISSHAPEN}) ORDER BY used"
+            "SELECT key, parent, tokens, offset, size, bits, attention, seen "  # noqa: S608  a constant
+            f"FROM chunks WHERE NOT ({_MISSHAPEN}) ORDER BY used"
         )
-        for key, parent, tokens, offset, size in rows:
-            yield ChunkRow(ChunkId(key, parent, tokens), offset, size)
+        for key, parent, tokens, *rest in rows:
+            yield ChunkRow(ChunkId(key, parent, tokens), *rest)
 
     def n_misshapen(self) -> int:
         """Rows that ``chunks`` leaves out."""
@@ -223,6 +238,11 @@ class ChunkIndex:
         )
         return {root: layout.decode(errors="replace") for root, layout in rows}
 
+    def written_on(self, day: int) -> int:
+        """Payload bytes written on a day, by its number since 1970."""
+        found = self._db.execute("SELECT CAST(bytes AS INTEGER) FROM writes WHERE day=?", (day,))
+        return max(0, *(n_bytes for (n_bytes,) in found), 0)
+
     def apply(self, update: IndexUpdate) -> None:
         """Commit a set of changes."""
         db = self._db
@@ -231,14 +251,17 @@ class ChunkIndex:
         try:
             db.executemany("DELETE FROM chunks WHERE key=?", ((k,) for k in update.removed))
             db.executemany(
-                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?)",
-                ((*row.id, row.offset, row.size, tick) for row in update.added.values()),
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                ((*row.id, *row[1:], tick) for row in update.added.values()),
             )
             db.executemany(
                 "UPDATE chunks SET used=? WHERE key=?",
                 ((tick + 1 + i, key) for i, key in enumerate(update.used)),
             )
             db.executemany("INSERT OR REPLACE INTO geometry VALUES (?, ?)", update.layouts.items())
+            for day, n_bytes in update.writes.items():
+                db.execute("DELETE FROM writes WHERE day < ?", (day,))
+                db.execute("INSERT OR REPLACE INTO writes VALUES (?, ?)", (day, n_bytes))
             if update.heads is not None:
                 db.execute("DELETE FROM contexts")
                 db.executemany("INSERT INTO contexts VALUES (?, ?)", update.heads.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from llmaas_plugins.kv_chunks import forks
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.keys import ChunkId
+from llmaas_plugins.kv_chunks.queues import Eviction
 from llmaas_plugins.kv_chunks.shelf import Shelf
 from llmaas_plugins.kv_chunks.swapout import SwapOut
 from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, ChunkTree, Match
@@ -33,11 +34,28 @@ _log = logging.getLogger("llmaas.kv_chunks")
 class ChunkStore:
     """The chunks of one process. Thread-safe; I/O and codecs run outside the lock."""
 
-    def __init__(self, budget: Budget, disk: DiskStore | None) -> None:
-        """Take what ``budget`` has left for the RAM tier, and an opened disk tier or none."""
+    def __init__(
+        self,
+        budget: Budget,
+        disk: DiskStore | None,
+        *,
+        eviction: Eviction = "lctru",
+        write_budget: int | None = None,
+    ) -> None:
+        """Take what ``budget`` has left for the RAM tier, and an opened disk tier or none.
+
+        Args:
+            budget: Of RAM.
+            disk: The disk tier.
+            eviction: Which chunks leave RAM first.
+            write_budget: Bytes that may be written to disk a day.
+
+        Raises:
+            StoreError: The index cannot be read.
+        """
         try:
-            self._shelf = Shelf(budget, None if disk is None else disk.tier)
-            self._swap = None if disk is None else SwapOut(self._shelf, disk)
+            self._shelf = Shelf(budget, None if disk is None else disk.tier, eviction)
+            self._swap = None if disk is None else SwapOut(self._shelf, disk, write_budget)
         except BaseException:
             if disk is not None:
                 disk.close()
@@ -85,9 +103,10 @@ class ChunkStore:
             self._shelf.touch([chunk for chunk in found if chunk is not None])
 
     def missing(self, ids: Sequence[ChunkId]) -> list[int]:
-        """Indices of identities that are stored nowhere."""
+        """Indices of identities whose bytes are stored nowhere."""
         with self._shelf.lock:
-            return [i for i, wanted in enumerate(ids) if self._shelf.tree.get(wanted.key) is None]
+            found = [self._shelf.tree.get(wanted.key) for wanted in ids]
+            return [i for i, chunk in enumerate(found) if chunk is None or chunk.is_ghost]
 
     def layout(self, root: bytes) -> str | None:
         """Layout of the cells under ``root``, as JSON, if any were ever saved."""
@@ -112,6 +131,7 @@ class ChunkStore:
         encode: Callable[[NDArray[np.uint8]], int],
         *,
         is_first: bool,
+        bits: int = 0,
     ) -> bool:
         """Claim room for a chunk and let ``encode`` fill it.
 
@@ -120,6 +140,7 @@ class ChunkStore:
             bound: Most bytes ``encode`` may write.
             encode: Fills the array it gets; returns the bytes it wrote.
             is_first: Whether it begins a context; any other is of no use without its parent.
+            bits: Bits a value has in what ``encode`` writes; 0 where the codec has no levels.
 
         Returns:
             False when no tier has room for it or its parent; the chunk will be recomputed.
@@ -137,15 +158,15 @@ class ChunkStore:
             raise
         with self._shelf.lock:
             self._shelf.ram.shrink(offset, bound, size)
-            chunk = Chunk(wanted, size, ram=offset)
-            is_stored = self._shelf.tree.get(wanted.key) is not None  # another engine was faster
+            there = self._shelf.tree.get(wanted.key)
+            is_stored = there is not None and not there.is_ghost  # another engine was faster
             if is_stored or not (is_first or self._shelf.tree.get(wanted.parent)):
                 self._shelf.ram.cancel(offset, size)
                 return is_stored
-            self._shelf.tree.add(chunk)
-            self._shelf.ram.enter(chunk)
-            if self._shelf.disk is not None:
-                self._shelf.dirty[wanted.key] = chunk
+            chunk = Chunk(wanted, size, bits, ram=offset)
+            if there is not None:
+                chunk.attention, chunk.seen = there.attention, there.seen
+            self._shelf.enter(chunk)
             for old in self._shelf.tree.superseded_by(wanted):
                 self._shelf.drop(old)
             self._shelf.counters.claimed_chunks += 1
@@ -177,7 +198,7 @@ class ChunkStore:
         wanted: list[Chunk] = []
         with self._shelf.lock:
             for chunk in chunks:
-                if self._shelf.tree.get(chunk.id.key) is not chunk:
+                if self._shelf.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
                     break
                 chunk.pins += 1
                 wanted.append(chunk)
@@ -200,7 +221,41 @@ class ChunkStore:
         with self._shelf.lock:
             self._shelf.counters.faults += 1
             if self._shelf.tree.get(chunk.id.key) is chunk:
-                self._shelf.drop(chunk)
+                self._shelf.lose(chunk)
+
+    # -- tolerance (LLMS §3.2), working sets (§3.4) -----------------------------------------------
+
+    def notice(
+        self, ids: Sequence[ChunkId], attention: Sequence[float], seen: Sequence[float]
+    ) -> None:
+        """The tokens of a context's chunks got so much more attention, in so many scores."""
+        with self._shelf.lock:
+            for wanted, amount, n in zip(ids, attention, seen, strict=True):
+                chunk = self._shelf.tree.get(wanted.key)
+                if chunk is not None:
+                    self._shelf.notice(chunk, amount, n)
+
+    def known(self, ids: Sequence[ChunkId]) -> list[Chunk | None]:
+        """What is stored of a context's chunks, ghosts included."""
+        with self._shelf.lock:
+            return [self._shelf.tree.get(wanted.key) for wanted in ids]
+
+    def demote(self, chunks: Sequence[Chunk], bits: int, size: Callable[[int], int]) -> None:
+        """Cut chunks to ``bits`` bits a value; ``size(n_tokens)`` are their bytes then.
+
+        Those in use by a transfer stay as they are.
+        """
+        with self._shelf.lock:
+            for chunk in chunks:
+                is_there = self._shelf.tree.get(chunk.id.key) is chunk and not chunk.is_ghost
+                if is_there and chunk.pins == 0 and chunk.bits > bits:
+                    self._shelf.cut(chunk, size(chunk.n_tokens), bits)
+
+    def lock_working_set(self, owner: Hashable, ids: Sequence[ChunkId]) -> None:
+        """Let the chunks of the context that ``owner`` runs leave RAM last (LLMS §3.4)."""
+        with self._shelf.lock:
+            found = (self._shelf.tree.get(wanted.key) for wanted in ids)
+            self._shelf.lock_working_set(owner, (chunk for chunk in found if chunk is not None))
 
     # -- swap-out, eviction, end ----------------------------------------------------------------
 
@@ -276,6 +331,9 @@ class ChunkStore:
                 break
             self.flush()
         if offset is None:
+            with self._shelf.lock:
+                offset = self._shelf.reserve_unwritten(n_bytes, parent)
+        if offset is None:
             self._shelf.counters.no_room += 1
         return offset
 
@@ -310,7 +368,7 @@ class ChunkStore:
             for (chunk, place, _), status in zip(coming, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
                     chunk.ram = place
-                    self._shelf.ram.enter(chunk)
+                    self._shelf.ram.queue.enter(chunk)
                     self._shelf.counters.disk_hits += 1
                     self._shelf.counters.read_bytes += chunk.size
                     continue

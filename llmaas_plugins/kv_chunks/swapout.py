@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.extents import page_round
+from llmaas_plugins.kv_chunks.index import IndexUpdate
 from llmaas_plugins.kv_chunks.shelf import Shelf
 from llmaas_plugins.kv_chunks.tree import Chunk
 
@@ -23,11 +24,16 @@ _BATCH_CHUNKS = 64
 class SwapOut:
     """Keeps the disk in step with a shelf. Thread-safe; writes run outside the shelf's lock."""
 
-    def __init__(self, shelf: Shelf, disk: DiskStore) -> None:
-        """Put what ``disk`` has on the shelf."""
+    def __init__(self, shelf: Shelf, disk: DiskStore, write_budget: int | None) -> None:
+        """Put what ``disk`` has on the shelf; write ``write_budget`` bytes a day at most.
+
+        Raises:
+            StoreError: The index cannot be read.
+        """
         self.directory = disk.directory
         self._shelf = shelf
         self._disk = disk
+        self._allowance = disk.allowance(write_budget)
         self._flush_lock = threading.Lock()
         self._index_lock = threading.Lock()
         unsound = disk.load(shelf.tree)
@@ -40,8 +46,11 @@ class SwapOut:
             written: list[Chunk] = []
             lost: dict[bytes, Chunk] = {}
             while self._shelf.dirty:
+                n_dirty = len(self._shelf.dirty)
                 batch, places = self._next_batch(lost)
-                if self._shelf.update.removed:
+                if not batch and len(self._shelf.dirty) == n_dirty:
+                    break  # today's write budget is used up
+                if self._shelf.update.removed or self._shelf.update.frees_room:
                     self._try_commit()  # no row may name a place that is about to be overwritten
                 written += self._write(batch, places, lost)
             with self._shelf.lock:
@@ -60,6 +69,7 @@ class SwapOut:
         with self._index_lock:
             with self._shelf.lock:
                 update, self._shelf.update = self._shelf.update, IndexUpdate()
+            update.writes = self._allowance.written()
             try:
                 self._disk.index.apply(update)
             except sqlite3.Error as error:
@@ -115,7 +125,12 @@ class SwapOut:
         batch: list[Chunk] = []
         places: list[int] = []
         with self._shelf.lock:
+            left = self._allowance.left()
             for chunk in list(self._shelf.dirty.values())[:_BATCH_CHUNKS]:
+                left -= page_round(chunk.size)
+                if left < 0:
+                    self._shelf.counters.over_write_budget += 1
+                    break
                 offset = None
                 if chunk.id.parent not in lost:
                     offset = self._shelf.reserve_disk(chunk.size)
@@ -163,10 +178,11 @@ class SwapOut:
 
     def _written(self, chunk: Chunk, place: int) -> None:
         chunk.disk = place
-        self._disk.tier.enter(chunk)
+        self._disk.tier.queue.enter(chunk)
         self._shelf.dirty.pop(chunk.id.key, None)
-        self._shelf.update.added[chunk.id.key] = ChunkRow(chunk.id, place, chunk.size)
+        self._shelf.note_row(chunk)
         self._shelf.counters.written_bytes += chunk.size
+        self._allowance.spend(page_round(chunk.size))
 
     def _failed(self, error: Exception) -> None:
         self._shelf.counters.io_errors += 1

@@ -1,10 +1,9 @@
-"""Two bounded places for encoded chunks, each evicting its least recently used ones."""
+"""Two bounded places for encoded chunks, each evicting what its queue says."""
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.files import open_private
 from llmaas_plugins.kv_chunks.memory import anonymous
+from llmaas_plugins.kv_chunks.queues import Eviction, Queue
 from llmaas_plugins.kv_chunks.tree import Chunk
 
 __all__ = ["DiskTier", "RamTier", "Tier"]
@@ -24,16 +24,16 @@ _MOST_MARKS = 1 << 16
 
 
 class Tier:
-    """Space for chunks and the order in which they were used.
+    """Space for chunks, and their queue.
 
-    A context's chunks are touched last chunk first, so a chunk is older than the ones before it,
-    and eviction shortens contexts from their end.
+    Attributes:
+        queue: The chunks here.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, eviction: Eviction) -> None:
         """Nothing is stored yet; at most ``capacity`` bytes will be."""
         self._extents = ExtentAllocator(capacity)
-        self._lru: OrderedDict[Chunk, None] = OrderedDict()
+        self.queue = Queue(eviction)
 
     @property
     def used_bytes(self) -> int:
@@ -45,18 +45,10 @@ class Tier:
         """Bytes there are."""
         return self._extents.capacity
 
-    def __len__(self) -> int:
-        """Number of chunks here."""
-        return len(self._lru)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """The chunks here, least recently used first."""
-        return iter(self._lru)
-
     def reserve(
         self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> int | None:
-        """Offset of room for ``n_bytes``, after evicting as few old chunks as needed.
+        """Offset of room for ``n_bytes``, after evicting as few chunks as needed.
 
         Args:
             n_bytes: Room wanted.
@@ -70,7 +62,7 @@ class Tier:
             return None
         offset = self._extents.allocate(n_bytes)
         while offset is None:
-            victim = next(filter(evictable, self), None)
+            victim = next(filter(evictable, self.queue), None)
             if victim is None:
                 return None
             evict(victim)
@@ -89,29 +81,20 @@ class Tier:
         """Reserve exactly this place (a chunk found at start-up)."""
         return self._extents.claim(offset, n_bytes)
 
-    def enter(self, chunk: Chunk) -> None:
-        """The chunk's bytes are here now; it is the most recently used one."""
-        self._lru[chunk] = None
-
-    def touch(self, chunk: Chunk) -> None:
-        """The chunk was used."""
-        if chunk in self._lru:
-            self._lru.move_to_end(chunk)
-
     def free(self, chunk: Chunk, offset: int) -> None:
         """Forget the chunk's bytes at ``offset``."""
-        del self._lru[chunk]
+        self.queue.leave(chunk)
         self._extents.release(offset, chunk.size)
 
 
 class RamTier(Tier):
     """An anonymous mapping of fixed size; pages are committed as they are first written."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, eviction: Eviction) -> None:
         """Map and account for what the budget has left."""
         capacity = budget.limit - budget.used
         budget.reserve(capacity)
-        super().__init__(capacity)
+        super().__init__(capacity, eviction)
         self._bytes = anonymous(self.capacity)
         self._base = int(self._bytes.ctypes.data)
 
@@ -140,7 +123,7 @@ class DiskTier(Tier):
         Raises:
             StoreError: It is no regular file, or cannot be opened or made private.
         """
-        super().__init__(max(0, budget - self.HEADER_BYTES))
+        super().__init__(max(0, budget - self.HEADER_BYTES), "lru")
         self._stale: dict[int, int] | None = None  # freed places and sizes; None: all free space
         self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -188,6 +171,12 @@ class DiskTier(Tier):
 
     # -- old bytes ------------------------------------------------------------------------------
 
+    def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
+        """Give back the end of a chunk that was cut."""
+        super().shrink(offset, old_bytes, new_bytes)
+        tail = page_round(new_bytes)
+        self._mark(offset + tail, page_round(old_bytes) - tail)
+
     def cancel(self, offset: int, n_bytes: int) -> None:
         """Give back a reservation; some of it may have been written."""
         super().cancel(offset, n_bytes)
@@ -225,7 +214,7 @@ class DiskTier(Tier):
             raise
 
     def _mark(self, offset: int, n_bytes: int) -> None:
-        if self._stale is not None:
+        if self._stale is not None and n_bytes > 0:
             self._stale[offset] = max(n_bytes, self._stale.get(offset, 0))
             if len(self._stale) > _MOST_MARKS:
                 self._stale = None

@@ -18,22 +18,32 @@ ABSENT = -1
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A stored chunk.
+    """A stored chunk, or the *ghost* of one: lost, while chunks that continue it are there.
 
     Attributes:
         id: Its identity.
-        size: Bytes of its encoded payload.
+        size: Bytes of its encoded payload; 0 for a ghost.
+        bits: Bits a value has in the payload (LLMS §3.2); 0 where the codec has no levels.
         ram: Offset in the RAM arena, or -1.
         disk: Offset in the slab file, or -1.
         pins: Transfers that use its bytes in RAM now; a pinned chunk stays where it is.
+        used: Grows with each use of any chunk.
+        attention: Sum of the attention its tokens got so far (LLMS, Eq 1).
+        seen: How many scores that is the sum of.
+        noted: What ``seen`` is in the index on disk.
         heads: Contexts that end with it.
     """
 
     id: ChunkId
     size: int
+    bits: int = 0
     ram: int = ABSENT
     disk: int = ABSENT
     pins: int = 0
+    used: int = 0
+    attention: float = 0.0
+    seen: float = 0.0
+    noted: float = 0.0
     heads: set[str] = field(default_factory=set)
 
     @property
@@ -41,12 +51,18 @@ class Chunk:
         """Tokens it covers."""
         return len(self.id.tokens) // TOKEN_BYTES
 
+    @property
+    def is_ghost(self) -> bool:
+        """Whether its bytes are nowhere: its tokens have to be evaluated again."""
+        return self.size == 0
+
 
 class Match(NamedTuple):
     """Stored chunks for a prompt.
 
     Attributes:
-        path: Chunks from position 0 on; the last one may only begin like the prompt.
+        path: Chunks from position 0 on, ghosts among them; the last one is none, and may only begin
+            like the prompt.
         n_tokens: Prompt tokens they cover.
     """
 
@@ -95,10 +111,14 @@ class ChunkTree:
             if chunk is None:
                 closest, n_common = _closest(siblings, piece)
                 path += closest
-                return Match(path, (n_bytes + n_common) // TOKEN_BYTES)
+                n_bytes += n_common
+                break
             path.append(chunk)
             n_bytes += len(piece)
             parent = chunk.id.key
+        while path and path[-1].is_ghost:
+            n_bytes = (len(path) - 1) * step
+            path.pop()
         return Match(path, n_bytes // TOKEN_BYTES)
 
     def is_last(self, chunk: Chunk) -> bool:
@@ -106,7 +126,11 @@ class ChunkTree:
         return chunk.id.key not in self._children
 
     def add(self, chunk: Chunk) -> None:
-        """Put a chunk under its parent."""
+        """Put a chunk under its parent, in place of one of the same name."""
+        old = self._chunks.get(chunk.id.key)
+        if old is not None:
+            chunk.heads = old.heads
+            self._contexts |= dict.fromkeys(old.heads, chunk)
         self._chunks[chunk.id.key] = chunk
         self._children.setdefault(chunk.id.parent, {})[chunk.id.tokens] = chunk
 

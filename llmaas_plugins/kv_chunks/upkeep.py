@@ -244,7 +244,7 @@ def _copy(
             if status == Status.OK and is_behind:
                 at = [int(np.frombuffer(data, np.uint8).ctypes.data)]
                 _native.store_write(disk.tier.fd, [disk.tier.file_offset(place)], [row.size], at)
-                update.added[row.id.key] = ChunkRow(row.id, place, row.size)
+                update.added[row.id.key] = row._replace(offset=place)
         update.used = {key: None for key in contents.rows if key in update.added}
         update.heads = _heads(contents, update.added, context_id)
         disk.index.apply(update)

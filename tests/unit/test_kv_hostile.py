@@ -25,6 +25,7 @@ from llmaas_plugins._native import (
 )
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
+from llmaas_plugins.kv_chunks.formats import FORMAT
 from llmaas_plugins.kv_chunks.keys import chain
 from llmaas_plugins.kv_chunks.store import ChunkStore
 
@@ -204,7 +205,7 @@ def test_index_of_an_impossible_format_is_a_miss(kv, version, caplog):
     store = open_store(kv)
     assert (load(store, A), len(store.tree)) == (0, 0)
     store.close()
-    assert f"index format {version}, expected 1" in caplog.text
+    assert f"index format {version}, expected {FORMAT}" in caplog.text
     works(kv)
 
 
@@ -417,7 +418,7 @@ def log_of_newer_index(kv):
     """The process that wrote it was killed: the version is in the log only."""
     db = sqlite3.connect(kv / "index.sqlite")
     db.execute("CREATE TABLE more (id BLOB)")
-    db.execute("PRAGMA user_version=2")
+    db.execute(f"PRAGMA user_version={FORMAT + 1}")
     db.commit()
     kept = {path: path.read_bytes() for path in kv.glob("index.sqlite*")}
     db.close()
@@ -427,12 +428,12 @@ def log_of_newer_index(kv):
 
 
 OTHER_FORMATS = {
-    "newer slab": (2, header_of(2)),
+    "newer slab": (FORMAT + 1, header_of(FORMAT + 1)),
     "much newer slab": (77, header_of(77)),
-    "older slab": (0, header_of(0)),
-    "newer index": (2, index_of(2)),
-    "older index": (0, index_of(0)),
-    "newer index in the log": (2, log_of_newer_index),
+    "older slab": (FORMAT - 1, header_of(FORMAT - 1)),
+    "newer index": (FORMAT + 1, index_of(FORMAT + 1)),
+    "older index": (FORMAT - 1, index_of(FORMAT - 1)),
+    "newer index in the log": (FORMAT + 1, log_of_newer_index),
     "foreign index": (0, lambda kv: edit(kv, "PRAGMA user_version=0", "CREATE TABLE x (y)")),
 }
 
@@ -444,7 +445,7 @@ def test_store_of_another_format_is_refused_and_left_as_it_is(kv, found, change)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"nothing was changed\. Use the vers") as caught:
             open_store(kv)
-        assert f"has format {found}, this version of llmaas_plugins reads format 1" in str(
+        assert f"has format {found}, this version of llmaas_plugins reads format {FORMAT}" in str(
             caught.value
         )
     assert files(kv) == before

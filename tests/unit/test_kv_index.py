@@ -7,6 +7,7 @@ import sqlite3
 import numpy as np
 import pytest
 
+from llmaas_plugins.kv_chunks.formats import FORMAT
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.keys import chain
 
@@ -134,14 +135,14 @@ def test_two_updates_are_as_good_as_one(tmp_path):
     assert contents[0] == contents[1] == ([a, d, moved], {"x": c.id.key}, {ROOT: "2", c.id.key: ""})
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, 2**31 - 1])
+@pytest.mark.parametrize("version", [0, FORMAT - 1, FORMAT + 1, -1, 2**31 - 1])
 def test_other_formats_are_refused_and_left_as_they_are(index, path, version):
     index.apply(IndexUpdate(added(*rows(2))))
     index.close()
     edit(path, f"PRAGMA user_version={version}")
-    with pytest.raises(sqlite3.DatabaseError, match=f"index format {version}, expected 1"):
+    with pytest.raises(sqlite3.DatabaseError, match=f"index format {version}, expected {FORMAT}"):
         ChunkIndex(path, STORE)
-    edit(path, "PRAGMA user_version=1")
+    edit(path, f"PRAGMA user_version={FORMAT}")
     again = ChunkIndex(path, STORE)
     assert len(list(again.chunks())) == 2
     again.close()

@@ -27,7 +27,7 @@ def make_chunks(n, size=PAGE):
 def enter(tier, chunks):
     for chunk in chunks:
         chunk.ram = tier.reserve(chunk.size, never, never)
-        tier.enter(chunk)
+        tier.queue.enter(chunk)
 
 
 def never(chunk):
@@ -47,20 +47,20 @@ class Evictions(list):
 
 
 def test_least_recently_used_go_first():
-    tier, chunks = Tier(4 * PAGE), make_chunks(4)
+    tier, chunks = Tier(4 * PAGE, "lru"), make_chunks(4)
     enter(tier, chunks)
-    tier.touch(chunks[0])
-    tier.touch(chunks[2])
+    tier.queue.touch(chunks[0])
+    tier.queue.touch(chunks[2])
     evict = Evictions(tier)
     assert tier.reserve(PAGE, lambda chunk: True, evict) == PAGE
     assert evict == [chunks[1]]
     assert tier.reserve(PAGE, lambda chunk: True, evict) == 3 * PAGE
     assert evict == [chunks[1], chunks[3]]
-    assert len(tier) == 2
+    assert len(tier.queue) == 2
 
 
 def test_chunks_that_may_not_go_are_passed_over():
-    tier, chunks = Tier(3 * PAGE), make_chunks(3)
+    tier, chunks = Tier(3 * PAGE, "lru"), make_chunks(3)
     enter(tier, chunks)
     evict = Evictions(tier)
     assert tier.reserve(PAGE, lambda chunk: chunk is chunks[2], evict) == 2 * PAGE
@@ -70,7 +70,7 @@ def test_chunks_that_may_not_go_are_passed_over():
 
 
 def test_room_is_made_by_as_few_as_give_a_run():
-    tier, chunks = Tier(4 * PAGE), make_chunks(4)
+    tier, chunks = Tier(4 * PAGE, "lru"), make_chunks(4)
     enter(tier, chunks)
     evict = Evictions(tier)
     assert tier.reserve(2 * PAGE, lambda chunk: True, evict) == 0
@@ -78,21 +78,21 @@ def test_room_is_made_by_as_few_as_give_a_run():
 
 
 def test_what_can_never_fit_evicts_nothing():
-    tier = Tier(4 * PAGE)
+    tier = Tier(4 * PAGE, "lru")
     enter(tier, make_chunks(4))
     assert tier.reserve(4 * PAGE + 1, never, never) is None
-    assert len(tier) == 4
+    assert len(tier.queue) == 4
 
 
 def test_touching_a_chunk_that_is_not_there_does_nothing():
-    tier, chunks = Tier(4 * PAGE), make_chunks(2)
+    tier, chunks = Tier(4 * PAGE, "lru"), make_chunks(2)
     enter(tier, chunks[:1])
-    tier.touch(chunks[1])
-    assert len(tier) == 1
+    tier.queue.touch(chunks[1])
+    assert len(tier.queue) == 1
 
 
 def test_reservations_that_no_chunk_took_come_back():
-    tier = Tier(4 * PAGE)
+    tier = Tier(4 * PAGE, "lru")
     offset = tier.reserve(3 * PAGE, never, never)
     tier.shrink(offset, 3 * PAGE, PAGE)
     assert tier.used_bytes == PAGE
@@ -103,7 +103,7 @@ def test_reservations_that_no_chunk_took_come_back():
 def test_ram_tier_accounts_for_what_the_budget_has_left():
     budget = Budget(MiB + 100)
     budget.reserve(PAGE)
-    tier = RamTier(budget)
+    tier = RamTier(budget, "lru")
     assert budget.used == budget.limit
     assert tier.capacity == MiB - PAGE  # whole pages
     with pytest.raises(BudgetError):
@@ -111,7 +111,7 @@ def test_ram_tier_accounts_for_what_the_budget_has_left():
 
 
 def test_ram_tier_views_are_the_memory_at_their_address():
-    tier = RamTier(Budget(MiB))
+    tier = RamTier(Budget(MiB), "lru")
     view = tier.view(2 * PAGE, 100)
     assert len(view) == 100
     assert view.ctypes.data == tier.address(2 * PAGE)
@@ -172,7 +172,7 @@ def fill(disk, tmp_path, n):
     chunks = make_chunks(n)
     for chunk in chunks:
         chunk.disk = disk.reserve(PAGE, never, never)
-        disk.enter(chunk)
+        disk.queue.enter(chunk)
     with (tmp_path / "chunks.slab").open("ab") as file:
         file.write(b"\x5a" * n * PAGE)
     disk.take_stale()

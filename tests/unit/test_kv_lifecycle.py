@@ -1,0 +1,238 @@
+"""LCTRU eviction, working sets, ghosts of lost chunks, and the write budget (LLMS §3.4)."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from stored_chunks import encoder
+
+from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.extents import PAGE
+from llmaas_plugins.kv_chunks.keys import chain
+from llmaas_plugins.kv_chunks.queues import Queue
+from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.tree import Chunk
+
+ROOT = b"r" * 32
+GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
+BOUND = chunk_bound(GEOM, Codec.RAW, 16)
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    """Open the store of so many pages of RAM and disk; opening again closes the one before."""
+    stores = []
+
+    def opened(ram, disk=0, **options):
+        if stores:
+            stores.pop().close()
+        tier = DiskStore(tmp_path / "kv", disk * PAGE) if disk else None
+        stores.append(ChunkStore(Budget(ram * PAGE), tier, **options))
+        return stores[-1]
+
+    yield opened
+    if stores:
+        stores.pop().close()
+
+
+def tokens(first, n_chunks):
+    return np.arange(first, first + 16 * n_chunks, dtype=np.int32)
+
+
+def save(store, values, bits=(), name=None):
+    ids = chain(ROOT, values)
+    for i in store.missing(ids):
+        level = bits[i] if i < len(bits) else 0
+        is_first = ids[i].parent == ROOT
+        if not store.put(ids[i], BOUND, encoder(GEOM, ids[i]), is_first=is_first, bits=level):
+            break
+    store.touch(ids)
+    if name is not None:
+        store.set_head(name, ids)
+    return ids
+
+
+def in_ram(store, ids):
+    return [i for i, chunk in enumerate(store.known(ids)) if chunk is not None and chunk.ram >= 0]
+
+
+# -- which chunk goes first ---------------------------------------------------------------------
+
+
+def make_chunks(*bits):
+    ids = chain(ROOT, tokens(0, len(bits)))
+    return [Chunk(wanted, PAGE, level) for wanted, level in zip(ids, bits, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("eviction", "order"), [("lctru", [1, 4, 0, 3, 2]), ("lru", [0, 1, 2, 3, 4])]
+)
+def test_chunks_with_most_bits_go_first_under_lctru_alone(eviction, order):
+    queue, chunks = Queue(eviction), make_chunks(4, 8, 2, 4, 8)
+    for chunk in chunks:
+        queue.enter(chunk)
+    assert [chunks.index(chunk) for chunk in queue] == order
+    assert len(queue) == 5
+
+
+def test_use_moves_a_chunk_to_the_end_of_its_level():
+    queue, chunks = Queue("lctru"), make_chunks(4, 4, 8)
+    for chunk in chunks:
+        queue.enter(chunk)
+    queue.touch(chunks[0])
+    assert list(queue) == [chunks[2], chunks[1], chunks[0]]
+
+
+def test_chunk_that_is_not_there_does_not_leave():
+    queue, (a, b) = Queue("lctru"), make_chunks(4, 8)
+    queue.enter(a)
+    queue.touch(b)
+    assert not queue.leave(b)
+    assert queue.leave(a)
+    assert len(queue) == 0
+
+
+def test_ram_is_taken_from_the_heaviest_chunks(open_store):
+    store = open_store(ram=8, disk=50)
+    a = save(store, tokens(0, 4), bits=(8, 4, 2, 8))
+    b = save(store, tokens(1000, 4), bits=(4, 4, 4, 4))
+    store.flush()
+    c = save(store, tokens(2000, 2), bits=(4, 4))
+    assert (in_ram(store, a), in_ram(store, b), in_ram(store, c)) == ([1, 2], [0, 1, 2, 3], [0, 1])
+
+
+def test_working_set_goes_last(open_store):
+    store = open_store(ram=8, disk=50)
+    a = save(store, tokens(0, 4), bits=(8, 8, 8, 8))
+    b = save(store, tokens(1000, 4), bits=(4, 4, 4, 4))
+    store.lock_working_set("engine", a)
+    store.flush()
+    save(store, tokens(2000, 3), bits=(4, 4, 4))
+    assert (in_ram(store, a), in_ram(store, b)) == ([0, 1, 2, 3], [0])
+    save(store, tokens(3000, 4), bits=(2, 2, 2, 2))
+    store.flush()
+    store.lock_working_set("engine", b)
+    save(store, tokens(4000, 4), bits=(2, 2, 2, 2))
+    assert in_ram(store, a) == []
+
+
+def test_working_set_gives_way_when_nothing_else_can(open_store):
+    store = open_store(ram=4, disk=50)
+    a = save(store, tokens(0, 4))
+    store.lock_working_set("engine", a)
+    store.flush()
+    b = save(store, tokens(1000, 4))
+    assert in_ram(store, b) == [0, 1, 2, 3]
+
+
+# -- ghosts -------------------------------------------------------------------------------------
+
+
+def test_lost_chunk_leaves_a_ghost_that_the_next_save_fills(open_store):
+    store = open_store(ram=20, disk=50)
+    ids = save(store, tokens(0, 5), bits=(4, 4, 4, 4, 4), name="a")
+    store.notice(ids, [1.0] * 5, [2.0] * 5)
+    store.fault(store.known(ids)[2])
+    path, n_tokens = store.match(ROOT, tokens(0, 5))
+    assert [chunk.is_ghost for chunk in path] == [False, False, True, False, False]
+    assert n_tokens == 80
+    assert store.fetch(path[2:]) == []
+    assert store.missing(ids) == [2]
+    save(store, tokens(0, 5), bits=(8, 8, 8, 8, 8), name="a")
+    path, _ = store.match(ROOT, tokens(0, 5))
+    assert [chunk.bits for chunk in path] == [4, 4, 8, 4, 4]
+    assert (path[2].attention, path[2].seen) == (1.0, 2.0)
+    store.flush()
+    store = open_store(ram=20, disk=50)
+    assert store.match(ROOT, tokens(0, 5)).n_tokens == 80
+
+
+def test_chunk_lost_during_its_transfer_keeps_its_bytes_until_the_end(open_store):
+    store = open_store(ram=20, disk=50)
+    save(store, tokens(0, 3))
+    path, _ = store.match(ROOT, tokens(0, 3))
+    store.fetch(path)
+    store.fault(path[1])
+    used = store.stats()["ram_bytes"]
+    assert store.match(ROOT, tokens(0, 3)).path[1].is_ghost
+    store.release(path)
+    assert store.stats()["ram_bytes"] == used - PAGE
+
+
+def test_prompt_that_ends_with_ghosts_matches_what_is_before_them(open_store):
+    store = open_store(ram=20, disk=50)
+    ids = save(store, tokens(0, 5))
+    for i in (2, 3):
+        store.fault(store.known(ids)[i])
+    path, n_tokens = store.match(ROOT, tokens(0, 4))
+    assert (len(path), n_tokens) == (2, 32)
+
+
+def test_ghosts_go_with_the_last_chunk_behind_them(open_store):
+    store = open_store(ram=20, disk=50)
+    ids = save(store, tokens(0, 4), name="a")
+    for i in (1, 2, 3):
+        store.fault(store.known(ids)[i])
+    assert store.stats()["chunks"] == 1
+    assert store.tree.contexts() == {"a": ids[0].key}
+
+
+def test_deleted_context_takes_its_ghosts_along(open_store):
+    store = open_store(ram=20, disk=50)
+    ids = save(store, tokens(0, 4), name="a")
+    store.fault(store.known(ids)[1])
+    store.evict_context("a")
+    assert len(store.tree) == 0
+    assert (store.stats()["ram_bytes"], store.stats()["disk_bytes"]) == (0, 0)
+
+
+# -- what is written a day ----------------------------------------------------------------------
+
+
+def test_no_more_is_written_a_day_than_allowed(open_store):
+    store = open_store(ram=20, disk=50, write_budget=3 * PAGE)
+    save(store, tokens(0, 5))
+    store.flush()
+    n_payload = store.stats()["written_bytes"]
+    assert n_payload == 3 * BOUND
+    assert store.stats()["over_write_budget"] > 0
+    store.flush()
+    assert store.stats()["written_bytes"] == n_payload
+    assert store.match(ROOT, tokens(0, 5)).n_tokens == 80  # the rest is in RAM
+
+
+def test_write_budget_of_a_day_holds_over_restarts(open_store):
+    store = open_store(ram=20, disk=50, write_budget=3 * PAGE)
+    save(store, tokens(0, 5))
+    store = open_store(ram=20, disk=50, write_budget=3 * PAGE)
+    n_before = store.match(ROOT, tokens(0, 5)).n_tokens
+    save(store, tokens(1000, 5))
+    store.flush()
+    assert n_before == 48
+    assert store.stats()["written_bytes"] == 0
+
+
+def test_next_day_has_a_budget_of_its_own(open_store, monkeypatch):
+    store = open_store(ram=20, disk=50, write_budget=3 * PAGE)
+    save(store, tokens(0, 5))
+    store.flush()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 86400)
+    store.flush()
+    assert store.stats()["written_bytes"] == 5 * BOUND
+    monkeypatch.setattr(time, "time", lambda: now - 10 * 86400)
+    save(store, tokens(1000, 5))
+    store.flush()
+    assert store.stats()["written_bytes"] == 5 * BOUND + 1 * BOUND
+
+
+def test_chunks_that_may_not_be_written_give_way_from_their_end(open_store):
+    store = open_store(ram=6, disk=50, write_budget=0)
+    a = save(store, tokens(0, 4))
+    b = save(store, tokens(1000, 4))
+    assert in_ram(store, b) == [0, 1, 2, 3]
+    assert in_ram(store, a) == [0, 1]
+    assert store.stats()["written_bytes"] == 0
