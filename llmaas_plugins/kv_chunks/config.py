@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+
+from llmaas_plugins.kv_chunks.queues import Eviction
+from llmaas_plugins.kv_chunks.tolerance import INT8_BITS
 
 __all__ = ["KVChunksConfig"]
 
@@ -15,19 +18,58 @@ class KVChunksConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    codec: Literal["int8", "lossless"] = Field(
-        default="int8",
-        description="How chunks are kept outside the engine: 8-bit groups, or every bit as it was.",
+    codec: Literal["tolerance", "int8", "lossless"] = Field(
+        default="tolerance",
+        description="How chunks are kept outside the engine: with as many bits as each needs "
+        "(LLMS §3.2), as 8-bit groups, or every bit as it was.",
+    )
+    levels: tuple[Annotated[int, Field(ge=1, le=INT8_BITS)], ...] = Field(
+        default=(8, 4, 2), min_length=1, description='Bits a value may have with "tolerance".'
+    )
+    ratio_global: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description='Mean bits of a context\'s values with "tolerance", as a share of 8.',
     )
     ram_budget: ByteSize = Field(
         default=ByteSize(256 << 20),
         ge=1 << 20,
-        description="Bytes for encoded chunks in RAM, transfer buffers included.",
+        description="Bytes for contexts outside the running one: encoded chunks in RAM, transfer "
+        "buffers and parked cells.",
     )
     disk_budget: ByteSize = Field(
         default=ByteSize(4 << 30), description="Bytes for the slab file; 0 keeps nothing on disk."
+    )
+    write_budget: ByteSize | None = Field(
+        default=None, description="Bytes that may be written to the slab a day; any when unset."
     )
     store: Path = Field(
         default=Path("~/.cache/llmaas/kv"),
         description="Directory of the disk tier. One process at a time.",
     )
+    eviction: Eviction = Field(
+        default="lctru",
+        description="Which chunks leave RAM first: those with most bits, and among them the least "
+        "recently used (LLMS §3.4); or the least recently used alone.",
+    )
+    swap_out: Literal["ahead", "on_demand"] = Field(
+        default="ahead",
+        description="Write chunks to disk behind each reply, or when their room in RAM is needed.",
+    )
+    share_across_apps: bool = Field(
+        default=False,
+        description="Whether apps share the chunks of equal prefixes; one app's contexts always do.",
+    )
+
+    @field_validator("levels", mode="before")
+    @classmethod
+    def _listed(cls, levels: object) -> object:
+        return levels.split(",") if isinstance(levels, str) else levels  # from the environment
+
+    @field_validator("levels")
+    @classmethod
+    def _falling(cls, levels: tuple[int, ...]) -> tuple[int, ...]:
+        if list(levels) != sorted(set(levels), reverse=True):
+            raise ValueError(f"must fall, as in [8, 4, 2]; found {list(levels)}")
+        return levels

@@ -193,7 +193,7 @@ class KVChunks:
             self._leave_alone(engine.llama.model_path, reason)
             return None
         root = root_key(fingerprint(engine.llama))
-        codec = Codec[self._config.codec.upper()]
+        codec = Codec.LOSSLESS if self._config.codec == "lossless" else Codec.INT8
         return Transfer(engine, self._store, root, codec, self._staging, self._workers)
 
     def _flush(self) -> None:

@@ -20,7 +20,13 @@ def configured(table, environ=None):
 
 def test_defaults():
     config = configured({})
-    assert (config.codec, config.ram_budget, config.disk_budget) == ("int8", 256 * MiB, 4096 * MiB)
+    assert (config.codec, config.ram_budget, config.disk_budget) == (
+        "tolerance",
+        256 * MiB,
+        4096 * MiB,
+    )
+    assert (config.levels, config.ratio_global, config.eviction) == ((8, 4, 2), 0.5, "lctru")
+    assert config.write_budget is None
     assert config.store == Path("~/.cache/llmaas/kv")
 
 
@@ -45,7 +51,15 @@ def test_disk_may_be_switched_off():
         ({"ram_budget": "lots"}, "ram_budget: .*found 'lots'"),
         ({"ram_budget": "5 parsecs"}, "ram_budget: .*found '5 parsecs'"),
         ({"disk_budget": -1}, "disk_budget: .*found -1"),
-        ({"codec": "int4"}, "codec: .*'int8' or 'lossless'.*found 'int4'"),
+        ({"codec": "int4"}, "codec: .*'tolerance', 'int8' or 'lossless'.*found 'int4'"),
+        ({"levels": [2, 4, 8]}, r"levels: .*must fall, as in \[8, 4, 2\]; found \[2, 4, 8\]"),
+        ({"levels": [4, 4]}, "levels: .*must fall"),
+        ({"levels": []}, "levels: .*at least 1 item"),
+        ({"levels": [16, 8]}, "levels.*less than or equal to 8"),
+        ({"ratio_global": 0}, "ratio_global: .*greater than 0"),
+        ({"ratio_global": 1.5}, "ratio_global: .*less than or equal to 1"),
+        ({"eviction": "fifo"}, "eviction: .*'lctru' or 'lru'"),
+        ({"write_budget": -1}, "write_budget: .*found -1"),
         ({"store": 7}, "store: .*found 7"),
     ],
 )
@@ -65,10 +79,15 @@ def test_every_setting_may_come_from_the_environment():
         "LLMAAS_PLUGINS__KV_CHUNKS__RAM_BUDGET": "2 MiB",
         "LLMAAS_PLUGINS__KV_CHUNKS__DISK_BUDGET": "0",
         "LLMAAS_PLUGINS__KV_CHUNKS__STORE": "/elsewhere",
+        "LLMAAS_PLUGINS__KV_CHUNKS__LEVELS": "4,2,1",
     }
     config = configured({}, environ)
     assert config == KVChunksConfig(
-        codec="lossless", ram_budget=2 * MiB, disk_budget=0, store="/elsewhere"
+        codec="lossless",
+        ram_budget=2 * MiB,
+        disk_budget=0,
+        store="/elsewhere",
+        levels=(4, 2, 1),
     )
     assert configured({"codec": "int8"}, environ).codec == "int8"  # code wins
 

@@ -1,0 +1,90 @@
+"""Bits by information density (LLMS §3.2, Eqs 1-3)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
+
+DENSITIES = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=6).map(np.array)
+
+
+def kept(density, bits):
+    """Information that is kept (Eq 3)."""
+    return float((density * (1 - 4.0**-bits)).sum())
+
+
+def test_density_is_the_mean_of_the_scores():
+    assert densities([3.0, 1.0], [4.0, 8.0]).tolist() == [0.75, 0.125]
+
+
+def test_chunks_nobody_looked_at_count_as_typical():
+    assert densities([3.0, 0.0, 1.0, 2.0], [4.0, 0.0, 4.0, 4.0]).tolist() == [0.75, 0.5, 0.25, 0.5]
+    assert densities([0.0, 0.0], [0.0, 0.0]).tolist() == [1.0, 1.0]
+
+
+def test_equal_densities_get_equal_bits():
+    assert choose_levels(np.ones(10)).tolist() == [4] * 10
+    assert choose_levels(np.ones(10), levels=(8, 4, 2), ratio=1.0).tolist() == [8] * 10
+    assert choose_levels(np.ones(10), levels=(8, 4, 2), ratio=0.25).tolist() == [2] * 10
+
+
+def test_first_chunk_that_gets_most_attention_keeps_most():
+    density = np.array([100.0, *[1.0] * 20, *[0.01] * 4])
+    bits = choose_levels(density)
+    assert bits[0] == 8
+    assert set(bits[21:]) == {2, 4}
+    assert bits.mean() <= 4
+
+
+def test_lowest_level_is_kept_below_every_mean():
+    assert choose_levels(np.ones(3), levels=(8, 4), ratio=0.1).tolist() == [4, 4, 4]
+
+
+def test_chunks_never_get_more_than_they_have():
+    most = np.array([2, 8, 4, 8])
+    bits = choose_levels(np.array([100.0, 1.0, 1.0, 1.0]), most=most)
+    assert bits.mean() <= 4
+    assert (bits <= most).all()
+    assert bits[0] == 2
+
+
+def test_what_one_chunk_cannot_use_goes_to_the_others():
+    most = np.array([2, 2, 2, 8])
+    assert choose_levels(np.ones(4), most=most).tolist() == [2, 2, 2, 8]
+
+
+@given(DENSITIES, st.sampled_from([(8, 4, 2), (4, 2, 1), (8, 2)]), st.floats(0.13, 1.0))
+def test_nothing_better_can_be_paid(density, levels, ratio):
+    bits = choose_levels(density, levels, ratio)
+    paid = max(8 * ratio, min(levels)) * len(density) + 1e-9
+    assert bits.sum() <= paid
+    best = max(
+        kept(density, np.array(choice))
+        for choice in itertools.product(levels, repeat=len(density))
+        if sum(choice) <= paid
+    )
+    rising = sorted(levels)
+    step = max(4.0**-low - 4.0**-high for low, high in itertools.pairwise(rising))
+    assert kept(density, bits) >= best - density.max() * step - 1e-12  # all but the last step
+
+
+@given(DENSITIES, st.floats(0.25, 1.0))
+def test_denser_chunks_have_no_fewer_bits_but_for_what_is_left_over(density, ratio):
+    bits = choose_levels(density, ratio=ratio)
+    order = np.argsort(-density, kind="stable")
+    falls = bits[order]
+    n_out_of_order = sum(b > a for a, b in itertools.pairwise(falls))
+    assert n_out_of_order <= 1
+
+
+@pytest.mark.parametrize("n_chunks", [1, 64, 256])
+def test_mean_is_used_up(n_chunks):
+    density = np.random.default_rng(n_chunks).lognormal(0, 2, n_chunks)
+    bits = choose_levels(density)
+    assert 4 * n_chunks - 3 <= bits.sum() <= 4 * n_chunks
