@@ -35,7 +35,7 @@ def test_equal_densities_get_equal_bits():
 
 
 def test_first_chunk_that_gets_most_attention_keeps_most():
-    density = np.array([100.0, *[1.0] * 20, *[0.01] * 4])
+    density = np.array([100.0, *[1.0] * 20, *[0.1] * 4])
     bits = choose_levels(density)
     assert bits[0] == 8
     assert set(bits[21:]) == {2, 4}
