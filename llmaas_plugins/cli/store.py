@@ -193,6 +193,7 @@ def _stats(contents: Contents, budget: int) -> dict[str, Any]:
 
     rows = contents.rows.values()
     roots = Counter(contents.root(row) for row in rows)
+    levels = Counter(row.bits for row in rows)
     names = list(contents.contexts)
     return {
         "store": str(contents.directory),
@@ -203,6 +204,7 @@ def _stats(contents: Contents, budget: int) -> dict[str, Any]:
         "newest": names[-1] if names else None,
         "chunks": len(rows),
         "chunk_bytes": sum(row.size for row in rows),
+        "levels": {str(bits): n for bits, n in sorted(levels.items(), reverse=True) if bits},
         "slab_bytes": contents.slab_bytes,
         "index_bytes": sum(
             file.stat().st_size for file in contents.directory.glob("index.sqlite*")
@@ -225,6 +227,7 @@ def _stats_text(found: dict[str, Any]) -> Iterable[str]:
         "contexts": str(len(names)),
         "  latest use first": _some(names[::-1]),
         "chunks": f"{found['chunks']}, {_size(found['chunk_bytes'])}",
+        "  by bits a value": ", ".join(f"{b}: {n}" for b, n in found["levels"].items()) or "-",
         "slab": f"{_size(found['slab_bytes'])} of {_size(found['budget_bytes'])}",
         "index": _size(found["index_bytes"]),
         "taken on disk": _size(found["disk_bytes"]),

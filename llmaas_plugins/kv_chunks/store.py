@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -284,8 +285,10 @@ class ChunkStore:
         """Sizes and counters, as plain JSON types."""
         with self._shelf.lock:
             tree, ram, disk = self._shelf.tree, self._shelf.ram, self._shelf.disk
+            levels = Counter(chunk.bits for chunk in tree if chunk.bits)
             return {
                 "chunks": len(tree),
+                "levels": {str(bits): n for bits, n in sorted(levels.items(), reverse=True)},
                 "contexts": len(tree.contexts()),
                 "ram_bytes": ram.used_bytes - self._buffer_bytes,
                 "buffer_bytes": self._buffer_bytes,

@@ -19,6 +19,7 @@ from llmaas_plugins.cli.main import main
 from llmaas_plugins.kv_chunks import checking
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
+from llmaas_plugins.kv_chunks.formats import FORMAT
 from llmaas_plugins.kv_chunks.keys import chain
 from llmaas_plugins.kv_chunks.store import ChunkStore
 
@@ -112,7 +113,7 @@ def test_stats(run, kv):
     code, found = run("stats")
     assert code == 0
     assert found["store"] == str(kv)
-    assert (found["format"], found["holder"], found["unsound_rows"]) == (1, None, 0)
+    assert (found["format"], found["holder"], found["unsound_rows"]) == (FORMAT, None, 0)
     assert found["contexts"] == ["notes", "mail"]
     assert (found["oldest"], found["newest"]) == ("notes", "mail")
     assert found["chunks"] == 12
@@ -130,7 +131,7 @@ def test_stats(run, kv):
 def test_stats_as_text(kv, capsys):
     assert main(["store", "stats", "--store", str(kv)]) == 0
     out = capsys.readouterr().out
-    assert f"{kv}  (format 1)" in out
+    assert f"{kv}  (format {FORMAT})" in out
     assert "nobody" in out
     words = out.split()
     assert words[words.index("first") + 1 :][:2] == ["mail,", "notes"]
@@ -167,11 +168,13 @@ def test_no_store_is_an_error_and_makes_none(run, tmp_path, action):
 @pytest.mark.parametrize("action", ["stats", "check", "gc", ("export", "out"), ("forget", "--all")])
 def test_newer_store_is_refused_and_left_as_it_is(run, kv, action):
     action, *args = [action] if isinstance(action, str) else action
-    edit(kv, "PRAGMA user_version=2")
+    edit(kv, f"PRAGMA user_version={FORMAT + 1}")
     before = files(kv)
     code, message = run(action, *args)
     assert code == 2
-    assert "has format 2, this version of llmaas_plugins reads format 1" in message
+    assert (
+        f"has format {FORMAT + 1}, this version of llmaas_plugins reads format {FORMAT}" in message
+    )
     assert {name: data for name, data in files(kv).items() if name != "lock"} == {
         name: data for name, data in before.items() if name != "lock"
     }
