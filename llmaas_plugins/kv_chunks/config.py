@@ -59,7 +59,7 @@ class KVChunksConfig(BaseModel):
     )
     share_across_apps: bool = Field(
         default=False,
-        description="Whether apps share the chunks of equal prefixes; one app's contexts always do.",
+        description="Whether apps share chunks of equal prefixes; an app's own contexts always do.",
     )
 
     @field_validator("levels", mode="before")

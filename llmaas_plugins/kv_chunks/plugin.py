@@ -118,7 +118,8 @@ class KVChunks:
                 self._give_up(request.engine, error)
                 return
             self._report.saved(time.perf_counter() - started)
-            self._workers.write.submit(self._flush)
+            if self._config.swap_out == "ahead":
+                self._workers.write.submit(self._flush)
 
         request.engine.defer(swap_out)
 
@@ -170,7 +171,12 @@ class KVChunks:
     def _store(self) -> ChunkStore:
         config = self._config
         disk = DiskStore(config.store, int(config.disk_budget)) if config.disk_budget else None
-        return ChunkStore(Budget(int(config.ram_budget)), disk)
+        return ChunkStore(
+            Budget(int(config.ram_budget)),
+            disk,
+            eviction=config.eviction,
+            write_budget=config.write_budget,
+        )
 
     def _open(self) -> ChunkStore:
         with self._lock:  # two engines may be made at the same time

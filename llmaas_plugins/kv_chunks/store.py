@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,7 +227,7 @@ class ChunkStore:
     # -- tolerance (LLMS §3.2), working sets (§3.4) -----------------------------------------------
 
     def notice(
-        self, ids: Sequence[ChunkId], attention: Sequence[float], seen: Sequence[float]
+        self, ids: Sequence[ChunkId], attention: Iterable[float], seen: Iterable[float]
     ) -> None:
         """The tokens of a context's chunks got so much more attention, in so many scores."""
         with self._shelf.lock:
@@ -241,16 +241,21 @@ class ChunkStore:
         with self._shelf.lock:
             return [self._shelf.tree.get(wanted.key) for wanted in ids]
 
-    def demote(self, chunks: Sequence[Chunk], bits: int, size: Callable[[int], int]) -> None:
-        """Cut chunks to ``bits`` bits a value; ``size(n_tokens)`` are their bytes then.
+    def demote(
+        self, ids: Sequence[ChunkId], bits: Sequence[int], size: Callable[[int, int], int]
+    ) -> None:
+        """Cut chunks that have more than so many bits a value; those in use stay as they are.
 
-        Those in use by a transfer stay as they are.
+        Args:
+            ids: Identities.
+            bits: Most bits of each.
+            size: Bytes of a chunk of so many tokens at so many bits.
         """
         with self._shelf.lock:
-            for chunk in chunks:
-                is_there = self._shelf.tree.get(chunk.id.key) is chunk and not chunk.is_ghost
-                if is_there and chunk.pins == 0 and chunk.bits > bits:
-                    self._shelf.cut(chunk, size(chunk.n_tokens), bits)
+            for wanted, most in zip(ids, bits, strict=True):
+                chunk = self._shelf.tree.get(wanted.key)
+                if chunk is not None and chunk.pins == 0 and chunk.bits > most:
+                    self._shelf.cut(chunk, size(chunk.n_tokens, most), most)
 
     def lock_working_set(self, owner: Hashable, ids: Sequence[ChunkId]) -> None:
         """Let the chunks of the context that ``owner`` runs leave RAM last (LLMS §3.4)."""

@@ -1,0 +1,59 @@
+"""The bits of a context's chunks at the end of a call (LLMS §3.2): chosen, applied, remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins.kv_chunks.keys import ChunkId
+from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
+
+__all__ = ["Attention", "Levels"]
+
+Attention = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Of each chunk of a context: the attention its tokens got since the last call, and in how many
+scores; shape ``(n,)`` each."""
+
+
+class Levels:
+    """Bits for chunks. Those that are stored keep what they have, or less: never more."""
+
+    def __init__(self, store: ChunkStore, levels: Sequence[int], ratio: float) -> None:
+        """Choose among ``levels`` under a mean of ``8 * ratio`` bits."""
+        self._store = store
+        self._levels = levels
+        self._ratio = ratio
+
+    def choose(self, ids: Sequence[ChunkId], attention: Attention) -> NDArray[np.int64]:
+        """Bits of each chunk of a context, by all the attention it got so far; shape ``(n,)``."""
+        known = self._store.known(ids)
+        sums, counts = attention[0].copy(), attention[1].copy()
+        most = np.full(len(ids), max(self._levels), dtype=np.int64)
+        for i, chunk in enumerate(known):
+            if chunk is not None:
+                sums[i] += chunk.attention
+                counts[i] += chunk.seen
+                if not chunk.is_ghost:
+                    most[i] = chunk.bits or most[i]
+        return choose_levels(densities(sums, counts), self._levels, self._ratio, most)
+
+    def settle(
+        self,
+        ids: Sequence[ChunkId],
+        bits: NDArray[np.int64],
+        attention: Attention,
+        size: Callable[[int, int], int],
+    ) -> None:
+        """Demote what has more bits than chosen, and remember the attention.
+
+        Args:
+            ids: The context's chunks; the new ones are stored by now.
+            bits: What was chosen.
+            attention: What it was chosen by.
+            size: Bytes of a chunk of so many tokens at so many bits.
+        """
+        self._store.notice(ids, *attention)
+        self._store.demote(ids, bits.tolist(), size)
