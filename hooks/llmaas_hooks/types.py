@@ -61,8 +61,25 @@ class Engine(Protocol):
     def alteration(self) -> str | None:
         """The call by which the app changed how cells are computed; None: it did not.
 
-        That is the name of the first such call, ``llama_set_adapters_lora`` for instance.
+        That is the name of the first such call, ``llama_set_adapters_lora`` for instance. Using a
+        sequence that the app did not ask for is one, too: cells of plugins may have been there.
         """
+
+    @property
+    def n_spare(self) -> int:
+        """Cells that plugins added to the context; the app reads ``n_ctx`` without them."""
+
+    @property
+    def parked(self) -> set[int]:
+        """Sequences in which a plugin keeps cells between calls; it adds and removes its own.
+
+        The app does not see them. Before an app's call that would show or move all cells, the host
+        empties these sequences and this set.
+        """
+
+    @property
+    def n_explained(self) -> int:
+        """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
 
     def resident_tokens(self) -> Tokens:
         """Tokens of ``Llama``'s books: what sequence 0 should hold from position 0; ``(n,)``."""
@@ -92,7 +109,7 @@ class ContextCreate:
     Attributes:
         model: Address of the ``llama_model``.
         params: A copy of the app's ``llama_context_params``; fields may be edited, the app's own
-            structure keeps its values.
+            structure keeps its values. ``n_ctx`` may be made larger by a multiple of 256.
         load: How the model was opened; None if that was before the activation.
         checks: A plugin may add a function of the new context's address. If one returns False, or
             the context cannot be made as edited, the app gets one made with its own values.

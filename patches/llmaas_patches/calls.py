@@ -26,6 +26,7 @@ __all__ = [
     "wrap_init_context",
     "wrap_load_model",
     "wrap_load_splits",
+    "wrap_n_ctx",
     "wrap_n_seq_max",
     "wrap_sample",
     "wrap_settled",
@@ -92,18 +93,28 @@ def wrap_init_context(host: Host, original: Function) -> Function:
         edited = type(params).from_buffer_copy(params)
         create = ContextCreate(address(model), edited, host.loads.get(address(model)))
         host.hooks.context_create(create)
+        n_spare = _add_cells(create, params)
         ctx = _create(host, model, edited, original)
         if create.checks and not _accepted(host, create, ctx):
             if ctx is not None:
                 llama_cpp.llama_free(ctx)
-            own = type(params).from_buffer_copy(params)
+            own, n_spare = type(params).from_buffer_copy(params), 0
             ctx = _create(host, model, own, original)
         if ctx is not None:
-            host.watch(int(ctx), int(params.n_seq_max))
+            host.watch(int(ctx), int(params.n_seq_max), n_spare)
             _opened(host, ctx)
         return ctx
 
     return llama_init_from_model
+
+
+def _add_cells(create: ContextCreate, params: Any) -> int:
+    """How many cells plugins added; llama.cpp bounds the app's batches by its own number."""
+    asked = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+    n_spare = int(create.params.n_ctx or asked) - asked
+    if n_spare:
+        create.params.n_batch = min(int(create.params.n_batch), asked)
+    return n_spare
 
 
 def _create(host: Host, model: Any, params: Any, original: Function) -> Any:
@@ -146,6 +157,8 @@ def wrap_decode(host: Host, original: Function) -> Function:
             settle(address(ctx))
         if keeps_cells and (ledger := ledgers.get(address(ctx))) is not None:
             ledger.decoded(batch)
+            if ledger.n_spare and ledger.is_full(batch):
+                return 1  # no room, says llama.cpp of the app's own number of cells
         if not listens:
             return original(ctx, batch)
         started = time.perf_counter()
@@ -181,6 +194,17 @@ def wrap_free(host: Host, original: Function) -> Function:
         original(ctx)
 
     return llama_free
+
+
+def wrap_n_ctx(host: Host, original: Function) -> Function:
+    """``llama_n_ctx`` and ``llama_n_ctx_seq``: without the cells that plugins added."""
+
+    @functools.wraps(original)
+    def llama_n_ctx(ctx: Any) -> int:
+        ledger = host.ledgers.get(address(ctx))
+        return int(original(ctx)) if ledger is None else int(original(ctx)) - ledger.n_spare
+
+    return llama_n_ctx
 
 
 def wrap_n_seq_max(host: Host, original: Function) -> Function:

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,20 @@ class LlamaEngine:
     def n_explained(self) -> int:
         """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
         return self._ledger.n_explained
+
+    @property
+    def n_spare(self) -> int:
+        """Cells that plugins added to the context."""
+        return self._ledger.n_spare
+
+    @property
+    def parked(self) -> set[int]:
+        """Sequences in which a plugin keeps cells between calls; the host may empty them."""
+        return self._ledger.parked
+
+    def lent(self) -> AbstractContextManager[None]:
+        """The calls on the context inside the block are a plugin's."""
+        return self._ledger.lent()
 
     def tell_unexplained(self) -> None:
         """Say once that requests are left alone that go on with cells nobody explains."""
@@ -141,7 +156,12 @@ class LlamaEngine:
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""
-        self._lanes.defer(self._ledger.handles, self._hooks.guarded(job))
+
+        def as_plugin() -> None:
+            with self.lent():
+                job()
+
+        self._lanes.defer(self._ledger.handles, self._hooks.guarded(as_plugin))
 
     def settle(self) -> None:
         """Wait until deferred work on this context is done."""

@@ -47,7 +47,7 @@ class Host:
         ledgers: By the addresses of a context and its memory.
         states: States that ``Llama.save_state`` made, and how many of their tokens are explained.
         native: The engine-side hook point; None when no plugin needs it.
-        real_n_seq_max: The binding that the app's one stands for.
+        real_n_ctx, real_n_seq_max: The bindings that the app's ones stand for.
     """
 
     def __init__(self, hooks: HookManager) -> None:
@@ -64,6 +64,7 @@ class Host:
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
         self.states: weakref.WeakKeyDictionary[LlamaState, int] = weakref.WeakKeyDictionary()
+        self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -79,10 +80,19 @@ class Host:
                 self._engines[llama] = engine
             return engine
 
-    def watch(self, ctx: int, app_n_seq_max: int) -> Ledger:
-        """Start a context's ledger; it is found under the context's and its memory's address."""
+    def watch(self, ctx: int, app_n_seq_max: int, n_spare: int = 0) -> Ledger:
+        """Start a context's ledger; it is found under the context's and its memory's address.
+
+        Args:
+            ctx: Its address.
+            app_n_seq_max: Sequences the app asked for.
+            n_spare: Cells that plugins added.
+        """
         memory = llama_cpp.llama_get_memory(ctx)
-        ledger = Ledger((ctx,) if memory is None else (ctx, int(memory)), app_n_seq_max)
+        handles = (ctx,) if memory is None else (ctx, int(memory))
+        ledger = Ledger(handles, max(1, app_n_seq_max), self.real_n_ctx(ctx) - n_spare)
+        ledger.hides = self.real_n_seq_max(ctx) > ledger.app_n_seq_max
+        ledger.n_spare = n_spare
         self.ledgers.update(dict.fromkeys(ledger.handles, ledger))
         return ledger
 

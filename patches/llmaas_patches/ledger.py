@@ -9,28 +9,34 @@ the names of the tokens that ``Llama`` believes in.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from llama_cpp import Llama, LlamaState
+from llama_cpp import Llama, LlamaState, llama_cpp
 
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
 
 __all__ = [
+    "Around",
     "Change",
     "Ledger",
     "address",
+    "around_everything",
     "wrap_altering",
     "wrap_changing",
     "wrap_eval",
     "wrap_load_state",
     "wrap_save_state",
+    "wrap_whole",
 ]
 
 Function = Callable[..., Any]
 Change = Callable[..., int | None]
 """First position of sequence 0 that a call with these arguments changes; None: it changes none."""
+Around = Callable[["Ledger", Function, tuple[Any, ...]], Any]
+"""Makes an app's call on a context to which plugins added sequences."""
 
 
 class Ledger:
@@ -39,16 +45,27 @@ class Ledger:
     Attributes:
         handles: Addresses of the context and, if it has one, of its memory.
         app_n_seq_max: Sequences the app asked for.
+        app_n_ctx: Cells that are the app's.
+        n_spare: Cells that plugins added to the context.
+        hides: Plugins added sequences to the context.
+        parked: Sequences that hold a plugin's cells between calls.
+        is_lent: The calls that come now are a plugin's.
         n_explained: Leading tokens in ``Llama``'s books whose cells it evaluated itself, or that a
             plugin restored.
-        alterations: Calls by which the computation of cells was changed; the binding's names.
+        alterations: Calls by which the computation of cells was changed, or plugins' sequences
+            taken; the binding's names.
         is_evaluating: ``Llama.eval`` is running.
     """
 
-    def __init__(self, handles: tuple[int, ...], app_n_seq_max: int) -> None:
-        """Nothing is explained yet."""
+    def __init__(self, handles: tuple[int, ...], app_n_seq_max: int, app_n_ctx: int) -> None:
+        """Nothing is explained yet, and nothing hidden."""
         self.handles = handles
         self.app_n_seq_max = app_n_seq_max
+        self.app_n_ctx = app_n_ctx
+        self.n_spare = 0
+        self.hides = False
+        self.parked: set[int] = set()
+        self.is_lent = False
         self.n_explained = 0
         self.alterations: list[str] = []
         self.is_evaluating = False
@@ -65,25 +82,71 @@ class Ledger:
             known = batch.pos and n_tokens > 0
             self.changed(min(batch.pos[i] for i in range(n_tokens)) if known else 0)
 
+    def is_full(self, batch: Any) -> bool:
+        """Whether ``Llama`` is about to evaluate more tokens than the app's context has cells.
+
+        Only there is it certain that each position below has a cell.
+        """
+        n_tokens = int(batch.n_tokens)
+        return bool(
+            self.is_evaluating and n_tokens > 0 and batch.pos[n_tokens - 1] >= self.app_n_ctx
+        )
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The calls inside the block are not the app's."""
+        was_lent, self.is_lent = self.is_lent, True
+        try:
+            yield
+        finally:
+            self.is_lent = was_lent
+
+    def give_up_parked(self) -> None:
+        """Free the cells that plugins keep, before a call that would show or change them."""
+        with self.lent():
+            while self.parked:
+                llama_cpp.llama_memory_seq_rm(self.handles[-1], self.parked.pop(), -1, -1)
+
+    def claimed(self, call: str) -> None:
+        """The app uses a sequence it did not ask for, as llama.cpp lets it: all are its own now."""
+        self.give_up_parked()
+        self.alterations.append(call)
+
 
 def address(handle: Any) -> Any:
     """A handle as an integer: apps may pass one wrapped in ``ctypes.c_void_p``."""
     return handle if type(handle) is int else getattr(handle, "value", handle)
 
 
-def wrap_changing(host: Host, original: Function, change: Change) -> Function:
+def wrap_changing(host: Host, original: Function, change: Change, around: Around) -> Function:
     """Any call that changes a context's cells: wait for deferred work on it first, and note it."""
-    return _noted(host, original, lambda ledger, args: ledger.changed(change(*args)))
+    return _noted(host, original, lambda ledger, args: ledger.changed(change(*args)), around)
 
 
 def wrap_altering(host: Host, original: Function) -> Function:
     """Any call that changes how a context computes cells: likewise."""
     name = original.__name__
-    return _noted(host, original, lambda ledger, _: ledger.alterations.append(name))
+    return _noted(
+        host, original, lambda ledger, _: ledger.alterations.append(name), around_everything
+    )
+
+
+def wrap_whole(host: Host, original: Function) -> Function:
+    """Any call that reads all of a context's cells: likewise."""
+    return _noted(host, original, lambda *_: None, around_everything)
+
+
+def around_everything(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
+    """A call that shows or replaces all cells finds the app's alone."""
+    ledger.give_up_parked()
+    return original(*args)
 
 
 def _noted(
-    host: Host, original: Function, note: Callable[[Ledger, tuple[Any, ...]], None]
+    host: Host,
+    original: Function,
+    note: Callable[[Ledger, tuple[Any, ...]], None],
+    around: Around,
 ) -> Function:
     pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
 
@@ -94,6 +157,8 @@ def _noted(
         ledger = ledgers.get(address(handle))
         if ledger is not None:
             note(ledger, args)
+            if ledger.hides and not ledger.is_lent:
+                return around(ledger, original, (handle, *args))
         return original(handle, *args)
 
     return noted

@@ -158,7 +158,8 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
 
 
 def _ask_to_restore(host: Host, engine: LlamaEngine, request: Request) -> KVRestored | None:
-    restored = host.hooks.kv_restore(request)
+    with engine.lent():
+        restored = host.hooks.kv_restore(request)
     if restored is not None and not engine.has_cells(restored.n_tokens):
         raise host.hooks.blame(ValueError(f"returned {restored}, the engine has fewer cells"))
     return restored

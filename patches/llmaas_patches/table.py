@@ -13,19 +13,24 @@ from llmaas_patches.calls import (
     wrap_init_context,
     wrap_load_model,
     wrap_load_splits,
+    wrap_n_ctx,
     wrap_n_seq_max,
     wrap_sample,
     wrap_settled,
 )
+from llmaas_patches.hidden import around_clear, around_keep, around_named, around_remove
 from llmaas_patches.host import Host
 from llmaas_patches.ledger import (
+    Around,
     Change,
     address,
+    around_everything,
     wrap_altering,
     wrap_changing,
     wrap_eval,
     wrap_load_state,
     wrap_save_state,
+    wrap_whole,
 )
 from llmaas_patches.patcher import Patch
 from llmaas_patches.requests import wrap_create_completion, wrap_generate
@@ -36,19 +41,23 @@ Wrap = Callable[[Host, Callable[..., Any]], Callable[..., Any]]
 
 _BINDINGS = "llama_cpp.llama_cpp"
 
-# Calls that read a context's cells: they wait for deferred work, so that an app never sees our
+# Calls that read a sequence's cells: they wait for deferred work, so that an app never sees our
 # scratch sequence nor a half-copied state.
 _SETTLED: dict[str, tuple[str, ...]] = {
     "llama_memory_seq_pos_min": ("mem",),
     "llama_memory_seq_pos_max": ("mem",),
-    "llama_state_get_size": ("ctx",),
-    "llama_state_get_data": ("ctx",),
-    "llama_state_save_file": ("ctx",),
     "llama_state_seq_get_size": ("ctx",),
     "llama_state_seq_get_data": ("ctx",),
     "llama_state_seq_save_file": ("ctx",),
     "llama_state_seq_get_size_ext": ("ctx",),
     "llama_state_seq_get_data_ext": ("ctx",),
+}
+
+# Calls that read all cells: they wait, too.
+_WHOLE: dict[str, tuple[str, ...]] = {
+    "llama_state_get_size": ("ctx",),
+    "llama_state_get_data": ("ctx",),
+    "llama_state_save_file": ("ctx",),
     "llama_get_state_size": ("ctx",),
     "llama_copy_state_data": ("ctx",),
     "llama_save_session_file": ("ctx",),
@@ -80,22 +89,38 @@ def _load_file(_path: Any, target: Any, *_: Any) -> int | None:
 
 
 # Calls that change cells: they wait, too, and from which position of sequence 0 on is noted.
-_CHANGING: dict[str, tuple[tuple[str, ...], Change]] = {
-    "llama_memory_clear": (("mem",), _everything),
-    "llama_memory_seq_rm": (("mem", "seq_id", "p0"), _range),
-    "llama_memory_seq_cp": (("mem", "seq_id_src", "seq_id_dst", "p0"), _copy),
-    "llama_memory_seq_keep": (("mem", "seq_id"), _keep),
-    "llama_memory_seq_add": (("mem", "seq_id", "p0"), _range),
-    "llama_memory_seq_div": (("mem", "seq_id", "p0"), _range),
-    "llama_state_set_data": (("ctx",), _everything),
-    "llama_set_state_data": (("ctx",), _everything),
-    "llama_state_load_file": (("ctx",), _everything),
-    "llama_load_session_file": (("ctx",), _everything),
-    "llama_state_seq_set_data": (("ctx", "src", "size", "dest_seq_id"), _load),
-    "llama_state_seq_set_data_ext": (("ctx", "src", "size", "dest_seq_id"), _load),
-    "llama_state_seq_load_file": (("ctx", "filepath", "dest_seq_id"), _load_file),
-    "llama_encode": (("ctx",), _everything),
-    "llama_process": (("ctx",), _everything),
+_CHANGING: dict[str, tuple[tuple[str, ...], Change, Around]] = {
+    "llama_memory_clear": (("mem",), _everything, around_clear),
+    "llama_memory_seq_rm": (("mem", "seq_id", "p0"), _range, around_remove),
+    "llama_memory_seq_cp": (
+        ("mem", "seq_id_src", "seq_id_dst", "p0"),
+        _copy,
+        around_named(1, 2),
+    ),
+    "llama_memory_seq_keep": (("mem", "seq_id"), _keep, around_keep),
+    "llama_memory_seq_add": (("mem", "seq_id", "p0"), _range, around_everything),
+    "llama_memory_seq_div": (("mem", "seq_id", "p0"), _range, around_everything),
+    "llama_state_set_data": (("ctx",), _everything, around_everything),
+    "llama_set_state_data": (("ctx",), _everything, around_everything),
+    "llama_state_load_file": (("ctx",), _everything, around_everything),
+    "llama_load_session_file": (("ctx",), _everything, around_everything),
+    "llama_state_seq_set_data": (
+        ("ctx", "src", "size", "dest_seq_id"),
+        _load,
+        around_named(3),
+    ),
+    "llama_state_seq_set_data_ext": (
+        ("ctx", "src", "size", "dest_seq_id"),
+        _load,
+        around_named(3),
+    ),
+    "llama_state_seq_load_file": (
+        ("ctx", "filepath", "dest_seq_id"),
+        _load_file,
+        around_named(2),
+    ),
+    "llama_encode": (("ctx",), _everything, around_everything),
+    "llama_process": (("ctx",), _everything, around_everything),
 }
 
 # Calls that change how a context computes its cells.
@@ -115,6 +140,8 @@ _OWN = {
     "llama_new_context_with_model": (("model", "params"), wrap_init_context),
     "llama_decode": (("ctx", "batch"), wrap_decode),
     "llama_free": (("ctx",), wrap_free),
+    "llama_n_ctx": (("ctx",), wrap_n_ctx),
+    "llama_n_ctx_seq": (("ctx",), wrap_n_ctx),
     "llama_n_seq_max": (("ctx",), wrap_n_seq_max),
     "llama_sampler_sample": (("smpl", "ctx", "idx"), wrap_sample),
 }
@@ -128,9 +155,10 @@ PATCHES: tuple[Patch, ...] = (
     *(_binding(name, parameters, wrap) for name, (parameters, wrap) in _OWN.items()),
     *(_binding(name, parameters, wrap_settled) for name, parameters in _SETTLED.items()),
     *(
-        _binding(name, parameters, functools.partial(wrap_changing, change=change))
-        for name, (parameters, change) in _CHANGING.items()
+        _binding(name, parameters, functools.partial(wrap_changing, change=change, around=around))
+        for name, (parameters, change, around) in _CHANGING.items()
     ),
+    *(_binding(name, parameters, wrap_whole) for name, parameters in _WHOLE.items()),
     *(_binding(name, parameters, wrap_altering) for name, parameters in _ALTERING.items()),
     Patch("llama_cpp.llama:Llama.generate", ("self", "tokens"), wrap_generate),
     Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),
