@@ -159,11 +159,13 @@ class Request:
         engine: The engine that serves it.
         tokens: The whole prompt, shape ``(n,)`` int32.
         context_id: Name of the persistent context it belongs to; None for a stateless request.
+        app: Name of the app that asks; None if that is not known.
     """
 
     engine: Engine
     tokens: Tokens
     context_id: str | None
+    app: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ def _completion(
             is_first = True
             while True:
                 # a generator runs in its caller's context, so the name is set for each step alone
-                with serving_context(record.id):
+                with serving_context(record.id, record.app):
                     chunk = next(it, None)
                 if chunk is None:
                     return

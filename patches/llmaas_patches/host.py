@@ -20,16 +20,16 @@ from llmaas_patches.native import native_host
 
 __all__ = ["Host", "current_context", "serving_context"]
 
-current_context: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "llmaas_current_context", default=None
+current_context: contextvars.ContextVar[tuple[str | None, str | None]] = contextvars.ContextVar(
+    "llmaas_current_context", default=(None, None)
 )
-"""Persistent context that the ``Llama.generate`` calls of this thread or task belong to."""
+"""Persistent context and app that the ``Llama.generate`` calls of this thread or task belong to."""
 
 
 @contextmanager
-def serving_context(context_id: str) -> Iterator[None]:
-    """Name the persistent context for the requests started inside the block."""
-    token = current_context.set(context_id)
+def serving_context(context_id: str | None, app: str | None = None) -> Iterator[None]:
+    """Name the persistent context and the app for the requests started inside the block."""
+    token = current_context.set((context_id, app))
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         engine = host.engine(self)
         engine.end()  # other requests, if their generators are still open
         engine.settle()
-        request = Request(engine, np.asarray(tokens, dtype=np.int32), current_context.get())
+        request = Request(engine, np.asarray(tokens, dtype=np.int32), *current_context.get())
         host.hooks.request_begin(request)
         if _is_sound(engine, request, resets=resets) and resets:
             n_reused = _restore(host, engine, request)

@@ -261,10 +261,13 @@ def test_a_wrong_argument_begins_no_request(recorder, make_llama):
 
 def test_serving_context_names_the_request(recorder, make_llama):
     llama = make_llama()
-    with serving_context("chat-1"):
+    with serving_context("chat-1", app="mail"):
+        greedy(llama, PROMPT, 1)
+    with serving_context(None, app="notes"):
         greedy(llama, PROMPT, 1)
     greedy(llama, PROMPT, 1)
-    assert [request.context_id for request in recorder.requests] == ["chat-1", None]
+    found = [(request.context_id, request.app) for request in recorder.requests]
+    assert found == [("chat-1", "mail"), (None, "notes"), (None, None)]
 
 
 def decode_own_batch(llama):
