@@ -17,6 +17,7 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from llmaas_patches import serving_context
 from llmaas_plugins.service.checks import check_body
 from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.service.keys import Keys
@@ -185,7 +186,8 @@ class Gate:
             with call.scope:
                 await call.turn.wait()
                 self._metrics.waited(time.perf_counter() - came)
-                await self._app(scope, _replay(body, _when(left)), answer.send)
+                with serving_context(None, call.app or None):
+                    await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:
             if not call.is_over:
