@@ -7,7 +7,14 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ContextCreate, ModelLoad
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 
-__all__ = ["SCRATCH_SEQUENCE", "SEQUENCES", "unsupported", "unsupported_cells", "window"]
+__all__ = [
+    "PARKED_SEQUENCES",
+    "SCRATCH_SEQUENCE",
+    "SEQUENCES",
+    "unsupported",
+    "unsupported_cells",
+    "window",
+]
 
 _EMPTY_BLOB_BYTES = (16, 24)
 
@@ -15,6 +22,8 @@ SCRATCH_SEQUENCE = 1
 """Sequence through which ranges of cells are read and written; empty between calls."""
 SEQUENCES = 2
 """The app's sequence 0, and the scratch one."""
+PARKED_SEQUENCES = range(SEQUENCES, 8)
+"""Those of parked contexts, where there are cells for them."""
 
 
 def unsupported(create: ContextCreate) -> str | None:
