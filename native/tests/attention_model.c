@@ -4,6 +4,8 @@
 
 #include <math.h>
 
+enum { PARKED = 1000 }; /* added to positions of the context that is not there: nobody sees that far */
+
 static float uniform(void) { return (float) (rnd() >> 40) / (float) (1 << 23) - 1.0f; }
 
 static size_t key_size(const shape * of) { return ggml_row_size(of->type, of->d); }
@@ -34,14 +36,13 @@ void model_free(model * m) {
     free(m);
 }
 
-/* Put a token's keys into a free cell, another one in each layer. */
-static int store(model * m, int layer, int position) {
-    int cell = (int) rnd_below(N_CELLS);
+/* Put a token's keys into the first free cell after `cell`. */
+static int store_at(model * m, int layer, int position, int cell, bool is_noted) {
     while (m->resident[layer][cell] >= 0) {
         cell = (cell + 1) % N_CELLS;
     }
     m->resident[layer][cell] = position;
-    m->is_noted[layer][cell] = m->density != NULL;
+    m->is_noted[layer][cell] = is_noted;
     for (int head = 0; head < m->of.n_head_kv; ++head) {
         float key[MAX_D];
         for (int i = 0; i < m->of.d; ++i) {
@@ -50,6 +51,38 @@ static int store(model * m, int layer, int position) {
         ggml_get_type_traits_cpu(m->of.type)->from_float(key, key_at(m, layer, cell, head), m->of.d);
     }
     return cell;
+}
+
+/* Into any free cell, another one in each layer. */
+static int store(model * m, int layer, int position) {
+    return store_at(m, layer, position, (int) rnd_below(N_CELLS), m->density != NULL);
+}
+
+void restore(model * m, int from, int end, bool is_told) {
+    for (int layer = 0; layer < N_LAYER; ++layer) {
+        for (int position = from; position < end; ++position) {
+            store_at(m, layer, position, 0, is_told);
+        }
+    }
+}
+
+void place(model * m, uint32_t kept, uint32_t n, const int32_t * cells) {
+    CHECK(llmaas_density_place(m->density, kept, n, cells) == LLMAAS_OK);
+    for (; kept < N_POS; ++kept) {
+        m->sums[kept]   = 0.0;
+        m->counts[kept] = 0;
+    }
+}
+
+void switch_contexts(model * m) {
+    for (int layer = 0; layer < N_LAYER; ++layer) {
+        for (int cell = 0; cell < N_CELLS; ++cell) {
+            int * at = &m->resident[layer][cell];
+            if (*at >= 0) {
+                *at += *at < PARKED ? PARKED : -PARKED;
+            }
+        }
+    }
 }
 
 void forget_from(model * m, int position) {
@@ -65,7 +98,7 @@ void forget_from(model * m, int position) {
 /* Causal, with a hole here and there, distances for ALiBi, and now and then one head differs. */
 float mask_at(const model * m, int layer, int cell, int position, int head) {
     const int  at      = m->resident[layer][cell];
-    const bool is_hole = (at * 7 + position) % 11 == 3 || (m->of.has_head_masks && (at + head) % 5 == 4);
+    const bool is_hole = (!m->of.has_no_holes && (at * 7 + position) % 11 == 3) || (m->of.has_head_masks && (at + head) % 5 == 4);
     if (at < 0 || at > position || (is_hole && at != position)) {
         return -INFINITY;
     }

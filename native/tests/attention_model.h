@@ -14,6 +14,7 @@ typedef struct shape {
     bool           is_soft_max; /* no flash attention: ggml-cpu computes the probabilities */
     enum ggml_type mask_type;
     bool           has_head_masks;
+    bool           has_no_holes; /* a query sees every position before its own */
     uint32_t       row_step, layer_step;
     int            n_threads;
     double         tolerance;
@@ -36,6 +37,13 @@ void    model_free(model * m);
 void evaluate(model * m, int from, int n_tokens);
 /* Tokens at positions from.. are no longer in any cell. */
 void forget_from(model * m, int position);
+/* Tokens at positions from..end-1 are put into the lowest free cells by no graph. With is_told, the tap is expected to learn
+ * where they are. */
+void restore(model * m, int from, int end, bool is_told);
+/* Tell the tap where positions kept..n-1 are or will be; from there on, it is expected to start again at 0. */
+void place(model * m, uint32_t kept, uint32_t n, const int32_t * cells);
+/* Another context takes the place of the one in the cells: the one that did so before, if any. */
+void switch_contexts(model * m);
 /* The tap's sums and counts are the expected ones. */
 void check_density(const model * m);
 
