@@ -1,13 +1,13 @@
-"""A cap on read speed."""
+"""Caps on the speed of a disk."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["can_limit_reads", "read_limit"]
+__all__ = ["can_limit_reads", "disk_limit", "read_limit"]
 
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 
@@ -24,12 +24,31 @@ def read_limit(folder: Path, bytes_per_s: int) -> Iterator[None]:
     Raises:
         OSError: The controller refuses.
     """
+    with _limit(folder, bytes_per_s, ["read"]):
+        yield
+
+
+@contextmanager
+def disk_limit(folder: Path, bytes_per_s: int) -> Iterator[None]:
+    """Likewise, and let it write no faster. Writes that wait in the page cache are not capped.
+
+    Raises:
+        OSError: The controller refuses.
+    """
+    with _limit(folder, bytes_per_s, ["read", "write"]):
+        yield
+
+
+@contextmanager
+def _limit(folder: Path, bytes_per_s: int, directions: Sequence[str]) -> Iterator[None]:
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     group = _BLKIO / f"llmaas-bench-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "blkio.throttle.read_bps_device").write_text(f"{name} {bytes_per_s}")
+        for direction in directions:
+            throttle = group / f"blkio.throttle.{direction}_bps_device"
+            throttle.write_text(f"{name} {bytes_per_s}")
         (group / "cgroup.procs").write_text(str(os.getpid()))
         try:
             yield

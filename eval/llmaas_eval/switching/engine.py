@@ -1,0 +1,135 @@
+"""A bare llama.cpp context that many contexts share as sequences."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
+from llama_cpp import llama_cpp
+from llama_cpp._logger import set_verbose
+from numpy.typing import NDArray
+
+from llmaas_plugins import _native
+from llmaas_plugins._native import KVGeometry
+
+__all__ = ["BLOCK_CELLS", "SequenceEngine", "learn_geometry", "real_cells", "token_bytes"]
+
+_Bytes = ctypes.POINTER(ctypes.c_uint8)
+BLOCK_CELLS = 256
+_WARM_TOKENS = 16
+
+
+class SequenceEngine:
+    """A model and a context with one cache for all sequences, flash attention on.
+
+    Attributes:
+        n_cells: Cells of the cache.
+        geometry: Of the cells.
+    """
+
+    def __init__(self, model: Path, n_cells: int, n_sequences: int) -> None:
+        """Load ``model`` and evaluate a little, so that everything is in place.
+
+        Args:
+            model: GGUF file.
+            n_cells: Cells at most; rounded down to what llama.cpp can do.
+            n_sequences: Sequences for the caller, from 0; one more is used here.
+        """
+        set_verbose(False)
+        llama_cpp.llama_backend_init()
+        self._model: Any = llama_cpp.llama_model_load_from_file(
+            str(model).encode(), llama_cpp.llama_model_default_params()
+        )
+        if self._model is None:
+            raise RuntimeError(f"llama.cpp could not load {model}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_cells // BLOCK_CELLS * BLOCK_CELLS
+        params.n_seq_max, params.kv_unified = n_sequences + 1, True
+        params.n_batch = params.n_ubatch = 512
+        params.flash_attn_type = 1
+        self.ctx: Any = llama_cpp.llama_init_from_model(self._model, params)
+        if self.ctx is None:
+            raise RuntimeError(f"llama.cpp could not make a context of {params.n_ctx} cells")
+        self.n_cells = real_cells(self.ctx)
+        self._scratch = n_sequences
+        self._memory = llama_cpp.llama_get_memory(self.ctx)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self._model)
+        )
+        self.decode(_WARM_TOKENS)
+        self.geometry = learn_geometry(self.ctx)
+        self.remove(0)
+
+    def decode(self, n_tokens: int) -> None:
+        """Evaluate ``n_tokens`` at the end of sequence 0, in batches as ``Llama`` does."""
+        tokens = np.random.default_rng(n_tokens).integers(300, self._vocab_size, n_tokens)
+        for start in range(0, n_tokens, 512):
+            part = tokens[start : start + 512].tolist()
+            values = (llama_cpp.llama_token * len(part))(*part)
+            batch = llama_cpp.llama_batch_get_one(values, len(part))
+            status = llama_cpp.llama_decode(self.ctx, batch)
+            if status != 0:
+                raise RuntimeError(f"llama_decode of {len(part)} tokens returned {status}")
+
+    def put(self, sequence: int, blob: NDArray[np.uint8]) -> None:
+        """Add cells to a sequence."""
+        pointer = ctypes.cast(blob.ctypes.data, _Bytes)
+        n_read = llama_cpp.llama_state_seq_set_data(self.ctx, pointer, blob.nbytes, self._scratch)
+        if n_read != blob.nbytes:
+            raise RuntimeError(f"llama.cpp took {n_read} of {blob.nbytes} bytes of cells")
+        llama_cpp.llama_memory_seq_cp(self._memory, self._scratch, sequence, -1, -1)
+
+    def finish(self) -> None:
+        """Due after the last ``put``: its cells are still labelled twice."""
+        llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
+
+    def read(self, sequence: int, start: int, end: int, out: NDArray[np.uint8]) -> int:
+        """Copy a sequence's cells at positions ``[start, end)`` to ``out``; bytes written."""
+        llama_cpp.llama_memory_seq_cp(self._memory, sequence, self._scratch, start, end)
+        pointer = ctypes.cast(out.ctypes.data, _Bytes)
+        n_bytes = llama_cpp.llama_state_seq_get_data(self.ctx, pointer, out.nbytes, self._scratch)
+        self.finish()
+        if n_bytes == 0:
+            raise RuntimeError(f"llama.cpp gave no cells {start}…{end} of sequence {sequence}")
+        return int(n_bytes)
+
+    def blob_bytes(self, n_tokens: int) -> int:
+        """Bytes of ``n_tokens`` cells as ``read`` gives them."""
+        return _native.blob_size(self.geometry, n_tokens)
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        """Drop a sequence's cells from position ``start`` on."""
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def close(self) -> None:
+        """Free both."""
+        llama_cpp.llama_free(self.ctx)
+        llama_cpp.llama_model_free(self._model)
+
+
+def token_bytes(model: Path) -> int:
+    """Bytes of one f16 cell, read off the file, so that no engine is needed to know them."""
+    fields = GGUFReader(model).fields
+    arch = fields["general.architecture"].contents()
+
+    def number(name: str) -> int:
+        return int(fields[f"{arch}.{name}"].contents())
+
+    head = number("embedding_length") // number("attention.head_count")
+    return 2 * 2 * head * number("attention.head_count_kv") * number("block_count")
+
+
+def real_cells(ctx: Any) -> int:
+    """Cells of a context: the library's own answer, not what an app is told."""
+    return int(llama_cpp._lib.llama_n_ctx(ctx))
+
+
+def learn_geometry(ctx: Any) -> KVGeometry:
+    """Layout of a context's cells, read off sequence 0, which has some."""
+    n_bytes = llama_cpp.llama_state_seq_get_size(ctx, 0)
+    blob = np.zeros(n_bytes, dtype=np.uint8)
+    llama_cpp.llama_state_seq_get_data(ctx, ctypes.cast(blob.ctypes.data, _Bytes), n_bytes, 0)
+    return _native.blob_probe(blob)[0]

@@ -1,0 +1,89 @@
+"""Starts a process for each system, in a memory group of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmaas_eval.switching.cost import Cost
+from llmaas_eval.switching.groups import can_limit_memory, memory_group
+from llmaas_eval.switching.results import RunResult
+from llmaas_eval.switching.systems.base import Setting
+
+__all__ = ["Job", "measure", "run"]
+
+_KILLED = -9
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One system on one trace.
+
+    Attributes:
+        system: Its name in ``SYSTEMS``.
+        trace: Trace file.
+        setting: Where it runs; ``folder`` is where a folder for it is made.
+        cost: Of evaluation.
+        n_calls: Calls to measure: the trace's last ones; None: all.
+        disk_bps: Bytes a second that it may read, and write; None: as it is.
+    """
+
+    system: str
+    trace: Path
+    setting: Setting
+    cost: Cost
+    n_calls: int | None = None
+    disk_bps: int | None = None
+
+
+def run(job: Job) -> RunResult:
+    """Run it. A system that takes more memory than it may have is killed; the result says so."""
+    _read_all(job.setting.model)
+    with tempfile.TemporaryDirectory(dir=job.setting.folder, prefix="switching-") as folder:
+        values = asdict(job)
+        values["setting"] |= {"folder": folder}
+        found = _in_group({"kind": "replay", **values})
+    if found is None:
+        return RunResult([], failure="killed: it took more memory than its budget")
+    return RunResult.from_json(found)
+
+
+def measure(model: Path, max_tokens: int) -> Cost:
+    """Measure what evaluation costs, in a process of its own."""
+    found = _start({"kind": "cost", "model": model, "max_tokens": max_tokens})
+    if found is None:
+        raise RuntimeError("the process that measures the cost of evaluation was killed")
+    return Cost(**found)
+
+
+def _in_group(job: dict[str, Any]) -> dict[str, Any] | None:
+    with memory_group() if can_limit_memory() else nullcontext() as group:
+        return _start({**job, "group": None if group is None else group.path})
+
+
+def _start(job: dict[str, Any]) -> dict[str, Any] | None:
+    """What the process answers; None if it was killed."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as answer:
+        done = subprocess.run(  # noqa: S603  this package's own module
+            [sys.executable, "-m", "llmaas_eval.switching.worker", answer.name],
+            input=json.dumps(job, default=str).encode(),
+            check=False,
+        )
+        if done.returncode == _KILLED:
+            return None
+        done.check_returncode()
+        found: dict[str, Any] = json.loads(Path(answer.name).read_bytes())
+        return found
+
+
+def _read_all(path: Path) -> None:
+    """Have a file's pages charged to this process: whoever reads one first is."""
+    with path.open("rb", buffering=0) as file:
+        while file.read(1 << 22):
+            pass

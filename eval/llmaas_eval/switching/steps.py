@@ -1,0 +1,126 @@
+"""A trace as what happens to contexts: which tokens each has before and after every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmaas_eval.traces import Call
+from llmaas_hooks import Tokens
+
+__all__ = ["Plan", "Step", "plan"]
+
+_LOW, _HIGH = 300, 4000
+"""Range of the token ids: in every vocabulary, and ordinary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One call of one context.
+
+    Attributes:
+        time_s: When it arrives.
+        context: Which one.
+        before: Tokens that the context has, shape ``(n,)``.
+        after: Tokens that it has when the call returns, shape ``(m,)``. They go on where ``before``
+            ends, unless the call did not fit: then the window slid.
+        n_prompt: New tokens to evaluate before the first one of the reply.
+        n_reply: Tokens of the reply; the last ``n_prompt + n_reply`` of ``after`` are new.
+        window: How often the context's window has slid by the end of this call.
+        slides: Whether it slides in this call.
+    """
+
+    time_s: float
+    context: int
+    before: Tokens
+    after: Tokens
+    n_prompt: int
+    n_reply: int
+    window: int
+    slides: bool
+
+    @property
+    def prompt(self) -> Tokens:
+        """All that the context holds when its reply begins."""
+        return self.after[: len(self.after) - self.n_reply]
+
+    @property
+    def n_most(self) -> int:
+        """Most cells the call needs at a time."""
+        return max(len(self.before), len(self.after))
+
+
+@dataclass(slots=True)
+class _Context:
+    rng: np.random.Generator
+    tokens: Tokens = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a replay does.
+
+    Attributes:
+        fills: Calls that bring every context that was called before to its length, least recently
+            used first.
+        steps: Calls to measure.
+    """
+
+    fills: Sequence[Step]
+    steps: Sequence[Step]
+
+    @property
+    def peak_tokens(self) -> int:
+        """Tokens of all contexts, each at its longest."""
+        longest: dict[int, int] = {}
+        for step in [*self.fills, *self.steps]:
+            longest[step.context] = max(longest.get(step.context, 0), step.n_most)
+        return sum(longest.values())
+
+
+def plan(calls: Sequence[Call], max_tokens: int, n_calls: int | None = None) -> Plan:
+    """Plan the replay of the last ``n_calls`` calls of a trace, or of all.
+
+    A call that does not fit a context of ``max_tokens`` moves its window (LLMS §4): the older half
+    is dropped, more if the call needs it. What stays moves to other positions, so its cells are
+    new content to every system. As the service does not know beforehand, it loads all.
+    """
+    n_skipped = 0 if n_calls is None else max(0, len(calls) - n_calls)
+    contexts: dict[int, _Context] = {}
+    last: dict[int, Step] = {}
+    for call in calls[:n_skipped]:
+        last.pop(call.context, None)
+        last[call.context] = _step(contexts, call, max_tokens)
+    fills = [_fill(step) for step in last.values()]
+    return Plan(fills, [_step(contexts, call, max_tokens) for call in calls[n_skipped:]])
+
+
+def _step(contexts: dict[int, _Context], call: Call, max_tokens: int) -> Step:
+    if call.context not in contexts:
+        contexts[call.context] = _Context(np.random.default_rng([1, call.context]))
+    context = contexts[call.context]
+    n_new = min(call.n_delta, max_tokens)
+    n_reply = min(call.n_reply, n_new)
+    before, kept = context.tokens, context.tokens
+    slides = len(before) + n_new > max_tokens
+    if slides:
+        n_kept = min(max_tokens // 2, max_tokens - n_new)
+        kept = before[len(before) - n_kept :]
+        context.window += 1
+    new = context.rng.integers(_LOW, _HIGH, n_new, dtype=np.int32)
+    context.tokens = np.concatenate([kept, new])
+    return Step(
+        call.time_s, call.context, before, context.tokens,
+        n_new - n_reply, n_reply, context.window, slides,
+    )  # fmt: skip
+
+
+def _fill(last: Step) -> Step:
+    nothing = np.zeros(0, dtype=np.int32)
+    n_new = len(last.after)
+    return Step(
+        last.time_s, last.context, nothing, last.after, n_new - 1, 1, last.window, slides=False
+    )

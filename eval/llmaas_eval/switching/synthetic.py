@@ -1,0 +1,81 @@
+"""Cells that stand for evaluated ones: values of a realistic kind, the same for the same token."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins import _native
+from llmaas_plugins._native import KVGeometry
+
+__all__ = ["PIECE_TOKENS", "SyntheticCells", "rows_of"]
+
+PIECE_TOKENS = 128
+_POOL_TOKENS = 512
+_STRIDE = 61
+_HEAD_BYTES = 12  # of each layer's K or V: type and bytes of a row
+
+
+class SyntheticCells:
+    """A pool of rows, from which any context's cells are cut.
+
+    Attributes:
+        geometry: Of the engine's cells; f16, and V not transposed.
+    """
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        """Draw the pool.
+
+        Keys get channels of their own size and mean, some far out; values none.
+        """
+        if geometry.v_trans or (geometry.type_k, geometry.type_v) != (1, 1):
+            raise ValueError(f"found cells of {geometry}, expected f16 with flash attention on")
+        self.geometry = geometry
+        rng = np.random.default_rng(0)
+        keys = [_draw(rng, row // 2, channels=True) for row in geometry.k_row]
+        values = [_draw(rng, row // 2, channels=False) for row in geometry.v_row if row]
+        self._pool = [_looped(rows) for rows in (*keys, *values)]
+        self._blob = np.zeros(_native.blob_size(geometry, PIECE_TOKENS), dtype=np.uint8)
+
+    def blob(self, context: int, window: int, start: int, n_tokens: int) -> NDArray[np.uint8]:
+        """Cells at positions ``start`` to ``start + n_tokens``; valid until the next call.
+
+        Args:
+            context: Whose.
+            window: How often its window has slid.
+            start: First position.
+            n_tokens: At most ``PIECE_TOKENS``.
+        """
+        blob = self._blob[: _native.blob_size(self.geometry, n_tokens)]
+        first = (_STRIDE * context + 7 * window + start) % _POOL_TOKENS
+        for rows, pool in zip(rows_of(self.geometry, blob, n_tokens), self._pool, strict=True):
+            rows[:] = pool[first : first + n_tokens]
+        _native.blob_init(self.geometry, blob, range(start, start + n_tokens))
+        return blob
+
+
+def rows_of(geometry: KVGeometry, blob: NDArray[np.uint8], n_cells: int) -> list[NDArray[np.uint8]]:
+    """Windows on a blob's rows: K of each layer, then V, each of shape ``(n_cells, row bytes)``."""
+    found: list[NDArray[np.uint8]] = []
+    end = blob.nbytes
+    for row in reversed([*geometry.k_row, *(row for row in geometry.v_row if row)]):
+        start = end - n_cells * row
+        found.append(blob[start:end].reshape(n_cells, row))
+        end = start - _HEAD_BYTES
+    return found[::-1]
+
+
+def _draw(rng: np.random.Generator, n_channels: int, *, channels: bool) -> NDArray[np.float32]:
+    values = rng.standard_normal((_POOL_TOKENS, n_channels), dtype=np.float32)
+    if not channels:
+        return values
+    scale = np.exp(0.7 * rng.standard_normal(n_channels, dtype=np.float32))
+    mean = 2 * rng.standard_normal(n_channels, dtype=np.float32)
+    mean[rng.random(n_channels) < 0.03] *= 6
+    return values * scale + mean
+
+
+def _looped(rows: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """As bytes, the beginning once more at the end."""
+    looped = np.concatenate([rows, rows[:PIECE_TOKENS]]).astype(np.float16)
+    return looped.view(np.uint8)

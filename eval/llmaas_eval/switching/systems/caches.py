@@ -1,0 +1,78 @@
+"""llama-cpp-python's own two caches, used as ``Llama.create_completion`` uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+from llmaas_eval.switching.engine import learn_geometry
+from llmaas_eval.switching.steps import Step
+from llmaas_eval.switching.systems.base import Entered, Setting, room_beside_cells
+from llmaas_eval.switching.systems.one import OneContext, open_llama
+
+__all__ = ["DiskCache", "RAMCache"]
+
+_WARM_TOKENS = 16
+_COPIES = 3
+
+
+class _Cache(OneContext):
+    """A state of the whole engine for each context, looked up by its tokens."""
+
+    def __init__(self, setting: Setting) -> None:
+        llama = open_llama(setting, _WARM_TOKENS, with_scratch=True)
+        super().__init__(setting, llama, learn_geometry(llama.ctx))
+        self._cache = self._open_cache()
+
+    @property
+    def lent_bytes(self) -> int:
+        """``save_state`` makes two copies of a state besides its result, pickle one.
+
+        Each state has a batch's logits, which the caches do not count; no setting avoids that.
+        """
+        context = self.setting.max_tokens * self.setting.token_bytes
+        return _COPIES * context + (_COPIES + self.setting.contexts) * self._llama.scores.nbytes
+
+    def _open_cache(self) -> Any:
+        raise NotImplementedError
+
+    def enter(self, step: Step) -> Entered:
+        prompt = step.before.tolist()
+        n_resident = self._llama.longest_token_prefix(self._llama._input_ids.tolist(), prompt)
+        n_cached = 0
+        with contextlib.suppress(KeyError), contextlib.redirect_stderr(io.StringIO()):
+            item = self._cache[prompt]  # (the disk's cache prints each step)
+            n_found = self._llama.longest_token_prefix(item.input_ids.tolist(), prompt)
+            if n_found > n_resident:
+                self._llama.load_state(item)
+                n_cached = n_found
+        n_held = max(n_resident, n_cached)
+        self._llama._ctx.kv_cache_seq_rm(0, n_held, -1)
+        return Entered(
+            n_resident=0 if n_cached else n_resident,
+            n_ram=n_cached,
+            n_missing=len(prompt) - n_held,
+        )
+
+    def leave(self, step: Step) -> None:
+        with contextlib.redirect_stderr(io.StringIO()):
+            self._cache[step.after.tolist()] = self._llama.save_state()
+
+
+class RAMCache(_Cache):
+    """``LlamaRAMCache`` with what the budget leaves beside the engine's cells."""
+
+    def _open_cache(self) -> Any:
+        from llama_cpp import LlamaRAMCache
+
+        return LlamaRAMCache(room_beside_cells(self.setting))
+
+
+class DiskCache(_Cache):
+    """``LlamaDiskCache`` as it comes."""
+
+    def _open_cache(self) -> Any:
+        from llama_cpp import LlamaDiskCache
+
+        return LlamaDiskCache(str(self.setting.folder))

@@ -1,0 +1,82 @@
+"""This suite with ``kv_chunks``, through the hooks that ``Llama.generate`` calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.switching.engine import learn_geometry
+from llmaas_eval.switching.steps import Step
+from llmaas_eval.switching.systems.base import Entered, Setting, room_beside_cells
+from llmaas_eval.switching.systems.one import OneContext, open_llama
+from llmaas_hooks import Request, Tokens, common_prefix
+
+__all__ = ["Ours"]
+
+_BATCH_TOKENS = 512
+
+
+class Ours(OneContext):
+    """The options are the plugin's own settings; budget and place are the replay's."""
+
+    def __init__(self, setting: Setting) -> None:
+        from llmaas_plugins import activate
+
+        table = {
+            "disk_budget": 64 << 30,
+            **setting.options,
+            "store": setting.folder / "kv",
+            "ram_budget": room_beside_cells(setting),
+        }
+        self._suite: Any = activate({"on_error": "raise", "plugins": {"kv_chunks": table}})
+        try:  # it recomputes for real, so all that a batch needs must be there before
+            llama = open_llama(setting, _BATCH_TOKENS)
+            super().__init__(setting, llama, learn_geometry(llama.ctx))
+            self._engine = self._suite._installed._host.engine(llama)
+        except BaseException:
+            self._suite.deactivate()
+            raise
+
+    def enter(self, step: Step) -> Entered:
+        resident = self._engine.resident_tokens()
+        with self._engine.lent():
+            restored = self._suite.hooks.kv_restore(self._request(step, step.before))
+        n_kept = common_prefix(resident, step.before)
+        n_held = n_kept if restored is None else restored.n_tokens
+        n_loaded = 0 if restored is None else restored.n_loaded
+        self._cut(step.context, n_held)
+        n_missing = len(step.before) - n_held
+        return Entered(n_held - n_loaded, n_disk=n_loaded, n_missing=n_missing)
+
+    def cells(self, step: Step) -> NDArray[np.uint8]:
+        with self._engine.lent():
+            return super().cells(step)
+
+    def leave(self, step: Step) -> None:
+        self._suite.hooks.kv_save(self._request(step, step.prompt), step.after)
+
+    def background(self, step: Step) -> None:
+        self._suite.settle()
+        plugin: Any = self._suite.hooks._pm.get_plugin("kv_chunks")
+        plugin._store.flush()
+
+    def close(self) -> None:
+        super().close()
+        self._suite.deactivate()
+
+    def _cut(self, context: int, n_tokens: int) -> None:
+        with self._engine.lent():
+            super()._cut(context, n_tokens)
+
+    def _append(self, context: int, blob: NDArray[np.uint8]) -> None:
+        with self._engine.lent():
+            super()._append(context, blob)
+
+    def _grown(self, step: Step) -> None:
+        with self._engine.lent():
+            super()._grown(step)
+
+    def _request(self, step: Step, tokens: Tokens) -> Request:
+        return Request(self._engine, tokens, f"context-{step.context}")

@@ -1,0 +1,100 @@
+"""Between an engine and a file: a few buffers, and threads that fill or empty them meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins.kv_chunks.memory import anonymous
+
+__all__ = ["N_BUFFERS", "Pipe", "open_direct", "read_at", "write_at"]
+
+N_BUFFERS = 4
+
+_P = TypeVar("_P")
+
+
+class Pipe:
+    """``N_BUFFERS`` buffers and as many threads. The engine is only ever used by the caller's."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        """Allocate the buffers, of whole pages."""
+        self._whole = anonymous(N_BUFFERS * buffer_bytes)
+        self._buffers = self._whole.reshape(N_BUFFERS, buffer_bytes)
+        self._pool = ThreadPoolExecutor(N_BUFFERS)
+
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        """A buffer, while nothing else goes on."""
+        return self._buffers[0]
+
+    def load(
+        self,
+        pieces: Sequence[_P],
+        fill: Callable[[_P, NDArray[np.uint8]], None],
+        take: Callable[[_P, NDArray[np.uint8]], None],
+    ) -> None:
+        """Let threads ``fill`` buffers with pieces, and ``take`` them here, in order."""
+        jobs = deque(
+            self._pool.submit(fill, piece, buffer)
+            for piece, buffer in zip(pieces, self._buffers, strict=False)
+        )
+        for i, piece in enumerate(pieces):
+            buffer = self._buffers[i % N_BUFFERS]
+            jobs.popleft().result()
+            take(piece, buffer)
+            if i + N_BUFFERS < len(pieces):
+                jobs.append(self._pool.submit(fill, pieces[i + N_BUFFERS], buffer))
+
+    def store(
+        self,
+        pieces: Sequence[_P],
+        give: Callable[[_P, NDArray[np.uint8]], None],
+        empty: Callable[[_P, NDArray[np.uint8]], None],
+    ) -> None:
+        """``give`` pieces to buffers here, and let threads ``empty`` them; all is done then."""
+        jobs: deque[Future[None]] = deque()
+        for i, piece in enumerate(pieces):
+            if len(jobs) == N_BUFFERS:
+                jobs.popleft().result()
+            buffer = self._buffers[i % N_BUFFERS]
+            give(piece, buffer)
+            jobs.append(self._pool.submit(empty, piece, buffer))
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+def open_direct(path: Path, n_bytes: int) -> int:
+    """Descriptor of a new file of ``n_bytes``, past the page cache where that can be."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:  # tmpfs, for one
+        file = os.open(path, flags, 0o600)
+    os.ftruncate(file, n_bytes)
+    return file
+
+
+def read_at(file: int, offset: int, out: NDArray[np.uint8]) -> None:
+    """Read all of ``out``; whole pages."""
+    n_bytes = os.preadv(file, [out.data], offset)
+    if n_bytes != out.nbytes:
+        raise OSError(f"read {n_bytes} bytes at {offset}, expected {out.nbytes}")
+
+
+def write_at(file: int, offset: int, values: NDArray[np.uint8]) -> None:
+    """Write all of ``values``; whole pages."""
+    n_bytes = os.pwritev(file, [values.data], offset)
+    if n_bytes != values.nbytes:
+        raise OSError(f"wrote {n_bytes} bytes at {offset}, expected {values.nbytes}")

@@ -1,0 +1,130 @@
+"""One system's process: it loads the engine, limits its own memory, and replays a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmaas_eval.disk import disk_limit
+from llmaas_eval.switching.cost import Cost, measure_cost
+from llmaas_eval.switching.groups import MemoryGroup
+from llmaas_eval.switching.results import CallResult, RunResult
+from llmaas_eval.switching.steps import Plan, Step, plan
+from llmaas_eval.switching.systems import SYSTEMS, BudgetTooSmallError, Setting, System
+from llmaas_eval.traces import read_trace
+
+__all__ = ["main"]
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    """Do what the parent process asks for; the answer to it."""
+    if job["kind"] == "cost":
+        return asdict(measure_cost(Path(job["model"]), job["max_tokens"]))
+    setting = job["setting"]
+    setting = Setting(
+        **{**setting, "model": Path(setting["model"]), "folder": Path(setting["folder"])}
+    )
+    what = plan(read_trace(Path(job["trace"])).calls, setting.max_tokens, job["n_calls"])
+    cost = Cost(**job["cost"])
+    try:
+        return _run(job, setting, what, cost).to_json()
+    except BudgetTooSmallError as error:
+        return RunResult([], failure=f"does not fit: {error}").to_json()
+
+
+def _run(job: dict[str, Any], setting: Setting, what: Plan, cost: Cost) -> RunResult:
+    group = MemoryGroup(Path(job["group"])) if job["group"] else None
+    if group is not None:
+        group.join()
+    system = SYSTEMS[job["system"]](setting)
+    try:
+        base = limit = 0
+        if group is not None:
+            base = group.used - system.n_cells * setting.token_bytes
+            limit = setting.budget + system.lent_bytes
+            group.limit(base + limit)
+        replay = _Replay(system, cost)
+        for step in what.fills:
+            replay.call(step)
+        with _throttled(setting.folder, job["disk_bps"]):
+            calls = [replay.call(step) for step in what.steps]
+        peak = 0 if group is None else group.peak - base
+    finally:
+        system.close()
+    return RunResult(calls, None, base, limit, peak)
+
+
+def _throttled(folder: Path, bytes_per_s: int | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if bytes_per_s is None else disk_limit(folder, bytes_per_s)
+
+
+class _Replay:
+    """Calls in virtual time: nobody waits for the next one to arrive."""
+
+    def __init__(self, system: System, cost: Cost) -> None:
+        self._system = system
+        self._cost = cost
+        self._called = -1
+        self._free_s = 0.0
+        """When the call before has returned."""
+        self._quiet_s = 0.0
+        """When its work ahead of time is over, too."""
+
+    def call(self, step: Step) -> CallResult:
+        """Do one call and all the work that it leaves behind."""
+        arrival_s = max(step.time_s, self._free_s)
+        wait_s = max(0.0, self._quiet_s - arrival_s)
+        io_0, clock_0 = _device_bytes(), time.perf_counter()
+        entered = self._system.enter(step)
+        enter_s, io_1 = time.perf_counter() - clock_0, _device_bytes()
+        n_held = len(step.before) - entered.n_missing
+        recompute_s = self._cost.prompt_s(n_held, entered.n_missing)
+        self._system.grow(step, entered)
+        leave_s = _seconds(self._system.leave, step)
+        background_s = _seconds(self._system.background, step)
+        io_2 = _device_bytes()
+        evaluate_s = self._cost.prompt_s(len(step.before), step.n_prompt)
+        evaluate_s += self._cost.reply_s * step.n_reply
+        self._free_s = arrival_s + wait_s + enter_s + recompute_s + evaluate_s + leave_s
+        self._quiet_s = self._free_s + background_s
+        is_switch = step.context != self._called
+        self._called = step.context
+        return CallResult(
+            context=step.context,
+            is_switch=is_switch,
+            slides=step.slides,
+            n_before=len(step.before),
+            n_new=step.n_prompt + step.n_reply,
+            **asdict(entered),
+            wait_s=wait_s,
+            enter_s=enter_s,
+            recompute_s=recompute_s,
+            leave_s=leave_s,
+            background_s=background_s,
+            read_bytes=io_1[0] - io_0[0],
+            written_bytes=io_1[1] - io_0[1],
+            later_read_bytes=io_2[0] - io_1[0],
+            later_written_bytes=io_2[1] - io_1[1],
+        )
+
+
+def _seconds(work: Any, step: Step) -> float:
+    started = time.perf_counter()
+    work(step)
+    return time.perf_counter() - started
+
+
+def _device_bytes() -> tuple[int, int]:
+    """Bytes that this process has had read from devices and written to them."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+if __name__ == "__main__":
+    answer = main(json.loads(sys.stdin.read()))
+    Path(sys.argv[1]).write_text(json.dumps(answer))
