@@ -129,7 +129,8 @@ class NativeContext(Protocol):
         """Accumulate attention densities.
 
         Args:
-            row_step: Look at the queries of every ``row_step``-th position only.
+            row_step: Look at one of ``row_step`` queries only, others in each layer and group of
+                heads.
             layer_step: Look at every ``layer_step``-th layer only. 1 and 1 is exact.
         """
 

@@ -24,7 +24,7 @@ llmaas_attention llmaas_attention_of(const llmaas_tap_view * view) {
         .n_tokens  = query->ne[1],
         .n_kv      = is_flash ? node->src[1]->ne[1] : node->ne[0],
         .n_head    = query->ne[2],
-        .n_head_kv = is_flash ? node->src[1]->ne[2] : 1,
+        .n_head_kv = is_flash ? node->src[1]->ne[2] : node->ne[2],
         .n_stream  = query->ne[3],
     };
 }
@@ -266,15 +266,24 @@ static bool begin(llmaas_density_worker * w, const llmaas_attention * node) {
     return true;
 }
 
-/* The first row after `row` whose position is sampled, or n_tokens. */
-static int64_t next_sampled(const llmaas_attention * node, int64_t row, uint32_t row_step) {
+/* The first row after `row` that is sampled, or n_tokens. Rows differ by layer and group, since what one query looks at
+ * in some head is much like what it looks at in the others: so the same number of scores says more. */
+static int64_t next_sampled(const llmaas_attention * node, int64_t group, int64_t row, uint32_t row_step) {
     for (++row; row < node->n_tokens; ++row) {
         const int64_t position = llmaas_attention_position(node->view, row);
-        if (position >= 0 && position % row_step == row_step - 1) {
+        if (position >= 0 && (position + 5 * node->view->layer + 3 * group) % row_step == row_step - 1) {
             break;
         }
     }
     return row;
+}
+
+static int64_t count_sampled(const llmaas_attention * node, int64_t group, uint32_t row_step) {
+    int64_t n_rows = 0;
+    for (int64_t row = -1; (row = next_sampled(node, group, row, row_step)) < node->n_tokens;) {
+        ++n_rows;
+    }
+    return n_rows;
 }
 
 /* Whether this thread's n queries of a group are worth making tiles; if so there is room for them. */
@@ -295,16 +304,14 @@ static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, i
     return true;
 }
 
-/* Rows are dealt out in turn, which shares a causal mask fairly; every group starts with the next thread, which shares
- * the heads of a single token. */
+/* Rows are dealt out in turn, which shares a causal mask fairly. */
 static void add_group(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, uint32_t row_step,
-                      int64_t n_rows, int ith, int nth) {
+                      int64_t turn, int ith, int nth) {
     const int64_t n_shared = node->n_head / node->n_head_kv;
-    const bool    is_tiled = can_tile(w, node, n_rows / nth * n_shared);
+    const bool    is_tiled = can_tile(w, node, count_sampled(node, group, row_step) / nth * n_shared);
     pair          pairs[LLMAAS_BLOCK];
     int64_t       n_pairs = 0;
-    int64_t       turn    = group * n_rows;
-    for (int64_t row = -1; (row = next_sampled(node, row, row_step)) < node->n_tokens;) {
+    for (int64_t row = -1; (row = next_sampled(node, group, row, row_step)) < node->n_tokens;) {
         if (turn++ % nth != ith) {
             continue;
         }
@@ -331,12 +338,14 @@ static void add_group(llmaas_density_worker * w, const llmaas_attention * node, 
 void llmaas_density_worker_run(
     llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth) {
     int64_t n_rows = 0;
-    for (int64_t row = -1; (row = next_sampled(node, row, row_step)) < node->n_tokens;) {
-        ++n_rows;
+    for (int64_t group = 0; group < node->n_head_kv; ++group) {
+        n_rows += count_sampled(node, group, row_step);
     }
     w->has_failed = n_rows > 0 && !begin(w, node);
     w->is_used    = n_rows > 0 && !w->has_failed;
+    int64_t turn  = node->view->layer; /* the few rows of a single token go to another thread in each layer */
     for (int64_t group = 0; w->is_used && group < node->n_head_kv; ++group) {
-        add_group(w, node, group, row_step, n_rows, ith, nth);
+        add_group(w, node, group, row_step, turn, ith, nth);
+        turn += count_sampled(node, group, row_step);
     }
 }

@@ -12,7 +12,7 @@ typedef struct llmaas_attention {
     int64_t                    n_tokens;
     int64_t                    n_kv;
     int64_t                    n_head;
-    int64_t                    n_head_kv; /* heads are taken in groups that share their keys */
+    int64_t                    n_head_kv; /* heads are taken in groups that share their keys, if there are keys */
     int64_t                    n_stream;
 } llmaas_attention;
 
@@ -52,7 +52,7 @@ void llmaas_density_worker_free(llmaas_density_worker * w);
 void llmaas_density_find_visible(
     llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head);
 
-/* Add up thread ith's share of the (query, head) pairs at sampled positions. */
+/* Add up thread ith's share of the sampled (query, head) pairs. */
 void llmaas_density_worker_run(
     llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth);
 

@@ -148,6 +148,13 @@ static struct ggml_tensor * build_node(
     return node;
 }
 
+/* Without flash attention, the tap does not know which heads share keys. */
+static bool is_sampled(const shape * of, int layer, int position, int head) {
+    const int      group = of->is_soft_max ? head : head / (of->n_head / of->n_head_kv);
+    const uint32_t turn  = (uint32_t) (position + 5 * layer + 3 * group);
+    return turn % of->row_step == of->row_step - 1;
+}
+
 void evaluate(model * m, int from, int n_tokens) {
     struct ggml_context * ctx       = context_new();
     struct ggml_tensor *  positions = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_tokens);
@@ -178,7 +185,7 @@ void evaluate(model * m, int from, int n_tokens) {
         }
         for (int row = 0; row < n_tokens * m->of.n_head; ++row) {
             const int position = from + row / m->of.n_head;
-            if ((uint32_t) position % m->of.row_step == m->of.row_step - 1) {
+            if (is_sampled(&m->of, layer, position, row % m->of.n_head)) {
                 expect_row(m, layer, position, row % m->of.n_head, (const float *) query->data + row * m->of.d,
                            sinks ? sinks->data : NULL);
             }

@@ -90,6 +90,12 @@ static void test_only_sampled_rows_and_layers_are_counted(void) {
     of.row_step   = 5;
     of.layer_step = 2;
     check_generation(of);
+    of.layer_step = 1;
+    of.n_head_kv  = 2;
+    check_generation(of);
+    shape computed       = of;
+    computed.is_soft_max = true;
+    check_generation(computed);
     of.row_step = 1000; /* no row: nothing is counted, whoever asks */
     model * m   = model_new(of);
     evaluate(m, 0, 30);
@@ -114,7 +120,7 @@ static void test_a_position_evaluated_again_starts_at_zero(void) {
     m                = model_new(sampled);
     evaluate(m, 0, 30);
     forget_from(m, 3);
-    evaluate(m, 3, 5); /* no sampled row, but 3 to 7 are new tokens in other cells */
+    evaluate(m, 3, 5); /* hardly a sampled row, but 3 to 7 are new tokens in other cells */
     check_density(m);
     evaluate(m, 8, 20);
     check_density(m);

@@ -11,11 +11,16 @@ from watching import Watch, values_of
 
 
 class Attention(NamedTuple):
-    """A layer's softmax and mask, columns last."""
+    """A layer's softmax and mask, columns last.
+
+    Attributes:
+        groups: How many groups of heads are sampled in different rows.
+    """
 
     layer: int
     probabilities: np.ndarray
     mask: np.ndarray
+    groups: int
 
 
 def is_softmax(tensor):
@@ -24,7 +29,9 @@ def is_softmax(tensor):
 
 def read_softmax(tensor):
     layer = int(tensor.name.decode().rpartition("-")[2])
-    return Attention(layer, values_of(tensor)[0], values_of(tensor.src[1].contents)[0, 0])
+    probabilities = values_of(tensor)[0]
+    mask = values_of(tensor.src[1].contents)[0, 0]
+    return Attention(layer, probabilities, mask, groups=len(probabilities))
 
 
 def key_layer(tensor):
@@ -43,6 +50,7 @@ def read_flash(tensor):
     query, key, _, mask = (values_of(tensor.src[i].contents)[0] for i in range(4))
     kind = GGMLQuantizationType(tensor.src[1].contents.type)  # ggml rounds queries like the keys
     query = quants.dequantize(quants.quantize(query, kind), kind).astype(np.float64)
+    groups = len(key)
     key = np.repeat(key.astype(np.float64), len(query) // len(key), axis=0)
     mask = mask[0, : query.shape[1]].astype(np.float64)
     scale = struct.unpack_from("f", bytes(tensor.op_params))[0]
@@ -53,7 +61,7 @@ def read_flash(tensor):
     if tensor.src[4]:
         sinks = values_of(tensor.src[4].contents).reshape(-1, 1, 1).astype(np.float64)
         total += np.exp(sinks - most)
-    return Attention(key_layer(tensor), exponentials / total, mask)
+    return Attention(key_layer(tensor), exponentials / total, mask, groups)
 
 
 def own_softmax():
@@ -77,19 +85,20 @@ class Equation1:
     def add(self, seen, start):
         """Count what a batch computed."""
         last = max(node.layer for node in seen)
-        for layer, probabilities, mask in seen:
+        for layer, probabilities, mask, groups in seen:
             n_heads, n_rows, _ = probabilities.shape
             rows = np.arange(start, start + n_rows)
             if layer == 0:
                 self.sums[rows], self.counts[rows] = 0, 0
             if layer % self._layer_step == self._layer_step - 1:
-                looked_at = rows % self._row_step == self._row_step - 1
-                self._add(probabilities[:, looked_at], mask[:n_rows][looked_at], n_heads)
+                for head in range(n_heads):
+                    turn = rows + 5 * layer + 3 * (head * groups // n_heads)
+                    looked_at = turn % self._row_step == self._row_step - 1
+                    self._add(probabilities[head, looked_at], mask[:n_rows][looked_at])
             if layer == last:
                 start += n_rows
 
-    def _add(self, probabilities, mask, n_heads):
+    def _add(self, probabilities, mask):
         n = min(len(self.sums), mask.shape[1])
-        visible = np.isfinite(mask[:, :n])
-        self.sums[:n] += probabilities.sum((0, 1), dtype=np.float64)[:n]
-        self.counts[:n] += (visible.sum(0) * n_heads).astype(np.uint64)
+        self.sums[:n] += probabilities.sum(0, dtype=np.float64)[:n]
+        self.counts[:n] += np.isfinite(mask[:, :n]).sum(0).astype(np.uint64)
