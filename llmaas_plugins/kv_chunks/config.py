@@ -24,7 +24,7 @@ class KVChunksConfig(BaseModel):
         "(LLMS §3.2), as 8-bit groups, or every bit as it was.",
     )
     levels: tuple[Annotated[int, Field(ge=1, le=INT8_BITS)], ...] = Field(
-        default=(8, 4, 2), min_length=1, description='Bits a value may have with "tolerance".'
+        default=(8, 6, 5, 4, 3, 2), min_length=1, description='Bits a value may have with "tolerance".'
     )
     ratio_global: float = Field(
         default=0.5,

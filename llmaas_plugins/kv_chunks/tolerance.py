@@ -1,9 +1,11 @@
 """Tolerance-aware compression (LLMS §3.2): which chunk keeps how many bits.
 
-A chunk that gets much attention (its *information density*, Eq 1) tolerates little: an error in it
-is an error in everything that looks at it. Eq 3 gives bits to chunks so that most information is
-kept under a mean; how much of a chunk's information is lost at ``b`` bits is taken as ``4^-b``, as
-the square of a uniform quantiser's error falls.
+A chunk that gets much attention (its *information density*, Eq 1) tolerates little. Eq 3 gives bits
+to chunks so that most information is kept under a mean. What is lost with an error in a chunk's
+values is taken as ``density^2 * 4^-bits``: what looks at the chunk sees the error times the
+attention, errors of different chunks add up in squares, and the square of a uniform quantiser's
+error falls by 4 with each bit. Eq 3 as printed weighs a chunk by 1/ratio, which on real text does
+worse than giving all the same; docs/figures.md has both.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ def densities(
 
 def choose_levels(
     density: NDArray[np.float64],
-    levels: Sequence[int] = (8, 4, 2),
-    ratio: float = 0.5,
+    levels: Sequence[int],
+    ratio: float,
     most: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
     """Bits of each chunk: maximises Eq 3 under a mean of ``8 * ratio`` bits.
 
-    Each step up a level has a gain, ``density * (4^-low - 4^-high)``, and a price, the bits between
-    the two. The steps are taken in the order of gain over price while they can be paid: higher
-    levels gain less per bit, so a chunk's steps come in order, and the densities at which the
-    steps to a level end are Eq 2's thresholds.
+    Each step up a level has a gain, ``density^2 * (4^-low - 4^-high)``, and a price, the bits
+    between the two. The steps are taken in the order of gain over price while they can be paid:
+    higher levels gain less per bit, so a chunk's steps come in order, and the densities at which
+    the steps to a level end are Eq 2's thresholds.
 
     Args:
         density: Information density of each chunk, shape ``(n,)``.
@@ -65,7 +67,7 @@ def choose_levels(
     left = (INT8_BITS * ratio - rising[0]) * n_chunks
     prices = np.diff(rising)
     gains = -np.diff(4.0 ** -np.array(rising))
-    worth = density[:, None] * (gains / prices)
+    worth = density[:, None] ** 2 * (gains / prices)
     for step in np.argsort(-worth, axis=None, kind="stable"):
         chunk, level = divmod(int(step), len(prices))
         target = rising[level + 1]

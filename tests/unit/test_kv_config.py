@@ -25,7 +25,11 @@ def test_defaults():
         256 * MiB,
         4096 * MiB,
     )
-    assert (config.levels, config.ratio_global, config.eviction) == ((8, 4, 2), 0.5, "lctru")
+    assert (config.levels, config.ratio_global, config.eviction) == (
+        (8, 6, 5, 4, 3, 2),
+        0.5,
+        "lctru",
+    )
     assert config.write_budget is None
     assert config.store == Path("~/.cache/llmaas/kv")
 
