@@ -29,6 +29,7 @@ class _Lib:
     LLMAAS_CHUNK_HEADER: int
     LLMAAS_CHUNK_VERSION: int
     LLMAAS_CHUNK_MAX_TOKENS: int
+    LLMAAS_CHUNK_BITS: int
     LLMAAS_RECORD_MAX: int
     LLMAAS_STORE_BLOCK: int
 
@@ -45,11 +46,12 @@ class _Lib:
         self, blob: Any, size: int, max_layers: int, info: Any, k_row: Any, v_row: Any
     ) -> int: ...
     def llmaas_blob_positions(self, blob: Any, size: int, pos: Any, n_cells: int) -> int: ...
-    def llmaas_chunk_bound(self, geom: Any, codec: int, n_tokens: int) -> int: ...
+    def llmaas_chunk_bound(self, geom: Any, codec: int, bits: int, n_tokens: int) -> int: ...
     def llmaas_chunk_encode(
         self,
         geom: Any,
         codec: int,
+        bits: int,
         blob: Any,
         size: int,
         n_cells: int,
@@ -61,6 +63,7 @@ class _Lib:
         n_written: Any,
     ) -> int: ...
     def llmaas_chunk_peek(self, payload: Any, size: int, info: Any) -> int: ...
+    def llmaas_chunk_cut(self, payload: Any, size: int, bits: int, new_size: Any) -> int: ...
     def llmaas_chunk_verify(self, payload: Any, size: int, key: Any) -> int: ...
     def llmaas_chunks_decode(
         self,

@@ -18,6 +18,7 @@ __all__ = [
     "ChunkInfo",
     "Codec",
     "chunk_bound",
+    "chunk_cut",
     "chunk_encode",
     "chunk_peek",
     "chunk_verify",
@@ -32,10 +33,11 @@ class Codec(IntEnum):
     RAW = 0
     LOSSLESS = 1
     INT8 = 2
+    PLANES = 3
 
 
 class ChunkInfo(NamedTuple):
-    """A chunk's header."""
+    """A chunk's header; ``bits`` are the planes of a ``PLANES`` payload, 0 in other codecs."""
 
     codec: Codec
     n_tokens: int
@@ -44,15 +46,23 @@ class ChunkInfo(NamedTuple):
     type_v: int
     geom_hash: int
     body_bytes: int
+    bits: int
 
 
-def chunk_bound(geom: KVGeometry, codec: Codec, n_tokens: int) -> int:
-    """Largest payload of ``n_tokens`` tokens; exact for RAW and INT8."""
-    bound = lib.llmaas_chunk_bound(geom.handle, codec, n_tokens)
+def chunk_bound(geom: KVGeometry, codec: Codec, n_tokens: int, bits: int = 8) -> int:
+    """Largest payload of ``n_tokens`` tokens; exact for RAW, INT8 and PLANES.
+
+    Args:
+        geom: The engine's.
+        codec: Of the payload.
+        n_tokens: Tokens in it.
+        bits: Planes to keep, for PLANES.
+    """
+    bound = lib.llmaas_chunk_bound(geom.handle, codec, bits, n_tokens)
     if bound == 0:
         raise fail(
-            f"chunk of {n_tokens} tokens with codec {codec!r},"
-            f" expected 1..{lib.LLMAAS_CHUNK_MAX_TOKENS} tokens",
+            f"chunk of {n_tokens} tokens with codec {codec!r} and {bits} bits, expected"
+            f" 1..{lib.LLMAAS_CHUNK_MAX_TOKENS} tokens and 1..{lib.LLMAAS_CHUNK_BITS} bits",
             lib.LLMAAS_EINVAL,
         )
     return bound
@@ -67,16 +77,18 @@ def chunk_encode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     n_tokens: int,
     key: Bytes,
     out: Bytes,
+    bits: int = 8,
 ) -> int:
     """Encode cells ``first`` to ``first + n_tokens`` of a checked blob; returns bytes written.
 
     Raises:
-        NativeError: EUNSUPPORTED when INT8 meets a value that is not finite (use LOSSLESS);
-            ESPACE when ``out`` is shorter than :func:`chunk_bound`.
+        NativeError: EUNSUPPORTED when INT8 meets a value that is not finite, or PLANES one
+            beyond 32768 (use LOSSLESS); ESPACE when ``out`` is shorter than
+            :func:`chunk_bound`.
     """
     src, dst, written = as_input(blob), as_output(out), ffi.new("size_t *")
     status = lib.llmaas_chunk_encode(
-        geom.handle, codec, src, len(src), n_cells, first, n_tokens,
+        geom.handle, codec, bits, src, len(src), n_cells, first, n_tokens,
         as_key(key), dst, len(dst), written,
     )  # fmt: skip
     if status:
@@ -96,8 +108,21 @@ def chunk_peek(payload: Bytes) -> ChunkInfo:
         raise fail(f"chunk of {len(view)} bytes", status)
     return ChunkInfo(
         Codec(info.codec), info.n_tokens, info.n_layer, info.type_k, info.type_v,
-        info.geom_hash, info.body_bytes,
+        info.geom_hash, info.body_bytes, info.bits,
     )  # fmt: skip
+
+
+def chunk_cut(payload: Bytes, bits: int) -> int:
+    """Bytes of the payload's beginning that is the same chunk with at most ``bits`` bits.
+
+    That beginning is a payload as it is. Only ``PLANES`` with more bits has a shorter one; for
+    all others this is the payload's size.
+    """
+    view, size = as_input(payload), ffi.new("size_t *")
+    status = lib.llmaas_chunk_cut(view, len(view), bits, size)
+    if status:
+        raise fail(f"chunk of {len(view)} bytes cut to {bits} bits", status)
+    return int(size[0])
 
 
 def chunk_verify(payload: Bytes, key: Bytes) -> None:

@@ -17,6 +17,8 @@
         /* .exponents     = */ llmaas_exponents_generic,                                                                   \
         /* .planes_encode = */ llmaas_planes_encode_##isa,                                                                \
         /* .planes_decode = */ llmaas_planes_decode_##isa,                                                                \
+        /* .embed_encode  = */ llmaas_embed_encode_generic,                                                                \
+        /* .embed_decode  = */ llmaas_embed_decode_generic,                                                                \
     }
 
 /* Best first. */

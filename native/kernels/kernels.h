@@ -14,6 +14,8 @@ enum {
     LLMAAS_LEVELS   = 11, /* levels of three symbols that hold LLMAAS_SYMBOLS */
     LLMAAS_FIXED    = 40, /* bytes of the fixed planes of one group */
     LLMAAS_VAR_PAD  = 16, /* readable bytes that must follow the variable planes */
+    LLMAAS_BITS     = 8,  /* planes of the embedded code */
+    LLMAAS_EMBED_MAX = 0x7800, /* magnitude (f16 bits) up to which values have an embedded code: 32768 */
 };
 
 /* Cursor over the three streams of one lossless block; see native/FORMAT.md. The streams are read or written in tile
@@ -57,6 +59,14 @@ typedef struct llmaas_kernels {
     /* One tile: n_cols <= 64. Encoding has room; decoding returns false on a stream that no encoder writes. */
     void (*planes_encode)(llmaas_planes_writer * w, const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols);
     bool (*planes_decode)(llmaas_planes_reader * r, size_t n_rows, size_t n_cols, uint8_t * dst, size_t dst_stride);
+
+    /* The embedded code of one tile: n_rows <= 16 rows of exactly 64 columns; see embed.h. Each plane is a u64 a row, bit i
+     * of column i. side: per channel 64 scales, then 64 offsets; else a scale a row. Encoding returns false when a magnitude
+     * is above LLMAAS_EMBED_MAX. */
+    bool (*embed_encode)(const uint8_t * src, size_t src_stride, size_t n_rows, bool per_channel, uint8_t * side,
+                         uint8_t * planes, size_t plane_stride, unsigned bits);
+    void (*embed_decode)(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride, unsigned bits,
+                         size_t n_rows, uint8_t * dst, size_t dst_stride);
 } llmaas_kernels;
 
 const llmaas_kernels * llmaas_k(void);
@@ -67,7 +77,9 @@ const llmaas_kernels * llmaas_k(void);
     void llmaas_int8_decode_##isa(                                                                                        \
         const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, uint8_t *, size_t);                             \
     void llmaas_planes_encode_##isa(llmaas_planes_writer *, const uint8_t *, size_t, size_t, size_t);                     \
-    bool llmaas_planes_decode_##isa(llmaas_planes_reader *, size_t, size_t, uint8_t *, size_t)
+    bool llmaas_planes_decode_##isa(llmaas_planes_reader *, size_t, size_t, uint8_t *, size_t);                           \
+    bool llmaas_embed_encode_##isa(const uint8_t *, size_t, size_t, bool, uint8_t *, uint8_t *, size_t, unsigned);        \
+    void llmaas_embed_decode_##isa(const uint8_t *, bool, const uint8_t *, size_t, unsigned, size_t, uint8_t *, size_t)
 
 LLMAAS_DECLARE_KERNELS(generic);
 LLMAAS_DECLARE_KERNELS(avx2);

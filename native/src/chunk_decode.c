@@ -6,8 +6,9 @@
 enum { BATCH = 64 };
 
 typedef struct job {
-    const uint8_t * next; /* unread body, and how much of it */
+    const uint8_t * next; /* unread body, and how much of it; PLANES: all of the body, read at embed */
     uint64_t left;
+    llmaas_embed_at embed;
     uint32_t codec;
     uint32_t first_cell;
     uint32_t n_tokens;
@@ -27,19 +28,34 @@ static llmaas_status job_open(const llmaas_kv_geom * geom, uint64_t geom_hash, c
         return LLMAAS_EINVAL;
     }
     const uint64_t pad   = llmaas_body_pad((int) info.codec);
-    const uint64_t exact = llmaas_chunk_bound(geom, (int) info.codec, info.n_tokens) - LLMAAS_CHUNK_HEADER;
+    const uint64_t exact = llmaas_chunk_bound(geom, (int) info.codec, info.bits, info.n_tokens) - LLMAAS_CHUNK_HEADER;
     const bool     fits  = info.codec == LLMAAS_CODEC_LOSSLESS ? info.body_bytes >= pad && info.body_bytes <= exact
                                                                : info.body_bytes == exact;
-    *out = (job) {payload + LLMAAS_CHUNK_HEADER, info.body_bytes - pad, info.codec, first_cell, info.n_tokens};
+    *out = (job) {
+        .next       = payload + LLMAAS_CHUNK_HEADER,
+        .left       = info.body_bytes - pad,
+        .codec      = info.codec,
+        .first_cell = first_cell,
+        .n_tokens   = info.n_tokens,
+    };
+    if (info.codec == LLMAAS_CODEC_PLANES) {
+        const llmaas_embed_sizes sizes = llmaas_embed_measure(geom, info.n_tokens);
+        out->embed = llmaas_embed_begin(&sizes, info.bits);
+        out->left  = 0;
+    }
     return fits ? LLMAAS_OK : LLMAAS_ECORRUPT;
 }
 
-/* RAW and INT8 bodies were measured by job_open; only LOSSLESS blocks can still turn out corrupt, and raw blocks
+/* RAW, INT8 and PLANES bodies were measured by job_open; only LOSSLESS blocks can still turn out corrupt, and raw blocks
  * between them can run out of bytes. */
 static bool job_step(job * j, llmaas_kv_span * span) {
     const llmaas_codec codec = llmaas_block_codec((int) j->codec, &span->plane);
     span->first_cell = j->first_cell;
     span->n_tokens   = j->n_tokens;
+    if (j->codec == LLMAAS_CODEC_PLANES) {
+        llmaas_embed_decode(span, &j->embed, j->next);
+        return true;
+    }
     uint64_t bytes;
     if (codec == LLMAAS_CODEC_LOSSLESS) {
         bytes = llmaas_lossless_decode(span, j->next, j->left);

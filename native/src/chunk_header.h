@@ -4,7 +4,7 @@
 
 #include "llmaas/chunk.h"
 
-/* Fill a header, crc included, in front of a complete body. */
-void llmaas_chunk_seal(uint8_t * payload, const llmaas_chunk_info * info, const uint8_t * key);
+/* Fill a header, crcs included, in front of a complete body; plane_bytes is of the last info->bits planes. */
+void llmaas_chunk_seal(uint8_t * payload, const llmaas_chunk_info * info, uint64_t plane_bytes, const uint8_t * key);
 
 #endif

@@ -91,6 +91,7 @@ bool llmaas_kv_walk_next(llmaas_kv_walk * walk, llmaas_kv_plane * plane) {
         }
         plane->type  = is_v ? geom->type_v : geom->type_k;
         plane->row   = (uint32_t) row;
+        plane->is_v  = is_v;
         plane->trans = is_v && geom->v_trans;
         plane->head  = walk->offset;
         plane->data  = walk->offset + LLMAAS_BLOB_ROW_HEAD;

@@ -18,6 +18,7 @@ typedef struct llmaas_kv_plane {
     int32_t  type;
     uint32_t row;   /* bytes of one token */
     uint32_t el;    /* bytes of one element: 2 or 4; 1 for opaque rows */
+    bool     is_v;
     bool     trans;
     uint64_t head;  /* offset of its header in the blob */
     uint64_t data;  /* offset of its rows */

@@ -40,11 +40,11 @@ static void make_payloads(void) {
     uint64_t at = 0;
     for (uint32_t i = 0; i < N; ++i) {
         const uint32_t n   = i == 20 ? 60 : 1 + i % 16; /* one is longer than a record */
-        const size_t   cap = llmaas_chunk_bound(&geom, LLMAAS_CODEC_RAW, n);
+        const size_t   cap = llmaas_chunk_bound(&geom, LLMAAS_CODEC_RAW, 0, n);
         size_t got = 0;
         keys[i][0]  = (uint8_t) i;
         payloads[i] = whole_blocks(cap);
-        CHECK(llmaas_chunk_encode(&geom, 0, blob, size, N_CELLS, 0, n, keys[i], payloads[i], cap, &got) == LLMAAS_OK);
+        CHECK(llmaas_chunk_encode(&geom, 0, 0, blob, size, N_CELLS, 0, n, keys[i], payloads[i], cap, &got) == LLMAAS_OK);
         lengths[i] = got;
         at += i % 10 == 9 ? 8192 : 0; /* a hole ends a run */
         offsets[i] = at;
