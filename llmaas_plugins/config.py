@@ -48,6 +48,10 @@ class ServiceConfig(BaseModel):
     max_context_tokens: int | None = Field(
         default=None, ge=16, description="Longest context; the engine's n_ctx when unset."
     )
+    at_limit: Literal["slide", "error"] = Field(
+        default="slide",
+        description="What a context at its longest does: leave its oldest turns out, or refuse.",
+    )
     max_new_tokens: int = Field(
         default=256, ge=1, description="Tokens a call generates when it does not say."
     )

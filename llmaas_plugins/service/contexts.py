@@ -19,15 +19,18 @@ from llmaas_hooks import StoreError
 
 __all__ = ["ContextLog", "ContextRecord"]
 
-_FORMAT = 1
 _TICK_S = 1e-6  # a few times what a float can tell apart at today's date
-_SCHEMA = """
-CREATE TABLE contexts (
-    id TEXT PRIMARY KEY, app TEXT NOT NULL, messages TEXT NOT NULL,
-    n_tokens INTEGER NOT NULL, n_calls INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX contexts_by_app ON contexts (app, used);
-"""
+_CHANGES = (  # what each format adds to the one before
+    (
+        "CREATE TABLE contexts ("
+        "id TEXT PRIMARY KEY, app TEXT NOT NULL, messages TEXT NOT NULL, "
+        "n_tokens INTEGER NOT NULL, n_calls INTEGER NOT NULL, "
+        "created REAL NOT NULL, used REAL NOT NULL) WITHOUT ROWID",
+        "CREATE INDEX contexts_by_app ON contexts (app, used)",
+    ),
+    ("ALTER TABLE contexts ADD COLUMN seen_from INTEGER NOT NULL DEFAULT 0",),
+)
+_FORMAT = len(_CHANGES)
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class ContextRecord:
         n_calls: Calls completed.
         created: Unix time.
         used: Unix time of the last completed call.
+        seen_from: The first message that the model sees, besides the system prompt.
     """
 
     id: str
@@ -51,6 +55,7 @@ class ContextRecord:
     n_calls: int = 0
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
+    seen_from: int = 0
 
     def summary(self) -> dict[str, object]:
         """Everything but the messages, as plain JSON types."""
@@ -110,9 +115,10 @@ class ContextLog:
             record.n_calls,
             record.created,
             record.used,
+            record.seen_from,
         )
         return self._change(
-            "INSERT INTO contexts SELECT ?,?,?,?,?,?,? "
+            "INSERT INTO contexts SELECT ?,?,?,?,?,?,?,? "
             "WHERE (SELECT count(*) FROM contexts WHERE app=?) < ?",
             *values,
             record.app,
@@ -122,11 +128,12 @@ class ContextLog:
     def update(self, record: ContextRecord) -> bool:
         """Replace what a call changed, committed when this returns; False if it was deleted."""
         return self._change(
-            "UPDATE contexts SET messages=?, n_tokens=?, n_calls=?, used=? WHERE id=?",
+            "UPDATE contexts SET messages=?, n_tokens=?, n_calls=?, used=?, seen_from=? WHERE id=?",
             _as_json(record.messages),
             record.n_tokens,
             record.n_calls,
             record.used,
+            record.seen_from,
             record.id,
         )
 
@@ -159,30 +166,47 @@ class ContextLog:
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        is_empty = _check(db)
+        _check(db)
         db.execute("PRAGMA journal_mode=WAL")  # changes the file, so not before it was checked
         db.execute("PRAGMA synchronous=NORMAL")
-        if is_empty:
-            db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}PRAGMA user_version={_FORMAT};COMMIT;")
+        _bring_up_to_date(db)
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _check(db: sqlite3.Connection) -> bool:
-    """Whether the database is still empty; an error if it is neither that nor sound and ours."""
-    (version,) = db.execute("PRAGMA user_version").fetchone()
+def _check(db: sqlite3.Connection) -> None:
+    """An error if the database is neither empty nor sound and ours."""
+    version = _version(db)
     (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if n_tables == version == 0:
-        return True
-    if version != _FORMAT:
+        return
+    if not 0 < version <= _FORMAT:
         raise sqlite3.DatabaseError(f"it has format {version}, expected {_FORMAT}")
     db.execute("SELECT id, app, messages, n_tokens, n_calls, created, used FROM contexts LIMIT 0")
+    if version > 1:
+        db.execute("SELECT seen_from FROM contexts LIMIT 0")
     (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if problem != "ok":
         raise sqlite3.DatabaseError(f"it is damaged: {problem}")
-    return False
+
+
+def _bring_up_to_date(db: sqlite3.Connection) -> None:
+    """From the file's format to ours, all of it or nothing; an older program refuses it then."""
+    if _version(db) == _FORMAT:
+        return
+    db.execute("BEGIN IMMEDIATE")
+    for change in _CHANGES[_version(db) :]:  # another process may have been faster
+        for statement in change:
+            db.execute(statement)
+    db.execute(f"PRAGMA user_version={_FORMAT}")
+    db.execute("COMMIT")
+
+
+def _version(db: sqlite3.Connection) -> int:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    return int(version)
 
 
 def _as_json(messages: list[dict[str, str]]) -> str:

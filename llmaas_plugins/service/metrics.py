@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from llmaas_hooks import RequestStats, hookimpl
 from llmaas_plugins.service.line import Line
+from llmaas_plugins.service.turns import Reply
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
 
@@ -33,6 +34,7 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._reused = self._counter("reused_tokens", "Tokens of prompts whose KV was there.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
+        self._slides = self._counter("slides", "Calls that slid their context's window.")
         self._waited = self._histogram("queue_wait", "Wait of a call for its turn.")
         self._switch = self._histogram("switch", "Bringing a call's context into the engine.")
         self._first_token = self._histogram("first_token", "Time of a call to its first token.")
@@ -47,6 +49,10 @@ class Metrics:
     def waited(self, seconds: float) -> None:
         """A call got its turn."""
         self._waited.observe(seconds)
+
+    def replied(self, reply: Reply) -> None:
+        """A call in a named context was completed."""
+        self._slides.inc(reply.n_left_out > 0)
 
     @hookimpl
     def llmaas_request_end(self, stats: RequestStats) -> None:

@@ -60,7 +60,7 @@ class Call(BaseModel):
 def make_router(service: LLMService, line: Line, metrics: Metrics) -> APIRouter:
     """Routes of ``service``, whose calls are in ``line``."""
     router = APIRouter()
-    router.include_router(_contexts(service), prefix="/v1/llmaas/apps/{app}/contexts")
+    router.include_router(_contexts(service, metrics), prefix="/v1/llmaas/apps/{app}/contexts")
 
     @router.get("/v1/llmaas/status")
     async def status() -> dict[str, Any]:
@@ -81,7 +81,7 @@ def make_router(service: LLMService, line: Line, metrics: Metrics) -> APIRouter:
     return router
 
 
-def _contexts(service: LLMService) -> APIRouter:
+def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
     @router.post("", status_code=201)
@@ -111,15 +111,16 @@ def _contexts(service: LLMService) -> APIRouter:
         with _http_errors():
             found = service.bind(app).context(context_id)
             if body.stream:
-                return EventSourceResponse(_events(found, body))
+                return EventSourceResponse(_events(found, body, metrics))
             async with engine_lock():
                 reply = await run_in_threadpool(found.call, body.prompt, **body.sampling())
+            metrics.replied(reply)
             return asdict(reply)
 
     return router
 
 
-async def _events(context: Context, body: Call) -> AsyncGenerator[dict[str, str]]:
+async def _events(context: Context, body: Call, metrics: Metrics) -> AsyncGenerator[dict[str, str]]:
     """Server-sent events: ``{"text": …}`` pieces, then one ``done`` event with the whole reply."""
     async with engine_lock():
         stream = context.stream(body.prompt, **body.sampling())
@@ -135,6 +136,7 @@ async def _events(context: Context, body: Call) -> AsyncGenerator[dict[str, str]
         try:
             while (piece := await run_in_threadpool(step)) is not None:
                 yield {"data": json.dumps({"text": piece})}
+            metrics.replied(reply[0])
             yield {"event": "done", "data": json.dumps(asdict(reply[0]))}
         except Exception as error:
             if (status := _status(error)) is None:

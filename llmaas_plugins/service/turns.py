@@ -15,6 +15,7 @@ from llmaas_patches import serving_context
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.window import Messages, Window, visible
 
 __all__ = ["Reply", "Turns", "forget_kv"]
 
@@ -28,7 +29,9 @@ class Reply:
     Attributes:
         text: The generated text.
         finish_reason: ``stop`` or ``length``.
-        n_tokens: Tokens in the context now.
+        n_tokens: Tokens in the context now, as the model sees it.
+        n_left_out: Messages, the oldest, that this call left out of what the model sees, because
+            the context was at its limit.
         first_token_s: Seconds from the start on the engine to the first piece of text.
         total_s: Seconds on the engine.
     """
@@ -36,6 +39,7 @@ class Reply:
     text: str
     finish_reason: str
     n_tokens: int
+    n_left_out: int
     first_token_s: float
     total_s: float
 
@@ -70,18 +74,19 @@ class Turns:
             The reply; by then it is committed.
         """
         with self._slot():
+            options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
                 record, llama = load(), self._engine()
-            limit = min(self._config.max_context_tokens or llama.n_ctx(), llama.n_ctx())
-            if record.n_tokens >= limit:
-                raise _full(record, limit)
-            messages = [*record.messages, {"role": "user", "content": prompt}]
-            started = time.perf_counter()
-            options = {"max_tokens": self._config.max_new_tokens, **sampling}
+                started = time.perf_counter()
+                window = Window(self._config, llama)
+                messages = [*record.messages, {"role": "user", "content": prompt}]
+                seen_from = window.start(record, messages, options)
+            seen = visible(messages, seen_from)
+            n_left_out = len(visible(messages, record.seen_from)) - len(seen)
             pieces: list[str] = []
             finish_reason, first_token_s = "stop", 0.0
             try:
-                with closing(_completion(llama, record, messages, limit, options)) as completion:
+                with closing(_completion(llama, record, seen, window, options)) as completion:
                     for piece, reason in self._steps(completion):
                         finish_reason = reason or finish_reason
                         if piece:
@@ -92,13 +97,15 @@ class Turns:
                 record.messages = [*messages, {"role": "assistant", "content": text}]
                 record.n_tokens, record.used = int(llama.n_tokens), self._log.now(record.app)
                 record.n_calls += 1
+                record.seen_from = seen_from
                 if not self._log.update(record):
                     raise LookupError(f"context {record.id} was deleted during the call")
             finally:
                 if self._log.lacks(record.id):  # what this call saved must go, too
                     forget_kv(record.id)
             total_s = time.perf_counter() - started
-            return Reply(text, finish_reason, record.n_tokens, first_token_s, total_s)
+            n_tokens = record.n_tokens
+            return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s)
 
     def close(self) -> None:
         """Let no call go on, waiting until none is at the engine; whose it is may close it then."""
@@ -152,8 +159,8 @@ def forget_kv(context_id: str) -> int:
 def _completion(
     llama: Any,
     record: ContextRecord,
-    messages: list[dict[str, str]],
-    limit: int,
+    messages: Messages,
+    window: Window,
     options: dict[str, Any],
 ) -> Generator[_Piece]:
     """Pieces of text and the finish reason, from llama-cpp-python's own chat completion.
@@ -162,34 +169,23 @@ def _completion(
     """
     try:
         with closing(llama.create_chat_completion(messages=messages, stream=True, **options)) as it:
-            is_first = True
             while True:
                 # a generator runs in its caller's context, so the name is set for each step alone
                 with serving_context(record.id, record.app):
                     chunk = next(it, None)
                 if chunk is None:
                     return
-                is_full = llama.n_tokens >= limit
-                if is_full and is_first:
-                    raise _full(record, limit)
+                is_full = llama.n_tokens >= window.limit
                 choice = chunk["choices"][0]
                 reason = choice["finish_reason"] or ("length" if is_full else None)
                 yield choice["delta"].get("content") or "", reason
                 if is_full:
                     return
-                is_first = False
     except ValueError as error:
         if "exceed context window" in str(error):
-            raise _full(record, limit) from error
+            raise window.full(record) from error
         raise
 
 
 def _closed() -> StoreError:
     return StoreError("the service was closed; what this call was asked is not in its context")
-
-
-def _full(record: ContextRecord, limit: int) -> LimitError:
-    return LimitError(
-        f"context {record.id} holds {record.n_tokens} tokens and the prompt does not fit into "
-        f"{limit}. Start a new context, or raise service.max_context_tokens or n_ctx."
-    )

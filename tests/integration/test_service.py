@@ -168,7 +168,7 @@ def test_most_new_tokens(serve):
 
 @pytest.mark.parametrize("max_tokens", [100, None, -1])
 def test_longest_context(serve, max_tokens):
-    context = serve(max_context_tokens=40).bind("mail").new_context()
+    context = serve(max_context_tokens=40, at_limit="error").bind("mail").new_context()
     reply = context.call("Tell me a long story.", temperature=0.0, max_tokens=max_tokens)
     assert (reply.finish_reason, reply.n_tokens) == ("length", 40)
     assert context.record().n_tokens == 40
@@ -176,8 +176,9 @@ def test_longest_context(serve, max_tokens):
         context.call("And then?")
 
 
-def test_a_prompt_longer_than_the_longest_context(serve):
-    service = serve(max_context_tokens=40)
+@pytest.mark.parametrize("at_limit", ["slide", "error"])
+def test_a_prompt_longer_than_the_longest_context(serve, at_limit):
+    service = serve(max_context_tokens=40, at_limit=at_limit)
     context = service.bind("mail").new_context()
     with pytest.raises(LimitError, match="does not fit into 40"):
         context.call("word " * 60)
@@ -186,8 +187,9 @@ def test_a_prompt_longer_than_the_longest_context(serve):
 
 
 @pytest.mark.parametrize("how", ["call", "stream"])
-def test_a_prompt_longer_than_the_engines_context(serve, how):
-    service = serve()
+@pytest.mark.parametrize("at_limit", ["slide", "error"])
+def test_a_prompt_longer_than_the_engines_context(serve, how, at_limit):
+    service = serve(at_limit=at_limit)
     context = service.bind("mail").new_context()
     text = context.call("Hi", **GREEDY).text
     before = context.record()
@@ -198,7 +200,7 @@ def test_a_prompt_longer_than_the_engines_context(serve, how):
 
 
 def test_a_conversation_that_fills_the_engines_context(serve, make_llama):
-    context = serve(make_llama(n_ctx=256)).bind("mail").new_context()
+    context = serve(make_llama(n_ctx=256), at_limit="error").bind("mail").new_context()
     records = []
 
     def converse():
@@ -206,7 +208,7 @@ def test_a_conversation_that_fills_the_engines_context(serve, make_llama):
             records.append(context.record())
             context.call("And then?", temperature=0.0, max_tokens=64)
 
-    with pytest.raises(LimitError, match="Start a new context"):
+    with pytest.raises(LimitError, match=r'Start a new context, set service\.at_limit = "slide"'):
         converse()
     assert 200 < context.record().n_tokens <= 256
     assert context.record() == records[-1]  # the refused call changed nothing

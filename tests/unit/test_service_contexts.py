@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def add(log, name, app="mail", **values):
 
 
 def test_everything_comes_back(log, folder):
-    record = add(log, "a", messages=MESSAGES, n_tokens=7, n_calls=2)
+    record = add(log, "a", messages=MESSAGES, n_tokens=7, n_calls=2, seen_from=1)
     assert log.get("a") == record
     log.close()
     again = ContextLog(folder)
@@ -50,6 +51,7 @@ def test_everything_comes_back(log, folder):
 def test_update_replaces_what_a_call_changes(log):
     record = add(log, "a", created=1.0, used=1.0)
     record.messages, record.n_tokens, record.n_calls, record.used = MESSAGES, 9, 1, 2.0
+    record.seen_from = 1
     assert log.update(record)
     assert log.get("a") == record
 
@@ -159,8 +161,58 @@ def sqlite_file(path, *statements):
     db.close()
 
 
+FORMAT_1 = (  # as version 0.1 wrote it
+    """CREATE TABLE contexts (
+    id TEXT PRIMARY KEY, app TEXT NOT NULL, messages TEXT NOT NULL,
+    n_tokens INTEGER NOT NULL, n_calls INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL
+) WITHOUT ROWID""",
+    "CREATE INDEX contexts_by_app ON contexts (app, used)",
+    """INSERT INTO contexts VALUES
+    ('a', 'mail', '[{"role": "user", "content": "Grüße"}]', 7, 2, 1.5, 3.5),
+    ('b', 'mail', '[]', 0, 0, 2.5, 2.5)""",
+    "PRAGMA user_version=1",
+)
+OLD_RECORDS = [
+    ContextRecord("a", "mail", [{"role": "user", "content": "Grüße"}], 7, 2, 1.5, 3.5, 0),
+    ContextRecord("b", "mail", [], 0, 0, 2.5, 2.5, 0),
+]
+
+
+def test_format_1_is_brought_up_to_date(folder):
+    folder.mkdir(mode=0o700)
+    sqlite_file(folder / "contexts.sqlite", *FORMAT_1)
+    for _ in range(2):
+        log = ContextLog(folder)
+        assert log.of_app("mail") == OLD_RECORDS
+        log.close()
+    log = ContextLog(folder)
+    record = OLD_RECORDS[0]
+    assert log.update(dataclasses.replace(record, seen_from=3))
+    assert log.get("a").seen_from == 3
+    log.close()
+
+
+def test_format_1_by_several_at_a_time(folder):
+    folder.mkdir(mode=0o700)
+    sqlite_file(folder / "contexts.sqlite", *FORMAT_1)
+    start, found = threading.Barrier(6), []
+
+    def open_it():
+        start.wait()
+        log = ContextLog(folder)
+        found.append(log.of_app("mail"))
+        log.close()
+
+    threads = [threading.Thread(target=open_it) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [OLD_RECORDS] * 6
+
+
 def newer(path):
-    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=2")
+    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=3")
 
 
 def foreign(path):
@@ -168,7 +220,15 @@ def foreign(path):
 
 
 def foreign_with_our_number(path):
+    sqlite_file(path, "CREATE TABLE bookmarks (url)", "PRAGMA user_version=2")
+
+
+def foreign_with_our_first_number(path):
     sqlite_file(path, "CREATE TABLE bookmarks (url)", "PRAGMA user_version=1")
+
+
+def numbered_too_high(path):
+    sqlite_file(path, *FORMAT_1, "PRAGMA user_version=2")
 
 
 def empty_but_numbered(path):
@@ -189,7 +249,16 @@ def damaged(path):
     path.write_bytes(content)
 
 
-FILES = [newer, foreign, foreign_with_our_number, empty_but_numbered, garbage, damaged]
+FILES = [
+    newer,
+    foreign,
+    foreign_with_our_number,
+    foreign_with_our_first_number,
+    numbered_too_high,
+    empty_but_numbered,
+    garbage,
+    damaged,
+]
 
 
 @pytest.mark.parametrize("make", FILES, ids=lambda make: make.__name__)
