@@ -70,6 +70,10 @@ class Cells:
         """Empty the scratch sequence after the last ``append``."""
         self._clear_scratch()
 
+    def end(self) -> int:
+        """Position behind the last one of sequence 0."""
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, _APP)) + 1
+
     def truncate(self, n_tokens: int) -> None:
         """Drop the cells at positions ``n_tokens`` and beyond."""
         llama_cpp.llama_memory_seq_rm(self._memory, _APP, n_tokens, -1)

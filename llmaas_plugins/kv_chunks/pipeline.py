@@ -1,30 +1,30 @@
-"""Loading in stages that overlap (LLMS Fig. 8 without recompute).
+"""Loading in stages that overlap (LLMS Fig. 8).
 
 While the engine takes one segment's blob, a few threads each read a record of the next ones, verify
-it and decode it, still in the core's cache, to its place in its segment's blob.
+it and decode it, still in the core's cache, to its place in its segment's blob. While the engine
+computes cells that are not loaded, one thread reads what comes behind them into the RAM tier.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from llmaas_plugins import _native
-from llmaas_plugins._native import KVGeometry, NativeError
+from llmaas_plugins._native import KVGeometry
+from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment, records
+from llmaas_plugins.kv_chunks.planning import Run
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
 
-__all__ = ["Loader", "Segment", "Workers"]
+__all__ = ["Loader", "Workers"]
 
 _LOADERS = 4
 _SMALL_BYTES = 16 << 20
+_AHEAD_SHARE = 2
 
 
 class Workers:
@@ -33,33 +33,20 @@ class Workers:
     def __init__(self) -> None:
         """No thread starts before its first job."""
         self.load = ThreadPoolExecutor(_LOADERS, thread_name_prefix="llmaas-kv-load")
+        self.ahead = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-ahead")
         self.write = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-write")
 
     def close(self) -> None:
         """Finish what is queued."""
-        for pool in (self.load, self.write):
+        for pool in (self.ahead, self.load, self.write):
             pool.shutdown(wait=True)
-
-
-class Segment(NamedTuple):
-    """Cells ready for the engine.
-
-    Attributes:
-        blob: What ``llama_state_seq_set_data`` takes; valid until the next segment is asked for.
-        n_tokens: Tokens in it.
-        is_whole: False when a chunk was missing or damaged: this is the last segment then.
-    """
-
-    blob: NDArray[np.uint8]
-    n_tokens: int
-    is_whole: bool
 
 
 class Loader:
     """Turns stored chunks into segments for an engine whose cells have ``geometry``."""
 
     def __init__(
-        self, store: ChunkStore, staging: Staging, pool: ThreadPoolExecutor, geometry: KVGeometry
+        self, store: ChunkStore, staging: Staging, workers: Workers, geometry: KVGeometry
     ) -> None:
         """Make sure of the transfer buffers.
 
@@ -68,148 +55,162 @@ class Loader:
         """
         self._store = store
         self._staging = staging
-        self._pool = pool
+        self._workers = workers
         self._geometry = geometry
         self._step = staging.segment_chunks(geometry)
 
-    def segments(self, chunks: Sequence[Chunk], start: int) -> Generator[Segment]:
-        """Segments of ``chunks``, each ready as it is yielded; the last may not be whole.
+    def steps(self, runs: Sequence[Run], start: int, reads: Reads) -> Generator[Segment | Gap]:
+        """What the engine has to take, and to compute, in order of position.
 
-        Hold ``staging.lock`` until the generator is exhausted or closed.
+        Chunks that turn out to be missing or damaged become gaps; at the very end they are left
+        out. Hold ``staging.lock`` until the generator is exhausted or closed.
 
         Args:
-            chunks: In order of position, without gaps.
-            start: Position of the first chunk's first token.
+            runs: In order of position, without gaps between them; the last one is loaded.
+            start: Position of the first one's first token.
+            reads: Is told what is read.
         """
-        n_bytes, room = _blob_bytes(self._geometry, chunks), len(self._staging.whole)
-        if n_bytes <= room:
-            yield from self._in_this_thread([chunks], start)
-        elif n_bytes <= _SMALL_BYTES and all(chunk.ram >= 0 for chunk in chunks):
-            yield from self._in_this_thread(_parts(chunks, Staging.BUFFERS * self._step), start)
+        load = Load(self._store, self._geometry, reads)
+        chunks = [chunk for run in runs if run.is_loaded for chunk in run.chunks]
+        is_in_ram = all(chunk.ram != ABSENT for chunk in chunks)
+        n_bytes, room = load.blob_bytes(chunks), len(self._staging.whole)
+        waits = len(chunks) < sum(len(run.chunks) for run in runs) and not is_in_ram
+        if not waits and (n_bytes <= room or (is_in_ram and n_bytes <= _SMALL_BYTES)):
+            yield from self._in_this_thread(load, _parts(runs, Staging.BUFFERS * self._step), start)
         else:
-            yield from self._overlapped(_parts(chunks, self._step), start)
+            yield from self._overlapped(load, _parts(runs, self._step), start, reads_ahead=waits)
 
-    def _in_this_thread(self, parts: Sequence[Sequence[Chunk]], start: int) -> Generator[Segment]:
+    def _in_this_thread(
+        self, load: Load, parts: Sequence[Run], start: int
+    ) -> Generator[Segment | Gap]:
         """Where handing over would cost more than it hides."""
         for part in parts:
-            segment = self._load(part, start, self._staging.whole)
-            start += segment.n_tokens
-            yield segment
-            if not segment.is_whole:
-                return
+            gap = part.n_tokens
+            if part.is_loaded:
+                gap = yield from load.whatever(part.chunks, start, self._staging.whole)
+            if gap and part is not parts[-1]:
+                yield Gap(gap)
+            start += part.n_tokens
 
-    def _overlapped(self, parts: Sequence[Sequence[Chunk]], start: int) -> Generator[Segment]:
-        jobs = deque(self._submit(i, part) for i, part in enumerate(parts[: Staging.BUFFERS]))
+    def _overlapped(
+        self, load: Load, parts: Sequence[Run], start: int, *, reads_ahead: bool
+    ) -> Generator[Segment | Gap]:
+        feed = _Feed(
+            load,
+            [part.chunks for part in parts if part.is_loaded],
+            self._staging,
+            self._workers,
+            self._store.ram_capacity // _AHEAD_SHARE if reads_ahead else 0,
+        )
         try:
-            for i, part in enumerate(parts):
-                n_sound = _leading(jobs[0])
-                if n_sound < len(part):
-                    buffer = self._staging.buffer(i)
-                    yield self._load(part[:n_sound], start, buffer, is_whole=False)
-                    return
-                segment = self._segment(self._staging.buffer(i), part, start)
-                start += segment.n_tokens
-                yield segment
-                jobs.popleft()
-                later = i + Staging.BUFFERS
-                if later < len(parts):
-                    jobs.append(self._submit(later, parts[later]))
+            for part in parts:
+                gap = part.n_tokens
+                if part.is_loaded:
+                    gap = yield from feed.next_part(start)
+                if gap and part is not parts[-1]:
+                    yield Gap(gap)
+                start += part.n_tokens
         finally:
-            wait(future for job in jobs for _, future in job)
+            feed.close()
 
-    def _submit(self, i: int, part: Sequence[Chunk]) -> _Job:
-        blob = self._staging.buffer(i)[: _blob_bytes(self._geometry, part)]
+
+class _Feed:
+    """The ring of buffers being filled, part by part, and reads ahead of it."""
+
+    def __init__(
+        self,
+        load: Load,
+        parts: Sequence[Sequence[Chunk]],
+        staging: Staging,
+        workers: Workers,
+        ahead_bytes: int,
+    ) -> None:
+        """Begin.
+
+        Args:
+            load: Does the work.
+            parts: Chunks for a buffer each.
+            staging: The buffers.
+            workers: The threads.
+            ahead_bytes: Bytes to read ahead of the engine; 0 leaves reading to those who decode.
+        """
+        self._load = load
+        self._parts = parts
+        self._records = [list(records(part)) for part in parts]
+        self._staging = staging
+        self._workers = workers
+        self._ahead_bytes = ahead_bytes
+        self._n_done = 0
+        self._reads: list[list[Future[None]]] = []
+        self._jobs: deque[_Job] = deque()
+        self._read_ahead()
+        for i in range(min(Staging.BUFFERS, len(parts))):
+            self._decode(i)
+
+    def next_part(self, start: int) -> Generator[Segment | Gap, None, int]:
+        """What there is of the next part; the tokens of a gap at its end."""
+        i, part = self._n_done, self._parts[self._n_done]
+        buffer, gap = self._staging.buffer(i), 0
+        if _is_whole(self._jobs[0]):
+            yield self._load.segment(buffer, part, start)
+        else:  # rows of fewer cells lie elsewhere
+            gap = yield from self._load.whatever(part, start, buffer)
+        self._jobs.popleft()
+        self._n_done += 1
+        self._read_ahead()
+        if i + Staging.BUFFERS < len(self._parts):
+            self._decode(i + Staging.BUFFERS)
+        return gap
+
+    def close(self) -> None:
+        """Let nothing be under way any more."""
+        futures: list[Future[Any]] = list(itertools.chain(*self._reads, *self._jobs))
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+    def _read_ahead(self) -> None:
+        """Submit reads of the parts that the engine did not take, up to ``_ahead_bytes``."""
+        while self._ahead_bytes and len(self._reads) < len(self._parts):
+            i = len(self._reads)
+            waiting = itertools.chain(*self._parts[self._n_done : i + 1])
+            if i >= self._n_done + Staging.BUFFERS and _bytes(waiting) > self._ahead_bytes:
+                return
+            submit = self._workers.ahead.submit
+            self._reads.append([submit(self._load.read, record) for record in self._records[i]])
+
+    def _decode(self, i: int) -> None:
+        """Submit the jobs that fill part ``i``'s buffer."""
+        part, n_records = self._parts[i], len(self._records[i])
+        reads = self._reads[i] if self._ahead_bytes else [None] * n_records
+        blob = self._staging.buffer(i)[: self._load.blob_bytes(part)]
         n_cells, first = sum(chunk.n_tokens for chunk in part), 0
         job: _Job = []
-        for record in _records(part):
-            future = self._pool.submit(self._load_record, record, blob, n_cells, first)
-            job.append((len(record), future))
+        for record, read in zip(self._records[i], reads, strict=True):
+            submit = self._workers.load.submit
+            job.append(submit(self._load.record, record, blob, n_cells, first, read))
             first += sum(chunk.n_tokens for chunk in record)
-        return job
-
-    def _load_record(
-        self, record: Sequence[Chunk], blob: NDArray[np.uint8], n_cells: int, first: int
-    ) -> int:
-        """Fetch and decode a record; how many of its leading chunks are in the blob now."""
-        addresses = self._store.fetch(record)
-        return self._decode(blob, n_cells, first, record[: len(addresses)], addresses)
-
-    def _load(
-        self,
-        chunks: Sequence[Chunk],
-        start: int,
-        buffer: NDArray[np.uint8],
-        *,
-        is_whole: bool = True,
-    ) -> Segment:
-        """A segment of all that can be had of ``chunks``, in this thread."""
-        addresses = self._store.fetch(chunks)
-        ready = chunks[: len(addresses)]
-        if not ready:
-            return Segment(buffer[:0], 0, is_whole=False)
-        blob = buffer[: _blob_bytes(self._geometry, ready)]
-        n_cells = sum(chunk.n_tokens for chunk in ready)
-        n_sound = self._decode(blob, n_cells, 0, ready, addresses)
-        if n_sound < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
-            return self._load(ready[:n_sound], start, buffer, is_whole=False)
-        segment = self._segment(buffer, ready, start)
-        return segment._replace(is_whole=is_whole and len(ready) == len(chunks))
-
-    def _decode(
-        self,
-        blob: NDArray[np.uint8],
-        n_cells: int,
-        first: int,
-        chunks: Sequence[Chunk],
-        addresses: Sequence[int],
-    ) -> int:
-        """Decode fetched chunks, release them, and count the leading ones that were sound."""
-        firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
-        sizes = [chunk.size for chunk in chunks]
-        try:
-            if chunks:
-                _native.chunks_decode_at(self._geometry, addresses, sizes, firsts, blob, n_cells)
-        except NativeError as error:
-            self._store.fault(chunks[error.n_done])
-            return error.n_done
-        finally:
-            self._store.release(chunks)
-        return len(chunks)
-
-    def _segment(self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int) -> Segment:
-        """Finish a blob whose rows are in place."""
-        n_cells = sum(chunk.n_tokens for chunk in chunks)
-        blob = buffer[: _blob_bytes(self._geometry, chunks)]
-        _native.blob_init(self._geometry, blob, range(start, start + n_cells))
-        return Segment(blob, n_cells, is_whole=True)
+        self._jobs.append(job)
 
 
-_Job = list[tuple[int, Future[int]]]
-"""The records of a segment: their number of chunks, and how many leading ones were sound."""
+_Job = list[Future[bool]]
+"""For each record of a part, whether all of it is in the blob."""
 
 
-def _leading(job: _Job) -> int:
-    """Leading sound chunks of a segment; waits for all of its records."""
-    sound = [(n_chunks, future.result()) for n_chunks, future in job]
-    whole = list(itertools.takewhile(lambda pair: pair[0] == pair[1], sound))
-    broken = sound[len(whole)][1] if len(whole) < len(sound) else 0
-    return sum(n_chunks for n_chunks, _ in whole) + broken
+def _is_whole(job: _Job) -> bool:
+    """Whether a part is in its blob; waits for all of its records."""
+    wait(job)
+    return all(future.result() for future in job)
 
 
-def _parts(chunks: Sequence[Chunk], step: int) -> list[Sequence[Chunk]]:
-    return [chunks[i : i + step] for i in range(0, len(chunks), step)]
+def _bytes(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.size for chunk in chunks)
 
 
-def _records(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Runs of chunks of at most 1 MiB together, or of one."""
-    start, n_bytes = 0, 0
-    for i, chunk in enumerate(chunks):
-        if i > start and n_bytes + chunk.size > _native.RECORD_MAX:
-            yield chunks[start:i]
-            start, n_bytes = i, 0
-        n_bytes += chunk.size
-    yield chunks[start:]
-
-
-def _blob_bytes(geometry: KVGeometry, chunks: Sequence[Chunk]) -> int:
-    return _native.blob_size(geometry, sum(chunk.n_tokens for chunk in chunks))
+def _parts(runs: Sequence[Run], step: int) -> list[Run]:
+    """Runs of which those that are loaded have ``step`` chunks at most."""
+    parts: list[Run] = []
+    for run in runs:
+        n = step if run.is_loaded else len(run.chunks)
+        parts += [Run(run.chunks[i : i + n], run.is_loaded) for i in range(0, len(run.chunks), n)]
+    return parts

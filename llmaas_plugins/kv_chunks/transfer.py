@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_hooks import CodecError, Engine, KVRestored, Tokens, common_prefix
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
 from llmaas_plugins.kv_chunks.cells import Cells
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain, chunk_key
+from llmaas_plugins.kv_chunks.loading import Gap, Reads, Segment
 from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
+from llmaas_plugins.kv_chunks.planning import Plan, Run, plan
+from llmaas_plugins.kv_chunks.profiling import Profile
+from llmaas_plugins.kv_chunks.recompute import evaluate
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import window
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
 
-__all__ = ["Transfer"]
+__all__ = ["Loaded", "Transfer"]
 
 _ENDLESS = 1 << 30
 _log = logging.getLogger("llmaas.kv_chunks")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(KVRestored):
+    """What a load did; the tokens that it did not load it evaluated, or found in place.
+
+    Attributes:
+        n_recomputed: Tokens that it evaluated.
+        predicted_s: What the plan promised (LLMS, Eq 4); None if too little was known.
+        actual_s: What it took.
+    """
+
+    n_recomputed: int
+    predicted_s: float | None
+    actual_s: float
 
 
 class Transfer:
@@ -44,7 +67,12 @@ class Transfer:
         self._codec = codec
         self._staging = staging
         self._workers = workers
+        self._ctx = engine.ctx
         self._cells = Cells(engine.ctx)
+        self._n_batch = int(llama_cpp.llama_n_batch(engine.ctx))
+        n_threads = int(llama_cpp.llama_n_threads_batch(engine.ctx))
+        self._profile_key = chunk_key(root, f"profile, {n_threads} threads".encode())
+        self._profile = Profile(store.layout(self._profile_key))
         self._window_chunks = window(engine.model) // CHUNK_TOKENS or _ENDLESS
         self._geometry: KVGeometry | None = None
         self._is_learned = False
@@ -74,6 +102,8 @@ class Transfer:
         self._store.touch(ids)
         if context_id is not None:
             self._store.set_head(context_id, ids)
+        if self._profile.has_news:
+            self._store.set_layout(self._profile_key, self._profile.to_json())
 
     def _claim(
         self, geometry: KVGeometry, run: range, ids: Sequence[ChunkId], n_tokens: int
@@ -122,8 +152,10 @@ class Transfer:
 
     # -- load -----------------------------------------------------------------------------------
 
-    def restore(self, prompt: Tokens, resident: Tokens) -> KVRestored | None:
-        """Load the stored prefix of ``prompt`` if it is longer than what is resident.
+    def restore(self, prompt: Tokens, resident: Tokens) -> Loaded | None:
+        """Bring in the stored prefix of ``prompt`` if it is longer than what is resident.
+
+        Some of it may be evaluated here, where that is faster or nothing is stored.
 
         Args:
             prompt: The whole prompt, shape ``(n,)``.
@@ -138,37 +170,71 @@ class Transfer:
         if match.n_tokens <= n_common or loader is None:
             return None
         kept = n_common // CHUNK_TOKENS * CHUNK_TOKENS
-        end = kept + self._load(loader, match.path[kept // CHUNK_TOKENS :], kept)
-        n_tokens = min(end, match.n_tokens)
-        if n_tokens < end:
-            self._cells.truncate(n_tokens)
-        return KVRestored(n_tokens, n_tokens - kept)
+        started, reads = time.perf_counter(), Reads()
+        runs, predicted_s = self._plan(match.path[kept // CHUNK_TOKENS :], kept)
+        if not runs:
+            return None
+        end, n_loaded = self._load(loader, runs, prompt[: match.n_tokens], kept, reads)
+        n_recomputed = end - kept - n_loaded
+        actual_s = time.perf_counter() - started
+        if reads.n_bytes:
+            self._profile.read(reads.n_bytes, reads.seconds)
+        elif n_recomputed == 0:
+            self._profile.loaded(n_loaded, actual_s)
+        return Loaded(end, n_loaded, n_recomputed, predicted_s, actual_s)
 
-    def _load(self, loader: Loader, chunks: Sequence[Chunk], kept: int) -> int:
-        """Put chunks behind the first ``kept`` tokens, in place of all else; tokens loaded."""
+    def evaluated(self, n_tokens: int, seconds: float) -> None:
+        """The engine evaluated a batch at the end of sequence 0."""
+        if n_tokens > 1:  # single tokens are decoding, not recompute
+            self._profile.evaluated(n_tokens, self._cells.end() - n_tokens, seconds)
+
+    def _plan(self, chunks: Sequence[Chunk], start: int) -> Plan:
+        if all(chunk.ram != ABSENT for chunk in chunks):  # nothing to choose
+            n_tokens = sum(chunk.n_tokens for chunk in chunks)
+            return Plan([Run(chunks, is_loaded=True)], self._profile.load_seconds(n_tokens))
+        return plan(chunks, start, self._n_batch, self._profile.costs())
+
+    def _load(
+        self, loader: Loader, runs: Sequence[Run], prompt: Tokens, kept: int, reads: Reads
+    ) -> tuple[int, int]:
+        """Bring in the runs behind the first ``kept`` tokens, in place of all else.
+
+        Returns:
+            How many tokens of ``prompt`` sequence 0 holds then, and how many of them were loaded.
+        """
         if kept:
             self._cells.truncate(kept)
-        n_tokens = 0
-        with self._staging.lock:
-            segments = loader.segments(chunks, kept)
-            for segment in segments:
-                put = self._cells.append if kept + n_tokens else self._cells.replace
-                if segment.n_tokens and not put(segment.blob):
-                    _log.warning("the engine refused stored cells; they are recomputed")
-                    segments.close()
+        end, n_loaded = kept, 0
+        steps = loader.steps(runs, kept, reads)
+        with self._staging.lock, contextlib.closing(steps):
+            for step in steps:
+                if isinstance(step, Gap):
+                    self._cells.truncate(end)
+                    n = evaluate(self._ctx, prompt[end : end + step.n_tokens], end)
+                else:
+                    n = step.n_tokens if self._put(step, end) else 0
+                    n_loaded += n
+                end += n
+                if n < step.n_tokens:
                     break
-                n_tokens += segment.n_tokens
-        if kept + n_tokens == 0:
-            self._cells.truncate(0)
         self._cells.finish()
-        return n_tokens
+        n_over = max(0, end - len(prompt))  # the last chunk may only begin like the prompt
+        self._cells.truncate(end - n_over)
+        return end - n_over, n_loaded - n_over
+
+    def _put(self, segment: Segment, end: int) -> bool:
+        put = self._cells.append if end else self._cells.replace
+        if put(segment.blob):
+            return True
+        _log.warning("the engine refused stored cells; they are recomputed")
+        return False
 
     def _open_loader(self) -> Loader | None:
         """The loader; None as long as nobody knows the cells' layout."""
         geometry = self._geometry or self._stored_geometry()
         if geometry is not None:
             self._geometry = geometry
-            self._loader = Loader(self._store, self._staging, self._workers.load, geometry)
+            self._loader = Loader(self._store, self._staging, self._workers, geometry)
         return self._loader
 
     def _stored_geometry(self) -> KVGeometry | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import itertools
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ from llmaas_plugins._native import (
 )
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.pipeline import Loader
+from llmaas_plugins.kv_chunks.loading import Reads, Segment
+from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
+from llmaas_plugins.kv_chunks.planning import Run
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 
@@ -63,32 +65,37 @@ def slab(payloads, tmp_path_factory):
 
 @pytest.fixture
 def load(slab, payloads):
-    """Load the context with so much RAM, after ``spoil``; tokens of each segment."""
-    pool = ThreadPoolExecutor(4)
+    """Load the context with so much RAM, after ``spoil``; the lengths of segments and gaps."""
+    workers = Workers()
     stores = []
 
-    def loaded(ram, spoil=None, start=0, stop_after=None):
+    def loaded(ram, *, spoil=(), start=0, stop_after=None, gaps=(), in_ram=()):
         stores.append(store := ChunkStore(Budget(ram), DiskStore(slab, 64 * MiB)))
         path, n_tokens = store.match(ROOT, TOKENS)
         assert n_tokens == len(TOKENS)
-        if spoil is not None:
-            store.fault(path[spoil])
-        loader = Loader(store, Staging(store), pool, GEOM)
-        first, n_found, lengths = start // 16, 0, []
+        store.release([path[i] for i in in_ram if store.fetch([path[i]])])
+        for i in spoil:
+            store.fault(path[i])
+        chunks, lengths, position = path[start // 16 :], [], start
+        loader = Loader(store, Staging(store), workers, GEOM)
         with loader._staging.lock:
-            segments = loader.segments(path[first:], start)
-            for segment in segments:
-                check(segment, path[first + n_found :], start + 16 * n_found)
-                n_found += -(-segment.n_tokens // 16)
-                lengths.append(segment.n_tokens)
+            steps = loader.steps(runs(chunks, gaps), start, Reads())
+            for step in steps:
+                if isinstance(step, Segment):
+                    check(step, path[position // 16 :], position)
+                position += step.n_tokens
+                lengths.append((type(step).__name__, step.n_tokens))
                 if len(lengths) == stop_after:
-                    segments.close()
+                    steps.close()
         assert all(chunk.pins == 0 for chunk in path)
         return lengths
 
+    def runs(chunks, gaps):
+        marked = [(i not in gaps, chunk) for i, chunk in enumerate(chunks)]
+        groups = itertools.groupby(marked, key=lambda pair: pair[0])
+        return [Run([chunk for _, chunk in group], is_loaded) for is_loaded, group in groups]
+
     def check(segment, chunks, start):
-        if segment.n_tokens == 0:
-            return
         wanted, n_tokens = [], 0
         while n_tokens < segment.n_tokens:
             wanted.append(chunks[len(wanted)])
@@ -101,9 +108,22 @@ def load(slab, payloads):
         assert np.array_equal(segment.blob, expected)
 
     yield loaded
-    pool.shutdown()
+    workers.close()
     for store in stores:
         store._swap._disk.close()  # not the store: the next test finds the index as it was
+
+
+def segments(*lengths):
+    return [("Segment", n) for n in lengths]
+
+
+def merged(steps):
+    """Neighbours of one kind as one."""
+    groups = itertools.groupby(steps, key=lambda step: step[0])
+    return [(kind, sum(n for _, n in group)) for kind, group in groups]
+
+
+RAM = {"large": 64 * MiB, "middling": 40 * MiB, "small": 16 * MiB}
 
 
 def test_records_are_shorter_than_segments():
@@ -117,25 +137,60 @@ def test_records_are_shorter_than_segments():
         (40 * MiB, [4 * 16] * 9 + [59]),
         (16 * MiB, [16] * 39 + [11]),
     ],
+    ids=RAM,
 )
 def test_every_cell_arrives(load, ram, lengths):
-    assert load(ram) == lengths
+    assert load(ram) == segments(*lengths)
 
 
 def test_context_that_fits_the_buffers_comes_at_once(load):
-    assert load(64 * MiB, start=16 * 20) == [len(TOKENS) - 16 * 20]
+    assert load(64 * MiB, start=16 * 20) == segments(len(TOKENS) - 16 * 20)
 
 
 def test_cells_behind_others_have_later_positions(load):
-    assert sum(load(64 * MiB, start=48)) == len(TOKENS) - 48
+    assert merged(load(64 * MiB, start=48)) == segments(len(TOKENS) - 48)
 
 
-@pytest.mark.parametrize("ram", [64 * MiB, 40 * MiB, 16 * MiB])
-@pytest.mark.parametrize("spoil", [0, 1, 6, 7, 17, 39])
-def test_loading_ends_before_what_is_missing(load, ram, spoil):
-    assert sum(load(ram, spoil)) == 16 * spoil
+@pytest.mark.parametrize("ram", RAM.values(), ids=RAM)
+@pytest.mark.parametrize(
+    "spoil", [[0], [1], [6, 7, 8], [17, 19], [*range(2, 30)], [*range(0, 39, 2)]], ids=str
+)
+def test_what_is_missing_leaves_gaps(load, ram, spoil):
+    expected = merged(
+        ("Gap" if i in spoil else "Segment", min(16, len(TOKENS) - 16 * i)) for i in range(N_CHUNKS)
+    )
+    assert merged(load(ram, spoil=spoil)) == expected
 
 
+@pytest.mark.parametrize("ram", RAM.values(), ids=RAM)
+def test_what_is_missing_at_the_end_is_left_out(load, ram):
+    assert merged(load(ram, spoil=[39])) == segments(16 * 39)
+
+
+@pytest.mark.parametrize("ram", RAM.values(), ids=RAM)
+@pytest.mark.parametrize("in_ram", [(), (0, 1, 20, 39)], ids=["on disk", "some in RAM"])
+@pytest.mark.parametrize(
+    "gaps", [range(5), range(37), [4, 5, 30], [0, 2, 4, 6, 38]], ids=lambda gaps: str([*gaps])
+)
+def test_planned_gaps_come_in_their_place(load, ram, in_ram, gaps):
+    expected = merged(
+        ("Gap" if i in gaps else "Segment", min(16, len(TOKENS) - 16 * i)) for i in range(N_CHUNKS)
+    )
+    found = load(ram, gaps=gaps, in_ram=in_ram)
+    assert merged(found) == expected
+    planned = [n for kind, n in found if kind == "Gap"]
+    assert planned == [n for kind, n in expected if kind == "Gap"]  # each in one piece
+
+
+def test_planned_and_found_gaps_may_meet(load):
+    found = load(40 * MiB, spoil=[5, 6, 20], gaps=[0, 1, 2, 3, 4, 21])
+    assert merged(found) == merged(
+        ("Gap" if i in {*range(7), 20, 21} else "Segment", min(16, len(TOKENS) - 16 * i))
+        for i in range(N_CHUNKS)
+    )
+
+
+@pytest.mark.parametrize("gaps", [(), range(2)], ids=["loaded", "recomputed"])
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_loading_may_be_given_up(load, n):
-    assert len(load(40 * MiB, stop_after=n)) == n
+def test_loading_may_be_given_up(load, gaps, n):
+    assert len(load(40 * MiB, stop_after=n, gaps=gaps)) == n

@@ -1,0 +1,168 @@
+"""What recomputing, reading and loading take on this machine, with this model (LLMS §3.3).
+
+The paper measures once, at installation. Here every prompt that is evaluated and every load is a
+test point, and the last ones count most: a disk or a processor that gets slower is followed, and
+measuring costs nothing. As long as nothing is known, everything is loaded; that is the first
+measurement. Points are kept with the store, so that another process starts with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins.kv_chunks.planning import Costs
+
+__all__ = ["Line", "Profile"]
+
+_MOST_POINTS = 32
+_PAIRS = 4096
+_FAR = 2.0
+_LEAST_SECONDS, _MOST_SECONDS, _MOST_AMOUNT = 1e-7, 1e5, 1e15
+
+
+class Line:
+    """Seconds as a linear function of amounts, none of which takes less than nothing."""
+
+    def __init__(self, n_amounts: int, fading: float) -> None:
+        """Know nothing yet.
+
+        Args:
+            n_amounts: Amounts that the seconds depend on.
+            fading: Weight of a point, relative to the one after it.
+        """
+        self._n_amounts = n_amounts
+        self._fading = fading
+        self._points: deque[tuple[float, ...]] = deque(maxlen=_MOST_POINTS)
+        self._fit: NDArray[np.float64] | None = None
+        self._share = 1.0
+
+    def add(self, seconds: float, *amounts: float) -> None:
+        """Something took so long.
+
+        Two points in a row that are far off the line, on the same side, are a new line.
+        """
+        expected = self.seconds_each()
+        share = 1.0 if expected is None else seconds / max(float(expected @ amounts), 1e-9)
+        self._points.append((max(seconds, _LEAST_SECONDS), *amounts))
+        if min(share, self._share) > _FAR or max(share, self._share) < 1 / _FAR:
+            self._points = deque(list(self._points)[-2:], maxlen=_MOST_POINTS)
+            share = 1.0
+        self._share = share
+        self._fit = None
+
+    def seconds_each(self) -> NDArray[np.float64] | None:
+        """Seconds for one of each amount, ``(n_amounts,)``; None before the first point.
+
+        Least squares of relative errors; amounts that would get a negative value are left out.
+        """
+        if self._fit is None and self._points:
+            points = np.array(self._points)
+            age = np.arange(len(points))[::-1]
+            weights = np.sqrt(self._fading**age) / points[:, 0]
+            self._fit = _non_negative(points[:, 1:] * weights[:, None], points[:, 0] * weights)
+        return self._fit
+
+    def points(self) -> list[tuple[float, ...]]:
+        """What is remembered, oldest first; for ``restore``."""
+        return [tuple(float(f"{value:.5g}") for value in point) for point in self._points]
+
+    def restore(self, points: Iterable[Any]) -> None:
+        """Start with what another process measured; points that cannot be right are ignored."""
+        self._points.extend(tuple(map(float, point)) for point in points if self._is_sound(point))
+        self._fit = None
+
+    def _is_sound(self, point: Any) -> bool:
+        return (
+            isinstance(point, list)
+            and len(point) == 1 + self._n_amounts
+            and all(type(value) in {int, float} for value in point)
+            and _LEAST_SECONDS <= point[0] <= _MOST_SECONDS
+            and all(0 <= amount <= _MOST_AMOUNT for amount in point[1:])
+        )
+
+
+class Profile:
+    """Test points of one model on this machine; used by one thread at a time."""
+
+    def __init__(self, stored: str | None) -> None:
+        """Start with what ``to_json`` gave, if that is sound."""
+        self._recompute = Line(3, fading=0.9)
+        self._read = Line(2, fading=0.8)
+        self._load = Line(2, fading=0.8)
+        self._n_points = 0
+        self.n_stored = 0
+        try:
+            found = json.loads(stored or "{}")
+            for name, line in self._lines().items():
+                line.restore(found.get(name, ()))
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            pass  # hostile or torn: as if nothing were known
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are points that ``to_json`` did not give yet."""
+        return self._n_points > self.n_stored
+
+    def evaluated(self, n_tokens: int, start: int, seconds: float) -> None:
+        """A ``llama_decode`` of tokens from position ``start`` on took so long."""
+        n_pairs = n_tokens * (start + n_tokens / 2)
+        self._recompute.add(seconds, 1, n_tokens, n_pairs / _PAIRS)
+        self._n_points += 1
+
+    def read(self, n_bytes: int, seconds: float) -> None:
+        """So many bytes came from disk."""
+        self._read.add(seconds, 1, n_bytes)
+        self._n_points += 1
+
+    def loaded(self, n_tokens: int, seconds: float) -> None:
+        """So many tokens' cells came from RAM to the engine."""
+        self._load.add(seconds, 1, n_tokens)
+        self._n_points += 1
+
+    def costs(self) -> Costs | None:
+        """What plans are made of; None as long as something about them is unknown."""
+        recompute, read = self._recompute.seconds_each(), self._read.seconds_each()
+        if recompute is None or read is None:
+            return None
+        call, token, pairs = recompute
+        return Costs(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
+
+    def load_seconds(self, n_tokens: int) -> float | None:
+        """What loading from RAM alone should take."""
+        if self._load.seconds_each() is None:
+            return None
+        start, each = self._load_costs()
+        return start + each * n_tokens
+
+    def to_json(self) -> str:
+        """Everything, for another process."""
+        self.n_stored = self._n_points
+        return json.dumps({name: line.points() for name, line in self._lines().items()})
+
+    def _load_costs(self) -> tuple[float, float]:
+        load = self._load.seconds_each()
+        return (0.0, 0.0) if load is None else (float(load[0]), float(load[1]))
+
+    def _lines(self) -> dict[str, Line]:
+        return {"recompute": self._recompute, "read": self._read, "load": self._load}
+
+
+def _non_negative(
+    amounts: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Least squares without negative values; the shortest answer where there are several."""
+    kept = np.arange(amounts.shape[1])
+    found = np.zeros(len(kept))
+    while len(kept):
+        values = np.linalg.lstsq(amounts[:, kept], seconds, rcond=None)[0]
+        if values.min() >= 0:
+            found[kept] = values
+            break
+        kept = np.delete(kept, values.argmin())
+    return found
