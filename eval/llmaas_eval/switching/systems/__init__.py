@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 from llmaas_eval.switching.systems.base import BudgetTooSmallError, Entered, Setting, System
 from llmaas_eval.switching.systems.caches import DiskCache, RAMCache
-from llmaas_eval.switching.systems.in_cells import Killing, PagedSwapping, Swapping
+from llmaas_eval.switching.systems.in_cells import Killing, Swapping
 from llmaas_eval.switching.systems.ours import Ours
+from llmaas_eval.switching.systems.paged import PagedSwapping
 from llmaas_eval.switching.systems.quantised import QuantisedSwapping
 
 __all__ = ["SYSTEMS", "BudgetTooSmallError", "Entered", "Setting", "System"]

@@ -37,6 +37,9 @@ class _Cache(OneContext):
     def _open_cache(self) -> Any:
         raise NotImplementedError
 
+    def _entered(self, n_cached: int, n_missing: int) -> Entered:
+        raise NotImplementedError
+
     def enter(self, step: Step) -> Entered:
         prompt = step.before.tolist()
         n_resident = self._llama.longest_token_prefix(self._llama._input_ids.tolist(), prompt)
@@ -49,10 +52,9 @@ class _Cache(OneContext):
                 n_cached = n_found
         n_held = max(n_resident, n_cached)
         self._llama._ctx.kv_cache_seq_rm(0, n_held, -1)
-        return Entered(
-            n_resident=0 if n_cached else n_resident,
-            n_ram=n_cached,
-            n_missing=len(prompt) - n_held,
+        n_missing = len(prompt) - n_held
+        return (
+            self._entered(n_cached, n_missing) if n_cached else Entered(n_resident, 0, 0, n_missing)
         )
 
     def leave(self, step: Step) -> None:
@@ -68,6 +70,9 @@ class RAMCache(_Cache):
 
         return LlamaRAMCache(room_beside_cells(self.setting))
 
+    def _entered(self, n_cached: int, n_missing: int) -> Entered:
+        return Entered(n_ram=n_cached, n_missing=n_missing)
+
 
 class DiskCache(_Cache):
     """``LlamaDiskCache`` as it comes."""
@@ -76,3 +81,6 @@ class DiskCache(_Cache):
         from llama_cpp import LlamaDiskCache
 
         return LlamaDiskCache(str(self.setting.folder))
+
+    def _entered(self, n_cached: int, n_missing: int) -> Entered:
+        return Entered(n_disk=n_cached, n_missing=n_missing)

@@ -1,4 +1,4 @@
-"""Contexts as sequences of one cache as large as the budget: LMK, Swapping and vLLM-S.
+"""Contexts as sequences of one cache as large as the budget: LMK, Swapping, and vLLM-S (``paged``).
 
 The engine's cells are all they keep in memory. A context that is called has its cells there; room
 for it is made by taking them from those called longest ago.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +25,14 @@ from llmaas_eval.switching.systems.base import (
 from llmaas_eval.switching.systems.pipe import N_BUFFERS, Pipe, open_direct, read_at, write_at
 from llmaas_plugins.kv_chunks.extents import page_round
 
-__all__ = ["Killing", "PagedSwapping", "Swapping"]
+__all__ = ["HEAD_BYTES", "InCells", "Killing", "Swapping"]
 
-_IO_BYTES = 2 << 20
-_HEAD_BYTES = 12 << 10  # of a chunk's blob: positions, and what is said of each layer
-
-_Part = list[int]
-"""Chunks of one context, neighbours in its file."""
+HEAD_BYTES = 12 << 10
+"""At least what a blob of some cells has beside their values."""
+_PIECE_TOKENS = 64
 
 
-class _InCells(System):
+class InCells(System):
     """What the three have in common."""
 
     def __init__(self, setting: Setting, buffer_bytes: int) -> None:
@@ -98,7 +95,7 @@ class _InCells(System):
         """Bring what follows the resident tokens into the cells; tokens loaded."""
 
 
-class Killing(_InCells):
+class Killing(InCells):
     """LMK: under memory pressure a context is killed, and computed again when it is called."""
 
     def __init__(self, setting: Setting) -> None:
@@ -111,96 +108,52 @@ class Killing(_InCells):
         return 0
 
 
-class PagedSwapping(_InCells):
-    """vLLM-S: chunks are swapped out when their cells are needed, unless the disk has them."""
-
-    CHUNK_TOKENS: ClassVar[int] = 16
+class Swapping(InCells):
+    """Whole contexts are written when their cells are needed, and read when they are called."""
 
     def __init__(self, setting: Setting) -> None:
-        self._chunk_tokens = int(setting.options.get("chunk_tokens", self.CHUNK_TOKENS))
-        self._place_bytes = page_round(self._chunk_tokens * setting.token_bytes + _HEAD_BYTES)
-        self._per_io = max(1, _IO_BYTES // self._place_bytes)
-        super().__init__(setting, N_BUFFERS * self._per_io * self._place_bytes)
-        self._pipe = Pipe(self._per_io * self._place_bytes)
-        self._n_chunks = -(-setting.max_tokens // self._chunk_tokens)
-        n_places = setting.contexts * self._n_chunks
-        self._file = open_direct(setting.folder / "swap", n_places * self._place_bytes)
-        self._is_clean = np.zeros((setting.contexts, self._n_chunks), dtype=np.bool_)
+        self._place_bytes = page_round(_PIECE_TOKENS * setting.token_bytes + HEAD_BYTES)
+        super().__init__(setting, N_BUFFERS * self._place_bytes)
+        self._pipe = Pipe(self._place_bytes)
+        self._n_places = -(-setting.max_tokens // _PIECE_TOKENS)
+        n_bytes = setting.contexts * self._n_places * self._place_bytes
+        self._file = open_direct(setting.folder / "swap", n_bytes)
 
     def close(self) -> None:
         self._pipe.close()
         os.close(self._file)
         super().close()
 
-    def _grown(self, step: Step) -> None:
-        n_same = 0 if step.slides else len(step.before) // self._chunk_tokens
-        self._is_clean[step.context, n_same:] = False
-        super()._grown(step)
-
     def _reclaim(self, context: int, n_cells: int) -> None:
-        n_had = self._resident[context]
-        n_kept = (n_had - n_cells) // self._chunk_tokens * self._chunk_tokens
-        chunks = range(n_kept // self._chunk_tokens, -(-n_had // self._chunk_tokens))
-        self._write(context, [i for i in chunks if not self._is_clean[context, i]], n_had)
-        self._is_clean[context, chunks.start : chunks.stop] = True
-        self._cut(context, n_kept)
+        def give(piece: range, buffer: NDArray[np.uint8]) -> None:
+            self._engine.read(context, piece.start, piece.stop, buffer)
 
-    def _write(self, context: int, chunks: list[int], n_tokens: int) -> None:
-        def give(part: _Part, buffer: NDArray[np.uint8]) -> None:
-            for i, chunk in enumerate(part):
-                start = chunk * self._chunk_tokens
-                end = min(start + self._chunk_tokens, n_tokens)
-                self._engine.read(context, start, end, buffer[i * self._place_bytes :])
+        def empty(piece: range, buffer: NDArray[np.uint8]) -> None:
+            used = buffer[: page_round(self._engine.blob_bytes(len(piece)))]
+            write_at(self._file, self._offset(context, piece), used)
 
-        def empty(part: _Part, buffer: NDArray[np.uint8]) -> None:
-            used = buffer[: self._used_bytes(part, n_tokens)]
-            write_at(self._file, self._place(context, part[0]), used)
-
-        self._pipe.store(self._parts(chunks), give, empty)
+        self._pipe.store(_pieces(self._resident[context]), give, empty)
+        self._cut(context, 0)
 
     def _load(self, step: Step, n_resident: int) -> int:
-        n_tokens = len(step.before)
-        chunks = range(n_resident // self._chunk_tokens, -(-n_tokens // self._chunk_tokens))
+        def fill(piece: range, buffer: NDArray[np.uint8]) -> None:
+            used = buffer[: page_round(self._engine.blob_bytes(len(piece)))]
+            read_at(self._file, self._offset(step.context, piece), used)
 
-        def fill(part: _Part, buffer: NDArray[np.uint8]) -> None:
-            used = buffer[: self._used_bytes(part, n_tokens)]
-            read_at(self._file, self._place(step.context, part[0]), used)
+        def take(piece: range, buffer: NDArray[np.uint8]) -> None:
+            self._engine.put(step.context, buffer[: self._engine.blob_bytes(len(piece))])
 
-        def take(part: _Part, buffer: NDArray[np.uint8]) -> None:
-            for i, chunk in enumerate(part):
-                start = i * self._place_bytes
-                self._engine.put(step.context, buffer[start:][: self._bytes(chunk, n_tokens)])
+        if n_resident:
+            return 0
+        self._pipe.load(_pieces(len(step.before)), fill, take)
+        self._engine.finish()
+        return len(step.before)
 
-        if n_resident < n_tokens:
-            self._pipe.load(self._parts(chunks), fill, take)
-            self._engine.finish()
-        return n_tokens - n_resident
-
-    def _parts(self, chunks: range | list[int]) -> list[_Part]:
-        """Neighbours that travel together."""
-        runs = np.split(np.array(chunks), np.flatnonzero(np.diff(chunks) != 1) + 1)
-        step = self._per_io
-        return [run[i : i + step].tolist() for run in runs for i in range(0, len(run), step)]
-
-    def _place(self, context: int, chunk: int) -> int:
-        return (context * self._n_chunks + chunk) * self._place_bytes
-
-    def _bytes(self, chunk: int, n_tokens: int) -> int:
-        """Bytes of a chunk of a context of ``n_tokens``."""
-        rest = n_tokens - chunk * self._chunk_tokens
-        return self._engine.blob_bytes(min(self._chunk_tokens, rest))
-
-    def _used_bytes(self, part: _Part, n_tokens: int) -> int:
-        last = page_round(self._bytes(part[-1], n_tokens))
-        return (len(part) - 1) * self._place_bytes + last
+    def _offset(self, context: int, piece: range) -> int:
+        place = context * self._n_places + piece.start // _PIECE_TOKENS
+        return place * self._place_bytes
 
 
-class Swapping(PagedSwapping):
-    """Whole contexts are written when their cells are needed, and read when they are called."""
-
-    CHUNK_TOKENS: ClassVar[int] = 64
-
-    def _reclaim(self, context: int, n_cells: int) -> None:
-        n_had = self._resident[context]
-        self._write(context, list(range(-(-n_had // self._chunk_tokens))), n_had)
-        self._cut(context, 0)
+def _pieces(n_tokens: int) -> list[range]:
+    starts = range(0, n_tokens, _PIECE_TOKENS)
+    return [range(start, min(start + _PIECE_TOKENS, n_tokens)) for start in starts]
