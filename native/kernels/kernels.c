@@ -17,8 +17,8 @@
         /* .exponents     = */ llmaas_exponents_generic,                                                                   \
         /* .planes_encode = */ llmaas_planes_encode_##isa,                                                                \
         /* .planes_decode = */ llmaas_planes_decode_##isa,                                                                \
-        /* .embed_encode  = */ llmaas_embed_encode_generic,                                                                \
-        /* .embed_decode  = */ llmaas_embed_decode_generic,                                                                \
+        /* .embed_encode  = */ llmaas_embed_encode_##isa,                                                                  \
+        /* .embed_decode  = */ llmaas_embed_decode_##isa,                                                                  \
     }
 
 /* Best first. */

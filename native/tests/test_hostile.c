@@ -18,8 +18,15 @@ static void decode_any(const llmaas_kv_geom * geom, const uint8_t * payload, siz
 
 static void check_truncations(const llmaas_kv_geom * geom, const uint8_t * good, size_t n, uint8_t * blob, size_t blob_size) {
     for (size_t cut = 0; cut < n; ++cut) {
-        uint8_t * p = exact_copy(good, cut);
-        CHECK(llmaas_chunk_verify(p, cut, key) == LLMAAS_ECORRUPT);
+        uint8_t * p     = exact_copy(good, cut);
+        size_t    plane = 0;
+        if (good[8] == LLMAAS_CODEC_PLANES) {
+            CHECK(llmaas_chunk_cut(good, n, 7, &plane) == LLMAAS_OK);
+            plane = n - plane;
+        }
+        /* without some of its planes a payload is whole, but not without all */
+        const bool whole = plane > 0 && (n - cut) % plane == 0 && (n - cut) / plane < 8;
+        CHECK(llmaas_chunk_verify(p, cut, key) == (whole ? LLMAAS_OK : LLMAAS_ECORRUPT));
         decode_any(geom, p, cut, blob, blob_size);
         if (cut >= LLMAAS_CHUNK_HEADER) { /* a header that agrees with the short body */
             const uint64_t body = cut - LLMAAS_CHUNK_HEADER;
@@ -70,6 +77,27 @@ static void check_foreign_geometry(const llmaas_kv_geom * geom, const uint8_t * 
     CHECK(llmaas_chunks_decode(&other, 1, one, sizes, &first, blob, blob_size, N_CELLS, &done) == LLMAAS_ESTALE && done == 0);
 }
 
+/* Planes of any number and size, whatever the body: an error, or a decode within the payload. */
+static void check_plane_sizes(const llmaas_kv_geom * geom, const uint8_t * good, size_t n, uint8_t * blob, size_t blob_size) {
+    static const uint64_t sizes[] = {0, 1, 7, 64, 1u << 20, UINT64_MAX / 8, UINT64_MAX};
+    uint8_t * p = exact_copy(good, n);
+    for (uint8_t bits = 0; bits < 20; ++bits) {
+        p[9] = bits;
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; ++i) {
+            for (uint64_t more = 0; more < 3; ++more) {
+                const uint64_t body = n - LLMAAS_CHUNK_HEADER + more * sizes[i];
+                size_t cut = 0;
+                memcpy(p + 32, &body, 8);
+                memcpy(p + 104, &sizes[i], 8);
+                CHECK(llmaas_chunk_verify(p, n, key) != LLMAAS_OK || memcmp(p, good, n) == 0);
+                CHECK(llmaas_chunk_cut(p, n, 1, &cut) != LLMAAS_OK || (cut >= LLMAAS_CHUNK_HEADER && cut <= n));
+                decode_any(geom, p, n, blob, blob_size);
+            }
+        }
+    }
+    free(p);
+}
+
 /* An exponent that does not exist, in an otherwise sound LOSSLESS body. */
 static void check_symbol(const llmaas_kv_geom * geom, const uint8_t * good, size_t n, uint8_t * blob, size_t blob_size) {
     uint8_t *       bad      = exact_copy(good, n);
@@ -96,16 +124,19 @@ static void check_geometry(const llmaas_kv_geom * base) {
             if (llmaas_kernels_select(check_isas[i]) != LLMAAS_OK) {
                 continue;
             }
-            for (int codec = 0; codec <= 2; ++codec) {
-                const size_t bound = llmaas_chunk_bound(&geom, codec, N_TOKENS);
+            for (int codec = 0; codec <= LLMAAS_CODEC_PLANES; ++codec) {
+                const size_t bound = llmaas_chunk_bound(&geom, codec, 8, N_TOKENS);
                 uint8_t *    good  = exact(bound);
                 size_t       n     = 0;
-                CHECK(llmaas_chunk_encode(&geom, codec, blob, size, N_CELLS, 1, N_TOKENS, key, good, bound, &n) == LLMAAS_OK);
+                CHECK(llmaas_chunk_encode(&geom, codec, 8, blob, size, N_CELLS, 1, N_TOKENS, key, good, bound, &n) == LLMAAS_OK);
                 uint8_t * scratch = exact_copy(blob, size);
                 check_truncations(&geom, good, n, scratch, size);
                 check_flips(&geom, good, n, scratch, size);
                 check_noise(&geom, good, n, scratch, size);
                 check_foreign_geometry(&geom, good, n, scratch, size);
+                if (codec == LLMAAS_CODEC_PLANES) {
+                    check_plane_sizes(&geom, good, n, scratch, size);
+                }
                 if (codec == LLMAAS_CODEC_LOSSLESS) {
                     check_symbol(&geom, good, n, scratch, size);
                 }

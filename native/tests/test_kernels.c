@@ -2,7 +2,7 @@
 #include "check.h"
 #include "kernels.h"
 
-#include "../kernels/f16.h"
+#include "../kernels/embed.h"
 
 typedef void (*filler)(uint8_t *, size_t);
 
@@ -33,7 +33,16 @@ static void fill_subnormal(uint8_t * p, size_t n) {
     }
 }
 
-static const filler fillers[] = {fill_zero, fill_bits, fill_finite, fill_edges, fill_subnormal, fill_like_kv};
+/* Up to the largest magnitude that has an embedded code. */
+static void fill_embeddable(uint8_t * p, size_t n) {
+    static const uint16_t edges[] = {0x7800, 0xf800, 0x77ff, 0x5640, 0x3c00, 0xbc00, 0x0001, 0x8001, 0};
+    const uint32_t n_edges = 1 + rnd_below(sizeof edges / sizeof *edges);
+    for (size_t i = 0; i < n; ++i) {
+        memcpy(p + 2 * i, &edges[rnd_below(n_edges)], 2);
+    }
+}
+
+static const filler fillers[] = {fill_zero, fill_bits, fill_finite, fill_edges, fill_subnormal, fill_like_kv, fill_embeddable};
 
 static const size_t cols_list[] = {1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 130, 192};
 
@@ -61,6 +70,54 @@ static void check_int8(const llmaas_kernels * k, const llmaas_kernels * oracle, 
         }
     }
     free(x), free(s0), free(s1), free(q0), free(q1), free(y0), free(y1);
+}
+
+/* Codes of any number of bits are within scale/2^bits, and decode to numbers. */
+static void check_embed_bound(const uint8_t * x, const uint8_t * y, size_t stride, size_t rows, bool per_channel,
+                              const uint8_t * side, unsigned bits) {
+    for (size_t i = 0; i < rows * LLMAAS_GROUP; ++i) {
+        const size_t r = i / LLMAAS_GROUP, c = i % LLMAAS_GROUP, at = r * stride + 2 * c;
+        const float  a = f16_to_f32(load_u16(x + at)), b = f16_to_f32(load_u16(y + at)), mag = b < 0 ? -b : b;
+        const float  err = a < b ? b - a : a - b, ulp = mag < 0x1p-14f ? 0x1p-24f : mag * 0x1p-10f;
+        CHECK(err <= embed_scale(side[per_channel ? c : r]) / (float) (1u << bits) * 1.0001f + ulp / 2);
+    }
+}
+
+static void check_embed(const llmaas_kernels * k, const llmaas_kernels * oracle, filler fill, size_t rows, bool per_channel) {
+    const size_t stride = 2 * LLMAAS_GROUP + 6, n = (rows - 1) * stride + 2 * LLMAAS_GROUP, word = 8 * rows;
+    const size_t n_side = per_channel ? 2 * LLMAAS_GROUP : rows, n_planes = LLMAAS_BITS * word;
+    uint8_t * x = exact(n), * y0 = exact(n), * y1 = exact(n), * s0 = exact(n_side), * s1 = exact(n_side);
+    uint8_t * p0 = exact(n_planes), * p1 = exact(n_planes);
+    fill(x, n / 2);
+    const bool ok = oracle->embed_encode(x, stride, rows, per_channel, s0, p0, word, LLMAAS_BITS);
+    CHECK(k->embed_encode(x, stride, rows, per_channel, s1, p1, word, LLMAAS_BITS) == ok);
+    CHECK(!ok || (memcmp(s0, s1, n_side) == 0 && memcmp(p0, p1, n_planes) == 0));
+    for (unsigned bits = 1; ok && bits <= LLMAAS_BITS; ++bits) {
+        uint8_t * cut = exact_copy(p0, bits * word);
+        uint8_t * few = exact(bits * word);
+        CHECK(k->embed_encode(x, stride, rows, per_channel, s1, few, word, bits) && memcmp(few, p0, bits * word) == 0);
+        memset(y0, 0xaa, n), memset(y1, 0xaa, n);
+        oracle->embed_decode(s0, per_channel, cut, word, bits, rows, y0, stride);
+        k->embed_decode(s0, per_channel, cut, word, bits, rows, y1, stride);
+        CHECK(memcmp(y0, y1, n) == 0);
+        check_embed_bound(x, y0, stride, rows, per_channel, s0, bits);
+        free(cut), free(few);
+    }
+    free(x), free(y0), free(y1), free(s0), free(s1), free(p0), free(p1);
+}
+
+/* A value without a code is found wherever it is. */
+static void check_embed_refuses(const llmaas_kernels * k) {
+    static const uint16_t values[] = {0x7801, 0xf801, 0x7c00, 0xfc00, 0x7e00};
+    uint8_t x[LLMAAS_TILE * 2 * LLMAAS_GROUP], side[2 * LLMAAS_GROUP], planes[LLMAAS_BITS * 8 * LLMAAS_TILE];
+    memset(x, 0, sizeof x);
+    for (size_t i = 0; i < sizeof x / 2; ++i) {
+        store_u16(x + 2 * i, values[i % 5]);
+        for (int per_channel = 0; per_channel < 2; ++per_channel) {
+            CHECK(!k->embed_encode(x, 2 * LLMAAS_GROUP, LLMAAS_TILE, per_channel, side, planes, 8 * LLMAAS_TILE, 8));
+        }
+        store_u16(x + 2 * i, 0);
+    }
 }
 
 static void check_transpose(const llmaas_kernels * k, size_t rows, size_t cols) {
@@ -176,6 +233,12 @@ int main(void) {
         const llmaas_kernels * k = llmaas_k();
         check_crc();
         check_endless(k);
+        check_embed_refuses(k);
+        for (size_t rows = 1; rows <= LLMAAS_TILE; ++rows) {
+            for (size_t i = 0; i < 10 * sizeof fillers / sizeof *fillers; ++i) {
+                check_embed(k, oracle, fillers[i / 10], rows, i % 2);
+            }
+        }
         for (size_t rows = 1; rows <= 33; rows += rows < 17 ? 1 : 15) {
             for (size_t c = 0; c < sizeof cols_list / sizeof *cols_list; ++c) {
                 check_transpose(k, rows, cols_list[c]);
