@@ -1,0 +1,160 @@
+"""Sampled attention densities: how well they order chunks, and what they cost.
+
+Texts are the packaged conversations, or those of ``LLMAAS_BENCH_TEXTS``: a text file, a chat
+export, or a folder of such files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmaas_eval.batches import batches, loaded
+from llmaas_eval.paired import compare
+from llmaas_eval.quality import conversation_texts
+from llmaas_hooks import hookimpl
+from llmaas_plugins import activate
+from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.kv_chunks.attention import ROW_STEP
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.models import reference_model_path
+
+N_CONTEXTS = 40
+TEXT_CHARACTERS = 20_000  # of each file
+LENGTHS = {"short": (100, 200), "long": (400, 1000)}
+TURN, ANSWER = (20, 120), 15
+STEPS = ((1, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 2), (8, 2), (1, 4))
+ROUNDS = 30
+
+
+class Native:
+    """A native plugin of the benchmark's own."""
+
+    def __init__(self):
+        self.context = None
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        self.context = context
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["at once", "in turns"])
+@pytest.mark.parametrize("length", LENGTHS)
+def bench_order(benchmark, length, turns):
+    """Spearman's rank correlation of sampled and exact densities of 16-token chunks.
+
+    Over all chunks of all contexts, since levels are chosen among those; and the median and the
+    worst of single contexts' own.
+    """
+    from llama_cpp import Llama
+
+    plugin, generator = Native(), np.random.default_rng(5)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activate({"on_error": "raise"}, {"bench": plugin}))
+        settings = {"n_ctx": 1024, "flash_attn": True, "verbose": False}
+        llama = Llama(str(reference_model_path()), **settings)
+        stack.callback(llama.close)
+        taps = [plugin.context.density(row_step=row, layer_step=layer) for row, layer in STEPS]
+        contexts = cut(texts(llama), LENGTHS[length], generator)
+
+        def look():
+            return [densities(llama, taps, tokens, turns, generator) for tokens in contexts]
+
+        found = benchmark.pedantic(look, rounds=1)
+    benchmark.extra_info.update(contexts=len(found), chunks=sum(len(each[0]) for each in found))
+    for i, (row, layer) in enumerate(STEPS[1:], start=1):
+        pooled = correlation(*np.concatenate([each[[0, i]] for each in found], axis=1))
+        single = [correlation(each[0], each[i]) for each in found]
+        figures = f"{pooled:.4f} ({np.median(single):.3f}, {min(single):.3f})"
+        benchmark.extra_info[f"1/{row} of queries, 1/{layer} of layers"] = figures
+
+
+@pytest.mark.parametrize("row_step", [1, ROW_STEP], ids=["exact", "sampled"])
+@pytest.mark.parametrize("what", ["prefill", "generate"])
+@pytest.mark.parametrize("size", ["200m", "1b"])
+def bench_cost(request, benchmark, size, what, row_step):
+    """512 tokens at once, or 8 one by one behind them, against the same context without a tap."""
+    plugin = Native()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activate({"on_error": "raise"}, {"bench": plugin}))
+        model = stack.enter_context(loaded(request.getfixturevalue(f"model_{size}")))
+        context = stack.enter_context(batches(model))
+
+        def vanilla():
+            context.prefill(512) if what == "prefill" else context.generate()
+
+        tap = contextlib.ExitStack()
+
+        def ours():
+            tap.enter_context(plugin.context.density(row_step=row_step))
+            vanilla()
+
+        def before():
+            tap.close()
+            context.clear()
+            if what == "generate":
+                context.prefill(512)
+
+        compare(benchmark, ours, vanilla, before=before, rounds=ROUNDS)
+
+
+def texts(llama):
+    """Tokens of each text."""
+    named = os.environ.get("LLMAAS_BENCH_TEXTS")
+    if named is None:
+        return conversation_texts(llama, 1 << 20)
+    path = Path(named)
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return [llama.tokenize(read(each)[:TEXT_CHARACTERS].encode()) for each in files]
+
+
+def read(path):
+    if path.suffix == ".txt":
+        return path.read_text(encoding="utf-8")
+    messages = [m for talk in load_conversations(path) for m in talk.messages]
+    return "".join(f"{m.role.capitalize()}: {m.content}\n" for m in messages)
+
+
+def cut(texts, lengths, generator):
+    """Contexts of random lengths from the texts, as many from each."""
+    stream = np.concatenate(texts) if len(texts) > N_CONTEXTS else None
+    sources = [stream] if stream is not None else texts
+    contexts = []
+    for source in sources:
+        start, n_wanted = 0, N_CONTEXTS / len(sources)
+        while n_wanted > 0 and start + lengths[0] <= len(source):
+            n = int(generator.integers(*lengths))
+            contexts.append(source[start : start + n])
+            start, n_wanted = start + n, n_wanted - 1
+    return contexts
+
+
+def densities(llama, taps, tokens, turns, generator):
+    """Densities of whole chunks, shape ``(n_taps, n_chunks)``, once the tokens are evaluated."""
+    llama.reset()
+    llama._ctx.kv_cache_clear()
+    for tap in taps:
+        tap.reset()
+    start = 0
+    while start < len(tokens):
+        n = int(generator.integers(*TURN)) if turns else len(tokens)
+        llama.eval([int(token) for token in tokens[start : start + n]])
+        start += n
+        for token in tokens[start : start + ANSWER if turns else 0]:
+            llama.eval([int(token)])
+            start += 1
+    n_chunks = len(tokens) // CHUNK_TOKENS
+    read = [tap.read(n_chunks * CHUNK_TOKENS) for tap in taps]
+    sums, counts = (
+        np.array(read).reshape(len(taps), 2, n_chunks, CHUNK_TOKENS).sum(-1).swapaxes(0, 1)
+    )
+    return sums / np.maximum(counts, 1)
+
+
+def correlation(one, other):
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(ranks)[0, 1])
