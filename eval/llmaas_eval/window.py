@@ -1,0 +1,265 @@
+"""``python -m llmaas_eval.window``: what a text costs, and how well it is read, past the window.
+
+Long texts are read line by line through a window of cells. When it is full, the oldest lines go
+until half of it is free. What stays is either evaluated again, as the service does it, or its
+cells are moved to the front, behind the first few tokens or none (attention sinks). All see the
+same lines, so what differs is what cells that depended on lost ones are worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.demo.interval import median_interval
+from llmaas_plugins.models import reference_model_path
+
+__all__ = ["WAYS", "Reader", "Row", "Way", "cut", "main", "measure"]
+
+_LONGEST_LINE = 64
+_MOST_SINKS = 16
+
+Line = list[int]
+
+
+class Way(NamedTuple):
+    """How room is made in the window.
+
+    Attributes:
+        name: In tables.
+        n_sinks: Tokens in front that stay when cells are moved; None: what stays is evaluated
+            again behind the first token.
+        is_limited: Whether there is a window at all.
+    """
+
+    name: str
+    n_sinks: int | None = None
+    is_limited: bool = True
+
+
+WAYS = (
+    Way("evaluated again"),
+    Way("moved, no sinks", 0),
+    Way("moved, 4 sinks", 4),
+    Way("moved, 16 sinks", _MOST_SINKS),
+    Way("without a window", is_limited=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one way went, over all texts.
+
+    Attributes:
+        name: The way's.
+        perplexity: Of the lines after the window was full for the first time.
+        against_first: Perplexity over that of the first way: the median of texts, and its 95 %
+            interval.
+        evaluated: Tokens evaluated for each token read after that.
+    """
+
+    name: str
+    perplexity: float
+    against_first: tuple[float, float, float]
+    evaluated: float
+
+
+class Reader:
+    """A context of an engine, read into line by line."""
+
+    def __init__(self, llama: Any, n_window: int, way: Way) -> None:
+        """Read with ``llama``, through ``n_window`` of its cells."""
+        self._llama, self._n_window, self._way = llama, n_window, way
+        self._memory = llama_cpp.llama_get_memory(llama.ctx)
+        self._lines: list[Line] = []
+        self.n_cells = self.n_evaluated = 0
+        self._clear()
+
+    def read(self, line: Line) -> NDArray[np.float64]:
+        """Evaluate a line; log probabilities of its tokens but the first, ``(len(line) - 1,)``."""
+        logits = self._evaluate(line)[:-1]
+        self._lines.append(line)
+        best = logits.max(axis=1, keepdims=True)
+        total = np.log(np.exp(logits - best).sum(axis=1)) + best[:, 0]
+        found: NDArray[np.float64] = logits[np.arange(len(line) - 1), line[1:]] - total
+        return found
+
+    def has_room(self, line: Line) -> bool:
+        """Whether the window takes one more line, beside as many sinks as any way has."""
+        n_lines = sum(map(len, self._lines))
+        return n_lines + len(line) + _MOST_SINKS <= self._n_window
+
+    def make_room(self) -> None:
+        """Let the oldest lines go until half of the window is free."""
+        lengths = list(itertools.accumulate(len(line) for line in reversed(self._lines)))
+        n_kept = sum(length <= self._n_window // 2 for length in lengths)
+        self._lines = self._lines[len(self._lines) - n_kept :]
+        if not self._way.is_limited:
+            return
+        if self._way.n_sinks is None:
+            self._clear()
+            for line in self._lines:
+                self._evaluate(line)
+        else:
+            self._move(self._way.n_sinks, self.n_cells - sum(map(len, self._lines)))
+
+    def _clear(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self.n_cells = 0
+        self._evaluate([self._llama.token_bos()])
+
+    def _move(self, start: int, end: int) -> None:
+        """Take the cells from ``start`` to ``end`` out, and move the later ones there."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, start, end)
+        llama_cpp.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
+        self.n_cells -= end - start
+
+    def _evaluate(self, tokens: Line) -> NDArray[np.float64]:
+        llama = self._llama
+        llama._batch.set_batch(batch=tokens, n_past=self.n_cells, logits_all=True)
+        llama._ctx.decode(llama._batch)
+        self.n_cells += len(tokens)
+        self.n_evaluated += len(tokens)
+        rows = llama_cpp.llama_get_logits(llama.ctx)
+        shape = (len(tokens), llama.n_vocab())
+        return np.ctypeslib.as_array(rows, shape=shape).astype(np.float64)
+
+
+class _Reading(NamedTuple):
+    """One text, read one way: what came after the window was full for the first time."""
+
+    log_probabilities: NDArray[np.float64]
+    n_tokens: int
+    n_evaluated: int
+
+
+def cut(llama: Any, text: str, n_tokens: int) -> list[list[Line]]:
+    """Lines of ``text`` as tokens, in pieces of about ``n_tokens``; the rest is left out."""
+    pieces: list[list[Line]] = [[]]
+    line: Line = []
+    for token in llama.tokenize(text.encode(), add_bos=False):
+        line.append(token)
+        if llama.detokenize([token]).endswith(b"\n") or len(line) == _LONGEST_LINE:
+            pieces[-1].append(line)
+            line = []
+            if sum(map(len, pieces[-1])) >= n_tokens:
+                pieces.append([])
+    return pieces[:-1]
+
+
+def measure(llama: Any, texts: Sequence[Sequence[Line]], n_window: int) -> list[Row]:
+    """Read the texts each way; without a window only if the engine has cells for all of them.
+
+    Raises:
+        ValueError: There is no text, or one that is not longer than the window.
+    """
+    if not texts:
+        raise ValueError("no file has a text that long; lower --tokens")
+    longest = 1 + max(sum(map(len, lines)) for lines in texts)
+    readings = {
+        way.name: [_read(Reader(llama, n_window, way), lines) for lines in texts]
+        for way in WAYS
+        if way.is_limited or longest <= llama.n_ctx()
+    }
+    first = np.array([r.log_probabilities.mean() for r in readings[WAYS[0].name]])
+    rows = []
+    for name, found in readings.items():
+        own = np.array([reading.log_probabilities.mean() for reading in found])
+        everything = np.concatenate([reading.log_probabilities for reading in found])
+        rows.append(
+            Row(
+                name,
+                float(np.exp(-everything.mean())),
+                median_interval(np.exp(first - own)),
+                sum(r.n_evaluated for r in found) / sum(r.n_tokens for r in found),
+            )
+        )
+    return rows
+
+
+def _read(reader: Reader, lines: Iterable[Line]) -> _Reading:
+    found: list[NDArray[np.float64]] = []
+    n_tokens, n_before = 0, None
+    for line in lines:
+        if not reader.has_room(line):
+            n_before = reader.n_evaluated if n_before is None else n_before
+            reader.make_room()
+        log_probabilities = reader.read(line)
+        if n_before is not None:
+            found.append(log_probabilities)
+            n_tokens += len(line)
+    if n_before is None:
+        raise ValueError("a text is not longer than the window; raise --tokens")
+    return _Reading(np.concatenate(found), n_tokens, reader.n_evaluated - n_before)
+
+
+def _texts(llama: Any, data: Sequence[Path], n_tokens: int, n_texts: int) -> Iterator[list[Line]]:
+    for path in data:
+        if path.suffix == ".txt":
+            text = path.read_text()
+        else:
+            messages = (m for talk in load_conversations(path) for m in talk.messages)
+            text = "".join(f"{m.role.capitalize()}: {m.content}\n" for m in messages)
+        yield from cut(llama, text[: 8 * n_texts * n_tokens], n_tokens)[:n_texts]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print the table."""
+    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
+    parser = argparse.ArgumentParser(prog="python -m llmaas_eval.window", description=__doc__)
+    parser.add_argument("--model", type=Path, default=reference_model_path())
+    parser.add_argument("--data", type=Path, nargs="+", default=sorted(folder.glob("*.jsonl")))
+    parser.add_argument("--window", type=int, default=256, help="cells")
+    parser.add_argument("--tokens", type=int, default=900, help="of each text")
+    parser.add_argument("--texts", type=int, default=10, help="of each file, at most")
+    parser.add_argument("-o", "--output", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+
+    engine: dict[str, Any] = {"n_ctx": 0, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with contextlib.closing(llama_cpp.Llama(str(args.model), flash_attn=True, **engine)) as llama:
+        try:
+            texts = list(_texts(llama, args.data, args.tokens, args.texts))
+            rows = measure(llama, texts, args.window)
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"window: error: {error}\n")
+            return 2
+    sys.stdout.write(_table(rows))
+    sys.stdout.write(f"\n{len(texts)} texts of {args.tokens} tokens, window {args.window}\n")
+    if args.output is not None:
+        found = {
+            "window": args.window,
+            "tokens": args.tokens,
+            "texts": len(texts),
+            "rows": [asdict(row) for row in rows],
+        }
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _table(rows: Iterable[Row]) -> str:
+    lines = ["| cells | perplexity | against evaluated again | evaluated per token |"]
+    lines.append("|---|---:|---:|---:|")
+    for row in rows:
+        median, low, high = row.against_first
+        lines.append(
+            f"| {row.name} | {row.perplexity:.2f} | × {median:.3f} ({low:.3f}–{high:.3f}) "
+            f"| {row.evaluated:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
