@@ -1,0 +1,131 @@
+"""What parked cells cost: the time of a token beside them, and the switch itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from llmaas_plugins.demo.interval import median_interval
+from llmaas_plugins.kv_chunks.parking import Parking
+from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
+
+N_BLOCK = 256
+"""Tokens of the context that goes on, and of each of the parked pieces."""
+PARKED = (0, 512, 1024, 2048, 4096)
+N_ROUNDS, N_TOKENS, N_SWITCHES = 12, 6, 200
+
+
+@dataclass(eq=False)
+class Engine:
+    """One context with spare cells (what ``Parking`` needs of one), driven by the bindings."""
+
+    model: int
+    ctx: int
+    n_spare: int
+    parked: set = field(default_factory=set)
+
+    def __post_init__(self):
+        self.memory = llama_cpp.llama_get_memory(self.ctx)
+        self.batch = llama_cpp.llama_batch_init(N_BLOCK, 0, 1)
+
+    def decode(self, n, start):
+        batch, batch.n_tokens = self.batch, n
+        for i in range(n):
+            batch.token[i], batch.pos[i] = 300 + i, start + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = i == n - 1
+        started = time.perf_counter()
+        assert llama_cpp.llama_decode(self.ctx, batch) == 0
+        return time.perf_counter() - started
+
+    def save(self):
+        blob = np.empty(llama_cpp.llama_state_seq_get_size(self.ctx, 0), dtype=np.uint8)
+        llama_cpp.llama_state_seq_get_data(self.ctx, pointer(blob), blob.nbytes, 0)
+        return blob
+
+    def load(self, blob, sequence):
+        n = llama_cpp.llama_state_seq_set_data(self.ctx, pointer(blob), blob.nbytes, sequence)
+        assert n == blob.nbytes
+
+    def token_ms(self, blob, n_parked):
+        """Milliseconds of a token after ``N_BLOCK`` others, whose cells lie behind parked ones."""
+        llama_cpp.llama_memory_clear(self.memory, False)
+        for i in range(n_parked // N_BLOCK):
+            self.load(blob, PARKED_SEQUENCES.start + i)
+        self.load(blob, 0)
+        seconds = [self.decode(1, N_BLOCK + i) for i in range(N_TOKENS)]
+        return 1e3 * min(seconds[1:])
+
+
+def pointer(blob):
+    return ctypes.cast(blob.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+
+
+@contextlib.contextmanager
+def opened(path, n_spare, *, flash):
+    model = llama_cpp.llama_model_load_from_file(
+        os.fsencode(path), llama_cpp.llama_model_default_params()
+    )
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch = 2 * N_BLOCK + n_spare, N_BLOCK
+    params.n_seq_max, params.kv_unified = PARKED_SEQUENCES.stop, True
+    params.n_threads = params.n_threads_batch = os.cpu_count()
+    params.flash_attn_type = int(flash)
+    engine = Engine(model, llama_cpp.llama_init_from_model(model, params), n_spare)
+    yield engine
+    llama_cpp.llama_batch_free(engine.batch)
+    llama_cpp.llama_free(engine.ctx)
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["no flash attention", "flash attention"])
+@pytest.mark.parametrize("model", ["reference_model", "model_200m", "model_1b"])
+def bench_token_beside_parked_cells(request, benchmark, model, flash):
+    """Rounds over all numbers of parked cells; each against none in the same round."""
+    path = request.getfixturevalue(model)
+    with opened(path, PARKED[-1], flash=flash) as engine:
+        engine.decode(N_BLOCK, 0)
+        blob = engine.save()
+        rounds = [[engine.token_ms(blob, n) for n in PARKED] for _ in range(N_ROUNDS)]
+        benchmark.pedantic(engine.token_ms, (blob, 0), rounds=1)
+    times = np.array(rounds)
+    cell_bytes = blob.nbytes / N_BLOCK
+    benchmark.extra_info["model_mb"] = Path(path).stat().st_size / 1e6
+    benchmark.extra_info["cell_kib"] = cell_bytes / 1024
+    benchmark.extra_info["token_ms"] = float(np.median(times[:, 0]))
+    for i, n in enumerate(PARKED[1:], 1):
+        median, low, high = median_interval(100 * (times[:, i] / times[:, 0] - 1))
+        benchmark.extra_info[f"{n}_percent"] = f"{median:.1f} ({low:.1f} to {high:.1f})"
+        share = n * cell_bytes / Path(path).stat().st_size
+        benchmark.extra_info[f"{n}_share"] = f"{share:.3f}"
+
+
+@pytest.mark.parametrize("n_tokens", [256, 1024])
+def bench_switch(model_200m, benchmark, n_tokens):
+    """Two contexts of equal length that take turns."""
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(300, 4000, n_tokens).astype(np.int32) for _ in range(2)]
+    with opened(model_200m, 2048, flash=True) as engine:
+        parking = Parking(engine)
+        for start in range(0, n_tokens, N_BLOCK):
+            engine.decode(N_BLOCK, start)
+        parking.switch(contexts[1], contexts[0])
+        llama_cpp.llama_memory_seq_rm(engine.memory, 0, -1, -1)
+        for start in range(0, n_tokens, N_BLOCK):
+            engine.decode(N_BLOCK, start)
+        turns = iter(range(2 * N_SWITCHES))
+
+        def switch():
+            i = next(turns) % 2
+            assert parking.switch(contexts[i], contexts[1 - i]) == n_tokens
+
+        benchmark.pedantic(switch, rounds=N_SWITCHES, warmup_rounds=10)
+        benchmark.extra_info["switch_us"] = 1e6 * benchmark.stats.stats.median
