@@ -153,3 +153,44 @@ def test_reset_counts_from_0(native_context):
         sums, counts = density.read(20)
     assert not sums.any()
     assert not counts.any()
+
+
+def test_taken_positions_count_from_0(native_context):
+    ctx, context = native_context
+    with context.density() as density:
+        assert decode(ctx, TOKENS[:20], 0) == 0
+        expected = density.read(20)
+        for found, wanted in zip(density.take(10), expected, strict=True):
+            assert np.array_equal(found, wanted[:10])
+        _, counts = density.read(20)
+    assert not counts[:10].any()
+    assert np.array_equal(counts[10:], expected[1][10:])
+
+
+def test_where_positions_lie(native_context):
+    ctx, context = native_context
+    with context.density(layer_step=2) as density:
+        assert decode(ctx, TOKENS[:20], 0) == 0
+        cells = density.cells(20)
+    assert (cells[0] == -1).all()  # of a layer that nobody looks at
+    assert cells[1].tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("kept", [-1, 21])
+def test_a_prefix_that_is_none_cannot_be_kept(native_context, kept):
+    _, context = native_context
+    with context.density() as density, pytest.raises(ValueError, match=f"{kept} positions of 20"):
+        density.place(kept, 20)
+
+
+def test_places_of_other_positions_are_refused(native_context):
+    _, context = native_context
+    with context.density() as density, pytest.raises(ValueError, match="cells are of shape"):
+        density.place(0, 20, density.cells(19))
+
+
+@pytest.mark.parametrize("method", ["read", "take", "cells"])
+def test_positions_beyond_the_context_are_refused(native_context, method):
+    _, context = native_context
+    with context.density() as density, pytest.raises(ValueError, match="the context has 256"):
+        getattr(density, method)(257)
