@@ -36,7 +36,7 @@ _MIB = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the figure that the command line names."""
+    """Make the figure that the command line names; 1 if a system failed for no good reason."""
     args = _parser().parse_args(argv)
     figure = FIGURES[args.figure]
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -55,14 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     cases = list(figure.cases(grid))
     cost = _cost(args, max(case.max_tokens for case in cases))
+    each = token_bytes(args.model)
     runs: list[tuple[Case, RunResult]] = []
     for i, case in enumerate(cases):
-        found = run(_job(args, case, cost))
+        found = run(_job(args, case, cost, each))
         runs.append((case, found))
         told = found.failure or f"{summary(found).mean_ms:.2f} ms"
         _say(f"{i + 1}/{len(cases)} {_title(case)}, {case.label}: {told}")
         _save(args, figure, cost, runs)
-    return 0
+    return int(any((found.failure or "").startswith("failed") for _, found in runs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,8 +100,7 @@ def _cost(args: argparse.Namespace, max_tokens: int) -> Cost:
     return cost
 
 
-def _job(args: argparse.Namespace, case: Case, cost: Cost) -> Job:
-    each = token_bytes(args.model)
+def _job(args: argparse.Namespace, case: Case, cost: Cost, each: int) -> Job:
     peak = plan(_calls(args, case, case.budget_contexts)[1], case.max_tokens, args.calls)
     setting = Setting(
         model=args.model,

@@ -23,11 +23,10 @@ class CallResult:
         n_ram: In other memory.
         n_disk: On disk.
         n_missing: Nowhere: computed again.
-        wait_s: Until work ahead of time for the call before was over.
         enter_s: To bring the context in, with reclaim.
         recompute_s: What ``n_missing`` cost, from the measured cost.
         leave_s: What the caller waits for after the reply.
-        background_s: Work ahead of time behind the reply.
+        background_s: Work ahead of time behind the reply, as far as there was idle time for it.
         read_bytes: From the device, on the caller's path before evaluation.
         written_bytes: To the device, likewise.
         later_read_bytes: From the device in the rest of the call.
@@ -43,7 +42,6 @@ class CallResult:
     n_ram: int
     n_disk: int
     n_missing: int
-    wait_s: float
     enter_s: float
     recompute_s: float
     leave_s: float
@@ -56,7 +54,7 @@ class CallResult:
     @property
     def switch_s(self) -> float:
         """From the call's arrival until evaluation of its new tokens could start."""
-        return self.wait_s + self.enter_s + self.recompute_s
+        return self.enter_s + self.recompute_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,41 +43,37 @@ class Job:
 
 
 def run(job: Job) -> RunResult:
-    """Run it. A system that takes more memory than it may have is killed; the result says so."""
+    """Run it. A process that ends early, killed for its memory or not, is a failed run."""
     _read_all(job.setting.model)
     with tempfile.TemporaryDirectory(dir=job.setting.folder, prefix="switching-") as folder:
         values = asdict(job)
         values["setting"] |= {"folder": folder}
-        found = _in_group({"kind": "replay", **values})
-    if found is None:
-        return RunResult([], failure="killed: it took more memory than its budget")
-    return RunResult.from_json(found)
+        try:
+            return RunResult.from_json(_in_group({"kind": "replay", **values}))
+        except subprocess.CalledProcessError as error:
+            if error.returncode == _KILLED:
+                return RunResult([], failure="killed: it took more memory than its budget")
+            return RunResult([], failure=f"failed with exit status {error.returncode}")
 
 
 def measure(model: Path, max_tokens: int) -> Cost:
     """Measure what evaluation costs, in a process of its own."""
-    found = _start({"kind": "cost", "model": model, "max_tokens": max_tokens})
-    if found is None:
-        raise RuntimeError("the process that measures the cost of evaluation was killed")
-    return Cost(**found)
+    return Cost(**_start({"kind": "cost", "model": model, "max_tokens": max_tokens}))
 
 
-def _in_group(job: dict[str, Any]) -> dict[str, Any] | None:
+def _in_group(job: dict[str, Any]) -> dict[str, Any]:
     with memory_group() if can_limit_memory() else nullcontext() as group:
         return _start({**job, "group": None if group is None else group.path})
 
 
-def _start(job: dict[str, Any]) -> dict[str, Any] | None:
-    """What the process answers; None if it was killed."""
+def _start(job: dict[str, Any]) -> dict[str, Any]:
+    """What the process answers."""
     with tempfile.NamedTemporaryFile(suffix=".json") as answer:
-        done = subprocess.run(  # noqa: S603  this package's own module
+        subprocess.run(  # noqa: S603  this package's own module
             [sys.executable, "-m", "llmaas_eval.switching.worker", answer.name],
             input=json.dumps(job, default=str).encode(),
-            check=False,
+            check=True,
         )
-        if done.returncode == _KILLED:
-            return None
-        done.check_returncode()
         found: dict[str, Any] = json.loads(Path(answer.name).read_bytes())
         return found
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from llmaas_eval.switching.systems import SYSTEMS, BudgetTooSmallError, Setting,
 from llmaas_eval.traces import read_trace
 
 __all__ = ["main"]
+
+_LONG_S = 3600.0  # enough for all work ahead of time
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +55,13 @@ def _run(job: dict[str, Any], setting: Setting, what: Plan, cost: Cost) -> RunRe
             group.limit(base + limit)
         replay = _Replay(system, cost)
         for step in what.fills:
-            replay.call(step)
+            replay.call(step, math.inf)
+        following = [*(step.time_s for step in what.steps[1:]), math.inf]
         with _throttled(setting.folder, job["disk_bps"]):
-            calls = [replay.call(step) for step in what.steps]
+            calls = [
+                replay.call(step, next_s)
+                for step, next_s in zip(what.steps, following, strict=True)
+            ]
         peak = 0 if group is None else group.peak - base
     finally:
         system.close()
@@ -72,26 +81,23 @@ class _Replay:
         self._called = -1
         self._free_s = 0.0
         """When the call before has returned."""
-        self._quiet_s = 0.0
-        """When its work ahead of time is over, too."""
 
-    def call(self, step: Step) -> CallResult:
-        """Do one call and all the work that it leaves behind."""
-        arrival_s = max(step.time_s, self._free_s)
-        wait_s = max(0.0, self._quiet_s - arrival_s)
+    def call(self, step: Step, next_s: float) -> CallResult:
+        """Do one call, and the work it leaves behind as far as that is done by ``next_s``."""
         io_0, clock_0 = _device_bytes(), time.perf_counter()
         entered = self._system.enter(step)
         enter_s, io_1 = time.perf_counter() - clock_0, _device_bytes()
         n_held = len(step.before) - entered.n_missing
         recompute_s = self._cost.prompt_s(n_held, entered.n_missing)
         self._system.grow(step, entered)
-        leave_s = _seconds(self._system.leave, step)
-        background_s = _seconds(self._system.background, step)
-        io_2 = _device_bytes()
+        leave_s = _seconds(partial(self._system.leave, step))
         evaluate_s = self._cost.prompt_s(len(step.before), step.n_prompt)
         evaluate_s += self._cost.reply_s * step.n_reply
-        self._free_s = arrival_s + wait_s + enter_s + recompute_s + evaluate_s + leave_s
-        self._quiet_s = self._free_s + background_s
+        busy_s = enter_s + recompute_s + evaluate_s + leave_s
+        self._free_s = max(step.time_s, self._free_s) + busy_s
+        idle_s = min(_LONG_S, max(0.0, next_s - self._free_s))
+        background_s = _seconds(partial(self._system.background, step, idle_s))
+        io_2 = _device_bytes()
         is_switch = step.context != self._called
         self._called = step.context
         return CallResult(
@@ -101,7 +107,6 @@ class _Replay:
             n_before=len(step.before),
             n_new=step.n_prompt + step.n_reply,
             **asdict(entered),
-            wait_s=wait_s,
             enter_s=enter_s,
             recompute_s=recompute_s,
             leave_s=leave_s,
@@ -113,9 +118,9 @@ class _Replay:
         )
 
 
-def _seconds(work: Any, step: Step) -> float:
+def _seconds(work: Callable[[], None]) -> float:
     started = time.perf_counter()
-    work(step)
+    work()
     return time.perf_counter() - started
 
 

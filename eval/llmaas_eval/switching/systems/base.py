@@ -117,8 +117,8 @@ class System(ABC):
     def leave(self, step: Step) -> None:  # noqa: B027  most do nothing
         """Do what the caller waits for after the reply."""
 
-    def background(self, step: Step) -> None:  # noqa: B027  likewise
-        """Work ahead of time, in the time until the next call."""
+    def background(self, step: Step, idle_s: float) -> None:  # noqa: B027  likewise
+        """Work ahead of time; the next call comes after ``idle_s``, whether it is done or not."""
 
     @abstractmethod
     def cells(self, step: Step) -> NDArray[np.uint8]:

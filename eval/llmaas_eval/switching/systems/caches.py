@@ -21,6 +21,7 @@ class _Cache(OneContext):
     """A state of the whole engine for each context, looked up by its tokens."""
 
     def __init__(self, setting: Setting) -> None:
+        self._room = room_beside_cells(setting)
         llama = open_llama(setting, _WARM_TOKENS, with_scratch=True)
         super().__init__(setting, llama, learn_geometry(llama.ctx))
         self._cache = self._open_cache()
@@ -68,7 +69,7 @@ class RAMCache(_Cache):
     def _open_cache(self) -> Any:
         from llama_cpp import LlamaRAMCache
 
-        return LlamaRAMCache(room_beside_cells(self.setting))
+        return LlamaRAMCache(self._room)
 
     def _entered(self, n_cached: int, n_missing: int) -> Entered:
         return Entered(n_ram=n_cached, n_missing=n_missing)

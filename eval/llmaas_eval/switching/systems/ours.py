@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,11 @@ class Ours(OneContext):
             "store": setting.folder / "kv",
             "ram_budget": room_beside_cells(setting),
         }
+        self._behind: threading.Thread | None = None
         self._suite: Any = activate({"on_error": "raise", "plugins": {"kv_chunks": table}})
         try:  # it recomputes for real, so all that a batch needs must be there before
-            llama = open_llama(setting, _BATCH_TOKENS)
+            n_warm = min(_BATCH_TOKENS, setting.max_tokens)
+            llama = open_llama(setting, n_warm)
             super().__init__(setting, llama, learn_geometry(llama.ctx))
             self._engine = self._suite._installed._host.engine(llama)
         except BaseException:
@@ -40,6 +43,7 @@ class Ours(OneContext):
             raise
 
     def enter(self, step: Step) -> Entered:
+        self._engine.settle()
         resident = self._engine.resident_tokens()
         with self._engine.lent():
             restored = self._suite.hooks.kv_restore(self._request(step, step.before))
@@ -57,12 +61,22 @@ class Ours(OneContext):
     def leave(self, step: Step) -> None:
         self._suite.hooks.kv_save(self._request(step, step.prompt), step.after)
 
-    def background(self, step: Step) -> None:
+    def background(self, step: Step, idle_s: float) -> None:
+        """Idle time passes for real, as far as there is work to be done in it."""
+        self._behind = threading.Thread(target=self._finish, args=[self._behind])
+        self._behind.start()
+        self._behind.join(idle_s)
+
+    def _finish(self, before: threading.Thread | None) -> None:
         self._suite.settle()
         plugin: Any = self._suite.hooks._pm.get_plugin("kv_chunks")
         plugin._store.flush()
+        if before is not None:
+            before.join()
 
     def close(self) -> None:
+        if self._behind is not None:
+            self._behind.join()
         super().close()
         self._suite.deactivate()
 

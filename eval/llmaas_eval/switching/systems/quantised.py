@@ -89,7 +89,7 @@ class QuantisedSwapping(System):
         n_ram = min(n_tokens, n_in_ram * self._chunk_tokens)
         return Entered(n_ram=n_ram, n_disk=n_tokens - n_ram)
 
-    def background(self, step: Step) -> None:
+    def background(self, step: Step, idle_s: float) -> None:
         """Encode what the call added, into space that ``enter`` made sure of."""
         n_tokens = len(step.after)
         n_same = 0 if step.slides else len(step.before) // self._chunk_tokens
