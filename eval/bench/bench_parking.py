@@ -125,7 +125,7 @@ def bench_switch(model_200m, benchmark, n_tokens):
 
         def switch():
             i = next(turns) % 2
-            assert parking.switch(contexts[i], contexts[1 - i]) == n_tokens
+            assert parking.switch(contexts[i], contexts[1 - i]).n_tokens == n_tokens
 
         benchmark.pedantic(switch, rounds=N_SWITCHES, warmup_rounds=10)
         benchmark.extra_info["switch_us"] = 1e6 * benchmark.stats.stats.median

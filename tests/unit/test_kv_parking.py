@@ -50,15 +50,15 @@ class App:
 
     def ask(self, prompt):
         """Evaluate a prompt; its tokens that were brought back, or None."""
-        brought = self.parking.switch(prompt, self.tokens)
-        if brought is not None:
-            self.tokens = prompt[:brought]
+        taken = self.parking.switch(prompt, self.tokens)
+        if taken is not None:
+            self.tokens = prompt[: taken.n_tokens]
         n_kept = min(common_prefix(self.tokens, prompt), len(prompt) - 1)
         assert llama_cpp.llama_memory_seq_rm(self.memory, 0, n_kept, -1)
         for start in range(n_kept, len(prompt), N_TOGETHER):
             self.decode(prompt[start : start + N_TOGETHER], start)
         self.tokens = prompt
-        return brought
+        return None if taken is None else taken.n_tokens
 
     def decode(self, piece, start):
         self.batch.n_tokens = len(piece)
