@@ -32,8 +32,12 @@ def geometry(request):
     return KVGeometry(16, request.param, 1, 1, (1024,) * 16, (1024,) * 16)
 
 
-@pytest.fixture(params=[Codec.INT8, Codec.LOSSLESS], ids=["int8", "lossless"])
+CODECS = [(Codec.INT8, 8), (Codec.LOSSLESS, 8), *((Codec.PLANES, bits) for bits in (8, 4, 2))]
+
+
+@pytest.fixture(params=CODECS, ids=["int8", "lossless", "planes8", "planes4", "planes2"])
 def codec(request):
+    """The codec, and the bits it keeps."""
     return request.param
 
 
@@ -70,11 +74,12 @@ def encoded(geometry, codec):
 
 
 def encode(geometry, codec, blob):
-    room = _native.chunk_bound(geometry, codec, CHUNK)
+    codec, bits = codec
+    room = _native.chunk_bound(geometry, codec, CHUNK, bits)
     out = np.empty((N_CELLS // CHUNK, room), np.uint8)
     chunks = []
     for part, first in zip(out, range(0, N_CELLS, CHUNK), strict=True):
-        n = _native.chunk_encode(geometry, codec, blob, N_CELLS, first, CHUNK, KEY, part)
+        n = _native.chunk_encode(geometry, codec, blob, N_CELLS, first, CHUNK, KEY, part, bits)
         chunks.append(part[:n])
     return chunks
 

@@ -16,7 +16,7 @@ KEY = bytes(range(32))
 
 
 def main() -> None:
-    """Encode one small blob with every codec, and store what it decodes to."""
+    """Encode one small blob with every codec, and store what it decodes to; planes also cut."""
     geom = nat.KVGeometry(3, False, 1, 1, (256, 6, 130), (192, 0, 128))
     blob = np.zeros(nat.blob_size(geom, N_TOKENS), np.uint8)
     rng = np.random.default_rng(1)
@@ -25,10 +25,11 @@ def main() -> None:
     blob[: 2 * n_values] = values.astype(np.float16).view(np.uint8)
     nat.blob_init(geom, blob, list(range(N_TOKENS)))
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    for codec in nat.Codec:
-        name = f"v1-{codec.name.lower()}"
+    for codec, bits in [*((codec, 8) for codec in nat.Codec), (nat.Codec.PLANES, 3)]:
+        name = f"v1-{codec.name.lower()}" + (f"-{bits}" if bits < 8 else "")
         out = bytearray(nat.chunk_bound(geom, codec, N_TOKENS))
         n = nat.chunk_encode(geom, codec, blob, N_TOKENS, 0, N_TOKENS, KEY, out)
+        n = nat.chunk_cut(out[:n], bits)
         nat.chunks_decode(geom, [out[:n]], [0], blob_out := bytearray(blob), N_TOKENS)
         meta = {"geometry": geom.to_json(), "n_tokens": N_TOKENS, "key": KEY.hex()}
         write(GOLDEN / f"{name}.lkvc", bytes(out[:n]))

@@ -17,6 +17,7 @@ from llmaas_plugins._native import (
     blob_probe,
     blob_size,
     chunk_bound,
+    chunk_cut,
     chunk_encode,
     chunk_verify,
     chunks_decode,
@@ -74,7 +75,7 @@ def blobs(draw):
 
 
 def f16_planes(geom, blob):
-    """The f16 planes of a blob as float64[token, value]."""
+    """The f16 planes of a blob: whether it is V, and float64[token, value]."""
     n_first = geom.n_first or geom.n_layer
     at = 8  # magic, sequence
     for layers in (slice(n_first), slice(n_first, None)):
@@ -86,7 +87,8 @@ def f16_planes(geom, blob):
                 at += N_CELLS * row
                 if not is_v or geom.type_v == 1:
                     trans = is_v and geom.v_trans
-                    yield values.reshape(-1, N_CELLS).T if trans else values.reshape(N_CELLS, -1)
+                    shaped = values.reshape(-1, N_CELLS).T if trans else values.reshape(N_CELLS, -1)
+                    yield is_v, shaped
         if layers.stop == geom.n_layer:
             break
 
@@ -120,7 +122,7 @@ def test_exact_codecs_are_exact_for_every_bit_pattern(made, codec, n_tokens, dat
 @given(blobs())
 def test_int8_stays_within_its_bound_or_refuses(made):
     geom, blob = made
-    finite = all(np.isfinite(plane).all() for plane in f16_planes(geom, blob))
+    finite = all(np.isfinite(plane).all() for _, plane in f16_planes(geom, blob))
     try:
         payload = encode(geom, Codec.INT8, blob, 0, N_CELLS)
     except NativeError:
@@ -129,13 +131,57 @@ def test_int8_stays_within_its_bound_or_refuses(made):
     assert finite
     back = blob.copy()
     chunks_decode(geom, [payload], [0], back, N_CELLS)
-    for before, after in zip(f16_planes(geom, blob), f16_planes(geom, back), strict=True):
+    pairs = zip(f16_planes(geom, blob), f16_planes(geom, back), strict=True)
+    for (_, before), (_, after) in pairs:
         for at in range(0, before.shape[1], 64):
             x, y = before[:, at : at + 64], after[:, at : at + 64]
             amax = np.abs(x).max(1, keepdims=True)
             scale = amax / 127 * (1 + 2**-10) + 2**-24  # rounded up to an f16
             half_ulp = np.maximum(np.abs(y) * 2**-11, 2**-25)
             assert (np.abs(x - y) <= scale / 2 + half_ulp).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(blobs(), st.integers(1, 8))
+def test_every_cut_of_planes_stays_within_its_bound(made, bits):
+    geom, blob = made
+    within = all((np.abs(plane) <= 32768).all() for _, plane in f16_planes(geom, blob))
+    try:
+        payload = encode(geom, Codec.PLANES, blob, 0, N_CELLS)
+    except NativeError:
+        assert not within
+        return
+    assert within
+    cut = payload[: chunk_cut(payload, bits)]
+    chunk_verify(cut, KEY)
+    back = np.zeros_like(blob)
+    blob_init(geom, back, list(range(N_CELLS)))
+    chunks_decode(geom, [cut], [0], back, N_CELLS)
+    pairs = zip(f16_planes(geom, blob), f16_planes(geom, back), strict=True)
+    for (is_v, before), (_, after) in pairs:
+        scale = value_scales(before) if is_v else key_scales(before)
+        half_ulp = np.maximum(np.abs(after) * 2**-11, 2**-25)
+        assert (np.abs(before - after) <= scale / 2**bits * 1.0001 + half_ulp).all()
+    raw = encode(geom, Codec.RAW, blob, 0, N_CELLS)
+    chunks_decode(geom, [raw, cut], [0, 0], blob, N_CELLS)
+    assert np.array_equal(back, blob)  # also what is not f16
+
+
+def value_scales(values):
+    """At most what a token's scales of 64 values each are."""
+    out = np.empty_like(values)
+    for at in range(0, values.shape[1], 64):
+        out[:, at : at + 64] = np.abs(values[:, at : at + 64]).max(1, keepdims=True)
+    return out * 9 / 8 + 2**-17
+
+
+def key_scales(keys):
+    """At most what the channels' scales are, for each 16 tokens."""
+    out = np.empty_like(keys)
+    for at in range(0, len(keys), 16):
+        high, low = keys[at : at + 16].max(0), keys[at : at + 16].min(0)
+        out[at : at + 16] = np.maximum((high - low) / 2 * 6 / 5, np.abs(high + low) / 2 / 14)
+    return out + 2**-17
 
 
 @settings(max_examples=60, deadline=None)

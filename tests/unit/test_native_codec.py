@@ -17,6 +17,7 @@ from llmaas_plugins._native import (
     blob_init,
     blob_size,
     chunk_bound,
+    chunk_cut,
     chunk_encode,
     chunk_peek,
     chunk_verify,
@@ -67,9 +68,9 @@ def rows_of(geom, blob, n_cells):
     return np.array(planes)
 
 
-def encode(geom, codec, blob, n_cells, first=0, *, n_tokens=16):
-    out = bytearray(chunk_bound(geom, codec, n_tokens))
-    n = chunk_encode(geom, codec, blob, n_cells, first, n_tokens, KEY, out)
+def encode(geom, codec, blob, n_cells, first=0, *, n_tokens=16, bits=8):
+    out = bytearray(chunk_bound(geom, codec, n_tokens, bits))
+    n = chunk_encode(geom, codec, blob, n_cells, first, n_tokens, KEY, out, bits)
     return bytes(out[:n])
 
 
@@ -106,6 +107,94 @@ def test_int8_error_is_within_half_a_scale(kernels, v_trans):
     scale = np.abs(x).max(-1, keepdims=True) / 127 * (1 + 2**-10)
     half_ulp = np.abs(y) * 2**-11
     assert (np.abs(x - y) <= scale / 2 + half_ulp).all()
+
+
+def decoded(geom, payload, blob, n_cells=16):
+    back = blob.copy()
+    assert chunks_decode(geom, [payload], [0], back, n_cells) == 1
+    return rows_of(geom, back, n_cells).astype(np.float64)
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_planes_error_is_within_half_a_cell(kernels, v_trans, bits):
+    geom = geometry(v_trans=v_trans)
+    blob = random_blob(geom, 16)
+    x = rows_of(geom, blob, 16).astype(np.float64)
+    y = decoded(geom, encode(geom, Codec.PLANES, blob, 16, bits=bits), blob)
+    half_ulp = np.abs(y) * 2**-11
+    keys, values = slice(2), slice(2, 4)
+    high, low = x[keys].max(1, keepdims=True), x[keys].min(1, keepdims=True)
+    scale = np.maximum((high - low) / 2 * 6 / 5, np.abs(high + low) / 2 / 14)
+    assert (np.abs(x - y)[keys] <= scale / 2**bits * 1.0001 + half_ulp[keys]).all()
+    scale = 9 / 8 * np.abs(x[values]).reshape(2, 16, -1, 64).max(-1).repeat(64, -1)
+    assert (np.abs(x - y)[values] <= scale / 2**bits * 1.0001 + half_ulp[values]).all()
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_the_beginning_of_planes_is_the_chunk_with_fewer_bits(kernels, bits):
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    payload = encode(geom, Codec.PLANES, blob, 16)
+    cut = payload[: chunk_cut(payload, bits)]
+    assert len(cut) == chunk_bound(geom, Codec.PLANES, 16, bits)
+    chunk_verify(cut, KEY)
+    assert chunk_peek(cut).bits == bits
+    assert chunk_cut(cut, 8) == len(cut)
+    assert chunk_cut(cut, 1) == chunk_cut(payload, 1)
+    fresh = encode(geom, Codec.PLANES, blob, 16, bits=bits)
+    assert np.array_equal(decoded(geom, cut, blob), decoded(geom, fresh, blob))
+
+
+def test_a_cut_that_is_damaged_or_between_planes_is_found():
+    geom = geometry()
+    payload = encode(geom, Codec.PLANES, random_blob(geom, 16), 16)
+    n = chunk_cut(payload, 3)
+    with pytest.raises(NativeError, match="damaged"):
+        chunk_peek(payload[: n + 1])
+    with pytest.raises(NativeError, match="damaged"):
+        chunk_verify(payload[: n - 1] + bytes([payload[n - 1] ^ 1]), KEY)
+    with pytest.raises(NativeError, match=r"cut to 0 bits: .*out of range"):
+        chunk_cut(payload, 0)
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.LOSSLESS, Codec.INT8])
+def test_other_codecs_are_not_cut(codec):
+    geom = geometry()
+    payload = encode(geom, codec, random_blob(geom, 16), 16)
+    assert chunk_cut(payload, 1) == len(payload)
+    assert chunk_peek(payload).bits == 0
+
+
+def test_planes_of_four_bits_take_under_29_percent_with_all_beside_them():
+    """The reference model's shape: 8 layers, 4 KV heads of 32."""
+    geom = geometry(n_layer=8)
+    sizes = {bits: chunk_bound(geom, Codec.PLANES, 16, bits) for bits in (8, 4, 2)}
+    assert sizes == {8: 35200, 4: 18816, 2: 10624}
+    assert sizes[4] <= 0.29 * 16 * geom.token_bytes
+
+
+def test_a_loud_key_channel_takes_no_precision_from_the_others():
+    geom = geometry(n_layer=1)
+    blob = random_blob(geom, 16)
+    loud = blob.copy()
+    keys = loud[24 + 12 * 16 + 12 :][: 16 * ROW].view(np.float16).reshape(16, -1)
+    keys[:, 5] = keys[:, 5] * 20 + 300
+    plain = decoded(geom, encode(geom, Codec.PLANES, blob, 16, bits=4), blob)
+    others = np.arange(ROW // 2) != 5
+    back = decoded(geom, encode(geom, Codec.PLANES, loud, 16, bits=4), loud)
+    assert np.array_equal(back[:, :, others], plain[:, :, others])
+
+
+def test_planes_refuse_what_is_beyond_their_range():
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    blob[-2:] = np.array([32768], np.float16).view(np.uint8)
+    encode(geom, Codec.PLANES, blob, 16)
+    for value in (np.nextafter(np.float16(32768), np.float16(np.inf)), np.inf, np.nan):
+        blob[-2:] = np.array([value], np.float16).view(np.uint8)
+        with pytest.raises(NativeError, match=r"as PLANES .*cannot be represented"):
+            encode(geom, Codec.PLANES, blob, 16)
 
 
 def test_a_chunk_does_not_depend_on_the_orientation():
@@ -218,6 +307,8 @@ def test_short_destination_and_wrong_counts_are_errors():
         chunks_decode_at(geom, [1], [], [], blob, 16)
     with pytest.raises(NativeError, match=r"chunk of 300 tokens .*expected 1\.\.256"):
         chunk_bound(geom, Codec.RAW, 300)
+    with pytest.raises(NativeError, match=r"and 9 bits, expected .* 1\.\.8 bits"):
+        chunk_bound(geom, Codec.PLANES, 16, 9)
     with pytest.raises(BufferError):
         chunks_decode(geom, [], [], bytes(blob), 16)
 
