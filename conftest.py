@@ -114,7 +114,8 @@ def suite(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
         def start(**table: Any) -> Any:
             stack.close()
-            table = {"codec": "lossless", "store": str(tmp_path / "kv")} | table
+            exact = {"codec": "lossless", "recompute": False}
+            table = exact | {"store": str(tmp_path / "kv")} | table
             config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
             return stack.enter_context(activate(config))
 

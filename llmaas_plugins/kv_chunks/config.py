@@ -24,7 +24,9 @@ class KVChunksConfig(BaseModel):
         "(LLMS §3.2), as 8-bit groups, or every bit as it was.",
     )
     levels: tuple[Annotated[int, Field(ge=1, le=INT8_BITS)], ...] = Field(
-        default=(8, 6, 5, 4, 3, 2), min_length=1, description='Bits a value may have with "tolerance".'
+        default=(8, 6, 5, 4, 3, 2),
+        min_length=1,
+        description='Bits a value may have with "tolerance".',
     )
     ratio_global: float = Field(
         default=0.5,
@@ -56,6 +58,11 @@ class KVChunksConfig(BaseModel):
     swap_out: Literal["ahead", "on_demand"] = Field(
         default="ahead",
         description="Write chunks to disk behind each reply, or when their room in RAM is needed.",
+    )
+    recompute: bool = Field(
+        default=True,
+        description="Whether a load evaluates tokens again where that is faster than reading their "
+        "chunks (LLMS §3.3); what it evaluates has other batch splits, so other last bits.",
     )
     share_across_apps: bool = Field(
         default=False,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_plugins import _native
+from llmaas_plugins._native import Codec, KVGeometry
 from llmaas_plugins.kv_chunks.keys import ChunkId
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
@@ -45,7 +47,7 @@ class Levels:
         ids: Sequence[ChunkId],
         bits: NDArray[np.int64],
         attention: Attention,
-        size: Callable[[int, int], int],
+        geometry: KVGeometry,
     ) -> None:
         """Demote what has more bits than chosen, and remember the attention.
 
@@ -53,7 +55,11 @@ class Levels:
             ids: The context's chunks; the new ones are stored by now.
             bits: What was chosen.
             attention: What it was chosen by.
-            size: Bytes of a chunk of so many tokens at so many bits.
+            geometry: Of the cells.
         """
-        self._store.notice(ids, *attention)
+
+        def size(n_tokens: int, level: int) -> int:
+            return _native.chunk_bound(geometry, Codec.PLANES, n_tokens, level)
+
+        self._store.notice(ids, attention[0].tolist(), attention[1].tolist())
         self._store.demote(ids, bits.tolist(), size)

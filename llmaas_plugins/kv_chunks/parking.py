@@ -7,16 +7,19 @@ the cells in use are as many as the parked contexts have different beginnings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 from llama_cpp import llama_cpp
+from numpy.typing import NDArray
 
 from llmaas_hooks import Engine, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
 
-__all__ = ["Parking"]
+__all__ = ["Parking", "Taken"]
 
 _APP = 0
 _END = -1
@@ -24,10 +27,29 @@ _END = -1
 
 @dataclass(slots=True, eq=False)
 class _Parked:
-    """Tokens ``0 … n-1`` of a context, and the sequence that holds exactly their cells."""
+    """Tokens ``0 … n-1`` of a context, and the sequence that holds exactly their cells.
+
+    Attributes:
+        sequence: Its number.
+        tokens: Shape ``(n,)``.
+        cells: Which cells these are by layer, shape ``(n_layers, n)``; None if nobody knows.
+    """
 
     sequence: int
     tokens: Tokens
+    cells: NDArray[np.int32] | None
+
+
+class Taken(NamedTuple):
+    """What sequence 0 was given.
+
+    Attributes:
+        n_tokens: Tokens.
+        cells: Where they lie by layer, shape ``(n_layers, n_tokens)``; None if nobody knows.
+    """
+
+    n_tokens: int
+    cells: NDArray[np.int32] | None
 
 
 def _nearest(contexts: Sequence[_Parked], tokens: Tokens) -> tuple[_Parked | None, int]:
@@ -37,6 +59,13 @@ def _nearest(contexts: Sequence[_Parked], tokens: Tokens) -> tuple[_Parked | Non
         return None, 0
     n = max(lengths)
     return contexts[lengths.index(n)], n
+
+
+def _joined(
+    first: NDArray[np.int32] | None, rest: NDArray[np.int32], n: int
+) -> NDArray[np.int32] | None:
+    """Cells of which the first ``n`` are another context's."""
+    return None if first is None else np.concatenate([first[:, :n], rest[:, n:]], axis=1)
 
 
 class Parking:
@@ -56,26 +85,33 @@ class Parking:
         self._n_cells = 0
         self._n_parked = self._n_taken = self._n_taken_tokens = self._n_given_up = 0
 
-    def switch(self, prompt: Tokens, resident: Tokens) -> int | None:
+    def switch(
+        self,
+        prompt: Tokens,
+        resident: Tokens,
+        cells: Callable[[int], NDArray[np.int32] | None] = lambda _: None,
+    ) -> Taken | None:
         """Keep what sequence 0 is about to lose, and bring back what the prompt goes on with.
 
         Args:
             prompt: The whole prompt, shape ``(n,)``.
             resident: What sequence 0 is known to hold from position 0, shape ``(m,)``.
+            cells: Tells where its first tokens lie, if that is known.
 
         Returns:
-            How many leading tokens of the prompt sequence 0 holds now, and nothing else; or None
+            The leading tokens of the prompt that sequence 0 holds now, and nothing else; or None
             if no parked context has more of them than sequence 0, which is as it was.
         """
         self._notice_given_up()
         n_common = common_prefix(resident, prompt)
         best, n_best = _nearest(self._contexts, prompt)
         if len(resident) - n_common >= CHUNK_TOKENS:
-            self._park(resident[: self._limit])
+            self._park(resident[: self._limit], cells)
+        taken = None
         if best is not None and n_best > n_common:
-            self._take(best, n_best)
+            taken = self._take(best, n_best)
         self._make_room()
-        return n_best if n_best > n_common else None
+        return taken
 
     def give_up(self) -> None:
         """Free all cells of parked contexts."""
@@ -102,7 +138,7 @@ class Parking:
 
     # -- one context ----------------------------------------------------------------------------
 
-    def _park(self, tokens: Tokens) -> None:
+    def _park(self, tokens: Tokens, where: Callable[[int], NDArray[np.int32] | None]) -> None:
         """Label the cells of sequence 0 as a parked context's too, if it is worth it."""
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(len(tokens)):
             return
@@ -115,14 +151,17 @@ class Parking:
                 self._remove(parked)
         sequence = min(set(PARKED_SEQUENCES) - self._sequences)
         nearest, n_shared = _nearest(self._contexts, tokens)
+        cells = where(len(tokens))
         if nearest is not None:
             self._label(nearest.sequence, sequence, 0, n_shared)
+            if cells is not None:
+                cells = _joined(nearest.cells, cells, n_shared)
         self._label(_APP, sequence, n_shared, len(tokens))
         self._sequences.add(sequence)
-        self._contexts.append(_Parked(sequence, tokens))
+        self._contexts.append(_Parked(sequence, tokens, cells))
         self._n_parked += 1
 
-    def _take(self, parked: _Parked, n: int) -> None:
+    def _take(self, parked: _Parked, n: int) -> Taken:
         """Give sequence 0 the first ``n`` cells of a parked context, and nothing else.
 
         It stays parked if the prompt left a part of it aside.
@@ -133,6 +172,7 @@ class Parking:
             self._remove(parked)
         self._n_taken += 1
         self._n_taken_tokens += n
+        return Taken(n, None if parked.cells is None else parked.cells[:, :n])
 
     def _touch(self, parked: _Parked) -> None:
         self._contexts.remove(parked)

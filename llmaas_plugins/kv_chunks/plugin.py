@@ -17,24 +17,30 @@ from llmaas_hooks import (
     DecodeStep,
     Engine,
     KVRestored,
+    NativeContext,
     Request,
     RequestStats,
     Tokens,
     hookimpl,
 )
 from llmaas_plugins._native import Budget, Codec
+from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.fingerprint import fingerprint, root_key
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.levels import Levels
+from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.pipeline import Workers
 from llmaas_plugins.kv_chunks.report import Report
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import SEQUENCES, unsupported, unsupported_cells
-from llmaas_plugins.kv_chunks.transfer import Transfer
+from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
 
 __all__ = ["KVChunks"]
+
+_CODECS = {"tolerance": Codec.PLANES, "int8": Codec.INT8, "lossless": Codec.LOSSLESS}
 
 _log = logging.getLogger("llmaas.kv_chunks")
 
@@ -53,7 +59,10 @@ class KVChunks:
         )
         self._contexts: dict[int, str | None] = {}
         self._refused: dict[int, str] = {}
+        self._natives: dict[int, NativeContext] = {}
         self._report = Report()
+        if config.codec != "tolerance":  # nobody looks, so the engine is left alone
+            self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -88,19 +97,24 @@ class KVChunks:
         return made
 
     @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Remember where attention can be looked at."""
+        self._natives[context.ctx] = context
+
+    @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
         """Load the longest stored prefix of the prompt."""
-        engine, started = request.engine, time.perf_counter()
+        engine = request.engine
         transfer, resident = self._transfer(engine), engine.resident_tokens()
         if transfer is None:
             return None
         try:
-            restored = transfer.restore(request.tokens, resident)
+            restored = transfer.restore(request.tokens, resident, request.app)
         except BudgetError as error:
             self._give_up(request.engine, error)
             return None
         if restored is not None:
-            self._report.restored(restored.n_loaded, time.perf_counter() - started)
+            self._report.restored(restored)
         return restored
 
     @hookimpl
@@ -113,7 +127,7 @@ class KVChunks:
         def swap_out() -> None:
             started = time.perf_counter()
             try:
-                transfer.save(tokens, request.context_id)
+                transfer.save(tokens, request.context_id, request.app)
             except BudgetError as error:
                 self._give_up(request.engine, error)
                 return
@@ -132,6 +146,11 @@ class KVChunks:
     def llmaas_decode(self, step: DecodeStep) -> None:
         """Learn what a token costs to recompute."""
         self._report.evaluated(step.n_tokens, step.seconds)
+        if step.n_tokens > 1:
+            with self._lock:
+                transfers = [t for e, t in self._transfers.items() if t and e.ctx == step.ctx]
+            for transfer in transfers:
+                transfer.evaluated(step.n_tokens, step.seconds)
 
     @hookimpl
     def llmaas_request_end(self, stats: RequestStats) -> None:
@@ -198,9 +217,29 @@ class KVChunks:
         if reason is not None:
             self._leave_alone(engine.llama.model_path, reason)
             return None
-        root = root_key(fingerprint(engine.llama))
-        codec = Codec.LOSSLESS if self._config.codec == "lossless" else Codec.INT8
-        return Transfer(engine, self._store, root, codec, self._staging, self._workers)
+        values = fingerprint(engine.llama)
+
+        @functools.cache
+        def root(app: str | None) -> bytes:
+            """Apps share no chunks unless they are allowed to: times tell what is stored."""
+            is_shared = app is None or self._config.share_across_apps
+            return root_key(values if is_shared else {**values, "app": app})
+
+        return Transfer(engine, root, self._parts(engine))
+
+    def _parts(self, engine: Engine) -> Parts:
+        config, native = self._config, self._natives.get(engine.ctx)
+        has_levels = config.codec == "tolerance"
+        return Parts(
+            store=self._store,
+            codec=_CODECS[config.codec],
+            levels=Levels(self._store, config.levels, config.ratio_global) if has_levels else None,
+            attention=ChunkAttention(native) if has_levels and native is not None else None,
+            parking=Parking(engine) if engine.n_spare else None,
+            recomputes=config.recompute,
+            staging=self._staging,
+            workers=self._workers,
+        )
 
     def _flush(self) -> None:
         try:

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from llmaas_hooks import RequestStats
+from llmaas_plugins.kv_chunks.transfer import Loaded
 
 __all__ = ["Report"]
 
@@ -23,7 +24,11 @@ class Report:
                 "reused_tokens",
                 "restores",
                 "restored_tokens",
+                "recomputed_tokens",
                 "restore_s",
+                "planned_restores",
+                "predicted_s",
+                "planned_s",
                 "saves",
                 "save_s",
                 "evaluated_tokens",
@@ -37,9 +42,16 @@ class Report:
         """A request ended."""
         self._add(requests=1, prompt_tokens=stats.n_prompt, reused_tokens=stats.n_reused)
 
-    def restored(self, n_tokens: int, seconds: float) -> None:
-        """Cells were loaded."""
-        self._add(restores=1, restored_tokens=n_tokens, restore_s=seconds)
+    def restored(self, loaded: Loaded) -> None:
+        """Cells were brought in; a plan's promise counts with the time that its load took."""
+        self._add(
+            restores=1,
+            restored_tokens=loaded.n_loaded,
+            recomputed_tokens=loaded.n_recomputed,
+            restore_s=loaded.actual_s,
+        )
+        if loaded.predicted_s is not None:
+            self._add(planned_restores=1, predicted_s=loaded.predicted_s, planned_s=loaded.actual_s)
 
     def saved(self, seconds: float) -> None:
         """Cells were swapped out of the engine."""

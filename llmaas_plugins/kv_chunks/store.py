@@ -132,7 +132,6 @@ class ChunkStore:
         encode: Callable[[NDArray[np.uint8]], int],
         *,
         is_first: bool,
-        bits: int = 0,
     ) -> bool:
         """Claim room for a chunk and let ``encode`` fill it.
 
@@ -141,17 +140,19 @@ class ChunkStore:
             bound: Most bytes ``encode`` may write.
             encode: Fills the array it gets; returns the bytes it wrote.
             is_first: Whether it begins a context; any other is of no use without its parent.
-            bits: Bits a value has in what ``encode`` writes; 0 where the codec has no levels.
 
         Returns:
             False when no tier has room for it or its parent; the chunk will be recomputed.
         """
+        with self._shelf.lock:
+            self._shelf.ram.compact(bound)
         offset = self._reserve_ram(bound, wanted.parent)
         if offset is None:
             return False
         try:
             room = self._shelf.ram.view(offset, page_round(bound))
             size = encode(room[:bound])
+            bits = _native.chunk_peek(room[:size]).bits
             room[size : page_round(size)] = 0  # the slab gets whole pages
         except BaseException:
             with self._shelf.lock:

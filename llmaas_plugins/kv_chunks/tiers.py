@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 __all__ = ["DiskTier", "RamTier", "Tier"]
 
 _MOST_MARKS = 1 << 16
+_WORTH_MOVING = 16  # free space that is this part of the arena
 
 
 class Tier:
@@ -105,6 +107,28 @@ class RamTier(Tier):
     def view(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
         """A window on the arena."""
         return self._bytes[offset : offset + n_bytes]
+
+    def compact(self, n_bytes: int) -> None:
+        """Close the gaps that cut chunks left, if ``n_bytes`` fit none and it makes much room.
+
+        Chunks in use stay where they are.
+        """
+        if self.capacity - self.used_bytes < max(n_bytes, self.capacity // _WORTH_MOVING):
+            return
+        place = self._extents.allocate(n_bytes)
+        if place is not None:
+            self._extents.release(place, n_bytes)
+            return
+        for chunk in sorted(self.queue, key=lambda chunk: chunk.ram):
+            if chunk.pins == 0:
+                self._extents.release(chunk.ram, chunk.size)
+                place = self._extents.allocate(chunk.size)
+                assert place is not None  # its own, at worst
+                if place != chunk.ram:
+                    ctypes.memmove(
+                        self.address(place), self.address(chunk.ram), page_round(chunk.size)
+                    )
+                    chunk.ram = place
 
 
 class DiskTier(Tier):

@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -16,9 +18,12 @@ from numpy.typing import NDArray
 from llmaas_hooks import CodecError, Engine, KVRestored, Tokens, common_prefix
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
+from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.cells import Cells
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain, chunk_key
+from llmaas_plugins.kv_chunks.levels import Attention, Levels
 from llmaas_plugins.kv_chunks.loading import Gap, Reads, Segment
+from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
 from llmaas_plugins.kv_chunks.planning import Plan, Run, plan
 from llmaas_plugins.kv_chunks.profiling import Profile
@@ -26,11 +31,12 @@ from llmaas_plugins.kv_chunks.recompute import evaluate
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import window
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, Match
 
-__all__ = ["Loaded", "Transfer"]
+__all__ = ["Loaded", "Parts", "Transfer"]
 
 _ENDLESS = 1 << 30
+_MOST_BITS = 8
 _log = logging.getLogger("llmaas.kv_chunks")
 
 
@@ -49,64 +55,109 @@ class Loaded(KVRestored):
     actual_s: float
 
 
+class Parts(NamedTuple):
+    """What a transfer works with.
+
+    Attributes:
+        store: Where chunks are.
+        codec: How they are encoded.
+        levels: Who chooses their bits; None if the codec has none.
+        attention: What they got; None if nobody knows.
+        parking: Contexts that stay in the engine; None without room for them.
+        recomputes: Whether what is slow to read may be computed instead.
+        staging: Buffers.
+        workers: Threads.
+    """
+
+    store: ChunkStore
+    codec: Codec
+    levels: Levels | None
+    attention: ChunkAttention | None
+    parking: Parking | None
+    recomputes: bool
+    staging: Staging
+    workers: Workers
+
+
 class Transfer:
     """Moves one engine's chunks."""
 
-    def __init__(  # noqa: PLR0913, PLR0917  wired up in one place
-        self,
-        engine: Engine,
-        store: ChunkStore,
-        root: bytes,
-        codec: Codec,
-        staging: Staging,
-        workers: Workers,
-    ) -> None:
-        """Attach to an engine whose cells have the fingerprint hash ``root``."""
-        self._store = store
+    def __init__(self, engine: Engine, root: Callable[[str | None], bytes], parts: Parts) -> None:
+        """Attach to an engine.
+
+        Args:
+            engine: Whose cells.
+            root: Where the chunk chains of an app begin, by the app's name.
+            parts: What it works with.
+        """
+        self._store = parts.store
         self._root = root
-        self._codec = codec
-        self._staging = staging
-        self._workers = workers
+        self._codec = parts.codec
+        self._levels = parts.levels
+        self._attention = parts.attention
+        self._parking = parts.parking
+        self._recomputes = parts.recomputes
+        self._staging = parts.staging
+        self._workers = parts.workers
         self._ctx = engine.ctx
         self._cells = Cells(engine.ctx)
         self._n_batch = int(llama_cpp.llama_n_batch(engine.ctx))
         n_threads = int(llama_cpp.llama_n_threads_batch(engine.ctx))
-        self._profile_key = chunk_key(root, f"profile, {n_threads} threads".encode())
-        self._profile = Profile(store.layout(self._profile_key))
+        self._profile_key = chunk_key(root(None), f"profile, {n_threads} threads".encode())
+        self._profile = Profile(self._store.layout(self._profile_key))
         self._window_chunks = window(engine.model) // CHUNK_TOKENS or _ENDLESS
         self._geometry: KVGeometry | None = None
         self._is_learned = False
         self._loader: Loader | None = None
+        weakref.finalize(self, self._store.lock_working_set, self._ctx, ())
 
     # -- swap-out -------------------------------------------------------------------------------
 
-    def save(self, tokens: Tokens, context_id: str | None) -> None:
-        """Claim the chunks of sequence 0 that are stored nowhere yet.
+    def save(self, tokens: Tokens, context_id: str | None, app: str | None) -> None:
+        """Claim the chunks of sequence 0 that are stored nowhere yet, and settle all bits.
 
         Args:
             tokens: What the cells hold, shape ``(n,)``.
             context_id: Persistent context that ends with them, if any.
+            app: Whose they are, if known.
 
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
-        ids = chain(self._root, tokens)
+        root = self._root(app)
+        ids = chain(root, tokens)
+        attention = self._look(len(tokens))
+        bits = None if self._levels is None else self._levels.choose(ids, attention)
         missing = self._store.missing(ids)
         if missing:
-            geometry = self._learn_geometry()
+            geometry = self._learn_geometry(root)
             step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
             with self._staging.lock:
                 for run in _runs(missing, step, self._window_chunks):
-                    if not self._claim(geometry, run, ids, len(tokens)):
+                    if not self._claim(geometry, run, ids, len(tokens), bits):
                         break
+        if self._levels is not None and bits is not None and self._geometry is not None:
+            self._levels.settle(ids, bits, attention, self._geometry)
         self._store.touch(ids)
+        self._store.lock_working_set(self._ctx, ids)
         if context_id is not None:
             self._store.set_head(context_id, ids)
         if self._profile.has_news:
             self._store.set_layout(self._profile_key, self._profile.to_json())
 
+    def _look(self, n_tokens: int) -> Attention:
+        if self._attention is not None:
+            return self._attention.take(n_tokens)
+        n_chunks = -(-n_tokens // CHUNK_TOKENS)
+        return np.zeros(n_chunks), np.zeros(n_chunks)
+
     def _claim(
-        self, geometry: KVGeometry, run: range, ids: Sequence[ChunkId], n_tokens: int
+        self,
+        geometry: KVGeometry,
+        run: range,
+        ids: Sequence[ChunkId],
+        n_tokens: int,
+        bits: NDArray[np.int64] | None,
     ) -> bool:
         start = run.start * CHUNK_TOKENS
         end = min(run.stop * CHUNK_TOKENS, n_tokens)
@@ -119,61 +170,93 @@ class Transfer:
         except CodecError as error:
             _log.warning("cells %d…%d are not saved: %s", start, end, error)
             return False
+        levels = [_MOST_BITS] * len(ids) if bits is None else bits.tolist()
         return all(
-            self._claim_one(geometry, ids[i], blob, end - start, i * CHUNK_TOKENS - start)
+            self._claim_one(
+                geometry, ids[i], blob, end - start, i * CHUNK_TOKENS - start, levels[i], i == 0
+            )
             for i in run
         )
 
-    def _claim_one(
+    def _claim_one(  # noqa: PLR0913, PLR0917  what and where
         self,
         geometry: KVGeometry,
         wanted: ChunkId,
         blob: NDArray[np.uint8],
         n_cells: int,
         first: int,
+        bits: int,
+        is_first: bool,
     ) -> bool:
         n_tokens = min(CHUNK_TOKENS, n_cells - first)
 
-        def encode(out: NDArray[np.uint8]) -> int:
-            try:
-                return _native.chunk_encode(
-                    geometry, self._codec, blob, n_cells, first, n_tokens, wanted.key, out
-                )
-            except NativeError as error:
-                if error.status != Status.EUNSUPPORTED:
-                    raise
-                return _native.chunk_encode(  # infinities: keep every bit instead
-                    geometry, Codec.RAW, blob, n_cells, first, n_tokens, wanted.key, out
-                )
+        def put(codec: Codec) -> bool:
+            at = (blob, n_cells, first, n_tokens, wanted.key)
+            return self._store.put(
+                wanted,
+                _native.chunk_bound(geometry, codec, n_tokens, bits),
+                lambda out: _native.chunk_encode(geometry, codec, *at, out, bits),
+                is_first=is_first,
+            )
 
-        bound = _native.chunk_bound(geometry, Codec.RAW, n_tokens)
-        bound = max(bound, _native.chunk_bound(geometry, self._codec, n_tokens))
-        return self._store.put(wanted, bound, encode, is_first=wanted.parent == self._root)
+        try:
+            return put(self._codec)
+        except NativeError as error:
+            if error.status != Status.EUNSUPPORTED:
+                raise
+            return put(Codec.RAW)  # infinities: keep every bit
 
     # -- load -----------------------------------------------------------------------------------
 
-    def restore(self, prompt: Tokens, resident: Tokens) -> Loaded | None:
-        """Bring in the stored prefix of ``prompt`` if it is longer than what is resident.
+    def restore(self, prompt: Tokens, resident: Tokens, app: str | None) -> Loaded | None:
+        """Bring in as much of ``prompt`` as is parked or stored, if that is more than is resident.
 
         Some of it may be evaluated here, where that is faster or nothing is stored.
 
         Args:
             prompt: The whole prompt, shape ``(n,)``.
             resident: What sequence 0 holds, shape ``(m,)``.
+            app: Who asks, if known.
 
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
-        match = self._store.match(self._root, prompt)
-        n_common = common_prefix(prompt, resident)
-        loader = self._loader or self._open_loader()
-        if match.n_tokens <= n_common or loader is None:
+        started = time.perf_counter()
+        n_taken = self._unpark(prompt, resident)
+        n_there = n_taken or common_prefix(prompt, resident)
+        root = self._root(app)
+        match = self._store.match(root, prompt)
+        loader = self._loader or self._open_loader(root)
+        self._store.lock_working_set(self._ctx, [chunk.id for chunk in match.path])
+        loaded = None
+        if match.n_tokens > n_there and loader is not None:
+            loaded = self._load_behind(loader, match, prompt, n_there, started)
+        if loaded is None and n_taken is not None:
+            return Loaded(n_taken, 0, 0, None, time.perf_counter() - started)
+        return loaded
+
+    def _unpark(self, prompt: Tokens, resident: Tokens) -> int | None:
+        """Let a context that is parked in the engine go on; its tokens if there is one."""
+        if self._parking is None:
             return None
-        kept = n_common // CHUNK_TOKENS * CHUNK_TOKENS
-        started, reads = time.perf_counter(), Reads()
+        if self._attention is None:
+            taken = self._parking.switch(prompt, resident)
+        else:
+            taken = self._parking.switch(prompt, resident, self._attention.cells)
+            if taken is not None:
+                self._attention.placed(0, taken.n_tokens, taken.cells)
+        return None if taken is None else taken.n_tokens
+
+    def _load_behind(
+        self, loader: Loader, match: Match, prompt: Tokens, n_there: int, started: float
+    ) -> Loaded | None:
+        """Load what is stored behind the whole chunks that are there."""
+        kept, reads = n_there // CHUNK_TOKENS * CHUNK_TOKENS, Reads()
         runs, predicted_s = self._plan(match.path[kept // CHUNK_TOKENS :], kept)
         if not runs:
             return None
+        if self._attention is not None:
+            self._attention.placed(kept, match.n_tokens)
         end, n_loaded = self._load(loader, runs, prompt[: match.n_tokens], kept, reads)
         n_recomputed = end - kept - n_loaded
         actual_s = time.perf_counter() - started
@@ -192,7 +275,8 @@ class Transfer:
         if all(chunk.ram != ABSENT for chunk in chunks):  # nothing to choose
             n_tokens = sum(chunk.n_tokens for chunk in chunks)
             return Plan([Run(chunks, is_loaded=True)], self._profile.load_seconds(n_tokens))
-        return plan(chunks, start, self._n_batch, self._profile.costs())
+        costs = self._profile.costs() if self._recomputes else None
+        return plan(chunks, start, self._n_batch, costs)
 
     def _load(
         self, loader: Loader, runs: Sequence[Run], prompt: Tokens, kept: int, reads: Reads
@@ -229,32 +313,34 @@ class Transfer:
         _log.warning("the engine refused stored cells; they are recomputed")
         return False
 
-    def _open_loader(self) -> Loader | None:
+    def _open_loader(self, root: bytes) -> Loader | None:
         """The loader; None as long as nobody knows the cells' layout."""
-        geometry = self._geometry or self._stored_geometry()
+        geometry = self._geometry or self._stored_geometry(root)
         if geometry is not None:
             self._geometry = geometry
             self._loader = Loader(self._store, self._staging, self._workers, geometry)
         return self._loader
 
-    def _stored_geometry(self) -> KVGeometry | None:
-        layout = self._store.layout(self._root)
+    def _stored_geometry(self, root: bytes) -> KVGeometry | None:
+        layout = self._store.layout(root)
         try:
             return None if layout is None else KVGeometry.from_json(json.loads(layout))
         except (ValueError, OverflowError) as error:
             _log.warning("the stored layout of this model's cells is unusable: %s", error)
             return None
 
-    def _learn_geometry(self) -> KVGeometry:
-        """Layout of this engine's cells, read off the blob of one of them."""
+    def _learn_geometry(self, root: bytes) -> KVGeometry:
+        """Layout of this engine's cells, read off the blob of one of them; noted under ``root``."""
         if self._geometry is None or not self._is_learned:
             blob = np.empty(self._cells.size(0, 1), dtype=np.uint8)
             self._cells.read(0, 1, blob)
             geometry, _ = _native.blob_probe(blob)
             if geometry != self._geometry:
                 self._geometry, self._loader = geometry, None
-                self._store.set_layout(self._root, json.dumps(geometry.to_json()))
             self._is_learned = True
+        layout = json.dumps(self._geometry.to_json())
+        if self._store.layout(root) != layout:
+            self._store.set_layout(root, layout)
         return self._geometry
 
 

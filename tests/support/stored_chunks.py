@@ -10,13 +10,19 @@ from llmaas_plugins._native import Codec, blob_init, blob_size, chunk_bound, chu
 
 
 @functools.lru_cache(maxsize=4096)
-def payload(geometry, wanted):
-    """A chunk whose cells follow from its key."""
+def payload(geometry, wanted, bits=0):
+    """A chunk whose cells follow from its key; of so many bit planes, or raw."""
     rng = np.random.default_rng(int.from_bytes(wanted.key[:8], "little"))
-    blob = rng.integers(0, 256, blob_size(geometry, 16), np.uint8)
+    n_bytes, n_tokens = blob_size(geometry, 16), len(wanted.tokens) // 4
+    blob = rng.integers(0, 256, n_bytes, np.uint8)
+    if bits:
+        blob = rng.standard_normal(n_bytes // 2).astype(np.float16).view(np.uint8)
     blob_init(geometry, blob, range(16))
-    out, n_tokens = bytearray(chunk_bound(geometry, Codec.RAW, 16)), len(wanted.tokens) // 4
-    return bytes(out[: chunk_encode(geometry, Codec.RAW, blob, 16, 0, n_tokens, wanted.key, out)])
+    codec = Codec.PLANES if bits else Codec.RAW
+    out = bytearray(chunk_bound(geometry, Codec.RAW, 16))
+    return bytes(
+        out[: chunk_encode(geometry, codec, blob, 16, 0, n_tokens, wanted.key, out, bits or 8)]
+    )
 
 
 def put(store, geometry, ids, name=None):
@@ -29,11 +35,11 @@ def put(store, geometry, ids, name=None):
         store.set_head(name, ids)
 
 
-def encoder(geometry, wanted):
+def encoder(geometry, wanted, bits=0):
     """What ``ChunkStore.put`` lets fill its room."""
 
     def encode(out):
-        data = payload(geometry, wanted)
+        data = payload(geometry, wanted, bits)
         out[: len(data)] = np.frombuffer(data, np.uint8)
         return len(data)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import numpy as np
 import pytest
-from stored_chunks import encoder
+from stored_chunks import encoder, payload
 
-from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound
+from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound, chunk_peek
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
 from llmaas_plugins.kv_chunks.keys import chain
@@ -47,7 +48,7 @@ def save(store, values, bits=(), name=None):
     for i in store.missing(ids):
         level = bits[i] if i < len(bits) else 0
         is_first = ids[i].parent == ROOT
-        if not store.put(ids[i], BOUND, encoder(GEOM, ids[i]), is_first=is_first, bits=level):
+        if not store.put(ids[i], BOUND, encoder(GEOM, ids[i], level), is_first=is_first):
             break
     store.touch(ids)
     if name is not None:
@@ -236,3 +237,86 @@ def test_chunks_that_may_not_be_written_give_way_from_their_end(open_store):
     assert in_ram(store, b) == [0, 1, 2, 3]
     assert in_ram(store, a) == [0, 1]
     assert store.stats()["written_bytes"] == 0
+
+
+# -- demotion (LLMS §3.2) -----------------------------------------------------------------------
+
+
+WIDE = KVGeometry(1, False, 1, 1, (1024,), (1024,))  # 8 bits take 5 pages, 2 bits 2
+
+
+def sizes(n_tokens, bits):
+    return chunk_bound(WIDE, Codec.PLANES, n_tokens, bits)
+
+
+def save_wide(store, values, bits):
+    ids = chain(ROOT, values)
+    for i in store.missing(ids):
+        bound = sizes(16, bits[i])
+        assert store.put(ids[i], bound, encoder(WIDE, ids[i], bits[i]), is_first=i == 0)
+    store.touch(ids)
+    return ids
+
+
+def contents(store, values):
+    path, _ = store.match(ROOT, values)
+    addresses = store.fetch(path)
+    found = [ctypes.string_at(a, c.size) for a, c in zip(addresses, path, strict=True)]
+    store.release(path)
+    return found
+
+
+def test_demoted_chunk_is_the_beginning_of_what_it_was_in_every_tier(open_store):
+    store = open_store(ram=40, disk=50)
+    ids = save_wide(store, tokens(0, 4), [8, 8, 4, 8])
+    store.flush()
+    before = store.stats()
+    store.demote(ids, [8, 2, 8, 4], sizes)
+    after = store.stats()
+    assert after["levels"] == {"8": 1, "4": 2, "2": 1}
+    assert after["ram_bytes"] < before["ram_bytes"]
+    assert after["disk_bytes"] == after["ram_bytes"]
+    assert (after["cut_chunks"], after["written_bytes"]) == (2, before["written_bytes"])
+    expected = [payload(WIDE, wanted, b) for wanted, b in zip(ids, [8, 2, 4, 4], strict=True)]
+    found = contents(store, tokens(0, 4))
+    assert [data[128:] for data in found] == [data[128:] for data in expected]
+    store = open_store(ram=40, disk=50)
+    found = contents(store, tokens(0, 4))
+    assert [chunk_peek(data).bits for data in found] == [8, 2, 4, 4]
+    assert store.stats()["faults"] == 0
+
+
+def test_gaps_that_demotions_left_are_closed_for_new_chunks(open_store):
+    store = open_store(ram=20)
+    ids = save_wide(store, tokens(0, 4), [8] * 4)
+    store.demote(ids, [2] * 4, sizes)
+    path, _ = store.match(ROOT, tokens(0, 4))
+    store.fetch(path[2:3])
+    in_use = path[2].ram
+    more = save_wide(store, tokens(1000, 1), [8])
+    assert path[2].ram == in_use
+    store.release(path[2:3])
+    found = contents(store, tokens(0, 4))
+    assert [data[128:] for data in found] == [payload(WIDE, wanted, 2)[128:] for wanted in ids]
+    assert contents(store, tokens(1000, 1)) == [payload(WIDE, wanted, 8) for wanted in more]
+
+
+def test_chunk_in_use_is_not_demoted(open_store):
+    store = open_store(ram=40, disk=50)
+    ids = save_wide(store, tokens(0, 2), [8, 8])
+    path, _ = store.match(ROOT, tokens(0, 2))
+    store.fetch(path[:1])
+    store.demote(ids, [2, 2], sizes)
+    assert [chunk.bits for chunk in path] == [8, 2]
+    store.release(path[:1])
+
+
+def test_attention_of_chunks_is_remembered(open_store):
+    store = open_store(ram=40, disk=50)
+    ids = save_wide(store, tokens(0, 2), [4, 4])
+    store.notice(ids, [0.5, 0.25], [2.0, 4.0])
+    store.flush()
+    store.notice(ids, [0.5, 0.25], [10.0, 1.0])
+    store = open_store(ram=40, disk=50)
+    found = [(chunk.attention, chunk.seen) for chunk in store.known(ids)]
+    assert found == [(1.0, 12.0), (0.25, 4.0)]  # the index is told when it doubles
