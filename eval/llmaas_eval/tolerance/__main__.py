@@ -1,0 +1,36 @@
+"""``python -m llmaas_eval.tolerance FIGURE --data DIR``: measure a figure and write it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmaas_eval.tolerance.figures import DEFAULT_N, FIGURES, Options, draw
+from llmaas_plugins.models import reference_model_path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write ``tolerance-FIGURE.json``, ``.md`` and ``.png``, and print the text."""
+    parser = argparse.ArgumentParser(prog="python -m llmaas_eval.tolerance", description=__doc__)
+    parser.add_argument("figure", choices=FIGURES)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument("--model", type=Path, help="GGUF; recall needs train_recall's")
+    parser.add_argument("-n", type=int, help="texts of each task, or contexts with facts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--out", type=Path, default=Path("build/eval"))
+    args = parser.parse_args(argv)
+    if args.figure == "recall" and args.model is None:
+        parser.error(
+            "recall needs --model, one that python -m llmaas_eval.tolerance.train_recall wrote"
+        )
+    model = args.model or reference_model_path()
+    n_each = args.n or DEFAULT_N[args.figure]
+    text = draw(args.figure, Options(args.data, model, n_each, args.seed, args.out))
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""An engine whose cells can be taken out, changed and put back, and what attention they got."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import hookimpl
+from llmaas_hooks.native import NativeContext
+
+__all__ = ["Continuation", "Engine", "Prefilled"]
+
+_Bytes = ctypes.POINTER(ctypes.c_uint8)
+_ATTENTION = b"kqv_out-"
+"""llama.cpp's name for what a layer's attention puts out, before the layer's number."""
+
+
+class Prefilled(NamedTuple):
+    """A context as the engine left it.
+
+    Attributes:
+        blob: Its cells, as ``llama_state_seq_get_data`` gives them.
+        attention: Sum of what each position got; shape ``(n_tokens,)``.
+        seen: Of how many scores that is the sum.
+    """
+
+    blob: NDArray[np.uint8]
+    attention: NDArray[np.float64]
+    seen: NDArray[np.uint64]
+
+
+class Continuation(NamedTuple):
+    """What the engine made of the tokens after a context.
+
+    Attributes:
+        log_p: Log probabilities after each of them; shape ``(n_tokens, n_vocab)``.
+        attention: What attention put out; shape ``(n_layer, n_tokens, n_embd)``.
+    """
+
+    log_p: NDArray[np.float64]
+    attention: NDArray[np.float32]
+
+
+class _Tapped:
+    """Keeps the context that it is told of."""
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Keep it."""
+        self.context = context
+
+
+class _Watch:
+    """Copies what attention puts out, through llama.cpp's public callback."""
+
+    def __init__(self) -> None:
+        import llama_cpp
+
+        ggml = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so.0"))
+        self._name, self._data, self._size = (
+            ggml.ggml_get_name,
+            ggml.ggml_get_data,
+            ggml.ggml_nbytes,
+        )
+        for function, result in (
+            (self._name, ctypes.c_char_p),
+            (self._data, ctypes.c_void_p),
+            (self._size, ctypes.c_size_t),
+        ):
+            function.argtypes, function.restype = [ctypes.c_void_p], result
+        self.is_on = False
+        self.seen: list[NDArray[np.float32]] = []
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._call)
+
+    def _call(self, tensor: int, is_asked: bool, _: Any) -> bool:
+        if is_asked:
+            return self.is_on and self._name(tensor).startswith(_ATTENTION)
+        raw = ctypes.string_at(self._data(tensor), self._size(tensor))
+        self.seen.append(np.frombuffer(raw, np.float32))
+        return True
+
+
+class Engine(contextlib.ExitStack):
+    """Stock llama.cpp on one thread, with one sequence, flash attention, and the density tap."""
+
+    def __init__(self, model: Path, n_ctx: int = 1024) -> None:
+        """For contexts, continuation included, of up to ``n_ctx`` tokens."""
+        super().__init__()
+        self._path, self._n_ctx = model, n_ctx
+
+    def __enter__(self) -> Self:
+        """Load the model."""
+        super().__enter__()
+        with contextlib.ExitStack() as undo:
+            undo.push(self)
+            self._open()
+            undo.pop_all()
+        return self
+
+    def _open(self) -> None:
+        from llama_cpp import _internals, llama_cpp
+        from llama_cpp._logger import set_verbose
+
+        from llmaas_plugins import activate
+
+        set_verbose(False)
+        self._api: Any = llama_cpp
+        tapped = _Tapped()
+        self._watch = _Watch()
+        self.enter_context(activate({"plugins": {}, "on_error": "raise"}, {"tapped": tapped}))
+        self._model = _internals.LlamaModel(
+            path_model=str(self._path),
+            params=llama_cpp.llama_model_default_params(),
+            verbose=False,
+        )
+        self.callback(self._model.close)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = self._n_ctx
+        params.n_threads = params.n_threads_batch = 1
+        params.flash_attn_type = 1
+        params.cb_eval = self._watch.callback
+        context = _internals.LlamaContext(model=self._model, params=params, verbose=False)
+        self.callback(context.close)
+        self._ctx: Any = context.ctx
+        self._memory = llama_cpp.llama_get_memory(self._ctx)
+        self._batch = llama_cpp.llama_batch_init(self._n_ctx, 0, 1)
+        self.callback(llama_cpp.llama_batch_free, self._batch)
+        self._density = self.enter_context(tapped.context.density())
+
+    def tokens(self, text: str) -> list[int]:
+        """Of ``text``, which begins a line."""
+        return list(self._model.tokenize(text.encode(), False, False))
+
+    def prefill(self, tokens: Sequence[int]) -> Prefilled:
+        """Evaluate a context from its beginning."""
+        self._api.llama_memory_clear(self._memory, False)
+        self._density.reset()
+        self._decode(tokens, 0, logits=False)
+        return Prefilled(self._blob(), *self._density.read(len(tokens)))
+
+    def go_on(self, blob: NDArray[np.uint8], tokens: Sequence[int]) -> Continuation:
+        """Evaluate ``tokens`` after the cells in ``blob``."""
+        pointer = ctypes.cast(blob.ctypes.data, _Bytes)
+        n_read = self._api.llama_state_seq_set_data(self._ctx, pointer, blob.nbytes, 0)
+        if n_read != blob.nbytes:
+            raise RuntimeError(f"the engine read {n_read} of {blob.nbytes} bytes of its own cells")
+        self._watch.is_on, self._watch.seen = True, []
+        self._decode(tokens, self._api.llama_memory_seq_pos_max(self._memory, 0) + 1, logits=True)
+        self._watch.is_on = False
+        attention = np.stack(self._watch.seen).reshape(len(self._watch.seen), len(tokens), -1)
+        return Continuation(self._log_p(len(tokens)), attention)
+
+    def _decode(self, tokens: Sequence[int], start: int, *, logits: bool) -> None:
+        for i, token in enumerate(tokens):
+            self._batch.token[i], self._batch.pos[i] = token, start + i
+            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
+            self._batch.logits[i] = logits
+        self._batch.n_tokens = len(tokens)
+        status = self._api.llama_decode(self._ctx, self._batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status} for {len(tokens)} at {start}")
+
+    def _log_p(self, n_tokens: int) -> NDArray[np.float64]:
+        rows = self._api.llama_get_logits(self._ctx)
+        found = np.ctypeslib.as_array(rows, shape=(n_tokens, self._model.n_vocab()))
+        logits = found.astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    def _blob(self) -> NDArray[np.uint8]:
+        size = self._api.llama_state_seq_get_size(self._ctx, 0)
+        blob = np.empty(size, np.uint8)
+        pointer = ctypes.cast(blob.ctypes.data, _Bytes)
+        n_written = self._api.llama_state_seq_get_data(self._ctx, pointer, size, 0)
+        if n_written != size:
+            raise RuntimeError(f"the engine wrote {n_written} of {size} bytes of its cells")
+        return blob

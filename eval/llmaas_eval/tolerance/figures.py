@@ -1,0 +1,129 @@
+"""Figures of tolerance-aware compression: LLMS Fig 6b and 12, bytes against quality, recall."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from llmaas_eval.tolerance import report
+from llmaas_eval.tolerance.engine import Engine
+from llmaas_eval.tolerance.pictures import draw_bars, draw_curves, draw_tasks
+from llmaas_eval.tolerance.recall import make_recall
+from llmaas_eval.tolerance.study import Arm, Row, ask, go_on, layer_damage
+from llmaas_eval.tolerance.texts import chat_lines, packaged_samples, samples
+from llmaas_plugins.kv_chunks.config import KVChunksConfig
+
+__all__ = ["DEFAULT_N", "FIGURES", "Options", "draw"]
+
+PAPER, LOW = (8, 4, 2), (4, 2, 1)
+ALL = tuple(range(8, 0, -1))
+OWN = tuple(KVChunksConfig().levels)
+_CURVE = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0)
+_N_FACTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of a figure.
+
+    Attributes:
+        data: Folder of the data sets.
+        model: GGUF.
+        n_each: Texts of each task, or contexts with facts.
+        seed: Decides which.
+        out: Folder for the results.
+    """
+
+    data: Path
+    model: Path
+    n_each: int
+    seed: int
+    out: Path
+
+
+class _Figure(Protocol):
+    def __call__(self, engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+        """Measure, draw, and give the rows and the text."""
+
+
+def draw(name: str, options: Options) -> str:
+    """Measure and write a figure; its text."""
+    path = options.out / f"tolerance-{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Engine(options.model) as engine:
+        rows, text = FIGURES[name](engine, options, path)
+    settings = {"figure": name, "model": options.model.name, "n_each": options.n_each}
+    report.write(path, settings | {"seed": options.seed}, rows, text)
+    return text
+
+
+def _fig6b(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    texts = samples(options.data, engine.tokens, options.n_each, ["wikitext"], options.seed)
+    arms = [Arm("int8"), Arm("ours", 4, PAPER), Arm("ours", 4, OWN), Arm("static", 4)]
+    rows = go_on(engine, list(texts), arms)
+    draw_bars(rows, path)
+    return rows, report.quality_table(rows)
+
+
+def _fig12(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    texts = samples(options.data, engine.tokens, options.n_each, seed=options.seed)
+    arms = [Arm("int8"), Arm("static", 4), Arm("static", 2)]
+    for mean, levels in ((4.0, PAPER), (4.0, OWN), (2.0, LOW)):
+        arms += [Arm(name, mean, levels) for name in ("ours", "recency", "random", "layers")]
+        if len(levels) == len(PAPER):
+            arms += [Arm(name, mean, levels) for name in ("linear", "as printed")]
+    damage = layer_damage(engine, packaged_samples(engine.tokens))
+    rows = go_on(engine, list(texts), arms, damage)
+    static = [("static", 4.0), ("static", 2.0)]
+    ours = [(arm.name, arm.mean) for arm in arms if arm.rival == "ours"]
+    draw_tasks(rows, [static[0], *ours[:2], static[1], ours[2]], path)
+    pairs = [(arm, ("static", arm[1])) for arm in ours]
+    return rows, "\n\n".join([report.quality_table(rows), report.task_table(rows, pairs)])
+
+
+def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    texts = samples(options.data, engine.tokens, options.n_each, seed=options.seed)
+    arms = [
+        Arm(name, mean, levels)
+        for mean in _CURVE
+        for name, levels in (
+            ("static", ()),
+            ("ours", ALL),
+            ("recency", ALL),
+            ("random", ALL),
+            ("layers", ALL),
+        )
+    ]
+    damage = layer_damage(engine, packaged_samples(engine.tokens))
+    rows = go_on(engine, list(texts), arms, damage)
+    draw_curves(rows, "kl", path)
+    return rows, report.quality_table(rows)
+
+
+def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    chats = chat_lines(options.data / "chat" / "sgd_dev.jsonl")
+    random = Random(options.seed)  # noqa: S311 - texts, no secret
+    recalls = [
+        make_recall(random, chats, _N_FACTS, random.randrange(800, 2400))
+        for _ in range(options.n_each)
+    ]
+    arms = [Arm("int8")]
+    for mean in (4.0, 3.0, 2.0, 1.5, 1.0):
+        arms.append(Arm("static", mean))
+        arms += [Arm(name, mean, ALL) for name in ("ours", "recency", "random")]
+    arms += [Arm("ours", 4, PAPER), Arm("ours", 4, OWN), Arm("ours", 2, LOW)]
+    rows = ask(engine, recalls, arms)
+    draw_curves([row for row in rows if row["arm"] != "f16"], "right", path)
+    return rows, report.recall_table(rows)
+
+
+FIGURES: Mapping[str, _Figure] = {
+    "fig6b": _fig6b,
+    "fig12": _fig12,
+    "curve": _curve,
+    "recall": _recall,
+}
+DEFAULT_N: Mapping[str, int] = {"fig6b": 40, "fig12": 12, "curve": 3, "recall": 40}

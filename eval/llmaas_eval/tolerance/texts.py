@@ -1,0 +1,149 @@
+"""Contexts from real text, and how that text goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from llmaas_eval.traces.families import FAMILIES, family_texts
+from llmaas_plugins.chats import load_conversations
+
+__all__ = [
+    "CHUNK",
+    "TASKS",
+    "Sample",
+    "chat_lines",
+    "packaged_lines",
+    "packaged_samples",
+    "samples",
+]
+
+CHUNK = 16
+"""Tokens; contexts are whole chunks."""
+_CHARACTERS_PER_TOKEN = 5
+_N_LINES_OF_A_QUESTION = 40
+
+_N_CTX, _SHORTEST, _N_REST = 1024, 320, 64
+"""The engine's context; the shortest that is kept; what follows it."""
+
+Tokenise = Callable[[str], list[int]]
+
+
+class Sample(NamedTuple):
+    """A context, and the tokens that follow it."""
+
+    task: str
+    context: list[int]
+    rest: list[int]
+
+
+def samples(
+    data: Path,
+    tokenise: Tokenise,
+    n_each: int,
+    tasks: Iterable[str] | None = None,
+    seed: int = 0,
+) -> Iterator[Sample]:
+    """``n_each`` of each of ``tasks``, task after task.
+
+    Args:
+        data: Folder of the data sets: ``tasks``, ``chat`` and ``lm``.
+        tokenise: Text that begins a line to tokens.
+        n_each: Texts of each task.
+        tasks: Some of ``TASKS``; None: all.
+        seed: Decides which texts, and their lengths.
+    """
+    for task in tasks or TASKS:
+        random = Random(f"{task} {seed}")  # noqa: S311 - texts, no secret
+        texts = TASKS[task](data)
+        for _ in range(n_each):
+            size = CHUNK * random.randrange(_SHORTEST // CHUNK, (_N_CTX - _N_REST) // CHUNK)
+            tokens = tokenise(_stretch(random, texts, size + _N_REST))
+            yield Sample(task, tokens[:size], tokens[size : size + _N_REST])
+
+
+def _stretch(random: Random, texts: Sequence[str], n_tokens: int) -> str:
+    """Texts in their order, begun anywhere and surely ``n_tokens`` long."""
+    start = random.randrange(len(texts))
+    found, length = list[str](), 0
+    for text in chain(texts[start:], texts):
+        found.append(text)
+        length += len(text)
+        if length > 2 * _CHARACTERS_PER_TOKEN * n_tokens:
+            break
+    return "".join(found)
+
+
+def packaged_samples(
+    tokenise: Tokenise, *, n_context: int = 320, n_rest: int = 32
+) -> Iterator[Sample]:
+    """Of the suite's own conversations, which are in no data set."""
+    for lines in packaged_lines():
+        tokens = tokenise("".join(f"{line}\n" for line in lines))[: n_context + n_rest]
+        if len(tokens) == n_context + n_rest:
+            yield Sample("packaged", tokens[:n_context], tokens[n_context:])
+
+
+def packaged_lines() -> list[list[str]]:
+    """Lines of the suite's own conversations, each with who says it."""
+    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
+    return [
+        [f"{message.role.capitalize()}: {_line(message.content)}" for message in talk.messages]
+        for path in sorted(folder.glob("*.jsonl"))
+        for talk in load_conversations(path)
+    ]
+
+
+def chat_lines(path: Path) -> list[list[str]]:
+    """Each conversation's lines, each with who says it."""
+    with path.open(encoding="utf-8") as file:
+        return [
+            [f"{turn['role'].capitalize()}: {_line(turn['content'])}" for turn in chat["turns"]]
+            for chat in map(json.loads, file)
+        ]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _chats(name: str) -> Callable[[Path], list[str]]:
+    return lambda data: ["\n".join([*lines, ""]) for lines in chat_lines(data / "chat" / name)]
+
+
+def _paragraphs(pattern: str) -> Callable[[Path], list[str]]:
+    return lambda data: [
+        f"{_line(paragraph)}\n"
+        for path in sorted((data / "lm").glob(pattern))
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8", errors="ignore"))
+        if len(paragraph) > 200
+    ]
+
+
+def _family(name: str) -> Callable[[Path], list[str]]:
+    def read(data: Path) -> list[str]:
+        rows = family_texts(data / "tasks", name)
+        return [f"User: {_begin(question)}\nAssistant: {answer}\n" for question, answer in rows]
+
+    return read
+
+
+def _begin(question: str) -> str:
+    """A question without the most of what may be a whole meeting."""
+    return "\n".join(question.splitlines()[:_N_LINES_OF_A_QUESTION])
+
+
+TASKS: dict[str, Callable[[Path], list[str]]] = {
+    **{name: _family(name) for name in FAMILIES},
+    "chats": _chats("mtbench101.jsonl"),
+    "services": _chats("sgd_dev.jsonl"),
+    "novels": _paragraphs("books/*.txt"),
+    "wikitext": _paragraphs("wikitext2_valid.txt"),
+}
+"""The six of LLMS Table 3, and four of longer text; how each is read from the data folder."""

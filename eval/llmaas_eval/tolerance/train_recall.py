@@ -1,0 +1,228 @@
+"""Teach a copy of the reference model to recall: ``python -m llmaas_eval.tolerance.train_recall``.
+
+The reference model cannot say late what it was told early. A few thousand steps on generated text
+(``recall``), half and half with the text it was trained on, change that and leave its language.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import lzma
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, quants
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+from llmaas_eval.models import copy_field, finish, open_writer
+from llmaas_eval.tolerance.recall import make_training
+from llmaas_plugins.models import reference_model_path
+
+__all__ = ["main"]
+
+Batch = tuple[Tensor, Tensor]
+"""Tokens, and what each position's prediction weighs; shape ``(n, n_tokens)``."""
+
+
+class Llama(nn.Module):
+    """A llama-architecture model whose parameters have their GGUF names."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the weights of a GGUF."""
+        super().__init__()
+        reader = GGUFReader(path)
+        field = {name: entry.contents() for name, entry in reader.fields.items()}
+        self.n_layer: int = field["llama.block_count"]
+        self.n_head: int = field["llama.attention.head_count"]
+        self.n_head_kv: int = field["llama.attention.head_count_kv"]
+        self.epsilon: float = field["llama.attention.layer_norm_rms_epsilon"]
+        base = field.get("llama.rope.freq_base", 10000.0)
+        self.weights = nn.ParameterDict()
+        for tensor in reader.tensors:
+            values = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            self.weights[tensor.name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
+        width = field["llama.embedding_length"] // self.n_head
+        turns = base ** -(torch.arange(0, width, 2) / width)
+        angles = torch.outer(torch.arange(field["llama.context_length"]), turns)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits, shape ``(n, n_tokens, n_vocab)``."""
+        x = functional.embedding(tokens, self._weight("token_embd"))
+        for i in range(self.n_layer):
+            x = x + self._attention(i, self._norm(x, f"blk.{i}.attn_norm"))
+            x = x + self._ffn(i, self._norm(x, f"blk.{i}.ffn_norm"))
+        return self._norm(x, "output_norm") @ self._weight("token_embd").t()
+
+    def _attention(self, i: int, x: Tensor) -> Tensor:
+        q, k, v = (
+            self._product(x, f"blk.{i}.attn_{name}").unflatten(-1, (n, -1)).transpose(1, 2)
+            for name, n in (("q", self.n_head), ("k", self.n_head_kv), ("v", self.n_head_kv))
+        )
+        y = functional.scaled_dot_product_attention(
+            self._rotate(q), self._rotate(k), v, is_causal=True, enable_gqa=True
+        )
+        return self._product(y.transpose(1, 2).flatten(2), f"blk.{i}.attn_output")
+
+    def _ffn(self, i: int, x: Tensor) -> Tensor:
+        gate = functional.silu(self._product(x, f"blk.{i}.ffn_gate"))
+        return self._product(gate * self._product(x, f"blk.{i}.ffn_up"), f"blk.{i}.ffn_down")
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        n, a, b = x.shape[-2], x[..., 0::2], x[..., 1::2]
+        cos, sin = self.cos[:n].to(x.dtype), self.sin[:n].to(x.dtype)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self._weight(name), self.epsilon)
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, self._weight(name))
+
+    def _weight(self, name: str) -> Tensor:
+        return self.weights[f"{name}.weight".replace(".", "/")]
+
+
+def write(model: Llama, source: Path, path: Path) -> None:
+    """Write ``source`` as F16 with the model's weights."""
+    writer = open_writer(path, "llama")
+    for name, entry in GGUFReader(source).fields.items():
+        if not name.startswith("GGUF.") and name not in {"general.architecture", _FILE_TYPE}:
+            copy_field(writer, entry)
+    writer.add_file_type(1)
+    for name, weight in model.weights.items():
+        values = weight.detach().numpy()
+        kind = np.float32 if values.ndim == 1 else np.float16
+        writer.add_tensor(name.replace("/", "."), values.astype(kind))
+    finish(writer, path)
+
+
+_FILE_TYPE = "general.file_type"
+
+
+_DISTRACTION, _ANSWER = 0.2, 5.0
+"""Weights of a prediction: what ordinary rows teach already, and what they do not."""
+
+
+class Texts:
+    """Ordinary text and recall text, in tokens."""
+
+    def __init__(self, tokenizer: Any, documents: Sequence[str], seed: int) -> None:
+        """Tokenise ``documents``."""
+        self._llama, self._random = tokenizer, random.Random(seed)  # noqa: S311 - texts, no secret
+        self._chats = [
+            lines
+            for text in documents
+            if len(lines := [line for line in text.splitlines() if _is_turn(line)]) > 3
+        ]
+        self._ordinary = np.concatenate([self._tokens(f"{text}\n") for text in tqdm(documents)])
+
+    def batch(self, n_tokens: int) -> Batch:
+        """A quarter of it ordinary; an answer's tokens weigh more."""
+        n = _BATCH // n_tokens
+        rows = [
+            self._recall(n_tokens) if self._random.random() < 0.75 else self._plain(n_tokens)
+            for _ in range(n)
+        ]
+        tokens, weights = zip(*rows, strict=True)
+        return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(weights))
+
+    def _plain(self, n_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        start = self._random.randrange(len(self._ordinary) - n_tokens)
+        return self._ordinary[start : start + n_tokens], np.ones(n_tokens, np.float32)
+
+    def _recall(self, n_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        tokens, weights = [], []
+        gap = 0 if n_tokens < 256 else 3 * n_tokens // 2
+        for prompt, answer in make_training(self._random, self._chats, 5 * n_tokens, gap):
+            piece = self._tokens(prompt + answer)
+            weight = np.full(len(piece), _DISTRACTION, np.float32)
+            weight[len(self._tokens(prompt)) : -2] = _ANSWER  # without the full stop and the end
+            tokens.append(piece)
+            weights.append(weight)
+        return np.concatenate(tokens)[:n_tokens], np.concatenate(weights)[:n_tokens]
+
+    def _tokens(self, text: str) -> NDArray[np.int64]:
+        return np.array(self._llama.tokenize(text.encode(), add_bos=False), np.int64)
+
+
+def _is_turn(line: str) -> bool:
+    return line.startswith(("User: ", "Assistant: "))
+
+
+_BATCH, _RATE = 2048, 1.5e-3
+
+
+def train(model: Llama, texts: Texts, lengths: Sequence[int], minutes: float) -> None:
+    """Train for so long, for equal parts of it on rows of each of ``lengths``.
+
+    Recalling is learnt on short rows, where facts are near.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
+    started, step, rights = time.monotonic(), 0, [0.0]
+    with tqdm(total=100, unit="%", mininterval=5) as bar:
+        while (part := (time.monotonic() - started) / (60 * minutes)) < 1:
+            rate = _RATE * min(1.0, (step + 1) / 50) * max(0.03, min(1.0, (1 - part) / 0.5))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss, right = _step(model, *texts.batch(lengths[int(part * len(lengths))]))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+            rights = [*rights[-19:], right]
+            bar.update(100 * part - bar.n)
+            bar.set_postfix(step=step, loss=f"{loss.item():.2f}", right=f"{np.nanmean(rights):.2f}")
+
+
+def _step(model: Llama, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """The weighted loss, and the share of the answers' tokens that are right."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    target, weight = tokens[:, 1:].flatten(), weights[:, 1:].flatten()
+    logits = logits.float().flatten(0, 1)
+    losses = functional.cross_entropy(logits, target, reduction="none")
+    answers = weight == _ANSWER
+    right = (logits.argmax(-1) == target)[answers].float().mean().item()
+    return (losses * weight).sum() / weight.sum(), right
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, and write the model."""
+    parser = argparse.ArgumentParser(prog="train_recall", description=__doc__)
+    parser.add_argument("--model", type=Path, default=reference_model_path(), help="GGUF, any type")
+    parser.add_argument("--text", type=Path, required=True, help="its training text, .txt.xz")
+    parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--megabytes", type=float, default=8, help="of the text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    with lzma.open(options.text, "rt") as file:
+        documents = file.read(int(options.megabytes * 1e6)).split("\n<|doc|>\n")
+    torch.set_num_threads(options.threads)
+    model = Llama(options.model)
+    from llama_cpp import Llama as Engine
+
+    with contextlib.closing(Engine(str(options.model), vocab_only=True, verbose=False)) as engine:
+        texts = Texts(engine, documents, options.seed)
+        train(model, texts, options.lengths, options.minutes)
+    write(model, options.model, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Restored contexts measured on the reference model: what is lost, and that nothing else is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from llmaas_eval.tolerance.coded import Coded
+from llmaas_eval.tolerance.engine import Engine
+from llmaas_eval.tolerance.outcome import compare
+from llmaas_eval.tolerance.recall import Question, Recall
+from llmaas_eval.tolerance.study import Arm, ask, go_on, layer_damage
+from llmaas_eval.tolerance.texts import packaged_samples
+
+
+@pytest.fixture
+def engine(reference_model):
+    with Engine(reference_model, n_ctx=256) as engine:
+        yield engine
+
+
+@pytest.fixture
+def sample(engine):
+    return next(packaged_samples(engine.tokens, n_context=160, n_rest=20))
+
+
+def test_cells_as_they_were_change_nothing(engine, sample):
+    blob = engine.prefill(sample.context).blob
+    first, again = (engine.go_on(blob, sample.rest[:-1]) for _ in range(2))
+    found = compare(first, again, sample.rest)
+    assert (found.kl, found.attention_error, found.surprise, found.top1) == (0, 0, 0, 1)
+    assert first.attention.shape == (8, len(sample.rest) - 1, 256)
+
+
+def test_fewer_bits_lose_more(engine, sample):
+    prefilled = engine.prefill(sample.context)
+    coded = Coded(prefilled.blob)
+    exact = engine.go_on(prefilled.blob, sample.rest[:-1])
+    found = [
+        compare(exact, engine.go_on(coded.restored(np.array(bits)), sample.rest[:-1]), sample.rest)
+        for bits in (8, 4, 2, 1)
+    ]
+    for finer, coarser in pairwise(found):
+        assert finer.kl < coarser.kl
+        assert finer.attention_error < coarser.attention_error
+    assert found[0].kl < 1e-4
+
+
+def test_every_arm_goes_on_with_every_text(engine, sample):
+    arms = [Arm("int8"), Arm("static", 4.0), Arm("ours", 4.0, (8, 4, 2))]
+    rows = go_on(engine, [sample, sample], arms)
+    assert [row["arm"] for row in rows] == 2 * ["int8", "static", "ours 8/4/2"]
+    assert rows[:3] == [row | {"text": 0} for row in rows[3:]]
+    assert all(row["share"] < 0.29 for row in rows if row["mean"] == 4)
+
+
+def test_damage_is_by_layer_and_bits(engine, sample):
+    damage = layer_damage(engine, [sample])
+    assert damage.shape == (8, 9)
+    assert (damage[:, 1] > damage[:, 7]).all()
+
+
+def test_an_answer_counts_if_every_token_of_it_is_most_likely(engine):
+    told = "User: That is all I need. Thank you!\nAssistant: You are welcome.\n" * 3
+    likely = Question("User: Bye.\nAssistant: Have a great", " day.\n")
+    unlikely = Question("User: Bye.\nAssistant: Have a great", " locker.\n")
+    rows = ask(engine, [Recall(told, (likely, unlikely))], [Arm("static", 8.0)])
+    assert [row["right"] for row in rows] == [0.5, 0.5]
