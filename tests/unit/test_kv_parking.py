@@ -53,12 +53,16 @@ class App:
         taken = self.parking.switch(prompt, self.tokens)
         if taken is not None:
             self.tokens = prompt[: taken.n_tokens]
+            assert self.positions(0) == list(range(taken.n_tokens))
+        self.evaluate(prompt)
+        return None if taken is None else taken.n_tokens
+
+    def evaluate(self, prompt):
         n_kept = min(common_prefix(self.tokens, prompt), len(prompt) - 1)
         assert llama_cpp.llama_memory_seq_rm(self.memory, 0, n_kept, -1)
         for start in range(n_kept, len(prompt), N_TOGETHER):
             self.decode(prompt[start : start + N_TOGETHER], start)
         self.tokens = prompt
-        return None if taken is None else taken.n_tokens
 
     def decode(self, piece, start):
         self.batch.n_tokens = len(piece)
@@ -184,17 +188,26 @@ def test_a_common_beginning_is_there_once(app):
 
 
 def test_equal_beginnings_that_were_evaluated_apart_become_one(app):
-    """The rule holds of what is parked, whatever happened in sequence 0."""
+    """Asked for the same tokens again, Llama evaluates the last one into a cell of its own."""
     app.ask(tokens(SYSTEM, A))
+    app.ask(SYSTEM)
+    app.ask(tokens(SYSTEM, C))
+    assert len(app.cells()) == len(SYSTEM) + len(A) + 1 + len(C)
     app.ask(B)
-    assert app.ask(tokens(SYSTEM, A)) is not None
-    llama_cpp.llama_memory_seq_rm(app.memory, 0, -1, -1)
-    app.tokens = tokens()
+    app.check()
+    assert app.parking.n_cells == len(SYSTEM) + len(A) + len(C)
+    assert len(app.cells()) == len(SYSTEM) + len(A) + len(C) + len(B)
+
+
+def test_a_context_that_another_goes_on_with_needs_no_place_of_its_own(app):
+    """The app evaluated all of it without asking."""
+    app.ask(A)
     app.ask(B)
-    app.ask(tokens(SYSTEM, A))  # from its first token on
-    app.ask(tokens(SYSTEM, B))
+    app.evaluate(tokens(A, piece(10)))
     app.ask(C)
     app.check()
+    assert len(app.engine.parked) == 1
+    assert app.parking.n_cells == len(A) + 10
 
 
 def test_a_prompt_that_takes_a_beginning_leaves_the_rest_parked(app):
@@ -316,7 +329,7 @@ def test_whatever_is_asked_the_rules_hold(model, seed):
         kept = (
             contexts[i][: rng.integers(len(contexts[i]) + 1)] if rng.random() < 0.3 else contexts[i]
         )
-        grown = tokens(kept, rng.integers(300, 4000, rng.integers(1, 60)))
+        grown = tokens(kept, rng.integers(300, 4000, rng.integers(not len(kept), 60)))
         contexts[i] = grown if len(grown) <= N_CTX else tokens(systems[rng.integers(3)], piece(20))
         if rng.random() < 0.05:
             app.parking.give_up()

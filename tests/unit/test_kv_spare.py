@@ -1,0 +1,73 @@
+"""How many cells for parked contexts a context is given."""
+
+from __future__ import annotations
+
+import llama_cpp
+import pytest
+
+from llmaas_eval.models import Shape, write_random_model
+from llmaas_hooks import ContextCreate, ModelLoad
+from llmaas_plugins.kv_chunks.support import default_parked_tokens, spare_cells
+
+SHAPE = Shape(n_layer=1, n_embd=256, n_head=2, n_head_kv=1, n_ff=512, n_ctx=1024)
+"""Little attention for its weights."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_random_model(tmp_path_factory.mktemp("spare") / "model.gguf", SHAPE)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    params = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    yield model
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.fixture
+def create(model, path):
+    def create(path=path, **fields):
+        params = llama_cpp.llama_context_default_params()
+        for name, value in fields.items():
+            setattr(params, name, value)
+        return ContextCreate(model, params, path and ModelLoad(str(path), None))
+
+    return create
+
+
+def test_cells_come_in_llama_cpps_steps(create):
+    assert [spare_cells(create(), n) for n in (0, 255, 256, 1000)] == [0, 0, 256, 768]
+
+
+def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, tmp_path):
+    """llama.cpp takes the other one if the context is larger than that of the model's training."""
+    longer = tmp_path / "long.gguf"
+    longer.write_bytes(b"GGUF, and then blk.0.rope_factors_long.weight, and so on")
+    for n_ctx in (1024, 800, 0):
+        assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 0
+        assert spare_cells(create(None, n_ctx=n_ctx), 512) == 0  # nobody knows
+        assert spare_cells(create(n_ctx=n_ctx), 512) == 512
+    for n_ctx in (256, 1025):  # the same set with those cells and without
+        assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 512
+
+
+FLASH = {"flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
+Q8_0 = {"type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({**FLASH, "n_threads": 1}, True),
+        ({**FLASH, **Q8_0, "n_threads": 4}, True),
+        ({**FLASH, "n_threads": 2}, False),
+        ({"flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED, "n_threads": 1}, False),
+        ({"n_threads": 1}, False),  # llama.cpp decides
+    ],
+)
+def test_where_parked_cells_would_slow_each_token_there_are_none(create, fields, expected):
+    found = create(**fields)
+    n = default_parked_tokens(found.model, found.params)
+    assert n == (512 if expected else 0)
