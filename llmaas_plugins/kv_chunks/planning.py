@@ -134,7 +134,7 @@ def best_cut(work: Work, costs: Costs) -> int:
 def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
     """Predicted delay of every cut from 0 to the number of chunks, both included (Eq 4).
 
-    A cut right before a ghost counts a call too many: the same plan is right with the cut behind.
+    A cut right before a ghost is as good as the one behind it, and counts as endless.
     """
     is_read = work.n_bytes > 0
     done_before = _summed(_engine_seconds(work, costs, is_read | work.is_ghost))
@@ -144,7 +144,9 @@ def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
     longest = np.append(np.maximum.accumulate(way[::-1])[::-1], -np.inf)
     t_re = done_before + still_to_do
     t_io = costs.read + longest - read_before
-    return costs.load + np.maximum(t_re, t_io)
+    seconds = costs.load + np.maximum(t_re, t_io)
+    seconds[1:-1][work.is_ghost[1:]] = np.inf
+    return seconds
 
 
 def _runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:

@@ -2,8 +2,8 @@
 
 The paper measures once, at installation. Here every prompt that is evaluated and every load is a
 test point, and the last ones count most: a disk or a processor that gets slower is followed, and
-measuring costs nothing. As long as nothing is known, everything is loaded; that is the first
-measurement. Points are kept with the store, so that another process starts with them.
+measuring costs nothing. Until enough was read to judge the disk by, everything is loaded; that is
+the measurement. Points are kept with the store, so that another process starts with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from llmaas_plugins.kv_chunks.planning import Costs
 
 __all__ = ["Line", "Profile"]
 
-_MOST_POINTS = 32
+_MOST_POINTS = 64
+_ENOUGH_BYTES = 4 << 20
 _PAIRS = 4096
 _FAR = 2.0
 _LEAST_SECONDS, _MOST_SECONDS, _MOST_AMOUNT = 1e-7, 1e5, 1e15
@@ -126,9 +127,10 @@ class Profile:
         self._n_points += 1
 
     def costs(self) -> Costs | None:
-        """What plans are made of; None as long as something about them is unknown."""
+        """What plans are made of; None as long as too little is known for one."""
         recompute, read = self._recompute.seconds_each(), self._read.seconds_each()
-        if recompute is None or read is None:
+        n_read = sum(n_bytes for _, _, n_bytes in self._read.points())
+        if recompute is None or read is None or n_read < _ENOUGH_BYTES:
             return None
         call, token, pairs = recompute
         return Costs(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())

@@ -186,7 +186,8 @@ def test_cells_are_those_that_were_promised(make, suite, kv, budget, damaged, n_
     engine = active._installed._host.engine(llama)
     engine.settle()
     request = Request(engine, np.array(PROMPT[:173], np.int32), None)
-    restored = active.hooks.kv_restore(request)
+    with engine.lent():
+        restored = active.hooks.kv_restore(request)
     n_recomputed = 0 if damaged is None else 16
     assert restored.n_tokens == 173
     assert restored.n_loaded == 173 - n_kept // 16 * 16 - n_recomputed

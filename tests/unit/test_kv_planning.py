@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmaas_plugins.kv_chunks.keys import ChunkId
@@ -64,6 +64,7 @@ costs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(paths, st.sampled_from([0, 16, 400]), costs)
 def test_no_cut_is_better_than_the_best_one(path, start, costs):
     work = Work.of(path, start, N_BATCH)
@@ -75,6 +76,7 @@ def test_no_cut_is_better_than_the_best_one(path, start, costs):
     assert chosen * 0.95 <= min(expected) * (1 + 1e-6) + 1e-9
 
 
+@settings(deadline=None)
 @given(paths, st.sampled_from([0, 16, 400]), costs)
 def test_a_plan_covers_the_chunks_up_to_the_last_one_loaded(path, start, costs):
     runs, expected_s = plan(path, start, N_BATCH, costs)
@@ -163,12 +165,13 @@ def test_a_hiccup_is_none():
     assert line.seconds_each()[1] == pytest.approx(1e-3, rel=0.1)
 
 
-def test_costs_are_unknown_before_both_were_seen():
+def test_costs_are_unknown_before_enough_was_seen():
     profile = Profile(None)
     assert profile.costs() is profile.load_seconds(16) is None
     profile.evaluated(64, 0, 0.1)
+    profile.read(3_000_000, 0.3)
     assert profile.costs() is None
-    profile.read(1_000_000, 0.1)
+    profile.read(2_000_000, 0.2)
     assert profile.costs().load == profile.costs().put == 0
     profile.loaded(640, 0.01)
     assert profile.load_seconds(640) == pytest.approx(0.01)
@@ -178,7 +181,7 @@ def test_another_process_knows_what_this_one_measured():
     profile = Profile(None)
     for n in (16, 64, 256):
         profile.evaluated(n, 100, 1e-3 + 1e-4 * n)
-        profile.read(1000 * n, 1e-4 + 1e-6 * n)
+        profile.read(50_000 * n, 1e-4 + 1e-6 * n)
         profile.loaded(n, 1e-5 * n)
     assert profile.has_news
     stored = profile.to_json()
@@ -205,5 +208,5 @@ def test_what_cannot_be_right_is_ignored(stored):
     profile = Profile(stored)
     profile.evaluated(64, 0, 0.1)
     assert profile.costs() is None
-    profile.read(1_000_000, 0.1)
+    profile.read(10_000_000, 1)
     assert profile.costs().byte == pytest.approx(1e-7)
