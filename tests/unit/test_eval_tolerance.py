@@ -180,7 +180,7 @@ def test_an_interval_is_around_the_mean():
 
 def rows(arm, mean, values, key):
     other = dict.fromkeys(
-        ("kl", "kl_first", "top1_first", "surprise", "attention_error", "right"), 0.0
+        ("kl", "kl_first", "top1_first", "surprise", "attention_error", "right", "nats"), 0.0
     )
     fixed = {"arm": arm, "mean": mean, "bits": mean, "share": 0.25, "task": "chats"}
     return [fixed | other | {key: value} for value in values]
@@ -195,7 +195,9 @@ def test_differences_are_of_the_same_text():
 
 def test_recall_is_against_the_cells_as_they_were():
     right = rows("f16", 16.0, [1.0] * 9, "right") + rows("static", 2.0, [0.5] * 9, "right")
-    assert "| static | 2.00 | 25.00% | 50.0% | -50.00 (-50.00 to -50.00) |" in recall_table(right)
+    assert "| static | 2.00 | 25.00% | 50.0% | -50.00 (-50.00 to -50.00) |  | 0.00" in recall_table(
+        right
+    )
 
 
 def test_arms_of_other_means_are_other_arms():

@@ -8,6 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmaas_eval.tolerance import report
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.pictures import draw_bars, draw_curves, draw_tasks
@@ -75,7 +78,7 @@ def _fig12(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str
         arms += [Arm(name, mean, levels) for name in ("ours", "recency", "random", "layers")]
         if len(levels) == len(PAPER):
             arms += [Arm(name, mean, levels) for name in ("linear", "as printed")]
-    damage = layer_damage(engine, packaged_samples(engine.tokens))
+    damage = _damage(engine)
     rows = go_on(engine, list(texts), arms, damage)
     static = [("static", 4.0), ("static", 2.0)]
     ours = [(arm.name, arm.mean) for arm in arms if arm.rival == "ours"]
@@ -97,10 +100,14 @@ def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str
             ("layers", ALL),
         )
     ]
-    damage = layer_damage(engine, packaged_samples(engine.tokens))
+    damage = _damage(engine)
     rows = go_on(engine, list(texts), arms, damage)
     draw_curves(rows, "kl", path)
     return rows, report.quality_table(rows)
+
+
+def _damage(engine: Engine) -> NDArray[np.float64]:
+    return layer_damage(engine, list(packaged_samples(engine.tokens))[::3])
 
 
 def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:

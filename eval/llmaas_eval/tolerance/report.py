@@ -65,20 +65,23 @@ def task_table(rows: Sequence[Row], pairs: Sequence[tuple[tuple[str, float], ...
 
 
 def recall_table(rows: Sequence[Row]) -> str:
-    """Answers that are right, by arm."""
+    """Answers that are right, and nats for the right one, by arm."""
     arms = by_arm(rows)
     lines = [
-        "| kept as | bits | stored | right | less f16's | less static's |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| kept as | bits | stored | right | less f16's | less static's | nats | less static's |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (name, mean), found in arms.items():
+        static = arms.get(("static", mean), found)
         cells = [
             name,
             f"{_mean(found, 'bits'):.2f}",
             f"{_mean(found, 'share'):.2%}",
             f"{_mean(found, 'right'):.1%}",
             _difference(found, arms["f16", 16.0], "right", 100),
-            _difference(found, arms.get(("static", mean), found), "right", 100),
+            _difference(found, static, "right", 100),
+            f"{_mean(found, 'nats'):.2f}",
+            _difference(found, static, "nats", 1),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

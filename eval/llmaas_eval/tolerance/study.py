@@ -80,17 +80,25 @@ def ask(engine: Engine, recalls: Sequence[Recall], arms: Sequence[Arm]) -> list[
         kept = [(Arm("f16", 16.0), raw)]
         kept += [(arm, _keep(arm, coded, prefilled, None, number)) for arm in arms]
         for arm, way in kept:
-            right = [_is_right(engine, way.blob, *question) for question in recall.questions]
+            answers = [_answer(engine, way.blob, *question) for question in recall.questions]
+            right, nats = np.mean(answers, axis=0).tolist()
             row = _row(arm, way, coded) | {"task": "recall", "text": number}
-            rows.append(row | {"right": float(np.mean(right))})
+            rows.append(row | {"right": right, "nats": nats})
     return rows
 
 
-def _is_right(engine: Engine, blob: NDArray[np.uint8], prompt: str, answer: str) -> bool:
-    """Whether the most likely tokens after ``prompt`` are the answer, full stop and end aside."""
+def _answer(
+    engine: Engine, blob: NDArray[np.uint8], prompt: str, answer: str
+) -> tuple[bool, float]:
+    """Whether the most likely tokens after ``prompt`` are the answer, and its nats.
+
+    Full stop and end of line do not count.
+    """
     n_prompt, tokens = len(engine.tokens(prompt)), engine.tokens(prompt + answer)[:-2]
-    found = engine.go_on(blob, tokens[:-1]).log_p.argmax(axis=1)
-    return bool((found[n_prompt - 1 :] == tokens[n_prompt:]).all())
+    log_p = engine.go_on(blob, tokens[:-1]).log_p[n_prompt - 1 :]
+    rest = tokens[n_prompt:]
+    is_right = bool((log_p.argmax(axis=1) == rest).all())
+    return is_right, -float(log_p[np.arange(len(rest)), rest].sum())
 
 
 def layer_damage(engine: Engine, samples: Iterable[Sample]) -> NDArray[np.float64]:
