@@ -33,11 +33,13 @@ class _Parked:
         sequence: Its number.
         tokens: Shape ``(n,)``.
         cells: Which cells these are by layer, shape ``(n_layers, n)``; None if nobody knows.
+        root: Where its chain of chunks begins.
     """
 
     sequence: int
     tokens: Tokens
     cells: NDArray[np.int32] | None
+    root: bytes
 
 
 class Taken(NamedTuple):
@@ -82,6 +84,8 @@ class Parking:
         self._limit = engine.n_spare
         self._sequences = engine.parked
         self._contexts: list[_Parked] = []  # the one that was used last is the last
+        self._resident_root = b""
+        self._is_expired = False
         self._n_cells = 0
         self._n_parked = self._n_taken = self._n_taken_tokens = self._n_given_up = 0
 
@@ -90,6 +94,7 @@ class Parking:
         prompt: Tokens,
         resident: Tokens,
         cells: Callable[[int], NDArray[np.int32] | None] = lambda _: None,
+        root: bytes = b"",
     ) -> Taken | None:
         """Keep what sequence 0 is about to lose, and bring back what the prompt goes on with.
 
@@ -97,21 +102,32 @@ class Parking:
             prompt: The whole prompt, shape ``(n,)``.
             resident: What sequence 0 is known to hold from position 0, shape ``(m,)``.
             cells: Tells where its first tokens lie, if that is known.
+            root: Where the prompt's chain of chunks begins. Contexts with another one stay parked.
 
         Returns:
             The leading tokens of the prompt that sequence 0 holds now, and nothing else; or None
             if no parked context has more of them than sequence 0, which is as it was.
         """
         self._notice_given_up()
+        if self._is_expired:
+            self._is_expired = False
+            self.give_up()
         n_common = common_prefix(resident, prompt)
-        best, n_best = _nearest(self._contexts, prompt)
+        best, n_best = _nearest([p for p in self._contexts if p.root == root], prompt)
+        if n_best <= n_common:
+            best = None
+        if best is not None:
+            self._touch(best)
         if len(resident) - n_common >= CHUNK_TOKENS:
             self._park(resident[: self._limit], cells)
-        taken = None
-        if best is not None and n_best > n_common:
-            taken = self._take(best, n_best)
+        taken = None if best is None else self._take(best, n_best)
         self._make_room()
+        self._resident_root = root
         return taken
+
+    def expire(self) -> None:
+        """Let the next ``switch`` begin with giving up all; any thread may ask for it."""
+        self._is_expired = True
 
     def give_up(self) -> None:
         """Free all cells of parked contexts."""
@@ -142,7 +158,8 @@ class Parking:
         """Label the cells of sequence 0 as a parked context's too, if it is worth it."""
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(len(tokens)):
             return
-        for parked in tuple(self._contexts):
+        root = self._resident_root
+        for parked in [p for p in self._contexts if p.root == root]:
             n = common_prefix(parked.tokens, tokens)
             if n == len(tokens):
                 self._touch(parked)
@@ -158,7 +175,7 @@ class Parking:
                 cells = _joined(nearest.cells, cells, n_shared)
         self._label(_APP, sequence, n_shared, len(tokens))
         self._sequences.add(sequence)
-        self._contexts.append(_Parked(sequence, tokens, cells))
+        self._contexts.append(_Parked(sequence, tokens, cells, root))
         self._n_parked += 1
 
     def _take(self, parked: _Parked, n: int) -> Taken:

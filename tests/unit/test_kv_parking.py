@@ -48,9 +48,9 @@ class App:
         llama_cpp.llama_batch_free(self.batch)
         llama_cpp.llama_free(self.ctx)
 
-    def ask(self, prompt):
+    def ask(self, prompt, root=b""):
         """Evaluate a prompt; its tokens that were brought back, or None."""
-        taken = self.parking.switch(prompt, self.tokens)
+        taken = self.parking.switch(prompt, self.tokens, root=root)
         if taken is not None:
             self.tokens = prompt[: taken.n_tokens]
             assert self.positions(0) == list(range(taken.n_tokens))
@@ -317,6 +317,30 @@ def test_giving_up(app):
     assert app.ask(A) is None
 
 
+def test_what_must_be_forgotten_is_gone_with_the_next_request(app):
+    app.ask(A)
+    app.ask(B)
+    app.parking.expire()
+    assert app.ask(A) is None
+    app.check()
+    assert len(app.engine.parked) == 1  # what this request left
+    assert app.ask(B) == len(B)
+
+
+def test_apps_that_share_no_chunks_share_no_parked_context(app):
+    """Cells of equal beginnings are still there once: that does not show."""
+    app.ask(tokens(SYSTEM, A), b"one")
+    app.ask(C, b"one")
+    assert app.ask(tokens(SYSTEM, A), b"two") is None
+    app.ask(C[:20], b"two")
+    app.check()
+    assert app.parking.n_cells == len(SYSTEM) + len(A) + len(C)
+    assert len(app.engine.parked) == 3
+    assert app.ask(tokens(SYSTEM, A), b"one") == len(SYSTEM) + len(A)
+    assert app.ask(C, b"two") == 20  # its own
+    app.check()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_asked_the_rules_hold(model, seed):
     """Contexts that grow, are cut, edited and left, in a cache that gets ever more fragmented."""
@@ -333,7 +357,7 @@ def test_whatever_is_asked_the_rules_hold(model, seed):
         contexts[i] = grown if len(grown) <= N_CTX else tokens(systems[rng.integers(3)], piece(20))
         if rng.random() < 0.05:
             app.parking.give_up()
-        app.ask(contexts[i])
+        app.ask(contexts[i], b"one" if i % 3 else b"two")
         app.check()
         fresh.ask(contexts[i])
         assert np.allclose(app.keys(), fresh.keys(), atol=0.02)
