@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
 
-__all__ = ["Costs", "Plan", "Run", "Work", "best_cut", "delays", "plan"]
+__all__ = ["Costs", "Plan", "Run", "Work", "as_runs", "best_cut", "delays", "plan"]
 
 _WORTH_WHILE = 0.95
 """A split must promise to take this share of the time without; less is within what costs vary."""
@@ -116,9 +116,9 @@ def plan(chunks: Sequence[Chunk], start: int, n_batch: int, costs: Costs | None)
     prompt. While the costs are not known, all that is stored is loaded.
     """
     if costs is None:
-        return Plan(_runs(chunks, 0), None)
+        return Plan(as_runs(chunks, 0), None)
     cut = best_cut(Work.of(chunks, start, n_batch), costs)
-    runs = _runs(chunks, cut)
+    runs = as_runs(chunks, cut)
     rest = chunks[: sum(len(run.chunks) for run in runs)]
     seconds = delays(Work.of(rest, start, n_batch), costs)[min(cut, len(rest))]
     return Plan(runs, float(seconds))
@@ -149,8 +149,8 @@ def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
     return seconds
 
 
-def _runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:
-    """The plan as runs; those at the end that are only recomputed are left out."""
+def as_runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:
+    """A cut as runs; one at the end that is only recomputed is left out."""
     is_loaded = [
         not _is_nowhere(chunk) and (i >= cut or chunk.ram != ABSENT)
         for i, chunk in enumerate(chunks)
