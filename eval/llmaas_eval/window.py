@@ -123,6 +123,8 @@ class Reader:
 
     def _move(self, start: int, end: int) -> None:
         """Take the cells from ``start`` to ``end`` out, and move the later ones there."""
+        if end <= start:  # a short window, of which the sinks themselves are still seen
+            return
         llama_cpp.llama_memory_seq_rm(self._memory, 0, start, end)
         llama_cpp.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
         self.n_cells -= end - start
