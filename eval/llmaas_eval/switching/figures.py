@@ -13,6 +13,7 @@ OURS = "ours"
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
     "without tolerance-aware compression": {"codec": "int8"},
+    "without recompute": {"recompute": False},
     "without LCTRU": {"eviction": "lru"},
     "without ahead-of-time writes": {"swap_out": "on_demand"},
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 __all__ = ["CallResult", "RunResult"]
@@ -67,6 +67,7 @@ class RunResult:
         base_bytes: What its process needs without any context.
         limit_bytes: What it was allowed beyond that.
         peak_bytes: Most that it took beyond that.
+        status: What the system says of itself.
     """
 
     calls: Sequence[CallResult]
@@ -74,6 +75,7 @@ class RunResult:
     base_bytes: int = 0
     limit_bytes: int = 0
     peak_bytes: int = 0
+    status: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -63,9 +63,9 @@ def _run(job: dict[str, Any], setting: Setting, what: Plan, cost: Cost) -> RunRe
                 for step, next_s in zip(what.steps, following, strict=True)
             ]
         peak = 0 if group is None else group.peak - base
+        return RunResult(calls, None, base, limit, peak, system.status())
     finally:
         system.close()
-    return RunResult(calls, None, base, limit, peak)
 
 
 def _throttled(folder: Path, bytes_per_s: int | None) -> contextlib.AbstractContextManager[None]:

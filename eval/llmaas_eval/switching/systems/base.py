@@ -26,8 +26,8 @@ __all__ = [
     "room_beside_cells",
 ]
 
-SLACK_BYTES = 8 << 20
-"""Of the budget, left to Python, threads and the allocator."""
+SLACK_BYTES = 16 << 20
+"""Of the budget, left to Python, threads, the allocator and pages on their way to disk."""
 _LEAST_ROOM = 1 << 20
 
 
@@ -123,6 +123,10 @@ class System(ABC):
     @abstractmethod
     def cells(self, step: Step) -> NDArray[np.uint8]:
         """The engine's cells of the context that ``step`` was for, as one blob."""
+
+    def status(self) -> Mapping[str, Any]:
+        """What it says of itself at the end, as plain JSON types."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

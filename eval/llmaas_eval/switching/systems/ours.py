@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from llmaas_eval.switching.steps import Step
 from llmaas_eval.switching.systems.base import Entered, Setting, room_beside_cells
 from llmaas_eval.switching.systems.one import OneContext, open_llama
 from llmaas_hooks import Request, Tokens, common_prefix
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 
 __all__ = ["Ours"]
 
 _BATCH_TOKENS = 512
+_N_DENSITIES, _STRIDE = 4096, 61
 
 
 class Ours(OneContext):
@@ -38,9 +41,33 @@ class Ours(OneContext):
             llama = open_llama(setting, n_warm)
             super().__init__(setting, llama, learn_geometry(llama.ctx))
             self._engine = self._suite._installed._host.engine(llama)
+            self._pretend_attention()
         except BaseException:
             self._suite.deactivate()
             raise
+
+    @property
+    def _plugin(self) -> Any:
+        return self._suite.hooks._pm.get_plugin("kv_chunks")
+
+    def _pretend_attention(self) -> None:
+        """Add attention to what the engine's tap counts: injected cells get none by themselves.
+
+        The density of a context's chunk is drawn once, log-normal.
+        """
+        attention: Any = self._plugin._transfer(self._engine)._attention
+        if attention is None:
+            return
+        densities = np.exp(np.random.default_rng(0).standard_normal(_N_DENSITIES))
+        take = attention.take
+
+        def pretended(n_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+            sums, counts = take(n_tokens)
+            chunks = np.arange(len(sums)) + _STRIDE * self._step.context
+            seen = float(CHUNK_TOKENS * (self._step.n_prompt + self._step.n_reply))
+            return sums + seen * densities[chunks % _N_DENSITIES], counts + seen
+
+        attention.take = pretended
 
     def enter(self, step: Step) -> Entered:
         self._engine.settle()
@@ -69,10 +96,13 @@ class Ours(OneContext):
 
     def _finish(self, before: threading.Thread | None) -> None:
         self._suite.settle()
-        plugin: Any = self._suite.hooks._pm.get_plugin("kv_chunks")
-        plugin._store.flush()
+        self._plugin._store.flush()
         if before is not None:
             before.join()
+
+    def status(self) -> Mapping[str, Any]:
+        """The plugin's own report."""
+        return dict(self._suite.status()["plugins"]["kv_chunks"])
 
     def close(self) -> None:
         if self._behind is not None:
@@ -89,6 +119,7 @@ class Ours(OneContext):
             super()._append(context, blob)
 
     def _grown(self, step: Step) -> None:
+        self._step = step
         with self._engine.lent():
             super()._grown(step)
 
