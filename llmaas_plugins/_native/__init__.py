@@ -26,6 +26,7 @@ from .kv import (
     blob_positions,
     blob_probe,
     blob_size,
+    blob_sort,
 )
 from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
 
@@ -43,6 +44,7 @@ __all__ = [
     "blob_positions",
     "blob_probe",
     "blob_size",
+    "blob_sort",
     "chunk_bound",
     "chunk_cut",
     "chunk_encode",

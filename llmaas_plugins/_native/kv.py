@@ -22,6 +22,7 @@ __all__ = [
     "blob_positions",
     "blob_probe",
     "blob_size",
+    "blob_sort",
 ]
 
 MAX_LAYERS = 1024
@@ -146,6 +147,17 @@ def blob_check(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
     status = lib.llmaas_blob_check(geom.handle, view, len(view), _positions(positions), n)
     if status:
         raise fail(f"engine blob of {len(view)} bytes for {n} cells, {_expected(geom, n)}", status)
+
+
+def blob_sort(geom: KVGeometry, buf: Bytes, n_cells: int) -> None:
+    """Put an engine blob's cells in order of their positions, in place."""
+    view = as_output(buf)
+    status = lib.llmaas_blob_sort(geom.handle, view, len(view), n_cells)
+    if status:
+        raise fail(
+            f"engine blob of {len(view)} bytes for {n_cells} cells, {_expected(geom, n_cells)}",
+            status,
+        )
 
 
 def blob_positions(buf: Bytes) -> list[int]:

@@ -166,6 +166,7 @@ class Transfer:
             _log.warning("cannot read cells %d…%d; they are not saved", start, end)
             return False
         try:
+            _native.blob_sort(geometry, blob, end - start)  # beside parked cells they lie mixed
             _native.blob_check(geometry, blob, range(start, end))
         except CodecError as error:
             _log.warning("cells %d…%d are not saved: %s", start, end, error)

@@ -27,6 +27,7 @@ llmaas_status llmaas_blob_init(
     const llmaas_kv_geom * geom, uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells);
 llmaas_status llmaas_blob_check(
     const llmaas_kv_geom * geom, const uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells);
+llmaas_status llmaas_blob_sort(const llmaas_kv_geom * geom, uint8_t * blob, size_t size, uint32_t n_cells);
 llmaas_status llmaas_blob_probe(
     const uint8_t * blob, size_t size, uint32_t max_layers, llmaas_blob_info * info, uint64_t * k_row, uint64_t * v_row);
 llmaas_status llmaas_blob_positions(const uint8_t * blob, size_t size, int32_t * pos, uint32_t n_cells);

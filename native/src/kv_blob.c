@@ -20,14 +20,6 @@ size_t llmaas_blob_size(const llmaas_kv_geom * geom, uint32_t n_cells) {
     return size > SIZE_MAX / 2 ? 0 : (size_t) size;
 }
 
-static llmaas_status args_check(
-    const llmaas_kv_geom * geom, const uint8_t * blob, const int32_t * pos, uint32_t n_cells) {
-    if (!blob || !pos || llmaas_blob_size(geom, n_cells) == 0) {
-        return LLMAAS_EINVAL;
-    }
-    return LLMAAS_OK;
-}
-
 static void row_head_write(uint8_t * p, const llmaas_kv_plane * plane) {
     store_i32(p, plane->type);
     if (plane->trans) {
@@ -58,17 +50,18 @@ static bool cache_ok(
     bool            ok   = load_u32(p) == 1 && load_u32(p + 4) == n_cells;
     const uint8_t * cell = p + LLMAAS_BLOB_CACHE;
     for (uint32_t i = 0; i < n_cells; ++i, cell += LLMAAS_BLOB_CELL) {
-        ok &= load_i32(cell) == pos[i] && load_u32(cell + 4) == 1;
+        ok &= (!pos || load_i32(cell) == pos[i]) && load_u32(cell + 4) == 1;
     }
     return ok && load_u32(cell) == geom->v_trans && load_u32(cell + 4) == n_layer;
 }
 
 llmaas_status llmaas_blob_init(
     const llmaas_kv_geom * geom, uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells) {
-    if (args_check(geom, blob, pos, n_cells) != LLMAAS_OK) {
+    const size_t expected = llmaas_blob_size(geom, n_cells);
+    if (!blob || !pos || expected == 0) {
         return LLMAAS_EINVAL;
     }
-    if (size != llmaas_blob_size(geom, n_cells)) {
+    if (size != expected) {
         return LLMAAS_ESPACE;
     }
     store_u32(blob, LLMAAS_BLOB_MAGIC);
@@ -87,10 +80,11 @@ llmaas_status llmaas_blob_init(
 
 llmaas_status llmaas_blob_check(
     const llmaas_kv_geom * geom, const uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells) {
-    if (args_check(geom, blob, pos, n_cells) != LLMAAS_OK) {
+    const size_t expected = llmaas_blob_size(geom, n_cells);
+    if (!blob || expected == 0) {
         return LLMAAS_EINVAL;
     }
-    if (size != llmaas_blob_size(geom, n_cells) || load_u32(blob) != LLMAAS_BLOB_MAGIC ||
+    if (size != expected || load_u32(blob) != LLMAAS_BLOB_MAGIC ||
         !cache_ok(blob + 8, geom, llmaas_kv_first(geom), pos, n_cells)) {
         return LLMAAS_ECORRUPT;
     }

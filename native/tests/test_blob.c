@@ -1,10 +1,12 @@
-/* The engine blob: layout, checks, and probing untrusted bytes. */
+/* The engine blob: layout, checks, sorting, and probing untrusted bytes. */
 #include "check.h"
+#include "kv_plane.h"
 
 enum { N_CELLS = 5 };
 
 static const uint64_t rows_k[] = {8, 6, 4};
 static const uint64_t rows_v[] = {4, 2, 10};
+static const uint64_t rows_f32[] = {4, 8, 12};
 static const uint64_t no_v[]   = {0, 0, 0};
 static const int32_t  pos[]    = {3, 9, 1, 0, 77};
 
@@ -70,6 +72,115 @@ static void check_check(const llmaas_kv_geom * geom) {
     free(blob);
 }
 
+/* Where element e of cell i of a plane lies. */
+static size_t place(const llmaas_kv_plane * plane, uint32_t n_cells, uint32_t i, uint32_t e) {
+    return plane->data + (plane->trans ? ((size_t) e * n_cells + i) * plane->el : (size_t) i * plane->row + e * plane->el);
+}
+
+/* Take cell i of one cache from cell order[i] of another blob. */
+static void shuffle_cache(const llmaas_kv_geom * geom, uint8_t * to, const uint8_t * from, const uint32_t * order,
+                          uint32_t n_cells, bool is_second) {
+    llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
+    llmaas_kv_plane plane;
+    uint64_t        cells = LLMAAS_BLOB_HEAD;
+    while (llmaas_kv_walk_next(&walk, &plane)) {
+        for (uint32_t i = 0; (walk.second != 0) == is_second && i < n_cells; ++i) {
+            for (uint32_t e = 0; e < plane.row / plane.el; ++e) {
+                memcpy(to + place(&plane, n_cells, i, e), from + place(&plane, n_cells, order[i], e), plane.el);
+            }
+        }
+        cells = is_second ? walk.second + LLMAAS_BLOB_CACHE : cells;
+    }
+    for (uint32_t i = 0; i < n_cells; ++i) {
+        memcpy(to + cells + i * LLMAAS_BLOB_CELL, from + cells + order[i] * LLMAAS_BLOB_CELL, LLMAAS_BLOB_CELL);
+    }
+}
+
+/* Whole runs change places, as among parked contexts, or every cell does. */
+static void any_order(uint32_t * order, uint32_t n_cells, bool in_runs) {
+    const uint32_t shift = rnd_below(n_cells);
+    for (uint32_t i = 0; i < n_cells; ++i) {
+        order[i] = (i + shift) % n_cells;
+    }
+    for (uint32_t i = 0; !in_runs && i < n_cells; ++i) {
+        const uint32_t j = rnd_below(i + 1), was = order[i];
+        order[i] = order[j];
+        order[j] = was;
+    }
+}
+
+static uint8_t * blob_at(const llmaas_kv_geom * geom, const int32_t * at, uint32_t n_cells, size_t * size) {
+    *size = llmaas_blob_size(geom, n_cells);
+    uint8_t * blob = exact(*size);
+    fill_random(blob, *size);
+    CHECK(llmaas_blob_init(geom, blob, *size, at, n_cells) == LLMAAS_OK);
+    return blob;
+}
+
+static void check_sort(const llmaas_kv_geom * geom) {
+    int32_t at[32];
+    for (int32_t i = 0; i < 32; ++i) {
+        at[i] = 3 * i - 20;
+    }
+    for (uint32_t round = 0; round < 60; ++round) {
+        const uint32_t n_cells = 1 + rnd_below(32);
+        uint32_t       order[2][32];
+        size_t         size   = 0;
+        uint8_t *      sorted = blob_at(geom, at, n_cells, &size);
+        uint8_t *      mixed  = exact_copy(sorted, size);
+        any_order(order[0], n_cells, round % 2);
+        any_order(order[1], n_cells, round % 3);
+        shuffle_cache(geom, mixed, sorted, order[0], n_cells, false);
+        if (geom->n_first != 0) {
+            shuffle_cache(geom, mixed, sorted, order[1], n_cells, true);
+        }
+        CHECK(llmaas_blob_sort(geom, mixed, size, n_cells) == LLMAAS_OK);
+        CHECK(memcmp(mixed, sorted, size) == 0);
+        free(mixed), free(sorted);
+    }
+}
+
+static void check_cells_at_one_position(const llmaas_kv_geom * geom) {
+    const int32_t  at[]    = {5, 3, 5, 3, 5};
+    const uint32_t order[] = {1, 3, 0, 2, 4};
+    size_t    size   = 0;
+    uint8_t * mixed  = blob_at(geom, at, 5, &size);
+    uint8_t * sorted = exact_copy(mixed, size);
+    shuffle_cache(geom, sorted, mixed, order, 5, false);
+    if (geom->n_first != 0) {
+        shuffle_cache(geom, sorted, mixed, order, 5, true);
+    }
+    CHECK(llmaas_blob_sort(geom, mixed, size, 5) == LLMAAS_OK);
+    CHECK(memcmp(mixed, sorted, size) == 0);
+    free(mixed), free(sorted);
+}
+
+/* Any bytes: sorted if they have the layout, else an error and no change. */
+static void check_sort_of_anything(const llmaas_kv_geom * geom) {
+    size_t    size  = 0;
+    uint8_t * blob  = blob_new(geom, &size);
+    uint8_t * found = exact(size);
+    for (size_t bit = 0; bit < 8 * size; ++bit) {
+        blob[bit / 8] ^= (uint8_t) (1u << bit % 8);
+        memcpy(found, blob, size);
+        const llmaas_status status = llmaas_blob_sort(geom, found, size, N_CELLS);
+        const bool has_layout = llmaas_blob_check(geom, blob, size, NULL, N_CELLS) == LLMAAS_OK;
+        CHECK(status == (has_layout ? LLMAAS_OK : LLMAAS_ECORRUPT));
+        int32_t at[N_CELLS];
+        CHECK(has_layout || memcmp(found, blob, size) == 0);
+        CHECK(!has_layout || llmaas_blob_positions(found, size, at, N_CELLS) == LLMAAS_OK);
+        for (int i = 1; has_layout && i < N_CELLS; ++i) {
+            CHECK(at[i - 1] <= at[i]);
+        }
+        blob[bit / 8] ^= (uint8_t) (1u << bit % 8);
+    }
+    CHECK(llmaas_blob_sort(geom, blob, size - 1, N_CELLS) == LLMAAS_ECORRUPT);
+    CHECK(llmaas_blob_sort(geom, blob, size, N_CELLS - 1) == LLMAAS_ECORRUPT);
+    CHECK(llmaas_blob_sort(geom, blob, size, 0) == LLMAAS_EINVAL);
+    CHECK(llmaas_blob_sort(geom, NULL, size, N_CELLS) == LLMAAS_EINVAL);
+    free(found), free(blob);
+}
+
 static llmaas_status check_rows(int32_t type, uint64_t row, uint32_t v_trans) {
     const llmaas_kv_geom geom = {1, v_trans, type, type, &row, &row, 0};
     return llmaas_kv_geom_check(&geom);
@@ -94,12 +205,15 @@ int main(void) {
     const llmaas_kv_geom geoms[] = {
         {3, 0, 1, 1, rows_k, rows_v, 0}, {3, 1, 1, 1, rows_k, rows_v, 0},   {3, 1, 1, 30, rows_k, rows_v, 0},
         {3, 0, 1, 1, rows_k, no_v, 0},   {3, 0, 99, 99, rows_k, rows_v, 0}, {3, 0, 1, 1, rows_k, rows_v, 1},
-        {3, 1, 1, 1, rows_k, rows_v, 2},
+        {3, 1, 1, 1, rows_k, rows_v, 2}, {3, 1, 0, 0, rows_f32, rows_f32, 1},
     };
     check_geometry();
     for (size_t g = 0; g < sizeof geoms / sizeof *geoms; ++g) {
         check_probe(&geoms[g]);
         check_check(&geoms[g]);
+        check_sort(&geoms[g]);
+        check_cells_at_one_position(&geoms[g]);
+        check_sort_of_anything(&geoms[g]);
     }
     CHECK(strcmp(llmaas_status_name(LLMAAS_ESTALE), "LLMAAS_ESTALE") == 0 && strcmp(llmaas_status_name(99), "LLMAAS_UNKNOWN") == 0);
     return 0;

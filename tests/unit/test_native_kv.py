@@ -7,6 +7,7 @@ import json
 import pickle
 import struct
 
+import numpy as np
 import pytest
 
 from llmaas_plugins._native import (
@@ -18,6 +19,7 @@ from llmaas_plugins._native import (
     blob_positions,
     blob_probe,
     blob_size,
+    blob_sort,
 )
 
 GEOM = KVGeometry(2, False, 1, 1, (8, 4), (4, 2))
@@ -117,6 +119,44 @@ def test_positions_of_foreign_bytes_are_an_error():
     for data in (b"", bytes(11), bytes(200)):
         with pytest.raises(NativeError):
             blob_positions(data)
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+def test_cells_are_sorted_by_position(v_trans):
+    """Rows of K, and of V in both orders, go where their cells go."""
+    geom, n = KVGeometry(1, v_trans, 1, 1, (6,), (4,)), 40
+    order = np.roll(np.arange(n), 8)  # as the engine lists cells beside others' cells
+    k, v = np.random.default_rng(1).integers(0, 2**16, (2, n, 3)).astype(np.uint16)
+    v = v[:, :2]
+
+    def filled(positions):
+        blob = make_blob(geom, positions.tolist())
+        start = 16 + 12 * n + 8 + 12
+        blob[start : start + 6 * n] = k[positions].tobytes()
+        rows = v[positions].T if v_trans else v[positions]
+        blob[start + 6 * n + 12 :] = rows.tobytes()
+        return blob
+
+    blob = filled(order)
+    blob_sort(geom, blob, n)
+    blob_check(geom, blob, range(n))
+    assert blob == filled(np.arange(n))
+    blob_sort(geom, blob, n)
+    assert blob == filled(np.arange(n))
+
+
+def test_only_the_layout_is_sorted():
+    blob = make_blob()
+    blob[20] ^= 2  # how many sequences the first cell belongs to
+    before = bytes(blob)
+    with pytest.raises(NativeError, match=r"162 bytes for 3 cells, expected 162") as caught:
+        blob_sort(GEOM, blob, 3)
+    assert caught.value.status is Status.ECORRUPT
+    assert blob == before
+    with pytest.raises(BufferError):
+        blob_sort(GEOM, before, 3)
+    with pytest.raises(NativeError, match="expected at least 1 cell"):
+        blob_sort(GEOM, blob, 0)
 
 
 def test_geometry_is_a_value():

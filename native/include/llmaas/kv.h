@@ -58,9 +58,15 @@ LLMAAS_API size_t llmaas_blob_size(const llmaas_kv_geom * geom, uint32_t n_cells
 LLMAAS_API llmaas_status llmaas_blob_init(
     const llmaas_kv_geom * geom, uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells);
 
-/* OK when the blob has exactly this layout and these positions; sequence ids are ignored. ECORRUPT otherwise. */
+/* OK when the blob has exactly this layout and these positions, whatever they are if pos is NULL; sequence ids are
+ * ignored. ECORRUPT otherwise. */
 LLMAAS_API llmaas_status llmaas_blob_check(
     const llmaas_kv_geom * geom, const uint8_t * blob, size_t size, const int32_t * pos, uint32_t n_cells);
+
+/* Put the cells of an untrusted blob in order of their positions, in place: the engine lists cells as they lie in its
+ * memory. Cells at the same position keep their order. ECORRUPT, and no change, when the blob has another layout;
+ * EBUDGET, and no change, when there is no memory to move the cells of a layer through. Takes none for a blob in order. */
+LLMAAS_API llmaas_status llmaas_blob_sort(const llmaas_kv_geom * geom, uint8_t * blob, size_t size, uint32_t n_cells);
 
 /* Parse an untrusted blob. k_row and v_row have room for max_layers values.
  * ECORRUPT: truncated or inconsistent. EUNSUPPORTED: a valid blob that chunks cannot hold (no cells, several streams
