@@ -37,6 +37,7 @@ from llmaas_hooks.manager import HookManager
 from llmaas_hooks.markers import NAME, hookimpl
 from llmaas_hooks.native import (
     AttentionDensity,
+    CellMemory,
     HiddenStates,
     NativeContext,
     Subscription,
@@ -60,6 +61,7 @@ __all__ = [
     "NAME",
     "AttentionDensity",
     "BudgetError",
+    "CellMemory",
     "CodecError",
     "ConfigError",
     "ContextCreate",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "AttentionDensity",
+    "CellMemory",
     "HiddenStates",
     "NativeContext",
     "States",
@@ -101,6 +102,34 @@ class HiddenStates(Subscription, Protocol):
         """Rows that were overwritten before anybody took them."""
 
 
+class CellMemory(Protocol):
+    """Memory of a context's KV cells, which llama.cpp takes whole when the context is made."""
+
+    @property
+    def n(self) -> int:
+        """Cells; 0 if nobody knows where they are: more than one buffer holds them."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all cells."""
+
+    @property
+    def touched_bytes(self) -> int:
+        """Of them, those that may hold memory now: all, until they are released.
+
+        Counted up to the last cell that a graph reached, so restored ones count from then on.
+        """
+
+    def release(self) -> bool:
+        """Give the memory of all cells back; each costs some again once something is written there.
+
+        No cell may be in use, in any sequence: what they held is zeros then.
+
+        Returns:
+            Whether that was possible; if not, nothing was changed.
+        """
+
+
 class NativeContext(Protocol):
     """A context whose graphs pass through the hook point in the engine.
 
@@ -144,6 +173,9 @@ class NativeContext(Protocol):
             layer: Whose ``"ffn_input"``; the last layer's when None.
             capacity: Rows that are kept until they are taken.
         """
+
+    def cells(self) -> CellMemory:
+        """Memory of its KV cells."""
 
     def subscribe(self, tap: Any) -> Subscription:
         """Subscribe a tap of the plugin's own: the address of an ``llmaas_tap`` (llmaas/tap.h)."""

@@ -87,6 +87,7 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     const int32_t    level = engine->level;
     enum ggml_status status;
     engine->n_graphs++;
+    llmaas_cells_reach(&engine->cells);
     if (engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
         status = compute_rewritten(engine, level, graph);
     } else {
@@ -105,9 +106,13 @@ static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, v
     for (int i = 0; i < graph->n_nodes; i++) {
         llmaas_taps_keep(graph->nodes[i]);
     }
-    if (llmaas_engine_in_creation(engine)) {
+    const bool is_creation = llmaas_engine_in_creation(engine);
+    if (is_creation) {
         llmaas_weights_note(engine->weights, graph);
     }
+    pthread_mutex_lock(&engine->lock);
+    llmaas_cells_notice(&engine->cells, graph, is_creation);
+    pthread_mutex_unlock(&engine->lock);
     (void) params;
 }
 
@@ -160,4 +165,18 @@ llmaas_status llmaas_engine_unsubscribe(llmaas_engine * engine, const void * use
 
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats) {
     *stats = (llmaas_engine_stats) {engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps};
+}
+
+llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine) {
+    pthread_mutex_lock(&engine->lock);
+    const llmaas_cell_memory memory = llmaas_cells_memory(&engine->cells);
+    pthread_mutex_unlock(&engine->lock);
+    return memory;
+}
+
+llmaas_status llmaas_engine_release_cells(llmaas_engine * engine) {
+    pthread_mutex_lock(&engine->lock);
+    const llmaas_status status = llmaas_cells_release(&engine->cells);
+    pthread_mutex_unlock(&engine->lock);
+    return status;
 }

@@ -2,6 +2,7 @@
 #ifndef LLMAAS_ENGINE_INTERNAL_H
 #define LLMAAS_ENGINE_INTERNAL_H
 
+#include "cells.h"
 #include "graph.h"
 #include "taps.h"
 #include "weights.h"
@@ -18,6 +19,7 @@ struct llmaas_engine {
     pthread_mutex_t lock; /* held while a graph is computed: guards what follows */
     llmaas_taps     taps;
     llmaas_graph *  graph;
+    llmaas_cells    cells;
 
     _Atomic uint64_t n_graphs, n_passed, n_products, n_taps;
 };

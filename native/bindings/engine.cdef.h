@@ -20,6 +20,12 @@ typedef struct llmaas_engine_stats {
     uint64_t n_taps;
 } llmaas_engine_stats;
 
+typedef struct llmaas_cell_memory {
+    uint32_t n_cells;
+    uint64_t n_bytes;
+    uint64_t n_touched;
+} llmaas_cell_memory;
+
 typedef struct llmaas_tap {
     void * user;
     ...;
@@ -45,6 +51,8 @@ int32_t llmaas_engine_level(const llmaas_engine * engine);
 int llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
 int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
+llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine);
+int llmaas_engine_release_cells(llmaas_engine * engine);
 uint32_t llmaas_engine_count(void);
 bool llmaas_backend_registered(void);
 llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t row_step, uint32_t layer_step);

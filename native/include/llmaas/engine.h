@@ -85,6 +85,19 @@ typedef struct llmaas_engine_stats {
 } llmaas_engine_stats;
 LLMAAS_API void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
 
+/* Memory of the context's KV cells. All 0: nobody knows, as they lie in several buffers, or not on the host. */
+typedef struct llmaas_cell_memory {
+    uint32_t n_cells;
+    uint64_t n_bytes;   /* of all cells */
+    uint64_t n_touched; /* of them, those that may hold memory: all, until they are released for the first time */
+} llmaas_cell_memory;
+LLMAAS_API llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine);
+
+/* Give the memory of all cells back to the system: they hold zeros then, as when the context was made, and cost memory
+ * again as they are written to. No cell may be in use, and no graph run. EUNSUPPORTED: nobody knows where they are, or
+ * it is not private anonymous memory. EIO: the system refused. Nothing was changed then. */
+LLMAAS_API llmaas_status llmaas_engine_release_cells(llmaas_engine * engine);
+
 /* How many engines exist, and whether the backend is registered with ggml now. */
 LLMAAS_API uint32_t llmaas_engine_count(void);
 LLMAAS_API bool     llmaas_backend_registered(void);

@@ -141,6 +141,38 @@ class Rows(Tap):
         return rows[: n_taken[0]].copy()
 
 
+class Cells:
+    """Memory of a context's KV cells."""
+
+    def __init__(self, context: Context, library: Library) -> None:
+        """Attach to ``context``."""
+        self._context, self._library = context, library
+
+    @property
+    def n(self) -> int:
+        """Cells; 0 if nobody knows."""
+        return int(self._memory().n_cells)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all of them."""
+        return int(self._memory().n_bytes)
+
+    @property
+    def touched_bytes(self) -> int:
+        """Those that may hold memory."""
+        return int(self._memory().n_touched)
+
+    def release(self) -> bool:
+        """Give their memory back; whether that was possible."""
+        with self._context._alive() as engine:
+            return bool(self._library.lib.llmaas_engine_release_cells(engine) == 0)
+
+    def _memory(self) -> Any:
+        with self._context._alive() as engine:
+            return self._library.lib.llmaas_engine_cells(engine)
+
+
 def _made(ffi: Any, made: Any) -> Any:
     if made == ffi.NULL:
         raise MemoryError("no memory for what a tap keeps")
@@ -188,6 +220,10 @@ class Context:
         with self._alive():
             return Rows(self, self._library, states, layer, capacity)
 
+    def cells(self) -> Cells:
+        """Memory of the KV cells."""
+        return Cells(self, self._library)
+
     def subscribe(self, tap: Any) -> Tap:
         """Subscribe the ``llmaas_tap`` at address ``tap``."""
         address = self._library.ffi.cast("llmaas_tap *", tap)
@@ -216,11 +252,10 @@ class Context:
                 self._engine = None
 
     @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        """The context exists until the end of the block."""
+    def _alive(self) -> Iterator[Any]:
+        """The context exists until the end of the block, and so does its engine."""
         with self._lock:
-            self._open()
-            yield
+            yield self._open()
 
     def _open(self) -> Any:
         if self._engine is None:

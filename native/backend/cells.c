@@ -1,0 +1,144 @@
+/* The memory of KV cells. llama.cpp clears it when a context is made, which touches every page. Given back, a page holds
+ * zeros again, as it did then, and costs nothing until something is written there. */
+#include "cells.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/* -- graphs -------------------------------------------------------------------------------------------------------- */
+
+/* The key cache that a node views, as attention and position shifts do: [d, n_head, n_cells, n_stream]. */
+static const struct ggml_tensor * viewed_keys(const struct ggml_tensor * node) {
+    const struct ggml_tensor * root = node->op == GGML_OP_VIEW ? node->view_src : NULL;
+    return root && root->buffer && strncmp(root->name, "cache_k_l", 9) == 0 ? root : NULL;
+}
+
+static void learn(llmaas_cells * cells, const struct ggml_tensor * keys) {
+    if (!cells->buffer) {
+        cells->buffer    = keys->buffer;
+        cells->is_whole  = true;
+        cells->n_cells   = (uint32_t) keys->ne[1];
+        cells->n_reached = cells->n_cells; /* they were cleared */
+    }
+    if (keys->buffer != cells->buffer || keys->ne[1] != cells->n_cells || keys->ne[2] != 1) {
+        cells->is_whole = false;
+    }
+}
+
+void llmaas_cells_notice(llmaas_cells * cells, const struct ggml_cgraph * graph, bool is_creation) {
+    int64_t n_graph = 0;
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        const struct ggml_tensor * keys = viewed_keys(graph->nodes[i]);
+        if (keys) {
+            learn(cells, keys);
+            n_graph = graph->nodes[i]->ne[2] > n_graph ? graph->nodes[i]->ne[2] : n_graph;
+        }
+    }
+    if (n_graph > 0) {
+        cells->n_graph = is_creation ? 0 : (uint32_t) n_graph; /* those are never computed */
+    }
+}
+
+void llmaas_cells_reach(llmaas_cells * cells) {
+    cells->n_reached = cells->n_graph > cells->n_reached ? cells->n_graph : cells->n_reached;
+}
+
+/* -- memory -------------------------------------------------------------------------------------------------------- */
+
+typedef struct range {
+    uintptr_t start, end;
+} range;
+
+/* The whole pages of the buffer. */
+static range pages_of(const llmaas_cells * cells) {
+    const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(cells->buffer);
+    const uintptr_t end   = base + ggml_backend_buffer_get_size(cells->buffer);
+    const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
+    const range     pages = {(base + page - 1) / page * page, end / page * page};
+    return pages.start < pages.end ? pages : (range){0, 0};
+}
+
+/* Bytes of the buffer that hold memory. */
+static uint64_t count_resident(const llmaas_cells * cells) {
+    enum { N_AT_ONCE = 4096 };
+    unsigned char   is_resident[N_AT_ONCE];
+    const range     pages      = pages_of(cells);
+    const uintptr_t page       = (uintptr_t) sysconf(_SC_PAGESIZE);
+    uint64_t        n_resident = 0;
+    for (uintptr_t at = pages.start; at < pages.end; at += N_AT_ONCE * page) {
+        const uintptr_t n_left = (pages.end - at) / page;
+        const uintptr_t n      = n_left < N_AT_ONCE ? n_left : N_AT_ONCE;
+        if (mincore((void *) at, n * page, is_resident)) {
+            return ggml_backend_buffer_get_size(cells->buffer);
+        }
+        for (uintptr_t i = 0; i < n; ++i) {
+            n_resident += (is_resident[i] & 1) * page;
+        }
+    }
+    return n_resident;
+}
+
+/* Whether these addresses are memory of this process alone, behind which there is no file: only such pages are zeros
+ * when they come back. */
+static bool is_private_anonymous(range pages) {
+    FILE * maps = fopen("/proc/self/maps", "re");
+    if (!maps) {
+        return false;
+    }
+    char *    line = NULL;
+    size_t    room = 0;
+    uintptr_t at   = pages.start;
+    while (at < pages.end && getline(&line, &room, maps) >= 0) {
+        unsigned long start = 0, end = 0, inode = 1;
+        char          access[5] = "";
+        if (sscanf(line, "%lx-%lx %4s %*x %*s %lu", &start, &end, access, &inode) == 4 && start <= at && at < end) {
+            if (inode != 0 || strcmp(access, "rw-p") != 0) {
+                break;
+            }
+            at = end;
+        }
+    }
+    free(line);
+    fclose(maps);
+    return at >= pages.end;
+}
+
+/* Bytes in use, at most about so many: pages are counted when graphs reach further, and may be written up to there. */
+static uint64_t n_touched(llmaas_cells * cells, uint64_t n_bytes) {
+    if (cells->n_reached == cells->n_cells) {
+        return n_bytes;
+    }
+    if (cells->n_counted != cells->n_reached) {
+        cells->n_resident = count_resident(cells);
+        cells->n_counted  = cells->n_reached;
+    }
+    const uint64_t n_reached = n_bytes / cells->n_cells * cells->n_reached;
+    return cells->n_resident > n_reached ? cells->n_resident : n_reached;
+}
+
+llmaas_cell_memory llmaas_cells_memory(llmaas_cells * cells) {
+    if (!cells->buffer || !cells->is_whole || !ggml_backend_buffer_is_host(cells->buffer)) {
+        return (llmaas_cell_memory) {0};
+    }
+    const uint64_t n_bytes = ggml_backend_buffer_get_size(cells->buffer);
+    return (llmaas_cell_memory) {cells->n_cells, n_bytes, n_touched(cells, n_bytes)};
+}
+
+llmaas_status llmaas_cells_release(llmaas_cells * cells) {
+    if (!cells->buffer || !cells->is_whole || !ggml_backend_buffer_is_host(cells->buffer)) {
+        return LLMAAS_EUNSUPPORTED;
+    }
+    const range pages = pages_of(cells);
+    if (!is_private_anonymous(pages)) {
+        return LLMAAS_EUNSUPPORTED;
+    }
+    if (pages.start < pages.end && madvise((void *) pages.start, pages.end - pages.start, MADV_DONTNEED)) {
+        return LLMAAS_EIO; /* locked in memory, for one */
+    }
+    cells->n_reached = cells->n_counted = 0; /* n_graph stays: llama.cpp may use its last graph again */
+    cells->n_resident = 0;
+    return LLMAAS_OK;
+}

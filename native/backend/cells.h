@@ -1,0 +1,26 @@
+/* The memory of a context's KV cells: how much of it is in use, and giving it back. */
+#ifndef LLMAAS_CELLS_H
+#define LLMAAS_CELLS_H
+
+#include "abi.h"
+#include "llmaas/engine.h"
+
+typedef struct llmaas_cells {
+    ggml_backend_buffer_t buffer;  /* that holds them all; NULL: not seen yet */
+    bool                  is_whole; /* nothing else was seen that holds cells */
+    uint32_t              n_cells;
+    uint32_t              n_graph;   /* the graphs that follow reach cells 0..n_graph-1 */
+    uint32_t              n_reached; /* since the last release */
+    uint32_t              n_counted; /* n_reached when n_resident was counted */
+    uint64_t              n_resident;
+} llmaas_cells;
+
+/* A new graph of the context: learn where its cells are, and how many of them the graph reaches. */
+void llmaas_cells_notice(llmaas_cells * cells, const struct ggml_cgraph * graph, bool is_creation);
+/* A graph is computed. */
+void llmaas_cells_reach(llmaas_cells * cells);
+
+llmaas_cell_memory llmaas_cells_memory(llmaas_cells * cells);
+llmaas_status      llmaas_cells_release(llmaas_cells * cells);
+
+#endif
