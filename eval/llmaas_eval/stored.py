@@ -91,7 +91,8 @@ class StoredContext(contextlib.ExitStack):
 
     def restore(self) -> None:
         """Load the context from whichever tier has it."""
-        restored = self._suite.hooks.kv_restore(self._request)
+        with self._host.engine(self._llama).lent():
+            restored = self._suite.hooks.kv_restore(self._request)
         assert restored is not None
         assert restored.n_tokens == len(self._tokens)
 

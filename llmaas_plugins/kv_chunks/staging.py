@@ -16,7 +16,7 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 
 __all__ = ["Staging"]
 
-_SEGMENT_BYTES = 8 << 20
+_SEGMENT_BYTES = 4 << 20
 _SHARE = 16
 
 
@@ -37,7 +37,7 @@ class Staging:
         self._store = store
 
     def segment_chunks(self, geometry: KVGeometry) -> int:
-        """Chunks in a segment: 8 MiB of cells, a 16th of the RAM budget, or one chunk.
+        """Chunks in a segment: 4 MiB of cells, a 16th of the RAM budget, or one chunk.
 
         The first engine, and each one with larger chunks, takes the buffers' space.
 
