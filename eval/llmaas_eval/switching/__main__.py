@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     grid = Grid(
         args.contexts or figure.contexts,
         args.patterns,
-        args.systems,
+        args.systems or figure.systems,
         args.max_tokens,
         args.budget_share,
         json.loads(args.ours),
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N")
     parser.add_argument("--patterns", nargs="+", default=_PATTERNS, choices=_PATTERNS)
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS))
     parser.add_argument("--calls", type=int, default=100, help="the last ones of each trace")
     parser.add_argument("--hours", type=float, default=72.0, help="length of the traces")
     parser.add_argument("--seed", type=int, default=0, help="of the traces")

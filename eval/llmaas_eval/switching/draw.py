@@ -38,6 +38,8 @@ def draw(figure: Figure, runs: _Runs, limits_ms: Sequence[float], path: Path) ->
             else:
                 axis.plot(list(points), list(points.values()), ".-", label=label)
         axis.set(title=title, xlabel=figure.x.replace("_", " "))
+        if figure.log_x:
+            axis.set_xscale("log", base=2)
         if figure.counts_contexts:
             axis.set(ylabel="active contexts")
         else:

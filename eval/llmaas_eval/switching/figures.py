@@ -9,6 +9,8 @@ from typing import Any
 __all__ = ["ABLATIONS", "FIGURES", "OURS", "Case", "Figure", "Grid"]
 
 OURS = "ours"
+_PAPER = (OURS, "LMK", "Swapping", "vLLM-S", "vLLM-SQ")
+_ALL = (*_PAPER, "LlamaRAMCache", "LlamaDiskCache")
 
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
@@ -90,16 +92,20 @@ class Figure:
         title: What it shows.
         cases: Its replays.
         contexts: Numbers of contexts, unless others are asked for.
+        systems: Likewise, names in ``SYSTEMS``.
         panel: Attribute of ``Case`` that tells its panels apart.
         x: Attribute of ``Case`` along its x axis; None: bars.
+        log_x: That axis is logarithmic.
         counts_contexts: Its y axis is the most contexts under a limit of latency.
     """
 
     title: str
     cases: Callable[[Grid], Iterator[Case]]
     contexts: Sequence[int] = (16,)
+    systems: Sequence[str] = _PAPER
     panel: str = "pattern"
     x: str | None = None
+    log_x: bool = False
     counts_contexts: bool = False
 
 
@@ -162,11 +168,14 @@ FIGURES: Mapping[str, Figure] = {
         _lengths,
         _GRID,
         x="max_tokens",
+        log_x=True,
         counts_contexts=True,
     ),
     "fig13": Figure("What each technique is worth", _ablation),
-    "fig14": Figure("Switch latency by chunk size", _chunk_sizes, x="chunk_tokens"),
-    "fig15": Figure("Switch latency by mean time between calls", _intervals, x="rate_minutes"),
-    "one": Figure("Switch latency", _latency),
+    "fig14": Figure("Switch latency by chunk size", _chunk_sizes, x="chunk_tokens", log_x=True),
+    "fig15": Figure(
+        "Switch latency by mean time between calls", _intervals, x="rate_minutes", log_x=True
+    ),
+    "one": Figure("Switch latency", _latency, systems=_ALL),
 }
 """By the paper's numbers; ``one`` is a single cell of Fig. 9."""

@@ -101,8 +101,15 @@ class Ours(OneContext):
             before.join()
 
     def status(self) -> Mapping[str, Any]:
-        """The plugin's own report."""
-        return dict(self._suite.status()["plugins"]["kv_chunks"])
+        """The plugin's own report.
+
+        Raises:
+            RuntimeError: It failed behind a call, so the replay was not of what it can do.
+        """
+        found = self._suite.status()
+        if found["errors"]:
+            raise RuntimeError(f"the plugin failed: {found['errors']}")
+        return dict(found["plugins"]["kv_chunks"])
 
     def close(self) -> None:
         if self._behind is not None:

@@ -40,8 +40,18 @@ class Pipe:
         pieces: Sequence[_P],
         fill: Callable[[_P, NDArray[np.uint8]], None],
         take: Callable[[_P, NDArray[np.uint8]], None],
+        *,
+        in_this_thread: bool = False,
     ) -> None:
-        """Let threads ``fill`` buffers with pieces, and ``take`` them here, in order."""
+        """Let threads ``fill`` buffers with pieces, and ``take`` them here, in order.
+
+        With ``in_this_thread`` none is used: where handing over would cost more than it hides.
+        """
+        if in_this_thread:
+            for piece in pieces:
+                fill(piece, self.buffer)
+                take(piece, self.buffer)
+            return
         jobs = deque(
             self._pool.submit(fill, piece, buffer)
             for piece, buffer in zip(pieces, self._buffers, strict=False)

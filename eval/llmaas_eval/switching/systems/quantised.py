@@ -30,6 +30,7 @@ __all__ = ["QuantisedSwapping"]
 
 _PIECE_TOKENS = 64
 _WRITERS = 4
+_SMALL_BYTES = 16 << 20
 
 
 class QuantisedSwapping(System):
@@ -198,7 +199,8 @@ class QuantisedSwapping(System):
             self._engine.put(0, buffer[: self._engine.blob_bytes(n_cells)])
 
         parts = [range(i, min(i + step, n_chunks)) for i in range(0, n_chunks, step)]
-        self._pipe.load(parts, fill, take)
+        is_small = n_in_ram >= n_chunks and n_tokens * self.setting.token_bytes <= _SMALL_BYTES
+        self._pipe.load(parts, fill, take, in_this_thread=is_small)
         self._engine.finish()
 
     def _read(self, context: int, chunks: range) -> None:
