@@ -1,0 +1,105 @@
+"""Contexts beside parked ones are saved too, although their cells lie in any order.
+
+The engine takes the first free cells for new tokens. When a parked context is given up, that may
+be the cells before those of the context in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp
+import numpy as np
+import pytest
+from switching import ask
+
+from llmaas_hooks import hookimpl
+from llmaas_plugins import _native
+from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, spare_cells
+
+RNG = np.random.default_rng(7)
+LEFT = [1, *RNG.integers(300, 4000, 39).tolist()]
+BESIDE = [2, *RNG.integers(300, 4000, 39).tolist()]
+GROWN = [*BESIDE, *RNG.integers(300, 4000, 30).tolist()]
+SETTINGS = {"V transposed": {}, "flash attention": {"flash_attn": True}}
+
+
+class Spare:
+    """Gives every context spare cells, after ``kv_chunks`` had its say."""
+
+    @hookimpl(trylast=True)
+    def llmaas_context_create(self, create):
+        params = create.params
+        params.n_ctx += spare_cells(create, 256)
+        params.n_seq_max, params.kv_unified = PARKED_SEQUENCES.stop, True
+
+
+@pytest.fixture(params=SETTINGS)
+def mixed(request, make, suite):
+    """An engine whose context grew into cells before its own, of one that was given up."""
+    active = suite()
+    active.hooks.register("spare", Spare())
+    llama = make(**SETTINGS[request.param])
+    ask(llama, LEFT, 1)
+    ask(llama, BESIDE, 1)
+    transfer = transfer_of(active)
+    assert transfer._parking.n_cells == len(LEFT)
+    transfer._parking.expire()
+    ask(llama, GROWN, 1)
+    active.settle()
+    return active, llama
+
+
+def transfer_of(suite):
+    (transfer,) = suite.hooks._pm.get_plugin("kv_chunks")._transfers.values()
+    return transfer
+
+
+def cells(llama):
+    """Sequence 0 as the engine lists it."""
+    size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+    blob = np.empty(size, np.uint8)
+    pointer = blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    assert llama_cpp.llama_state_seq_get_data(llama.ctx, pointer, size, 0) == size
+    return blob
+
+
+def by_position(blob):
+    """All rows of each cell, in order of position."""
+    geometry, n = _native.blob_probe(blob)
+    order = np.argsort(_native.blob_positions(blob))
+    at, planes = 16 + 12 * n + 8, []
+    for is_v, rows in ((False, geometry.k_row), (True, geometry.v_row)):
+        for row in rows:
+            at += 12
+            data = blob[at : at + n * row].view(np.uint16)
+            by_cell = data.reshape(-1, n).T if is_v and geometry.v_trans else data.reshape(n, -1)
+            planes.append(by_cell[order])
+            at += n * row
+    assert at == len(blob)
+    return np.concatenate(planes, axis=1)
+
+
+def test_what_is_saved_is_what_the_cells_hold(mixed, make, suite, request):
+    active, llama = mixed
+    blob = cells(llama)
+    assert _native.blob_positions(blob) == [*range(len(BESIDE), len(GROWN)), *range(len(BESIDE))]
+    active = suite()  # another life of the process
+    again = make(**SETTINGS[request.node.callspec.params["mixed"]])
+    ask(again, [*GROWN, 500], 1)
+    assert active.status()["plugins"]["kv_chunks"]["restored_tokens"] == len(GROWN)
+    assert np.array_equal(by_position(cells(again))[: len(GROWN)], by_position(blob))
+
+
+def test_a_range_of_a_context_is_read_in_the_engine_s_order(mixed):
+    """What makes sorting necessary: the part that is new since the last save."""
+    active, llama = mixed
+    transfer = transfer_of(active)
+    geometry = transfer._geometry
+    blob = np.zeros(_native.blob_size(geometry, 32), np.uint8)
+    assert transfer._cells.read(32, 64, blob) == blob.nbytes
+    assert _native.blob_positions(blob) == [*range(40, 64), *range(32, 40)]
+    expected = by_position(cells(llama))[32:64]
+    _native.blob_sort(geometry, blob, 32)
+    assert _native.blob_positions(blob) == [*range(32, 64)]
+    assert np.array_equal(by_position(blob), expected)
