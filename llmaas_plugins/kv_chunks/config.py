@@ -40,6 +40,12 @@ class KVChunksConfig(BaseModel):
         description="Bytes for contexts outside the running one: encoded chunks in RAM, transfer "
         "buffers and parked cells.",
     )
+    parked_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most tokens of left contexts that stay in the engine's cells, in steps of "
+        "256; when unset, as many as hardly slow decoding.",
+    )
     disk_budget: ByteSize = Field(
         default=ByteSize(4 << 30), description="Bytes for the slab file; 0 keeps nothing on disk."
     )

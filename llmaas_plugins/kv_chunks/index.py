@@ -124,7 +124,8 @@ class ChunkIndex:
         try:
             self._begin(new_store_id)
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_READONLY:
+            code = getattr(error, "sqlite_errorcode", 0)  # not in those of our own
+            if code & 0xFF != sqlite3.SQLITE_READONLY:
                 raise
             return False
         return True

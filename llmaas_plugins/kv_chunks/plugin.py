@@ -7,9 +7,12 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+
+from llama_cpp import llama_cpp
 
 from llmaas_hooks import (
     BudgetError,
@@ -35,7 +38,14 @@ from llmaas_plugins.kv_chunks.pipeline import Workers
 from llmaas_plugins.kv_chunks.report import Report
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.support import SEQUENCES, unsupported, unsupported_cells
+from llmaas_plugins.kv_chunks.support import (
+    PARKED_SEQUENCES,
+    SEQUENCES,
+    default_parked_tokens,
+    spare_cells,
+    unsupported,
+    unsupported_cells,
+)
 from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
 
 __all__ = ["KVChunks"]
@@ -77,9 +87,20 @@ class KVChunks:
             except Exception:
                 create.checks.append(self._note(create.model, path, "its store is not open"))
                 raise
-            create.params.n_seq_max = SEQUENCES
-            create.params.kv_unified = True
+            self._enlarge(create)
         create.checks.append(self._note(create.model, path, reason))
+
+    def _enlarge(self, create: ContextCreate) -> None:
+        """Ask for the scratch sequence, and for cells for contexts that are left."""
+        wanted = self._config.parked_tokens
+        if wanted is None:
+            wanted = default_parked_tokens(create.model, create.params)
+        n_spare = spare_cells(create, wanted)
+        if n_spare:
+            n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
+            create.params.n_ctx = n_ctx + n_spare
+        create.params.n_seq_max = PARKED_SEQUENCES.stop if n_spare else SEQUENCES
+        create.params.kv_unified = True
 
     def _note(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
         """What notes whether a new context is served; False if it turns out that it cannot be."""
@@ -105,9 +126,10 @@ class KVChunks:
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
         """Load the longest stored prefix of the prompt."""
         engine = request.engine
-        transfer, resident = self._transfer(engine), engine.resident_tokens()
+        transfer = self._transfer(engine)
         if transfer is None:
             return None
+        resident = engine.resident_tokens()[: engine.n_explained]
         try:
             restored = transfer.restore(request.tokens, resident, request.app)
         except BudgetError as error:
@@ -139,7 +161,11 @@ class KVChunks:
 
     @hookimpl
     def llmaas_kv_evict(self, context_id: str) -> int:
-        """Forget a context in both tiers."""
+        """Forget a context in every tier."""
+        with self._lock:
+            transfers = [transfer for transfer in self._transfers.values() if transfer]
+        for transfer in transfers:
+            transfer.forget_parked()
         return self._open().evict_context(context_id)
 
     @hookimpl
@@ -165,6 +191,7 @@ class KVChunks:
             "codec": self._config.codec,
             "chunk_tokens": CHUNK_TOKENS,
             **(self._store.stats() if opened else {"store": None}),
+            **self._parked(),
             **self._report.snapshot(),
         }
 
@@ -175,6 +202,11 @@ class KVChunks:
             self._workers.close()
         if "_store" in self.__dict__:
             self._store.close()
+
+    def _parked(self) -> dict[str, int]:
+        with self._lock:
+            transfers = [transfer for transfer in self._transfers.values() if transfer]
+        return dict(sum((Counter(t.parked_stats()) for t in transfers), Counter()))
 
     # -- made when first needed -----------------------------------------------------------------
 
@@ -249,7 +281,10 @@ class KVChunks:
 
     def _give_up(self, engine: Engine, error: BudgetError) -> None:
         with self._lock:
+            transfer = self._transfers[engine]
             self._transfers[engine] = None
+        if transfer is not None:
+            transfer.close()
         self._leave_alone(engine.llama.model_path, str(error))
 
     def _leave_alone(self, path: str, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import time
@@ -223,9 +224,10 @@ class Transfer:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
         started = time.perf_counter()
-        n_taken = self._unpark(prompt, resident)
-        n_there = n_taken or common_prefix(prompt, resident)
         root = self._root(app)
+        n_common = common_prefix(prompt, resident)
+        n_taken = self._unpark(prompt, resident, root)
+        n_there = n_taken or n_common
         match = self._store.match(root, prompt)
         loader = self._loader or self._open_loader(root)
         self._store.lock_working_set(self._ctx, [chunk.id for chunk in match.path])
@@ -233,19 +235,35 @@ class Transfer:
         if match.n_tokens > n_there and loader is not None:
             loaded = self._load_behind(loader, match, prompt, n_there, started)
         if loaded is None and n_taken is not None:
-            return Loaded(n_taken, 0, 0, None, time.perf_counter() - started)
+            loaded = Loaded(n_taken, 0, 0, None, time.perf_counter() - started)
+        if loaded is not None and n_taken is not None:
+            return dataclasses.replace(loaded, n_loaded=loaded.n_loaded + n_taken - n_common)
         return loaded
 
-    def _unpark(self, prompt: Tokens, resident: Tokens) -> int | None:
+    def close(self) -> None:
+        """Give up what is kept in the engine, and stop looking at it. The engine is ours."""
+        if self._parking is not None:
+            self._parking.give_up()
+        if self._attention is not None:
+            self._attention.close()
+
+    def forget_parked(self) -> None:
+        """Let the next request find no parked contexts; any thread may ask for it."""
+        if self._parking is not None:
+            self._parking.expire()
+
+    def parked_stats(self) -> dict[str, int]:
+        """Counters of the contexts that stay in the engine."""
+        return {} if self._parking is None else self._parking.stats()
+
+    def _unpark(self, prompt: Tokens, resident: Tokens, root: bytes) -> int | None:
         """Let a context that is parked in the engine go on; its tokens if there is one."""
         if self._parking is None:
             return None
-        if self._attention is None:
-            taken = self._parking.switch(prompt, resident)
-        else:
-            taken = self._parking.switch(prompt, resident, self._attention.cells)
-            if taken is not None:
-                self._attention.placed(0, taken.n_tokens, taken.cells)
+        where = (lambda _: None) if self._attention is None else self._attention.cells
+        taken = self._parking.switch(prompt, resident, where, root)
+        if taken is not None and self._attention is not None:
+            self._attention.placed(0, taken.n_tokens, taken.cells)
         return None if taken is None else taken.n_tokens
 
     def _load_behind(

@@ -10,6 +10,7 @@ import pytest
 
 from llmaas_plugins import activate
 from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.formats import FORMAT
 
 PROMPT = [1, *np.random.default_rng(5).integers(300, 4000, 60).tolist()]
 
@@ -28,7 +29,7 @@ def suite(directory):
 
 def newer(kv, stack):
     with contextlib.closing(sqlite3.connect(kv / "index.sqlite")) as db:
-        db.execute("PRAGMA user_version=2")
+        db.execute(f"PRAGMA user_version={FORMAT + 1}")
 
 
 def linked(kv, stack):
