@@ -112,7 +112,7 @@ class Profile:
 
     def evaluated(self, n_tokens: int, start: int, seconds: float) -> None:
         """A ``llama_decode`` of tokens from position ``start`` on took so long."""
-        n_pairs = n_tokens * (start + n_tokens / 2)
+        n_pairs = n_tokens * (max(start, 0) + n_tokens / 2)
         self._recompute.add(seconds, 1, n_tokens, n_pairs / _PAIRS)
         self._n_points += 1
 

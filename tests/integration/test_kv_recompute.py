@@ -139,6 +139,7 @@ def test_recomputed_cells_are_vanillas_bit_by_bit(make, suite, missing, budget):
         assert np.array_equal(found, expected)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(scale(4, 100)))
 def test_any_pattern_gives_the_answer_of_vanilla(make_one, suite, seed):
     """From RAM, from disk, from nowhere: lossless, so that only batch splits differ."""
