@@ -44,7 +44,7 @@ def _limit(folder: Path, bytes_per_s: int, directions: Sequence[str]) -> Iterato
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     group = _BLKIO / f"llmaas-bench-{os.getpid()}"
-    group.mkdir()
+    group.mkdir(exist_ok=True)  # one whose process was killed is still there
     try:
         for direction in directions:
             throttle = group / f"blkio.throttle.{direction}_bps_device"

@@ -26,8 +26,8 @@ from llmaas_eval.traces import Call, Settings, generate, write_trace
 from llmaas_plugins import _native
 
 MIB = 1 << 20
-CONTEXTS, MAX_TOKENS = 8, 256
-BUDGET = 20 * MIB  # some 3 MiB beside the slack; a context is 1 MiB of f16
+CONTEXTS, MAX_TOKENS = 12, 256
+BUDGET = 22 * MIB  # some 5 MiB beside the slack; a context is 1 MiB of f16
 COST = Cost(0.01, 0.001, 1e-7, 0.01, ())
 OPTIONS = {"ours": {"codec": "lossless"}}
 ROUNDED = {"vLLM-SQ"}
@@ -104,7 +104,7 @@ def expected(cells, step, blob):
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_after_a_switch_a_context_has_its_cells(name, setting):
-    steps = plan(trace().calls, MAX_TOKENS, scale(30, 400))
+    steps = plan(trace().calls, MAX_TOKENS, scale(50, 400))
     system = SYSTEMS[name](replace(setting, options=OPTIONS.get(name, {})))
     away = 0
     try:
