@@ -4,15 +4,34 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdbool.h>
 #include <string.h>
 #include <sys/uio.h>
 
 enum {
     MAX_PER_RUN = LLMAAS_RECORD_MAX / LLMAAS_STORE_BLOCK, /* an extent takes at least one block */
+    MAX_IOV     = 2 * MAX_PER_RUN,                        /* and has one gap before it */
 };
+_Static_assert(MAX_IOV <= IOV_MAX, "a run fits one system call");
 
 typedef ssize_t (*vector_call)(int, const struct iovec *, int, off_t);
+
+typedef struct extents {
+    const uint64_t * offsets;
+    const uint64_t * lengths;
+    const uint8_t * const * data;
+} extents;
+
+/* Extents that travel together, and where their bytes go or come from. */
+typedef struct run {
+    uint32_t n;
+    int      n_iov;
+    struct iovec iov[MAX_IOV];
+} run;
+
+/* What lies between payloads is read to here and never looked at. */
+static _Thread_local _Alignas(LLMAAS_STORE_BLOCK) uint8_t gap_bytes[LLMAAS_STORE_GAP];
 
 static uint64_t round_up(uint64_t n) { return (n + LLMAAS_STORE_BLOCK - 1) & ~(uint64_t) (LLMAAS_STORE_BLOCK - 1); }
 
@@ -26,23 +45,46 @@ static bool places_ok(uint32_t n, const uint64_t * offsets, const uint64_t * len
     return true;
 }
 
-static bool extents_ok(uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * data) {
+static bool extents_ok(const extents * e, uint32_t n) {
     for (uint32_t i = 0; i < n; ++i) {
-        if ((uintptr_t) data[i] % LLMAAS_STORE_BLOCK != 0) {
+        if ((uintptr_t) e->data[i] % LLMAAS_STORE_BLOCK != 0) {
             return false;
         }
     }
-    return places_ok(n, offsets, lengths);
+    return places_ok(n, e->offsets, e->lengths);
 }
 
-/* One past the last extent that travels with extent i. */
-static uint32_t run_end(uint32_t i, uint32_t n, const uint64_t * offsets, const uint64_t * lengths) {
-    uint64_t end = offsets[i] + round_up(lengths[i]);
-    uint32_t j   = i + 1;
-    while (j < n && offsets[j] == end && end + round_up(lengths[j]) - offsets[i] <= LLMAAS_RECORD_MAX) {
-        end += round_up(lengths[j++]);
+/* The next extents, as many as are ordered at a time, by their places in the file. Most come in order. */
+static uint32_t order_by_place(const extents * e, uint32_t first, uint32_t n, uint32_t * order) {
+    const uint32_t n_here = n - first < MAX_PER_RUN ? n - first : MAX_PER_RUN;
+    for (uint32_t i = 0; i < n_here; ++i) {
+        uint32_t at = i;
+        for (; at > 0 && e->offsets[order[at - 1]] > e->offsets[first + i]; --at) {
+            order[at] = order[at - 1];
+        }
+        order[at] = first + i;
     }
-    return j;
+    return n_here;
+}
+
+/* The leading extents that travel together. Whole blocks, so that the file may be open with O_DIRECT. */
+static void run_begin(run * r, const extents * e, const uint32_t * order, uint32_t n, uint64_t most_gap) {
+    uint64_t end = e->offsets[order[0]], total = 0;
+    r->n_iov = 0;
+    for (r->n = 0; r->n < n; ++r->n) {
+        const uint32_t i      = order[r->n];
+        const uint64_t length = round_up(e->lengths[i]), gap = e->offsets[i] - end; /* huge where extents overlap */
+        if (r->n > 0 && (gap > most_gap || total + length > LLMAAS_RECORD_MAX)) {
+            break;
+        }
+        if (gap > 0) {
+            r->iov[r->n_iov++] = (struct iovec) {gap_bytes, (size_t) gap};
+        }
+        /* struct iovec has no const; pwritev does not write through it */
+        r->iov[r->n_iov++] = (struct iovec) {(void *) (uintptr_t) e->data[i], (size_t) length};
+        total += length;
+        end = e->offsets[i] + length;
+    }
 }
 
 /* Move everything, through short transfers and interruptions. Returns bytes moved; less than asked at end of file
@@ -77,21 +119,13 @@ static uint64_t transfer(vector_call call, int fd, struct iovec * iov, int n_iov
     return moved;
 }
 
-/* Whole blocks, so that the file may be open with O_DIRECT. */
-static void run_iov(struct iovec * iov, uint32_t n, const uint64_t * lengths, const uint8_t * const * data) {
-    for (uint32_t i = 0; i < n; ++i) {
-        /* struct iovec has no const; pwritev does not write through it */
-        iov[i] = (struct iovec) {(void *) (uintptr_t) data[i], (size_t) round_up(lengths[i])};
-    }
-}
-
-static void verify_run(uint32_t n, const uint64_t * lengths, uint8_t * const * dst, const uint8_t (* keys)[32],
-                       uint64_t moved, int32_t * statuses) {
-    uint64_t at = 0;
-    for (uint32_t i = 0; i < n; ++i) {
-        const bool complete = moved >= at + lengths[i];
-        statuses[i] = complete ? (int32_t) llmaas_chunk_verify(dst[i], (size_t) lengths[i], keys[i]) : LLMAAS_EIO;
-        at += round_up(lengths[i]);
+static void verify_run(const extents * e, const uint32_t * order, uint32_t n, const uint8_t (* keys)[32], uint64_t moved,
+                       int32_t * statuses) {
+    for (uint32_t at = 0; at < n; ++at) {
+        const uint32_t i        = order[at];
+        const bool     complete = moved >= e->offsets[i] - e->offsets[order[0]] + e->lengths[i];
+        statuses[i] =
+            complete ? (int32_t) llmaas_chunk_verify(e->data[i], (size_t) e->lengths[i], keys[i]) : LLMAAS_EIO;
     }
 }
 
@@ -102,16 +136,19 @@ llmaas_status llmaas_store_read(
         return LLMAAS_EINVAL;
     }
     *stats = (llmaas_io_stats) {0};
-    const uint8_t * const * data = (const uint8_t * const *) dst;
-    if (!extents_ok(n, offsets, lengths, data)) {
+    const extents e = {offsets, lengths, (const uint8_t * const *) dst};
+    if (!extents_ok(&e, n)) {
         return LLMAAS_EINVAL;
     }
-    for (uint32_t i = 0, end; i < n; i = end) {
-        struct iovec iov[MAX_PER_RUN];
-        end = run_end(i, n, offsets, lengths);
-        run_iov(iov, end - i, lengths + i, data + i);
-        const uint64_t moved = transfer(preadv, fd, iov, (int) (end - i), offsets[i], stats);
-        verify_run(end - i, lengths + i, dst + i, keys + i, moved, statuses + i);
+    for (uint32_t i = 0, n_here; i < n; i += n_here) {
+        uint32_t order[MAX_PER_RUN];
+        run      r;
+        n_here = order_by_place(&e, i, n, order);
+        for (uint32_t at = 0; at < n_here; at += r.n) {
+            run_begin(&r, &e, order + at, n_here - at, LLMAAS_STORE_GAP);
+            const uint64_t moved = transfer(preadv, fd, r.iov, r.n_iov, offsets[order[at]], stats);
+            verify_run(&e, order + at, r.n, keys, moved, statuses);
+        }
     }
     return LLMAAS_OK;
 }
@@ -123,16 +160,21 @@ llmaas_status llmaas_store_write(
         return LLMAAS_EINVAL;
     }
     *stats = (llmaas_io_stats) {0};
-    if (!extents_ok(n, offsets, lengths, src)) {
+    const extents e = {offsets, lengths, src};
+    if (!extents_ok(&e, n)) {
         return LLMAAS_EINVAL;
     }
-    for (uint32_t i = 0, end; i < n; i = end) {
-        struct iovec iov[MAX_PER_RUN];
-        end = run_end(i, n, offsets, lengths);
-        run_iov(iov, end - i, lengths + i, src + i);
-        const uint64_t wanted = offsets[end - 1] + round_up(lengths[end - 1]) - offsets[i];
-        if (transfer(pwritev, fd, iov, (int) (end - i), offsets[i], stats) != wanted) {
-            return LLMAAS_EIO;
+    for (uint32_t i = 0, n_here; i < n; i += n_here) {
+        uint32_t order[MAX_PER_RUN];
+        run      r;
+        n_here = order_by_place(&e, i, n, order);
+        for (uint32_t at = 0; at < n_here; at += r.n) {
+            run_begin(&r, &e, order + at, n_here - at, 0);
+            const uint32_t last   = order[at + r.n - 1];
+            const uint64_t wanted = offsets[last] + round_up(lengths[last]) - offsets[order[at]];
+            if (transfer(pwritev, fd, r.iov, r.n_iov, offsets[order[at]], stats) != wanted) {
+                return LLMAAS_EIO;
+            }
         }
     }
     return LLMAAS_OK;

@@ -1,4 +1,4 @@
-/* Batched I/O on real files: adjacency, padding, short files, wrong keys, errors. */
+/* Batched I/O on real files: neighbours, gaps, any order, padding, short files, wrong keys, errors. */
 #include "check.h"
 
 #include <errno.h>
@@ -46,7 +46,7 @@ static void make_payloads(void) {
         payloads[i] = whole_blocks(cap);
         CHECK(llmaas_chunk_encode(&geom, 0, 0, blob, size, N_CELLS, 0, n, keys[i], payloads[i], cap, &got) == LLMAAS_OK);
         lengths[i] = got;
-        at += i % 10 == 9 ? 8192 : 0; /* a hole ends a run */
+        at += i % 10 == 9 ? 8192 : 0; /* a hole ends a run of writes */
         offsets[i] = at;
         at += blocks(got);
     }
@@ -87,6 +87,134 @@ static void check_round_trip(int fd) {
     for (uint32_t i = 0; i < N; ++i) {
         free(out[i]);
     }
+}
+
+enum { MANY = 300 };
+
+/* Copies of one small payload at many places, so far apart. */
+typedef struct copies {
+    int       fd;
+    uint64_t  offsets[MANY], lengths[MANY];
+    uint8_t * payload;
+    uint8_t * out[MANY];
+    uint8_t   keys[MANY][32];
+} copies;
+
+static copies * copies_new(uint32_t n, uint64_t gap) {
+    static const uint64_t row = 64;
+    const llmaas_kv_geom  small = {1, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, &row, &row, 0};
+    const int32_t pos[N_CELLS] = {0};
+    const size_t  size = llmaas_blob_size(&small, N_CELLS);
+    uint8_t *     blob = exact(size);
+    copies *      c    = calloc(1, sizeof *c);
+    CHECK(c != NULL);
+    fill_like_kv(blob, size / 2);
+    CHECK(llmaas_blob_init(&small, blob, size, pos, N_CELLS) == LLMAAS_OK);
+    const size_t cap = llmaas_chunk_bound(&small, LLMAAS_CODEC_RAW, 0, 16);
+    size_t       got = 0;
+    c->payload = whole_blocks(cap);
+    CHECK(llmaas_chunk_encode(&small, 0, 0, blob, size, N_CELLS, 0, 16, c->keys[0], c->payload, cap, &got) == LLMAAS_OK);
+    CHECK(blocks(got) == LLMAAS_STORE_BLOCK);
+    c->fd = temp_file();
+    for (uint32_t i = 0; i < n; ++i) {
+        c->offsets[i] = i * (LLMAAS_STORE_BLOCK + gap);
+        c->lengths[i] = got;
+        c->out[i]     = whole_blocks(got);
+        CHECK(pwrite(c->fd, c->payload, got, (off_t) c->offsets[i]) == (ssize_t) got);
+    }
+    CHECK(ftruncate(c->fd, (off_t) (c->offsets[n - 1] + LLMAAS_STORE_BLOCK)) == 0);
+    free(blob);
+    return c;
+}
+
+static void copies_free(copies * c) {
+    for (uint32_t i = 0; i < MANY; ++i) {
+        free(c->out[i]);
+    }
+    close(c->fd);
+    free(c->payload), free(c);
+}
+
+/* Read the first n; system calls made. Each of the first n_there was to be read, and each other not. */
+static uint64_t copies_read(copies * c, uint32_t n, uint32_t n_there, uint64_t * bytes) {
+    int32_t         statuses[MANY];
+    llmaas_io_stats stats;
+    for (uint32_t i = 0; i < n; ++i) {
+        memset(c->out[i], 0, c->lengths[i]);
+    }
+    CHECK(llmaas_store_read(c->fd, n, c->offsets, c->lengths, c->out, (const uint8_t(*)[32]) c->keys, statuses, &stats) ==
+          LLMAAS_OK);
+    for (uint32_t i = 0; i < n; ++i) {
+        CHECK(statuses[i] == (i < n_there ? LLMAAS_OK : LLMAAS_EIO));
+        CHECK(i >= n_there || memcmp(c->out[i], c->payload, c->lengths[i]) == 0);
+    }
+    *bytes = stats.bytes;
+    return stats.n_calls;
+}
+
+static void shuffle(copies * c, uint32_t n) {
+    for (uint32_t i = n - 1; i > 0; --i) {
+        const uint32_t j = rnd_below(i + 1);
+        const uint64_t was = c->offsets[i];
+        c->offsets[i] = c->offsets[j];
+        c->offsets[j] = was;
+    }
+}
+
+static void check_gaps(void) {
+    const uint64_t gaps[] = {0, LLMAAS_STORE_BLOCK, LLMAAS_STORE_GAP, LLMAAS_STORE_GAP + LLMAAS_STORE_BLOCK};
+    for (int g = 0; g < 4; ++g) {
+        const bool one_call = gaps[g] <= LLMAAS_STORE_GAP;
+        uint64_t   bytes    = 0;
+        copies *   c        = copies_new(MANY, gaps[g]);
+        CHECK(copies_read(c, 1, 1, &bytes) == 1 && bytes == LLMAAS_STORE_BLOCK);
+        for (int round = 0; round < 3; ++round) {
+            CHECK(copies_read(c, 100, 100, &bytes) == (one_call ? 1 : 100));
+            CHECK(bytes == 100 * LLMAAS_STORE_BLOCK + (one_call ? 99 * gaps[g] : 0));
+            shuffle(c, 100); /* any order is the same */
+        }
+        CHECK(copies_read(c, MANY, MANY, &bytes) == (one_call ? 2 : MANY)); /* at most 1 MiB of payload in each */
+        shuffle(c, MANY);
+        CHECK(copies_read(c, MANY, MANY, &bytes) <= MANY);
+        copies_free(c);
+    }
+}
+
+static void check_odd_places(void) {
+    uint64_t bytes = 0;
+    copies * c     = copies_new(4, LLMAAS_STORE_BLOCK);
+    c->offsets[3] = c->offsets[0]; /* twice the same */
+    CHECK(copies_read(c, 4, 4, &bytes) == 2);
+    c->lengths[0] += 1; /* longer than the payload */
+    int32_t         statuses[3];
+    llmaas_io_stats stats;
+    CHECK(llmaas_store_read(c->fd, 3, c->offsets, c->lengths, c->out, (const uint8_t(*)[32]) c->keys, statuses, &stats) ==
+          LLMAAS_OK);
+    CHECK(statuses[0] == LLMAAS_ECORRUPT && statuses[1] == LLMAAS_OK && statuses[2] == LLMAAS_OK && stats.n_calls == 1);
+    c->lengths[0] -= 1;
+    CHECK(ftruncate(c->fd, (off_t) (c->offsets[1] + LLMAAS_STORE_BLOCK + 512)) == 0); /* ends within a gap */
+    CHECK(copies_read(c, 3, 2, &bytes) == 1 && bytes == 3 * LLMAAS_STORE_BLOCK + 512);
+    copies_free(c);
+}
+
+static void check_writes_in_any_order(void) {
+    copies *        c = copies_new(MANY, 0);
+    const uint8_t * src[MANY];
+    llmaas_io_stats stats;
+    uint64_t        bytes = 0;
+    for (uint32_t i = 0; i < MANY; ++i) {
+        src[i] = c->payload;
+    }
+    shuffle(c, 200);
+    CHECK(ftruncate(c->fd, 0) == 0);
+    CHECK(llmaas_store_write(c->fd, 200, c->offsets, c->lengths, src, &stats) == LLMAAS_OK && stats.n_calls == 1);
+    CHECK(copies_read(c, 200, 200, &bytes) == 1);
+    for (uint32_t i = 0; i < 100; ++i) {
+        c->offsets[i] = 2 * i * LLMAAS_STORE_BLOCK; /* what lies between them is not overwritten */
+    }
+    CHECK(llmaas_store_write(c->fd, 100, c->offsets, c->lengths, src, &stats) == LLMAAS_OK && stats.n_calls == 100);
+    CHECK(stats.bytes == 100 * LLMAAS_STORE_BLOCK);
+    copies_free(c);
 }
 
 static void check_erase(int fd) {
@@ -151,6 +279,9 @@ int main(void) {
     check_round_trip(fd);
     check_errors(fd);
     check_erase(fd);
+    check_gaps();
+    check_odd_places();
+    check_writes_in_any_order();
     close(fd);
     for (uint32_t i = 0; i < N; ++i) {
         free(payloads[i]);

@@ -1,6 +1,7 @@
-/* Batched file I/O for chunk payloads. Extents start on 4 KiB boundaries; adjacent ones (the next starts where the
- * previous one's last 4 KiB block ends) travel together in system calls of at most LLMAAS_RECORD_MAX bytes; a longer
- * extent travels alone. */
+/* Batched file I/O for chunk payloads. Extents start on 4 KiB boundaries, and take whole 4 KiB blocks. Neighbours travel
+ * together in system calls of at most LLMAAS_RECORD_MAX payload bytes; a longer extent travels alone. A read also takes
+ * neighbours together that are at most LLMAAS_STORE_GAP apart: to read the bytes between them costs less than a call.
+ * Give the extents in any order. */
 #ifndef LLMAAS_STORE_H
 #define LLMAAS_STORE_H
 
@@ -8,9 +9,10 @@
 
 #define LLMAAS_RECORD_MAX  (1u << 20)
 #define LLMAAS_STORE_BLOCK 4096u
+#define LLMAAS_STORE_GAP   (24u << 10)
 
 typedef struct llmaas_io_stats {
-    uint64_t bytes;     /* payload and padding bytes moved */
+    uint64_t bytes;     /* moved by system calls: payloads, their padding to whole blocks, and the gaps in between */
     uint64_t n_calls;   /* system calls that moved them */
     int32_t  sys_errno; /* of the first failed call, else 0 */
 } llmaas_io_stats;
@@ -18,8 +20,8 @@ typedef struct llmaas_io_stats {
 /* Buffers start on 4 KiB boundaries and hold whole 4 KiB blocks, as O_DIRECT wants them: room for lengths[i] rounded
  * up. Anything else about a buffer's address is EINVAL. */
 
-/* Read n payloads, then llmaas_chunk_verify() each against keys[i]. statuses[i]: OK, ESTALE, ECORRUPT, or EIO (read
- * error or end of file). The call itself fails only with EINVAL. */
+/* Read n payloads, then llmaas_chunk_verify() each against keys[i]. statuses[i]: OK, ESTALE, ECORRUPT, or EIO (end of
+ * file, or a read error in it or before it in the same system call). The call itself fails only with EINVAL. */
 LLMAAS_API llmaas_status llmaas_store_read(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
     const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats);
