@@ -84,7 +84,12 @@ def _fig12(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str
     ours = [(arm.name, arm.mean) for arm in arms if arm.rival == "ours"]
     draw_tasks(rows, [static[0], *ours[:2], static[1], ours[2]], path)
     pairs = [(arm, ("static", arm[1])) for arm in ours]
-    return rows, "\n\n".join([report.quality_table(rows), report.task_table(rows, pairs)])
+    tables = [report.quality_table(rows), report.task_table(rows, pairs, report.KL)]
+    at_4 = pairs[:2]
+    tables += [report.task_table(rows, at_4, part) for part in (report.PERPLEXITY, report.DISTANCE)]
+    to_int8 = [(ours[1], ("int8", 8.0))]
+    tables.append(report.task_table(rows, to_int8, report.PERPLEXITY))
+    return rows, "\n\n".join(tables)
 
 
 def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,45 @@ from numpy.typing import NDArray
 from llmaas_eval.tolerance.outcome import interval
 from llmaas_eval.tolerance.study import Row
 
-__all__ = ["by_arm", "curves", "quality_table", "recall_table", "task_table", "write"]
+__all__ = [
+    "DISTANCE",
+    "KL",
+    "PERPLEXITY",
+    "Measure",
+    "by_arm",
+    "curves",
+    "quality_table",
+    "recall_table",
+    "task_table",
+    "write",
+]
 
 _MIXED = "all"
+
+Arms = tuple[str, float]
+"""An arm's name and mean bits."""
+Pair = tuple[Arms, Arms]
+
+
+class Measure(NamedTuple):
+    """A column of rows, made ready to read."""
+
+    title: str
+    key: str
+    scale: float
+    is_distance: bool = False
+
+    def of(self, rows: Sequence[Row]) -> NDArray[np.float64]:
+        """One value a row."""
+        values = self.scale * _values(rows, self.key)
+        return np.abs(values) if self.is_distance else values
+
+
+KL = Measure("KL in 1e-4 nats", "kl", 1e4)
+PERPLEXITY = Measure("Perplexity over that of f16 cells, in %, by its logarithm", "surprise", 100)
+DISTANCE = Measure(
+    "How far perplexity is from that of f16 cells in either direction, in %", "surprise", 100, True
+)
 
 
 def by_arm(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
@@ -50,18 +86,18 @@ def quality_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", "KL in 1e-4 nats; perplexity against f16 cells."])
 
 
-def task_table(rows: Sequence[Row], pairs: Sequence[tuple[tuple[str, float], ...]]) -> str:
-    """KL by task of each pair of arms: the first, the second, and their difference."""
+def task_table(rows: Sequence[Row], pairs: Sequence[Pair], measure: Measure) -> str:
+    """By task, what each pair of arms has of ``measure``: the first, the second, the difference."""
     titles = [f"{a} | {b} at {mean:g} bits | difference" for (a, mean), (b, _) in pairs]
     lines = [f"| task | {' | '.join(titles)} |", "|---" + "|---:" * 3 * len(pairs) + "|"]
     for task in [*dict.fromkeys(row["task"] for row in rows), _MIXED]:
         arms = by_arm(row for row in rows if task in {row["task"], _MIXED})
         cells = [task]
-        for one, other in pairs:
-            cells += [f"{1e4 * _mean(arms[arm], 'kl'):.2f}" for arm in (one, other)]
-            cells.append(_difference(arms[one], arms[other], "kl", 1e4))
+        for pair in pairs:
+            one, other = (measure.of(arms[arm]) for arm in pair)
+            cells += [f"{one.mean():.2f}", f"{other.mean():.2f}", _interval(one - other)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([f"{measure.title}:", "", *lines])
 
 
 def recall_table(rows: Sequence[Row]) -> str:
@@ -122,5 +158,9 @@ def _perplexity(rows: Sequence[Row]) -> str:
 def _difference(rows: Sequence[Row], others: Sequence[Row], key: str, scale: float) -> str:
     if rows is others:
         return ""
-    mean, low, high = interval(scale * (_values(rows, key) - _values(others, key)))
+    return _interval(scale * (_values(rows, key) - _values(others, key)))
+
+
+def _interval(values: NDArray[np.float64]) -> str:
+    mean, low, high = interval(values)
     return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
