@@ -31,8 +31,8 @@ def store_read(
 ) -> list[Status]:
     """Read payloads to addresses, and verify them.
 
-    Offsets and addresses are multiples of 4 KiB; each address has room for whole blocks. Adjacent
-    extents travel in reads of at most 1 MiB, so sort by offset.
+    Offsets and addresses are multiples of 4 KiB; each address has room for whole blocks. In any
+    order: neighbours, also over small gaps, travel in reads of at most 1 MiB of payloads.
 
     Returns:
         Per payload OK, ESTALE (another key), ECORRUPT, or EIO (read error or end of file).

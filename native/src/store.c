@@ -10,8 +10,8 @@
 #include <sys/uio.h>
 
 enum {
-    MAX_PER_RUN = LLMAAS_RECORD_MAX / LLMAAS_STORE_BLOCK, /* an extent takes at least one block */
-    MAX_IOV     = 2 * MAX_PER_RUN,                        /* and has one gap before it */
+    MAX_PER_RUN = 256,
+    MAX_IOV     = 2 * MAX_PER_RUN, /* a gap before each */
 };
 _Static_assert(MAX_IOV <= IOV_MAX, "a run fits one system call");
 
@@ -54,7 +54,7 @@ static bool extents_ok(const extents * e, uint32_t n) {
     return places_ok(n, e->offsets, e->lengths);
 }
 
-/* The next extents, as many as are ordered at a time, by their places in the file. Most come in order. */
+/* Up to MAX_PER_RUN of the next extents, by their places in the file. Most come in order. */
 static uint32_t order_by_place(const extents * e, uint32_t first, uint32_t n, uint32_t * order) {
     const uint32_t n_here = n - first < MAX_PER_RUN ? n - first : MAX_PER_RUN;
     for (uint32_t i = 0; i < n_here; ++i) {
@@ -74,7 +74,7 @@ static void run_begin(run * r, const extents * e, const uint32_t * order, uint32
     for (r->n = 0; r->n < n; ++r->n) {
         const uint32_t i      = order[r->n];
         const uint64_t length = round_up(e->lengths[i]), gap = e->offsets[i] - end; /* huge where extents overlap */
-        if (r->n > 0 && (gap > most_gap || total + length > LLMAAS_RECORD_MAX)) {
+        if (r->n > 0 && (gap > most_gap || total + e->lengths[i] > LLMAAS_RECORD_MAX)) {
             break;
         }
         if (gap > 0) {
@@ -82,7 +82,7 @@ static void run_begin(run * r, const extents * e, const uint32_t * order, uint32
         }
         /* struct iovec has no const; pwritev does not write through it */
         r->iov[r->n_iov++] = (struct iovec) {(void *) (uintptr_t) e->data[i], (size_t) length};
-        total += length;
+        total += e->lengths[i];
         end = e->offsets[i] + length;
     }
 }

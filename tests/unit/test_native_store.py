@@ -100,6 +100,35 @@ def test_each_extent_has_its_own_status(slab):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("n_gap_blocks", [0, 1, 6, 7])
+@pytest.mark.parametrize("flag", [0, getattr(os, "O_DIRECT", 0)], ids=["cached", "direct"])
+def test_chunks_are_read_over_gaps_and_in_any_order(tmp_path, n_gap_blocks, flag):
+    """Nothing of what lies between them gets anywhere."""
+    path, (chunks, keys) = tmp_path / "gaps.slab", make_chunks(30)
+    whole = [-(-len(chunk) // STORE_BLOCK) * STORE_BLOCK for chunk in chunks]
+    starts = [sum(whole[:i]) + i * n_gap_blocks * STORE_BLOCK for i in range(31)]
+    foreign = np.full(starts[-1], 0xEE, np.uint8)
+    for start, chunk in zip(starts, chunks, strict=False):
+        foreign[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
+    path.write_bytes(foreign.tobytes())
+    order = np.random.default_rng(2).permutation(30).tolist()
+    target = aligned(sum(whole))
+    places = {i: sum(whole[j] for j in order[:at]) for at, i in enumerate(order)}
+    try:
+        fd = os.open(path, os.O_RDONLY | flag)
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    try:
+        addresses = [target.ctypes.data + places[i] for i in order]
+        offsets, lengths = [starts[i] for i in order], [len(chunks[i]) for i in order]
+        statuses = store_read(fd, offsets, lengths, addresses, [keys[i] for i in order])
+    finally:
+        os.close(fd)
+    assert statuses == [Status.OK] * 30
+    for i, chunk in enumerate(chunks):
+        assert target[places[i] : places[i] + len(chunk)].tobytes() == chunk
+
+
 def test_failed_write_carries_its_errno():
     full, source = os.open("/dev/full", os.O_WRONLY), aligned(STORE_BLOCK)
     try:

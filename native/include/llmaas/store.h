@@ -1,7 +1,7 @@
 /* Batched file I/O for chunk payloads. Extents start on 4 KiB boundaries, and take whole 4 KiB blocks. Neighbours travel
- * together in system calls of at most LLMAAS_RECORD_MAX payload bytes; a longer extent travels alone. A read also takes
+ * together in system calls of at most LLMAAS_RECORD_MAX bytes of payloads; a longer one travels alone. A read also takes
  * neighbours together that are at most LLMAAS_STORE_GAP apart: to read the bytes between them costs less than a call.
- * Give the extents in any order. */
+ * Give the extents in any order: they are sorted by place, 256 at a time. */
 #ifndef LLMAAS_STORE_H
 #define LLMAAS_STORE_H
 
