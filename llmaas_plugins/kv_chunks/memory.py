@@ -6,14 +6,18 @@ segments instead of one a page.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["anonymous"]
+__all__ = ["anonymous", "give_back"]
 
 _HUGE = 2 << 20
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def anonymous(n_bytes: int) -> NDArray[np.uint8]:
@@ -24,3 +28,10 @@ def anonymous(n_bytes: int) -> NDArray[np.uint8]:
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -int(whole.ctypes.data) % _HUGE
     return whole[start : start + n_bytes]
+
+
+def give_back(pages: NDArray[np.uint8]) -> None:
+    """Let whole pages of such an array be zeros that take no memory."""
+    if _madvise(pages.ctypes.data, pages.nbytes, mmap.MADV_DONTNEED):
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot give memory back: {os.strerror(error)}")

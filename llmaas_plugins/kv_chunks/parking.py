@@ -76,12 +76,15 @@ class Parking:
     Two rules hold between calls. Parked contexts use at most the engine's spare cells, so that
     sequence 0 always finds room for all that the app asked for. And where two of them have the
     same tokens from the beginning, they have the same cells.
+
+    Attributes:
+        limit: Cells that parked contexts may use after the next ``switch``.
     """
 
     def __init__(self, engine: Engine) -> None:
         """Attach to an engine, without keeping it."""
         self._memory = llama_cpp.llama_get_memory(engine.ctx)
-        self._limit = engine.n_spare
+        self.limit = engine.n_spare
         self._sequences = engine.parked
         self._contexts: list[_Parked] = []  # the one that was used last is the last
         self._resident_root = b""
@@ -119,7 +122,7 @@ class Parking:
         if best is not None:
             self._touch(best)
         if len(resident) - n_common >= CHUNK_TOKENS:
-            self._park(resident[: self._limit], cells)
+            self._park(resident[: self.limit], cells)
         taken = None if best is None else self._take(best, n_best)
         self._make_room()
         self._resident_root = root
@@ -209,7 +212,7 @@ class Parking:
         """
         while len(self._contexts) == len(PARKED_SEQUENCES):
             self._remove(self._contexts[0])
-        while (n_too_many := self._count() - self._limit) > 0:
+        while (n_too_many := self._count() - self.limit) > 0:
             oldest, *others = self._contexts
             _, n_shared = _nearest(others, oldest.tokens)
             n_kept = (len(oldest.tokens) - n_too_many) // CHUNK_TOKENS * CHUNK_TOKENS

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.counters import Counters
+from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.queues import Eviction
 from llmaas_plugins.kv_chunks.tiers import DiskTier, RamTier
@@ -27,6 +28,7 @@ class Shelf:
         dirty: Chunks that are to be written to disk, by key.
         update: What the index does not know yet.
         counters: What happened.
+        active_bytes: What the chunks take, in whole pages, that were used since this was made.
     """
 
     def __init__(self, budget: Budget, disk: DiskTier | None, eviction: Eviction) -> None:
@@ -38,15 +40,17 @@ class Shelf:
         self.dirty: dict[bytes, Chunk] = {}
         self.update = IndexUpdate()
         self.counters = Counters()
+        self.active_bytes = 0
         self._clock = itertools.count(1)
         self._working: dict[Hashable, frozenset[Chunk]] = {}
+        self._lent: dict[Hashable, int] = {}
 
     # -- use ------------------------------------------------------------------------------------
 
     def touch(self, path: Sequence[Chunk]) -> None:
         """The chunks were used: the first one last, so that contexts get shorter from their end."""
         for chunk in reversed(path):
-            chunk.used = next(self._clock)
+            self._use(chunk)
             self.ram.queue.touch(chunk)
             self._touch_disk(chunk)
 
@@ -67,12 +71,10 @@ class Shelf:
 
     def reserve_ram(self, n_bytes: int, parent: bytes | None) -> int | None:
         """Room in the RAM tier, without dropping ``parent``; what is locked goes last."""
-        locked = frozenset[Chunk]().union(*self._working.values())
+        locked = self._locked()
 
         def evictable(chunk: Chunk) -> bool:
-            if self.disk is not None:
-                return chunk.pins == 0 and chunk.disk != ABSENT
-            return self.may_go(chunk) and chunk.id.key != parent
+            return self._may_leave_ram(chunk) and (self.disk is not None or chunk.id.key != parent)
 
         offset = self.ram.reserve(
             n_bytes, lambda chunk: chunk not in locked and evictable(chunk), self.reclaim
@@ -80,6 +82,24 @@ class Shelf:
         if offset is None and locked:
             offset = self.ram.reserve(n_bytes, evictable, self.reclaim)
         return offset
+
+    def lend(self, owner: Hashable, n_bytes: int) -> bool:
+        """Let ``owner`` have so many bytes of the RAM tier's in all; False if it gets fewer."""
+        others = sum(n for one, n in self._lent.items() if one != owner)
+        locked = self._locked()
+        is_met = self.ram.lend(
+            others + n_bytes,
+            lambda chunk: chunk not in locked and self._may_leave_ram(chunk),
+            self.reclaim,
+        )
+        self._lent[owner] = self.ram.lent - others
+        if not self._lent[owner]:
+            del self._lent[owner]
+        return is_met
+
+    def lent(self, owner: Hashable) -> int:
+        """Bytes that ``owner`` was lent."""
+        return self._lent.get(owner, 0)
 
     def reserve_unwritten(self, n_bytes: int, parent: bytes | None) -> int | None:
         """Room in the RAM tier at the cost of chunks that are not on disk, and cannot get there."""
@@ -94,6 +114,15 @@ class Shelf:
         assert self.disk is not None
         return self.disk.reserve(n_bytes, self.may_go, self._leave_disk)
 
+    def _locked(self) -> frozenset[Chunk]:
+        return frozenset[Chunk]().union(*self._working.values())
+
+    def _may_leave_ram(self, chunk: Chunk) -> bool:
+        """Whether a chunk may leave RAM without a need to write it."""
+        if self.disk is None:
+            return self.may_go(chunk)
+        return chunk.pins == 0 and chunk.disk != ABSENT
+
     def reclaim(self, chunk: Chunk) -> None:
         """Take a chunk out of RAM; out of everything if it is nowhere else."""
         if chunk.disk == ABSENT:
@@ -107,7 +136,7 @@ class Shelf:
     def enter(self, chunk: Chunk) -> None:
         """A chunk whose bytes are in RAM comes into the tree, in place of its ghost, if any."""
         self.tree.add(chunk)
-        chunk.used = next(self._clock)
+        self._use(chunk)
         self.ram.queue.enter(chunk)
         if self.disk is not None:
             self.dirty[chunk.id.key] = chunk
@@ -124,6 +153,8 @@ class Shelf:
         old = chunk.size
         is_in_ram = self.ram.queue.leave(chunk)
         chunk.size, chunk.bits = size, bits
+        if chunk.used:
+            self.active_bytes -= page_round(old) - page_round(size)
         if is_in_ram:
             self.ram.shrink(chunk.ram, old, size)
             self.ram.queue.enter(chunk)
@@ -173,6 +204,7 @@ class Shelf:
             chunk.disk = ABSENT
             if chunk.ram == ABSENT:
                 self.tree.remove(chunk)
+                self._rest(chunk)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """End of the chunks' use by a transfer."""
@@ -184,7 +216,17 @@ class Shelf:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _use(self, chunk: Chunk) -> None:
+        if not chunk.used:
+            self.active_bytes += page_round(chunk.size)
+        chunk.used = next(self._clock)
+
+    def _rest(self, chunk: Chunk) -> None:
+        if chunk.used:
+            self.active_bytes -= page_round(chunk.size)
+
     def _forget_bytes(self, chunk: Chunk) -> None:
+        self._rest(chunk)
         self.dirty.pop(chunk.id.key, None)
         if chunk.disk != ABSENT and self.disk is not None:
             self.disk.free(chunk, chunk.disk)

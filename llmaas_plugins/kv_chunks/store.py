@@ -90,6 +90,26 @@ class ChunkStore:
             ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
         self._buffer_bytes -= len(area)
 
+    def lendable(self, owner: Hashable) -> int:
+        """Bytes of the RAM tier that no chunk of a context in use needs, nor anybody but ``owner``.
+
+        Below 0 if these contexts do not all fit.
+        """
+        with self._shelf.lock:
+            ram = self._shelf.ram
+            others = ram.lent - self._shelf.lent(owner)
+            return ram.capacity - self._buffer_bytes - self._shelf.active_bytes - others
+
+    def lend(self, owner: Hashable, n_bytes: int) -> int:
+        """Let ``owner`` use so much memory elsewhere, at the cost of chunks; what it may use."""
+        for flushed in (False, True):
+            with self._shelf.lock:
+                is_met = self._shelf.lend(owner, n_bytes)
+            if is_met or flushed or not self._shelf.dirty:
+                break
+            self.flush()
+        return self._shelf.lent(owner)
+
     # -- lookup ---------------------------------------------------------------------------------
 
     def match(self, root: bytes, tokens: Tokens) -> Match:
@@ -298,6 +318,7 @@ class ChunkStore:
                 "contexts": len(tree.contexts()),
                 "ram_bytes": ram.used_bytes - self._buffer_bytes,
                 "buffer_bytes": self._buffer_bytes,
+                "lent_bytes": ram.lent,
                 "ram_budget_bytes": ram.capacity,
                 "disk_bytes": 0 if disk is None else disk.used_bytes,
                 "disk_budget_bytes": 0 if disk is None else disk.capacity,

@@ -16,6 +16,7 @@ __all__ = [
     "SCRATCH_SEQUENCE",
     "SEQUENCES",
     "default_parked_tokens",
+    "metadata",
     "spare_cells",
     "unsupported",
     "unsupported_cells",
@@ -104,8 +105,8 @@ def default_parked_tokens(model: int, params: llama_cpp.llama_context_params) ->
 
 def _used_share(model: int) -> float:
     """About which part of the weights a token is multiplied with: a few experts of many."""
-    arch = _metadata(model, "general.architecture")
-    used, count = (_metadata(model, f"{arch}.expert_{name}") for name in ("used_count", "count"))
+    arch = metadata(model, "general.architecture")
+    used, count = (metadata(model, f"{arch}.expert_{name}") for name in ("used_count", "count"))
     return int(used or 1) / int(count or 1) if int(count or 1) > 0 else 1.0
 
 
@@ -113,14 +114,14 @@ def _changes_rope(create: ContextCreate, n_spare: int) -> bool:
     """Whether so many cells more would let a model with two sets of RoPE factors take the other."""
     n_train = llama_cpp.llama_model_n_ctx_train(create.model)
     n_ctx = int(create.params.n_ctx) or n_train
-    arch = _metadata(create.model, "general.architecture")
-    switch = int(_metadata(create.model, f"{arch}.rope.scaling.original_context_length") or n_train)
+    arch = metadata(create.model, "general.architecture")
+    switch = int(metadata(create.model, f"{arch}.rope.scaling.original_context_length") or n_train)
     return n_ctx <= switch < n_ctx + n_spare + _STEP and _may_have_long_factors(create)
 
 
 def _may_have_long_factors(create: ContextCreate) -> bool:
     """Unknown counts as yes: where the model came from, or what its other files hold."""
-    is_split = int(_metadata(create.model, "split.count") or 1) > 1
+    is_split = int(metadata(create.model, "split.count") or 1) > 1
     if create.load is None or is_split:
         return True
     with (
@@ -130,7 +131,7 @@ def _may_have_long_factors(create: ContextCreate) -> bool:
         return header.find(b"rope_factors_long", 0, _HEADER_BYTES) >= 0
 
 
-def _metadata(model: int, key: str) -> str:
+def metadata(model: int, key: str) -> str:
     """A value of the model's metadata; empty if it has none of that name."""
     value = ctypes.create_string_buffer(256)
     llama_cpp.llama_model_meta_val_str(model, key.encode(), value, len(value))

@@ -15,7 +15,7 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.files import open_private
-from llmaas_plugins.kv_chunks.memory import anonymous
+from llmaas_plugins.kv_chunks.memory import anonymous, give_back
 from llmaas_plugins.kv_chunks.queues import Eviction, Queue
 from llmaas_plugins.kv_chunks.tree import Chunk
 
@@ -47,6 +47,11 @@ class Tier:
         """Bytes there are."""
         return self._extents.capacity
 
+    @property
+    def room(self) -> int:
+        """Bytes of them that chunks may take."""
+        return self._extents.capacity
+
     def reserve(
         self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> int | None:
@@ -60,16 +65,19 @@ class Tier:
         Returns:
             None when there is no room even then; nothing was evicted if the total says so at once.
         """
-        if n_bytes > self._extents.capacity:
+        if n_bytes > self.room:
             return None
-        offset = self._extents.allocate(n_bytes)
+        offset = self._allocate(n_bytes)
         while offset is None:
             victim = next(filter(evictable, self.queue), None)
             if victim is None:
                 return None
             evict(victim)
-            offset = self._extents.allocate(n_bytes)
+            offset = self._allocate(n_bytes)
         return offset
+
+    def _allocate(self, n_bytes: int) -> int | None:
+        return self._extents.allocate(n_bytes)
 
     def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
         """Give back the unused end of a reservation."""
@@ -90,15 +98,60 @@ class Tier:
 
 
 class RamTier(Tier):
-    """An anonymous mapping of fixed size; pages are committed as they are first written."""
+    """An anonymous mapping of fixed size; pages are committed as they are first written.
+
+    Attributes:
+        lent: Bytes of the capacity that are memory elsewhere; chunks leave them free.
+    """
 
     def __init__(self, budget: Budget, eviction: Eviction) -> None:
         """Map and account for what the budget has left."""
         capacity = budget.limit - budget.used
         budget.reserve(capacity)
         super().__init__(capacity, eviction)
+        self.lent = 0
+        self._reached = 0  # no page behind it holds memory
         self._bytes = anonymous(self.capacity)
         self._base = int(self._bytes.ctypes.data)
+
+    @property
+    def room(self) -> int:
+        """Bytes that chunks may take."""
+        return self.capacity - self.lent
+
+    def lend(
+        self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
+    ) -> bool:
+        """Let so many bytes in all be lent, after evicting as few chunks as needed.
+
+        Returns:
+            False when there is no room for all of that; what there is is lent then.
+        """
+        while self.used_bytes + n_bytes > self.capacity:
+            victim = next(filter(evictable, self.queue), None)
+            if victim is None:
+                break
+            evict(victim)
+        grows = n_bytes > self.lent
+        self.lent = min(n_bytes, self.capacity - self.used_bytes)
+        if grows and self._reached + self.lent > self.capacity:
+            self._give_back()
+        return self.lent == n_bytes
+
+    def _allocate(self, n_bytes: int) -> int | None:
+        if self.used_bytes + page_round(n_bytes) > self.room:
+            return None
+        offset = super()._allocate(n_bytes)
+        if offset is not None:
+            self._reached = max(self._reached, offset + page_round(n_bytes))
+        return offset
+
+    def _give_back(self) -> None:
+        """Let no free page hold memory."""
+        for offset, n_bytes in self._extents.free_within(0, self._reached):
+            give_back(self._bytes[offset : offset + n_bytes])
+            if offset + n_bytes == self._reached:
+                self._reached = offset
 
     def address(self, offset: int) -> int:
         """Address of a byte of the arena."""
@@ -113,7 +166,7 @@ class RamTier(Tier):
 
         Chunks in use stay where they are.
         """
-        if self.capacity - self.used_bytes < max(n_bytes, self.capacity // _WORTH_MOVING):
+        if self.room - self.used_bytes < max(n_bytes, self.capacity // _WORTH_MOVING):
             return
         place = self._extents.allocate(n_bytes)
         if place is not None:

@@ -1,0 +1,154 @@
+"""Spare cells cost memory only while parked contexts use them, and only what chunks leave over.
+
+With few contexts in use everything fits into the engine's cells, as it is, and switching is a
+matter of microseconds. With many, the same memory holds more of them as encoded chunks. So the
+RAM tier lends to the cells what the chunks of all contexts in use would not need. When these
+become more, fewer contexts may be parked; but cells that were written to keep their memory until
+all of them are given back at once. That costs every context that is parked and the one that runs,
+which are loaded again from their chunks, so it must be rare: each time, what may be lent afterwards
+is half of what it could be.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import CellMemory, Engine
+from llmaas_plugins.kv_chunks.parking import Parking
+from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, metadata
+
+__all__ = ["Spare", "most_spare_cells", "token_bytes"]
+
+_APP = 0
+_STEP = 256  # llama.cpp takes cells into a graph in such steps
+_GROWTH = 16  # this part of the RAM tier stays free for what the next calls add
+_MOST = 32768  # relabelling walks over all cells, about a nanosecond each
+_BLOCKS = {
+    llama_cpp.GGML_TYPE_F32: (1, 4),
+    llama_cpp.GGML_TYPE_F16: (1, 2),
+    llama_cpp.GGML_TYPE_BF16: (1, 2),
+    llama_cpp.GGML_TYPE_Q8_0: (32, 34),
+    llama_cpp.GGML_TYPE_Q5_0: (32, 22),
+    llama_cpp.GGML_TYPE_Q5_1: (32, 24),
+    llama_cpp.GGML_TYPE_Q4_0: (32, 18),
+    llama_cpp.GGML_TYPE_Q4_1: (32, 20),
+    llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
+}
+"""Values and bytes of a block of every type that cells can have."""
+
+
+def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
+    """About how many bytes a cell of a context will have; its layers may differ."""
+    arch = metadata(model, "general.architecture")
+    n_head = max(1, llama_cpp.llama_model_n_head(model))
+    by_default = llama_cpp.llama_model_n_embd(model) // n_head
+    n_bytes = 0
+    for name, kind in (("key", params.type_k), ("value", params.type_v)):
+        n_values, n_each = _BLOCKS[kind]
+        width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
+        n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * n_each // n_values
+    return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
+
+
+def most_spare_cells(model: int, params: llama_cpp.llama_context_params, ram_budget: int) -> int:
+    """As many spare cells as could ever be lent memory, but few enough to relabel quickly."""
+    return min(_MOST, ram_budget // token_bytes(model, params)) // _STEP * _STEP
+
+
+class Spare:
+    """The memory of one engine's spare cells. Call it only while the engine is yours."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        parking: Parking,
+        store: ChunkStore,
+        memory: CellMemory | None,
+        token_bytes: int,
+    ) -> None:
+        """Take over from llama.cpp, which took the memory of all cells at once.
+
+        Args:
+            engine: Whose cells.
+            parking: Who uses the spare ones.
+            store: Who lends the memory.
+            memory: The cells' memory, if it can be given back.
+            token_bytes: Bytes of a cell, for the case that it cannot.
+        """
+        self._engine_memory = llama_cpp.llama_get_memory(engine.ctx)
+        self._parking = parking
+        self._store = store
+        self._n_spare = self._most = engine.n_spare
+        self._n_collapsed = 0
+        self._owner = object()
+        self._memory = memory if memory is not None and memory.n else None
+        if self._memory is None:
+            self._token_bytes, self._app_bytes = token_bytes, 0
+        else:
+            self._token_bytes = self._memory.n_bytes // self._memory.n
+            self._app_bytes = (self._memory.n - engine.n_spare) * self._token_bytes
+        weakref.finalize(self, store.lend, self._owner, 0)
+        if self._memory is None:
+            self._lend_all()
+
+    def balance(self, n_resident: int) -> bool:
+        """Fit the parked contexts' limit to the memory there is; call it before each switch.
+
+        Args:
+            n_resident: Tokens in sequence 0, which may be parked next.
+
+        Returns:
+            Whether all cells were given back: then sequence 0 is empty, and nothing is parked.
+        """
+        if self._memory is None:
+            return False
+        growth = self._store.ram_capacity // _GROWTH
+        room = self._store.lendable(self._owner) - growth
+        beyond = max(0, self._memory.touched_bytes - self._app_bytes)
+        if beyond > max(room + growth // 2, _STEP * self._token_bytes):
+            self._collapse(room)
+            return True
+        self._most = max(self._most, self._cells(room // 4))
+        limit = min(self._most, self._cells(room))
+        n_wanted = -(-(self._parking.n_cells + n_resident) // _STEP) * _STEP
+        lent = self._store.lend(self._owner, max(beyond, min(limit, n_wanted) * self._token_bytes))
+        self._parking.limit = min(limit, self._cells(lent))
+        return False
+
+    def stats(self) -> dict[str, int]:
+        """Counters, for the status."""
+        return {
+            "parked_limit": self._parking.limit,
+            "collapses": self._n_collapsed,
+        }
+
+    def _collapse(self, room: int) -> None:
+        """Give all memory back, and lend less from now on."""
+        assert self._memory is not None
+        self._parking.give_up()
+        llama_cpp.llama_memory_seq_rm(self._engine_memory, _APP, -1, -1)
+        self._n_collapsed += 1
+        if not (self._is_empty() and self._memory.release()):
+            self._memory = None
+            self._lend_all()
+            return
+        self._most = self._cells(room // 2)
+        self._store.lend(self._owner, 0)
+        self._parking.limit = 0  # nothing is parked at this switch: all was given up
+
+    def _lend_all(self) -> None:
+        """The spare cells keep their memory, used or not."""
+        lent = self._store.lend(self._owner, self._n_spare * self._token_bytes)
+        self._parking.limit = self._cells(lent)
+
+    def _is_empty(self) -> bool:
+        return all(
+            llama_cpp.llama_memory_seq_pos_max(self._engine_memory, sequence) < 0
+            for sequence in range(PARKED_SEQUENCES.stop)
+        )
+
+    def _cells(self, n_bytes: int) -> int:
+        return max(0, min(self._n_spare, n_bytes // self._token_bytes))
