@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from llmaas_eval.tolerance.__main__ import main
 from llmaas_eval.tolerance.coded import Coded
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.outcome import compare
 from llmaas_eval.tolerance.recall import Question, Recall
 from llmaas_eval.tolerance.study import Arm, ask, go_on, layer_damage
-from llmaas_eval.tolerance.texts import packaged_samples
+from llmaas_eval.tolerance.texts import packaged_lines, packaged_samples
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A data folder with a little encyclopaedia."""
+    paragraphs = [" ".join(lines) for lines in packaged_lines()]
+    (tmp_path / "lm").mkdir()
+    text = "\n \n".join(paragraphs)
+    (tmp_path / "lm" / "wikitext2_valid.txt").write_text(text, encoding="utf-8")
+    return tmp_path
 
 
 @pytest.fixture
@@ -68,3 +80,21 @@ def test_an_answer_counts_if_every_token_of_it_is_most_likely(engine):
     unlikely = Question("User: Bye.\nAssistant: Have a great", " locker.\n")
     rows = ask(engine, [Recall(told, (likely, unlikely))], [Arm("static", 8.0)])
     assert [row["right"] for row in rows] == [0.5, 0.5]
+
+
+def test_a_figure_is_three_files(data, reference_model, tmp_path, capsys):
+    out = tmp_path / "figures"
+    main(["fig6b", "--data", str(data), "-n", "1", "-o", str(out)])
+    printed = capsys.readouterr().out
+    assert "| int8 | 8.00 | 51.76% |" in printed
+    assert (out / "tolerance-fig6b.md").read_text() == printed
+    document = json.loads((out / "tolerance-fig6b.json").read_text())
+    assert len(document["rows"]) == 4
+    assert document["settings"]["model"] == reference_model.name
+    assert (out / "tolerance-fig6b.png").stat().st_size > 1000
+
+
+def test_recall_needs_a_model_that_was_taught(data, capsys):
+    with pytest.raises(SystemExit):
+        main(["recall", "--data", str(data)])
+    assert "recall needs --model" in capsys.readouterr().err

@@ -10,7 +10,14 @@ import pytest
 from llmaas_eval.tolerance.coded import MAX_BITS, Coded
 from llmaas_eval.tolerance.outcome import interval
 from llmaas_eval.tolerance.recall import make_facts, make_recall, make_training
-from llmaas_eval.tolerance.report import by_arm, quality_table, recall_table
+from llmaas_eval.tolerance.report import (
+    DISTANCE,
+    KL,
+    by_arm,
+    quality_table,
+    recall_table,
+    task_table,
+)
 from llmaas_eval.tolerance.rivals import RIVALS, Case, by_layer
 from llmaas_eval.tolerance.texts import packaged_lines
 from llmaas_plugins._native import (
@@ -198,6 +205,23 @@ def test_recall_is_against_the_cells_as_they_were():
     assert "| static | 2.00 | 25.00% | 50.0% | -50.00 (-50.00 to -50.00) |  | 0.00" in recall_table(
         right
     )
+
+
+OURS, STATIC = ("ours", 4.0), ("static", 4.0)
+
+
+def test_tasks_are_apart_and_together():
+    both = rows(*OURS, [1e-4] * 5, "kl") + rows(*STATIC, [3e-4] * 5, "kl")
+    news = [row | {"task": "news", "kl": 5 * row["kl"]} for row in both]
+    table = task_table(both + news, [(OURS, STATIC)], KL)
+    assert "| chats | 1.00 | 3.00 | -2.00 (-2.00 to -2.00) |" in table
+    assert "| news | 5.00 | 15.00 | -10.00 (-10.00 to -10.00) |" in table
+    assert "| all | 3.00 | 9.00 | -6.00 (-8.40 to -3.60) |" in table
+
+
+def test_a_lower_perplexity_is_a_distance_too():
+    both = rows(*OURS, [0.001] * 5, "surprise") + rows(*STATIC, [-0.004] * 5, "surprise")
+    assert "| 0.10 | 0.40 | -0.30 (" in task_table(both, [(OURS, STATIC)], DISTANCE)
 
 
 def test_arms_of_other_means_are_other_arms():
