@@ -27,9 +27,8 @@ _STEP = 256  # llama.cpp takes cells into a graph in such steps
 _GROWTH = 16  # this part of the RAM tier stays free for what the next calls add
 _MOST = 32768  # relabelling walks over all cells, about a nanosecond each
 _BLOCKS = {
-    llama_cpp.GGML_TYPE_F32: (1, 4),
     llama_cpp.GGML_TYPE_F16: (1, 2),
-    llama_cpp.GGML_TYPE_BF16: (1, 2),
+    30: (1, 2),  # BF16
     llama_cpp.GGML_TYPE_Q8_0: (32, 34),
     llama_cpp.GGML_TYPE_Q5_0: (32, 22),
     llama_cpp.GGML_TYPE_Q5_1: (32, 24),
@@ -37,7 +36,8 @@ _BLOCKS = {
     llama_cpp.GGML_TYPE_Q4_1: (32, 20),
     llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
 }
-"""Values and bytes of a block of every type that cells can have."""
+"""Values and bytes of a block of the types that cells can have."""
+_WIDEST = 1, 4  # F32, and what we know nothing of
 
 
 def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
@@ -47,7 +47,7 @@ def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
     by_default = llama_cpp.llama_model_n_embd(model) // n_head
     n_bytes = 0
     for name, kind in (("key", params.type_k), ("value", params.type_v)):
-        n_values, n_each = _BLOCKS[kind]
+        n_values, n_each = _BLOCKS.get(kind, _WIDEST)
         width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
         n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * n_each // n_values
     return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
