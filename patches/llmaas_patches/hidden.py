@@ -20,8 +20,11 @@ _ALL = -1
 
 
 def around_clear(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
-    """``llama_memory_clear``: empty the app's sequence."""
-    if not ledger.parked:
+    """``llama_memory_clear``: empty the app's sequence.
+
+    Clearing the cells, too, would touch the memory of those that plugins added.
+    """
+    if not (ledger.parked or ledger.n_spare):
         return original(*args)
     with ledger.lent():
         llama_cpp.llama_memory_seq_rm(args[0], _APP, -1, -1)
