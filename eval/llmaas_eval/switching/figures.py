@@ -16,6 +16,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
     "without tolerance-aware compression": {"codec": "int8"},
     "without recompute": {"recompute": False},
+    "without parking": {"parked_tokens": 0},
     "without LCTRU": {"eviction": "lru"},
     "without ahead-of-time writes": {"swap_out": "on_demand"},
 }

@@ -50,7 +50,7 @@ def _run(job: dict[str, Any], setting: Setting, what: Plan, cost: Cost) -> RunRe
     try:
         base = limit = 0
         if group is not None:
-            base = group.used - system.n_cells * setting.token_bytes
+            base = group.used - system.cell_bytes
             limit = setting.budget + system.lent_bytes
             group.limit(base + limit)
         replay = _Replay(system, cost)

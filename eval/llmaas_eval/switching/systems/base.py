@@ -95,6 +95,11 @@ class System(ABC):
     def n_cells(self) -> int:
         """Cells of the engine's cache."""
 
+    @property
+    def cell_bytes(self) -> int:
+        """Memory that the cells take before the first call."""
+        return self.n_cells * self.setting.token_bytes
+
     @abstractmethod
     def enter(self, step: Step) -> Entered:
         """Bring ``step.before`` into the engine, with room for what the call adds.

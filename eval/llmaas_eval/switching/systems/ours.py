@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,13 @@ from numpy.typing import NDArray
 
 from llmaas_eval.switching.engine import learn_geometry
 from llmaas_eval.switching.steps import Step
-from llmaas_eval.switching.systems.base import Entered, Setting, room_beside_cells
+from llmaas_eval.switching.synthetic import PIECE_TOKENS
+from llmaas_eval.switching.systems.base import (
+    Entered,
+    Setting,
+    app_cells,
+    room_beside_cells,
+)
 from llmaas_eval.switching.systems.one import OneContext, open_llama
 from llmaas_hooks import Request, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
@@ -42,6 +50,7 @@ class Ours(OneContext):
             super().__init__(setting, llama, learn_geometry(llama.ctx))
             self._engine = self._suite._installed._host.engine(llama)
             self._pretend_attention()
+            self._cell_bytes = self._touch_cells()
         except BaseException:
             self._suite.deactivate()
             raise
@@ -49,6 +58,24 @@ class Ours(OneContext):
     @property
     def _plugin(self) -> Any:
         return self._suite.hooks._pm.get_plugin("kv_chunks")
+
+    @property
+    def cell_bytes(self) -> int:
+        return self._cell_bytes
+
+    def _touch_cells(self) -> int:
+        """Fill the app's cells once; bytes of all cells that have memory now.
+
+        llama.cpp takes memory for all at once. The plugin may have given it back, and then they
+        take it as they are written.
+        """
+        n_cells, before = app_cells(self.setting.max_tokens), _resident_bytes()
+        for start in range(0, n_cells, PIECE_TOKENS):
+            self._append(0, self._cells.blob(0, 0, start, PIECE_TOKENS))
+        self._cut(0, 0)
+        n_bytes = n_cells * self.setting.token_bytes
+        is_late = _resident_bytes() - before > n_bytes // 2
+        return n_bytes if is_late else super().cell_bytes
 
     def _pretend_attention(self) -> None:
         """Add attention to what the engine's tap counts: injected cells get none by themselves.
@@ -132,3 +159,8 @@ class Ours(OneContext):
 
     def _request(self, step: Step, tokens: Tokens) -> Request:
         return Request(self._engine, tokens, f"context-{step.context}")
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
