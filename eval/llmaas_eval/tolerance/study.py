@@ -41,7 +41,8 @@ class Arm:
     @property
     def name(self) -> str:
         """For tables."""
-        return f"{self.rival} {'/'.join(map(str, self.levels))}".strip()
+        levels = "any" if len(self.levels) == MAX_BITS else "/".join(map(str, self.levels))
+        return f"{self.rival} {levels}".strip()
 
 
 class _Kept(NamedTuple):
