@@ -67,6 +67,7 @@ class KVChunks:
         self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
             weakref.WeakKeyDictionary()
         )
+        self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
         self._contexts: dict[int, str | None] = {}
         self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
@@ -108,6 +109,7 @@ class KVChunks:
         def made(ctx: int) -> bool:
             found = reason or unsupported_cells(ctx)
             with self._lock:
+                self._by_ctx.pop(ctx, None)  # a context that is gone had this address
                 self._contexts[ctx] = found
                 if found is not None:  # the app's context may become another one, without a check
                     self._refused[model] = found
@@ -173,9 +175,8 @@ class KVChunks:
         """Learn what a token costs to recompute."""
         self._report.evaluated(step.n_tokens, step.seconds)
         if step.n_tokens > 1:
-            with self._lock:
-                transfers = [t for e, t in self._transfers.items() if t and e.ctx == step.ctx]
-            for transfer in transfers:
+            transfer = self._by_ctx.get(step.ctx)
+            if transfer is not None:
                 transfer.evaluated(step.n_tokens, step.seconds)
 
     @hookimpl
@@ -257,7 +258,9 @@ class KVChunks:
             is_shared = app is None or self._config.share_across_apps
             return root_key(values if is_shared else {**values, "app": app})
 
-        return Transfer(engine, root, self._parts(engine))
+        transfer = Transfer(engine, root, self._parts(engine))
+        self._by_ctx[engine.ctx] = transfer
+        return transfer
 
     def _parts(self, engine: Engine) -> Parts:
         config, native = self._config, self._natives.get(engine.ctx)
