@@ -154,6 +154,17 @@ class NativeContext(Protocol):
     @level.setter
     def level(self, level: int) -> None: ...
 
+    @property
+    def narrow_attention(self) -> bool:
+        """Whether attention leaves out cells that no token of a batch can see; False at first.
+
+        Those before the first cell that is seen, and those behind the last. Setting it takes effect
+        with the next batch.
+        """
+
+    @narrow_attention.setter
+    def narrow_attention(self, is_narrow: bool) -> None: ...
+
     def density(self, *, row_step: int = 1, layer_step: int = 1) -> AttentionDensity:
         """Accumulate attention densities.
 
@@ -181,4 +192,7 @@ class NativeContext(Protocol):
         """Subscribe a tap of the plugin's own: the address of an ``llmaas_tap`` (llmaas/tap.h)."""
 
     def stats(self) -> dict[str, int]:
-        """Graphs computed and passed on as they were, products exchanged, steps of taps."""
+        """Counters: ``graphs`` computed, of them ``passed`` on as they were, and what was changed.
+
+        ``products`` exchanged, steps of ``taps``, and attention of a layer ``narrowed``.
+        """

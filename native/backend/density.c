@@ -23,7 +23,7 @@ struct llmaas_density {
     llmaas_density_worker workers[GGML_MAX_N_THREADS];
 };
 
-/* Whether column j is cell j. Not so where several caches take part, one for each stream, where a cache other than the
+/* Whether column j is cell first_cell + j. Not so where several caches take part, one for each stream, where a cache other than the
  * first does, or where the queries are of other tokens than the keys (cross attention). */
 static bool has_cells(const llmaas_attention * node) {
     const llmaas_tap_view * view = node->view;
@@ -38,7 +38,7 @@ static bool has_cells(const llmaas_attention * node) {
     }
     for (int64_t token = 0; token < node->n_tokens; ++token) {
         const int64_t cell = ((const int64_t *) view->cells->data)[token];
-        if (cell < 0 || cell >= node->n_kv) {
+        if (cell < node->first_cell || cell >= node->first_cell + node->n_kv) {
             return false;
         }
     }
@@ -64,7 +64,7 @@ static void add_to_positions(
     int64_t                 n_seen = 0;
     for (int64_t column = 0; column < node->n_kv; ++column) {
         const int64_t position =
-            view->cells ? llmaas_cell_map_position(map, column) : llmaas_attention_position(view, column);
+            view->cells ? llmaas_cell_map_position(map, node->first_cell + column) : llmaas_attention_position(view, column);
         n_seen += w->deltas[column];
         if (position >= 0 && position < density->n_pos) {
             density->sums[position] += w->sums[column];
@@ -81,7 +81,7 @@ static void merge(llmaas_density * density, const llmaas_attention * node, int n
         start_again(density, node);
     }
     if (node->view->cells) {
-        is_lost = !llmaas_cell_map_reserve(map, node->n_kv, density->n_pos);
+        is_lost = !llmaas_cell_map_reserve(map, node->first_cell + node->n_kv, density->n_pos);
         llmaas_cell_map_learn(map, node); /* without memory, of the cells there is room for */
     }
     for (int i = 0; i < nth; ++i) {

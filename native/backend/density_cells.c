@@ -106,7 +106,8 @@ static bool is_restored(const llmaas_cell_map * map, const llmaas_attention * no
 /* Find the cells of the restored positions before `end`, given a row that sees them all. If there are more or fewer
  * cells than that, something else happened, and nobody knows where these positions are. */
 static void find_restored(llmaas_cell_map * map, const llmaas_attention * node, int64_t row, uint32_t end) {
-    const int64_t  n_cells    = node->n_kv < map->n_cells ? node->n_kv : map->n_cells;
+    const int64_t  end_cell   = node->first_cell + node->n_kv;
+    const int64_t  n_cells    = end_cell < map->n_cells ? end_cell : map->n_cells;
     const uint32_t n_restored = count_restored(map, end);
     int64_t        n_found    = 0;
     for (int64_t cell = 0; n_restored && cell < n_cells; ++cell) {

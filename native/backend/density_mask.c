@@ -15,11 +15,15 @@ static uint32_t masked_bits(enum ggml_type type) { return type == GGML_TYPE_F16 
 
 bool llmaas_attention_sees(const llmaas_attention * node, int64_t row, int64_t cell) {
     const struct ggml_tensor * mask = node->mask;
+    const int64_t              column = cell - node->first_cell;
+    if (column < 0 || column >= node->n_kv) {
+        return false;
+    }
     if (!mask) {
         return true;
     }
     const char * from = (const char *) mask->data + (size_t) row * mask->nb[1];
-    return mask_bits(from, ggml_type_size(mask->type), cell) != masked_bits(mask->type);
+    return mask_bits(from, ggml_type_size(mask->type), column) != masked_bits(mask->type);
 }
 
 /* The first column from `column` on whose word is not `word`; the last ones of a row may be left out. */

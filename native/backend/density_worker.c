@@ -23,6 +23,7 @@ llmaas_attention llmaas_attention_of(const llmaas_tap_view * view) {
         .is_flash  = is_flash,
         .n_tokens  = query->ne[1],
         .n_kv      = is_flash ? node->src[1]->ne[1] : node->ne[0],
+        .first_cell = view->first_cell,
         .n_head    = query->ne[2],
         .n_head_kv = is_flash ? node->src[1]->ne[2] : node->ne[2],
         .n_stream  = query->ne[3],

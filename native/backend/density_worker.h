@@ -11,6 +11,7 @@ typedef struct llmaas_attention {
     bool                       is_flash;
     int64_t                    n_tokens;
     int64_t                    n_kv;
+    int64_t                    first_cell; /* of these */
     int64_t                    n_head;
     int64_t                    n_head_kv; /* heads are taken in groups that share their keys, if there are keys */
     int64_t                    n_stream;

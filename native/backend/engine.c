@@ -23,19 +23,35 @@ static void rewrite_product(llmaas_engine * engine, int32_t level, struct ggml_t
     }
 }
 
+/* Its result may take the place of an operand, so taps read those before. They get the node as it was. */
+static void rewrite_flash(llmaas_engine * engine, struct ggml_tensor * node) {
+    engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node, 0);
+    struct ggml_tensor * narrowed = llmaas_narrow_flash(&engine->narrow, engine->graph, node);
+    engine->n_narrowed += narrowed != NULL;
+    llmaas_graph_append(engine->graph, narrowed ? narrowed : node);
+}
+
+/* Without flash attention, probabilities of a range are all there is, also for taps. */
+static void rewrite_narrowed(llmaas_engine * engine, const llmaas_narrow_nodes * nodes) {
+    llmaas_graph_append(engine->graph, nodes->scores);
+    llmaas_graph_append(engine->graph, nodes->probabilities);
+    engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, nodes->probabilities, nodes->first);
+    llmaas_graph_append(engine->graph, nodes->result);
+    engine->n_narrowed++;
+}
+
 static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
     switch (node->op) {
         case GGML_OP_MUL_MAT:
         case GGML_OP_MUL_MAT_ID:
             rewrite_product(engine, level, node);
             break;
-        case GGML_OP_FLASH_ATTN_EXT: /* its result may take the place of an operand, so read those before */
-            engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node);
-            llmaas_graph_append(engine->graph, node);
+        case GGML_OP_FLASH_ATTN_EXT:
+            rewrite_flash(engine, node);
             break;
         case GGML_OP_SOFT_MAX:
             llmaas_graph_append(engine->graph, node);
-            engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node);
+            engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node, 0);
             break;
         default:
             llmaas_taps_notice(&engine->taps, node);
@@ -46,7 +62,13 @@ static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tens
 static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
     llmaas_graph_begin(engine->graph, original);
     for (int i = 0; i < original->n_nodes; i++) {
-        rewrite_node(engine, level, original->nodes[i]);
+        llmaas_narrow_nodes narrowed;
+        if (llmaas_narrow_products(&engine->narrow, engine->graph, original, i, &narrowed)) {
+            rewrite_narrowed(engine, &narrowed);
+            i += 2;
+        } else {
+            rewrite_node(engine, level, original->nodes[i]);
+        }
     }
     return llmaas_graph_end(engine->graph);
 }
@@ -88,7 +110,9 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     enum ggml_status status;
     engine->n_graphs++;
     llmaas_cells_reach(&engine->cells);
-    if (engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
+    llmaas_narrow_forget(&engine->narrow);
+    const bool is_narrowed = engine->is_narrow && llmaas_narrow_read(&engine->narrow, graph);
+    if (is_narrowed || engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
         status = compute_rewritten(engine, level, graph);
     } else {
         engine->n_passed++;
@@ -149,6 +173,9 @@ llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * we
 void    llmaas_engine_set_level(llmaas_engine * engine, int32_t level) { engine->level = level; }
 int32_t llmaas_engine_level(const llmaas_engine * engine) { return engine->level; }
 
+void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow) { engine->is_narrow = is_narrow; }
+bool llmaas_engine_is_narrow(const llmaas_engine * engine) { return engine->is_narrow; }
+
 llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap) {
     pthread_mutex_lock(&engine->lock);
     const llmaas_status status = llmaas_taps_add(&engine->taps, tap);
@@ -164,7 +191,8 @@ llmaas_status llmaas_engine_unsubscribe(llmaas_engine * engine, const void * use
 }
 
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats) {
-    *stats = (llmaas_engine_stats) {engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps};
+    *stats = (llmaas_engine_stats) {
+        engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps, engine->n_narrowed};
 }
 
 llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine) {

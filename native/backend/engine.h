@@ -4,6 +4,7 @@
 
 #include "cells.h"
 #include "graph.h"
+#include "narrow.h"
 #include "taps.h"
 #include "weights.h"
 
@@ -15,13 +16,15 @@ struct llmaas_engine {
     ggml_backend_t      cpu;  /* the CPU backend whose context `base` uses */
     llmaas_weights *    weights;
     atomic_int          level;
+    atomic_bool         is_narrow;
 
     pthread_mutex_t lock; /* held while a graph is computed: guards what follows */
     llmaas_taps     taps;
     llmaas_graph *  graph;
     llmaas_cells    cells;
+    llmaas_narrow   narrow;
 
-    _Atomic uint64_t n_graphs, n_passed, n_products, n_taps;
+    _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed;
 };
 
 /* A backend for llama.cpp: on `device`, or on ggml-cpu's own when `weights` all lie in buffers that this takes. */

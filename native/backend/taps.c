@@ -104,15 +104,17 @@ static int attention_layer(const struct ggml_tensor * node) {
     return node->op == GGML_OP_SOFT_MAX && sscanf(node->name, "kq_soft_max-%d", &layer) == 1 ? layer : -1;
 }
 
-uint32_t llmaas_taps_attention(llmaas_taps * taps, llmaas_graph * graph, const struct ggml_tensor * node) {
+uint32_t llmaas_taps_attention(
+    llmaas_taps * taps, llmaas_graph * graph, const struct ggml_tensor * node, int64_t first_cell) {
     const int layer = attention_layer(node);
     if (layer < 0) {
         return 0;
     }
-    const llmaas_tap_view view = {.kind      = LLMAAS_TAP_ATTENTION,
-                                  .layer     = layer,
-                                  .node      = node,
-                                  .cells     = taps->cells,
-                                  .positions = taps->positions};
+    const llmaas_tap_view view = {.kind       = LLMAAS_TAP_ATTENTION,
+                                  .layer      = layer,
+                                  .node       = node,
+                                  .cells      = taps->cells,
+                                  .positions  = taps->positions,
+                                  .first_cell = first_cell};
     return call_taps(taps, graph, &view);
 }

@@ -29,6 +29,7 @@ void llmaas_taps_forget(llmaas_taps * taps);
 uint32_t llmaas_taps_states(
     llmaas_taps * taps, llmaas_graph * graph, llmaas_tap_kind kind, int layer, const struct ggml_tensor * states);
 /* Likewise attention: before a FLASH_ATTN_EXT node, after a SOFT_MAX node. 0 for any other node. */
-uint32_t llmaas_taps_attention(llmaas_taps * taps, llmaas_graph * graph, const struct ggml_tensor * node);
+uint32_t llmaas_taps_attention(
+    llmaas_taps * taps, llmaas_graph * graph, const struct ggml_tensor * node, int64_t first_cell);
 
 #endif

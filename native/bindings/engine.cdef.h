@@ -18,6 +18,7 @@ typedef struct llmaas_engine_stats {
     uint64_t n_passed;
     uint64_t n_products;
     uint64_t n_taps;
+    uint64_t n_narrowed;
 } llmaas_engine_stats;
 
 typedef struct llmaas_cell_memory {
@@ -48,6 +49,8 @@ void llmaas_create_begin(llmaas_weights * weights);
 llmaas_engine * llmaas_create_end(void);
 void llmaas_engine_set_level(llmaas_engine * engine, int32_t level);
 int32_t llmaas_engine_level(const llmaas_engine * engine);
+void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow);
+bool llmaas_engine_is_narrow(const llmaas_engine * engine);
 int llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
 int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);

@@ -206,6 +206,17 @@ class Context:
         with self._lock:
             self._library.lib.llmaas_engine_set_level(self._open(), level)
 
+    @property
+    def narrow_attention(self) -> bool:
+        """Whether attention leaves out cells that no token of a batch can see."""
+        with self._lock:
+            return bool(self._library.lib.llmaas_engine_is_narrow(self._open()))
+
+    @narrow_attention.setter
+    def narrow_attention(self, is_narrow: bool) -> None:
+        with self._lock:
+            self._library.lib.llmaas_engine_set_narrow(self._open(), is_narrow)
+
     def density(self, *, row_step: int = 1, layer_step: int = 1) -> Density:
         """Accumulate attention densities."""
         with self._alive():
@@ -240,6 +251,7 @@ class Context:
             "passed": int(stats.n_passed),
             "products": int(stats.n_products),
             "taps": int(stats.n_taps),
+            "narrowed": int(stats.n_narrowed),
         }
 
     def close(self) -> None:
@@ -249,6 +261,7 @@ class Context:
                 for tap in list(self._taps):
                     tap.close()
                 self._library.lib.llmaas_engine_set_level(self._engine, -1)
+                self._library.lib.llmaas_engine_set_narrow(self._engine, False)
                 self._engine = None
 
     @contextlib.contextmanager
