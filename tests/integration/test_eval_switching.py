@@ -12,7 +12,7 @@ import pytest
 from soak import scale
 
 from llmaas_eval.switching.__main__ import main
-from llmaas_eval.switching.cost import Cost
+from llmaas_eval.switching.cost import Cost, measure_cost
 from llmaas_eval.switching.engine import token_bytes
 from llmaas_eval.switching.figures import FIGURES, Grid
 from llmaas_eval.switching.groups import can_limit_memory, memory_group
@@ -208,6 +208,14 @@ def test_evaluation_in_two_parts_costs_one_call_more():
     apart = COST.prompt_s(0, 100) + COST.prompt_s(100, 50)
     assert apart - COST.prompt_s(0, 150) == pytest.approx(COST.call_s)
     assert COST.prompt_s(100, 0) == 0.0
+
+
+def test_the_cost_is_checked_on_ten_real_evaluations(reference_model):
+    cost = measure_cost(reference_model, 64)
+    assert len(cost.errors) == 10
+    assert cost.reply_s > 0
+    assert cost.prompt_s(0, 64) > 0
+    assert all(error > -1 for error in cost.errors)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -39,7 +39,8 @@ class Cost:
         """Seconds for ``n_tokens`` that follow ``start`` others."""
         if n_tokens == 0:
             return 0.0
-        return float(_terms(start, n_tokens) @ (self.call_s, self.token_s, self.pair_s))
+        seconds = _terms(start, n_tokens) @ (self.call_s, self.token_s, self.pair_s)
+        return max(0.0, float(seconds))  # a fit through noise may dip below it near zero
 
 
 def measure_cost(model: Path, max_tokens: int) -> Cost:
