@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=0.25,
         help="RAM for stored contexts as a share of all contexts' KV (default 0.25)",
     )
-    parser.add_argument("--codec", choices=("int8", "lossless"), default="int8")
+    parser.add_argument("--codec", choices=("tolerance", "int8", "lossless"), default="tolerance")
     parser.add_argument("--threads", type=int, help="CPU threads (default: llama.cpp's choice)")
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default 0)")
     parser.add_argument(

@@ -48,7 +48,7 @@ class DemoOptions:
     n_new: int = 24
     n_ctx: int = 1024
     budget_share: float = 0.25
-    codec: str = "int8"
+    codec: str = "tolerance"
     seed: int = 0
     threads: int | None = None
 
