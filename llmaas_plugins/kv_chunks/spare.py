@@ -82,6 +82,7 @@ class Spare:
         self._parking = parking
         self._store = store
         self._n_spare = self._most = engine.n_spare
+        self._has_parked = False  # since all cells were given back; else that would not help
         self._n_collapsed = 0
         self._owner = object()
         self._memory = memory if memory is not None and memory.n else None
@@ -108,7 +109,8 @@ class Spare:
         growth = self._store.ram_capacity // _GROWTH
         room = self._store.lendable(self._owner) - growth
         beyond = max(0, self._memory.touched_bytes - self._app_bytes)
-        if beyond > max(room + growth // 2, _STEP * self._token_bytes):
+        self._has_parked |= self._parking.n_cells > 0
+        if self._has_parked and beyond > max(room + growth // 2, _STEP * self._token_bytes):
             self._collapse(room)
             return True
         self._most = max(self._most, self._cells(room // 4))
@@ -131,6 +133,7 @@ class Spare:
         self._parking.give_up()
         llama_cpp.llama_memory_seq_rm(self._engine_memory, _APP, -1, -1)
         self._n_collapsed += 1
+        self._has_parked = False
         if not (self._is_empty() and self._memory.release()):
             self._memory = None
             self._lend_all()

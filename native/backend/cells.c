@@ -135,8 +135,13 @@ llmaas_status llmaas_cells_release(llmaas_cells * cells) {
     if (!is_private_anonymous(pages)) {
         return LLMAAS_EUNSUPPORTED;
     }
-    if (pages.start < pages.end && madvise((void *) pages.start, pages.end - pages.start, MADV_DONTNEED)) {
-        return LLMAAS_EIO; /* locked in memory, for one */
+    if (pages.start < pages.end) {
+        void *       start   = (void *) pages.start;
+        const size_t n_bytes = pages.end - pages.start;
+        if (madvise(start, n_bytes, MADV_DONTNEED)) {
+            return LLMAAS_EIO; /* locked in memory, for one */
+        }
+        (void) madvise(start, n_bytes, MADV_NOHUGEPAGE); /* a few cells of each layer would touch far too much */
     }
     cells->n_reached = cells->n_counted = 0; /* n_graph stays: llama.cpp may use its last graph again */
     cells->n_resident = 0;
