@@ -119,6 +119,16 @@ class Store(RuleBasedStateMachine):
         assert name not in self.store.tree.contexts()
         assert sum(chunk.size for chunk in self.store.tree) == n_bytes - freed
 
+    @rule(owner=st.integers(0, 1), n_pages=st.integers(0, RAM // PAGE))
+    def lend(self, owner, n_pages):
+        lent = self.store.lend(owner, n_pages * PAGE)
+        assert 0 <= lent <= n_pages * PAGE
+        if lent < n_pages * PAGE:  # nothing more could go
+            assert self.stats("ram_bytes") + self.stats("lent_bytes") == RAM
+
+    def stats(self, name):
+        return self.store.stats()[name]
+
     @rule(in_order=st.booleans())
     def reopen(self, in_order):
         while self.pinned:
@@ -141,6 +151,9 @@ class Store(RuleBasedStateMachine):
         in_ram = {chunk for chunk in self.store.tree if chunk.ram >= 0} | held
         stats = self.store.stats()
         assert stats["ram_bytes"] == sum(page_round(chunk.size) for chunk in in_ram) <= RAM
+        assert stats["ram_bytes"] + stats["lent_bytes"] <= RAM
+        active = sum(page_round(chunk.size) for chunk in self.store.tree if chunk.used)
+        assert self.store.lendable(None) == RAM - active - stats["lent_bytes"]
         on_disk = sum(page_round(size) for _, size in self.on_disk().values())
         assert stats["disk_bytes"] == on_disk
         if self.disk_bytes:
