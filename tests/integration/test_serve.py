@@ -149,7 +149,7 @@ def test_deletion(app, server):
     assert context.delete() > 0
     after = server.kv()
     assert before["contexts"] - after["contexts"] == 1
-    assert after["disk_bytes"] < before["disk_bytes"]
+    assert after["chunks"] < before["chunks"]
     assert app.contexts() == []
     for use in (context.record, context.delete, lambda: context.call("Hi")):
         with pytest.raises(LookupError, match=rf"no context '{context.id}' \(HTTP 404\)"):
