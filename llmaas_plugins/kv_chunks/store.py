@@ -164,8 +164,6 @@ class ChunkStore:
         Returns:
             False when no tier has room for it or its parent; the chunk will be recomputed.
         """
-        with self._shelf.lock:
-            self._shelf.ram.compact(bound)
         offset = self._reserve_ram(bound, wanted.parent)
         if offset is None:
             return False
@@ -277,6 +275,11 @@ class ChunkStore:
                 chunk = self._shelf.tree.get(wanted.key)
                 if chunk is not None and chunk.pins == 0 and chunk.bits > most:
                     self._shelf.cut(chunk, size(chunk.n_tokens, most), most)
+
+    def compact(self) -> None:
+        """Close the gaps in RAM that cut chunks left, if it is worth moving others."""
+        with self._shelf.lock:
+            self._shelf.ram.compact()
 
     def lock_working_set(self, owner: Hashable, ids: Sequence[ChunkId]) -> None:
         """Let the chunks of the context that ``owner`` runs leave RAM last (LLMS §3.4)."""

@@ -22,7 +22,7 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 __all__ = ["DiskTier", "RamTier", "Tier"]
 
 _MOST_MARKS = 1 << 16
-_WORTH_MOVING = 16  # free space that is this part of the arena
+_WORTH_MOVING = 16  # free space, in gaps, that is this part of the arena
 
 
 class Tier:
@@ -161,12 +161,13 @@ class RamTier(Tier):
         """A window on the arena."""
         return self._bytes[offset : offset + n_bytes]
 
-    def compact(self, n_bytes: int) -> None:
-        """Close the gaps that cut chunks left, if ``n_bytes`` fit none and it makes much room.
+    def compact(self) -> None:
+        """Close the gaps that cut chunks left, if they are many and none of them is large.
 
         Chunks in use stay where they are.
         """
-        if self.room - self.used_bytes < max(n_bytes, self.capacity // _WORTH_MOVING):
+        n_bytes = self.capacity // _WORTH_MOVING
+        if self.room - self.used_bytes < n_bytes:
             return
         place = self._extents.allocate(n_bytes)
         if place is not None:
