@@ -287,18 +287,18 @@ def test_demoted_chunk_is_the_beginning_of_what_it_was_in_every_tier(open_store)
 
 
 def test_gaps_that_demotions_left_are_closed_for_new_chunks(open_store):
-    store = open_store(ram=20)
-    ids = save_wide(store, tokens(0, 4), [8] * 4)
-    store.demote(ids, [2] * 4, sizes)
-    path, _ = store.match(ROOT, tokens(0, 4))
+    store = open_store(ram=60)
+    ids = save_wide(store, tokens(0, 12), [8] * 12)  # 5 pages each
+    store.demote(ids, [6] * 12, sizes)
+    path, _ = store.match(ROOT, tokens(0, 12))
     store.fetch(path[2:3])
     in_use = path[2].ram
     store.compact()
     more = save_wide(store, tokens(1000, 1), [8])
     assert path[2].ram == in_use
     store.release(path[2:3])
-    found = contents(store, tokens(0, 4))
-    assert [data[128:] for data in found] == [payload(WIDE, wanted, 2)[128:] for wanted in ids]
+    found = contents(store, tokens(0, 12))
+    assert [data[128:] for data in found] == [payload(WIDE, wanted, 6)[128:] for wanted in ids]
     assert contents(store, tokens(1000, 1)) == [payload(WIDE, wanted, 8) for wanted in more]
 
 
