@@ -87,19 +87,20 @@ class Spare:
         self._owner = object()
         self._memory = memory if memory is not None and memory.n else None
         if self._memory is None:
-            self._token_bytes, self._app_bytes = token_bytes, 0
+            self._token_bytes, self._app_cells = token_bytes, 0
         else:
             self._token_bytes = self._memory.n_bytes // self._memory.n
-            self._app_bytes = (self._memory.n - engine.n_spare) * self._token_bytes
+            self._app_cells = self._memory.n - engine.n_spare
         weakref.finalize(self, store.lend, self._owner, 0)
         if self._memory is None:
             self._lend_all()
 
-    def balance(self, n_resident: int) -> bool:
+    def balance(self, n_resident: int, n_prompt: int) -> bool:
         """Fit the parked contexts' limit to the memory there is; call it before each switch.
 
         Args:
             n_resident: Tokens in sequence 0, which may be parked next.
+            n_prompt: Tokens that it will have then.
 
         Returns:
             Whether all cells were given back: then sequence 0 is empty, and nothing is parked.
@@ -108,17 +109,26 @@ class Spare:
             return False
         growth = self._store.ram_capacity // _GROWTH
         room = self._store.lendable(self._owner) - growth
-        beyond = max(0, self._memory.touched_bytes - self._app_bytes)
+        beyond = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
         self._has_parked |= self._parking.n_cells > 0
         if self._has_parked and beyond > max(room + growth // 2, _STEP * self._token_bytes):
             self._collapse(room)
             return True
         self._most = max(self._most, self._cells(room // 4))
         limit = min(self._most, self._cells(room))
-        n_wanted = -(-(self._parking.n_cells + n_resident) // _STEP) * _STEP
-        lent = self._store.lend(self._owner, max(beyond, min(limit, n_wanted) * self._token_bytes))
-        self._parking.limit = min(limit, self._cells(lent))
+        n_parked = min(limit, self._parking.n_cells + n_resident)
+        self._parking.limit = self._borrow(limit, n_parked + n_prompt - self._app_cells, beyond)
         return False
+
+    def _borrow(self, limit: int, n_beyond: int, beyond: int) -> int:
+        """Have memory for so many cells beyond the app's; those that may be parked then.
+
+        The app's own cells may not all be in use. While they are not, they cost nothing that is
+        not the app's, and parked contexts may lie in them.
+        """
+        wanted = max(beyond, -(-n_beyond // _STEP) * _STEP * self._token_bytes)
+        lent = self._store.lend(self._owner, wanted)
+        return limit if lent == wanted else min(limit, self._cells(lent))
 
     def stats(self) -> dict[str, int]:
         """Counters, for the status."""

@@ -76,7 +76,7 @@ class Spares:
             each = token_bytes(engine.model, engine.llama.context_params)
             self.spare = Spare(engine, self.parking, self.store, self.memory, each)
         resident = engine.resident_tokens()[: engine.n_explained]
-        self.collapsed.append(self.spare.balance(len(resident)))
+        self.collapsed.append(self.spare.balance(len(resident), len(request.tokens)))
         self.check_budget()
         if self.collapsed[-1]:
             resident = resident[:0]
