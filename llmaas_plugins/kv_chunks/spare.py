@@ -11,6 +11,7 @@ is half of what it could be.
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 from llama_cpp import llama_cpp
@@ -21,6 +22,8 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, metadata
 
 __all__ = ["Spare", "most_spare_cells", "token_bytes"]
+
+_log = logging.getLogger("llmaas.kv_chunks")
 
 _APP = 0
 _STEP = 256  # llama.cpp takes cells into a graph in such steps
@@ -145,6 +148,7 @@ class Spare:
         self._n_collapsed += 1
         self._has_parked = False
         if not (self._is_empty() and self._memory.release()):
+            _log.warning("the memory of spare cells cannot be given back; it counts as used")
             self._memory = None
             self._lend_all()
             return

@@ -218,6 +218,37 @@ def test_cells_that_cannot_be_given_back_take_all_their_memory_at_once(make, spa
     assert not any(plugin.collapsed)
 
 
+class Kept:
+    """Memory that the system does not take back; once it did."""
+
+    def __init__(self, memory):
+        self._memory = memory
+        self.n, self.n_bytes = memory.n, memory.n_bytes
+
+    @property
+    def touched_bytes(self):
+        return self._memory.touched_bytes
+
+    def release(self):
+        return False
+
+
+def test_cells_that_the_system_keeps_after_all_count_as_used(make, spares, each, vanilla, caplog):
+    plugin = spares(N_SPARE, 16 * STEP * each)
+    llama = make()
+    plugin.memory = Kept(plugin.memory)
+    check_answers(llama, vanilla, [0, 1, 2, 3])
+    plugin.use((16 * STEP * each - plugin.lent()) // CHUNK_BYTES)
+    check_answers(llama, vanilla, [0])
+    assert plugin.collapsed[-1]
+    assert "cannot be given back" in caplog.text
+    stats = plugin.store.stats()
+    assert stats["lent_bytes"] == stats["ram_budget_bytes"] - stats["ram_bytes"] > 0
+    check_answers(llama, vanilla, [1, 2, 0, 1])
+    assert not any(plugin.collapsed[5:])
+    assert plugin.parking.stats()["takes"] == 2
+
+
 def test_an_app_that_clears_its_cells_does_not_touch_the_others(make, spares, each):
     plugin = spares(N_SPARE, 16 * STEP * each)
     llama = make()
