@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import heapq
+import operator
 
 __all__ = ["PAGE", "ExtentAllocator", "page_round"]
 
@@ -67,6 +69,17 @@ class ExtentAllocator:
         else:
             self._starts.insert(i, offset)
             self._ends.insert(i, end)
+
+    def largest(self, n: int) -> list[tuple[int, int]]:
+        """Offsets and lengths of the ``n`` longest free runs, the longest first."""
+        runs = zip(self._starts, self._ends, strict=True)
+        return heapq.nlargest(n, ((a, b - a) for a, b in runs), key=operator.itemgetter(1))
+
+    def run_at(self, offset: int) -> int:
+        """Length of the free run that begins at ``offset``; 0 if none does."""
+        i = bisect.bisect_left(self._starts, offset)
+        found = i < len(self._starts) and self._starts[i] == offset
+        return self._ends[i] - offset if found else 0
 
     def free_within(self, start: int, end: int) -> list[tuple[int, int]]:
         """Free runs inside ``[start, end)``, as offsets and lengths."""

@@ -276,11 +276,6 @@ class ChunkStore:
                 if chunk is not None and chunk.pins == 0 and chunk.bits > most:
                     self._shelf.cut(chunk, size(chunk.n_tokens, most), most)
 
-    def compact(self) -> None:
-        """Close the gaps in RAM that cut chunks left, if it is worth moving others."""
-        with self._shelf.lock:
-            self._shelf.ram.compact()
-
     def lock_working_set(self, owner: Hashable, ids: Sequence[ChunkId]) -> None:
         """Let the chunks of the context that ``owner`` runs leave RAM last (LLMS §3.4)."""
         with self._shelf.lock:
@@ -401,7 +396,7 @@ class ChunkStore:
             for (chunk, place, _), status in zip(coming, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
                     chunk.ram = place
-                    self._shelf.ram.queue.enter(chunk)
+                    self._shelf.ram.enter(chunk)
                     self._shelf.counters.disk_hits += 1
                     self._shelf.counters.read_bytes += chunk.size
                     continue

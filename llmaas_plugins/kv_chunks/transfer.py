@@ -139,7 +139,6 @@ class Transfer:
                         break
         if self._levels is not None and bits is not None and self._geometry is not None:
             self._levels.settle(ids, bits, attention, self._geometry)
-            self._store.compact()
         self._store.touch(ids)
         self._store.lock_working_set(self._ctx, ids)
         if context_id is not None:

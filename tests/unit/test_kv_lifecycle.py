@@ -293,7 +293,6 @@ def test_gaps_that_demotions_left_are_closed_for_new_chunks(open_store):
     path, _ = store.match(ROOT, tokens(0, 12))
     store.fetch(path[2:3])
     in_use = path[2].ram
-    store.compact()
     more = save_wide(store, tokens(1000, 1), [8])
     assert path[2].ram == in_use
     store.release(path[2:3])
