@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import operator
 
 __all__ = ["PAGE", "ExtentAllocator", "page_round"]
 
@@ -70,10 +69,10 @@ class ExtentAllocator:
             self._starts.insert(i, offset)
             self._ends.insert(i, end)
 
-    def largest(self, n: int) -> list[tuple[int, int]]:
-        """Offsets and lengths of the ``n`` longest free runs, the longest first."""
+    def largest(self, n: int) -> list[int]:
+        """Offsets of the ``n`` longest free runs, the longest first."""
         runs = zip(self._starts, self._ends, strict=True)
-        return heapq.nlargest(n, ((a, b - a) for a, b in runs), key=operator.itemgetter(1))
+        return [start for start, _ in heapq.nlargest(n, runs, key=lambda run: run[1] - run[0])]
 
     def run_at(self, offset: int) -> int:
         """Length of the free run that begins at ``offset``; 0 if none does."""

@@ -179,9 +179,9 @@ class RamTier(Tier):
 
         Chunks behind a gap move into it, which carries it on to the next one. Those in use stay.
         """
-        for start, length in self._extents.largest(_MOST_GAPS):
-            offset, gap = start, length
-            for _ in range(_MOST_MOVES):
+        for offset in self._extents.largest(_MOST_GAPS):
+            gap = self._extents.run_at(offset)  # 0 if a move before took it
+            for _ in range(_MOST_MOVES if gap else 0):
                 if gap >= n_bytes and self._extents.claim(offset, n_bytes):
                     return offset
                 chunk = self._at.get(offset + gap)
@@ -195,7 +195,8 @@ class RamTier(Tier):
     def _move(self, chunk: Chunk, place: int) -> None:
         del self._at[chunk.ram]
         self._extents.release(chunk.ram, chunk.size)
-        self._extents.claim(place, chunk.size)
+        taken = self._extents.claim(place, chunk.size)
+        assert taken
         ctypes.memmove(self.address(place), self.address(chunk.ram), page_round(chunk.size))
         self._at[place] = chunk
         chunk.ram = place

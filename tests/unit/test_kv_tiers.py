@@ -12,7 +12,7 @@ import pytest
 from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks import tiers
-from llmaas_plugins.kv_chunks.extents import PAGE
+from llmaas_plugins.kv_chunks.extents import PAGE, page_round
 from llmaas_plugins.kv_chunks.keys import chain
 from llmaas_plugins.kv_chunks.tiers import DiskTier, RamTier, Tier
 from llmaas_plugins.kv_chunks.tree import Chunk
@@ -236,3 +236,39 @@ def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
         disk.free(chunks[i], chunks[i].disk)
     disk.cut()
     assert disk.file_bytes() == PAGE
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chunks_that_move_keep_their_bytes(seed):
+    """Cut, free, use and claim at random: nobody's bytes are another's, and no room is lost."""
+    rng = np.random.default_rng(seed)
+    tier, chunks = RamTier(Budget(64 * PAGE), "lru"), make_chunks(400)
+    there, n_moved = [], 0
+
+    def evict(chunk):
+        tier.free(chunk, chunk.ram)
+        there.remove(chunk)
+
+    for i, chunk in enumerate(chunks):
+        chunk.size = int(rng.integers(1, 6)) * PAGE - 7
+        places = [other.ram for other in there]
+        others = list(there)
+        place = tier.reserve(chunk.size, lambda other: other.pins == 0, evict)
+        n_moved += sum(a != b.ram for a, b in zip(places, others, strict=True) if b in there)
+        assert all(other.pins == 0 or other.ram in places for other in there)
+        tier.view(place, chunk.size)[:] = i % 251
+        chunk.ram, chunk.seen = place, i % 251
+        tier.enter(chunk)
+        there.append(chunk)
+        for other in rng.choice(np.array(there, dtype=object), 2):
+            other.pins = int(rng.integers(0, 4) == 0)
+            if other.pins == 0 and other.size > PAGE:
+                tier.queue.leave(other)
+                tier.shrink(other.ram, other.size, other.size - PAGE)
+                other.size -= PAGE
+                tier.enter(other)
+        for other in there:
+            assert (tier.view(other.ram, other.size) == other.seen).all()
+        taken = sum(page_round(other.size) for other in there)
+        assert tier.used_bytes == taken
+    assert n_moved > 20
