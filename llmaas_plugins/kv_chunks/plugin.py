@@ -36,6 +36,7 @@ from llmaas_plugins.kv_chunks.levels import Levels
 from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.pipeline import Workers
 from llmaas_plugins.kv_chunks.report import Report
+from llmaas_plugins.kv_chunks.spare import Spare, token_bytes
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import (
@@ -72,7 +73,7 @@ class KVChunks:
         self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
         self._report = Report()
-        if config.codec != "tolerance":  # nobody looks, so the engine is left alone
+        if config.codec != "tolerance" and not config.parked_tokens:  # the engine is left alone
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -121,8 +122,10 @@ class KVChunks:
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Remember where attention can be looked at."""
+        """Remember where attention can be looked at; let spare cells take no memory yet."""
         self._natives[context.ctx] = context
+        if self._contexts.get(context.ctx, "not ours") is None:
+            context.cells().release()
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
@@ -265,16 +268,23 @@ class KVChunks:
     def _parts(self, engine: Engine) -> Parts:
         config, native = self._config, self._natives.get(engine.ctx)
         has_levels = config.codec == "tolerance"
+        parking = Parking(engine) if engine.n_spare else None
         return Parts(
             store=self._store,
             codec=_CODECS[config.codec],
             levels=Levels(self._store, config.levels, config.ratio_global) if has_levels else None,
             attention=ChunkAttention(native) if has_levels and native is not None else None,
-            parking=Parking(engine) if engine.n_spare else None,
+            parking=parking,
+            spare=None if parking is None else self._spare(engine, parking, native),
             recomputes=config.recompute,
             staging=self._staging,
             workers=self._workers,
         )
+
+    def _spare(self, engine: Engine, parking: Parking, native: NativeContext | None) -> Spare:
+        n_bytes = token_bytes(engine.model, engine.llama.context_params)
+        memory = None if native is None else native.cells()
+        return Spare(engine, parking, self._store, memory, n_bytes)
 
     def _flush(self) -> None:
         try:

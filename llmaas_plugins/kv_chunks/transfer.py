@@ -29,6 +29,7 @@ from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
 from llmaas_plugins.kv_chunks.planning import Plan, Run, plan
 from llmaas_plugins.kv_chunks.profiling import Profile
 from llmaas_plugins.kv_chunks.recompute import evaluate
+from llmaas_plugins.kv_chunks.spare import Spare
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import window
@@ -65,6 +66,7 @@ class Parts(NamedTuple):
         levels: Who chooses their bits; None if the codec has none.
         attention: What they got; None if nobody knows.
         parking: Contexts that stay in the engine; None without room for them.
+        spare: The memory that they may have.
         recomputes: Whether what is slow to read may be computed instead.
         staging: Buffers.
         workers: Threads.
@@ -75,6 +77,7 @@ class Parts(NamedTuple):
     levels: Levels | None
     attention: ChunkAttention | None
     parking: Parking | None
+    spare: Spare | None
     recomputes: bool
     staging: Staging
     workers: Workers
@@ -97,6 +100,7 @@ class Transfer:
         self._levels = parts.levels
         self._attention = parts.attention
         self._parking = parts.parking
+        self._spare = parts.spare
         self._recomputes = parts.recomputes
         self._staging = parts.staging
         self._workers = parts.workers
@@ -225,6 +229,9 @@ class Transfer:
         """
         started = time.perf_counter()
         root = self._root(app)
+        is_emptied = self._balance(len(resident), len(prompt))
+        if is_emptied:
+            resident = resident[:0]
         n_common = common_prefix(prompt, resident)
         n_taken = self._unpark(prompt, resident, root)
         n_there = n_taken or n_common
@@ -234,11 +241,19 @@ class Transfer:
         loaded = None
         if match.n_tokens > n_there and loader is not None:
             loaded = self._load_behind(loader, match, prompt, n_there, started)
-        if loaded is None and n_taken is not None:
-            loaded = Loaded(n_taken, 0, 0, None, time.perf_counter() - started)
+        if loaded is None and (n_taken is not None or is_emptied):
+            loaded = Loaded(n_there, 0, 0, None, time.perf_counter() - started)
         if loaded is not None and n_taken is not None:
             return dataclasses.replace(loaded, n_loaded=loaded.n_loaded + n_taken - n_common)
         return loaded
+
+    def _balance(self, n_resident: int, n_prompt: int) -> bool:
+        """Fit parked contexts to the memory there is; whether all cells had to be emptied."""
+        if self._spare is None or not self._spare.balance(n_resident, n_prompt):
+            return False
+        if self._attention is not None:
+            self._attention.placed(0, 0)
+        return True
 
     def close(self) -> None:
         """Give up what is kept in the engine, and stop looking at it. The engine is ours."""
@@ -254,7 +269,8 @@ class Transfer:
 
     def parked_stats(self) -> dict[str, int]:
         """Counters of the contexts that stay in the engine."""
-        return {} if self._parking is None else self._parking.stats()
+        parking, spare = self._parking, self._spare
+        return (parking.stats() if parking else {}) | (spare.stats() if spare else {})
 
     def _unpark(self, prompt: Tokens, resident: Tokens, root: bytes) -> int | None:
         """Let a context that is parked in the engine go on; its tokens if there is one."""
