@@ -179,8 +179,8 @@ class RamTier(Tier):
 
         Chunks behind a gap move into it, which carries it on to the next one. Those in use stay.
         """
-        for offset in self._extents.largest(_MOST_GAPS):
-            gap = self._extents.run_at(offset)  # 0 if a move before took it
+        for start in self._extents.largest(_MOST_GAPS):
+            offset, gap = start, self._extents.run_at(start)  # 0 if a move before took it
             for _ in range(_MOST_MOVES if gap else 0):
                 if gap >= n_bytes and self._extents.claim(offset, n_bytes):
                     return offset
