@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import pytest
 
+from llmaas_hooks import hookimpl
+from llmaas_plugins import activate
 from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
 
 N_BLOCK = 256
 """Tokens of the context that goes on, and of each of the parked pieces."""
-PARKED = (0, 512, 1024, 2048, 4096)
+PARKED = (512, 1024, 2048)
 N_ROUNDS, N_TOKENS, N_SWITCHES = 12, 6, 200
+N_SEQUENCES = PARKED_SEQUENCES.start + PARKED[-1] // N_BLOCK + 1
 
 
 @dataclass(eq=False)
@@ -30,6 +35,7 @@ class Engine:
     model: int
     ctx: int
     n_spare: int
+    native: Any
     parked: set = field(default_factory=set)
 
     def __post_init__(self):
@@ -46,7 +52,9 @@ class Engine:
         assert llama_cpp.llama_decode(self.ctx, batch) == 0
         return time.perf_counter() - started
 
-    def save(self):
+    def save(self, start=0):
+        """The cells of positions ``start`` and more, which are all that is left."""
+        llama_cpp.llama_memory_seq_rm(self.memory, 0, 0, start)
         blob = np.empty(llama_cpp.llama_state_seq_get_size(self.ctx, 0), dtype=np.uint8)
         llama_cpp.llama_state_seq_get_data(self.ctx, pointer(blob), blob.nbytes, 0)
         return blob
@@ -55,14 +63,39 @@ class Engine:
         n = llama_cpp.llama_state_seq_set_data(self.ctx, pointer(blob), blob.nbytes, sequence)
         assert n == blob.nbytes
 
-    def token_ms(self, blob, n_parked):
-        """Milliseconds of a token after ``N_BLOCK`` others, whose cells lie behind parked ones."""
+    def lay_out(self, blobs, n_parked, *, is_split):
+        """Own cells behind parked ones; if split, half of them before."""
+        whole, second_half = blobs
         llama_cpp.llama_memory_clear(self.memory, False)
+        if is_split:
+            self.load(whole, 0)
         for i in range(n_parked // N_BLOCK):
-            self.load(blob, PARKED_SEQUENCES.start + i)
-        self.load(blob, 0)
+            self.load(whole, PARKED_SEQUENCES.start + i)
+        if is_split:
+            llama_cpp.llama_memory_seq_rm(self.memory, 0, N_BLOCK // 2, -1)
+            self.load(whole, N_SEQUENCES - 1)  # takes the cells that were left
+            self.load(second_half, 1)
+            llama_cpp.llama_memory_seq_cp(self.memory, 1, 0, 0, -1)
+            llama_cpp.llama_memory_seq_rm(self.memory, 1, 0, -1)
+        else:
+            self.load(whole, 0)
+
+    def token_ms(self, blobs, n_parked, *, is_narrow=False, is_split=False):
+        """Milliseconds of a token after ``N_BLOCK`` others."""
+        self.native.narrow_attention = is_narrow
+        self.lay_out(blobs, n_parked, is_split=is_split)
         seconds = [self.decode(1, N_BLOCK + i) for i in range(N_TOKENS)]
         return 1e3 * min(seconds[1:])
+
+
+class Listener:
+    """Keeps what plugins see of the newest context."""
+
+    context = None
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        self.context = context
 
 
 def pointer(blob):
@@ -70,42 +103,57 @@ def pointer(blob):
 
 
 @contextlib.contextmanager
-def opened(path, n_spare, *, flash):
-    model = llama_cpp.llama_model_load_from_file(
-        os.fsencode(path), llama_cpp.llama_model_default_params()
-    )
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch = 2 * N_BLOCK + n_spare, N_BLOCK
-    params.n_seq_max, params.kv_unified = PARKED_SEQUENCES.stop, True
-    params.n_threads = params.n_threads_batch = os.cpu_count()
-    params.flash_attn_type = int(flash)
-    engine = Engine(model, llama_cpp.llama_init_from_model(model, params), n_spare)
-    yield engine
-    llama_cpp.llama_batch_free(engine.batch)
-    llama_cpp.llama_free(engine.ctx)
-    llama_cpp.llama_model_free(model)
+def opened(path, n_spare, *, flash, n_threads):
+    listener = Listener()
+    with activate({"plugins": {}}, {"listener": listener}):
+        model = llama_cpp.llama_model_load_from_file(
+            os.fsencode(path), llama_cpp.llama_model_default_params()
+        )
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch = 3 * N_BLOCK + n_spare, N_BLOCK
+        params.n_seq_max, params.kv_unified = N_SEQUENCES, True
+        params.n_threads = params.n_threads_batch = n_threads
+        params.flash_attn_type = int(flash)
+        ctx = llama_cpp.llama_init_from_model(model, params)
+        engine = Engine(model, ctx, n_spare, listener.context)
+        yield engine
+        llama_cpp.llama_batch_free(engine.batch)
+        llama_cpp.llama_free(ctx)
+        llama_cpp.llama_model_free(model)
 
 
+WAYS = {
+    "stock": {},
+    "narrow": {"is_narrow": True},
+    "stock_split": {"is_split": True},
+    "narrow_split": {"is_narrow": True, "is_split": True},
+}
+"""Whether attention is narrowed, and whether own cells lie on both sides of the parked ones."""
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("flash", [False, True], ids=["no flash attention", "flash attention"])
 @pytest.mark.parametrize("model", ["reference_model", "model_200m", "model_1b"])
-def bench_token_beside_parked_cells(request, benchmark, model, flash):
-    """Rounds over all numbers of parked cells; each against none in the same round."""
+def bench_token_beside_parked_cells(request, benchmark, model, flash, n_threads):
+    """Rounds over all ways and numbers of parked cells; each against none in the same round."""
     path = request.getfixturevalue(model)
-    with opened(path, PARKED[-1], flash=flash) as engine:
+    with opened(path, PARKED[-1], flash=flash, n_threads=n_threads) as engine:
         engine.decode(N_BLOCK, 0)
-        blob = engine.save()
-        rounds = [[engine.token_ms(blob, n) for n in PARKED] for _ in range(N_ROUNDS)]
-        benchmark.pedantic(engine.token_ms, (blob, 0), rounds=1)
+        blobs = engine.save(), engine.save(N_BLOCK // 2)
+        rounds = [
+            [engine.token_ms(blobs, 0)]
+            + [engine.token_ms(blobs, n, **way) for way in WAYS.values() for n in PARKED]
+            for _ in range(N_ROUNDS)
+        ]
+        benchmark.pedantic(engine.token_ms, (blobs, 0), rounds=1)
     times = np.array(rounds)
-    cell_bytes = blob.nbytes / N_BLOCK
+    cell_bytes = blobs[0].nbytes / N_BLOCK
     benchmark.extra_info["model_mb"] = Path(path).stat().st_size / 1e6
     benchmark.extra_info["cell_kib"] = cell_bytes / 1024
     benchmark.extra_info["token_ms"] = float(np.median(times[:, 0]))
-    for i, n in enumerate(PARKED[1:], 1):
+    for i, (name, n) in enumerate(itertools.product(WAYS, PARKED), 1):
         median, low, high = median_interval(100 * (times[:, i] / times[:, 0] - 1))
-        benchmark.extra_info[f"{n}_percent"] = f"{median:.1f} ({low:.1f} to {high:.1f})"
-        share = n * cell_bytes / Path(path).stat().st_size
-        benchmark.extra_info[f"{n}_share"] = f"{share:.3f}"
+        benchmark.extra_info[f"{name}_{n}"] = f"{median:.1f} ({low:.1f} to {high:.1f})"
 
 
 @pytest.mark.parametrize("n_tokens", [256, 1024])
@@ -113,7 +161,7 @@ def bench_switch(model_200m, benchmark, n_tokens):
     """Two contexts of equal length that take turns."""
     rng = np.random.default_rng(0)
     contexts = [rng.integers(300, 4000, n_tokens).astype(np.int32) for _ in range(2)]
-    with opened(model_200m, 2048, flash=True) as engine:
+    with opened(model_200m, 2048, flash=True, n_threads=os.cpu_count()) as engine:
         parking = Parking(engine)
         for start in range(0, n_tokens, N_BLOCK):
             engine.decode(N_BLOCK, start)
