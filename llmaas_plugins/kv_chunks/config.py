@@ -57,13 +57,14 @@ class KVChunksConfig(BaseModel):
         description="Directory of the disk tier. One process at a time.",
     )
     eviction: Eviction = Field(
-        default="lctru",
-        description="Which chunks leave RAM first: those with most bits, and among them the least "
-        "recently used (LLMS §3.4); or the least recently used alone.",
+        default="lru",
+        description="Which chunks leave RAM first: the least recently used; or those with most "
+        "bits, and among them the least recently used (LLMS §3.4).",
     )
     swap_out: Literal["ahead", "on_demand"] = Field(
         default="ahead",
-        description="Write chunks to disk behind each reply, or when their room in RAM is needed.",
+        description="Write chunks to disk, and read others back into free RAM, behind each reply; "
+        "or only when there is need.",
     )
     recompute: bool = Field(
         default=True,

@@ -17,6 +17,7 @@ class Counters:
     disk_hits: int = 0
     faults: int = 0
     ram_reclaimed: int = 0
+    refilled_chunks: int = 0
     disk_evicted: int = 0
     read_bytes: int = 0
     written_bytes: int = 0

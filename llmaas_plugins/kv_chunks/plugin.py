@@ -289,8 +289,9 @@ class KVChunks:
     def _flush(self) -> None:
         try:
             self._store.flush()
+            self._store.refill()
         except Exception:
-            _log.exception("swap-out to disk failed; contexts will be recomputed")
+            _log.exception("swapping ahead of time failed; contexts will be recomputed")
 
     def _give_up(self, engine: Engine, error: BudgetError) -> None:
         with self._lock:

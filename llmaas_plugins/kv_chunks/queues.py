@@ -1,8 +1,9 @@
 """In which order chunks give way (LLMS §3.4): LCTRU, or LRU alone.
 
-The least compression-tolerable chunks, those with the most bits, go first: the same room takes
-fewer of them, and what is recomputed instead of read costs the same whatever its bits were. Among
-chunks of equal bits the least recently used one goes first.
+Under LCTRU the least compression-tolerable chunks, those with the most bits, go first: the same
+room takes fewer of them, and what is recomputed instead of read costs the same whatever its bits
+were. Among chunks of equal bits the least recently used one goes first. It pays where recomputing
+does; where chunks are read back, it takes from contexts that are about to be called.
 """
 
 from __future__ import annotations

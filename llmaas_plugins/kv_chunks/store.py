@@ -7,6 +7,7 @@ chunk that turns out damaged is a fault: it is dropped, and its tokens are evalu
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 from collections import Counter
@@ -30,6 +31,7 @@ from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, ChunkTree, Match
 __all__ = ["ChunkStore"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
+_REFILL_CHUNKS = 16
 
 
 class ChunkStore:
@@ -40,7 +42,7 @@ class ChunkStore:
         budget: Budget,
         disk: DiskStore | None,
         *,
-        eviction: Eviction = "lctru",
+        eviction: Eviction = "lru",
         write_budget: int | None = None,
     ) -> None:
         """Take what ``budget`` has left for the RAM tier, and an opened disk tier or none.
@@ -289,6 +291,38 @@ class ChunkStore:
         if self._swap is not None:
             self._swap.flush()
 
+    def refill(self) -> None:
+        """Read chunks back into RAM that has become free, the most recently used ones first."""
+        while chunks := self._wanted_back():
+            places = []
+            with self._shelf.lock:
+                for chunk in chunks:
+                    place = self._shelf.ram.reserve(chunk.size, _never, self._shelf.reclaim)
+                    if place is None:
+                        break
+                    places.append(place)
+            self._read(chunks[: len(places)], places)
+            with self._shelf.lock:
+                n_back = sum(chunk.ram != ABSENT for chunk in chunks)
+                self._shelf.counters.refilled_chunks += n_back
+                self._shelf.unpin(chunks)
+            if n_back < len(chunks):
+                return
+
+    def _wanted_back(self) -> list[Chunk]:
+        """The next chunks that were used, are on disk only, and fit what is free; pinned."""
+        with self._shelf.lock:
+            free = self._shelf.ram.room - self._shelf.ram.used_bytes
+            absent = (c for c in self._shelf.tree if c.used and c.ram == ABSENT != c.disk)
+            found = []
+            for chunk in heapq.nlargest(_REFILL_CHUNKS, absent, key=lambda chunk: chunk.used):
+                free -= page_round(chunk.size)
+                if free < 0:
+                    break
+                chunk.pins += 1
+                found.append(chunk)
+            return found
+
     def evict_context(self, context_id: str) -> int:
         """Forget what only this context needs, in every tier and for good; bytes freed.
 
@@ -404,3 +438,7 @@ class ChunkStore:
                 if status != _native.Status.OK and self._shelf.tree.get(chunk.id.key) is chunk:
                     _log.warning("a stored chunk is unusable (%s); recomputing it", status.name)
                     self.fault(chunk)
+
+
+def _never(_: Chunk) -> bool:
+    return False

@@ -28,7 +28,7 @@ def test_defaults():
     assert (config.levels, config.ratio_global, config.eviction) == (
         (8, 6, 5, 4, 3, 2),
         0.5,
-        "lctru",
+        "lru",
     )
     assert config.write_budget is None
     assert config.store == Path("~/.cache/llmaas/kv")

@@ -97,7 +97,7 @@ def test_chunk_that_is_not_there_does_not_leave():
 
 
 def test_ram_is_taken_from_the_heaviest_chunks(open_store):
-    store = open_store(ram=8, disk=50)
+    store = open_store(ram=8, disk=50, eviction="lctru")
     a = save(store, tokens(0, 4), bits=(8, 4, 2, 8))
     b = save(store, tokens(1000, 4), bits=(4, 4, 4, 4))
     store.flush()
@@ -106,7 +106,7 @@ def test_ram_is_taken_from_the_heaviest_chunks(open_store):
 
 
 def test_working_set_goes_last(open_store):
-    store = open_store(ram=8, disk=50)
+    store = open_store(ram=8, disk=50, eviction="lctru")
     a = save(store, tokens(0, 4), bits=(8, 8, 8, 8))
     b = save(store, tokens(1000, 4), bits=(4, 4, 4, 4))
     store.lock_working_set("engine", a)
@@ -127,6 +127,28 @@ def test_working_set_gives_way_when_nothing_else_can(open_store):
     store.flush()
     b = save(store, tokens(1000, 4))
     assert in_ram(store, b) == [0, 1, 2, 3]
+
+
+def test_room_that_became_free_takes_back_what_was_used_last(open_store):
+    store = open_store(ram=8, disk=50)
+    a = save(store, tokens(0, 4), name="a")
+    b = save(store, tokens(1000, 4), name="b")
+    store.flush()
+    c = save(store, tokens(2000, 5), name="c")
+    store.flush()
+    assert (in_ram(store, a), in_ram(store, b), in_ram(store, c)) == (
+        [],
+        [0, 1, 2],
+        [0, 1, 2, 3, 4],
+    )
+    store.evict_context("c")
+    store.refill()
+    assert (in_ram(store, a), in_ram(store, b)) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    assert store.stats()["refilled_chunks"] == 5
+    assert all(chunk.pins == 0 for chunk in store.tree)
+    before = store.stats()["read_bytes"]
+    store.refill()
+    assert store.stats()["read_bytes"] == before
 
 
 # -- ghosts -------------------------------------------------------------------------------------
