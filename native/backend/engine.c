@@ -31,13 +31,21 @@ static void rewrite_flash(llmaas_engine * engine, struct ggml_tensor * node) {
     llmaas_graph_append(engine->graph, narrowed ? narrowed : node);
 }
 
-/* Without flash attention, probabilities of a range are all there is, also for taps. */
-static void rewrite_narrowed(llmaas_engine * engine, const llmaas_narrow_nodes * nodes) {
-    llmaas_graph_append(engine->graph, nodes->scores);
-    llmaas_graph_append(engine->graph, nodes->probabilities);
-    engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, nodes->probabilities, nodes->first);
-    llmaas_graph_append(engine->graph, nodes->result);
+/* Attention without flash attention, from nodes[0] on. Of a range, its probabilities are all there is, also for taps. */
+static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, struct ggml_tensor ** nodes) {
+    llmaas_narrow_nodes narrowed;
     engine->n_narrowed++;
+    if (seen->n_runs > 0) {
+        llmaas_runs_scores(seen, engine->graph, nodes[0]);
+        llmaas_graph_append(engine->graph, nodes[1]);
+        engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, nodes[1], 0);
+        llmaas_runs_result(seen, engine->graph, nodes[2]);
+    } else if (llmaas_narrow_products(seen, engine->graph, nodes, &narrowed)) {
+        llmaas_graph_append(engine->graph, narrowed.scores);
+        llmaas_graph_append(engine->graph, narrowed.probabilities);
+        engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, narrowed.probabilities, seen->first);
+        llmaas_graph_append(engine->graph, narrowed.result);
+    }
 }
 
 static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
@@ -62,9 +70,9 @@ static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tens
 static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
     llmaas_graph_begin(engine->graph, original);
     for (int i = 0; i < original->n_nodes; i++) {
-        llmaas_narrow_nodes narrowed;
-        if (llmaas_narrow_products(&engine->narrow, engine->graph, original, i, &narrowed)) {
-            rewrite_narrowed(engine, &narrowed);
+        const llmaas_seen * seen = llmaas_narrow_attention(&engine->narrow, original, i);
+        if (seen) {
+            rewrite_attention(engine, seen, original->nodes + i);
             i += 2;
         } else {
             rewrite_node(engine, level, original->nodes[i]);

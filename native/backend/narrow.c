@@ -5,86 +5,7 @@
 
 #include <string.h>
 
-/* llama.cpp's graphs reach a multiple of these, for which all of ggml-cpu's kernels are made. As ranges start at the
- * first cell that is seen, they are what a graph has whose cells begin there: so is the result, bit for bit. */
-enum { N_STEP = 256 };
-
 /* -- masks --------------------------------------------------------------------------------------------------------- */
-
-static uint64_t hidden_word(enum ggml_type type) {
-    return type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull; /* minus infinities */
-}
-
-static bool is_hidden(const char * row, size_t size, uint64_t word, int64_t column) {
-    return memcmp(row + (size_t) column * size, &word, size) == 0;
-}
-
-static bool is_word(const char * row, size_t size, uint64_t word, int64_t column) {
-    return memcmp(row + (size_t) column * size, &word, sizeof word) == 0;
-}
-
-/* The first column before `end` that is seen, or `end`. */
-static int64_t first_seen(const char * row, size_t size, uint64_t word, int64_t end) {
-    const int64_t step   = (int64_t) (sizeof word / size);
-    int64_t       column = 0;
-    while (column + step <= end && is_word(row, size, word, column)) {
-        column += step;
-    }
-    while (column < end && is_hidden(row, size, word, column)) {
-        ++column;
-    }
-    return column;
-}
-
-/* Behind the last of n columns that is seen, if that is more than `start`; otherwise `start`. */
-static int64_t end_seen(const char * row, size_t size, uint64_t word, int64_t start, int64_t n) {
-    const int64_t step = (int64_t) (sizeof word / size);
-    while (n - step >= start && is_word(row, size, word, n - step)) {
-        n -= step;
-    }
-    while (n > start && is_hidden(row, size, word, n - 1)) {
-        --n;
-    }
-    return n;
-}
-
-static int64_t count_hidden(const char * row, size_t size, uint64_t word, int64_t first, int64_t end) {
-    int64_t n_hidden = 0;
-    for (int64_t column = first; column < end; ++column) {
-        n_hidden += is_hidden(row, size, word, column);
-    }
-    return n_hidden;
-}
-
-/* Whether the values are there before the graph is computed, and one mask is for all heads and streams. */
-static bool is_readable(const struct ggml_tensor * mask) {
-    return mask && mask->op == GGML_OP_NONE && mask->data && ggml_is_contiguous(mask) &&
-           mask->ne[2] * mask->ne[3] == 1 && (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32);
-}
-
-static llmaas_seen read_mask(const struct ggml_tensor * mask) {
-    const int64_t  n_cells = mask->ne[0];
-    const size_t   size    = ggml_type_size(mask->type);
-    const uint64_t word    = hidden_word(mask->type);
-    const char *   rows    = mask->data;
-    int64_t        first   = n_cells, end = 0;
-    for (int64_t row = 0; row < mask->ne[1]; ++row) {
-        first = first_seen(rows + (size_t) row * mask->nb[1], size, word, first);
-        end   = end_seen(rows + (size_t) row * mask->nb[1], size, word, end, n_cells);
-    }
-    llmaas_seen seen = {.mask = mask, .n = n_cells};
-    if (first >= end) {
-        return seen; /* a graph of no use */
-    }
-    const int64_t n = (end - first + N_STEP - 1) / N_STEP * N_STEP;
-    if (n + N_STEP <= n_cells) {
-        seen.first     = first < n_cells - n ? first : n_cells - n;
-        seen.n         = n;
-        seen.is_narrow = true;
-    }
-    seen.has_holes = mask->ne[1] == 1 && count_hidden(rows, size, word, first, end) >= N_STEP;
-    return seen;
-}
 
 static const llmaas_seen * seen_by(const llmaas_narrow * narrow, const struct ggml_tensor * mask) {
     for (int i = 0; i < narrow->n_seen; ++i) {
@@ -113,9 +34,12 @@ bool llmaas_narrow_read(llmaas_narrow * narrow, const struct ggml_cgraph * graph
     llmaas_narrow_forget(narrow);
     for (int i = 0; i < graph->n_nodes && narrow->n_seen < LLMAAS_MAX_MASKS; ++i) {
         const struct ggml_tensor * mask = mask_of(graph->nodes[i]);
-        if (is_readable(mask) && !seen_by(narrow, mask)) {
-            const llmaas_seen seen = read_mask(mask);
-            is_any                 = is_any || seen.is_narrow || seen.has_holes;
+        if (llmaas_mask_is_readable(mask) && !seen_by(narrow, mask)) {
+            llmaas_seen seen = llmaas_mask_read(mask);
+            if (graph->nodes[i]->op == GGML_OP_SOFT_MAX) {
+                llmaas_mask_find_runs(&seen);
+            }
+            is_any = is_any || seen.is_narrow || seen.has_holes || seen.n_runs > 0;
             narrow->seen[narrow->n_seen++] = seen;
         }
     }
@@ -124,15 +48,19 @@ bool llmaas_narrow_read(llmaas_narrow * narrow, const struct ggml_cgraph * graph
 
 /* -- nodes --------------------------------------------------------------------------------------------------------- */
 
-/* The range of cells of an operand that has cells along `axis`. */
-static struct ggml_tensor * cut(
-    llmaas_graph * graph, const struct ggml_tensor * tensor, int axis, const llmaas_seen * seen) {
+struct ggml_tensor * llmaas_cut(
+    llmaas_graph * graph, const struct ggml_tensor * tensor, int axis, int64_t first, int64_t n) {
     struct ggml_tensor * part = llmaas_graph_copy(graph, tensor);
     if (part) {
-        part->data = (char *) part->data + (size_t) seen->first * part->nb[axis];
-        part->ne[axis] = seen->n;
+        part->data     = (char *) part->data + (size_t) first * part->nb[axis];
+        part->ne[axis] = n;
     }
     return part;
+}
+
+static struct ggml_tensor * cut(
+    llmaas_graph * graph, const struct ggml_tensor * tensor, int axis, const llmaas_seen * seen) {
+    return llmaas_cut(graph, tensor, axis, seen->first, seen->n);
 }
 
 /* Scores or probabilities of the range, in the memory of those of all cells. */
@@ -212,28 +140,27 @@ static bool is_attention(
            ggml_is_contiguous(scores) && ggml_is_contiguous(probabilities) && ggml_blck_size(result->src[0]->type) == 1;
 }
 
-bool llmaas_narrow_products(const llmaas_narrow * narrow, llmaas_graph * graph, const struct ggml_cgraph * original,
-                            int i, llmaas_narrow_nodes * nodes) {
+const llmaas_seen * llmaas_narrow_attention(
+    const llmaas_narrow * narrow, const struct ggml_cgraph * original, int i) {
     if (i + 2 >= original->n_nodes || original->nodes[i + 1]->op != GGML_OP_SOFT_MAX) {
-        return false;
+        return NULL;
     }
-    const struct ggml_tensor * scores        = original->nodes[i];
-    const struct ggml_tensor * probabilities = original->nodes[i + 1];
-    const struct ggml_tensor * result        = original->nodes[i + 2];
-    const llmaas_seen *        seen          = seen_by(narrow, probabilities->src[1]);
-    if (!seen || !seen->is_narrow || seen->mask->ne[0] != scores->ne[0] ||
-        !is_attention(scores, probabilities, result)) {
-        return false;
-    }
+    const struct ggml_tensor * scores = original->nodes[i];
+    const llmaas_seen *        seen   = seen_by(narrow, original->nodes[i + 1]->src[1]);
+    const bool is_fit = seen && (seen->is_narrow || seen->n_runs > 0) && seen->mask->ne[0] == scores->ne[0];
+    return is_fit && is_attention(scores, original->nodes[i + 1], original->nodes[i + 2]) ? seen : NULL;
+}
+
+bool llmaas_narrow_products(
+    const llmaas_seen * seen, llmaas_graph * graph, struct ggml_tensor * const * from, llmaas_narrow_nodes * nodes) {
     *nodes = (llmaas_narrow_nodes) {
-        .scores        = shortened(graph, scores, seen),
-        .probabilities = shortened(graph, probabilities, seen),
-        .result        = llmaas_graph_copy(graph, result),
-        .first         = seen->first,
+        .scores        = shortened(graph, from[0], seen),
+        .probabilities = shortened(graph, from[1], seen),
+        .result        = llmaas_graph_copy(graph, from[2]),
     };
-    struct ggml_tensor * keys   = cut(graph, scores->src[0], 1, seen);
+    struct ggml_tensor * keys   = cut(graph, from[0]->src[0], 1, seen);
     struct ggml_tensor * mask   = cut(graph, seen->mask, 0, seen);
-    struct ggml_tensor * values = cut(graph, result->src[0], 0, seen);
+    struct ggml_tensor * values = cut(graph, from[2]->src[0], 0, seen);
     if (!nodes->scores || !nodes->probabilities || !nodes->result || !keys || !mask || !values) {
         return false;
     }

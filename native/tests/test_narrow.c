@@ -66,6 +66,14 @@ static void fill_cells(void) {
     }
 }
 
+static bool is_readable(const llmaas_seen * seen, int cell) {
+    bool is_in_run = false;
+    for (int i = 0; i < seen->n_runs; ++i) {
+        is_in_run = is_in_run || (cell >= seen->runs[i].first && cell < seen->runs[i].first + seen->runs[i].n);
+    }
+    return seen->n_runs > 0 ? is_in_run : cell >= seen->first && cell < seen->first + seen->n;
+}
+
 /* A tensor [D, N_HEAD_KV, n_cells], or its transpose [n_cells, N_HEAD_KV * D]. Cells that nobody may read are no numbers. */
 static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * from, enum ggml_type type, int first,
                                       int n_cells, bool is_transposed, const llmaas_seen * readable) {
@@ -75,7 +83,7 @@ static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * f
     float * to = malloc((size_t) (n_cells * N) * sizeof *to);
     CHECK(to);
     for (int cell = 0; cell < n_cells; ++cell) {
-        const bool is_hidden = readable && (cell < readable->first || cell >= readable->first + readable->n);
+        const bool is_hidden = readable && !is_readable(readable, cell);
         for (int i = 0; i < N; ++i) {
             to[is_transposed ? i * n_cells + cell : cell * N + i] = is_hidden ? NAN : from[(first + cell) * N + i];
         }
@@ -137,8 +145,16 @@ static int narrow(llmaas_narrow * narrowing, llmaas_graph * graph, struct ggml_c
     for (int i = 0; i < original->n_nodes; ++i) {
         struct ggml_tensor * node  = original->nodes[i];
         struct ggml_tensor * flash = node->op == GGML_OP_FLASH_ATTN_EXT ? llmaas_narrow_flash(narrowing, graph, node) : NULL;
+        const llmaas_seen *  seen = llmaas_narrow_attention(narrowing, original, i);
         llmaas_narrow_nodes  three;
-        if (llmaas_narrow_products(narrowing, graph, original, i, &three)) {
+        if (seen && seen->n_runs > 0) {
+            llmaas_runs_scores(seen, graph, node);
+            llmaas_graph_append(graph, original->nodes[i + 1]);
+            llmaas_runs_result(seen, graph, original->nodes[i + 2]);
+            n_changed += 2;
+            i += 2;
+        } else if (seen) {
+            CHECK(llmaas_narrow_products(seen, graph, original->nodes + i, &three));
             llmaas_graph_append(graph, three.scores);
             llmaas_graph_append(graph, three.probabilities);
             llmaas_graph_append(graph, three.result);
@@ -221,6 +237,54 @@ static void test_holes(void) {
     }
 }
 
+/* -- several runs ---------------------------------------------------------------------------------------------------- */
+
+static double difference(const struct ggml_tensor * a, const struct ggml_tensor * b) {
+    double most = 0.0;
+    for (int64_t i = 0; i < ggml_nelements(a); ++i) {
+        const double d = fabs((double) (((const float *) a->data)[i] - ((const float *) b->data)[i]));
+        CHECK(isfinite(d));
+        most = d > most ? d : most;
+    }
+    return most;
+}
+
+/* Without flash attention, cells between runs are not touched; sums are those of all cells in another order. */
+static void check_runs(shape of, layout l, int n_runs) {
+    struct ggml_context * ctx       = context_new();
+    llmaas_graph *        graph     = llmaas_graph_new();
+    llmaas_narrow         narrowing = {0};
+    struct ggml_tensor *  expected  = new_attention(ctx, &of, &l, 0, N_CELLS, NULL);
+    struct ggml_cgraph *  stock     = graph_of(ctx, expected);
+    CHECK(llmaas_narrow_read(&narrowing, stock));
+    const llmaas_seen seen = narrowing.seen[0];
+    CHECK(seen.n_runs == n_runs);
+    struct ggml_tensor * found    = new_attention(ctx, &of, &l, 0, N_CELLS, &seen);
+    struct ggml_cgraph * original = graph_of(ctx, found);
+    memset(found->src[1]->src[0]->data, 0xff, ggml_nbytes(found->src[1])); /* no numbers */
+    CHECK(llmaas_narrow_read(&narrowing, original));
+    CHECK(narrow(&narrowing, graph, original) == 2);
+    compute(llmaas_graph_end(graph), of.n_threads);
+    compute(stock, of.n_threads);
+    CHECK(difference(found, expected) <= 1e-3);
+    llmaas_graph_free(graph);
+    ggml_free(ctx);
+}
+
+static void test_runs(void) {
+    const layout split  = {.first = 10, .end = 1270, .hole = 200, .hole_end = 600, .is_causal = true};
+    const layout behind = {.first = 400, .end = 1200, .hole = 500, .hole_end = 1000};
+    const int    rows[] = {1, 7, MAX_ROWS};
+    for (int i = 0; i < 3; ++i) {
+        for (int n_threads = 1; n_threads <= 3; n_threads += 2) {
+            check_runs((shape){GGML_TYPE_F16, rows[i], n_threads, false, false, 0.0f}, split, 2);
+            check_runs((shape){GGML_TYPE_F16, rows[i], n_threads, false, true, 8.0f}, behind, 2);
+            check_runs((shape){GGML_TYPE_F32, rows[i], n_threads, false, false, 0.0f}, behind, 2);
+        }
+    }
+    check_attention((shape){GGML_TYPE_F16, 1, 1, false, false, 0.0f}, layouts[3], 768, 1); /* a hole too small */
+}
+
 /* -- what stays as it is --------------------------------------------------------------------------------------------- */
 
 /* A node without its operands' values: only its mask is looked at. */
@@ -290,6 +354,7 @@ int main(void) {
     fill_cells();
     test_a_range_is_as_if_there_were_no_other_cells();
     test_holes();
+    test_runs();
     test_what_is_not_worth_it();
     test_masks_that_cannot_be_read();
     test_ranges_of_random_masks();

@@ -148,7 +148,10 @@ def test_cells_at_the_very_end(family, cache, n_threads):
 
 @EACH_CACHE_AND_THREADS
 def test_cells_in_two_places(family, cache, n_threads):
-    """With flash attention, heads are dealt out to threads then: bits are those of one thread."""
+    """With flash attention, heads are dealt out to threads then: bits are those of one thread.
+
+    Without it, products are of each place.
+    """
     path, pieces = family("llama", "F16"), (400, 1, 1, 1)
     threads = {"n_threads": n_threads, "n_threads_batch": n_threads}
     with loaded(path) as model, created(model, **SETTINGS | CACHES[cache]) as ctx:
@@ -158,8 +161,7 @@ def test_cells_in_two_places(family, cache, n_threads):
         decode(ctx, (2, OTHER[:700], 0))
         n_before = n_narrowed(native_context)
         found.append(evaluate(ctx, 400, pieces[1:]))
-        n_expected = 0 if cache == "products" else 2 * len(pieces[1:])
-        assert n_narrowed(native_context) - n_before == n_expected
+        assert n_narrowed(native_context) - n_before == 2 * len(pieces[1:])
     assert_close(np.concatenate(found), expected)
     if cache != "products":
         assert np.array_equal(np.concatenate(found), expected)
@@ -242,15 +244,25 @@ def test_it_is_off_unless_asked_for(family):
 # -- with taps ------------------------------------------------------------------------------------
 
 
+def in_two_places(ctx):
+    """Its first cells come before 300 others, the rest behind them."""
+    decode(ctx, (0, OTHER[:400], 0))
+    decode(ctx, (2, OTHER[:300], 0))
+    decode(ctx, (3, OTHER[:300], 0))
+    free(ctx, 0)
+
+
 @EACH_CACHE
-def test_taps_see_the_same_attention(family, cache):
+@pytest.mark.parametrize("surround", [around, in_two_places])
+def test_taps_see_the_same_attention(family, surround, cache):
     path, seen = family("llama", "F16"), []
     for is_narrow in (False, True):
         with narrowed(path, **CACHES[cache]) as (ctx, native_context):
-            around(ctx)
+            surround(ctx)
             native_context.narrow_attention = is_narrow
             density = native_context.density()
             evaluate(ctx)
+            assert (n_narrowed(native_context) > 0) or not is_narrow
             seen.append((*density.read(sum(PIECES)), density.cells(sum(PIECES))))
     (sums, counts, cells), (narrow_sums, narrow_counts, narrow_cells) = seen
     assert counts.all()

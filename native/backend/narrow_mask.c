@@ -1,0 +1,131 @@
+/* Reading masks: which cells the queries of a graph see. */
+#include "narrow.h"
+
+#include <string.h>
+
+/* llama.cpp's graphs reach a multiple of these, for which all of ggml-cpu's kernels are made. As ranges start at the
+ * first cell that is seen, they are what a graph has whose cells begin there: so is the result, bit for bit. */
+enum { N_STEP = 256 };
+
+static uint64_t hidden_word(enum ggml_type type) {
+    return type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull; /* minus infinities */
+}
+
+static bool is_hidden(const char * row, size_t size, uint64_t word, int64_t column) {
+    return memcmp(row + (size_t) column * size, &word, size) == 0;
+}
+
+static bool is_word(const char * row, size_t size, uint64_t word, int64_t column) {
+    return memcmp(row + (size_t) column * size, &word, sizeof word) == 0;
+}
+
+/* The first column before `end` that is seen, or `end`. */
+static int64_t first_seen(const char * row, size_t size, uint64_t word, int64_t end) {
+    const int64_t step   = (int64_t) (sizeof word / size);
+    int64_t       column = 0;
+    while (column + step <= end && is_word(row, size, word, column)) {
+        column += step;
+    }
+    while (column < end && is_hidden(row, size, word, column)) {
+        ++column;
+    }
+    return column;
+}
+
+/* Behind the last of n columns that is seen, if that is more than `start`; otherwise `start`. */
+static int64_t end_seen(const char * row, size_t size, uint64_t word, int64_t start, int64_t n) {
+    const int64_t step = (int64_t) (sizeof word / size);
+    while (n - step >= start && is_word(row, size, word, n - step)) {
+        n -= step;
+    }
+    while (n > start && is_hidden(row, size, word, n - 1)) {
+        --n;
+    }
+    return n;
+}
+
+static int64_t count_hidden(const char * row, size_t size, uint64_t word, int64_t first, int64_t end) {
+    int64_t n_hidden = 0;
+    for (int64_t column = first; column < end; ++column) {
+        n_hidden += is_hidden(row, size, word, column);
+    }
+    return n_hidden;
+}
+
+/* Whether the values are there before the graph is computed, and one mask is for all heads and streams. */
+bool llmaas_mask_is_readable(const struct ggml_tensor * mask) {
+    return mask && mask->op == GGML_OP_NONE && mask->data && ggml_is_contiguous(mask) &&
+           mask->ne[2] * mask->ne[3] == 1 && (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32);
+}
+
+llmaas_seen llmaas_mask_read(const struct ggml_tensor * mask) {
+    const int64_t  n_cells = mask->ne[0];
+    const size_t   size    = ggml_type_size(mask->type);
+    const uint64_t word    = hidden_word(mask->type);
+    const char *   rows    = mask->data;
+    int64_t        first   = n_cells, end = 0;
+    for (int64_t row = 0; row < mask->ne[1]; ++row) {
+        first = first_seen(rows + (size_t) row * mask->nb[1], size, word, first);
+        end   = end_seen(rows + (size_t) row * mask->nb[1], size, word, end, n_cells);
+    }
+    llmaas_seen seen = {.mask = mask, .n = n_cells};
+    if (first >= end) {
+        return seen; /* a graph of no use */
+    }
+    const int64_t n = (end - first + N_STEP - 1) / N_STEP * N_STEP;
+    if (n + N_STEP <= n_cells) {
+        seen.first     = first < n_cells - n ? first : n_cells - n;
+        seen.n         = n;
+        seen.is_narrow = true;
+    }
+    seen.has_holes = mask->ne[1] == 1 && count_hidden(rows, size, word, first, end) >= N_STEP;
+    return seen;
+}
+
+/* -- several runs -------------------------------------------------------------------------------------------------- */
+
+/* Cells are looked at in blocks, so that the kernels get multiples of these. */
+enum { N_BLOCK = 64, MAX_BLOCKS = 4096 };
+
+static void see_blocks(const struct ggml_tensor * mask, bool * is_seen) {
+    const size_t size = ggml_type_size(mask->type);
+    for (int64_t row = 0; row < mask->ne[1]; ++row) {
+        const char * from = (const char *) mask->data + (size_t) row * mask->nb[1];
+        for (int64_t i = 0; i < mask->ne[0] / N_BLOCK; ++i) {
+            const char * block = from + (size_t) (i * N_BLOCK) * size;
+            is_seen[i] = is_seen[i] || first_seen(block, size, hidden_word(mask->type), N_BLOCK) < N_BLOCK;
+        }
+    }
+}
+
+/* Make runs of the blocks that are seen, and of those in gaps of less than N_STEP between them. */
+static void join_blocks(const bool * is_seen, int64_t n_blocks, llmaas_seen * seen) {
+    int64_t end = -N_STEP;
+    for (int64_t i = 0; i < n_blocks; ++i) {
+        if (!is_seen[i]) {
+            continue;
+        }
+        if (seen->n_runs == 0 || (i * N_BLOCK - end >= N_STEP && seen->n_runs < LLMAAS_MAX_RUNS)) {
+            seen->runs[seen->n_runs++].first = i * N_BLOCK;
+        }
+        end = (i + 1) * N_BLOCK;
+        seen->runs[seen->n_runs - 1].n = end - seen->runs[seen->n_runs - 1].first;
+    }
+}
+
+void llmaas_mask_find_runs(llmaas_seen * seen) {
+    bool          is_seen[MAX_BLOCKS] = {false};
+    const int64_t n_blocks            = seen->mask->ne[0] / N_BLOCK;
+    if (seen->mask->ne[0] % N_BLOCK != 0 || n_blocks > MAX_BLOCKS) {
+        return;
+    }
+    see_blocks(seen->mask, is_seen);
+    join_blocks(is_seen, n_blocks, seen);
+    int64_t n_cells = 0;
+    for (int i = 0; i < seen->n_runs; ++i) {
+        n_cells += seen->runs[i].n;
+    }
+    if (n_cells == 0 || n_cells + N_STEP > seen->n) {
+        seen->n_runs = 0;
+    }
+}
