@@ -64,7 +64,7 @@ class ChunkStore:
                 disk.close()
             raise
         self._layouts: dict[bytes, str] = {}
-        self._buffer_bytes = 0
+        self._buffer_bytes = self._n_fetches = 0
         forks.watch(self)
 
     @property
@@ -218,6 +218,7 @@ class ChunkStore:
             one was damaged or found no room.
         """
         wanted: list[Chunk] = []
+        self._n_fetches += 1
         with self._shelf.lock:
             for chunk in chunks:
                 if self._shelf.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
@@ -292,8 +293,12 @@ class ChunkStore:
             self._swap.flush()
 
     def refill(self) -> None:
-        """Read chunks back into RAM that has become free, the most recently used ones first."""
-        while chunks := self._wanted_back():
+        """Read chunks back into RAM that has become free, the most recently used ones first.
+
+        It ends when somebody else wants to read.
+        """
+        n_fetches = self._n_fetches
+        while self._n_fetches == n_fetches and (chunks := self._wanted_back()):
             places = []
             with self._shelf.lock:
                 for chunk in chunks:

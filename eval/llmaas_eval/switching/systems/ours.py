@@ -123,7 +123,7 @@ class Ours(OneContext):
 
     def _finish(self, before: threading.Thread | None) -> None:
         self._suite.settle()
-        self._plugin._store.flush()
+        self._plugin._workers.write.submit(int).result()  # behind what the call left there
         if before is not None:
             before.join()
 
