@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import heapq
+import operator
 
 __all__ = ["PAGE", "ExtentAllocator", "page_round"]
 
@@ -69,16 +69,9 @@ class ExtentAllocator:
             self._starts.insert(i, offset)
             self._ends.insert(i, end)
 
-    def largest(self, n: int) -> list[int]:
-        """Offsets of the ``n`` longest free runs, the longest first."""
-        runs = zip(self._starts, self._ends, strict=True)
-        return [start for start, _ in heapq.nlargest(n, runs, key=lambda run: run[1] - run[0])]
-
-    def run_at(self, offset: int) -> int:
-        """Length of the free run that begins at ``offset``; 0 if none does."""
-        i = bisect.bisect_left(self._starts, offset)
-        found = i < len(self._starts) and self._starts[i] == offset
-        return self._ends[i] - offset if found else 0
+    def longest(self) -> int:
+        """Length of the longest free run."""
+        return max(map(operator.sub, self._ends, self._starts), default=0)
 
     def free_within(self, start: int, end: int) -> list[tuple[int, int]]:
         """Free runs inside ``[start, end)``, as offsets and lengths."""

@@ -137,7 +137,7 @@ class Shelf:
         """A chunk whose bytes are in RAM comes into the tree, in place of its ghost, if any."""
         self.tree.add(chunk)
         self._use(chunk)
-        self.ram.enter(chunk)
+        self.ram.queue.enter(chunk)
         if self.disk is not None:
             self.dirty[chunk.id.key] = chunk
 
@@ -157,7 +157,7 @@ class Shelf:
             self.active_bytes -= page_round(old) - page_round(size)
         if is_in_ram:
             self.ram.shrink(chunk.ram, old, size)
-            self.ram.enter(chunk)
+            self.ram.queue.enter(chunk)
         if chunk.disk != ABSENT and self.disk is not None:
             self.disk.shrink(chunk.disk, old, size)
             self.note_row(chunk)

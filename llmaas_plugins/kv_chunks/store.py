@@ -195,6 +195,15 @@ class ChunkStore:
             self._shelf.counters.claimed_bytes += size
         return True
 
+    def leave_behind(self, context_id: str, ids: Sequence[ChunkId]) -> None:
+        """Drop what only this context needs and does not go on with: ``ids`` take its room."""
+        going_on = {wanted.key for wanted in ids}
+        with self._shelf.lock:
+            for chunk in self._shelf.tree.of_context_alone(context_id):
+                if chunk.id.key in going_on:
+                    break
+                self._shelf.drop(chunk)
+
     def set_head(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Let a named context end with the last stored one of ``ids``."""
         with self._shelf.lock:
@@ -291,6 +300,11 @@ class ChunkStore:
         """Write every dirty chunk to disk and commit the index. Errors are counted and logged."""
         if self._swap is not None:
             self._swap.flush()
+
+    def compact(self) -> None:
+        """Close the gaps in RAM that cut chunks left, if it is worth moving others."""
+        with self._shelf.lock:
+            self._shelf.ram.compact()
 
     def refill(self) -> None:
         """Read chunks back into RAM that has become free, the most recently used ones first.
@@ -435,7 +449,7 @@ class ChunkStore:
             for (chunk, place, _), status in zip(coming, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
                     chunk.ram = place
-                    self._shelf.ram.enter(chunk)
+                    self._shelf.ram.queue.enter(chunk)
                     self._shelf.counters.disk_hits += 1
                     self._shelf.counters.read_bytes += chunk.size
                     continue

@@ -22,7 +22,7 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 __all__ = ["DiskTier", "RamTier", "Tier"]
 
 _MOST_MARKS = 1 << 16
-_MOST_GAPS, _MOST_MOVES = 8, 32  # tried to make room by moving chunks
+_WORTH_MOVING = 32  # free space, in gaps, that is this part of the arena
 
 
 class Tier:
@@ -110,7 +110,6 @@ class RamTier(Tier):
         budget.reserve(capacity)
         super().__init__(capacity, eviction)
         self.lent = 0
-        self._at: dict[int, Chunk] = {}
         self._reached = 0  # no page behind it holds memory
         self._bytes = anonymous(self.capacity)
         self._base = int(self._bytes.ctypes.data)
@@ -143,8 +142,6 @@ class RamTier(Tier):
         if self.used_bytes + page_round(n_bytes) > self.room:
             return None
         offset = super()._allocate(n_bytes)
-        if offset is None:
-            offset = self._slide(n_bytes)
         if offset is not None:
             self._reached = max(self._reached, offset + page_round(n_bytes))
         return offset
@@ -164,42 +161,21 @@ class RamTier(Tier):
         """A window on the arena."""
         return self._bytes[offset : offset + n_bytes]
 
-    def enter(self, chunk: Chunk) -> None:
-        """The chunk's bytes are here now."""
-        self.queue.enter(chunk)
-        self._at[chunk.ram] = chunk
-
-    def free(self, chunk: Chunk, offset: int) -> None:
-        """Forget the chunk's bytes at ``offset``."""
-        super().free(chunk, offset)
-        del self._at[offset]
-
-    def _slide(self, n_bytes: int) -> int | None:
-        """Room for ``n_bytes`` where there are only gaps, as chunks that were cut leave them.
-
-        Chunks behind a gap move into it, which carries it on to the next one. Those in use stay.
-        """
-        for start in self._extents.largest(_MOST_GAPS):
-            offset, gap = start, self._extents.run_at(start)  # 0 if a move before took it
-            for _ in range(_MOST_MOVES if gap else 0):
-                if gap >= n_bytes and self._extents.claim(offset, n_bytes):
-                    return offset
-                chunk = self._at.get(offset + gap)
-                if chunk is None or chunk.pins:
-                    break
-                self._move(chunk, offset)
-                offset += page_round(chunk.size)
-                gap = self._extents.run_at(offset)
-        return None
-
-    def _move(self, chunk: Chunk, place: int) -> None:
-        del self._at[chunk.ram]
-        self._extents.release(chunk.ram, chunk.size)
-        taken = self._extents.claim(place, chunk.size)
-        assert taken
-        ctypes.memmove(self.address(place), self.address(chunk.ram), page_round(chunk.size))
-        self._at[place] = chunk
-        chunk.ram = place
+    def compact(self) -> None:
+        """Close the gaps that cut chunks left, if they add up; chunks in use stay in place."""
+        free = self.room - self.used_bytes
+        if free < self.capacity // _WORTH_MOVING or 2 * self._extents.longest() > free:
+            return
+        for chunk in sorted(self.queue, key=lambda chunk: chunk.ram):
+            if chunk.pins == 0:
+                self._extents.release(chunk.ram, chunk.size)
+                place = self._extents.allocate(chunk.size)
+                assert place is not None  # its own, at worst
+                if place != chunk.ram:
+                    ctypes.memmove(
+                        self.address(place), self.address(chunk.ram), page_round(chunk.size)
+                    )
+                    chunk.ram = place
 
 
 class DiskTier(Tier):

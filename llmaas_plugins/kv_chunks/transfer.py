@@ -133,6 +133,8 @@ class Transfer:
         ids = chain(root, tokens)
         attention = self._look(len(tokens))
         bits = None if self._levels is None else self._levels.choose(ids, attention)
+        if context_id is not None:
+            self._store.leave_behind(context_id, ids)
         missing = self._store.missing(ids)
         if missing:
             geometry = self._learn_geometry(root)
@@ -143,6 +145,7 @@ class Transfer:
                         break
         if self._levels is not None and bits is not None and self._geometry is not None:
             self._levels.settle(ids, bits, attention, self._geometry)
+        self._store.compact()
         self._store.touch(ids)
         self._store.lock_working_set(self._ctx, ids)
         if context_id is not None:

@@ -162,6 +162,16 @@ class ChunkTree:
         self._contexts[context_id] = chunk
         return old
 
+    def of_context_alone(self, context_id: str) -> list[Chunk]:
+        """Chunks, last first, that only this context needs."""
+        chunk = self._contexts.get(context_id)
+        if chunk is None or chunk.heads != {context_id}:
+            return []
+        chunk.heads.discard(context_id)
+        alone = list(self.unneeded_from(chunk))
+        chunk.heads.add(context_id)
+        return alone
+
     def forget_context(self, context_id: str) -> list[Chunk]:
         """Chunks, last first, that only this context needs; the caller removes them."""
         chunk = self._contexts.pop(context_id, None)

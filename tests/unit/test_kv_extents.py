@@ -134,18 +134,10 @@ def test_free_runs_within_a_range():
     assert ExtentAllocator(0).free_within(0, PAGE) == []
 
 
-def test_largest_runs_and_where_they_begin():
+def test_longest_run():
     space = ExtentAllocator(10 * PAGE)
-    for offset, n_pages in ((0, 1), (3, 1), (5, 1), (9, 1)):
-        assert space.claim(offset * PAGE, n_pages * PAGE)
-    assert space.largest(2) == [6 * PAGE, 1 * PAGE]
-    assert space.largest(9)[2:] == [4 * PAGE]
-    assert [space.run_at(i * PAGE) for i in (0, 1, 2, 4, 6, 9)] == [
-        0,
-        2 * PAGE,
-        0,
-        PAGE,
-        3 * PAGE,
-        0,
-    ]
-    assert ExtentAllocator(0).largest(1) == []
+    assert space.longest() == 10 * PAGE
+    for offset in (0, 3, 5, 9):
+        assert space.claim(offset * PAGE, PAGE)
+    assert space.longest() == 3 * PAGE
+    assert ExtentAllocator(0).longest() == 0

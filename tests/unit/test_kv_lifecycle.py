@@ -151,6 +151,20 @@ def test_room_that_became_free_takes_back_what_was_used_last(open_store):
     assert store.stats()["read_bytes"] == before
 
 
+def test_context_that_goes_on_elsewhere_makes_room_for_itself_first(open_store):
+    store = open_store(ram=8, disk=50)
+    other = save(store, tokens(5000, 3), name="other")
+    save(store, tokens(0, 5), name="a")
+    save(store, np.concatenate([tokens(0, 2), tokens(900, 1)]), name="b")
+    store.flush()
+    ids = chain(ROOT, np.concatenate([tokens(0, 1), tokens(700, 4)]))
+    store.leave_behind("a", ids)
+    assert [c is None for c in store.known(chain(ROOT, tokens(0, 5)))] == [False] * 2 + [True] * 3
+    assert in_ram(store, other) == [0, 1, 2]
+    store.leave_behind("nobody", ids)
+    assert store.tree.contexts().keys() == {"other", "a", "b"}
+
+
 # -- ghosts -------------------------------------------------------------------------------------
 
 
@@ -315,6 +329,7 @@ def test_gaps_that_demotions_left_are_closed_for_new_chunks(open_store):
     path, _ = store.match(ROOT, tokens(0, 12))
     store.fetch(path[2:3])
     in_use = path[2].ram
+    store.compact()
     more = save_wide(store, tokens(1000, 1), [8])
     assert path[2].ram == in_use
     store.release(path[2:3])
