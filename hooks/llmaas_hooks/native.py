@@ -158,8 +158,8 @@ class NativeContext(Protocol):
     def narrow_attention(self) -> bool:
         """Whether attention leaves out cells that no token of a batch can see; False at first.
 
-        Those before the first cell that is seen, and those behind the last. Setting it takes effect
-        with the next batch.
+        Logits may differ in their last bits then. Setting it takes effect with the next batch, and
+        costs nothing where all cells are seen.
         """
 
     @narrow_attention.setter

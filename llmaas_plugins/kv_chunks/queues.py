@@ -40,9 +40,12 @@ class Queue:
         for bits in sorted(self._levels, reverse=True):
             yield from self._levels[bits]
 
-    def enter(self, chunk: Chunk) -> None:
-        """The chunk is here now; it is its level's most recently used one."""
-        self._levels.setdefault(self._level(chunk), OrderedDict())[chunk] = None
+    def enter(self, chunk: Chunk, *, is_oldest: bool = False) -> None:
+        """The chunk is here now; it is its level's most recently used one, or the least."""
+        level = self._levels.setdefault(self._level(chunk), OrderedDict())
+        level[chunk] = None
+        if is_oldest:
+            level.move_to_end(chunk, last=False)
 
     def touch(self, chunk: Chunk) -> None:
         """The chunk was used, if it is here."""

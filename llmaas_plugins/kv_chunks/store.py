@@ -320,7 +320,7 @@ class ChunkStore:
                     if place is None:
                         break
                     places.append(place)
-            self._read(chunks[: len(places)], places)
+            self._read(chunks[: len(places)], places, are_oldest=True)
             with self._shelf.lock:
                 n_back = sum(chunk.ram != ABSENT for chunk in chunks)
                 self._shelf.counters.refilled_chunks += n_back
@@ -427,7 +427,9 @@ class ChunkStore:
             places.append(offset)
         return places
 
-    def _read(self, chunks: Sequence[Chunk], places: Sequence[int]) -> None:
+    def _read(
+        self, chunks: Sequence[Chunk], places: Sequence[int], *, are_oldest: bool = False
+    ) -> None:
         tier = self._shelf.disk
         if tier is None or not chunks:
             return
@@ -449,7 +451,7 @@ class ChunkStore:
             for (chunk, place, _), status in zip(coming, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
                     chunk.ram = place
-                    self._shelf.ram.queue.enter(chunk)
+                    self._shelf.ram.queue.enter(chunk, is_oldest=are_oldest)
                     self._shelf.counters.disk_hits += 1
                     self._shelf.counters.read_bytes += chunk.size
                     continue

@@ -1,4 +1,4 @@
-/* Attention over those cells only that some query of the graph can see, where others lie before or behind them. */
+/* Attention over those cells only that some query of the graph can see. */
 #ifndef LLMAAS_NARROW_H
 #define LLMAAS_NARROW_H
 

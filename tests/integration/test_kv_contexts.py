@@ -10,6 +10,7 @@ import gguf
 import llama_cpp
 import numpy as np
 import pytest
+from background import chunks_at_rest
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -47,7 +48,8 @@ def store_of(suite):
 
 def report(suite):
     """The plugin's status; nothing may be pinned between requests."""
-    assert all(chunk.pins == 0 for chunk in store_of(suite).tree)
+    store = chunks_at_rest(suite)
+    assert all(chunk.pins == 0 for chunk in store.tree)
     return suite.status()["plugins"]["kv_chunks"]
 
 

@@ -10,6 +10,7 @@ import sqlite3
 import llama_cpp
 import numpy as np
 import pytest
+from background import chunks_at_rest
 from llama_cpp import Llama
 
 from llmaas_hooks import Request
@@ -71,9 +72,8 @@ def ask(llama, tokens, n=N_TOKENS):
 
 
 def report(suite):
-    suite.settle()
-    store = suite.hooks._pm.get_plugin("kv_chunks")._store
-    store.flush()
+    """The plugin's status; nothing may be pinned between requests."""
+    store = chunks_at_rest(suite)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return suite.status()["plugins"]["kv_chunks"]
 

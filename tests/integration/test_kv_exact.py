@@ -7,6 +7,7 @@ import contextlib
 import llama_cpp
 import numpy as np
 import pytest
+from background import chunks_at_rest
 from llama_cpp import Llama
 from switching import ask
 
@@ -52,10 +53,7 @@ def case(request, reference_model):
 
 def report(suite):
     """The plugin's status; nothing may be pinned between requests."""
-    suite.settle()
-    store = suite.hooks._pm.get_plugin("kv_chunks")._store
-    store.flush()  # waits for the one in the background
-    assert len(store.tree) > 0
+    store = chunks_at_rest(suite)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return suite.status()["plugins"]["kv_chunks"]
 

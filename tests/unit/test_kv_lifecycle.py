@@ -152,7 +152,7 @@ def test_room_that_became_free_takes_back_what_was_used_last(open_store):
 
 
 def test_context_that_goes_on_elsewhere_makes_room_for_itself_first(open_store):
-    store = open_store(ram=8, disk=50)
+    store = open_store(ram=20, disk=50)
     other = save(store, tokens(5000, 3), name="other")
     save(store, tokens(0, 5), name="a")
     save(store, np.concatenate([tokens(0, 2), tokens(900, 1)]), name="b")

@@ -72,8 +72,7 @@ LLMAAS_API llmaas_engine * llmaas_create_end(void);
 LLMAAS_API void    llmaas_engine_set_level(llmaas_engine * engine, int32_t level);
 LLMAAS_API int32_t llmaas_engine_level(const llmaas_engine * engine);
 
-/* Whether attention leaves out the cells before the first and behind the last that some query of the graph can see, from
- * the next graph on; false at first. */
+/* Whether attention leaves out cells that no query of the graph can see, from the next graph on; false at first. */
 LLMAAS_API void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow);
 LLMAAS_API bool llmaas_engine_is_narrow(const llmaas_engine * engine);
 
@@ -87,7 +86,7 @@ typedef struct llmaas_engine_stats {
     uint64_t n_passed;   /* of them, as they were */
     uint64_t n_products; /* exchanged for products with a part of a weight, or with one from elsewhere */
     uint64_t n_taps;     /* steps added for taps */
-    uint64_t n_narrowed; /* attention of a layer over a range of cells, or by heads */
+    uint64_t n_narrowed; /* attention nodes of layers, exchanged for others over fewer cells, or by heads */
 } llmaas_engine_stats;
 LLMAAS_API void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
 

@@ -27,8 +27,8 @@ typedef struct llmaas_tap_view {
 
     /* ATTENTION. With flash attention `node` is FLASH_ATTN_EXT: src[0] queries F32 [d, n_tokens, n_head, n_stream],
      * src[1] keys [d, n_kv, n_head_kv, n_stream], src[3] mask F16 or NULL, src[4] sinks or NULL. Without it, `node` is
-     * SOFT_MAX and holds the probabilities, F32 [n_kv, n_tokens, n_head, n_stream]; src[1] is the mask. Keys, mask and
-     * probabilities are those of KV cells first_cell, first_cell + 1...: 0 unless attention is narrowed. */
+     * SOFT_MAX and holds the probabilities, F32 [n_kv, n_tokens, n_head, n_stream]; src[1] is the mask. Column j
+     * of keys, mask and probabilities is KV cell first_cell + j; 0 unless attention is narrowed. */
     const struct ggml_tensor * node;
     const struct ggml_tensor * cells;     /* I64 [n_tokens]: the KV cell each token is stored in; NULL: no KV cache */
     const struct ggml_tensor * positions; /* I32 [n_tokens]: their positions; NULL: the model uses none */
