@@ -64,7 +64,8 @@ static void add_to_positions(
     int64_t                 n_seen = 0;
     for (int64_t column = 0; column < node->n_kv; ++column) {
         const int64_t position =
-            view->cells ? llmaas_cell_map_position(map, node->first_cell + column) : llmaas_attention_position(view, column);
+            view->cells ? llmaas_cell_map_position(map, node->first_cell + column)
+                        : llmaas_attention_position(view, column);
         n_seen += w->deltas[column];
         if (position >= 0 && position < density->n_pos) {
             density->sums[position] += w->sums[column];

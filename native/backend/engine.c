@@ -31,7 +31,7 @@ static void rewrite_flash(llmaas_engine * engine, struct ggml_tensor * node) {
     llmaas_graph_append(engine->graph, narrowed ? narrowed : node);
 }
 
-/* Attention without flash attention, from nodes[0] on. Of a range, its probabilities are all there is, also for taps. */
+/* Attention without flash attention, from nodes[0] on. Of a range, its probabilities are all that taps can have. */
 static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, struct ggml_tensor ** nodes) {
     llmaas_narrow_nodes narrowed;
     engine->n_narrowed++;

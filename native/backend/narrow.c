@@ -76,7 +76,7 @@ static struct ggml_tensor * shortened(
     return part;
 }
 
-/* ggml-cpu deals out heads instead of cells when a query has more than one stream, and this makes each head one. Not with
+/* ggml-cpu deals out heads instead of cells when a query has more than one stream; this makes each head one. Not with
  * what it looks up by head: sinks and slopes. */
 static bool can_deal_heads(const struct ggml_tensor * node) {
     float max_bias;

@@ -74,7 +74,7 @@ static bool is_readable(const llmaas_seen * seen, int cell) {
     return seen->n_runs > 0 ? is_in_run : cell >= seen->first && cell < seen->first + seen->n;
 }
 
-/* A tensor [D, N_HEAD_KV, n_cells], or its transpose [n_cells, N_HEAD_KV * D]. Cells that nobody may read are no numbers. */
+/* A tensor [D, N_HEAD_KV, n_cells], or its transpose [n_cells, N_HEAD_KV * D]. Cells not to be read are no numbers. */
 static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * from, enum ggml_type type, int first,
                                       int n_cells, bool is_transposed, const llmaas_seen * readable) {
     enum { N = N_HEAD_KV * D };
