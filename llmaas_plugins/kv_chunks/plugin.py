@@ -124,8 +124,9 @@ class KVChunks:
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Remember where attention can be looked at; let spare cells take no memory yet."""
         self._natives[context.ctx] = context
-        if self._contexts.get(context.ctx, "not ours") is None:
+        if self._contexts.get(context.ctx, "not ours") is None and self._config.parked_tokens != 0:
             context.cells().release()
+            context.narrow_attention = True  # past cells of parked contexts
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
