@@ -72,6 +72,7 @@ class KVChunks:
         self._contexts: dict[int, str | None] = {}
         self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
+        self._with_spare: set[int] = set()
         self._report = Report()
         if config.codec != "tolerance" and not config.parked_tokens:  # the engine is left alone
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
@@ -112,6 +113,9 @@ class KVChunks:
             with self._lock:
                 self._by_ctx.pop(ctx, None)  # a context that is gone had this address
                 self._contexts[ctx] = found
+                self._with_spare.discard(ctx)
+                if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
+                    self._with_spare.add(ctx)
                 if found is not None:  # the app's context may become another one, without a check
                     self._refused[model] = found
             if found is not None:
@@ -124,7 +128,7 @@ class KVChunks:
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Remember where attention can be looked at; let spare cells take no memory yet."""
         self._natives[context.ctx] = context
-        if self._contexts.get(context.ctx, "not ours") is None and self._config.parked_tokens != 0:
+        if context.ctx in self._with_spare:
             context.cells().release()
             context.narrow_attention = True  # past cells of parked contexts
 
