@@ -215,7 +215,10 @@ class KVChunks:
     def _parked(self) -> dict[str, int]:
         with self._lock:
             transfers = [transfer for transfer in self._transfers.values() if transfer]
-        return dict(sum((Counter(t.parked_stats()) for t in transfers), Counter()))
+        total: Counter[str] = Counter()
+        for transfer in transfers:
+            total.update(transfer.parked_stats())
+        return dict(total)
 
     # -- made when first needed -----------------------------------------------------------------
 

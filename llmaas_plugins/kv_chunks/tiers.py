@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
+from llmaas_plugins.kv_chunks.extents import PAGE, ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.files import open_private
 from llmaas_plugins.kv_chunks.memory import anonymous, give_back
 from llmaas_plugins.kv_chunks.queues import Eviction, Queue
@@ -110,8 +110,9 @@ class RamTier(Tier):
         budget.reserve(capacity)
         super().__init__(capacity, eviction)
         self.lent = 0
-        self._reached = 0  # no page behind it holds memory
         self._bytes = anonymous(self.capacity)
+        self._holds = np.zeros(self.capacity // PAGE, dtype=np.bool_)  # memory, by page
+        self._held_bytes = 0
         self._base = int(self._bytes.ctypes.data)
 
     @property
@@ -132,10 +133,8 @@ class RamTier(Tier):
             if victim is None:
                 break
             evict(victim)
-        grows = n_bytes > self.lent
         self.lent = min(n_bytes, self.capacity - self.used_bytes)
-        if grows and self._reached + self.lent > self.capacity:
-            self._give_back()
+        self._hold_no_more()
         return self.lent == n_bytes
 
     def _allocate(self, n_bytes: int) -> int | None:
@@ -143,15 +142,26 @@ class RamTier(Tier):
             return None
         offset = super()._allocate(n_bytes)
         if offset is not None:
-            self._reached = max(self._reached, offset + page_round(n_bytes))
+            self._hold(offset, n_bytes)
+            self._hold_no_more()
         return offset
 
-    def _give_back(self) -> None:
-        """Let no free page hold memory."""
-        for offset, n_bytes in self._extents.free_within(0, self._reached):
-            give_back(self._bytes[offset : offset + n_bytes])
-            if offset + n_bytes == self._reached:
-                self._reached = offset
+    def _hold(self, offset: int, n_bytes: int) -> None:
+        """These pages will be written to."""
+        pages = self._holds[offset // PAGE : (offset + page_round(n_bytes)) // PAGE]
+        self._held_bytes += PAGE * int(len(pages) - np.count_nonzero(pages))
+        pages[:] = True
+
+    def _hold_no_more(self) -> None:
+        """Let no free page hold memory, if chunks and what is lent would have too much together."""
+        if self._held_bytes + self.lent <= self.capacity:
+            return
+        for offset, n_bytes in self._extents.free_within(0, self.capacity):
+            pages = self._holds[offset // PAGE : (offset + n_bytes) // PAGE]
+            if pages.any():
+                give_back(self._bytes[offset : offset + n_bytes])
+                pages[:] = False
+        self._held_bytes = PAGE * int(np.count_nonzero(self._holds))
 
     def address(self, offset: int) -> int:
         """Address of a byte of the arena."""
@@ -176,6 +186,8 @@ class RamTier(Tier):
                         self.address(place), self.address(chunk.ram), page_round(chunk.size)
                     )
                     chunk.ram = place
+                    self._hold(place, chunk.size)
+        self._hold_no_more()
 
 
 class DiskTier(Tier):

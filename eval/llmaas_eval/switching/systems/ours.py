@@ -156,6 +156,7 @@ class Ours(OneContext):
         self._step = step
         with self._engine.lent():
             super()._grown(step)
+        self._engine.set_restored(step.after)  # as if ``Llama`` had evaluated it
 
     def _request(self, step: Step, tokens: Tokens) -> Request:
         return Request(self._engine, tokens, f"context-{step.context}")
