@@ -247,7 +247,8 @@ class Transfer:
         if loaded is None and (n_taken is not None or is_emptied):
             loaded = Loaded(n_there, 0, 0, None, time.perf_counter() - started)
         if loaded is not None and n_taken is not None:
-            return dataclasses.replace(loaded, n_loaded=loaded.n_loaded + n_taken - n_common)
+            n_loaded = min(loaded.n_loaded + n_taken - n_common, loaded.n_tokens)
+            return dataclasses.replace(loaded, n_loaded=n_loaded)
         return loaded
 
     def _balance(self, n_resident: int, n_prompt: int) -> bool:

@@ -23,6 +23,7 @@ from llmaas_eval.switching.systems.base import (
 from llmaas_eval.switching.systems.one import OneContext, open_llama
 from llmaas_hooks import Request, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.recompute import evaluate
 
 __all__ = ["Ours"]
 
@@ -154,9 +155,23 @@ class Ours(OneContext):
 
     def _grown(self, step: Step) -> None:
         self._step = step
+        self._evaluate_last(step)
         with self._engine.lent():
             super()._grown(step)
         self._engine.set_restored(step.after)  # as if ``Llama`` had evaluated it
+
+    def _evaluate_last(self, step: Step) -> None:
+        """Evaluate the last token and put the injected cell back.
+
+        From the graphs that it computes the engine learns how far its cells are in use; in a real
+        call there is always one.
+        """
+        last = len(step.after) - 1
+        with self._engine.lent():
+            super()._cut(step.context, last)
+            evaluate(self._llama.ctx, step.after[last:], last)
+            super()._cut(step.context, last)
+            super()._append(step.context, self._cells.blob(step.context, step.window, last, 1))
 
     def _request(self, step: Step, tokens: Tokens) -> Request:
         return Request(self._engine, tokens, f"context-{step.context}")
