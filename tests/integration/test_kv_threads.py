@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from background import chunks_at_rest
 from llama_cpp import Llama
 
 from llmaas_patches import serving_context
@@ -70,9 +71,7 @@ def test_two_engines_in_two_threads(make, tmp_path, expected, budget, shared):
         assert problems == []
         for texts in found:
             assert texts == {name: expected[name] for name in texts}
-        suite.settle()
-        store = suite.hooks._pm.get_plugin("kv_chunks")._store
-        store.flush()
+        store = chunks_at_rest(suite)
         assert all(chunk.pins == 0 for chunk in store.tree)
         assert set(store.tree.contexts()) == set(PROMPTS)
         report = suite.status()["plugins"]["kv_chunks"]
