@@ -8,6 +8,7 @@ import ctypes
 import llama_cpp
 import numpy as np
 import pytest
+from background import chunks_at_rest
 from llama_cpp import Llama
 from soak import scale
 from switching import ask
@@ -48,9 +49,9 @@ def transfer_of(suite):
 
 def path_of(suite):
     """The stored chunks of the prompt; nothing is under way any more."""
-    suite.settle()
-    store_of(suite).flush()
-    return store_of(suite).match(transfer_of(suite)._root(None), np.array(PROMPT, np.int32)).path
+    return (
+        chunks_at_rest(suite).match(transfer_of(suite)._root(None), np.array(PROMPT, np.int32)).path
+    )
 
 
 def lose(suite, indices):
