@@ -82,7 +82,7 @@ class StoredContext(contextlib.ExitStack):
     def settle(self) -> None:
         """Wait until the context is encoded and on disk."""
         self._suite.settle()
-        self._store.flush()
+        self._plugin._workers.write.submit(int).result()  # behind what is written and read back
 
     def forget(self) -> None:
         """Take the context out of every tier, so that the next ``save`` has all to do."""
@@ -161,9 +161,12 @@ class StoredContext(contextlib.ExitStack):
         self._host = self._suite._installed._host
 
     @property
+    def _plugin(self) -> Any:
+        return self._suite.hooks._pm.get_plugin("kv_chunks")
+
+    @property
     def _store(self) -> Any:
-        plugin: Any = self._suite.hooks._pm.get_plugin("kv_chunks")
-        return plugin._store
+        return self._plugin._store
 
     def _open_llama(self) -> Any:
         from llama_cpp import Llama
