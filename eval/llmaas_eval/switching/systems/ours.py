@@ -168,6 +168,7 @@ class Ours(OneContext):
         """
         last = len(step.after) - 1
         with self._engine.lent():
+            self._tool.finish()
             super()._cut(step.context, last)
             evaluate(self._llama.ctx, step.after[last:], last)
             super()._cut(step.context, last)
