@@ -40,11 +40,11 @@ class KVChunksConfig(BaseModel):
         description="Bytes for contexts outside the running one: encoded chunks in RAM, transfer "
         "buffers and parked cells.",
     )
-    parked_tokens: int | None = Field(
-        default=None,
+    parked_tokens: int = Field(
+        default=0,
         ge=0,
         description="Most tokens of left contexts that stay in the engine's cells, in steps of "
-        "256; when unset, as many as hardly slow decoding.",
+        "256: switching to them is fastest, and they take the most memory.",
     )
     disk_budget: ByteSize = Field(
         default=ByteSize(4 << 30), description="Bytes for the slab file; 0 keeps nothing on disk."

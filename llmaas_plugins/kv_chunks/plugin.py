@@ -42,7 +42,6 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import (
     PARKED_SEQUENCES,
     SEQUENCES,
-    default_parked_tokens,
     spare_cells,
     unsupported,
     unsupported_cells,
@@ -95,10 +94,7 @@ class KVChunks:
 
     def _enlarge(self, create: ContextCreate) -> None:
         """Ask for the scratch sequence, and for cells for contexts that are left."""
-        wanted = self._config.parked_tokens
-        if wanted is None:
-            wanted = default_parked_tokens(create.model, create.params)
-        n_spare = spare_cells(create, wanted)
+        n_spare = spare_cells(create, self._config.parked_tokens)
         if n_spare:
             n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
             create.params.n_ctx = n_ctx + n_spare

@@ -15,7 +15,6 @@ __all__ = [
     "PARKED_SEQUENCES",
     "SCRATCH_SEQUENCE",
     "SEQUENCES",
-    "default_parked_tokens",
     "metadata",
     "spare_cells",
     "unsupported",
@@ -25,8 +24,6 @@ __all__ = [
 
 _EMPTY_BLOB_BYTES = (16, 24)
 _STEP = 256
-_SLOWER = 0.03
-_SKIP_BYTES = 30
 _HEADER_BYTES = 64 << 20
 
 SCRATCH_SEQUENCE = 1
@@ -84,30 +81,6 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
     if window(create.model) > 0 or _changes_rope(create, wanted):
         return 0
     return wanted // _STEP * _STEP
-
-
-def default_parked_tokens(model: int, params: llama_cpp.llama_context_params) -> int:
-    """Cells for parked contexts that make a token 3 % slower at most; measured, see figures.md.
-
-    Attention walks over all cells in use. It skips those of other sequences, in the time of about
-    30 bytes of weights for each layer and head, if flash attention is on and its threads share
-    heads. Several threads share f16 cells: who gets parked ones waits for who does not. Without
-    flash attention nothing is skipped. Parking then costs more than it gains.
-    """
-    f16 = (llama_cpp.GGML_TYPE_F16, llama_cpp.GGML_TYPE_F32)
-    is_shared_by_cells = params.n_threads > 1 and params.type_k in f16 and params.type_v in f16
-    if params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED or is_shared_by_cells:
-        return 0
-    n_heads = llama_cpp.llama_model_n_layer(model) * llama_cpp.llama_model_n_head(model)
-    n_bytes = llama_cpp.llama_model_size(model) * _used_share(model)
-    return int(_SLOWER * n_bytes / (_SKIP_BYTES * max(1, n_heads))) // _STEP * _STEP
-
-
-def _used_share(model: int) -> float:
-    """About which part of the weights a token is multiplied with: a few experts of many."""
-    arch = metadata(model, "general.architecture")
-    used, count = (metadata(model, f"{arch}.expert_{name}") for name in ("used_count", "count"))
-    return int(used or 1) / int(count or 1) if int(count or 1) > 0 else 1.0
 
 
 def _changes_rope(create: ContextCreate, n_spare: int) -> bool:

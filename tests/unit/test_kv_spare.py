@@ -7,7 +7,7 @@ import pytest
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ContextCreate, ModelLoad
-from llmaas_plugins.kv_chunks.support import default_parked_tokens, spare_cells
+from llmaas_plugins.kv_chunks.support import spare_cells
 
 SHAPE = Shape(n_layer=1, n_embd=256, n_head=2, n_head_kv=1, n_ff=512, n_ctx=1024)
 """Little attention for its weights."""
@@ -51,23 +51,3 @@ def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, tmp_path):
         assert spare_cells(create(n_ctx=n_ctx), 512) == 512
     for n_ctx in (256, 1025):  # the same set with those cells and without
         assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 512
-
-
-FLASH = {"flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
-Q8_0 = {"type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({**FLASH, "n_threads": 1}, True),
-        ({**FLASH, **Q8_0, "n_threads": 4}, True),
-        ({**FLASH, "n_threads": 2}, False),
-        ({"flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED, "n_threads": 1}, False),
-        ({"n_threads": 1}, False),  # llama.cpp decides
-    ],
-)
-def test_where_parked_cells_would_slow_each_token_there_are_none(create, fields, expected):
-    found = create(**fields)
-    n = default_parked_tokens(found.model, found.params)
-    assert n == (512 if expected else 0)
