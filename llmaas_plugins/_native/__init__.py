@@ -8,6 +8,7 @@ from __future__ import annotations
 from .base import NativeError, Status
 from .budget import Budget
 from .chunk import (
+    CHUNK_BITS,
     ChunkInfo,
     Codec,
     chunk_bound,
@@ -31,6 +32,7 @@ from .kv import (
 from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
 
 __all__ = [
+    "CHUNK_BITS",
     "RECORD_MAX",
     "STORE_BLOCK",
     "Budget",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .kv import KVGeometry
 
 __all__ = [
+    "CHUNK_BITS",
     "ChunkInfo",
     "Codec",
     "chunk_bound",
@@ -25,6 +26,10 @@ __all__ = [
     "chunks_decode",
     "chunks_decode_at",
 ]
+
+
+CHUNK_BITS: int = lib.LLMAAS_CHUNK_BITS
+"""Most bits a value has in a ``PLANES`` payload."""
 
 
 class Codec(IntEnum):

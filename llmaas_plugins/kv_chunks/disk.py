@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 from llmaas_hooks import StoreError
+from llmaas_plugins._native import CHUNK_BITS
 from llmaas_plugins.kv_chunks.allowance import Allowance
 from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE, private_directory
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
@@ -23,7 +24,6 @@ from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
 __all__ = ["DiskStore", "is_sound"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
-_MOST_BITS = 8
 _abandoned: list[ChunkIndex] = []
 
 
@@ -155,7 +155,7 @@ def is_sound(row: ChunkRow, file_bytes: int) -> bool:
         and 0 < n_bytes <= CHUNK_TOKENS * TOKEN_BYTES
         and n_bytes % TOKEN_BYTES == 0
         and row.size > 0
-        and 0 <= row.bits <= _MOST_BITS
+        and 0 <= row.bits <= CHUNK_BITS
         and 0 <= row.attention < math.inf
         and 0 <= row.seen < math.inf
         and row.offset >= 0

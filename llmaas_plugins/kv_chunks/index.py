@@ -75,7 +75,7 @@ class IndexUpdate:
         heads: All named contexts, or None when they did not change.
         layouts: Layouts of cells that were learnt, as JSON, by root.
         frees_room: Whether rows in the index name places that others may get once this is applied.
-        writes: Payload bytes written to the slab on a day, by its number since 1970.
+        writes: Bytes written to the slab, in whole pages, on a day, by its number since 1970.
     """
 
     added: dict[bytes, ChunkRow] = field(default_factory=dict)
@@ -240,9 +240,9 @@ class ChunkIndex:
         return {root: layout.decode(errors="replace") for root, layout in rows}
 
     def written_on(self, day: int) -> int:
-        """Payload bytes written on a day, by its number since 1970."""
+        """Bytes written to the slab on a day, by its number since 1970."""
         found = self._db.execute("SELECT CAST(bytes AS INTEGER) FROM writes WHERE day=?", (day,))
-        return max(0, *(n_bytes for (n_bytes,) in found), 0)
+        return max([0, *(n_bytes for (n_bytes,) in found)])
 
     def apply(self, update: IndexUpdate) -> None:
         """Commit a set of changes."""

@@ -179,5 +179,5 @@ def records(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
 
 def _n_nowhere(chunks: Sequence[Chunk]) -> int:
     """Leading chunks to give up: the first one, and all behind it that have no bytes either."""
-    rest = itertools.takewhile(lambda c: c.ram == c.disk == ABSENT, chunks[1:])
+    rest = itertools.takewhile(lambda chunk: chunk.is_nowhere, chunks[1:])
     return 1 + sum(1 for _ in rest)

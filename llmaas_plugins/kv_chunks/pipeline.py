@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -84,13 +84,8 @@ class Loader:
         self, load: Load, parts: Sequence[Run], start: int
     ) -> Generator[Segment | Gap]:
         """Where handing over would cost more than it hides."""
-        for part in parts:
-            gap = part.n_tokens
-            if part.is_loaded:
-                gap = yield from load.whatever(part.chunks, start, self._staging.whole)
-            if gap and part is not parts[-1]:
-                yield Gap(gap)
-            start += part.n_tokens
+        whole = self._staging.whole
+        return _in_order(parts, start, lambda part, at: load.whatever(part.chunks, at, whole))
 
     def _overlapped(
         self, load: Load, parts: Sequence[Run], start: int, *, reads_ahead: bool
@@ -103,13 +98,7 @@ class Loader:
             self._store.ram_capacity // _AHEAD_SHARE if reads_ahead else 0,
         )
         try:
-            for part in parts:
-                gap = part.n_tokens
-                if part.is_loaded:
-                    gap = yield from feed.next_part(start)
-                if gap and part is not parts[-1]:
-                    yield Gap(gap)
-                start += part.n_tokens
+            yield from _in_order(parts, start, lambda _, at: feed.next_part(at))
         finally:
             feed.close()
 
@@ -205,6 +194,21 @@ def _is_whole(job: _Job) -> bool:
 
 def _bytes(chunks: Iterable[Chunk]) -> int:
     return sum(chunk.size for chunk in chunks)
+
+
+def _in_order(
+    parts: Sequence[Run],
+    start: int,
+    take: Callable[[Run, int], Generator[Segment | Gap, None, int]],
+) -> Generator[Segment | Gap]:
+    """Parts that are loaded, as ``take`` gives them from a position on, and gaps in between."""
+    for part in parts:
+        gap = part.n_tokens
+        if part.is_loaded:
+            gap = yield from take(part, start)
+        if gap and part is not parts[-1]:
+            yield Gap(gap)
+        start += part.n_tokens
 
 
 def _parts(runs: Sequence[Run], step: int) -> list[Run]:

@@ -75,7 +75,7 @@ class Work(NamedTuple):
             start,
             np.array([chunk.n_tokens for chunk in chunks], dtype=np.int64),
             np.array([_bytes_to_read(chunk) for chunk in chunks], dtype=np.int64),
-            np.array([_is_nowhere(chunk) for chunk in chunks], dtype=np.bool_),
+            np.array([chunk.is_nowhere for chunk in chunks], dtype=np.bool_),
             n_batch,
         )
 
@@ -152,8 +152,7 @@ def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
 def as_runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:
     """A cut as runs; one at the end that is only recomputed is left out."""
     is_loaded = [
-        not _is_nowhere(chunk) and (i >= cut or chunk.ram != ABSENT)
-        for i, chunk in enumerate(chunks)
+        not chunk.is_nowhere and (i >= cut or chunk.ram != ABSENT) for i, chunk in enumerate(chunks)
     ]
     groups = itertools.groupby(zip(is_loaded, chunks, strict=True), key=lambda pair: pair[0])
     found = [Run([chunk for _, chunk in group], loaded) for loaded, group in groups]
@@ -180,10 +179,6 @@ def _engine_seconds(
 def _summed(values: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.float64]:
     """Sums of the first 0, 1, … n values."""
     return np.append(0.0, np.cumsum(values))
-
-
-def _is_nowhere(chunk: Chunk) -> bool:
-    return chunk.ram == ABSENT and chunk.disk == ABSENT
 
 
 def _bytes_to_read(chunk: Chunk) -> int:

@@ -168,9 +168,7 @@ class KVChunks:
     @hookimpl
     def llmaas_kv_evict(self, context_id: str) -> int:
         """Forget a context in every tier."""
-        with self._lock:
-            transfers = [transfer for transfer in self._transfers.values() if transfer]
-        for transfer in transfers:
+        for transfer in self._all_transfers():
             transfer.forget_parked()
         return self._open().evict_context(context_id)
 
@@ -208,11 +206,13 @@ class KVChunks:
         if "_store" in self.__dict__:
             self._store.close()
 
-    def _parked(self) -> dict[str, int]:
+    def _all_transfers(self) -> list[Transfer]:
         with self._lock:
-            transfers = [transfer for transfer in self._transfers.values() if transfer]
+            return [transfer for transfer in self._transfers.values() if transfer]
+
+    def _parked(self) -> dict[str, int]:
         total: Counter[str] = Counter()
-        for transfer in transfers:
+        for transfer in self._all_transfers():
             total.update(transfer.parked_stats())
         return dict(total)
 

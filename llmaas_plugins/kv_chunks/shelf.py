@@ -71,25 +71,23 @@ class Shelf:
 
     def reserve_ram(self, n_bytes: int, parent: bytes | None) -> int | None:
         """Room in the RAM tier, without dropping ``parent``; what is locked goes last."""
-        locked = self._locked()
 
         def evictable(chunk: Chunk) -> bool:
             return self._may_leave_ram(chunk) and (self.disk is not None or chunk.id.key != parent)
 
         offset = self.ram.reserve(
-            n_bytes, lambda chunk: chunk not in locked and evictable(chunk), self.reclaim
+            n_bytes, lambda chunk: not self._is_locked(chunk) and evictable(chunk), self.reclaim
         )
-        if offset is None and locked:
+        if offset is None and any(self._working.values()):
             offset = self.ram.reserve(n_bytes, evictable, self.reclaim)
         return offset
 
     def lend(self, owner: Hashable, n_bytes: int) -> bool:
         """Let ``owner`` have so many bytes of the RAM tier's in all; False if it gets fewer."""
         others = sum(n for one, n in self._lent.items() if one != owner)
-        locked = self._locked()
         is_met = self.ram.lend(
             others + n_bytes,
-            lambda chunk: chunk not in locked and self._may_leave_ram(chunk),
+            lambda chunk: not self._is_locked(chunk) and self._may_leave_ram(chunk),
             self.reclaim,
         )
         self._lent[owner] = self.ram.lent - others
@@ -114,8 +112,8 @@ class Shelf:
         assert self.disk is not None
         return self.disk.reserve(n_bytes, self.may_go, self._leave_disk)
 
-    def _locked(self) -> frozenset[Chunk]:
-        return frozenset[Chunk]().union(*self._working.values())
+    def _is_locked(self, chunk: Chunk) -> bool:
+        return any(chunk in chunks for chunks in self._working.values())
 
     def _may_leave_ram(self, chunk: Chunk) -> bool:
         """Whether a chunk may leave RAM without a need to write it."""

@@ -122,14 +122,12 @@ class ChunkStore:
     def touch(self, ids: Sequence[ChunkId]) -> None:
         """Mark the stored ones of a context's chunks as used, the last one first."""
         with self._shelf.lock:
-            found = [self._shelf.tree.get(wanted.key) for wanted in ids]
-            self._shelf.touch([chunk for chunk in found if chunk is not None])
+            self._shelf.touch([chunk for chunk in self.known(ids) if chunk is not None])
 
     def missing(self, ids: Sequence[ChunkId]) -> list[int]:
         """Indices of identities whose bytes are stored nowhere."""
-        with self._shelf.lock:
-            found = [self._shelf.tree.get(wanted.key) for wanted in ids]
-            return [i for i, chunk in enumerate(found) if chunk is None or chunk.is_ghost]
+        found = enumerate(self.known(ids))
+        return [i for i, chunk in found if chunk is None or chunk.is_ghost]
 
     def layout(self, root: bytes) -> str | None:
         """Layout of the cells under ``root``, as JSON, if any were ever saved."""
@@ -207,7 +205,7 @@ class ChunkStore:
     def set_head(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Let a named context end with the last stored one of ``ids``."""
         with self._shelf.lock:
-            found = itertools.takewhile(bool, (self._shelf.tree.get(wanted.key) for wanted in ids))
+            found = itertools.takewhile(bool, self.known(ids))
             whole = [chunk for chunk in found if chunk is not None]
             if not whole:
                 return
@@ -262,8 +260,7 @@ class ChunkStore:
     ) -> None:
         """The tokens of a context's chunks got so much more attention, in so many scores."""
         with self._shelf.lock:
-            for wanted, amount, n in zip(ids, attention, seen, strict=True):
-                chunk = self._shelf.tree.get(wanted.key)
+            for chunk, amount, n in zip(self.known(ids), attention, seen, strict=True):
                 if chunk is not None:
                     self._shelf.notice(chunk, amount, n)
 
@@ -283,16 +280,14 @@ class ChunkStore:
             size: Bytes of a chunk of so many tokens at so many bits.
         """
         with self._shelf.lock:
-            for wanted, most in zip(ids, bits, strict=True):
-                chunk = self._shelf.tree.get(wanted.key)
+            for chunk, most in zip(self.known(ids), bits, strict=True):
                 if chunk is not None and chunk.pins == 0 and chunk.bits > most:
                     self._shelf.cut(chunk, size(chunk.n_tokens, most), most)
 
-    def lock_working_set(self, owner: Hashable, ids: Sequence[ChunkId]) -> None:
+    def lock_working_set(self, owner: Hashable, chunks: Iterable[Chunk | None]) -> None:
         """Let the chunks of the context that ``owner`` runs leave RAM last (LLMS §3.4)."""
         with self._shelf.lock:
-            found = (self._shelf.tree.get(wanted.key) for wanted in ids)
-            self._shelf.lock_working_set(owner, (chunk for chunk in found if chunk is not None))
+            self._shelf.lock_working_set(owner, filter(None, chunks))
 
     # -- swap-out, eviction, end ----------------------------------------------------------------
 

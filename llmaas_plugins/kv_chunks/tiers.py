@@ -68,13 +68,18 @@ class Tier:
         if n_bytes > self.room:
             return None
         offset = self._allocate(n_bytes)
-        while offset is None:
-            victim = next(filter(evictable, self.queue), None)
-            if victim is None:
-                return None
-            evict(victim)
+        while offset is None and self._evict_one(evictable, evict):
             offset = self._allocate(n_bytes)
         return offset
+
+    def _evict_one(
+        self, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
+    ) -> bool:
+        """Evict the next chunk that may go; whether there was one."""
+        victim = next(filter(evictable, self.queue), None)
+        if victim is not None:
+            evict(victim)
+        return victim is not None
 
     def _allocate(self, n_bytes: int) -> int | None:
         return self._extents.allocate(n_bytes)
@@ -128,14 +133,12 @@ class RamTier(Tier):
         Returns:
             False when there is no room for all of that; what there is is lent then.
         """
-        while self.used_bytes + n_bytes > self.capacity:
-            victim = next(filter(evictable, self.queue), None)
-            if victim is None:
-                break
-            evict(victim)
+        is_met = True
+        while is_met and self.used_bytes + n_bytes > self.capacity:
+            is_met = self._evict_one(evictable, evict)
         self.lent = min(n_bytes, self.capacity - self.used_bytes)
         self._hold_no_more()
-        return self.lent == n_bytes
+        return is_met
 
     def _allocate(self, n_bytes: int) -> int | None:
         if self.used_bytes + page_round(n_bytes) > self.room:

@@ -38,7 +38,6 @@ from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, Match
 __all__ = ["Loaded", "Parts", "Transfer"]
 
 _ENDLESS = 1 << 30
-_MOST_BITS = 8
 _log = logging.getLogger("llmaas.kv_chunks")
 
 
@@ -147,7 +146,7 @@ class Transfer:
             self._levels.settle(ids, bits, attention, self._geometry)
         self._store.compact()
         self._store.touch(ids)
-        self._store.lock_working_set(self._ctx, ids)
+        self._store.lock_working_set(self._ctx, self._store.known(ids))
         if context_id is not None:
             self._store.set_head(context_id, ids)
         if self._profile.has_news:
@@ -179,7 +178,7 @@ class Transfer:
         except CodecError as error:
             _log.warning("cells %d…%d are not saved: %s", start, end, error)
             return False
-        levels = [_MOST_BITS] * len(ids) if bits is None else bits.tolist()
+        levels = [_native.CHUNK_BITS] * len(ids) if bits is None else bits.tolist()
         return all(
             self._claim_one(
                 geometry, ids[i], blob, end - start, i * CHUNK_TOKENS - start, levels[i], i == 0
@@ -240,7 +239,7 @@ class Transfer:
         n_there = n_taken or n_common
         match = self._store.match(root, prompt)
         loader = self._loader or self._open_loader(root)
-        self._store.lock_working_set(self._ctx, [chunk.id for chunk in match.path])
+        self._store.lock_working_set(self._ctx, match.path)
         loaded = None
         if match.n_tokens > n_there and loader is not None:
             loaded = self._load_behind(loader, match, prompt, n_there, started)

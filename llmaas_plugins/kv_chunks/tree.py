@@ -56,6 +56,11 @@ class Chunk:
         """Whether its bytes are nowhere: its tokens have to be evaluated again."""
         return self.size == 0
 
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether neither tier has its bytes: it is a ghost, or was dropped."""
+        return self.ram == self.disk == ABSENT
+
 
 class Match(NamedTuple):
     """Stored chunks for a prompt.
@@ -164,13 +169,7 @@ class ChunkTree:
 
     def of_context_alone(self, context_id: str) -> list[Chunk]:
         """Chunks, last first, that only this context needs."""
-        chunk = self._contexts.get(context_id)
-        if chunk is None or chunk.heads != {context_id}:
-            return []
-        chunk.heads.discard(context_id)
-        alone = list(self.unneeded_from(chunk))
-        chunk.heads.add(context_id)
-        return alone
+        return list(self.unneeded_from(self._contexts.get(context_id), but_for=context_id))
 
     def forget_context(self, context_id: str) -> list[Chunk]:
         """Chunks, last first, that only this context needs; the caller removes them."""
@@ -187,10 +186,10 @@ class ChunkTree:
             found += self._children.get(one.id.key, {}).values()
         return found
 
-    def unneeded_from(self, chunk: Chunk | None) -> Iterator[Chunk]:
-        """``chunk`` and its ancestors as long as nothing else needs them; remove as they come."""
+    def unneeded_from(self, chunk: Chunk | None, but_for: str | None = None) -> Iterator[Chunk]:
+        """``chunk`` and its ancestors as long as nothing needs them but the context ``but_for``."""
         gone: Chunk | None = None
-        while chunk is not None and not chunk.heads:
+        while chunk is not None and chunk.heads <= {but_for}:
             children = self._children.get(chunk.id.key, {})
             if any(child is not gone for child in children.values()):
                 return

@@ -198,7 +198,7 @@ def vanilla_peak(tmp_path_factory, expected):
         with memory_group() as group:
             options = {"environ": {"LLMAAS_PLUGINS": ""}, "preexec_fn": group.join}
             live(folder, talks, LIFE_S[1], signal.SIGTERM, random.Random(0), **options)
-            peak = group.peak()
+            peak = group.peak
     return peak
 
 
@@ -215,7 +215,7 @@ def test_mixed_load_with_faults(tmp_path, library, vanilla_peak, talks):
             with disk as fail:
                 seconds = rng.uniform(*LIFE_S)
                 report = live(tmp_path, talks, seconds, how, rng, fail=fail, **options)
-            peaks.append(group.peak())
+            peaks.append(group.peak)
         restored += report["kv_chunks"]["restored_tokens"]
         io_errors += report["kv_chunks"]["io_errors"]
         assert (tmp_path / "kv" / "chunks.slab").stat().st_size <= DISK_BUDGET

@@ -41,7 +41,7 @@ def run(model, plugins, n_calls=24):
             check=True,
             preexec_fn=group.join,
         )
-        return group.peak(), json.loads(done.stdout)
+        return group.peak, json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -109,13 +109,13 @@ def test_working_set_goes_last(open_store):
     store = open_store(ram=8, disk=50, eviction="lctru")
     a = save(store, tokens(0, 4), bits=(8, 8, 8, 8))
     b = save(store, tokens(1000, 4), bits=(4, 4, 4, 4))
-    store.lock_working_set("engine", a)
+    store.lock_working_set("engine", store.known(a))
     store.flush()
     save(store, tokens(2000, 3), bits=(4, 4, 4))
     assert (in_ram(store, a), in_ram(store, b)) == ([0, 1, 2, 3], [0])
     save(store, tokens(3000, 4), bits=(2, 2, 2, 2))
     store.flush()
-    store.lock_working_set("engine", b)
+    store.lock_working_set("engine", store.known(b))
     save(store, tokens(4000, 4), bits=(2, 2, 2, 2))
     assert in_ram(store, a) == []
 
@@ -123,7 +123,7 @@ def test_working_set_goes_last(open_store):
 def test_working_set_gives_way_when_nothing_else_can(open_store):
     store = open_store(ram=4, disk=50)
     a = save(store, tokens(0, 4))
-    store.lock_working_set("engine", a)
+    store.lock_working_set("engine", store.known(a))
     store.flush()
     b = save(store, tokens(1000, 4))
     assert in_ram(store, b) == [0, 1, 2, 3]
