@@ -195,7 +195,7 @@ class KVRestored:
 
     Attributes:
         n_tokens: Sequence 0 now holds exactly the first ``n_tokens`` prompt tokens' cells.
-        n_loaded: Those of them that came from the store (the others were still resident).
+        n_loaded: Those of them that came from the store; the others were resident, or computed.
     """
 
     n_tokens: int

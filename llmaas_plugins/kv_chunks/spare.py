@@ -21,14 +21,13 @@ from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, metadata
 
-__all__ = ["Spare", "most_spare_cells", "token_bytes"]
+__all__ = ["Spare", "token_bytes"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 
 _APP = 0
 _STEP = 256  # llama.cpp takes cells into a graph in such steps
 _GROWTH = 16  # this part of the RAM tier stays free for what the next calls add
-_MOST = 32768  # relabelling walks over all cells, about a nanosecond each
 _BLOCKS = {
     llama_cpp.GGML_TYPE_F16: (1, 2),
     30: (1, 2),  # BF16
@@ -54,11 +53,6 @@ def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
         width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
         n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * n_each // n_values
     return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
-
-
-def most_spare_cells(model: int, params: llama_cpp.llama_context_params, ram_budget: int) -> int:
-    """As many spare cells as could ever be lent memory, but few enough to relabel quickly."""
-    return min(_MOST, ram_budget // token_bytes(model, params)) // _STEP * _STEP
 
 
 class Spare:

@@ -9,6 +9,7 @@ import signal
 import threading
 
 import pytest
+from installing import install_plugin
 from served import ENDLESS, LONG_N_CTX, drain, launched, serving, wait_until
 
 from llmaas_hooks import LlmaasError
@@ -190,7 +191,7 @@ import ctypes, pathlib
 from llmaas_hooks import hookimpl
 from pydantic import BaseModel
 
-class Slow:
+class Plugin:
     class Config(BaseModel):
         pass
 
@@ -209,12 +210,8 @@ class Slow:
 @pytest.fixture
 def slow_plugin(tmp_path):
     """An installed plugin that makes loading a model slow."""
-    info = tmp_path / "slow-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[llmaas_plugins]\nslow = slow:Slow\n")
-    (tmp_path / "slow.py").write_text(SLOW_PLUGIN)
-    return {"config": "[plugins.slow]", "environ": {"PYTHONPATH": str(tmp_path)}}
+    environ = install_plugin(tmp_path, "slow", SLOW_PLUGIN)
+    return {"config": "[plugins.slow]", "environ": environ}
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

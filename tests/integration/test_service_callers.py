@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from installing import install_plugin
 from served import drain, serving
 
 from llmaas_plugins.service.client import LLMClient
@@ -19,7 +20,7 @@ PLUGIN = """
 from llmaas_hooks import hookimpl
 from pydantic import BaseModel
 
-class Callers:
+class Plugin:
     class Config(BaseModel):
         pass
 
@@ -46,17 +47,12 @@ state_dir = "state"
 @pytest.fixture
 def serve(tmp_path):
     """A server with the plugin, with or without keys."""
-    info = tmp_path / "callers-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: callers\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[llmaas_plugins]\ncallers = callers:Callers\n")
-    (tmp_path / "callers.py").write_text(PLUGIN)
+    environ = install_plugin(tmp_path, "callers", PLUGIN)
     (tmp_path / "keys.toml").write_text(f"mail = {json.dumps(MAIL)}\nnotes = {json.dumps(NOTES)}\n")
     (tmp_path / "keys.toml").chmod(0o600)
 
     def serve(*options, keys="", key=None):
         config = CONFIG.format(keys=keys)
-        environ = {"PYTHONPATH": str(tmp_path)}
         return serving(tmp_path, *options, config=config, environ=environ, key=key)
 
     return serve
