@@ -46,6 +46,12 @@ def test_cells_as_they_were_change_nothing(engine, sample):
     assert first.attention.shape == (8, len(sample.rest) - 1, 256)
 
 
+def test_what_fills_a_tile_changes_nothing_before_it(engine, sample):
+    blob = engine.prefill(sample.context).blob
+    more, fewer = (engine.go_on(blob, sample.rest[:n]).log_p for n in (19, 5))
+    assert np.array_equal(more[:5], fewer)
+
+
 def test_fewer_bits_lose_more(engine, sample):
     prefilled = engine.prefill(sample.context)
     coded = Coded(prefilled.blob)
@@ -57,7 +63,7 @@ def test_fewer_bits_lose_more(engine, sample):
     for finer, coarser in pairwise(found):
         assert finer.kl < coarser.kl
         assert finer.attention_error < coarser.attention_error
-    assert found[0].kl < 1e-4
+    assert found[0].kl < 1e-3
 
 
 def test_every_arm_goes_on_with_every_text(engine, sample):

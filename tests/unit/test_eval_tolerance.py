@@ -9,7 +9,7 @@ import pytest
 
 from llmaas_eval.tolerance.coded import MAX_BITS, Coded
 from llmaas_eval.tolerance.outcome import interval
-from llmaas_eval.tolerance.recall import make_facts, make_recall, make_training
+from llmaas_eval.tolerance.recall import make_alike, make_facts, make_recall, make_training
 from llmaas_eval.tolerance.report import (
     DISTANCE,
     KL,
@@ -68,13 +68,15 @@ def through_the_codec(blob, codec, bits):
 
 
 def test_a_seed_gives_one_recall(chats):
-    first, again = (make_recall(Random(7), chats, 6, 900) for _ in range(2))
+    facts = make_facts(Random(0), 6)
+    first, again = (make_recall(Random(7), chats, facts, 900) for _ in range(2))
     assert first == again
-    assert first != make_recall(Random(8), chats, 6, 900)
+    assert first != make_recall(Random(8), chats, facts, 900)
 
 
-def test_a_fact_is_told_once_in_the_first_half_and_asked_for_after_the_context(chats):
-    recall = make_recall(Random(1), chats, 6, 2000)
+@pytest.mark.parametrize("make", [make_facts, make_alike])
+def test_a_fact_is_told_once_in_the_first_half_and_asked_for_after_the_context(chats, make):
+    recall = make_recall(Random(1), chats, make(Random(1), 6), 2000)
     for prompt, answer in recall.questions:
         stem = prompt.rpartition("Assistant: ")[2]
         statement = f"{stem[1:]}{answer[:-2]}."
@@ -87,6 +89,17 @@ def test_a_fact_is_told_once_in_the_first_half_and_asked_for_after_the_context(c
 def test_facts_are_about_different_things():
     facts = make_facts(Random(3), 16)
     assert len({fact.question for fact in facts}) == len(facts) == 16
+
+
+def test_facts_that_are_alike_share_their_people_and_their_things():
+    facts = make_alike(Random(3), 6)
+    pairs = {
+        tuple(fact.question[len("What is the number of ") : -1].split("'s ")) for fact in facts
+    }
+    assert len(pairs) == 6
+    for each in zip(*pairs, strict=True):
+        assert len(set(each)) <= 3
+    assert all(len(fact.answer) == 5 for fact in facts)
 
 
 def test_training_asks_only_for_what_was_told(chats):

@@ -14,18 +14,21 @@ from numpy.typing import NDArray
 from llmaas_eval.tolerance import report
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.pictures import draw_bars, draw_curves, draw_tasks
-from llmaas_eval.tolerance.recall import make_recall
+from llmaas_eval.tolerance.recall import Recall, make_alike, make_facts, make_recall
 from llmaas_eval.tolerance.study import Arm, Row, ask, go_on, layer_damage
-from llmaas_eval.tolerance.texts import chat_lines, packaged_samples, samples
+from llmaas_eval.tolerance.texts import Tokenise, chat_lines, packaged_samples, samples
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
 __all__ = ["DEFAULT_N", "FIGURES", "Options", "draw"]
 
-PAPER, LOW = (8, 4, 2), (4, 2, 1)
+PAPER, FINE, LOW = (8, 4, 2), (4, 3, 2), (4, 2, 1)
 ALL = tuple(range(8, 0, -1))
 OWN = tuple(KVChunksConfig().levels)
 _CURVE = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0)
-_N_FACTS = 6
+_N_FACTS, _LONGEST = 6, 960
+"""Facts of a context, and its tokens."""
+_PROBES = {"facts": (make_facts, (800, 2400)), "alike": (make_alike, (1200, 2000))}
+"""What is told, and between how much distraction, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str
     ]
     damage = _damage(engine)
     rows = go_on(engine, list(texts), arms, damage)
-    draw_curves(rows, "kl", path)
+    draw_curves({"": rows}, "kl", path)
     return rows, report.quality_table(rows)
 
 
@@ -116,20 +119,38 @@ def _damage(engine: Engine) -> NDArray[np.float64]:
 
 
 def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
-    chats = chat_lines(options.data / "chat" / "sgd_dev.jsonl")
-    random = Random(options.seed)  # noqa: S311 - texts, no secret
-    recalls = [
-        make_recall(random, chats, _N_FACTS, random.randrange(800, 2400))
-        for _ in range(options.n_each)
-    ]
     arms = [Arm("int8")]
-    for mean in (4.0, 3.0, 2.0, 1.5, 1.0):
+    for mean in (4.0, 3.0, 2.5, 2.0, 1.5, 1.0):
         arms.append(Arm("static", mean))
-        arms += [Arm(name, mean, ALL) for name in ("ours", "recency", "random")]
-    arms += [Arm("ours", 4, PAPER), Arm("ours", 4, OWN), Arm("ours", 2, LOW)]
-    rows = ask(engine, recalls, arms)
-    draw_curves([row for row in rows if row["arm"] != "f16"], "right", path)
-    return rows, report.recall_table(rows)
+        arms += [Arm(name, mean, ALL) for name in ("ours", "random")]
+    for mean, levels in ((4.0, PAPER), (4.0, OWN), (2.5, FINE), (2.0, LOW)):
+        arms += [Arm(name, mean, levels) for name in ("ours", "random", "layers")]
+    damage = _damage(engine)
+    probes = {
+        name: [
+            row | {"task": name}
+            for row in ask(engine, _recalls(name, engine.tokens, options), arms, damage)
+        ]
+        for name in _PROBES
+    }
+    lines = {arm.name for arm in arms if arm.levels in {(), ALL}}
+    panels = {name: [row for row in rows if row["arm"] in lines] for name, rows in probes.items()}
+    draw_curves(panels, "right", path)
+    tables = [f"{name}:\n\n{report.recall_table(rows)}" for name, rows in probes.items()]
+    return [row for rows in probes.values() for row in rows], "\n\n".join(tables)
+
+
+def _recalls(probe: str, tokenise: Tokenise, options: Options) -> list[Recall]:
+    make, characters = _PROBES[probe]
+    chats = chat_lines(options.data / "chat" / "sgd_dev.jsonl")
+    random = Random(f"{probe} {options.seed}")  # noqa: S311 - texts, no secret
+    found: list[Recall] = []
+    while len(found) < options.n_each:
+        facts = make(random, _N_FACTS)
+        recall = make_recall(random, chats, facts, random.randrange(*characters))
+        if len(tokenise(recall.context)) <= _LONGEST:
+            found.append(recall)
+    return found
 
 
 FIGURES: Mapping[str, _Figure] = {
@@ -138,4 +159,4 @@ FIGURES: Mapping[str, _Figure] = {
     "curve": _curve,
     "recall": _recall,
 }
-DEFAULT_N: Mapping[str, int] = {"fig6b": 40, "fig12": 12, "curve": 3, "recall": 40}
+DEFAULT_N: Mapping[str, int] = {"fig6b": 40, "fig12": 60, "curve": 6, "recall": 40}

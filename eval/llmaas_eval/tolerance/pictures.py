@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,15 +50,17 @@ def draw_tasks(rows: Sequence[Row], arms: Sequence[tuple[str, float]], path: Pat
     figure.savefig(path.with_suffix(".png"), dpi=120)
 
 
-def draw_curves(rows: Sequence[Row], value: str, path: Path) -> None:
-    """``value`` against stored bytes, a line for each way to give bits."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name, (shares, values) in curves(rows, value).items():
-        axes.plot(shares, values, ".-", label=name)
+def draw_curves(panels: Mapping[str, Sequence[Row]], value: str, path: Path) -> None:
+    """``value`` against stored bytes in each panel, a line for each way to give bits."""
+    figure = Figure(figsize=(2 + 6 * len(panels), 5), layout="constrained")
     labels = {"kl": "KL (nats)", "right": "right answers"}
-    axes.set(xlabel="stored bytes over f16's", ylabel=labels[value])
-    if value == "kl":
-        axes.set(yscale="log")
-    axes.legend()
+    for axes, (title, rows) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for name, (shares, values) in curves(rows, value).items():
+            axes.plot(shares, values, ".-", label=name)
+        axes.set(title=title, xlabel="stored bytes over f16's", ylabel=labels[value])
+        if value == "kl":
+            axes.set(yscale="log")
+        axes.legend()
     figure.savefig(path.with_suffix(".png"), dpi=120)

@@ -5,6 +5,7 @@ Everything here is made up from word lists. The answers are short and scored by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
@@ -14,6 +15,7 @@ __all__ = [
     "Question",
     "Recall",
     "distraction",
+    "make_alike",
     "make_facts",
     "make_recall",
     "make_training",
@@ -107,6 +109,20 @@ def _owner(random: Random, thing: str) -> Fact:
     return Fact(f"Who owns the {thing}?", f"the {thing} belongs to", random.choice(PEOPLE))
 
 
+def make_alike(random: Random, n: int) -> list[Fact]:
+    """Facts that are almost the same: numbers of some people's some things, each in many facts."""
+    side = math.ceil(math.sqrt(n))
+    people, things = random.sample(PEOPLE, side), random.sample(OBJECTS, side)
+    pairs = random.sample([(person, thing) for person in people for thing in things], n)
+    return [_number(random, *pair) for pair in pairs]
+
+
+def _number(random: Random, person: str, thing: str) -> Fact:
+    number = f"{random.randrange(10_000, 100_000)}"
+    its = f"the number of {person}'s {thing}"
+    return Fact(f"What is {its}?", f"{its} is", number)
+
+
 def distraction(random: Random, chats: Sequence[Sequence[str]], n_characters: int) -> list[str]:
     """Lines of other conversations, about ``n_characters`` of them, begun anywhere."""
     lines: list[str] = []
@@ -121,20 +137,19 @@ def distraction(random: Random, chats: Sequence[Sequence[str]], n_characters: in
 
 
 def make_recall(
-    random: Random, chats: Sequence[Sequence[str]], n_facts: int, n_characters: int
+    random: Random, chats: Sequence[Sequence[str]], facts: Sequence[Fact], n_characters: int
 ) -> Recall:
     """Facts among the first quarter of ``n_characters`` of distraction, questions after the rest.
 
     Args:
-        random: Decides everything.
+        random: Decides everything else.
         chats: Lines of ordinary conversations, each with its ``User: `` or ``Assistant: ``.
-        n_facts: Facts, and questions.
+        facts: What is told, and asked for.
         n_characters: Of distraction, about.
     """
-    facts = make_facts(random, n_facts)
     lines: list[str] = []
     for fact in facts:
-        lines += distraction(random, chats, n_characters // (4 * n_facts))
+        lines += distraction(random, chats, n_characters // (4 * len(facts)))
         lines += _told(random, fact)
     lines += distraction(random, chats, n_characters - n_characters // 4)
     return Recall("".join(f"{line}\n" for line in lines), tuple(_asked(fact) for fact in facts))
@@ -153,7 +168,7 @@ def make_training(
         n_characters: Of all, about.
         gap: At most so many characters of distraction before each piece; half have none.
     """
-    facts = make_facts(random, 4 + n_characters // 150)
+    facts = random.choice((make_facts, make_alike))(random, 4 + n_characters // 150)
     told: list[Fact] = []
     pieces: list[Question] = []
     while n_characters > 0:

@@ -71,7 +71,12 @@ def go_on(
     return rows
 
 
-def ask(engine: Engine, recalls: Sequence[Recall], arms: Sequence[Arm]) -> list[Row]:
+def ask(
+    engine: Engine,
+    recalls: Sequence[Recall],
+    arms: Sequence[Arm],
+    damage: NDArray[np.float64] | None = None,
+) -> list[Row]:
     """Each context's questions after it was kept in each way, and first as it is."""
     rows = []
     for number, recall in enumerate(tqdm(recalls, unit="context", mininterval=2)):
@@ -79,7 +84,7 @@ def ask(engine: Engine, recalls: Sequence[Recall], arms: Sequence[Arm]) -> list[
         prefilled, coded = _prefill(engine, tokens[len(tokens) % CHUNK :])
         raw = _Kept(16.0, coded.raw_bytes, prefilled.blob)
         kept = [(Arm("f16", 16.0), raw)]
-        kept += [(arm, _keep(arm, coded, prefilled, None, number)) for arm in arms]
+        kept += [(arm, _keep(arm, coded, prefilled, damage, number)) for arm in arms]
         for arm, way in kept:
             answers = [_answer(engine, way.blob, *question) for question in recall.questions]
             right, nats = np.mean(answers, axis=0).tolist()

@@ -18,6 +18,7 @@ __all__ = [
     "CHUNK",
     "TASKS",
     "Sample",
+    "Tokenise",
     "chat_lines",
     "packaged_lines",
     "packaged_samples",
