@@ -129,6 +129,23 @@ class CellMemory(Protocol):
             Whether that was possible; if not, nothing was changed.
         """
 
+    def land(
+        self, blob: NDArray[np.uint8], sequence: int, n_landings: int
+    ) -> NDArray[np.uint64] | None:
+        """Load a sequence blob, but for the bytes of its cells: where these belong is told.
+
+        Args:
+            blob: What ``llama_state_seq_set_data`` takes; only its headers are read.
+            sequence: Whose cells they become.
+            n_landings: Layers' K and V, each of which the blob has; in its order.
+
+        Returns:
+            Shape ``(n_landings, 4)``: the address of the first byte, and of how many bytes each
+            there are how many places, how far apart: ``(address, step, n_bytes, n_pieces)``. Write
+            there before anything is evaluated. None if the engine refused, or cells are too
+            scattered: some may be labelled, so remove the sequence.
+        """
+
 
 class NativeContext(Protocol):
     """A context whose graphs pass through the hook point in the engine.

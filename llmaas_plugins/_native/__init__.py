@@ -18,6 +18,8 @@ from .chunk import (
     chunk_verify,
     chunks_decode,
     chunks_decode_at,
+    chunks_land_at,
+    landings_fit,
 )
 from .kernels import crc32c, kernels_name, kernels_select
 from .kv import (
@@ -54,9 +56,11 @@ __all__ = [
     "chunk_verify",
     "chunks_decode",
     "chunks_decode_at",
+    "chunks_land_at",
     "crc32c",
     "kernels_name",
     "kernels_select",
+    "landings_fit",
     "store_erase",
     "store_read",
     "store_write",

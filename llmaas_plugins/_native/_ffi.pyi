@@ -78,6 +78,21 @@ class _Lib:
         n_cells: int,
         n_done: Any,
     ) -> int: ...
+    def llmaas_landings_fit(
+        self, geom: Any, landings: Any, n_landings: int, n_cells: int
+    ) -> bool: ...
+    def llmaas_chunks_land(
+        self,
+        geom: Any,
+        n: int,
+        payloads: Any,
+        sizes: Any,
+        first_cells: Any,
+        landings: Any,
+        n_landings: int,
+        n_cells: int,
+        n_done: Any,
+    ) -> int: ...
     def llmaas_store_read(
         self,
         fd: int,

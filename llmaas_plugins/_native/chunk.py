@@ -11,6 +11,9 @@ from .base import as_array, as_input, as_key, as_output, fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from .base import Bytes
     from .kv import KVGeometry
 
@@ -25,6 +28,8 @@ __all__ = [
     "chunk_verify",
     "chunks_decode",
     "chunks_decode_at",
+    "chunks_land_at",
+    "landings_fit",
 ]
 
 
@@ -174,6 +179,44 @@ def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
         raise fail(f"{len(addresses)} addresses and {len(sizes)} sizes", lib.LLMAAS_EINVAL)
     table = as_array("uintptr_t[]", addresses)
     return _decode(geom, ffi.cast("uint8_t **", table), sizes, firsts, as_output(blob), n_cells)
+
+
+def chunks_land_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    geom: KVGeometry,
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    firsts: Sequence[int],
+    landings: NDArray[np.uint64],
+    n_cells: int,
+) -> int:
+    """Like :func:`chunks_decode_at`, but to where a blob's bytes belong in the engine.
+
+    Args:
+        geom: The engine's.
+        addresses: Of the payloads.
+        sizes: Their bytes.
+        firsts: The cell that each begins with.
+        landings: Shape ``(n_planes, 4)``, as :func:`landings_fit` found them to be.
+        n_cells: Cells that they are for.
+    """
+    done, table = ffi.new("uint32_t *"), as_array("uintptr_t[]", addresses)
+    status = lib.llmaas_chunks_land(
+        geom.handle, len(sizes), ffi.cast("uint8_t **", table), as_array("uint64_t[]", sizes),
+        as_array("uint32_t[]", firsts), _landings(landings), len(landings), n_cells, done,
+    )  # fmt: skip
+    if status:
+        what = f"decode of payload {done[0]} of {len(sizes)} into {n_cells} cells"
+        raise fail(what, status, int(done[0]))
+    return int(done[0])
+
+
+def landings_fit(geom: KVGeometry, landings: NDArray[np.uint64], n_cells: int) -> bool:
+    """Whether these are the places of all that a blob of ``n_cells`` cells has."""
+    return bool(lib.llmaas_landings_fit(geom.handle, _landings(landings), len(landings), n_cells))
+
+
+def _landings(landings: NDArray[np.uint64]) -> Any:
+    return ffi.cast("llmaas_landing *", landings.ctypes.data)
 
 
 def _decode(  # noqa: PLR0913, PLR0917 -- the C call's arguments

@@ -92,6 +92,11 @@ class KVGeometry:
         return sum(self.k_row) + sum(self.v_row)
 
     @property
+    def n_planes(self) -> int:
+        """How often a layer has a K or a V."""
+        return self.n_layer + sum(row > 0 for row in self.v_row)
+
+    @property
     def hash(self) -> int:
         """The 64-bit geometry hash that chunks carry; the orientation of V is not part of it."""
         return lib.llmaas_kv_geom_hash(self.handle)

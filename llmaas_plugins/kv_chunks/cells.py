@@ -14,6 +14,7 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
+from llmaas_hooks import CellMemory
 from llmaas_plugins.kv_chunks.support import SCRATCH_SEQUENCE
 
 __all__ = ["Cells"]
@@ -65,6 +66,24 @@ class Cells:
     def replace(self, blob: NDArray[np.uint8]) -> bool:
         """Load cells from a blob in place of all of sequence 0's; False when refused."""
         return self._load(blob, _APP)
+
+    def land(
+        self, memory: CellMemory, blob: NDArray[np.uint8], n_planes: int, *, is_first: bool
+    ) -> NDArray[np.uint64] | None:
+        """Like ``replace`` if it ``is_first``, or else ``append``, but for the rows of the blob.
+
+        Returns:
+            Where these belong (``CellMemory.land``); None when the engine refuses, or its free
+            cells are too scattered: sequence 0 ends where the blob begins then.
+        """
+        sequence = _APP if is_first else SCRATCH_SEQUENCE
+        landings = memory.land(blob, sequence, n_planes)
+        if landings is None:
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        elif not is_first:
+            llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
+            self._clear_scratch()
+        return landings
 
     def finish(self) -> None:
         """Empty the scratch sequence after the last ``append``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
@@ -17,7 +17,10 @@ from llmaas_plugins._native import KVGeometry, NativeError
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
 
-__all__ = ["Gap", "Load", "Reads", "Segment", "records"]
+__all__ = ["Gap", "Into", "Load", "Reads", "Segment", "records"]
+
+Into = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
+"""Decodes payloads, given their addresses, sizes and first cells."""
 
 
 class Segment(NamedTuple):
@@ -91,21 +94,40 @@ class Load(NamedTuple):
         return gap
 
     def record(
-        self,
-        record: Sequence[Chunk],
-        blob: NDArray[np.uint8],
-        n_cells: int,
-        first: int,
-        read: Future[None] | None,
-    ) -> bool:
-        """Fetch and decode a record, after ``read``; whether all of it is in the blob now."""
+        self, record: Sequence[Chunk], first: int, into: Into, read: Future[None] | None = None
+    ) -> int:
+        """Fetch and decode a record, after ``read``; how many leading chunks are in place now.
+
+        Args:
+            record: The chunks.
+            first: Cell that they begin with.
+            into: Where they go.
+            read: Brings them into RAM.
+        """
         if read is not None:
             wait([read])
             if read.cancelled():
-                return False
+                return 0
         addresses = self._fetch(record)
-        ready = record[: len(addresses)]
-        return self._decode(blob, n_cells, first, ready, addresses) == len(record)
+        return self._decode(record[: len(addresses)], addresses, first, into)
+
+    def into_blob(self, blob: NDArray[np.uint8], n_cells: int) -> Into:
+        """Decode into a blob."""
+
+        def into(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
+            return _native.chunks_decode_at(self.geometry, addresses, sizes, firsts, blob, n_cells)
+
+        return into
+
+    def into_cells(self, landings: NDArray[np.uint64], n_cells: int) -> Into:
+        """Decode into the engine's cells."""
+
+        def into(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
+            return _native.chunks_land_at(
+                self.geometry, addresses, sizes, firsts, landings, n_cells
+            )
+
+        return into
 
     def read(self, record: Sequence[Chunk]) -> None:
         """Bring a record into RAM."""
@@ -131,7 +153,8 @@ class Load(NamedTuple):
         if not ready:
             return 0, None
         blob = buffer[: self.blob_bytes(ready)]
-        n_sound = self._decode(blob, sum(c.n_tokens for c in ready), 0, ready, addresses)
+        into = self.into_blob(blob, sum(chunk.n_tokens for chunk in ready))
+        n_sound = self._decode(ready, addresses, 0, into)
         if n_sound < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
             return self._leading(ready[:n_sound], start, buffer)
         return n_sound, self.segment(buffer, ready, start)
@@ -145,19 +168,14 @@ class Load(NamedTuple):
         return addresses
 
     def _decode(
-        self,
-        blob: NDArray[np.uint8],
-        n_cells: int,
-        first: int,
-        chunks: Sequence[Chunk],
-        addresses: Sequence[int],
+        self, chunks: Sequence[Chunk], addresses: Sequence[int], first: int, into: Into
     ) -> int:
         """Decode fetched chunks, release them, and count the leading ones that were sound."""
         firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
         sizes = [chunk.size for chunk in chunks]
         try:
             if chunks:
-                _native.chunks_decode_at(self.geometry, addresses, sizes, firsts, blob, n_cells)
+                into(addresses, sizes, firsts)
         except NativeError as error:
             self.store.fault(chunks[error.n_done])
             return error.n_done
@@ -166,11 +184,13 @@ class Load(NamedTuple):
         return len(chunks)
 
 
-def records(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Runs of chunks of at most 1 MiB together, or of one."""
+def records(
+    chunks: Sequence[Chunk], most_bytes: int = _native.RECORD_MAX
+) -> Iterator[Sequence[Chunk]]:
+    """Runs of chunks of at most so many bytes together, 1 MiB by default, or of one."""
     start, n_bytes = 0, 0
     for i, chunk in enumerate(chunks):
-        if i > start and n_bytes + chunk.size > _native.RECORD_MAX:
+        if i > start and n_bytes + chunk.size > most_bytes:
             yield chunks[start:i]
             start, n_bytes = i, 0
         n_bytes += chunk.size

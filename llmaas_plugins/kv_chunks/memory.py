@@ -13,7 +13,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["anonymous", "give_back"]
+__all__ = ["anonymous", "give_back", "sparse"]
 
 _HUGE = 2 << 20
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -22,12 +22,21 @@ _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 def anonymous(n_bytes: int) -> NDArray[np.uint8]:
     """A zeroed array of ``n_bytes``, aligned to 2 MiB; pages are committed as they are touched."""
-    mapping = mmap.mmap(-1, n_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(mapping, dtype=np.uint8)
+    whole = _mapped(n_bytes + _HUGE, "MADV_HUGEPAGE")
     start = -int(whole.ctypes.data) % _HUGE
     return whole[start : start + n_bytes]
+
+
+def sparse(n_bytes: int) -> NDArray[np.uint8]:
+    """A zeroed array of which few pages will be touched: only these take memory."""
+    return _mapped(n_bytes, "MADV_NOHUGEPAGE")
+
+
+def _mapped(n_bytes: int, advice: str) -> NDArray[np.uint8]:
+    mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, advice):
+        mapping.madvise(getattr(mmap, advice))
+    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def give_back(pages: NDArray[np.uint8]) -> None:

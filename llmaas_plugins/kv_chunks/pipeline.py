@@ -140,7 +140,7 @@ class _Feed:
         """What there is of the next part; the tokens of a gap at its end."""
         i, part = self._n_done, self._parts[self._n_done]
         buffer, gap = self._staging.buffer(i), 0
-        if _is_whole(self._jobs[0]):
+        if _n_sound(self._jobs[0]) == len(part):
             yield self._load.segment(buffer, part, start)
         else:  # rows of fewer cells lie elsewhere
             gap = yield from self._load.whatever(part, start, buffer)
@@ -170,26 +170,29 @@ class _Feed:
 
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
-        part, n_records = self._parts[i], len(self._records[i])
-        reads = self._reads[i] if self._ahead_bytes else [None] * n_records
-        blob = self._staging.buffer(i)[: self._load.blob_bytes(part)]
-        n_cells, first = sum(chunk.n_tokens for chunk in part), 0
+        part, records = self._parts[i], self._records[i]
+        reads = self._reads[i] if self._ahead_bytes else [None] * len(records)
+        blob, first = self._staging.buffer(i)[: self._load.blob_bytes(part)], 0
+        into = self._load.into_blob(blob, _n_tokens(part))
         job: _Job = []
-        for record, read in zip(self._records[i], reads, strict=True):
-            submit = self._workers.load.submit
-            job.append(submit(self._load.record, record, blob, n_cells, first, read))
-            first += sum(chunk.n_tokens for chunk in record)
+        for record, read in zip(records, reads, strict=True):
+            job.append(self._workers.load.submit(self._load.record, record, first, into, read))
+            first += _n_tokens(record)
         self._jobs.append(job)
 
 
-_Job = list[Future[bool]]
-"""For each record of a part, whether all of it is in the blob."""
+_Job = list[Future[int]]
+"""For each record of a part, how many of its chunks are in its blob."""
 
 
-def _is_whole(job: _Job) -> bool:
-    """Whether a part is in its blob; waits for all of its records."""
+def _n_sound(job: _Job) -> int:
+    """Chunks of a part that are in its blob; waits for all of them."""
     wait(job)
-    return all(future.result() for future in job)
+    return sum(future.result() for future in job)
+
+
+def _n_tokens(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.n_tokens for chunk in chunks)
 
 
 def _bytes(chunks: Iterable[Chunk]) -> int:

@@ -280,6 +280,7 @@ class KVChunks:
             attention=ChunkAttention(native) if has_levels and native is not None else None,
             parking=parking,
             spare=None if parking is None else self._spare(engine, parking, native),
+            memory=None if native is None else native.cells(),
             recomputes=config.recompute,
             staging=self._staging,
             workers=self._workers,

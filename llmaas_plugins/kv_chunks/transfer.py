@@ -16,14 +16,16 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import CodecError, Engine, KVRestored, Tokens, common_prefix
+from llmaas_hooks import CellMemory, CodecError, Engine, KVRestored, Tokens, common_prefix
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
 from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.cells import Cells
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain, chunk_key
+from llmaas_plugins.kv_chunks.landing import land
 from llmaas_plugins.kv_chunks.levels import Attention, Levels
-from llmaas_plugins.kv_chunks.loading import Gap, Reads, Segment
+from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment
+from llmaas_plugins.kv_chunks.memory import sparse
 from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
 from llmaas_plugins.kv_chunks.planning import Plan, Run, plan
@@ -66,6 +68,7 @@ class Parts(NamedTuple):
         attention: What they got; None if nobody knows.
         parking: Contexts that stay in the engine; None without room for them.
         spare: The memory that they may have.
+        memory: The engine's cells, if they can be written to directly.
         recomputes: Whether what is slow to read may be computed instead.
         staging: Buffers.
         workers: Threads.
@@ -77,6 +80,7 @@ class Parts(NamedTuple):
     attention: ChunkAttention | None
     parking: Parking | None
     spare: Spare | None
+    memory: CellMemory | None
     recomputes: bool
     staging: Staging
     workers: Workers
@@ -100,6 +104,7 @@ class Transfer:
         self._attention = parts.attention
         self._parking = parts.parking
         self._spare = parts.spare
+        self._memory = parts.memory
         self._recomputes = parts.recomputes
         self._staging = parts.staging
         self._workers = parts.workers
@@ -295,7 +300,14 @@ class Transfer:
             return None
         if self._attention is not None:
             self._attention.placed(kept, match.n_tokens)
-        end, n_loaded = self._load(loader, runs, prompt[: match.n_tokens], kept, reads)
+        prompt = prompt[: match.n_tokens]
+        n_landed = self._land(runs, len(prompt), kept, reads)
+        end, n_loaded = kept + n_landed, n_landed
+        if end < len(prompt):  # it was not tried, or something was damaged
+            if n_landed:
+                runs, _ = self._plan(match.path[end // CHUNK_TOKENS :], end)
+            end, n_more = self._load(loader, runs, prompt, end, reads)
+            n_loaded += n_more
         n_recomputed = end - kept - n_loaded
         actual_s = time.perf_counter() - started
         if reads.n_bytes:
@@ -316,6 +328,29 @@ class Transfer:
         costs = self._profile.costs() if self._recomputes else None
         return plan(chunks, start, self._n_batch, costs)
 
+    def _land(self, runs: Sequence[Run], n_prompt: int, kept: int, reads: Reads) -> int:
+        """Decode chunks straight to their cells, behind the first ``kept`` tokens.
+
+        Returns:
+            Tokens of the prompt that are in place then; 0 as well if only ``_load`` can do it.
+        """
+        geometry = self._geometry
+        if self._memory is None or geometry is None or not all(run.is_loaded for run in runs):
+            return 0
+        chunks = [chunk for run in runs for chunk in run.chunks]
+        n_cells, n_tokens = sum(chunk.n_tokens for chunk in chunks), 0
+        blob = sparse(_native.blob_size(geometry, n_cells))
+        _native.blob_init(geometry, blob, range(kept, kept + n_cells))
+        self._cells.truncate(kept)
+        landings = self._cells.land(self._memory, blob, geometry.n_planes, is_first=not kept)
+        if landings is not None and _native.landings_fit(geometry, landings, n_cells):
+            load = Load(self._store, geometry, reads)
+            n_sound = land(load, chunks, landings, self._workers.load)
+            n_sound_tokens = sum(chunk.n_tokens for chunk in chunks[:n_sound])
+            n_tokens = min(n_sound_tokens, n_prompt - kept)
+        self._cells.truncate(kept + n_tokens)
+        return n_tokens
+
     def _load(
         self, loader: Loader, runs: Sequence[Run], prompt: Tokens, kept: int, reads: Reads
     ) -> tuple[int, int]:
@@ -324,6 +359,8 @@ class Transfer:
         Returns:
             How many tokens of ``prompt`` sequence 0 holds then, and how many of them were loaded.
         """
+        if not runs:
+            return kept, 0
         if kept:
             self._cells.truncate(kept)
         end, n_loaded = kept, 0

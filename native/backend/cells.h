@@ -23,4 +23,8 @@ void llmaas_cells_reach(llmaas_cells * cells);
 llmaas_cell_memory llmaas_cells_memory(llmaas_cells * cells);
 llmaas_status      llmaas_cells_release(llmaas_cells * cells);
 
+/* llmaas_engine_land (landing.c). */
+llmaas_status llmaas_cells_land(llmaas_cells * cells, llmaas_set_data set_data, void * ctx, int32_t sequence,
+                                const uint8_t * blob, uint64_t n_bytes, llmaas_landing * landings, uint32_t n_landings);
+
 #endif

@@ -216,3 +216,13 @@ llmaas_status llmaas_engine_release_cells(llmaas_engine * engine) {
     pthread_mutex_unlock(&engine->lock);
     return status;
 }
+
+llmaas_status llmaas_engine_land(
+    llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
+    llmaas_landing * landings, uint32_t n_landings) {
+    pthread_mutex_lock(&engine->lock);
+    const llmaas_status status =
+        llmaas_cells_land(&engine->cells, set_data, ctx, sequence, blob, n_bytes, landings, n_landings);
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}

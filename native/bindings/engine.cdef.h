@@ -27,6 +27,14 @@ typedef struct llmaas_cell_memory {
     uint64_t n_touched;
 } llmaas_cell_memory;
 
+typedef struct llmaas_landing {
+    uint8_t * first;
+    uint64_t step;
+    uint64_t n_bytes;
+    uint64_t n_pieces;
+} llmaas_landing;
+typedef size_t (* llmaas_set_data)(void * ctx, const uint8_t * blob, size_t n_bytes, int32_t sequence);
+
 typedef struct llmaas_tap {
     void * user;
     ...;
@@ -56,6 +64,9 @@ int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
 llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine);
 int llmaas_engine_release_cells(llmaas_engine * engine);
+int llmaas_engine_land(
+    llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
+    llmaas_landing * landings, uint32_t n_landings);
 uint32_t llmaas_engine_count(void);
 bool llmaas_backend_registered(void);
 llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t row_step, uint32_t layer_step);

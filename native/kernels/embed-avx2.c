@@ -149,16 +149,23 @@ static __m256i gather32(const uint8_t * planes, size_t plane_stride, unsigned bi
     return codes;
 }
 
-static void decode_row(const uint8_t * codes, const steps * s, uint8_t * dst) {
+static void decode_row(const uint8_t * codes, const steps * s, uint8_t * dst, bool past_cache) {
+    const bool is_streamed = past_cache && (uintptr_t) dst % 16 == 0;
     for (size_t i = 0; i < N_LANES; ++i) {
         const __m256i q = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *) (codes + LANES * i)));
         const __m256  x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), s->step[i], s->shift[i]);
-        _mm_storeu_si128((void *) (dst + 2 * LANES * i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+        const __m128i y = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+        void *        to = dst + 2 * LANES * i;
+        if (is_streamed) {
+            _mm_stream_si128(to, y);
+        } else {
+            _mm_storeu_si128(to, y);
+        }
     }
 }
 
 void llmaas_embed_decode_avx2(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride,
-                              unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride) {
+                              unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache) {
     const float centre = embed_centre(bits);
     steps s;
     if (per_channel) {
@@ -171,6 +178,6 @@ void llmaas_embed_decode_avx2(const uint8_t * side, bool per_channel, const uint
         if (!per_channel) {
             row_steps(side[r], centre, &s);
         }
-        decode_row(codes, &s, dst + r * dst_stride);
+        decode_row(codes, &s, dst + r * dst_stride, past_cache);
     }
 }

@@ -130,19 +130,24 @@ static __m256i decode16(__m128i codes, __m512 step, __m512 shift) {
     return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-static void decode_row(__m512i codes, const steps * s, uint8_t * dst) {
+static void decode_row(__m512i codes, const steps * s, uint8_t * dst, bool past_cache) {
     const __m256i a = decode16(_mm512_castsi512_si128(codes), s->step[0], s->shift[0]);
     const __m256i b = decode16(_mm512_extracti32x4_epi32(codes, 1), s->step[1], s->shift[1]);
     const __m256i c = decode16(_mm512_extracti32x4_epi32(codes, 2), s->step[2], s->shift[2]);
     const __m256i d = decode16(_mm512_extracti32x4_epi32(codes, 3), s->step[3], s->shift[3]);
-    _mm256_storeu_si256((void *) dst, a);
-    _mm256_storeu_si256((void *) (dst + 32), b);
-    _mm256_storeu_si256((void *) (dst + 64), c);
-    _mm256_storeu_si256((void *) (dst + 96), d);
+    const __m512i low  = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+    const __m512i high = _mm512_inserti64x4(_mm512_castsi256_si512(c), d, 1);
+    if (past_cache && (uintptr_t) dst % 64 == 0) {
+        _mm512_stream_si512((void *) dst, low);
+        _mm512_stream_si512((void *) (dst + 64), high);
+    } else {
+        _mm512_storeu_si512(dst, low);
+        _mm512_storeu_si512(dst + 64, high);
+    }
 }
 
 void llmaas_embed_decode_avx512(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride,
-                                unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride) {
+                                unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache) {
     const float centre = embed_centre(bits);
     steps s = {0};
     if (per_channel) {
@@ -157,6 +162,6 @@ void llmaas_embed_decode_avx512(const uint8_t * side, bool per_channel, const ui
         if (!per_channel) {
             s = row_steps(side[r], centre);
         }
-        decode_row(codes, &s, dst + r * dst_stride);
+        decode_row(codes, &s, dst + r * dst_stride, past_cache);
     }
 }

@@ -79,7 +79,8 @@ bool llmaas_embed_encode_generic(const uint8_t * src, size_t src_stride, size_t 
 }
 
 void llmaas_embed_decode_generic(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride,
-                                 unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride) {
+                                 unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache) {
+    (void) past_cache;
     for (size_t r = 0; r < n_rows; ++r) {
         for (size_t c = 0; c < LLMAAS_GROUP; ++c) {
             unsigned q = 0;

@@ -62,11 +62,11 @@ typedef struct llmaas_kernels {
 
     /* The embedded code of one tile: n_rows <= 16 rows of exactly 64 columns; see embed.h. Each plane is a u64 a row, bit i
      * of column i. side: per channel 64 scales, then 64 offsets; else a scale a row. Encoding returns false when a magnitude
-     * is above LLMAAS_EMBED_MAX. */
+     * is above LLMAAS_EMBED_MAX. Decoding may write past the caches: to where nobody reads before a memory fence. */
     bool (*embed_encode)(const uint8_t * src, size_t src_stride, size_t n_rows, bool per_channel, uint8_t * side,
                          uint8_t * planes, size_t plane_stride, unsigned bits);
     void (*embed_decode)(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride, unsigned bits,
-                         size_t n_rows, uint8_t * dst, size_t dst_stride);
+                         size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache);
 } llmaas_kernels;
 
 const llmaas_kernels * llmaas_k(void);
@@ -79,7 +79,7 @@ const llmaas_kernels * llmaas_k(void);
     void llmaas_planes_encode_##isa(llmaas_planes_writer *, const uint8_t *, size_t, size_t, size_t);                     \
     bool llmaas_planes_decode_##isa(llmaas_planes_reader *, size_t, size_t, uint8_t *, size_t);                           \
     bool llmaas_embed_encode_##isa(const uint8_t *, size_t, size_t, bool, uint8_t *, uint8_t *, size_t, unsigned);        \
-    void llmaas_embed_decode_##isa(const uint8_t *, bool, const uint8_t *, size_t, unsigned, size_t, uint8_t *, size_t)
+    void llmaas_embed_decode_##isa(const uint8_t *, bool, const uint8_t *, size_t, unsigned, size_t, uint8_t *, size_t, bool)
 
 LLMAAS_DECLARE_KERNELS(generic);
 LLMAAS_DECLARE_KERNELS(avx2);

@@ -3,6 +3,8 @@
 #include "bytes.h"
 #include "chunk_codec.h"
 
+#include <stdatomic.h>
+
 enum { BATCH = 64 };
 
 typedef struct job {
@@ -75,13 +77,34 @@ static bool job_step(job * j, llmaas_kv_span * span) {
     return bytes > 0;
 }
 
+/* Where decoded rows go: to a blob, or else where the landings say. */
+typedef struct target {
+    uint8_t *              blob;
+    const llmaas_landing * landings;
+    uint32_t               n_cells;
+} target;
+
+static void aim(const target * to, uint32_t i_plane, llmaas_kv_span * span) {
+    span->n_cells    = to->n_cells;
+    span->past_cache = !to->blob;
+    if (to->blob) {
+        span->dst = to->blob + span->plane.data;
+    } else {
+        const llmaas_landing * landing = &to->landings[i_plane];
+        span->dst = landing->first;
+        if (span->plane.trans) {
+            span->n_cells = landing->step / span->plane.el;
+        }
+    }
+    span->src = span->dst;
+}
+
 /* Returns how many leading jobs are complete: a corrupt one drops itself and all behind it. */
-static uint32_t run_batch(const llmaas_kv_geom * geom, job * jobs, uint32_t n, uint8_t * blob, uint32_t n_cells) {
-    llmaas_kv_walk walk = llmaas_kv_walk_begin(geom, n_cells);
-    llmaas_kv_span span = {.n_cells = n_cells};
-    while (llmaas_kv_walk_next(&walk, &span.plane)) {
-        span.dst = blob + span.plane.data;
-        span.src = span.dst;
+static uint32_t run_batch(const llmaas_kv_geom * geom, job * jobs, uint32_t n, const target * to) {
+    llmaas_kv_walk walk = llmaas_kv_walk_begin(geom, to->n_cells);
+    llmaas_kv_span span = {0};
+    for (uint32_t i_plane = 0; llmaas_kv_walk_next(&walk, &span.plane); ++i_plane) {
+        aim(to, i_plane, &span);
         for (uint32_t i = 0; i < n; ++i) {
             if (!job_step(&jobs[i], &span)) {
                 n = i;
@@ -96,6 +119,28 @@ static uint32_t run_batch(const llmaas_kv_geom * geom, job * jobs, uint32_t n, u
     return n;
 }
 
+static llmaas_status decode(const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads,
+                            const uint64_t * sizes, const uint32_t * first_cells, const target * to, uint32_t * n_done) {
+    const uint64_t geom_hash = llmaas_kv_geom_hash(geom);
+    llmaas_status  status    = LLMAAS_OK;
+    while (status == LLMAAS_OK && *n_done < n) {
+        job      jobs[BATCH];
+        uint32_t n_jobs = 0;
+        for (uint32_t i = *n_done; i < n && n_jobs < BATCH; ++i, ++n_jobs) {
+            status = job_open(geom, geom_hash, payloads[i], sizes[i], first_cells[i], to->n_cells, &jobs[n_jobs]);
+            if (status != LLMAAS_OK) {
+                break;
+            }
+        }
+        const uint32_t done = run_batch(geom, jobs, n_jobs, to);
+        if (done < n_jobs) {
+            status = LLMAAS_ECORRUPT;
+        }
+        *n_done += done;
+    }
+    return status;
+}
+
 llmaas_status llmaas_chunks_decode(
     const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads, const uint64_t * sizes,
     const uint32_t * first_cells, uint8_t * blob, size_t blob_size, uint32_t n_cells, uint32_t * n_done) {
@@ -107,22 +152,47 @@ llmaas_status llmaas_chunks_decode(
         blob_size != llmaas_blob_size(geom, n_cells)) {
         return LLMAAS_EINVAL;
     }
-    const uint64_t geom_hash = llmaas_kv_geom_hash(geom);
-    llmaas_status  status    = LLMAAS_OK;
-    while (status == LLMAAS_OK && *n_done < n) {
-        job      jobs[BATCH];
-        uint32_t n_jobs = 0;
-        for (uint32_t i = *n_done; i < n && n_jobs < BATCH; ++i, ++n_jobs) {
-            status = job_open(geom, geom_hash, payloads[i], sizes[i], first_cells[i], n_cells, &jobs[n_jobs]);
-            if (status != LLMAAS_OK) {
-                break;
-            }
-        }
-        const uint32_t done = run_batch(geom, jobs, n_jobs, blob, n_cells);
-        if (done < n_jobs) {
-            status = LLMAAS_ECORRUPT;
-        }
-        *n_done += done;
+    const target to = {.blob = blob, .n_cells = n_cells};
+    return decode(geom, n, payloads, sizes, first_cells, &to, n_done);
+}
+
+/* A plane is one piece, or one a channel when it is transposed. */
+static bool is_whole(const llmaas_landing * landing, const llmaas_kv_plane * plane, uint64_t n_cells) {
+    const uint64_t n_pieces = plane->trans ? plane->row / plane->el : 1;
+    const uint64_t n_bytes  = n_cells * (plane->row / n_pieces);
+    const bool     is_apart = n_pieces == 1 || (landing->step >= n_bytes && landing->step % plane->el == 0);
+    return landing->first && landing->n_pieces == n_pieces && landing->n_bytes == n_bytes && is_apart;
+}
+
+bool llmaas_landings_fit(
+    const llmaas_kv_geom * geom, const llmaas_landing * landings, uint32_t n_landings, uint32_t n_cells) {
+    if (llmaas_blob_size(geom, n_cells) == 0 || !landings) {
+        return false;
     }
+    llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
+    llmaas_kv_plane plane;
+    uint32_t        n = 0;
+    for (; llmaas_kv_walk_next(&walk, &plane); ++n) {
+        if (n == n_landings || !is_whole(&landings[n], &plane, n_cells)) {
+            return false;
+        }
+    }
+    return n == n_landings;
+}
+
+llmaas_status llmaas_chunks_land(
+    const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads, const uint64_t * sizes,
+    const uint32_t * first_cells, const llmaas_landing * landings, uint32_t n_landings, uint32_t n_cells,
+    uint32_t * n_done) {
+    if (!n_done) {
+        return LLMAAS_EINVAL;
+    }
+    *n_done = 0;
+    if ((n > 0 && (!payloads || !sizes || !first_cells)) || !llmaas_landings_fit(geom, landings, n_landings, n_cells)) {
+        return LLMAAS_EINVAL;
+    }
+    const target        to     = {.landings = landings, .n_cells = n_cells};
+    const llmaas_status status = decode(geom, n, payloads, sizes, first_cells, &to, n_done);
+    atomic_thread_fence(memory_order_seq_cst); /* what was written past the caches */
     return status;
 }

@@ -117,7 +117,7 @@ static void decode_narrow(const uint8_t * body, const llmaas_embed_at * at, bool
             memcpy(planes + p * STRIDE + 8 * r, body + at->plane + p * at->stride + r * bytes, bytes);
         }
     }
-    llmaas_k()->embed_decode(side, !is_v, planes, STRIDE, at->bits, rect.n_rows, rows, ROW);
+    llmaas_k()->embed_decode(side, !is_v, planes, STRIDE, at->bits, rect.n_rows, rows, ROW, false);
 }
 
 static void tile_store(const llmaas_kv_span * span, llmaas_kv_rect rect, const uint8_t * rows) {
@@ -146,10 +146,11 @@ void llmaas_embed_decode(const llmaas_kv_span * span, llmaas_embed_at * at, cons
         if (rect.n_cols < LLMAAS_GROUP) {
             decode_narrow(body, at, is_v, rect, buffer);
         } else if (span->plane.trans) {
-            k->embed_decode(side, !is_v, planes, (size_t) at->stride, at->bits, rect.n_rows, buffer, ROW);
+            k->embed_decode(side, !is_v, planes, (size_t) at->stride, at->bits, rect.n_rows, buffer, ROW, false);
         } else {
             uint8_t * dst = llmaas_kv_span_rows_mut(span) + (size_t) rect.t * span->plane.row + 2 * rect.c;
-            k->embed_decode(side, !is_v, planes, (size_t) at->stride, at->bits, rect.n_rows, dst, span->plane.row);
+            k->embed_decode(side, !is_v, planes, (size_t) at->stride, at->bits, rect.n_rows, dst, span->plane.row,
+                            span->past_cache);
             continue;
         }
         tile_store(span, rect, buffer);

@@ -13,6 +13,7 @@ typedef struct llmaas_kv_span {
     uint64_t  n_cells;
     uint32_t  first_cell;
     uint32_t  n_tokens;
+    bool      past_cache; /* dst is far more than caches hold, and read much later */
 } llmaas_kv_span;
 
 /* Rows [t, t + n_rows) × columns [c, c + n_cols) of the span, counted in elements. */

@@ -83,6 +83,17 @@ static void check_embed_bound(const uint8_t * x, const uint8_t * y, size_t strid
     }
 }
 
+/* Rows in whole cache lines, as an engine has them. */
+static void check_past_cache(const llmaas_kernels * k, const uint8_t * side, bool per_channel, const uint8_t * planes,
+                             unsigned bits, size_t rows, const uint8_t * expected, size_t stride) {
+    enum { ROW = 2 * LLMAAS_GROUP };
+    _Alignas(64) uint8_t found[LLMAAS_TILE * ROW];
+    k->embed_decode(side, per_channel, planes, 8 * rows, bits, rows, found, ROW, true);
+    for (size_t r = 0; r < rows; ++r) {
+        CHECK(memcmp(found + r * ROW, expected + r * stride, ROW) == 0);
+    }
+}
+
 static void check_embed(const llmaas_kernels * k, const llmaas_kernels * oracle, filler fill, size_t rows, bool per_channel) {
     const size_t stride = 2 * LLMAAS_GROUP + 6, n = (rows - 1) * stride + 2 * LLMAAS_GROUP, word = 8 * rows;
     const size_t n_side = per_channel ? 2 * LLMAAS_GROUP : rows, n_planes = LLMAAS_BITS * word;
@@ -97,9 +108,10 @@ static void check_embed(const llmaas_kernels * k, const llmaas_kernels * oracle,
         uint8_t * few = exact(bits * word);
         CHECK(k->embed_encode(x, stride, rows, per_channel, s1, few, word, bits) && memcmp(few, p0, bits * word) == 0);
         memset(y0, 0xaa, n), memset(y1, 0xaa, n);
-        oracle->embed_decode(s0, per_channel, cut, word, bits, rows, y0, stride);
-        k->embed_decode(s0, per_channel, cut, word, bits, rows, y1, stride);
+        oracle->embed_decode(s0, per_channel, cut, word, bits, rows, y0, stride, false);
+        k->embed_decode(s0, per_channel, cut, word, bits, rows, y1, stride, false);
         CHECK(memcmp(y0, y1, n) == 0);
+        check_past_cache(k, s0, per_channel, cut, bits, rows, y0, stride);
         check_embed_bound(x, y0, stride, rows, per_channel, s0, bits);
         free(cut), free(few);
     }

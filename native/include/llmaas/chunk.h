@@ -11,6 +11,9 @@
 #define LLMAAS_CHUNK_H
 
 #include "llmaas/kv.h"
+#include "llmaas/landing.h"
+
+#include <stdbool.h>
 
 #define LLMAAS_CHUNK_HEADER     128u
 #define LLMAAS_CHUNK_VERSION    1u
@@ -66,5 +69,15 @@ LLMAAS_API llmaas_status llmaas_chunk_verify(const uint8_t * payload, size_t siz
 LLMAAS_API llmaas_status llmaas_chunks_decode(
     const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads, const uint64_t * sizes,
     const uint32_t * first_cells, uint8_t * blob, size_t blob_size, uint32_t n_cells, uint32_t * n_done);
+
+/* Whether landings are those of a blob of n_cells cells: one for each K and V, in the blob's order. */
+LLMAAS_API bool llmaas_landings_fit(
+    const llmaas_kv_geom * geom, const llmaas_landing * landings, uint32_t n_landings, uint32_t n_cells);
+
+/* Like llmaas_chunks_decode, but to where the blob's bytes belong. EINVAL: the landings do not fit. */
+LLMAAS_API llmaas_status llmaas_chunks_land(
+    const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads, const uint64_t * sizes,
+    const uint32_t * first_cells, const llmaas_landing * landings, uint32_t n_landings, uint32_t n_cells,
+    uint32_t * n_done);
 
 #endif

@@ -5,6 +5,7 @@
 #ifndef LLMAAS_ENGINE_H
 #define LLMAAS_ENGINE_H
 
+#include "llmaas/landing.h"
 #include "llmaas/tap.h"
 
 /* Why the ggml in this process cannot be used, as one sentence; NULL: it can. Everything below needs that. */
@@ -102,6 +103,15 @@ LLMAAS_API llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine);
  * again as they are written to. No cell may be in use, and no graph run. EUNSUPPORTED: nobody knows where they are, or
  * it is not private anonymous memory. EIO: the system refused. Nothing was changed then. */
 LLMAAS_API llmaas_status llmaas_engine_release_cells(llmaas_engine * engine);
+
+/* Label cells as those that a blob of n_bytes is loaded into, but leave their bytes to the caller: landings[0..n_landings)
+ * says where they belong, one for each K and V in the blob's order. `set_data` is llama_state_seq_set_data, `ctx` the
+ * engine's context; of the blob only headers are read. EUNSUPPORTED: `set_data` refused, the cells are not in one buffer on
+ * the host, or not in a row. Some may be labelled then: remove the sequence. */
+typedef size_t (* llmaas_set_data)(void * ctx, const uint8_t * blob, size_t n_bytes, int32_t sequence);
+LLMAAS_API llmaas_status llmaas_engine_land(
+    llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
+    llmaas_landing * landings, uint32_t n_landings);
 
 /* How many engines exist, and whether the backend is registered with ggml now. */
 LLMAAS_API uint32_t llmaas_engine_count(void);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any, Self
@@ -17,6 +18,8 @@ from llmaas_patches.native.library import Library
 __all__ = ["Context"]
 
 _KINDS = {"ffn_input": 1, "final_norm": 2}
+_LANDING_FIELDS = 4
+_SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
 
 
 class Tap:
@@ -167,6 +170,25 @@ class Cells:
         """Give their memory back; whether that was possible."""
         with self._context._alive() as engine:
             return bool(self._library.lib.llmaas_engine_release_cells(engine) == 0)
+
+    def land(
+        self, blob: NDArray[np.uint8], sequence: int, n_landings: int
+    ) -> NDArray[np.uint64] | None:
+        """Label cells as those of a blob; where its bytes belong."""
+        ffi, lib = self._library.ffi, self._library.lib
+        landings = np.zeros((n_landings, _LANDING_FIELDS), dtype=np.uint64)
+        with self._context._alive() as engine:
+            status = lib.llmaas_engine_land(
+                engine,
+                ffi.cast("llmaas_set_data", _SET_DATA),
+                ffi.cast("void *", self._context.ctx),
+                sequence,
+                ffi.cast("uint8_t *", blob.ctypes.data),
+                blob.nbytes,
+                ffi.cast("llmaas_landing *", landings.ctypes.data),
+                n_landings,
+            )
+        return landings if status == 0 else None
 
     def _memory(self) -> Any:
         with self._context._alive() as engine:

@@ -1,0 +1,78 @@
+/* llama_state_seq_set_data finds cells for a blob's rows, labels them, and then hands each piece of the blob to the buffer
+ * that holds the cells. For the time of one call that buffer is given a function which notes where the pieces should go,
+ * and copies nothing: rows can be decoded to their place then, and the blob needs no memory but for its headers. */
+#include "cells.h"
+
+typedef struct notes {
+    const uint8_t *            blob;
+    uint64_t                   n_bytes;
+    ggml_backend_buffer_t      buffer;
+    struct ggml_backend_buffer_i original;
+    const struct ggml_tensor * tensor; /* of the last piece */
+    const uint8_t *            next;   /* of the blob: what follows that piece */
+    uint8_t *                  last;   /* where it belongs */
+    llmaas_landing *           landings;
+    uint32_t                   n_most, n;
+    bool                       is_regular;
+} notes;
+
+static _Thread_local notes * noting;
+
+static bool begin_landing(notes * taken, uint8_t * place, uint64_t n_bytes) {
+    if (taken->n == taken->n_most) {
+        return false;
+    }
+    taken->landings[taken->n++] = (llmaas_landing) {place, 0, n_bytes, 1};
+    return true;
+}
+
+/* Another piece of the same tensor: as far from the last one as that was from the one before. */
+static bool go_on(const notes * taken, const uint8_t * place, uint64_t n_bytes) {
+    llmaas_landing * landing = &taken->landings[taken->n - 1];
+    if (place <= taken->last || n_bytes != landing->n_bytes) {
+        return false;
+    }
+    const uint64_t step = (uint64_t) (place - taken->last);
+    if (landing->n_pieces == 1) {
+        landing->step = step;
+    }
+    landing->n_pieces++;
+    return step == landing->step;
+}
+
+static void note(notes * taken, const struct ggml_tensor * tensor, const uint8_t * from, size_t offset, size_t n_bytes) {
+    uint8_t *  place    = (uint8_t *) tensor->data + offset;
+    const bool is_first = tensor != taken->tensor;
+    taken->is_regular = taken->is_regular && (is_first || from == taken->next) &&
+                        (is_first ? begin_landing(taken, place, n_bytes) : go_on(taken, place, n_bytes));
+    taken->tensor = tensor;
+    taken->next   = from + n_bytes;
+    taken->last   = place;
+}
+
+static void set_tensor(
+    ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t n_bytes) {
+    const uintptr_t at = (uintptr_t) data, blob = (uintptr_t) noting->blob;
+    if (at >= blob && at - blob < noting->n_bytes) {
+        note(noting, tensor, data, offset, n_bytes);
+    } else {
+        noting->original.set_tensor(buffer, tensor, data, offset, n_bytes);
+    }
+}
+
+llmaas_status llmaas_cells_land(llmaas_cells * cells, llmaas_set_data set_data, void * ctx, int32_t sequence,
+                                const uint8_t * blob, uint64_t n_bytes, llmaas_landing * landings, uint32_t n_landings) {
+    if (!cells->buffer || !cells->is_whole || !ggml_backend_buffer_is_host(cells->buffer)) {
+        return LLMAAS_EUNSUPPORTED;
+    }
+    notes taken = {
+        .blob = blob, .n_bytes = n_bytes, .buffer = cells->buffer, .original = cells->buffer->iface,
+        .landings = landings, .n_most = n_landings, .is_regular = true,
+    };
+    noting = &taken;
+    cells->buffer->iface.set_tensor = set_tensor;
+    const size_t n_read = set_data(ctx, blob, n_bytes, sequence);
+    cells->buffer->iface.set_tensor = taken.original.set_tensor;
+    noting = NULL;
+    return n_read == n_bytes && taken.is_regular && taken.n == n_landings ? LLMAAS_OK : LLMAAS_EUNSUPPORTED;
+}

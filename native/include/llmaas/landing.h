@@ -1,0 +1,16 @@
+/* Loading without a copy: where the bytes of a sequence blob belong in the engine's cells. */
+#ifndef LLMAAS_LANDING_H
+#define LLMAAS_LANDING_H
+
+#include "llmaas/base.h"
+
+/* The K or the V of one layer. Its bytes in the blob belong in n_pieces places of n_bytes each, one every `step` bytes:
+ * one place, or one a channel where V is transposed. */
+typedef struct llmaas_landing {
+    uint8_t * first;
+    uint64_t  step; /* 0 if there is one place */
+    uint64_t  n_bytes;
+    uint64_t  n_pieces;
+} llmaas_landing;
+
+#endif
