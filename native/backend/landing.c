@@ -3,11 +3,12 @@
  * and copies nothing: rows can be decoded to their place then, and the blob needs no memory but for its headers. */
 #include "cells.h"
 
+typedef void set_tensor_fn(ggml_backend_buffer_t, struct ggml_tensor *, const void * data, size_t offset, size_t n_bytes);
+
 typedef struct notes {
     const uint8_t *            blob;
     uint64_t                   n_bytes;
-    ggml_backend_buffer_t      buffer;
-    struct ggml_backend_buffer_i original;
+    set_tensor_fn *            original;
     const struct ggml_tensor * tensor; /* of the last piece */
     const uint8_t *            next;   /* of the blob: what follows that piece */
     uint8_t *                  last;   /* where it belongs */
@@ -43,7 +44,7 @@ static bool go_on(const notes * taken, const uint8_t * place, uint64_t n_bytes) 
 static void note(notes * taken, const struct ggml_tensor * tensor, const uint8_t * from, size_t offset, size_t n_bytes) {
     uint8_t *  place    = (uint8_t *) tensor->data + offset;
     const bool is_first = tensor != taken->tensor;
-    taken->is_regular = taken->is_regular && (is_first || from == taken->next) &&
+    taken->is_regular = taken->is_regular && (is_first ? from >= taken->next : from == taken->next) &&
                         (is_first ? begin_landing(taken, place, n_bytes) : go_on(taken, place, n_bytes));
     taken->tensor = tensor;
     taken->next   = from + n_bytes;
@@ -56,7 +57,7 @@ static void set_tensor(
     if (at >= blob && at - blob < noting->n_bytes) {
         note(noting, tensor, data, offset, n_bytes);
     } else {
-        noting->original.set_tensor(buffer, tensor, data, offset, n_bytes);
+        noting->original(buffer, tensor, data, offset, n_bytes);
     }
 }
 
@@ -66,13 +67,15 @@ llmaas_status llmaas_cells_land(llmaas_cells * cells, llmaas_set_data set_data, 
         return LLMAAS_EUNSUPPORTED;
     }
     notes taken = {
-        .blob = blob, .n_bytes = n_bytes, .buffer = cells->buffer, .original = cells->buffer->iface,
+        .blob = blob, .n_bytes = n_bytes, .original = cells->buffer->iface.set_tensor, .next = blob,
         .landings = landings, .n_most = n_landings, .is_regular = true,
     };
     noting = &taken;
     cells->buffer->iface.set_tensor = set_tensor;
     const size_t n_read = set_data(ctx, blob, n_bytes, sequence);
-    cells->buffer->iface.set_tensor = taken.original.set_tensor;
+    cells->buffer->iface.set_tensor = taken.original;
     noting = NULL;
-    return n_read == n_bytes && taken.is_regular && taken.n == n_landings ? LLMAAS_OK : LLMAAS_EUNSUPPORTED;
+    const bool is_whole    = n_read == n_bytes && taken.is_regular && taken.n == n_landings;
+    const bool is_in_a_row = taken.n > 0 && landings[0].n_pieces == 1; /* keys are not transposed: one piece a run */
+    return is_whole && is_in_a_row ? LLMAAS_OK : LLMAAS_EUNSUPPORTED;
 }
