@@ -50,6 +50,7 @@ from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
 
 __all__ = ["KVChunks"]
 
+_SMALL_SEGMENT_BYTES = 1 << 20
 _CODECS = {"tolerance": Codec.PLANES, "int8": Codec.INT8, "lossless": Codec.LOSSLESS}
 
 _log = logging.getLogger("llmaas.kv_chunks")
@@ -73,7 +74,8 @@ class KVChunks:
         self._natives: dict[int, NativeContext] = {}
         self._with_spare: set[int] = set()
         self._report = Report()
-        if config.codec != "tolerance" and not config.parked_tokens:  # the engine is left alone
+        self._looks_into_engine = config.codec == "tolerance" or config.parked_tokens > 0
+        if not self._looks_into_engine:
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -224,6 +226,8 @@ class KVChunks:
 
     @functools.cached_property
     def _staging(self) -> Staging:
+        if self._looks_into_engine:  # little travels through buffers
+            return Staging(self._store, _SMALL_SEGMENT_BYTES)
         return Staging(self._store)
 
     @functools.cached_property

@@ -16,7 +16,6 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 
 __all__ = ["Staging"]
 
-_SEGMENT_BYTES = 4 << 20
 _SHARE = 16
 
 
@@ -30,14 +29,20 @@ class Staging:
 
     BUFFERS = 3
 
-    def __init__(self, store: ChunkStore) -> None:
-        """Take no space before a geometry is known."""
+    def __init__(self, store: ChunkStore, segment_bytes: int = 4 << 20) -> None:
+        """Take no space before a geometry is known.
+
+        Args:
+            store: Whose RAM tier they are a corner of.
+            segment_bytes: Bytes of cells that travel at a time.
+        """
         self.lock = threading.Lock()
         self.whole: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._store = store
+        self._segment_bytes = segment_bytes
 
     def segment_chunks(self, geometry: KVGeometry) -> int:
-        """Chunks in a segment: 4 MiB of cells, a 16th of the RAM budget, or one chunk.
+        """Chunks in a segment: of the size that is wanted, a 16th of the RAM budget, or one chunk.
 
         The first engine, and each one with larger chunks, takes the buffers' space.
 
@@ -46,7 +51,7 @@ class Staging:
         """
         one = _native.blob_size(geometry, CHUNK_TOKENS)
         each = _native.blob_size(geometry, 2 * CHUNK_TOKENS) - one
-        most = min(_SEGMENT_BYTES, self._store.ram_capacity // _SHARE)
+        most = min(self._segment_bytes, self._store.ram_capacity // _SHARE)
         n_chunks = max(1, 1 + (most - one) // each)
         with self.lock:
             self._grow(self.BUFFERS * page_round(one + (n_chunks - 1) * each))

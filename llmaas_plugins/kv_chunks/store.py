@@ -7,7 +7,6 @@ chunk that turns out damaged is a fault: it is dropped, and its tokens are evalu
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 from collections import Counter
@@ -21,7 +20,7 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks import forks
 from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import page_round
+from llmaas_plugins.kv_chunks.extents import PAGE, page_round
 from llmaas_plugins.kv_chunks.keys import ChunkId
 from llmaas_plugins.kv_chunks.queues import Eviction
 from llmaas_plugins.kv_chunks.shelf import Shelf
@@ -306,36 +305,43 @@ class ChunkStore:
 
         It ends when somebody else wants to read.
         """
-        n_fetches = self._n_fetches
-        while self._n_fetches == n_fetches and (chunks := self._wanted_back()):
-            places = []
-            with self._shelf.lock:
-                for chunk in chunks:
-                    place = self._shelf.ram.reserve(chunk.size, _never, self._shelf.reclaim)
-                    if place is None:
-                        break
-                    places.append(place)
-            self._read(chunks[: len(places)], places, are_oldest=True)
+        n_fetches, wanted = self._n_fetches, self._wanted_back()
+        for i in range(0, len(wanted), _REFILL_CHUNKS):
+            chunks, places = self._places_back(wanted[i : i + _REFILL_CHUNKS])
+            self._read(chunks, places, are_oldest=True)
             with self._shelf.lock:
                 n_back = sum(chunk.ram != ABSENT for chunk in chunks)
                 self._shelf.counters.refilled_chunks += n_back
                 self._shelf.unpin(chunks)
-            if n_back < len(chunks):
+            if self._n_fetches != n_fetches:
                 return
 
     def _wanted_back(self) -> list[Chunk]:
-        """The next chunks that were used, are on disk only, and fit what is free; pinned."""
+        """Chunks that were used, are on disk only, and fit what is free; the last used first."""
         with self._shelf.lock:
             free = self._shelf.ram.room - self._shelf.ram.used_bytes
-            absent = (c for c in self._shelf.tree if c.used and c.ram == ABSENT != c.disk)
-            found = []
-            for chunk in heapq.nlargest(_REFILL_CHUNKS, absent, key=lambda chunk: chunk.used):
-                free -= page_round(chunk.size)
-                if free < 0:
+            if free < PAGE:
+                return []
+            absent = [c for c in self._shelf.tree if c.used and c.ram == ABSENT != c.disk]
+        absent.sort(key=lambda chunk: chunk.used, reverse=True)
+        ends = itertools.accumulate(page_round(chunk.size) for chunk in absent)
+        return [chunk for chunk, end in zip(absent, ends, strict=True) if end <= free]
+
+    def _places_back(self, wanted: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+        """Those of the chunks that are still wanted, pinned, and free places for them."""
+        chunks: list[Chunk] = []
+        places: list[int] = []
+        with self._shelf.lock:
+            for chunk in wanted:
+                if chunk.ram != ABSENT or chunk.disk == ABSENT:
+                    continue
+                place = self._shelf.ram.reserve(chunk.size, _never, self._shelf.reclaim)
+                if place is None:
                     break
                 chunk.pins += 1
-                found.append(chunk)
-            return found
+                chunks.append(chunk)
+                places.append(place)
+        return chunks, places
 
     def evict_context(self, context_id: str) -> int:
         """Forget what only this context needs, in every tier and for good; bytes freed.
