@@ -13,7 +13,7 @@ import pytest
 
 from llmaas_eval.batches import batches, loaded
 from llmaas_eval.nodes import NodeTimer
-from llmaas_eval.paired import compare
+from llmaas_eval.paired import compare, repeats
 from llmaas_hooks import WeightClaim, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.demo.interval import median_interval
@@ -85,16 +85,6 @@ def bench_pass_through(pair, benchmark, what):
     compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
 
 
-@pytest.mark.parametrize(("row_step", "layer_step"), [(1, 1), (16, 4)], ids=["exact", "sampled"])
-@pytest.mark.parametrize("what", ["prefill", "generate"])
-def bench_density(pair, benchmark, what, row_step, layer_step):
-    """Attention densities: every query of every layer, or 1 of 16 of every fourth."""
-    vanilla, native, context = pair
-    with context.density(row_step=row_step, layer_step=layer_step):
-        clear = clear_both(vanilla, native)
-        compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
-
-
 @pytest.mark.parametrize(
     ("what", "states"),
     [("prefill", "ffn_input"), ("generate", "ffn_input"), ("generate", "final_norm")],
@@ -154,7 +144,7 @@ def bench_parts(request, benchmark, weights, what, source):
         rounds = []
         one_round()
         rounds.clear()
-        benchmark.pedantic(one_round, rounds=ROUNDS)
+        benchmark.pedantic(one_round, rounds=repeats(ROUNDS))
     benchmark.extra_info.update(shares(rounds))
 
 

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from llmaas_eval.paired import repeats
 from llmaas_plugins.demo.interval import median_interval
 
 N_PAIRS = 10_000
@@ -39,10 +40,10 @@ def bench_decode_call(model_tiny, benchmark, plugins, tmp_path):
                 assert function(llama.ctx, batch.batch) == 0
                 return time.perf_counter() - started
 
-            for i in range(N_PAIRS):
+            for i in range(repeats(N_PAIRS)):
                 first, second = (original, wrapped) if i % 2 else (wrapped, original)
                 one, two = decode(first), decode(second)
                 added.append(two - one if i % 2 else one - two)
-            benchmark.pedantic(decode, (wrapped,), rounds=100)
+            benchmark.pedantic(decode, (wrapped,), rounds=repeats(100))
     median, low, high = median_interval(1e6 * np.array(added))
     benchmark.extra_info.update(added_us=median, added_us_low=low, added_us_high=high)

@@ -15,6 +15,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from llmaas_eval.paired import quartiles, repeats
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.demo.interval import median_interval
@@ -143,14 +144,14 @@ def bench_token_beside_parked_cells(request, benchmark, model, flash, n_threads)
         rounds = [
             [engine.token_ms(blobs, 0)]
             + [engine.token_ms(blobs, n, **way) for way in WAYS.values() for n in PARKED]
-            for _ in range(N_ROUNDS)
+            for _ in range(repeats(N_ROUNDS))
         ]
         benchmark.pedantic(engine.token_ms, (blobs, 0), rounds=1)
     times = np.array(rounds)
     cell_bytes = blobs[0].nbytes / N_BLOCK
     benchmark.extra_info["model_mb"] = Path(path).stat().st_size / 1e6
     benchmark.extra_info["cell_kib"] = cell_bytes / 1024
-    benchmark.extra_info["token_ms"] = float(np.median(times[:, 0]))
+    benchmark.extra_info["token_ms"] = quartiles(times[:, 0])
     for i, (name, n) in enumerate(itertools.product(WAYS, PARKED), 1):
         median, low, high = median_interval(100 * (times[:, i] / times[:, 0] - 1))
         benchmark.extra_info[f"{name}_{n}"] = f"{median:.1f} ({low:.1f} to {high:.1f})"
@@ -167,11 +168,11 @@ def bench_switch(model_200m, benchmark, n_tokens):
         parking.switch(contexts[1], contexts[0])
         llama_cpp.llama_memory_seq_rm(engine.memory, 0, -1, -1)
         engine.decode(n_tokens, 0)
-        turns = iter(range(2 * N_SWITCHES))
+        turns = itertools.count()
 
         def switch():
             i = next(turns) % 2
             assert parking.switch(contexts[i], contexts[1 - i]).n_tokens == n_tokens
 
-        benchmark.pedantic(switch, rounds=N_SWITCHES, warmup_rounds=10)
-        benchmark.extra_info["switch_us"] = 1e6 * benchmark.stats.stats.median
+        benchmark.pedantic(switch, rounds=repeats(N_SWITCHES), warmup_rounds=10)
+        benchmark.extra_info["switch_us"] = quartiles(1e6 * np.array(benchmark.stats.stats.data))

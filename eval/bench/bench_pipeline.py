@@ -1,15 +1,16 @@
 """Eq 4 of LLMS on this machine: a context on disk, brought back by reading, computing, or both.
 
-Delay until the engine has all cells of a context whose chunks are only on disk. *Reading* loads
-all of it, *computing* evaluates all of it; the *plan* is what the plugin chooses from what it
-measured in the loads before. The *best* is found by trying cuts one by one. Disks are as fast as
-the block layer lets them be (cgroup v1 blkio), or as this one is.
+Delay until the engine has all cells of a context whose chunks are only on disk. A *cut* is how many
+of its first chunks are computed while the others are read: none is reading alone, all is computing
+alone. The plugin chooses one from what it measured in the loads before. The best one is found by
+trying: some over the whole range, then each one near the best of them; then plan and best take
+turns. Disks are as fast as the block layer lets them be (cgroup v1 blkio, which lets a tenth of a
+second's worth pass at once).
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -18,12 +19,13 @@ import numpy as np
 import pytest
 
 from llmaas_eval.disk import can_limit_reads, read_limit
+from llmaas_eval.paired import compare, repeats
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.planning import Plan, as_runs
-from llmaas_plugins.models import reference_model_path
 
-N_TOKENS = {"7M": 1000, "200M": 1000}
-N_LEARNING, N_ROUNDS, N_CUTS, N_TRIES = 8, 5, 8, 2
-TO_MS = 1e3
+N_TOKENS = {"reference_model": 1000, "model_200m": 768}
+N_LEARNING, N_ROUNDS = 8, 10
+N_CUTS, N_NEAR, N_TRIES = 12, 5, 2
 
 
 class StoredPrompt(contextlib.ExitStack):
@@ -31,7 +33,7 @@ class StoredPrompt(contextlib.ExitStack):
 
     def __init__(self, model, n_tokens, folder):
         super().__init__()
-        self._model, self._folder = model, folder
+        self._model, self.folder = model, folder
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(300, 1000, n_tokens).astype(np.int32)
 
@@ -41,7 +43,7 @@ class StoredPrompt(contextlib.ExitStack):
 
         from llmaas_plugins import activate
 
-        table = {"codec": "int8", "store": str(self._folder / "kv")}
+        table = {"store": str(self.folder / "kv")}
         suite = self.enter_context(activate({"on_error": "raise", "plugins": {"kv_chunks": table}}))
         self.llama = self.enter_context(
             contextlib.closing(
@@ -77,25 +79,30 @@ class StoredPrompt(contextlib.ExitStack):
                     shelf.reclaim(chunk)
 
     def bring(self):
-        """Seconds until the engine has all cells, and what the load says of itself, if any."""
-        self.empty()
-        nothing = self.tokens[:0]
-        started = time.perf_counter()
+        """Let the engine have all cells; what the load says of itself, if there was one."""
         with self.engine.lent():
-            loaded = self.transfer.restore(self.tokens, nothing, None)
+            loaded = self.transfer.restore(self.tokens, self.tokens[:0], None)
         if loaded is not None:
             self.engine.set_restored(self.tokens[: loaded.n_tokens])
         n_there = 0 if loaded is None else loaded.n_tokens
         if n_there < len(self.tokens):
             self.llama.eval(self.tokens[n_there:].tolist())
-        return time.perf_counter() - started, loaded
+        return loaded
 
-    def compute(self):
-        """Seconds that evaluating everything takes."""
-        self.empty()
-        started = time.perf_counter()
-        self.llama.eval(self.tokens.tolist())
-        return time.perf_counter() - started
+    def bring_cut(self, cut):
+        """Likewise, with this many of the first chunks computed."""
+        with self.cut_at(cut):
+            self.bring()
+
+    def cut_seconds(self, cut):
+        """The least that takes in a few tries."""
+        seconds = []
+        for _ in range(N_TRIES):
+            self.empty()
+            started = time.perf_counter()
+            self.bring_cut(cut)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
 
     @contextlib.contextmanager
     def cut_at(self, cut):
@@ -109,9 +116,7 @@ class StoredPrompt(contextlib.ExitStack):
 
 @pytest.fixture(params=N_TOKENS)
 def prompt(request, bench_dir):
-    model = (
-        reference_model_path() if request.param == "7M" else request.getfixturevalue("model_200m")
-    )
+    model = request.getfixturevalue(request.param)
     with (
         tempfile.TemporaryDirectory(dir=bench_dir) as folder,
         StoredPrompt(model, N_TOKENS[request.param], Path(folder)) as prompt,
@@ -119,47 +124,51 @@ def prompt(request, bench_dir):
         yield prompt
 
 
-@pytest.mark.parametrize("mb_per_s", [2, 5, 20, 100, None], ids=lambda mb: f"{mb or 'full'}")
+@pytest.mark.skipif(not can_limit_reads(), reason="needs a writable cgroup v1 blkio controller")
+@pytest.mark.parametrize("mb_per_s", [2, 5, 20, 100])
 def bench_plan(prompt, benchmark, mb_per_s):
-    """Reading, computing, the plan and the best cut."""
-    if mb_per_s is not None and not can_limit_reads():
-        pytest.skip("needs a writable cgroup v1 blkio controller")
-    limit = contextlib.nullcontext()
-    if mb_per_s is not None:
-        limit = read_limit(prompt._folder, mb_per_s * 1_000_000)
-    with limit:
-        loads = [prompt.bring()[1] for _ in range(N_LEARNING)]
-        benchmark.pedantic(lambda: loads.append(prompt.bring()), rounds=N_ROUNDS)
-        plans = loads[N_LEARNING:]
-        found = cuts(prompt)
-        computing = statistics.median(prompt.compute() for _ in range(N_TRIES))
-    ours = statistics.median(seconds for seconds, _ in plans)
-    n_recomputed = len(prompt.tokens)
-    if plans[-1][1] is not None:
-        n_recomputed = plans[-1][1].n_recomputed
-    best_cut = min(found, key=found.get)
-    best = min(found[best_cut], computing)
-    predicted = [loaded.predicted_s for _, loaded in plans if loaded and loaded.predicted_s]
-    benchmark.extra_info.update(
-        {
-            "stored_mb": prompt.n_bytes() / 1e6,
-            "read_ms": TO_MS * found[0],
-            "compute_ms": TO_MS * computing,
-            "plan_ms": TO_MS * ours,
-            "predicted_ms": TO_MS * statistics.median(predicted) if predicted else float("nan"),
-            "plan_recomputes": n_recomputed,
-            "best_ms": TO_MS * best,
-            "best_recomputes": 16 * best_cut,
-            "over_best": ours / best,
-        }
+    """The plan against the best cut, and what it promised."""
+    loads = []
+
+    def bring():
+        loads.append(prompt.bring())
+
+    with read_limit(prompt.folder, mb_per_s * 1_000_000):
+        for _ in range(repeats(N_LEARNING)):
+            prompt.empty()
+            prompt.bring()
+        found = search(prompt)
+        best = min(found, key=found.get)
+        compare(
+            benchmark, bring, lambda: prompt.bring_cut(best), before=prompt.empty, rounds=N_ROUNDS
+        )
+    figures, cuts = benchmark.extra_info, sorted(found)
+    figures["best_ms"] = figures.pop("vanilla_ms")
+    figures.update(
+        stored_mb=prompt.n_bytes() / 1e6,
+        read_alone_ms=1e3 * found[cuts[0]],
+        compute_alone_ms=1e3 * found[cuts[-1]],
+        best_computes=CHUNK_TOKENS * best,
+        **planned(loads[-1], len(prompt.tokens)),
     )
 
 
-def cuts(prompt):
-    """Seconds of some cuts, the least of a few tries each."""
-    step = -(-prompt.n_chunks // N_CUTS)
-    found = {}
-    for cut in range(0, prompt.n_chunks, step):
-        with prompt.cut_at(cut):
-            found[cut] = min(prompt.bring()[0] for _ in range(N_TRIES))
+def search(prompt):
+    """Seconds by cut: of some over the whole range, and of each near the best of these."""
+    found, n = {}, prompt.n_chunks
+    for cut in {*range(0, n, -(-n // repeats(N_CUTS))), n}:
+        found[cut] = prompt.cut_seconds(cut)
+    best, n_near = min(found, key=found.get), repeats(N_NEAR)
+    for cut in set(range(max(0, best - n_near), min(n, best + n_near) + 1)) - set(found):
+        found[cut] = prompt.cut_seconds(cut)
     return found
+
+
+def planned(loaded, n_tokens):
+    """What the plugin chose at last, and what it predicted."""
+    if loaded is None:
+        return {"plan_computes": n_tokens}
+    figures = {"plan_computes": loaded.n_recomputed + n_tokens - loaded.n_tokens}
+    if loaded.predicted_s is not None:
+        figures |= {"predicted_ms": 1e3 * loaded.predicted_s, "actual_ms": 1e3 * loaded.actual_s}
+    return figures

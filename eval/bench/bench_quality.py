@@ -15,7 +15,7 @@ SETTINGS = {"n_ctx": 1024, "flash_attn": True, "verbose": False}
 
 
 @pytest.mark.parametrize("n_swaps", [1, 4])
-@pytest.mark.parametrize("codec", ["int8", "lossless"])
+@pytest.mark.parametrize("codec", ["tolerance", "int8", "lossless"])
 def bench_drift(benchmark, tmp_path, codec, n_swaps):
     """Each text is swapped out and in ``n_swaps`` times before its last tokens are read.
 

@@ -1,7 +1,7 @@
 """Bringing a 2,048-token context of a 1 B-shape model back: 68 MB of f16 KV.
 
 Ours against ``llama_state_seq_load_file``, in pairs: from RAM, from disk with warm and cold page
-cache, and with the disk capped at the speed of slower ones.
+cache, and with the disk capped at the speed of slower ones; from RAM, ``LlamaRAMCache`` too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from llmaas_eval.disk import can_limit_reads, read_limit
 from llmaas_eval.paired import compare
 
 
-def bench_restore_from_ram(stored, benchmark):
-    """Both from memory: the RAM tier, and the page cache."""
-    compare(benchmark, stored.restore, stored.vanilla_restore, before=stored.empty)
+@pytest.mark.parametrize("vanilla", ["vanilla_restore", "cache_restore"])
+def bench_restore_from_ram(stored, benchmark, vanilla):
+    """Both from memory: the RAM tier, and the page cache or a state as ``bytes``."""
+    stored.cache_save()
+    compare(benchmark, stored.restore, getattr(stored, vanilla), before=stored.empty)
     benchmark.extra_info["stored_share"] = stored.stored_bytes / stored.n_bytes
 
 

@@ -73,9 +73,9 @@ def blob_1b(model_1b):
         return blob
 
 
-@pytest.fixture(params=["int8", "lossless"])
+@pytest.fixture(params=["tolerance", "int8", "lossless"])
 def stored(request, model_1b, blob_1b, bench_dir):
-    """The same context in our store and in a state file, and an engine to load it into."""
+    """The same context in our store and in vanilla's, and engines to load it into."""
     with (
         tempfile.TemporaryDirectory(dir=bench_dir) as folder,
         StoredContext(model_1b, blob_1b, prompt_1b(), request.param, Path(folder)) as stored,

@@ -1,4 +1,4 @@
-"""One long context, kept by ``kv_chunks`` and in llama.cpp's own state file, to load either way."""
+"""One long context, kept by ``kv_chunks``, in llama.cpp's state file and in ``LlamaRAMCache``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import Request, Tokens
 from llmaas_plugins.demo.page_cache import drop_pages
+from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 
 __all__ = ["StoredContext"]
 
@@ -56,9 +57,10 @@ class StoredContext(contextlib.ExitStack):
         return self
 
     def _open(self) -> None:
-        from llama_cpp import llama_cpp
+        from llama_cpp import LlamaRAMCache, llama_cpp
 
         self._vanilla = self._open_llama()
+        self._cache = LlamaRAMCache()
         self._load_file = llama_cpp.llama_state_seq_load_file
         self._save_file = llama_cpp.llama_state_seq_save_file
         self._seq_rm = llama_cpp.llama_memory_seq_rm
@@ -70,6 +72,7 @@ class StoredContext(contextlib.ExitStack):
         self._llama = self._open_llama()
         self._fill(self._llama)
         self._request = Request(self._host.engine(self._llama), self._tokens, _CONTEXT)
+        self._pretend_attention()
         self.save()
         self.settle()
 
@@ -125,6 +128,14 @@ class StoredContext(contextlib.ExitStack):
         )
         assert done
 
+    def cache_save(self) -> None:
+        """What ``Llama`` does at the end of a call if it has a ``LlamaRAMCache``."""
+        self._cache[self._tokens.tolist()] = self._vanilla.save_state()
+
+    def cache_restore(self) -> None:
+        """What it does before the next one."""
+        self._vanilla.load_state(self._cache[self._tokens.tolist()])
+
     # -- both -----------------------------------------------------------------------------------
 
     def drop_pages(self) -> None:
@@ -159,6 +170,14 @@ class StoredContext(contextlib.ExitStack):
         config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
         self._suite = self.enter_context(activate(config))
         self._host = self._suite._installed._host
+
+    def _pretend_attention(self) -> None:
+        """Cells that were put there got none; their chunks' densities are drawn log-normally."""
+        attention = self._plugin._transfer(self._request.engine)._attention
+        if attention is not None:
+            n_chunks = -(-len(self._tokens) // CHUNK_TOKENS)
+            densities = np.exp(np.random.default_rng(0).standard_normal(n_chunks))
+            attention.take = lambda _: (densities, np.ones(n_chunks))
 
     @property
     def _plugin(self) -> Any:
