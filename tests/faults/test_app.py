@@ -23,8 +23,8 @@ def answer(make_llama):
     return tokens
 
 
-def suite(directory):
-    return activate({"plugins": {"kv_chunks": {"codec": "lossless", "store": str(directory)}}})
+def suite(directory, codec):
+    return activate({"plugins": {"kv_chunks": {"codec": codec, "store": str(directory)}}})
 
 
 def newer(kv, stack):
@@ -41,16 +41,18 @@ def in_use(kv, stack):
     stack.callback(DiskStore(kv, 1 << 30).close)
 
 
-@pytest.mark.parametrize("refusal", [newer, linked, in_use])
-def test_app_goes_on_without_its_store(make_llama, tmp_path, caplog, refusal):
+@pytest.mark.parametrize(
+    ("refusal", "codec"), [(newer, "lossless"), (linked, "int8"), (in_use, "tolerance")]
+)
+def test_app_goes_on_without_its_store(make_llama, tmp_path, caplog, refusal, codec):
     vanilla = answer(make_llama)
     kv = tmp_path / "kv"
-    with suite(kv):
+    with suite(kv, codec):
         assert answer(make_llama) == vanilla
     with contextlib.ExitStack() as stack:
         refusal(kv, stack)
         before = {path.name: path.read_bytes() for path in kv.iterdir()}
-        with suite(kv) as active:
+        with suite(kv, codec) as active:
             assert answer(make_llama) == vanilla
             assert active.status()["plugins"]["kv_chunks"]["store"] is None
         assert {path.name: path.read_bytes() for path in kv.iterdir()} == before

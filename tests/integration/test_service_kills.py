@@ -11,10 +11,32 @@ import sys
 import threading
 
 import pytest
-from conversations import APPS, ENGINE, GREEDY, PROMPTS, SUPPORT, following, vanilla
+from conversations import (
+    APPS,
+    ENGINE,
+    GREEDY,
+    PROMPTS,
+    SUPPORT,
+    follows,
+    system_prompt,
+    vanilla,
+)
 from soak import scale
 
-KILLS = scale(12, 1000)
+from llmaas_plugins.kv_chunks.checking import check_store
+
+# Kills under each setting, whose replies are stock llama.cpp's if all bits of cells are.
+SETTINGS = {
+    "lossless": (scale(5, 400), {"codec": "lossless", "ram_budget": "1 MiB"}),
+    "tolerance, shared": (
+        scale(3, 300),
+        {"codec": "tolerance", "ram_budget": "1 MiB", "share_across_apps": True},
+    ),
+    "int8, parked": (
+        scale(3, 300),
+        {"codec": "int8", "ram_budget": "3 MiB", "parked_tokens": 512, "write_budget": "99 MiB"},
+    ),
+}
 
 # Serves its contexts in turn, each until all prompts were answered; then it is deleted and begun
 # anew. A line is written for each operation that is complete. Budgets are so small that both tiers
@@ -32,8 +54,7 @@ def say(**line):
     print(json.dumps(line), flush=True)
 
 say(op="start")
-kv = {"codec": "lossless", "ram_budget": "1 MiB", "disk_budget": "1200 KiB"}
-kv["store"] = job["folder"] + "/kv"
+kv = {"disk_budget": "1200 KiB", "store": job["folder"] + "/kv"} | job["settings"]
 config = ServiceConfig(state_dir=job["folder"] + "/state", max_contexts_per_app=1)
 with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
     llama = Llama(job["model"], **job["engine"])
@@ -78,10 +99,11 @@ def live(tmp_path, reference_model):
     """Run the child until it ends, or is killed so long after its n-th line; its lines."""
     children = []
 
-    def live(kill_at=None, kill_after_s=0.0, n_operations=10**9):
+    def live(settings, kill_at=None, kill_after_s=0.0, n_operations=10**9):
         job = {
             "folder": str(tmp_path), "model": str(reference_model), "engine": ENGINE,
             "apps": APPS, "prompts": PROMPTS, "sampling": GREEDY, "n_operations": n_operations,
+            "settings": settings,
         }  # fmt: skip
         errors = tmp_path / "stderr"
         with (
@@ -114,71 +136,82 @@ def live(tmp_path, reference_model):
 
 
 class Ledger:
-    """What must be there, going by the acknowledgements."""
+    """What must be there, going by the acknowledgements.
+
+    Args:
+        expected: By app, the messages and cells after each call; None if they cannot be known.
+    """
 
     def __init__(self, expected):
         self.expected = expected
-        self.n_calls = {}  # of the context of each app that has one
+        self.messages = {}  # of the context of each app that has one
         self.n_acknowledged = 0
 
     def read(self, lines):
-        found = {line["app"]: line for line in lines if line["op"] == "found"}
+        found = {line["app"]: line["messages"] for line in lines if line["op"] == "found"}
         for line in lines:
+            app = line.get("app")
             if line["op"] == "ready":
                 self.compare(found)
                 assert line["status"]["contexts"] <= len(found)  # of the deleted, no cells are left
             elif line["op"] == "new":
-                assert line["app"] not in self.n_calls
-                self.n_calls[line["app"]] = 0
+                assert app not in self.messages
+                self.messages[app] = [{"role": "system", "content": system_prompt(app)}]
             elif line["op"] == "delete":
-                assert self.n_calls.pop(line["app"]) == len(PROMPTS)
+                assert follows(self.messages.pop(app), None, app)
             elif line["op"] == "call":
                 self.called(line)
 
     def called(self, line):
-        app, n = line["app"], line["n"] + 1
-        messages, cells = self.expected[app][n]
-        assert self.n_calls[app] == line["n"]
-        assert line["text"] == messages[-1]["content"]
-        assert line["cells"] in (None, cells)
-        self.n_calls[app] = n
+        app, n = line["app"], line["n"]
+        assert len(self.messages[app]) == 1 + 2 * n
+        self.messages[app] += [
+            {"role": "user", "content": PROMPTS[n]},
+            {"role": "assistant", "content": line["text"]},
+        ]
+        self.check(app, line["cells"])
         self.n_acknowledged += 1
 
     def compare(self, found):
         """One operation may be complete though its line never came: the kill was in between."""
         ahead = 0
         for app in APPS:
-            known = self.n_calls.get(app)
-            there = None if app not in found else self.count(app, found[app]["messages"])
+            known, there = self.messages.get(app), found.get(app)
             if there != known:
-                assert there == following(known)
+                assert follows(known, there, app)
                 ahead += 1
-            if there is None:
-                self.n_calls.pop(app, None)
-            else:
-                self.n_calls[app] = there
         assert ahead <= 1
+        self.messages = found
+        for app in found:
+            self.check(app)
 
-    def count(self, app, messages):
-        """Calls that ``messages`` are the result of; an error if they are no such thing."""
-        return [each for each, _ in self.expected[app]].index(messages)
+    def check(self, app, cells=None):
+        """They are stock's."""
+        if self.expected is not None:
+            messages, digest = self.expected[app][len(self.messages[app]) // 2]
+            assert self.messages[app] == messages
+            assert cells in {None, digest}
 
 
 @pytest.mark.soak
-def test_no_acknowledged_call_is_lost(live, expected):
-    rng = random.Random(KILLS)
-    ledger = Ledger(expected)
-    restored = 0
-    for _ in range(KILLS):
-        ledger.read(live(rng.randint(1, 16), rng.uniform(0.0, 0.15)))
+@pytest.mark.parametrize(("kills", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_no_acknowledged_call_is_lost(live, tmp_path, expected, kills, settings):
+    rng = random.Random(kills)
+    ledger = Ledger(expected if settings["codec"] == "lossless" else None)
+    restored, parked = 0, 0
+    for _ in range(kills):
+        ledger.read(live(settings, rng.randint(1, 16), rng.uniform(0.0, 0.15)))
     for n_operations in (3 * len(APPS), len(APPS)):
-        lines = live(n_operations=n_operations)
+        lines = live(settings, n_operations=n_operations)
         ledger.read(lines)
         status = lines[-1]["status"]
         restored += status["restored_tokens"]
+        parked += status.get("parks", 0)
         assert status["faults"] == status["io_errors"] == 0
-    assert ledger.n_acknowledged >= KILLS
+    assert ledger.n_acknowledged >= kills
     assert restored > 0
+    assert (parked > 0) == ("parked_tokens" in settings)
+    assert check_store(tmp_path / "kv").problems == []
 
 
 def test_the_reference_tells_calls_apart(expected):

@@ -12,11 +12,14 @@ from soak import scale
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
 
-CALLS = scale(150, 10_000)
+CALLS = scale(90, 5000)
 N_CONTEXTS = 4
 MOST_TURNS = 5  # then a context is deleted, and begun anew
 MIB = 1 << 20
-BUDGETS = {"codec": "lossless", "ram_budget": "1 MiB", "disk_budget": "3 MiB"}
+SETTINGS = {
+    "lossless, shared": {"codec": "lossless", "ram_budget": "1 MiB", "share_across_apps": True},
+    "tolerance, parked": {"codec": "tolerance", "ram_budget": "2 MiB", "parked_tokens": 256},
+}
 
 
 def rss():
@@ -29,8 +32,10 @@ def n_files():
 
 
 @pytest.mark.soak
-def test_ten_thousand_calls_leave_nothing_behind(make_llama, tmp_path):
-    config = {"on_error": "raise", "plugins": {"kv_chunks": BUDGETS | {"store": f"{tmp_path}/kv"}}}
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_thousands_of_calls_leave_nothing_behind(make_llama, tmp_path, settings):
+    table = {"disk_budget": "3 MiB", "store": f"{tmp_path}/kv"} | settings
+    config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
     state = ServiceConfig(state_dir=tmp_path / "state")
     with (
         activate(config) as suite,
@@ -56,10 +61,11 @@ def test_ten_thousand_calls_leave_nothing_behind(make_llama, tmp_path):
         kv = suite.status()["plugins"]["kv_chunks"]
         assert grown < 8 * MIB
         assert n_files() <= files
-        assert kv["ram_bytes"] + kv["buffer_bytes"] <= kv["ram_budget_bytes"] == MIB
+        held = kv["ram_bytes"] + kv["buffer_bytes"] + kv["lent_bytes"]
+        assert held <= kv["ram_budget_bytes"] <= 2 * MIB
         assert kv["disk_bytes"] <= kv["disk_budget_bytes"]
         assert kv["requests"] == CALLS
-        assert kv["restores"] > CALLS / 2  # nearly each call was a switch
+        assert kv["restores"] + kv.get("takes", 0) > CALLS / 2  # nearly each call was a switch
         assert kv["faults"] == kv["io_errors"] == 0
 
 

@@ -1,7 +1,8 @@
 """A storm on one ``llmaas serve``: calls, streams, cancels, deletions, garbage and killed clients.
 
-Whatever the others do, an app's replies are those of stock llama.cpp on its own, every one that was
-acknowledged is in its context's record, and afterwards the server is what it was before.
+Whatever the others do, an app's replies are those of stock llama.cpp on its own if cells are kept
+bit by bit, every one that was acknowledged is in its context's record, and afterwards the server is
+what it was before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import time
 
 import pytest
-from conversations import APPS, GREEDY, PROMPTS, SUPPORT, system_prompt, vanilla
+from conversations import APPS, GREEDY, PROMPTS, SUPPORT, follows, system_prompt, vanilla
 from served import ENDLESS, serving, wait_until
 from soak import scale
 
@@ -27,11 +28,15 @@ from llmaas_hooks import LimitError
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-SECONDS = scale(6, 300)
+SECONDS = scale(4, 150)
 MIB = 1 << 20
 MOST_WAITING = 4
 SERVICE = f"max_queue = {MOST_WAITING}\nmax_body_bytes = 65536\nclient_timeout_s = 5"
-KV = 'ram_budget = "1 MiB"\ndisk_budget = "1200 KiB"'
+DISK = 'disk_budget = "1200 KiB"\n'
+KVS = {
+    "lossless": DISK + 'ram_budget = "1 MiB"\nshare_across_apps = true',
+    "tolerance": DISK + 'ram_budget = "2 MiB"\nparked_tokens = 256',
+}
 GARBAGE = (
     ("/v1/chat/completions", b"garbage"),
     ("/v1/chat/completions", b'{"messages": 5}'),
@@ -62,7 +67,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
                 text = "".join(chunk.choices[0].delta.content or "" for chunk in done)
             else:
                 text = done.choices[0].message.content
-            assert text.strip() == after[-1]["content"], (app, text)
+            assert job["is_lossy"] or text.strip() == after[-1]["content"], (app, text)
             n_calls += 1
             if select.select([sys.stdin], [], [], 0)[0]:
                 break
@@ -123,37 +128,48 @@ class Storm:
 
 
 class Talk:
-    """One app's conversation, to its end and anew; each reply is checked, and the record, too."""
+    """One app's conversation, to its end and anew; the record must hold each reply.
+
+    Args:
+        server: Where.
+        name: The app's.
+        expected: Its messages after each call; None if they cannot be known.
+        streams: Whether replies are streamed.
+    """
 
     def __init__(self, server, name, expected, *, streams):
         self.app = server.client.bind(name)
         self.name = name.partition(" ")[0]
         self.expected = expected
         self.streams = streams
-        self.context, self.n = None, 0
+        self.context, self.messages = None, None
 
     def step(self):
         if self.context is None:
-            self.context, self.n = self.app.new_context(system_prompt(self.name)), 0
-        if self.n == len(PROMPTS):
+            self.context = self.app.new_context(system_prompt(self.name))
+            self.messages = [{"role": "system", "content": system_prompt(self.name)}]
+        if follows(self.messages, None, self.name):
             self.context.delete()
             self.context = None
             return 0
+        prompt = PROMPTS[len(self.messages) // 2]
         if self.streams:
-            text = "".join(self.context.stream(PROMPTS[self.n], **GREEDY)).strip()
+            text = "".join(self.context.stream(prompt, **GREEDY)).strip()
         else:
-            text = self.context.call(PROMPTS[self.n], **GREEDY)["text"]
-        self.n += 1
-        messages = self.expected[self.name][self.n]
-        assert text == messages[-1]["content"]
+            text = self.context.call(prompt, **GREEDY)["text"]
+        self.messages += [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": text},
+        ]
         self.check()
         return 1
 
     def check(self):
         if self.context is not None:
             record = self.context.record()
-            assert record["n_calls"] == self.n
-            assert record["messages"] == self.expected[self.name][self.n]
+            assert record["n_calls"] == len(self.messages) // 2
+            assert record["messages"] == self.messages
+            assert self.expected is None or self.messages in self.expected
 
 
 def cancel(app, rng):
@@ -210,8 +226,9 @@ def deleted(context):
 
 
 @contextlib.contextmanager
-def openai_client(server, expected):
+def openai_client(server, expected, *, is_lossy):
     job = {"url": f"{server.address}/v1", "expected": expected, "sampling": GREEDY}
+    job["is_lossy"] = is_lossy
     with subprocess.Popen(
         [sys.executable, "-c", OPENAI_CLIENT, json.dumps(job)],
         stdin=subprocess.PIPE,
@@ -234,14 +251,21 @@ def watch(server, seconds):
 
 
 @pytest.mark.soak
-def test_a_storm(tmp_path, expected):
-    with serving(tmp_path, service=SERVICE, kv=KV) as server:
+@pytest.mark.parametrize("codec", KVS)
+def test_a_storm(tmp_path, expected, codec):
+    is_lossy = codec != "lossless"
+    with serving(tmp_path, service=SERVICE, codec=codec, kv=KVS[codec]) as server:
         storm = Storm(server)
         talks = [
-            Talk(server, name, expected, streams=i % 2 == 1)
+            Talk(
+                server,
+                name,
+                None if is_lossy else expected[name.partition(" ")[0]],
+                streams=i % 2 == 1,
+            )
             for i, name in enumerate([*APPS, *(f"{app} again" for app in APPS)])
         ]
-        with openai_client(server, expected) as n_openai:
+        with openai_client(server, expected, is_lossy=is_lossy) as n_openai:
             for talk in talks:
                 storm.blow("talk", talk.step)
             for i in range(2):
@@ -279,7 +303,7 @@ def check_afterwards(server):
     assert answered <= {"200", "201", "400", "404", "413", "415", "422", "429", "499"}
     assert {"200", "400", "429"} <= answered
     kv = server.kv()
-    assert kv["ram_bytes"] + kv["buffer_bytes"] <= MIB
+    assert kv["ram_bytes"] + kv["buffer_bytes"] + kv["lent_bytes"] <= kv["ram_budget_bytes"]
     assert kv["faults"] == kv["io_errors"] == 0
     wait_until(lambda: server.n_files() < 64)
     assert server.n_threads() < 64

@@ -29,13 +29,21 @@ ENGINE = {
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
-STATES = (None, *range(len(PROMPTS) + 1))
-"""An app has no context, or one of so many calls."""
+def follows(before, after, app):
+    """Whether messages, or None without a context, are those after one more operation.
 
-
-def following(state):
-    """The state after one more operation: a new context, a call, or a deletion."""
-    return STATES[(STATES.index(state) + 1) % len(STATES)]
+    It is a new context, a call, whatever the reply, or a deletion after the last one.
+    """
+    if before is None:
+        return after == [{"role": "system", "content": system_prompt(app)}]
+    n_calls = len(before) // 2
+    if n_calls == len(PROMPTS):
+        return after is None
+    if after is None or after[:-2] != before:
+        return False
+    asked, said = after[-2:]
+    roles = (asked["role"], said["role"])
+    return (asked["content"], roles) == (PROMPTS[n_calls], ("user", "assistant"))
 
 
 def system_prompt(app):

@@ -26,7 +26,7 @@ on_error = "raise"
 state_dir = "state"
 {service}
 [plugins.kv_chunks]
-codec = "lossless"
+codec = "{codec}"
 store = "kv"
 {kv}
 """
@@ -131,7 +131,9 @@ def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
 
 
 @contextlib.contextmanager
-def serving(folder, *options, uds=None, key=None, config=None, service="", kv="", **more):
+def serving(
+    folder, *options, uds=None, key=None, config=None, service="", kv="", codec="lossless", **more
+):
     """A server in ``folder``, up and running, on a free port or a Unix socket.
 
     Args:
@@ -142,6 +144,7 @@ def serving(folder, *options, uds=None, key=None, config=None, service="", kv=""
         config: The whole configuration, or
         service: lines of ``[service]`` and
         kv: lines of ``[plugins.kv_chunks]``.
+        codec: Its ``codec``.
         **more: As for ``launched``.
     """
     if uds is None:
@@ -149,7 +152,7 @@ def serving(folder, *options, uds=None, key=None, config=None, service="", kv=""
         address, where = f"http://127.0.0.1:{port}", ("--port", str(port))
     else:
         address, where = f"unix:{uds}", ("--uds", str(uds))
-    config = CONFIG.format(service=service, kv=kv) if config is None else config
+    config = CONFIG.format(service=service, codec=codec, kv=kv) if config is None else config
     with launched(folder, *where, *options, config=config, **more) as process:
         served = Served(process, address, folder, key)
 

@@ -17,6 +17,7 @@ from llmaas_plugins.kv_chunks.upkeep import Upkeep
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
 BOUND = chunk_bound(GEOM, Codec.RAW, 16)
+PLANES = KVGeometry(4, False, 1, 1, (64,) * 4, (64,) * 4)  # two at 8 bits, one from 6 on
 RAM, DISK = 9 * PAGE, 13 * PAGE
 
 
@@ -26,6 +27,8 @@ def text(*parts):
 
 A, B, C = text((0, 70)), text((0, 32), (500, 30)), text((1000, 90))
 D, E, F = text((2000, 16 * 8)), text((3000, 48)), text((4000, 30))
+K = text((7000, 32))
+G, H = text((5000, 48)), text((5000, 16), (6000, 32))  # in bit planes
 
 
 def open_store(directory):
@@ -41,12 +44,40 @@ def save(store, tokens, name):
     store.set_head(name, ids)
 
 
+def planes_bound(n_tokens, bits=8):
+    return chunk_bound(PLANES, Codec.PLANES, n_tokens, bits)
+
+
+def save_planes(store, tokens, name):
+    ids = chain(ROOT, tokens)
+    for i in store.missing(ids):
+        encode = encoder(PLANES, ids[i], 8)
+        if not store.put(ids[i], planes_bound(16), encode, is_first=i == 0):
+            break
+    store.touch(ids)
+    store.set_head(name, ids)
+
+
+def cut(store, tokens, bits):
+    """Demote what is stored of a context of bit planes."""
+    ids = chain(ROOT, tokens)
+    store.notice(ids, [1.0] * len(ids), [100.0] * len(ids))
+    store.demote(ids, [bits] * len(ids), planes_bound)
+
+
+def expected(chunk):
+    """The bytes of a chunk: whole, or so many of its planes as it has left."""
+    if chunk.bits == 0:
+        return payload(GEOM, chunk.id)
+    return payload(PLANES, chunk.id, 8)[: planes_bound(chunk.n_tokens, chunk.bits)]
+
+
 def load(store, chunks):
     """Keys of the chunks that could be had one by one; they must be what was put."""
     keys = set()
     for chunk in chunks:
         for address in store.fetch([chunk]):
-            if ctypes.string_at(address, chunk.size) != payload(GEOM, chunk.id):
+            if ctypes.string_at(address, chunk.size) != expected(chunk):
                 raise AssertionError(f"wrong payload for {chunk.id}")
             keys.add(chunk.id.key)
             store.release([chunk])
@@ -63,7 +94,7 @@ def state(store):
 
 
 def life(directory):
-    """Open, put, flush, evict, forget, reopen, load, tidy: yields what is on disk by then."""
+    """Open, put, cut, flush, evict, forget, reopen, load, tidy: yields what is on disk by then."""
     store = open_store(directory)
     store.set_layout(ROOT, '{"n_layer": 1}')
     yield state(store)
@@ -80,6 +111,14 @@ def life(directory):
     load(store, store.match(ROOT, C).path)
     store.touch(chain(ROOT, A))
     save(store, D, "d")
+    store.flush()
+    yield state(store)
+    save_planes(store, G, "g")
+    store.flush()
+    cut(store, G, 5)
+    save_planes(store, H, "h")
+    cut(store, G, 3)
+    save(store, K, "k")  # where cut chunks ended
     store.flush()
     yield state(store)
     store.evict_context("a")
