@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
 from llmaas_eval.tolerance.__main__ import main
 from llmaas_eval.tolerance.coded import Coded
@@ -15,6 +16,7 @@ from llmaas_eval.tolerance.outcome import compare
 from llmaas_eval.tolerance.recall import Question, Recall
 from llmaas_eval.tolerance.study import Arm, ask, go_on, layer_damage
 from llmaas_eval.tolerance.texts import packaged_lines, packaged_samples
+from llmaas_eval.tolerance.weights import f16_copy, read_weights
 
 
 @pytest.fixture
@@ -96,8 +98,18 @@ def test_a_figure_is_three_files(data, reference_model, tmp_path, capsys):
     assert (out / "tolerance-fig6b.md").read_text() == printed
     document = json.loads((out / "tolerance-fig6b.json").read_text())
     assert len(document["rows"]) == 4
-    assert document["settings"]["model"] == reference_model.name
+    assert document["settings"]["model"] == f"{reference_model.stem}-as-f16.gguf"
     assert (out / "tolerance-fig6b.png").stat().st_size > 1000
+
+
+def test_the_default_model_is_the_packaged_one_without_its_rounding(reference_model, tmp_path):
+    copy = f16_copy(reference_model, tmp_path)
+    exact, found = (read_weights(GGUFReader(path)) for path in (reference_model, copy))
+    assert exact.keys() == found.keys()
+    for name, values in exact.items():
+        assert np.allclose(values, found[name], rtol=1e-3, atol=1e-7)
+    with Engine(copy, n_ctx=256) as engine:
+        assert 3 <= len(engine.tokens("The end of it.")) <= 8
 
 
 def test_recall_needs_a_model_that_was_taught(data, capsys):

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, quants
+from gguf import GGUFReader
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from llmaas_eval.models import copy_field, finish, open_writer
 from llmaas_eval.tolerance.recall import make_training
+from llmaas_eval.tolerance.weights import read_weights, write_f16
 from llmaas_plugins.models import reference_model_path
 
 __all__ = ["main"]
@@ -47,9 +47,8 @@ class Llama(nn.Module):
         self.epsilon: float = field["llama.attention.layer_norm_rms_epsilon"]
         base = field.get("llama.rope.freq_base", 10000.0)
         self.weights = nn.ParameterDict()
-        for tensor in reader.tensors:
-            values = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            self.weights[tensor.name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
+        for name, values in read_weights(reader).items():
+            self.weights[name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
         width = field["llama.embedding_length"] // self.n_head
         turns = base ** -(torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(field["llama.context_length"]), turns)
@@ -92,22 +91,11 @@ class Llama(nn.Module):
     def _weight(self, name: str) -> Tensor:
         return self.weights[f"{name}.weight".replace(".", "/")]
 
-
-def write(model: Llama, source: Path, path: Path) -> None:
-    """Write ``source`` as F16 with the model's weights."""
-    writer = open_writer(path, "llama")
-    for name, entry in GGUFReader(source).fields.items():
-        if not name.startswith("GGUF.") and name not in {"general.architecture", _FILE_TYPE}:
-            copy_field(writer, entry)
-    writer.add_file_type(1)
-    for name, weight in model.weights.items():
-        values = weight.detach().numpy()
-        kind = np.float32 if values.ndim == 1 else np.float16
-        writer.add_tensor(name.replace("/", "."), values.astype(kind))
-    finish(writer, path)
-
-
-_FILE_TYPE = "general.file_type"
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """The weights by their GGUF names."""
+        return {
+            name.replace("/", "."): weight.detach().numpy() for name, weight in self.weights.items()
+        }
 
 
 _DISTRACTION, _ANSWER = 0.2, 5.0
@@ -221,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.closing(Engine(str(options.model), vocab_only=True, verbose=False)) as engine:
         texts = Texts(engine, documents, options.seed)
         train(model, texts, options.lengths, options.minutes)
-    write(model, options.model, options.out)
+    write_f16(GGUFReader(options.model), model.arrays(), options.out)
 
 
 if __name__ == "__main__":

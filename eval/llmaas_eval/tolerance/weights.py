@@ -1,0 +1,53 @@
+"""A model's weights as they are, and a model with others or with the same in F16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, quants
+from numpy.typing import NDArray
+
+from llmaas_eval.models import copy_field, finish, open_writer
+
+__all__ = ["f16_copy", "read_weights", "write_f16"]
+
+_FILE_TYPE = "general.file_type"
+_F16 = 1
+
+Weights = Mapping[str, NDArray[np.float32]]
+"""By the tensor's name."""
+
+
+def read_weights(reader: GGUFReader) -> dict[str, NDArray[np.float32]]:
+    """All tensors, of any type."""
+    return {
+        tensor.name: quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        for tensor in reader.tensors
+    }
+
+
+def write_f16(source: GGUFReader, weights: Weights, path: Path) -> Path:
+    """Write a model like ``source`` with ``weights``, matrices as F16."""
+    writer = open_writer(path, "llama")
+    for name, entry in source.fields.items():
+        if not name.startswith("GGUF.") and name not in {"general.architecture", _FILE_TYPE}:
+            copy_field(writer, entry)
+    writer.add_file_type(_F16)
+    for name, values in weights.items():
+        kind: Any = np.float32 if values.ndim == 1 else np.float16
+        writer.add_tensor(name, values.astype(kind))
+    return finish(writer, path)
+
+
+def f16_copy(source: Path, folder: Path) -> Path:
+    """``source`` with F16 weights, in ``folder``.
+
+    With Q8_0 weights llama.cpp rounds activations too, which turns the smallest change of a cell
+    into a KL of 1e-4.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    reader = GGUFReader(source)
+    return write_f16(reader, read_weights(reader), folder / f"{source.stem}-as-f16.gguf")
