@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 
 import llama_cpp
 import numpy as np
 import pytest
-from background import chunks_at_rest
 from llama_cpp import Llama
+from restoring import cells, leave_ram, lose, path_of, position_after, restore, transfer_of
 from soak import scale
 from switching import ask
 
-from llmaas_hooks import Request
 from llmaas_plugins.kv_chunks.planning import Costs
 
 RNG = np.random.default_rng(5)
@@ -36,61 +34,6 @@ def make(request, reference_model):
 def make_one(reference_model):
     settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
     return lambda: contextlib.closing(Llama(str(reference_model), **settings))
-
-
-def store_of(suite):
-    return suite.hooks._pm.get_plugin("kv_chunks")._store
-
-
-def transfer_of(suite):
-    (transfer,) = suite.hooks._pm.get_plugin("kv_chunks")._transfers.values()
-    return transfer
-
-
-def path_of(suite):
-    """The stored chunks of the prompt; nothing is under way any more."""
-    return (
-        chunks_at_rest(suite).match(transfer_of(suite)._root(None), np.array(PROMPT, np.int32)).path
-    )
-
-
-def lose(suite, indices):
-    """Make ghosts of some of the prompt's chunks."""
-    path = path_of(suite)
-    for i in indices:
-        store_of(suite).fault(path[i])
-
-
-def leave_ram(suite, indices=None):
-    """Let only the disk have some of the prompt's chunks, or all."""
-    path, shelf = path_of(suite), store_of(suite)._shelf
-    with shelf.lock:
-        for i, chunk in enumerate(path):
-            if chunk.ram >= 0 and (indices is None or i in indices):
-                shelf.reclaim(chunk)
-
-
-def restore(suite, llama, prompt=PROMPT):
-    """What the hook says, and the cells' bytes."""
-    engine = suite._installed._host.engine(llama)
-    engine.settle()
-    with engine.lent():
-        restored = suite.hooks.kv_restore(Request(engine, np.array(prompt, np.int32), None))
-    if restored is not None:
-        engine.set_restored(np.array(prompt[: restored.n_tokens], np.int32))
-    return restored, cells(llama)
-
-
-def cells(llama):
-    n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
-    blob = np.zeros(n_bytes, np.uint8)
-    pointer = ctypes.cast(blob.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-    assert llama_cpp.llama_state_seq_get_data(llama.ctx, pointer, n_bytes, 0) == n_bytes
-    return blob
-
-
-def position_after(llama):
-    return llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(llama.ctx), 0) + 1
 
 
 def split(missing, n_tokens, n_batch):
@@ -132,8 +75,8 @@ def test_recomputed_cells_are_vanillas_bit_by_bit(make, suite, missing, budget):
         for end in [*starts[1:], len(PROMPT)]:  # Llama keeps the prefix, and evaluates the rest
             next(llama.generate(PROMPT[:end], temp=0.0))
         ask(llama, FOREIGN, 1)
-        lose(active, missing)
-        restored, found = restore(active, llama)
+        lose(active, llama, PROMPT, missing)
+        restored, found = restore(active, llama, PROMPT)
         assert restored.n_tokens == len(PROMPT)
         assert restored.n_recomputed == 16 * len(missing)
         assert restored.n_loaded == len(PROMPT) - 16 * len(missing)
@@ -151,16 +94,18 @@ def test_any_pattern_gives_the_answer_of_vanilla(make_one, suite, seed):
     with make_one() as llama:
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
-        leave_ram(active, rng.choice(12, 6, replace=False))
-        lose(active, rng.choice(12, rng.integers(1, 8), replace=False))
-        transfer_of(active)._profile.costs = lambda: Costs(
+        leave_ram(active, llama, PROMPT, rng.choice(12, 6, replace=False))
+        lose(active, llama, PROMPT, rng.choice(12, rng.integers(1, 8), replace=False))
+        transfer_of(active, llama)._profile.costs = lambda: Costs(
             0, 1e-6, 0, 0, rng.choice([1, 1e-9]), 0, 0
         )
         found, logits = ask(llama, [*PROMPT, *MORE], 8)
         assert found == expected
         assert np.abs(logits - rows).max() < 0.2  # vanilla's own, between batch sizes
         ask(llama, FOREIGN, 1)
-        assert all(not chunk.is_ghost for chunk in path_of(active))  # what was missing is back
+        assert all(
+            not chunk.is_ghost for chunk in path_of(active, llama, PROMPT)
+        )  # what was missing is back
 
 
 def test_earliest_chunks_are_recomputed_while_the_disk_is_slow(make_one, suite):
@@ -168,17 +113,17 @@ def test_earliest_chunks_are_recomputed_while_the_disk_is_slow(make_one, suite):
     with make_one() as llama:
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
-        leave_ram(active)
-        transfer = transfer_of(active)
-        n_bytes = [chunk.size for chunk in path_of(active)]
+        leave_ram(active, llama, PROMPT)
+        transfer = transfer_of(active, llama)
+        n_bytes = [chunk.size for chunk in path_of(active, llama, PROMPT)]
         per_chunk = sum(n_bytes) / len(n_bytes)
         transfer._profile.costs = lambda: Costs(0, 1 / 16, 0, 0, 2 / per_chunk, 0, 0)
-        restored, _ = restore(active, llama)
+        restored, _ = restore(active, llama, PROMPT)
         assert 7 * 16 <= restored.n_recomputed <= 9 * 16  # two thirds
         assert restored.n_recomputed + restored.n_loaded == restored.n_tokens == len(PROMPT)
         assert restored.predicted_s == pytest.approx(8, abs=1)
         assert restored.actual_s < 8
-        assert [chunk.ram >= 0 for chunk in path_of(active)] == [
+        assert [chunk.ram >= 0 for chunk in path_of(active, llama, PROMPT)] == [
             16 * i >= restored.n_recomputed for i in range(13)
         ]
 
@@ -188,10 +133,10 @@ def test_nothing_is_loaded_where_evaluating_everything_is_faster(make_one, suite
     with make_one() as llama:
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
-        leave_ram(active)
-        transfer_of(active)._profile.costs = lambda: Costs(0, 1e-6, 0, 10, 0, 0, 0)
+        leave_ram(active, llama, PROMPT)
+        transfer_of(active, llama)._profile.costs = lambda: Costs(0, 1e-6, 0, 10, 0, 0, 0)
         before = cells(llama)
-        restored, after = restore(active, llama)
+        restored, after = restore(active, llama, PROMPT)
         assert restored is None
         assert np.array_equal(before, after)
 
@@ -202,18 +147,18 @@ def test_costs_are_learnt_from_use_and_outlive_the_process(make_one, suite):
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
         for _ in range(10):  # until enough was read
-            assert transfer_of(active)._profile.costs() is None
-            leave_ram(active)
-            assert restore(active, llama)[0].n_recomputed == 0
+            assert transfer_of(active, llama)._profile.costs() is None
+            leave_ram(active, llama, PROMPT)
+            assert restore(active, llama, PROMPT)[0].n_recomputed == 0
             ask(llama, FOREIGN, 1)
-            if transfer_of(active)._profile.costs() is not None:
+            if transfer_of(active, llama)._profile.costs() is not None:
                 break
-        assert transfer_of(active)._profile.costs().token > 0
+        assert transfer_of(active, llama)._profile.costs().token > 0
         ask(llama, [*PROMPT, *MORE], 1)  # saves
     active = suite(recompute=True)
     with make_one() as llama:
         ask(llama, FOREIGN, 1)
-        restored, _ = restore(active, llama)
+        restored, _ = restore(active, llama, PROMPT)
         assert restored.predicted_s > 0
 
 
@@ -225,15 +170,15 @@ def test_aborted_recompute_leaves_what_is_sound(make_one, suite):
     with make_one() as llama:
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
-        lose(active, [3, 6])
+        lose(active, llama, PROMPT, [3, 6])
         aborts = ABORT(lambda _: True)
         llama_cpp.llama_set_abort_callback(llama.ctx, aborts, None)
-        restored, _ = restore(active, llama)
+        restored, _ = restore(active, llama, PROMPT)
         assert (restored.n_tokens, restored.n_recomputed) == (48, 0)
         assert position_after(llama) == 48
         llama_cpp.llama_set_abort_callback(llama.ctx, ABORT(), None)
         assert ask(llama, [*PROMPT, *MORE], 8)[0] == expected
-        assert all(not chunk.is_ghost for chunk in path_of(active))
+        assert all(not chunk.is_ghost for chunk in path_of(active, llama, PROMPT))
 
 
 def test_interrupted_recompute_drops_the_cells(make_one, suite, monkeypatch):
@@ -243,14 +188,14 @@ def test_interrupted_recompute_drops_the_cells(make_one, suite, monkeypatch):
     with make_one() as llama:
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
-        lose(active, [3, 6])
-        leave_ram(active)
+        lose(active, llama, PROMPT, [3, 6])
+        leave_ram(active, llama, PROMPT)
         with monkeypatch.context() as patch:
             patch.setattr("llmaas_plugins.kv_chunks.transfer.evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ask(llama, PROMPT, 1)
         assert position_after(llama) == 0
-        assert all(chunk.pins == 0 for chunk in path_of(active))
+        assert all(chunk.pins == 0 for chunk in path_of(active, llama, PROMPT))
         assert ask(llama, [*PROMPT, *MORE], 8)[0] == expected
 
 

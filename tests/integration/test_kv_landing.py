@@ -1,0 +1,337 @@
+"""Stored chunks decoded straight into the engine's cells: what comes through the buffers, too."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp import Llama
+from restoring import (
+    cells,
+    engine_of,
+    leave_ram,
+    lose,
+    path_of,
+    position_after,
+    restore,
+    store_of,
+    transfer_of,
+)
+from switching import ask
+
+from llmaas_plugins.kv_chunks import landing, loading
+from llmaas_plugins.kv_chunks.support import SCRATCH_SEQUENCE
+from llmaas_plugins.kv_chunks.transfer import Transfer
+
+Q8_0 = llama_cpp.GGML_TYPE_Q8_0
+CASES = {
+    "transposed": {},
+    "flash": {"flash_attn": True},
+    "q8_0": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn": True},
+}
+RNG = np.random.default_rng(7)
+PROMPT = [1, *RNG.integers(300, 4000, 199).tolist()]  # 12 chunks and a half
+FOREIGN = [1, *RNG.integers(300, 4000, 40).tolist()]
+MORE = RNG.integers(300, 4000, 20).tolist()
+TIERS = {"RAM": [], "disk": range(13), "mixed": [0, 3, 4, 5, 9, 12]}
+"""Chunks that only the disk has."""
+
+
+def opener(path, **settings):
+    """Makes an engine of its own each time."""
+    settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1} | settings
+    return lambda: contextlib.closing(Llama(str(path), **settings))
+
+
+@pytest.fixture(params=CASES)
+def make(request, reference_model):
+    return opener(reference_model, **CASES[request.param])
+
+
+@pytest.fixture
+def make_one(reference_model):
+    return opener(reference_model)
+
+
+@pytest.fixture
+def stored(suite, make_one):
+    """Activates, and lets the store have the prompt's chunks."""
+
+    def store(make=make_one, **table):
+        active = suite(**{"codec": "tolerance"} | table)
+        with make() as llama:
+            ask(llama, PROMPT, 1)
+            ask(llama, FOREIGN, 1)
+            active.settle()
+        return active
+
+    return store
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Tokens that each restore brought: straight to their cells, and through the buffers."""
+    found = []
+
+    def watch(name, n_tokens):
+        original = getattr(Transfer, name)
+
+        def call(self, *args):
+            result = original(self, *args)
+            found.append((name, n_tokens(result)))
+            return result
+
+        monkeypatch.setattr(Transfer, name, call)
+
+    watch("_land", int)
+    watch("_load", lambda result: result[1])
+    return found
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Chunk by chunk is handed to the threads, as if chunks were large."""
+    monkeypatch.setattr(landing, "records", lambda chunks, *_: loading.records(chunks, 1))
+
+
+def staged(suite, llama, prompt=PROMPT):
+    """A restore through the buffers."""
+    transfer_of(suite, llama)._memory = None
+    return restore(suite, llama, prompt)
+
+
+def keep(suite, llama, n):
+    """Let the engine hold so many tokens of the prompt, and others behind them."""
+    restore(suite, llama, PROMPT[:n])
+    llama.eval(FOREIGN[1:])
+
+
+def go_on(llama):
+    """Logits behind what the engine holds; nothing is saved."""
+    llama.eval(MORE)
+    row = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
+    return np.ctypeslib.as_array(row, shape=(llama.n_vocab(),)).copy()
+
+
+# -- the same cells --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_cells_are_those_that_come_through_the_buffers(make_one, stored, ways, tier):
+    active = stored()
+    with make_one() as one, make_one() as other:
+        leave_ram(active, one, PROMPT, TIERS[tier])
+        restored, found = restore(active, one, PROMPT)
+        assert ways == [("_land", len(PROMPT))]
+        assert (restored.n_tokens, restored.n_loaded) == (len(PROMPT), len(PROMPT))
+        leave_ram(active, one, PROMPT, TIERS[tier])
+        _, expected = staged(active, other)
+        assert ways[1:] == [("_land", 0), ("_load", len(PROMPT))]
+        assert np.array_equal(found, expected)
+        assert np.array_equal(go_on(one), go_on(other))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_threads_bring_them_all_to_their_places(make, stored, ways):
+    active = stored(make)
+    with make() as one, make() as other:
+        _, expected = staged(active, other)
+        for on_disk in TIERS.values():
+            ways.clear()
+            leave_ram(active, one, PROMPT, on_disk)
+            _, found = restore(active, one, PROMPT)
+            assert ways == [("_land", len(PROMPT))]
+            assert np.array_equal(found, expected)
+            engine_of(active, one).drop_resident()
+
+
+def test_behind_cells_that_stayed(make, stored, ways):
+    active = stored(make)
+    with make() as one, make() as other:
+        _, expected = staged(active, other)
+        for n_kept in (5, 40, 64, 180):
+            keep(active, one, n_kept)
+            ways.clear()
+            restored, found = restore(active, one, PROMPT)
+            assert ways == [("_land", len(PROMPT) - n_kept // 16 * 16)]
+            assert restored.n_tokens == len(PROMPT)
+            assert np.array_equal(found, expected)
+            assert position_after(one, SCRATCH_SEQUENCE) == 0
+            engine_of(active, one).drop_resident()
+
+
+def test_the_last_chunk_may_only_begin_like_the_prompt(make, stored, ways):
+    active = stored(make)
+    with make() as one, make() as other:
+        for n in (5, 16, 17, 173):
+            ways.clear()
+            restored, found = restore(active, one, PROMPT[:n])
+            assert ways == [("_land", n)]
+            assert (restored.n_tokens, restored.n_loaded) == (n, n)
+            assert position_after(one) == n
+            assert np.array_equal(found, staged(active, other, PROMPT[:n])[1])
+            for llama in (one, other):
+                engine_of(active, llama).drop_resident()
+
+
+def test_lossless_cells_are_vanillas(make, stored, ways):
+    with make() as llama:
+        llama.eval(PROMPT)
+        expected = cells(llama)
+    active = stored(make, codec="lossless", parked_tokens=256)
+    with make() as llama:
+        restored, found = restore(active, llama, PROMPT)
+        assert ways == [("_land", restored.n_tokens)]
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_another_life_with_little_ram(stored, suite, make_one, ways):
+    """Threads compete for the room that chunks are read into."""
+    stored()
+    active = suite(codec="tolerance", ram_budget="1 MiB")
+    with make_one() as one, make_one() as other:
+        restored, found = restore(active, one, PROMPT)
+        assert ways[0][0] == "_land"
+        assert ways[0][1] > 0
+        assert restored.n_loaded == len(PROMPT)
+        assert np.array_equal(found, staged(active, other)[1])
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_two_engines_at_the_same_time(stored, make_one, ways):
+    active = stored()
+    with make_one() as one, make_one() as other, make_one() as third:
+        prompts = {one: PROMPT, other: PROMPT[:90]}
+        expected = {}
+        for llama, prompt in prompts.items():
+            expected[llama] = staged(active, third, prompt)[1]
+            engine_of(active, third).drop_resident()
+        ways.clear()
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(5):
+                leave_ram(active, third, PROMPT)
+                found = {
+                    llama: pool.submit(restore, active, llama, prompt)
+                    for llama, prompt in prompts.items()
+                }
+                for llama in prompts:
+                    assert np.array_equal(found[llama].result()[1], expected[llama])
+                    engine_of(active, llama).drop_resident()
+        assert sorted(ways) == [("_land", 90)] * 5 + [("_land", len(PROMPT))] * 5
+
+
+# -- what is not sound -----------------------------------------------------------------------------
+
+
+def spoil(suite, llama, i):
+    """Let only the disk have the prompt's chunks, and flip a bit of one."""
+    path = path_of(suite, llama, PROMPT)
+    leave_ram(suite, llama, PROMPT)
+    at = store_of(suite)._shelf.disk.file_offset(path[i].disk) + path[i].size // 2
+    with (store_of(suite)._swap.directory / "chunks.slab").open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("i", [0, 5, 11])
+def test_what_is_sound_in_front_of_damage_stays(make_one, stored, ways, i):
+    active = stored()
+    with make_one() as one, make_one() as other:
+        spoil(active, one, i)
+        restored, found = restore(active, one, PROMPT)
+        assert ways == [("_land", 16 * i), ("_load", len(PROMPT) - 16 * (i + 1))]
+        assert (restored.n_tokens, restored.n_recomputed) == (len(PROMPT), 16)
+        assert store_of(active).stats()["faults"] == 1
+        assert all(chunk.pins == 0 for chunk in path_of(active, one, PROMPT))
+        _, expected = staged(active, other)  # the same chunk is missing
+        assert np.array_equal(found, expected)
+        assert np.array_equal(go_on(one), go_on(other))
+
+
+def test_damage_of_the_last_chunk_is_left_to_the_engine(make_one, stored, ways):
+    active = stored()
+    with make_one() as llama:
+        spoil(active, llama, 12)
+        restored, _ = restore(active, llama, PROMPT)
+        assert ways == [("_land", 192), ("_load", 0)]
+        assert (restored.n_tokens, restored.n_recomputed) == (192, 0)
+        assert position_after(llama) == 192
+
+
+def test_damage_behind_cells_that_stayed(make, stored, ways):
+    active = stored(make)
+    with make() as one, make() as other:
+        for llama in (one, other):
+            keep(active, llama, 40)
+        spoil(active, one, 5)
+        ways.clear()
+        restored, found = restore(active, one, PROMPT)
+        assert ways == [("_land", 48), ("_load", len(PROMPT) - 96)]
+        assert restored.n_tokens == len(PROMPT)
+        assert np.array_equal(found, staged(active, other)[1])
+
+
+def test_where_something_has_to_be_recomputed_nothing_lands(make_one, stored, ways):
+    active = stored()
+    with make_one() as llama:
+        lose(active, llama, PROMPT, [4])
+        assert restore(active, llama, PROMPT)[0].n_tokens == len(PROMPT)
+        assert ways == [("_land", 0), ("_load", len(PROMPT) - 16)]
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def under_way(monkeypatch):
+    """Threads that write to cells now; each takes its time."""
+    writing, started = set(), threading.Event()
+    original = loading._native.chunks_land_at
+
+    def slow(*args):
+        writing.add(threading.get_ident())
+        started.set()
+        time.sleep(0.02)
+        try:
+            return original(*args)
+        finally:
+            writing.discard(threading.get_ident())
+
+    monkeypatch.setattr(loading._native, "chunks_land_at", slow)
+    return writing, started
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_in_caller", [False, True], ids=["a loader", "the caller"])
+def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
+    make_one, stored, monkeypatch, under_way, error, is_in_caller
+):
+    active, caller = stored(), threading.get_ident()
+    store, (writing, started) = store_of(active), under_way
+    fetch = store.fetch
+
+    def failing(chunks):
+        if (threading.get_ident() == caller) == is_in_caller:
+            assert started.wait(10)
+            raise error("for this test")
+        return fetch(chunks)
+
+    with make_one() as llama:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "fetch", failing)
+            with pytest.raises(BaseException, match="for this test"):
+                ask(llama, PROMPT, 1)
+            assert not writing
+        assert position_after(llama) == 0
+        assert all(chunk.pins == 0 for chunk in path_of(active, llama, PROMPT))
+        assert restore(active, llama, PROMPT)[0].n_loaded == len(PROMPT)

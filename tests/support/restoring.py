@@ -1,0 +1,79 @@
+"""A context's stored chunks, moved between tiers, and brought back through the plugin's hook."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp
+import numpy as np
+from background import chunks_at_rest
+
+from llmaas_hooks import Request
+
+
+def engine_of(suite, llama):
+    """What plugins see of it."""
+    return suite._installed._host.engine(llama)
+
+
+def plugin_of(suite):
+    """The plugin."""
+    return suite.hooks._pm.get_plugin("kv_chunks")
+
+
+def store_of(suite):
+    """Its store."""
+    return plugin_of(suite)._store
+
+
+def transfer_of(suite, llama):
+    """What moves this engine's chunks."""
+    return plugin_of(suite)._transfer(engine_of(suite, llama))
+
+
+def path_of(suite, llama, prompt):
+    """The stored chunks of a prompt; nothing is under way any more."""
+    root = transfer_of(suite, llama)._root(None)
+    return chunks_at_rest(suite).match(root, np.array(prompt, np.int32)).path
+
+
+def lose(suite, llama, prompt, indices):
+    """Make ghosts of some of the prompt's chunks."""
+    path = path_of(suite, llama, prompt)
+    for i in indices:
+        store_of(suite).fault(path[i])
+
+
+def leave_ram(suite, llama, prompt, indices=None):
+    """Let only the disk have some of the prompt's chunks, or all."""
+    path, shelf = path_of(suite, llama, prompt), store_of(suite)._shelf
+    with shelf.lock:
+        for i, chunk in enumerate(path):
+            if chunk.ram >= 0 and (indices is None or i in indices):
+                shelf.reclaim(chunk)
+
+
+def restore(suite, llama, prompt):
+    """What the hook says, and the cells' bytes."""
+    engine = engine_of(suite, llama)
+    engine.settle()
+    with engine.lent():
+        restored = suite.hooks.kv_restore(Request(engine, np.array(prompt, np.int32), None))
+    if restored is not None:
+        engine.set_restored(np.array(prompt[: restored.n_tokens], np.int32))
+    return restored, cells(llama)
+
+
+def cells(llama):
+    """Sequence 0 as llama.cpp exports it."""
+    n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+    blob = np.zeros(n_bytes, np.uint8)
+    pointer = ctypes.cast(blob.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+    assert llama_cpp.llama_state_seq_get_data(llama.ctx, pointer, n_bytes, 0) == n_bytes
+    return blob
+
+
+def position_after(llama, sequence=0):
+    """Position behind the last one of a sequence."""
+    memory = llama_cpp.llama_get_memory(llama.ctx)
+    return llama_cpp.llama_memory_seq_pos_max(memory, sequence) + 1
