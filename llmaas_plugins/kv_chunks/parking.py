@@ -121,8 +121,8 @@ class Parking:
             best = None
         if best is not None:
             self._touch(best)
-        if len(resident) - n_common >= CHUNK_TOKENS:
-            self._park(resident[: self.limit], cells)
+        if len(resident) - n_common >= CHUNK_TOKENS and len(resident) <= self.limit:
+            self._park(resident, cells)
         taken = None if best is None else self._take(best, n_best)
         self._make_room()
         self._resident_root = root
@@ -206,21 +206,13 @@ class Parking:
     # -- room -----------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Shorten or remove contexts, the least recently used first, until the rules hold again.
+        """Remove contexts, the least recently used first, until the rules hold again.
 
-        One sequence stays free, for the next context that is left.
+        A part of one would be worth little: what follows would have to be loaded into cells here
+        and there. One sequence stays free, for the next context that is left.
         """
-        while len(self._contexts) == len(PARKED_SEQUENCES):
+        while len(self._contexts) == len(PARKED_SEQUENCES) or self._count() > self.limit:
             self._remove(self._contexts[0])
-        while (n_too_many := self._count() - self.limit) > 0:
-            oldest, *others = self._contexts
-            _, n_shared = _nearest(others, oldest.tokens)
-            n_kept = (len(oldest.tokens) - n_too_many) // CHUNK_TOKENS * CHUNK_TOKENS
-            if n_kept <= n_shared:
-                self._remove(oldest)
-            else:
-                self._drop(oldest.sequence, n_kept)
-                oldest.tokens = oldest.tokens[:n_kept]
 
     def _count(self) -> int:
         """Cells in use: of each context, those that no context before it has."""
