@@ -199,24 +199,29 @@ def chunks_land_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
         landings: Shape ``(n_planes, 4)``, as :func:`landings_fit` found them to be.
         n_cells: Cells that they are for.
     """
+    n, places = len(sizes), _landings(landings)
+    if not len(addresses) == n == len(firsts):
+        what = f"{len(addresses)} addresses, {n} sizes and {len(firsts)} first cells"
+        raise fail(what, lib.LLMAAS_EINVAL)
     done, table = ffi.new("uint32_t *"), as_array("uintptr_t[]", addresses)
     status = lib.llmaas_chunks_land(
-        geom.handle, len(sizes), ffi.cast("uint8_t **", table), as_array("uint64_t[]", sizes),
-        as_array("uint32_t[]", firsts), _landings(landings), len(landings), n_cells, done,
+        geom.handle, n, ffi.cast("uint8_t **", table), as_array("uint64_t[]", sizes),
+        as_array("uint32_t[]", firsts), places, len(places), n_cells, done,
     )  # fmt: skip
     if status:
-        what = f"decode of payload {done[0]} of {len(sizes)} into {n_cells} cells"
+        what = f"decode of payload {done[0]} of {n} into {n_cells} cells"
         raise fail(what, status, int(done[0]))
     return int(done[0])
 
 
 def landings_fit(geom: KVGeometry, landings: NDArray[np.uint64], n_cells: int) -> bool:
     """Whether these are the places of all that a blob of ``n_cells`` cells has."""
-    return bool(lib.llmaas_landings_fit(geom.handle, _landings(landings), len(landings), n_cells))
+    places = _landings(landings)
+    return bool(lib.llmaas_landings_fit(geom.handle, places, len(places), n_cells))
 
 
 def _landings(landings: NDArray[np.uint64]) -> Any:
-    return ffi.cast("llmaas_landing *", landings.ctypes.data)
+    return ffi.from_buffer("llmaas_landing[]", landings)  # type: ignore[arg-type]
 
 
 def _decode(  # noqa: PLR0913, PLR0917 -- the C call's arguments

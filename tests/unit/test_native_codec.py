@@ -23,9 +23,11 @@ from llmaas_plugins._native import (
     chunk_verify,
     chunks_decode,
     chunks_decode_at,
+    chunks_land_at,
     crc32c,
     kernels_name,
     kernels_select,
+    landings_fit,
 )
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -319,3 +321,55 @@ def test_crc_and_kernel_names(kernels):
     assert crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
     with pytest.raises(NativeError, match="known are generic, avx2, avx512"):
         kernels_select("sse9")
+
+
+def places(geom, blob, n_cells):
+    """Landings in a blob itself."""
+    found, at = [], 24 + 12 * n_cells
+    for plane in range(2 * geom.n_layer):
+        at += 12
+        trans = geom.v_trans and plane >= geom.n_layer
+        each = (2 * n_cells, 2 * n_cells, ROW // 2) if trans else (0, n_cells * ROW, 1)
+        found.append((blob.ctypes.data + at, *each))
+        at += n_cells * ROW
+    return np.array(found, np.uint64)
+
+
+def address_of(payload):
+    return np.frombuffer(payload, np.uint8).ctypes.data
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+def test_landed_chunks_are_where_decoded_ones_are(kernels, v_trans):
+    geom = geometry(v_trans=v_trans)
+    blob, payloads = random_blob(geom, 40), []
+    for first, n in ((0, 16), (16, 16), (32, 8)):
+        payloads.append(encode(geom, Codec.PLANES, blob, 40, first, n_tokens=n))
+    expected, found, firsts = blob.copy(), blob.copy(), (0, 16, 32)
+    chunks_decode(geom, payloads, firsts, expected, 40)
+    landings = places(geom, found, 40)
+    assert landings_fit(geom, landings, 40)
+    sizes = [len(payload) for payload in payloads]
+    addresses = [address_of(payload) for payload in payloads]
+    assert chunks_land_at(geom, addresses, sizes, firsts, landings, 40) == 3
+    assert np.array_equal(found, expected)
+    with pytest.raises(NativeError, match="payload 1 of 3") as caught:
+        chunks_land_at(geom, addresses, [sizes[0], 5, sizes[2]], firsts, landings, 40)
+    assert (caught.value.status, caught.value.n_done) == (Status.ECORRUPT, 1)
+
+
+def test_landings_that_do_not_fit_are_refused():
+    geom = geometry()
+    blob = random_blob(geom, 16)
+    payload = encode(geom, Codec.RAW, blob, 16)
+    landings = places(geom, blob, 16)
+    for wrong in (landings[:3], np.vstack([landings, landings[:1]]), landings[:0]):
+        assert not landings_fit(geom, wrong, 16)
+        with pytest.raises(NativeError, match="EINVAL"):
+            chunks_land_at(geom, [address_of(payload)], [len(payload)], [0], wrong, 16)
+    assert not landings_fit(geom, landings, 17)
+    for addresses, sizes, firsts in (([1, 1], [1], [0]), ([1], [1, 1], [0]), ([1], [1], [0, 0])):
+        with pytest.raises(NativeError, match="first cells"):
+            chunks_land_at(geom, addresses, sizes, firsts, landings, 16)
+    with pytest.raises(ValueError, match="contiguous"):
+        landings_fit(geom, landings[::2], 16)
