@@ -3,7 +3,8 @@
  * and copies nothing: rows can be decoded to their place then, and the blob needs no memory but for its headers. */
 #include "cells.h"
 
-typedef void set_tensor_fn(ggml_backend_buffer_t, struct ggml_tensor *, const void * data, size_t offset, size_t n_bytes);
+typedef void set_tensor_fn(
+    ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t n_bytes);
 
 typedef struct notes {
     const uint8_t *            blob;

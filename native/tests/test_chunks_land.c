@@ -1,5 +1,5 @@
-/* Chunks decoded to where a blob's bytes belong: the same as decoding them into the blob and copying it there, for every
- * codec, type, orientation and kernel; and landings that belong to no such blob. */
+/* Chunks decoded to where a blob's bytes belong: the same as decoding them into the blob and copying it there, for
+ * every codec, type, orientation and kernel; and landings that belong to no such blob. */
 #include "check.h"
 #include "kv_plane.h"
 
@@ -16,10 +16,14 @@ static const uint64_t v_f32[N_LAYER] = {260, 8, 12};
 static const uint64_t k_q8[N_LAYER]  = {34, 68, 102};
 
 static const llmaas_kv_geom geoms[] = {
-    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 0},  {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 0},
-    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_one, v_one, 0},  {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_one, v_one, 1},
-    {N_LAYER, 0, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32, 0},  {N_LAYER, 1, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32, 0},
-    {N_LAYER, 0, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_Q8_0, k_q8, k_q8, 0},  {N_LAYER, 1, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_F16, k_q8, v_f16, 0},
+    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 0},
+    {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_f16, v_f16, 0},
+    {N_LAYER, 0, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_one, v_one, 0},
+    {N_LAYER, 1, LLMAAS_TYPE_F16, LLMAAS_TYPE_F16, k_one, v_one, 1},
+    {N_LAYER, 0, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32, 0},
+    {N_LAYER, 1, LLMAAS_TYPE_F32, LLMAAS_TYPE_F32, k_f32, v_f32, 0},
+    {N_LAYER, 0, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_Q8_0, k_q8, k_q8, 0},
+    {N_LAYER, 1, LLMAAS_TYPE_Q8_0, LLMAAS_TYPE_F16, k_q8, v_f16, 0},
 };
 
 /* -- an engine's memory -------------------------------------------------------------------------------------------- */
@@ -60,8 +64,9 @@ static engine engine_new(const llmaas_kv_geom * geom, uint32_t at) {
 static void engine_copy(engine * to, const uint8_t * blob) {
     for (uint32_t i = 0; i < to->n; ++i) {
         const llmaas_landing * landing = &to->landings[i];
-        for (uint64_t piece = 0; piece < landing->n_pieces; ++piece) {
-            memcpy(landing->first + piece * landing->step, blob + to->from[i] + piece * landing->n_bytes, landing->n_bytes);
+        const uint8_t *        from    = blob + to->from[i];
+        for (uint64_t piece = 0; piece < landing->n_pieces; ++piece, from += landing->n_bytes) {
+            memcpy(landing->first + piece * landing->step, from, landing->n_bytes);
         }
     }
 }
@@ -91,7 +96,8 @@ static chunks chunks_new(const llmaas_kv_geom * geom, int codec, uint32_t bits, 
         const size_t bound = llmaas_chunk_bound(geom, codec, bits, counts[i]);
         uint8_t *    out   = exact(bound);
         size_t       n     = 0;
-        CHECK(llmaas_chunk_encode(geom, codec, bits, blob, size, N_CELLS, firsts[i], counts[i], key, out, bound, &n) == LLMAAS_OK);
+        CHECK(llmaas_chunk_encode(
+                  geom, codec, bits, blob, size, N_CELLS, firsts[i], counts[i], key, out, bound, &n) == LLMAAS_OK);
         made.payloads[i] = exact_copy(out, n);
         made.sizes[i]    = n;
         made.firsts[i]   = firsts[i];
@@ -123,8 +129,8 @@ static void check_same(const llmaas_kv_geom * geom, int codec, uint32_t bits, ui
         uint8_t * decoded  = exact_copy(blob, size);
         uint32_t  n_done   = 0;
         engine_copy(&found, blob); /* what the cells hold that are nobody's */
-        CHECK(llmaas_chunks_decode(
-                  geom, N_CHUNKS, given.payloads, given.sizes, given.firsts, decoded, size, N_CELLS, &n_done) == LLMAAS_OK);
+        CHECK(llmaas_chunks_decode(geom, N_CHUNKS, given.payloads, given.sizes, given.firsts, decoded, size, N_CELLS,
+                                   &n_done) == LLMAAS_OK);
         engine_copy(&expected, decoded);
         CHECK(memcmp(found.memory, expected.memory, found.n_bytes) != 0);
         CHECK(land(geom, &given, &found, &n_done) == LLMAAS_OK && n_done == N_CHUNKS);
@@ -236,17 +242,22 @@ static void check_foreign_landings(const llmaas_kv_geom * geom) {
     free(blob), free(right.memory);
 }
 
+static llmaas_status land_any(const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads,
+                              const uint64_t * sizes, const uint32_t * firsts, const engine * to, uint32_t * n_done) {
+    return llmaas_chunks_land(geom, n, payloads, sizes, firsts, to->landings, to->n, N_CELLS, n_done);
+}
+
 static void check_arguments(const llmaas_kv_geom * geom) {
-    const engine to = engine_new(geom, 0);
-    const chunks none = {0};
+    const engine to     = engine_new(geom, 0);
+    const chunks none   = {0};
     uint32_t     n_done = 9;
     CHECK(!llmaas_landings_fit(NULL, to.landings, to.n, N_CELLS) && !llmaas_landings_fit(geom, NULL, to.n, N_CELLS));
-    CHECK(llmaas_chunks_land(geom, 0, NULL, NULL, NULL, to.landings, to.n, N_CELLS, &n_done) == LLMAAS_OK && n_done == 0);
-    CHECK(llmaas_chunks_land(geom, 0, NULL, NULL, NULL, to.landings, to.n, N_CELLS, NULL) == LLMAAS_EINVAL);
-    CHECK(llmaas_chunks_land(geom, 1, NULL, none.sizes, none.firsts, to.landings, to.n, N_CELLS, &n_done) == LLMAAS_EINVAL);
-    CHECK(llmaas_chunks_land(geom, 1, none.payloads, NULL, none.firsts, to.landings, to.n, N_CELLS, &n_done) == LLMAAS_EINVAL);
-    CHECK(llmaas_chunks_land(geom, 1, none.payloads, none.sizes, NULL, to.landings, to.n, N_CELLS, &n_done) == LLMAAS_EINVAL);
-    CHECK(llmaas_chunks_land(NULL, 0, NULL, NULL, NULL, to.landings, to.n, N_CELLS, &n_done) == LLMAAS_EINVAL);
+    CHECK(land_any(geom, 0, NULL, NULL, NULL, &to, &n_done) == LLMAAS_OK && n_done == 0);
+    CHECK(land_any(geom, 0, NULL, NULL, NULL, &to, NULL) == LLMAAS_EINVAL);
+    CHECK(land_any(geom, 1, NULL, none.sizes, none.firsts, &to, &n_done) == LLMAAS_EINVAL);
+    CHECK(land_any(geom, 1, none.payloads, NULL, none.firsts, &to, &n_done) == LLMAAS_EINVAL);
+    CHECK(land_any(geom, 1, none.payloads, none.sizes, NULL, &to, &n_done) == LLMAAS_EINVAL);
+    CHECK(land_any(NULL, 0, NULL, NULL, NULL, &to, &n_done) == LLMAAS_EINVAL);
     free(to.memory);
 }
 

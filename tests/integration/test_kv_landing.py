@@ -25,7 +25,7 @@ from restoring import (
 from switching import ask
 
 from llmaas_plugins.kv_chunks import landing, loading
-from llmaas_plugins.kv_chunks.support import SCRATCH_SEQUENCE
+from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, SCRATCH_SEQUENCE
 from llmaas_plugins.kv_chunks.transfer import Transfer
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
@@ -40,6 +40,7 @@ FOREIGN = [1, *RNG.integers(300, 4000, 40).tolist()]
 MORE = RNG.integers(300, 4000, 20).tolist()
 TIERS = {"RAM": [], "disk": range(13), "mixed": [0, 3, 4, 5, 9, 12]}
 """Chunks that only the disk has."""
+LAST = PARKED_SEQUENCES[-1]
 
 
 def opener(path, **settings):
@@ -286,6 +287,29 @@ def test_where_something_has_to_be_recomputed_nothing_lands(make_one, stored, wa
         lose(active, llama, PROMPT, [4])
         assert restore(active, llama, PROMPT)[0].n_tokens == len(PROMPT)
         assert ways == [("_land", 0), ("_load", len(PROMPT) - 16)]
+
+
+def test_cells_between_parked_ones_are_loaded_through_the_buffers(make, stored, ways):
+    active = stored(make, parked_tokens=256)
+    with make() as one, make() as other:
+        _, expected = staged(active, other)
+        occupy(active, one, range(30, 55))
+        ways.clear()
+        restored, found = restore(active, one, PROMPT)
+        assert ways == [("_land", 0), ("_load", len(PROMPT))]
+        assert restored.n_tokens == len(PROMPT)
+        assert np.array_equal(found, expected)
+        assert (position_after(one, SCRATCH_SEQUENCE), position_after(one, LAST)) == (0, 55)
+
+
+def occupy(suite, llama, cells):
+    """Let another sequence have these cells of an empty engine."""
+    llama.eval(FOREIGN)
+    llama.eval(FOREIGN[: cells.stop - len(FOREIGN)])
+    memory = llama_cpp.llama_get_memory(llama.ctx)
+    with engine_of(suite, llama).lent():
+        llama_cpp.llama_memory_seq_cp(memory, 0, LAST, cells.start, cells.stop)
+    engine_of(suite, llama).drop_resident()
 
 
 # -- failures --------------------------------------------------------------------------------------
