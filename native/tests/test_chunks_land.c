@@ -194,13 +194,14 @@ static void check_noise(const llmaas_kv_geom * geom, int codec) {
 }
 
 static void check_refused(const llmaas_kv_geom * geom, const chunks * given, const engine * to, uint32_t n_cells) {
-    uint8_t * before = exact_copy(to->memory, to->n_bytes);
-    uint32_t  n_done = 9;
-    CHECK(!llmaas_landings_fit(geom, to->landings, to->n, n_cells));
-    CHECK(llmaas_chunks_land(geom, N_CHUNKS, given->payloads, given->sizes, given->firsts, to->landings, to->n, n_cells,
+    uint8_t *        before   = exact_copy(to->memory, to->n_bytes);
+    llmaas_landing * landings = (void *) exact_copy((const void *) to->landings, to->n * sizeof *to->landings);
+    uint32_t         n_done   = 9;
+    CHECK(!llmaas_landings_fit(geom, landings, to->n, n_cells));
+    CHECK(llmaas_chunks_land(geom, N_CHUNKS, given->payloads, given->sizes, given->firsts, landings, to->n, n_cells,
                              &n_done) == LLMAAS_EINVAL && n_done == 0);
     CHECK(memcmp(to->memory, before, to->n_bytes) == 0);
-    free(before);
+    free(before), free(landings);
 }
 
 static void check_foreign_landings(const llmaas_kv_geom * geom) {

@@ -28,6 +28,7 @@ typedef struct engine {
     llmaas_cells          cells;
     bool                  is_transposed;
     run                   runs[3]; /* the cells that are free, in order */
+    run                   last[3]; /* where the reader puts the last tensor's pieces, if not there */
     uint32_t              n_loaded;     /* tensors that the reader hands out */
     bool                  is_backwards; /* the last one's bytes first */
     bool                  refuses;
@@ -78,14 +79,13 @@ static uint8_t * blob_new(const engine * e) {
 }
 
 /* Hand out a tensor's pieces; what follows them in the blob. */
-static const uint8_t * load(const engine * e, struct ggml_tensor * tensor, bool is_transposed, const uint8_t * from) {
+static const uint8_t * load(const run * runs, struct ggml_tensor * tensor, bool is_transposed, const uint8_t * from) {
     const uint32_t n_channels = is_transposed ? N_EMBD : 1;
     const size_t   cell       = ROW_BYTES / n_channels;
     for (uint32_t channel = 0; channel < n_channels; ++channel) {
-        for (size_t i = 0; i < sizeof e->runs / sizeof *e->runs; ++i) {
-            const run    r = e->runs[i];
-            const size_t n = (r.end - r.start) * cell;
-            ggml_backend_tensor_set(tensor, from, (r.start + (size_t) channel * N_CELLS) * cell, n);
+        for (size_t i = 0; i < 3; ++i) {
+            const size_t n = (runs[i].end - runs[i].start) * cell;
+            ggml_backend_tensor_set(tensor, from, (runs[i].start + (size_t) channel * N_CELLS) * cell, n);
             from += n;
         }
     }
@@ -108,7 +108,8 @@ static size_t set_data(void * ctx, const uint8_t * blob, size_t n_bytes, int32_t
     }
     for (uint32_t i = 0; i < e->n_loaded; ++i) {
         from = e->is_backwards ? blob + n_bytes - (i + 1) * (n_bytes - HEAD) / N_TENSORS : from;
-        from = load(e, e->tensors[i], e->is_transposed && i >= N_LAYER, from + HEAD);
+        const run * runs = i == N_TENSORS - 1 && e->last[0].end ? e->last : e->runs;
+        from = load(runs, e->tensors[i], e->is_transposed && i >= N_LAYER, from + HEAD);
     }
     if (e->meeting) {
         pthread_barrier_wait(e->meeting);
@@ -193,6 +194,19 @@ static void test_scattered_cells_are_refused(void) {
             memcpy(e.runs, cases[i], sizeof e.runs);
             check_refused(&e, N_TENSORS);
         }
+    }
+}
+
+/* No reader does that to cells in a row; one that did would be found out. */
+static void test_uneven_pieces_are_refused(void) {
+    static const run cases[][3] = {
+        {{3, 5}, {5, 9}, {0, 0}}, {{3, 5}, {5, 7}, {8, 10}}, {{7, 9}, {5, 7}, {3, 5}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        engine e  = engine_new(false);
+        e.runs[0] = (run) {3, 9};
+        memcpy(e.last, cases[i], sizeof e.last);
+        check_refused(&e, N_TENSORS);
     }
 }
 
@@ -307,6 +321,7 @@ static void test_two_contexts_at_the_same_time(void) {
 int main(void) {
     test_places_are_where_the_reader_would_copy_to();
     test_scattered_cells_are_refused();
+    test_uneven_pieces_are_refused();
     test_other_numbers_of_tensors_are_refused();
     test_a_blob_that_was_not_read_to_its_end_is_refused();
     test_another_order_than_the_blobs_is_refused();
