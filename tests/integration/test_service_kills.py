@@ -34,7 +34,13 @@ SETTINGS = {
     ),
     "int8, parked": (
         scale(3, 300),
-        {"codec": "int8", "ram_budget": "3 MiB", "parked_tokens": 512, "write_budget": "99 MiB"},
+        {
+            "codec": "int8",
+            "ram_budget": "3 MiB",
+            "parked_tokens": 512,
+            "recompute": False,
+            "write_budget": "99 MiB",
+        },
     ),
 }
 
