@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,15 +61,25 @@ def _pieces(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
 def _together(threads: Executor, work: Callable[[int], int], order: Sequence[int]) -> list[int]:
     """What ``work`` returns for each index; this thread helps, from the end of ``order``.
 
-    Nothing is under way any more when it returns or raises: the cells are the engine's again.
+    Nothing is under way any more when it returns or raises, nor begins later: the cells are the
+    engine's again. Hence jobs of its own, which it can call off whatever the threads are doing.
     """
     if len(order) == 1:
         return [work(order[0])]
-    futures = {i: threads.submit(work, i) for i in order}
+    jobs: dict[int, Future[int]] = {i: Future() for i in order}
+
+    def run(i: int) -> None:
+        job = jobs[i]
+        if job.set_running_or_notify_cancel():
+            try:
+                job.set_result(work(i))
+            except BaseException as error:  # Ctrl-C, too, is for who waits
+                job.set_exception(error)
+
     try:
-        done = {i: work(i) for i in reversed(order) if futures[i].cancel()}
-        return [done[i] if i in done else futures[i].result() for i in range(len(order))]
+        for i in order:
+            threads.submit(run, i)
+        done = {i: work(i) for i in reversed(order) if jobs[i].cancel()}
+        return [done[i] if i in done else jobs[i].result() for i in range(len(order))]
     finally:
-        for future in futures.values():
-            future.cancel()
-        wait(futures.values())
+        wait([job for job in jobs.values() if not job.cancel()])

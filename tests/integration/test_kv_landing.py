@@ -17,6 +17,7 @@ from restoring import (
     leave_ram,
     lose,
     path_of,
+    plugin_of,
     position_after,
     restore,
     store_of,
@@ -24,6 +25,7 @@ from restoring import (
 )
 from switching import ask
 
+from llmaas_hooks import PluginError
 from llmaas_plugins.kv_chunks import landing, loading
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, SCRATCH_SEQUENCE
 from llmaas_plugins.kv_chunks.transfer import Transfer
@@ -119,6 +121,15 @@ def go_on(llama):
     return np.ctypeslib.as_array(row, shape=(llama.n_vocab(),)).copy()
 
 
+def assert_alike(suite, one, other):
+    """Both engines go on with the same logits, and look at the same chunks."""
+    assert np.array_equal(go_on(one), go_on(other))
+    n = len(PROMPT) + len(MORE)
+    looks = [np.array(transfer_of(suite, llama)._attention.take(n)) for llama in (one, other)]
+    assert looks[0].all()
+    assert np.array_equal(*looks)
+
+
 # -- the same cells --------------------------------------------------------------------------------
 
 
@@ -134,7 +145,7 @@ def test_cells_are_those_that_come_through_the_buffers(make_one, stored, ways, t
         _, expected = staged(active, other)
         assert ways[1:] == [("_land", 0), ("_load", len(PROMPT))]
         assert np.array_equal(found, expected)
-        assert np.array_equal(go_on(one), go_on(other))
+        assert_alike(active, one, other)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -255,7 +266,7 @@ def test_what_is_sound_in_front_of_damage_stays(make_one, stored, ways, i):
         assert all(chunk.pins == 0 for chunk in path_of(active, one, PROMPT))
         _, expected = staged(active, other)  # the same chunk is missing
         assert np.array_equal(found, expected)
-        assert np.array_equal(go_on(one), go_on(other))
+        assert_alike(active, one, other)
 
 
 def test_damage_of_the_last_chunk_is_left_to_the_engine(make_one, stored, ways):
@@ -359,3 +370,40 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
         assert position_after(llama) == 0
         assert all(chunk.pins == 0 for chunk in path_of(active, llama, PROMPT))
         assert restore(active, llama, PROMPT)[0].n_loaded == len(PROMPT)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_restore_does_not_wait_for_threads_that_are_busy(make_one, stored, ways):
+    active = stored()
+    pool, done = plugin_of(active)._workers.load, threading.Event()
+    with make_one() as llama:
+        busy = [pool.submit(done.wait, 60) for _ in range(pool._max_workers)]
+        assert restore(active, llama, PROMPT)[0].n_loaded == len(PROMPT)
+        assert ways == [("_land", len(PROMPT))]
+        assert not any(job.done() for job in busy)
+        done.set()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_was_queued_for_a_restore_that_failed_never_begins(make_one, stored, under_way):
+    """A thread cannot be started: the pool keeps the job all the same."""
+    active, (_, started) = stored(), under_way
+    pool, done = plugin_of(active)._workers.load, threading.Event()
+    submit, left = pool.submit, [5]
+
+    def failing(*args):
+        submit(*args)
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+
+    with make_one() as llama, pytest.MonkeyPatch.context() as patch:
+        for _ in range(pool._max_workers):
+            submit(done.wait, 60)
+        patch.setattr(pool, "submit", failing)
+        with pytest.raises(PluginError, match="can't start new thread"):
+            ask(llama, PROMPT, 1)
+        done.set()
+        submit(int).result()
+        assert not started.is_set()
+        assert position_after(llama) == 0
