@@ -14,9 +14,14 @@ from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
 DENSITIES = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=6).map(np.array)
 
 
+def weight(density):
+    """What a chunk counts for: the attention it got, and that it may be asked for later."""
+    return density**2 + 3 * np.median(density) ** 2
+
+
 def kept(density, bits):
     """Information that is kept (Eq 3)."""
-    return float((density**2 * (1 - 4.0**-bits)).sum())
+    return float((weight(density) * (1 - 4.0**-bits)).sum())
 
 
 def test_density_is_the_mean_of_the_scores():
@@ -40,6 +45,13 @@ def test_first_chunk_that_gets_most_attention_keeps_most():
     assert bits[0] == 8
     assert set(bits[21:]) == {2, 4}
     assert bits.mean() <= 4
+
+
+def test_what_got_no_attention_may_be_asked_for_later():
+    density = np.array([*[1.0] * 30, *[1e-3] * 30, *[10.0] * 4])
+    bits = choose_levels(density, (8, 6, 5, 4, 3, 2), 0.5)
+    assert (bits[:30].min(), bits[30:60].min()) == (4, 3)
+    assert bits[60:].min() > bits[:60].max()
 
 
 def test_lowest_level_is_kept_below_every_mean():
@@ -71,7 +83,9 @@ def test_nothing_better_can_be_paid(density, levels, ratio):
     )
     rising = sorted(levels)
     step = max(4.0**-low - 4.0**-high for low, high in itertools.pairwise(rising))
-    assert kept(density, bits) >= best - density.max() ** 2 * step - 1e-12  # all but the last step
+    assert (
+        kept(density, bits) >= best - weight(density).max() * step - 1e-12
+    )  # all but the last step
 
 
 @given(DENSITIES, st.floats(0.25, 1.0))
