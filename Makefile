@@ -37,8 +37,9 @@ lint: setup $(VENV)/.clients
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# All of them, or BENCH=bench_codec.py; LLMAAS_BENCH_QUICK=1 only shows that they work.
 bench: setup
-	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only
+	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only
 
 setup: $(VENV)/.installed
 

@@ -28,7 +28,8 @@ TEXT_CHARACTERS = 20_000  # of each file
 LENGTHS = {"short": (100, 200), "long": (400, 1000)}
 TURN, ANSWER = (20, 120), 15
 STEPS = ((1, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 2), (8, 2), (1, 4))
-ROUNDS = 30
+ROUNDS = {"200m": 30, "1b": 12}
+N_PREFILL = 512
 
 
 class Native:
@@ -84,8 +85,12 @@ def bench_cost(request, benchmark, size, what, row_step):
         model = stack.enter_context(loaded(request.getfixturevalue(f"model_{size}")))
         context = stack.enter_context(batches(model))
 
+        n_kept = 0 if what == "prefill" else N_PREFILL
+        if n_kept:
+            context.prefill(n_kept)
+
         def vanilla():
-            context.prefill(512) if what == "prefill" else context.generate()
+            context.generate() if n_kept else context.prefill(N_PREFILL)
 
         tap = contextlib.ExitStack()
 
@@ -95,11 +100,9 @@ def bench_cost(request, benchmark, size, what, row_step):
 
         def before():
             tap.close()
-            context.clear()
-            if what == "generate":
-                context.prefill(512)
+            context.cut(n_kept)
 
-        compare(benchmark, ours, vanilla, before=before, rounds=ROUNDS)
+        compare(benchmark, ours, vanilla, before=before, rounds=ROUNDS[size])
 
 
 def texts(llama):

@@ -43,6 +43,10 @@ class Batches:
         """Forget all tokens."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), False)
 
+    def cut(self, n: int) -> None:
+        """Forget all but the first ``n`` tokens."""
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.ctx), 0, n, -1)
+
     def prefill(self, n: int) -> None:
         """Evaluate ``n`` tokens as one batch; ``clear`` comes first."""
         self._decode(n)

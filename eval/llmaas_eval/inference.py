@@ -35,8 +35,8 @@ class Lengths(NamedTuple):
     n_prompt: int = 512
     n_tokens: int = 32
     n_turns: int = 3
-    n_question: int = 60
-    n_reply: int = 24
+    n_question: int = 40
+    n_reply: int = 16
 
     @property
     def n_ctx(self) -> int:
