@@ -159,4 +159,4 @@ FIGURES: Mapping[str, _Figure] = {
     "curve": _curve,
     "recall": _recall,
 }
-DEFAULT_N: Mapping[str, int] = {"fig6b": 40, "fig12": 60, "curve": 6, "recall": 40}
+DEFAULT_N: Mapping[str, int] = {"fig6b": 40, "fig12": 40, "curve": 6, "recall": 30}
