@@ -339,7 +339,10 @@ class Transfer:
             return 0
         chunks = [chunk for run in runs for chunk in run.chunks]
         n_cells, n_tokens = sum(chunk.n_tokens for chunk in chunks), 0
-        blob = sparse(_native.blob_size(geometry, n_cells))
+        try:
+            blob = sparse(_native.blob_size(geometry, n_cells))
+        except OSError:  # addresses cost something here
+            return 0
         _native.blob_init(geometry, blob, range(kept, kept + n_cells))
         self._cells.truncate(kept)
         landings = self._cells.land(self._memory, blob, geometry.n_planes, is_first=not kept)

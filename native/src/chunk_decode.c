@@ -96,7 +96,6 @@ static void aim(const target * to, uint32_t i_plane, llmaas_kv_span * span) {
             span->n_cells = landing->step / span->plane.el;
         }
     }
-    span->src = span->dst;
 }
 
 /* Returns how many leading jobs are complete: a corrupt one drops itself and all behind it. */
