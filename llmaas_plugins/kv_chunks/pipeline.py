@@ -98,6 +98,7 @@ class Loader:
             self._store.ram_capacity // _AHEAD_SHARE if reads_ahead else 0,
         )
         try:
+            feed.start()
             yield from _in_order(parts, start, lambda _, at: feed.next_part(at))
         finally:
             feed.close()
@@ -114,7 +115,7 @@ class _Feed:
         workers: Workers,
         ahead_bytes: int,
     ) -> None:
-        """Begin.
+        """Do nothing yet.
 
         Args:
             load: Does the work.
@@ -132,8 +133,11 @@ class _Feed:
         self._n_done = 0
         self._reads: list[list[Future[None]]] = []
         self._jobs: deque[_Job] = deque()
+
+    def start(self) -> None:
+        """Begin to read, and to fill the buffers."""
         self._read_ahead()
-        for i in range(min(Staging.BUFFERS, len(parts))):
+        for i in range(min(Staging.BUFFERS, len(self._parts))):
             self._decode(i)
 
     def next_part(self, start: int) -> Generator[Segment | Gap, None, int]:
@@ -154,9 +158,7 @@ class _Feed:
     def close(self) -> None:
         """Let nothing be under way any more."""
         futures: list[Future[Any]] = list(itertools.chain(*self._reads, *self._jobs))
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        wait([future for future in futures if not future.cancel()])
 
     def _read_ahead(self) -> None:
         """Submit reads of the parts that the engine did not take, up to ``_ahead_bytes``."""
@@ -165,8 +167,9 @@ class _Feed:
             waiting = itertools.chain(*self._parts[self._n_done : i + 1])
             if i >= self._n_done + Staging.BUFFERS and _bytes(waiting) > self._ahead_bytes:
                 return
-            submit = self._workers.ahead.submit
-            self._reads.append([submit(self._load.read, record) for record in self._records[i]])
+            submit, reads = self._workers.ahead.submit, self._reads
+            reads.append([])
+            reads[i].extend(submit(self._load.read, record) for record in self._records[i])
 
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
@@ -175,10 +178,10 @@ class _Feed:
         blob, first = self._staging.buffer(i)[: self._load.blob_bytes(part)], 0
         into = self._load.into_blob(blob, _n_tokens(part))
         job: _Job = []
+        self._jobs.append(job)
         for record, read in zip(records, reads, strict=True):
             job.append(self._workers.load.submit(self._load.record, record, first, into, read))
             first += _n_tokens(record)
-        self._jobs.append(job)
 
 
 _Job = list[Future[int]]
