@@ -9,6 +9,7 @@ import pytest
 
 from llmaas_eval.tolerance.coded import MAX_BITS, Coded
 from llmaas_eval.tolerance.outcome import interval
+from llmaas_eval.tolerance.pictures import draw_curves
 from llmaas_eval.tolerance.recall import make_alike, make_facts, make_recall, make_training
 from llmaas_eval.tolerance.report import (
     DISTANCE,
@@ -235,6 +236,18 @@ def test_tasks_are_apart_and_together():
 def test_a_lower_perplexity_is_a_distance_too():
     both = rows(*OURS, [0.001] * 5, "surprise") + rows(*STATIC, [-0.004] * 5, "surprise")
     assert "| 0.10 | 0.40 | -0.30 (" in task_table(both, [(OURS, STATIC)], DISTANCE)
+
+
+def test_a_picture_has_a_panel_for_each_probe(tmp_path):
+    points = rows("static", 4.0, [0.9], "right") + rows("static", 2.0, [0.6], "right")
+    draw_curves({"facts": points}, "right", tmp_path / "one.png")
+    draw_curves({"facts": points, "alike": points}, "right", tmp_path / "two.png")
+    one, two = (width(tmp_path / name) for name in ("one.png", "two.png"))
+    assert two > 1.5 * one
+
+
+def width(png):
+    return int.from_bytes(png.read_bytes()[16:20], "big")
 
 
 def test_arms_of_other_means_are_other_arms():
