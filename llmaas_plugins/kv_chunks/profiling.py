@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.planning import Costs
 
-__all__ = ["Line", "Profile"]
+__all__ = ["Line", "Profile", "non_negative"]
 
 _MOST_POINTS = 64
 _ENOUGH_BYTES = 4 << 20
@@ -66,7 +66,7 @@ class Line:
             points = np.array(self._points)
             age = np.arange(len(points))[::-1]
             weights = np.sqrt(self._fading**age) / points[:, 0]
-            self._fit = _non_negative(points[:, 1:] * weights[:, None], points[:, 0] * weights)
+            self._fit = non_negative(points[:, 1:] * weights[:, None], points[:, 0] * weights)
         return self._fit
 
     def points(self) -> list[tuple[float, ...]]:
@@ -155,9 +155,7 @@ class Profile:
         return {"recompute": self._recompute, "read": self._read, "load": self._load}
 
 
-def _non_negative(
-    amounts: NDArray[np.float64], seconds: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def non_negative(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares without negative values; the shortest answer where there are several."""
     kept = np.arange(amounts.shape[1])
     found = np.zeros(len(kept))

@@ -10,6 +10,7 @@ import numpy as np
 
 from llmaas_eval.switching.engine import SequenceEngine
 from llmaas_eval.switching.systems.base import app_cells
+from llmaas_plugins.kv_chunks.profiling import non_negative
 
 __all__ = ["Cost", "measure_cost"]
 
@@ -39,8 +40,7 @@ class Cost:
         """Seconds for ``n_tokens`` that follow ``start`` others."""
         if n_tokens == 0:
             return 0.0
-        seconds = _terms(start, n_tokens) @ (self.call_s, self.token_s, self.pair_s)
-        return max(0.0, float(seconds))  # a fit through noise may dip below it near zero
+        return float(_terms(start, n_tokens) @ (self.call_s, self.token_s, self.pair_s))
 
 
 def measure_cost(model: Path, max_tokens: int) -> Cost:
@@ -53,7 +53,7 @@ def measure_cost(model: Path, max_tokens: int) -> Cost:
         lengths += [(2 * quarter, quarter // 2), (2 * quarter, quarter)]
         seconds = np.array([_measure(engine, *length) for length in lengths])
         terms = np.array([_terms(*length) for length in lengths])
-        found = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(lengths)), rcond=None)[0]
+        found = non_negative(terms / seconds[:, None], np.ones(len(lengths)))
         call_s, token_s, pair_s = found.tolist()
         cost = Cost(call_s, token_s, pair_s, _measure_reply(engine), errors=())
         return replace(cost, errors=_check(engine, cost, max_tokens))

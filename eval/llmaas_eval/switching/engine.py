@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ class SequenceEngine:
         geometry: Of the cells.
     """
 
-    def __init__(self, model: Path, n_cells: int, n_sequences: int) -> None:
+    def __init__(
+        self, model: Path, n_cells: int, n_sequences: int, cell_type: int = llama_cpp.GGML_TYPE_F16
+    ) -> None:
         """Load ``model`` and evaluate a little, so that everything is in place.
 
         Args:
             model: GGUF file.
             n_cells: Cells at most; rounded down to what llama.cpp can do.
             n_sequences: Sequences for the caller, from 0; one more is used here.
+            cell_type: Of keys and values.
         """
         set_verbose(False)
         llama_cpp.llama_backend_init()
@@ -50,6 +54,8 @@ class SequenceEngine:
         params.n_seq_max, params.kv_unified = n_sequences + 1, True
         params.n_batch = params.n_ubatch = 512
         params.flash_attn_type = 1
+        params.type_k = params.type_v = cell_type
+        params.n_threads, params.n_threads_batch = _threads()
         self.ctx: Any = llama_cpp.llama_init_from_model(self._model, params)
         if self.ctx is None:
             raise RuntimeError(f"llama.cpp could not make a context of {params.n_ctx} cells")
@@ -108,6 +114,12 @@ class SequenceEngine:
         """Free both."""
         llama_cpp.llama_free(self.ctx)
         llama_cpp.llama_model_free(self._model)
+
+
+def _threads() -> tuple[int, int]:
+    """Threads for single tokens and for batches, as ``Llama`` takes them."""
+    n_cores = multiprocessing.cpu_count()
+    return max(n_cores // 2, 1), n_cores
 
 
 def token_bytes(model: Path) -> int:

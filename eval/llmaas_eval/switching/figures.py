@@ -9,18 +9,18 @@ from typing import Any
 __all__ = ["ABLATIONS", "FIGURES", "OURS", "Case", "Figure", "Grid"]
 
 OURS = "ours"
-_PAPER = (OURS, "LMK", "Swapping", "vLLM-S", "vLLM-SQ")
+_PAPER = (OURS, "LMK", "Swapping", "vLLM-S", "vLLM-SQ", "vLLM-SQ in cells")
 _ALL = (*_PAPER, "LlamaRAMCache", "LlamaDiskCache")
 
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
     "without tolerance-aware compression": {"codec": "int8"},
     "without recompute": {"recompute": False},
-    "without parking": {"parked_tokens": 0},
-    "without LCTRU": {"eviction": "lru"},
     "without ahead-of-time writes": {"swap_out": "on_demand"},
+    "with LCTRU": {"eviction": "lctru"},
+    "with parking": {"parked_tokens": 8192},
 }
-"""Settings of the plugin that leave out one technique each."""
+"""Settings of the plugin that leave out one technique each, or take one that is off by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _chunk_sizes(grid: Grid) -> Iterator[Case]:
     """Ours has chunks of 16 tokens, so the two systems are varied whose idea chunks are."""
     yield grid.case(OURS, options={**grid.ours})
     for n_tokens in (4, 8, 16, 32, 64, 128):
-        for system in ("vLLM-S", "vLLM-SQ"):
+        for system in ("vLLM-S", "vLLM-SQ in cells"):
             yield grid.case(system, options={"chunk_tokens": n_tokens})
 
 

@@ -82,7 +82,7 @@ def summary(run: RunResult) -> Summary:
         behind_ms=1e3 * _mean(calls, "background_s"),
         read_mib=(_mean(calls, "read_bytes") + _mean(calls, "later_read_bytes")) / _MIB,
         written_mib=(_mean(calls, "written_bytes") + _mean(calls, "later_written_bytes")) / _MIB,
-        recomputed=sum(call.n_missing for call in calls) / max(1, n_tokens),
+        recomputed=sum(call.n_computed + call.n_missing for call in calls) / max(1, n_tokens),
         peak_mib=run.peak_bytes / _MIB,
         limit_mib=run.limit_bytes / _MIB,
     )

@@ -22,6 +22,7 @@ class CallResult:
         n_resident: Of those it had, in the engine's cells.
         n_ram: In other memory.
         n_disk: On disk.
+        n_computed: Nowhere, or slow to read: computed again on entering.
         n_missing: Nowhere: computed again.
         enter_s: To bring the context in, with reclaim.
         recompute_s: What ``n_missing`` cost, from the measured cost.
@@ -41,6 +42,7 @@ class CallResult:
     n_resident: int
     n_ram: int
     n_disk: int
+    n_computed: int
     n_missing: int
     enter_s: float
     recompute_s: float

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from llmaas_plugins import _native
@@ -13,6 +15,7 @@ __all__ = ["PIECE_TOKENS", "SyntheticCells", "rows_of"]
 PIECE_TOKENS = 128
 _POOL_TOKENS = 512
 _STRIDE = 61
+_KINDS = (GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0)
 _HEAD_BYTES = 12  # of each layer's K or V: type and bytes of a row
 
 
@@ -20,7 +23,7 @@ class SyntheticCells:
     """A pool of rows, from which any context's cells are cut.
 
     Attributes:
-        geometry: Of the engine's cells; f16, and V not transposed.
+        geometry: Of the engine's cells; f16 or q8_0, and V not transposed.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
@@ -28,13 +31,16 @@ class SyntheticCells:
 
         Keys get channels of their own size and mean, some far out; values none.
         """
-        if geometry.v_trans or (geometry.type_k, geometry.type_v) != (1, 1):
-            raise ValueError(f"found cells of {geometry}, expected f16 with flash attention on")
+        kind = GGMLQuantizationType(geometry.type_k)
+        if geometry.v_trans or geometry.type_v != kind or kind not in _KINDS:
+            raise ValueError(
+                f"found cells of {geometry}, expected f16 or q8_0 with flash attention on"
+            )
         self.geometry = geometry
-        rng = np.random.default_rng(0)
-        keys = [_draw(rng, row // 2, channels=True) for row in geometry.k_row]
-        values = [_draw(rng, row // 2, channels=False) for row in geometry.v_row if row]
-        self._pool = [_looped(rows) for rows in (*keys, *values)]
+        rng, (n_values, n_bytes) = np.random.default_rng(0), GGML_QUANT_SIZES[kind]
+        widths = [row // n_bytes * n_values for row in (*geometry.k_row, *geometry.v_row) if row]
+        drawn = [_draw(rng, n, channels=i < geometry.n_layer) for i, n in enumerate(widths)]
+        self._pool = [_looped(quantize(rows, kind)) for rows in drawn]
         self._blob = np.zeros(_native.blob_size(geometry, PIECE_TOKENS), dtype=np.uint8)
 
     def blob(self, context: int, window: int, start: int, n_tokens: int) -> NDArray[np.uint8]:
@@ -75,7 +81,6 @@ def _draw(rng: np.random.Generator, n_channels: int, *, channels: bool) -> NDArr
     return values * scale + mean
 
 
-def _looped(rows: NDArray[np.float32]) -> NDArray[np.uint8]:
+def _looped(rows: NDArray[np.generic]) -> NDArray[np.uint8]:
     """As bytes, the beginning once more at the end."""
-    looped = np.concatenate([rows, rows[:PIECE_TOKENS]]).astype(np.float16)
-    return looped.view(np.uint8)
+    return np.concatenate([rows, rows[:PIECE_TOKENS]]).view(np.uint8)

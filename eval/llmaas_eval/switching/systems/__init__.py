@@ -8,7 +8,7 @@ from llmaas_eval.switching.systems.base import BudgetTooSmallError, Entered, Set
 from llmaas_eval.switching.systems.caches import DiskCache, RAMCache
 from llmaas_eval.switching.systems.in_cells import Killing, Swapping
 from llmaas_eval.switching.systems.ours import Ours
-from llmaas_eval.switching.systems.paged import PagedSwapping
+from llmaas_eval.switching.systems.paged import PagedSwapping, QuantisedCells
 from llmaas_eval.switching.systems.quantised import QuantisedSwapping
 
 __all__ = ["SYSTEMS", "BudgetTooSmallError", "Entered", "Setting", "System"]
@@ -19,6 +19,7 @@ SYSTEMS: Mapping[str, Callable[[Setting], System]] = {
     "Swapping": Swapping,
     "vLLM-S": PagedSwapping,
     "vLLM-SQ": QuantisedSwapping,
+    "vLLM-SQ in cells": QuantisedCells,
     "LlamaRAMCache": RAMCache,
     "LlamaDiskCache": DiskCache,
 }

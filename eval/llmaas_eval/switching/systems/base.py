@@ -66,12 +66,14 @@ class Entered:
         n_resident: They were in its cells.
         n_ram: They came from other memory.
         n_disk: They were read.
+        n_computed: They were evaluated again, in the time that was measured.
         n_missing: They must be evaluated again; the replay charges that.
     """
 
     n_resident: int = 0
     n_ram: int = 0
     n_disk: int = 0
+    n_computed: int = 0
     n_missing: int = 0
 
 

@@ -55,7 +55,9 @@ class _Cache(OneContext):
         self._llama._ctx.kv_cache_seq_rm(0, n_held, -1)
         n_missing = len(prompt) - n_held
         return (
-            self._entered(n_cached, n_missing) if n_cached else Entered(n_resident, 0, 0, n_missing)
+            self._entered(n_cached, n_missing)
+            if n_cached
+            else Entered(n_resident=n_resident, n_missing=n_missing)
         )
 
     def leave(self, step: Step) -> None:

@@ -10,6 +10,7 @@ import os
 from abc import abstractmethod
 
 import numpy as np
+from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_eval.switching.engine import SequenceEngine
@@ -33,14 +34,16 @@ _PIECE_TOKENS = 64
 
 
 class InCells(System):
-    """What the three have in common."""
+    """What all have in common."""
+
+    cell_type = llama_cpp.GGML_TYPE_F16
 
     def __init__(self, setting: Setting, buffer_bytes: int) -> None:
         """Size the cache by what the budget leaves beside the buffers."""
         n_cells = (setting.budget - SLACK_BYTES - buffer_bytes) // setting.token_bytes
         if n_cells < app_cells(setting.max_tokens):
             raise BudgetTooSmallError(f"{setting.budget} bytes are room for {n_cells} cells")
-        self._engine = SequenceEngine(setting.model, n_cells, setting.contexts)
+        self._engine = SequenceEngine(setting.model, n_cells, setting.contexts, self.cell_type)
         super().__init__(setting, self._engine.geometry)
         self._resident: dict[int, int] = {}
         """Tokens in the cells by context, the one called longest ago first."""

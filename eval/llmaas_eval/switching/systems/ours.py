@@ -105,9 +105,14 @@ class Ours(OneContext):
         n_kept = common_prefix(resident, step.before)
         n_held = n_kept if restored is None else restored.n_tokens
         n_loaded = 0 if restored is None else restored.n_loaded
+        n_computed = 0 if restored is None else restored.n_recomputed
         self._cut(step.context, n_held)
-        n_missing = len(step.before) - n_held
-        return Entered(n_held - n_loaded, n_disk=n_loaded, n_missing=n_missing)
+        return Entered(
+            n_resident=n_held - n_loaded - n_computed,
+            n_disk=n_loaded,
+            n_computed=n_computed,
+            n_missing=len(step.before) - n_held,
+        )
 
     def cells(self, step: Step) -> NDArray[np.uint8]:
         with self._engine.lent():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
+from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_eval.switching.steps import Step
@@ -18,10 +20,13 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, Status
 from llmaas_plugins.kv_chunks.extents import page_round
 
-__all__ = ["PagedSwapping"]
+__all__ = ["PagedSwapping", "QuantisedCells"]
 
 _PART_TOKENS = 64
 """Tokens that travel at a time, or a chunk."""
+
+_Q8_0, _F16 = 34, 64
+"""Bytes of 32 values."""
 
 _Part = Sequence[int]
 """Neighbouring chunks of one context."""
@@ -145,3 +150,12 @@ class PagedSwapping(InCells):
 
     def _key(self, context: int, chunk: int) -> bytes:
         return b"".join(n.to_bytes(16, "little") for n in (context, chunk))
+
+
+class QuantisedCells(PagedSwapping):
+    """The same with 8-bit cells, as llama.cpp has them: the engine reads what is in the cache."""
+
+    cell_type = llama_cpp.GGML_TYPE_Q8_0
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(replace(setting, token_bytes=setting.token_bytes * _Q8_0 // _F16))
