@@ -187,7 +187,7 @@ class NativeContext(Protocol):
 
         Args:
             row_step: Look at one of ``row_step`` queries only, others in each layer and group of
-                heads.
+                heads; in smaller batches at one of ``4 * row_step``, which counts four times.
             layer_step: Look at every ``layer_step``-th layer only. 1 and 1 is exact.
         """
 

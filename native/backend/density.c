@@ -10,6 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Queries that come alone cost several times what they cost among others, since nothing is shared, and a thread waits. So
+ * fewer of them are looked at, and each counts for as many. */
+enum { ALONE = 4 };
+
 struct llmaas_density {
     uint32_t              n_pos;
     uint32_t              n_layer;
@@ -58,8 +62,14 @@ static void start_again(llmaas_density * density, const llmaas_attention * node)
     }
 }
 
+/* Of how many sampled queries a sampled one of this node stands for. */
+static uint32_t weight_of(const llmaas_density * density, const llmaas_attention * node) {
+    return node->n_tokens < density->row_step ? ALONE : 1;
+}
+
 static void add_to_positions(
     llmaas_density * density, const llmaas_density_worker * w, const llmaas_attention * node, const llmaas_cell_map * map) {
+    const uint32_t          weight = weight_of(density, node);
     const llmaas_tap_view * view   = node->view;
     int64_t                 n_seen = 0;
     for (int64_t column = 0; column < node->n_kv; ++column) {
@@ -68,8 +78,8 @@ static void add_to_positions(
                         : llmaas_attention_position(view, column);
         n_seen += w->deltas[column];
         if (position >= 0 && position < density->n_pos) {
-            density->sums[position] += w->sums[column];
-            density->counts[position] += (uint64_t) n_seen;
+            density->sums[position] += weight * w->sums[column];
+            density->counts[position] += weight * (uint64_t) n_seen;
         }
     }
 }
@@ -111,7 +121,7 @@ static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
     if (!has_cells(&node)) {
         return;
     }
-    llmaas_density_worker_run(&density->workers[ith], &node, density->row_step, ith, nth);
+    llmaas_density_worker_run(&density->workers[ith], &node, weight_of(density, &node) * density->row_step, ith, nth);
     if (atomic_fetch_add(&density->n_finished, 1) + 1 == nth) {
         atomic_store(&density->n_finished, 0);
         merge(density, &node, nth);

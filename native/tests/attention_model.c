@@ -149,10 +149,10 @@ static struct ggml_tensor * build_node(
 }
 
 /* Without flash attention, the tap does not know which heads share keys. */
-static bool is_sampled(const shape * of, int layer, int position, int head) {
+static bool is_sampled(const shape * of, int layer, int position, int head, uint32_t step) {
     const int      group = of->is_soft_max ? head : head / (of->n_head / of->n_head_kv);
     const uint32_t turn  = (uint32_t) (position + 5 * layer + 3 * group);
-    return turn % of->row_step == of->row_step - 1;
+    return turn % step == step - 1;
 }
 
 void evaluate(model * m, int from, int n_tokens) {
@@ -161,6 +161,7 @@ void evaluate(model * m, int from, int n_tokens) {
     struct ggml_tensor *  sinks     = m->of.has_sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, m->of.n_head) : NULL;
     llmaas_tap_view       views[N_LAYER];
     int                   n_views = 0;
+    const uint32_t        weight  = (uint32_t) n_tokens < m->of.row_step ? 4 : 1;
     for (int i = 0; i < n_tokens; ++i) {
         ((int32_t *) positions->data)[i] = from + i;
     }
@@ -185,9 +186,9 @@ void evaluate(model * m, int from, int n_tokens) {
         }
         for (int row = 0; row < n_tokens * m->of.n_head; ++row) {
             const int position = from + row / m->of.n_head;
-            if (is_sampled(&m->of, layer, position, row % m->of.n_head)) {
+            if (is_sampled(&m->of, layer, position, row % m->of.n_head, weight * m->of.row_step)) {
                 expect_row(m, layer, position, row % m->of.n_head, (const float *) query->data + row * m->of.d,
-                           sinks ? sinks->data : NULL);
+                           sinks ? sinks->data : NULL, weight);
             }
         }
         struct ggml_tensor * mask = build_mask(ctx, m, layer, from, n_tokens);

@@ -52,6 +52,6 @@ float     mask_at(const model * m, int layer, int cell, int position, int head);
 uint8_t * key_at(const model * m, int layer, int cell, int head);
 
 /* Add what a query gives under one head. */
-void expect_row(model * m, int layer, int position, int head, const float * query, const float * sinks);
+void expect_row(model * m, int layer, int position, int head, const float * query, const float * sinks, uint32_t weight);
 
 #endif

@@ -44,8 +44,9 @@ static double dot(const model * m, int layer, int cell, int head, const float * 
     return sum;
 }
 
-/* Eq 1's numerator and denominator. */
-void expect_row(model * m, int layer, int position, int head, const float * query, const float * sinks) {
+/* Eq 1's numerator and denominator, of a row that stands for `weight`. */
+void expect_row(
+    model * m, int layer, int position, int head, const float * query, const float * sinks, uint32_t weight) {
     float  rounded[MAX_D];
     double scores[N_CELLS];
     double sum = sinks ? exp((double) sinks[head]) : 0.0;
@@ -62,8 +63,8 @@ void expect_row(model * m, int layer, int position, int head, const float * quer
     for (int cell = 0; cell < N_CELLS; ++cell) {
         const int at = m->resident[layer][cell];
         if (scores[cell] > 0.0 && at < N_POS && m->is_noted[layer][cell]) {
-            m->sums[at] += scores[cell] / sum;
-            m->counts[at] += 1;
+            m->sums[at] += weight * scores[cell] / sum;
+            m->counts[at] += weight;
         }
     }
 }

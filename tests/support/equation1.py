@@ -90,15 +90,17 @@ class Equation1:
             rows = np.arange(start, start + n_rows)
             if layer == 0:
                 self.sums[rows], self.counts[rows] = 0, 0
+            weight = 4 if n_rows < self._row_step else 1
+            step = weight * self._row_step
             if layer % self._layer_step == self._layer_step - 1:
                 for head in range(n_heads):
                     turn = rows + 5 * layer + 3 * (head * groups // n_heads)
-                    looked_at = turn % self._row_step == self._row_step - 1
-                    self._add(probabilities[head, looked_at], mask[:n_rows][looked_at])
+                    looked_at = turn % step == step - 1
+                    self._add(probabilities[head, looked_at], mask[:n_rows][looked_at], weight)
             if layer == last:
                 start += n_rows
 
-    def _add(self, probabilities, mask):
+    def _add(self, probabilities, mask, weight):
         n = min(len(self.sums), mask.shape[1])
-        self.sums[:n] += probabilities.sum(0, dtype=np.float64)[:n]
-        self.counts[:n] += np.isfinite(mask[:, :n]).sum(0).astype(np.uint64)
+        self.sums[:n] += weight * probabilities.sum(0, dtype=np.float64)[:n]
+        self.counts[:n] += (weight * np.isfinite(mask[:, :n]).sum(0)).astype(np.uint64)

@@ -57,8 +57,8 @@ typedef struct llmaas_tap {
 typedef struct llmaas_density llmaas_density;
 
 /* n_pos: positions counted, from 0. n_layer: of the model. Only layers l with l % layer_step == layer_step - 1 are looked
- * at, and one of row_step consecutive queries, others in each layer and group of heads; 1 and 1 is exact. NULL: out of
- * memory, or a step is 0. */
+ * at, and one of row_step consecutive queries, others in each layer and group of heads; 1 and 1 is exact. In batches of
+ * fewer than row_step, one of 4 row_step is, and counts four times. NULL: out of memory, or a step is 0. */
 LLMAAS_API llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t row_step, uint32_t layer_step);
 LLMAAS_API void             llmaas_density_free(llmaas_density * density); /* after its subscription ended */
 LLMAAS_API llmaas_tap       llmaas_density_tap(llmaas_density * density);
