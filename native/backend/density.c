@@ -106,6 +106,33 @@ static void merge(llmaas_density * density, const llmaas_attention * node, int n
     pthread_mutex_unlock(&density->mutex);
 }
 
+/* A graph's inputs are there before it is computed. */
+static bool is_input(const struct ggml_tensor * tensor) {
+    return !tensor || (tensor->view_src ? tensor->view_src : tensor)->op == GGML_OP_NONE;
+}
+
+/* A few tokens of which no query is looked at in this layer: all that is to be done is to remember their cells. */
+static bool settles(void * user, const llmaas_tap_view * view) {
+    llmaas_density *       density = user;
+    const llmaas_attention node    = llmaas_attention_of(view);
+    if (node.n_tokens >= density->row_step || !view->cells || !is_input(view->cells) || !is_input(view->positions) ||
+        !has_cells(&node) || llmaas_density_is_sampled(&node, weight_of(density, &node) * density->row_step)) {
+        return false;
+    }
+    llmaas_cell_map * map = &density->maps[view->layer];
+    pthread_mutex_lock(&density->mutex);
+    const bool is_settled = llmaas_cell_map_reserve(map, node.first_cell + node.n_kv, density->n_pos) &&
+                            !llmaas_cell_map_has_restored(map);
+    if (is_settled) {
+        if (view->is_first) {
+            start_again(density, &node);
+        }
+        llmaas_cell_map_learn(map, &node);
+    }
+    pthread_mutex_unlock(&density->mutex);
+    return is_settled;
+}
+
 static bool wants(void * user, int layer) {
     const llmaas_density * density = user;
     return layer >= 0 && (uint32_t) layer < density->n_layer &&
@@ -177,7 +204,7 @@ void llmaas_density_free(llmaas_density * density) {
 }
 
 llmaas_tap llmaas_density_tap(llmaas_density * density) {
-    return (llmaas_tap){.kind = LLMAAS_TAP_ATTENTION, .user = density, .wants = wants, .run = run};
+    return (llmaas_tap){.kind = LLMAAS_TAP_ATTENTION, .user = density, .wants = wants, .settles = settles, .run = run};
 }
 
 /* Start positions again at 0. */

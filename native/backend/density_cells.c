@@ -99,6 +99,8 @@ static uint32_t count_restored(const llmaas_cell_map * map, uint32_t end) {
     return n;
 }
 
+bool llmaas_cell_map_has_restored(const llmaas_cell_map * map) { return count_restored(map, map->n_pos) > 0; }
+
 static bool is_restored(const llmaas_cell_map * map, const llmaas_attention * node, int64_t row, int64_t cell) {
     return map->positions[cell] < 0 && llmaas_attention_sees(node, row, cell);
 }

@@ -26,6 +26,8 @@ void llmaas_cell_map_read(const llmaas_cell_map * map, uint32_t n, int32_t * cel
 /* See llmaas_density_place. */
 void llmaas_cell_map_place(llmaas_cell_map * map, uint32_t n_kept, uint32_t n, const int32_t * cells);
 
+/* Whether some position waits to be found among the cells that a query sees. */
+bool llmaas_cell_map_has_restored(const llmaas_cell_map * map);
 /* Learn from a node: where its tokens went, then where restored ones must be. */
 void llmaas_cell_map_learn(llmaas_cell_map * map, const llmaas_attention * node);
 

@@ -287,6 +287,14 @@ static int64_t count_sampled(const llmaas_attention * node, int64_t group, uint3
     return n_rows;
 }
 
+bool llmaas_density_is_sampled(const llmaas_attention * node, uint32_t row_step) {
+    bool is_sampled = false;
+    for (int64_t group = 0; group < node->n_head_kv && !is_sampled; ++group) {
+        is_sampled = next_sampled(node, group, -1, row_step) < node->n_tokens;
+    }
+    return is_sampled;
+}
+
 /* Whether this thread's n queries of a group are worth making tiles; if so there is room for them. */
 static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, int64_t n_queries) {
     if (!node->is_flash || n_queries < MIN_TILED_QUERIES) {

@@ -53,6 +53,9 @@ void llmaas_density_worker_free(llmaas_density_worker * w);
 void llmaas_density_find_visible(
     llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head);
 
+/* Whether some query of the node is looked at, under some head. */
+bool llmaas_density_is_sampled(const llmaas_attention * node, uint32_t row_step);
+
 /* Add up thread ith's share of the sampled (query, head) pairs. */
 void llmaas_density_worker_run(
     llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth);

@@ -8,11 +8,12 @@
 
 #include <pthread.h>
 
-enum { MAX_THREADS = 4 };
+enum { MAX_THREADS = 4, MAX_VIEWS = 256 };
 
 typedef struct pool {
     llmaas_tap              tap;
     const llmaas_tap_view * views;
+    bool                    is_settled[MAX_VIEWS];
     int                     n_views;
     int                     n_threads;
     pthread_barrier_t       barrier;
@@ -28,7 +29,9 @@ static inline void * pool_work(void * arg) {
     pool *              p    = self->pool;
     for (int i = 0; i < p->n_views; ++i) {
         pthread_barrier_wait(&p->barrier);
-        p->tap.run(p->tap.user, &p->views[i], self->ith, p->n_threads);
+        if (!p->is_settled[i]) {
+            p->tap.run(p->tap.user, &p->views[i], self->ith, p->n_threads);
+        }
     }
     return NULL;
 }
@@ -37,6 +40,10 @@ static inline void run_tap(llmaas_tap tap, const llmaas_tap_view * views, int n_
     pool        p = {.tap = tap, .views = views, .n_views = n_views, .n_threads = n_threads};
     pthread_t   threads[MAX_THREADS];
     pool_thread args[MAX_THREADS];
+    CHECK(n_views <= MAX_VIEWS);
+    for (int i = 0; i < n_views; ++i) { /* as the engine does, before the graph is computed */
+        p.is_settled[i] = tap.settles && tap.settles(tap.user, &views[i]);
+    }
     CHECK(pthread_barrier_init(&p.barrier, NULL, (unsigned) n_threads) == 0);
     for (int i = 0; i < n_threads; ++i) {
         args[i] = (pool_thread){&p, i};

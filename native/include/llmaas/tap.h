@@ -40,6 +40,9 @@ typedef struct llmaas_tap {
     void *          user;
     /* Whether the nodes of this layer are wanted now; asked for every graph, so it must be quick. NULL: always. */
     bool (*wants)(void * user, int layer);
+    /* Whether a wanted node needs no run(), as positions and cells say enough; what the graph computes is not there yet.
+     * Asked on the thread that starts the graph, node by node. NULL: never. */
+    bool (*settles)(void * user, const llmaas_tap_view * view);
     /* Called by thread ith of nth, 0 <= ith < nth. */
     void (*run)(void * user, const llmaas_tap_view * view, int ith, int nth);
 } llmaas_tap;
