@@ -1,8 +1,10 @@
 /* Subscribed taps. */
 #include "taps.h"
 
+#include <ctype.h>
 #include <limits.h>
-#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 llmaas_status llmaas_taps_add(llmaas_taps * taps, const llmaas_tap * tap) {
     if (taps->n_taps == LLMAAS_MAX_TAPS) {
@@ -27,13 +29,15 @@ llmaas_status llmaas_taps_remove(llmaas_taps * taps, const void * user) {
 
 void llmaas_taps_forget(llmaas_taps * taps) { taps->cells = taps->positions = NULL; }
 
+/* The number behind `prefix` in a tensor's name; -1: it has another name. (sscanf takes longer than all the rest.) */
+static int numbered(const struct ggml_tensor * tensor, const char * prefix) {
+    const size_t n = strlen(prefix);
+    return strncmp(tensor->name, prefix, n) == 0 && isdigit((unsigned char) tensor->name[n]) ? atoi(tensor->name + n) : -1;
+}
+
 /* Layer of the key cache that `tensor` is or views; -1: it is none. */
 static int cache_layer(const struct ggml_tensor * tensor) {
-    int layer = -1;
-    if (tensor->view_src) {
-        tensor = tensor->view_src; /* ggml keeps the root of all views here */
-    }
-    return sscanf(tensor->name, "cache_k_l%d", &layer) == 1 ? layer : -1;
+    return numbered(tensor->view_src ? tensor->view_src : tensor, "cache_k_l"); /* ggml keeps the root of all views there */
 }
 
 /* What a node says about where tokens go: their positions or their cells; NULL: nothing. */
@@ -99,11 +103,10 @@ uint32_t llmaas_taps_states(
 
 /* Layer of an attention node, -1: it is another node. */
 static int attention_layer(const struct ggml_tensor * node) {
-    int layer = -1;
     if (node->op == GGML_OP_FLASH_ATTN_EXT) {
         return cache_layer(node->src[1]);
     }
-    return node->op == GGML_OP_SOFT_MAX && sscanf(node->name, "kq_soft_max-%d", &layer) == 1 ? layer : -1;
+    return node->op == GGML_OP_SOFT_MAX ? numbered(node, "kq_soft_max-") : -1;
 }
 
 uint32_t llmaas_taps_attention(
