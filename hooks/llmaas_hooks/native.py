@@ -211,5 +211,5 @@ class NativeContext(Protocol):
     def stats(self) -> dict[str, int]:
         """Counters: ``graphs`` computed, of them ``passed`` on as they were, and what was changed.
 
-        ``products`` exchanged, steps of ``taps``, and attention of a layer ``narrowed``.
+        ``products`` exchanged, nodes that ``taps`` had, and attention of a layer ``narrowed``.
         """

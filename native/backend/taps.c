@@ -86,9 +86,9 @@ static uint32_t call_taps(llmaas_taps * taps, llmaas_graph * graph, const llmaas
             struct call call   = {*tap, *view};
             call.view.is_first = view->layer <= taps->last_layer[i];
             taps->last_layer[i] = view->layer;
+            n_calls++;
             if (!tap->settles || !tap->settles(tap->user, &call.view)) {
                 llmaas_graph_step(graph, run_tap, &call, sizeof call);
-                n_calls++;
             }
         }
     }

@@ -25,7 +25,7 @@ void llmaas_taps_notice(llmaas_taps * taps, const struct ggml_tensor * node);
 void llmaas_taps_keep(const struct ggml_tensor * node);
 /* Another graph follows. */
 void llmaas_taps_forget(llmaas_taps * taps);
-/* Append the steps of the taps that want the states which a weight's product reads; how many. */
+/* Serve the taps that want the states which a weight's product reads; how many. */
 uint32_t llmaas_taps_states(
     llmaas_taps * taps, llmaas_graph * graph, llmaas_tap_kind kind, int layer, const struct ggml_tensor * states);
 /* Likewise attention: before a FLASH_ATTN_EXT node, after a SOFT_MAX node. 0 for any other node. */

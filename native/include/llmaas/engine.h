@@ -86,7 +86,7 @@ typedef struct llmaas_engine_stats {
     uint64_t n_graphs;   /* given to ggml-cpu */
     uint64_t n_passed;   /* of them, as they were */
     uint64_t n_products; /* exchanged for products with a part of a weight, or with one from elsewhere */
-    uint64_t n_taps;     /* steps added for taps */
+    uint64_t n_taps;     /* nodes that a tap had, with a step of its own or settled without */
     uint64_t n_narrowed; /* attention nodes of layers, exchanged for others over fewer cells, or by heads */
 } llmaas_engine_stats;
 LLMAAS_API void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
