@@ -10,9 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Queries that come alone cost several times what they cost among others, since nothing is shared, and a thread waits. So
- * fewer of them are looked at, and each counts for as many. */
-enum { ALONE = 4 };
+enum { GROUP_TURN = 3, ALONE = 4 };
 
 struct llmaas_density {
     uint32_t              n_pos;
@@ -62,14 +60,18 @@ static void start_again(llmaas_density * density, const llmaas_attention * node)
     }
 }
 
-/* Of how many sampled queries a sampled one of this node stands for. */
-static uint32_t weight_of(const llmaas_density * density, const llmaas_attention * node) {
-    return node->n_tokens < density->row_step ? ALONE : 1;
+/* Rows differ by layer and group, since what one query looks at in some head is much like what it looks at in the others: so
+ * the same number of scores says more. But queries that come alone cost several times what they cost among others: nothing
+ * is shared, and the graph waits. So fewer of them are looked at, under all heads, and each counts for as many. */
+static llmaas_sampling sampling_of(const llmaas_density * density, const llmaas_attention * node) {
+    const bool are_alone = node->n_tokens < density->row_step;
+    return are_alone ? (llmaas_sampling) {ALONE * density->row_step, 0, ALONE}
+                     : (llmaas_sampling) {density->row_step, GROUP_TURN, 1};
 }
 
 static void add_to_positions(
     llmaas_density * density, const llmaas_density_worker * w, const llmaas_attention * node, const llmaas_cell_map * map) {
-    const uint32_t          weight = weight_of(density, node);
+    const uint32_t          weight = sampling_of(density, node).weight;
     const llmaas_tap_view * view   = node->view;
     int64_t                 n_seen = 0;
     for (int64_t column = 0; column < node->n_kv; ++column) {
@@ -116,7 +118,7 @@ static bool settles(void * user, const llmaas_tap_view * view) {
     llmaas_density *       density = user;
     const llmaas_attention node    = llmaas_attention_of(view);
     if (node.n_tokens >= density->row_step || !view->cells || !is_input(view->cells) || !is_input(view->positions) ||
-        !has_cells(&node) || llmaas_density_is_sampled(&node, weight_of(density, &node) * density->row_step)) {
+        !has_cells(&node) || llmaas_density_is_sampled(&node, sampling_of(density, &node))) {
         return false;
     }
     llmaas_cell_map * map = &density->maps[view->layer];
@@ -148,7 +150,7 @@ static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
     if (!has_cells(&node)) {
         return;
     }
-    llmaas_density_worker_run(&density->workers[ith], &node, weight_of(density, &node) * density->row_step, ith, nth);
+    llmaas_density_worker_run(&density->workers[ith], &node, sampling_of(density, &node), ith, nth);
     if (atomic_fetch_add(&density->n_finished, 1) + 1 == nth) {
         atomic_store(&density->n_finished, 0);
         merge(density, &node, nth);

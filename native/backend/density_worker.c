@@ -267,30 +267,30 @@ static bool begin(llmaas_density_worker * w, const llmaas_attention * node) {
     return true;
 }
 
-/* The first row after `row` that is sampled, or n_tokens. Rows differ by layer and group, since what one query looks at
- * in some head is much like what it looks at in the others: so the same number of scores says more. */
-static int64_t next_sampled(const llmaas_attention * node, int64_t group, int64_t row, uint32_t row_step) {
+/* The first row after `row` that is sampled, or n_tokens. */
+static int64_t next_sampled(const llmaas_attention * node, int64_t group, int64_t row, llmaas_sampling sampling) {
     for (++row; row < node->n_tokens; ++row) {
         const int64_t position = llmaas_attention_position(node->view, row);
-        if (position >= 0 && (position + 5 * node->view->layer + 3 * group) % row_step == row_step - 1) {
+        const int64_t turn     = position + 5 * node->view->layer + sampling.group_turn * group;
+        if (position >= 0 && turn % sampling.row_step == sampling.row_step - 1) {
             break;
         }
     }
     return row;
 }
 
-static int64_t count_sampled(const llmaas_attention * node, int64_t group, uint32_t row_step) {
+static int64_t count_sampled(const llmaas_attention * node, int64_t group, llmaas_sampling sampling) {
     int64_t n_rows = 0;
-    for (int64_t row = -1; (row = next_sampled(node, group, row, row_step)) < node->n_tokens;) {
+    for (int64_t row = -1; (row = next_sampled(node, group, row, sampling)) < node->n_tokens;) {
         ++n_rows;
     }
     return n_rows;
 }
 
-bool llmaas_density_is_sampled(const llmaas_attention * node, uint32_t row_step) {
+bool llmaas_density_is_sampled(const llmaas_attention * node, llmaas_sampling sampling) {
     bool is_sampled = false;
     for (int64_t group = 0; group < node->n_head_kv && !is_sampled; ++group) {
-        is_sampled = next_sampled(node, group, -1, row_step) < node->n_tokens;
+        is_sampled = next_sampled(node, group, -1, sampling) < node->n_tokens;
     }
     return is_sampled;
 }
@@ -314,13 +314,13 @@ static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, i
 }
 
 /* Rows are dealt out in turn, which shares a causal mask fairly. */
-static void add_group(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, uint32_t row_step,
+static void add_group(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, llmaas_sampling sampling,
                       int64_t turn, int ith, int nth) {
     const int64_t n_shared = node->n_head / node->n_head_kv;
-    const bool    is_tiled = can_tile(w, node, count_sampled(node, group, row_step) / nth * n_shared);
+    const bool    is_tiled = can_tile(w, node, count_sampled(node, group, sampling) / nth * n_shared);
     pair          pairs[LLMAAS_BLOCK];
     int64_t       n_pairs = 0;
-    for (int64_t row = -1; (row = next_sampled(node, group, row, row_step)) < node->n_tokens;) {
+    for (int64_t row = -1; (row = next_sampled(node, group, row, sampling)) < node->n_tokens;) {
         if (turn++ % nth != ith) {
             continue;
         }
@@ -345,16 +345,16 @@ static void add_group(llmaas_density_worker * w, const llmaas_attention * node, 
 }
 
 void llmaas_density_worker_run(
-    llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth) {
+    llmaas_density_worker * w, const llmaas_attention * node, llmaas_sampling sampling, int ith, int nth) {
     int64_t n_rows = 0;
     for (int64_t group = 0; group < node->n_head_kv; ++group) {
-        n_rows += count_sampled(node, group, row_step);
+        n_rows += count_sampled(node, group, sampling);
     }
     w->has_failed = n_rows > 0 && !begin(w, node);
     w->is_used    = n_rows > 0 && !w->has_failed;
     int64_t turn  = node->view->layer; /* the few rows of a single token go to another thread in each layer */
     for (int64_t group = 0; w->is_used && group < node->n_head_kv; ++group) {
-        add_group(w, node, group, row_step, turn, ith, nth);
-        turn += count_sampled(node, group, row_step);
+        add_group(w, node, group, sampling, turn, ith, nth);
+        turn += count_sampled(node, group, sampling);
     }
 }

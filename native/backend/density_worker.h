@@ -53,11 +53,18 @@ void llmaas_density_worker_free(llmaas_density_worker * w);
 void llmaas_density_find_visible(
     llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head);
 
+/* Which queries are looked at: p of layer l, under the g-th group of heads, if p + 5 l + group_turn g is -1 modulo row_step. */
+typedef struct llmaas_sampling {
+    uint32_t row_step;
+    uint32_t group_turn;
+    uint32_t weight; /* each counts as often */
+} llmaas_sampling;
+
 /* Whether some query of the node is looked at, under some head. */
-bool llmaas_density_is_sampled(const llmaas_attention * node, uint32_t row_step);
+bool llmaas_density_is_sampled(const llmaas_attention * node, llmaas_sampling sampling);
 
 /* Add up thread ith's share of the sampled (query, head) pairs. */
 void llmaas_density_worker_run(
-    llmaas_density_worker * w, const llmaas_attention * node, uint32_t row_step, int ith, int nth);
+    llmaas_density_worker * w, const llmaas_attention * node, llmaas_sampling sampling, int ith, int nth);
 
 #endif

@@ -86,7 +86,8 @@ static enum ggml_status compute_rewritten(llmaas_engine * engine, int32_t level,
     struct ggml_cgraph * graph  = rewrite(engine, level, original);
     enum ggml_status     status = GGML_STATUS_ALLOC_FAILED;
     if (graph) {
-        status = engine->cpu->iface.graph_compute(&engine->base, graph);
+        const bool is_same = llmaas_graph_is(engine->graph, original);
+        status = engine->cpu->iface.graph_compute(&engine->base, is_same ? original : graph);
         status = llmaas_graph_failed(engine->graph) ? GGML_STATUS_FAILED : status;
     }
     llmaas_weights_unlock(engine->weights);

@@ -189,3 +189,8 @@ struct ggml_cgraph * llmaas_graph_end(llmaas_graph * graph) {
     graph->changed.uid     = 0; /* a backend that caches by uid must not take it for the original */
     return graph->failed ? NULL : &graph->changed;
 }
+
+bool llmaas_graph_is(const llmaas_graph * graph, const struct ggml_cgraph * original) {
+    return graph->n_nodes == (size_t) original->n_nodes &&
+           memcmp(graph->nodes, original->nodes, graph->n_nodes * sizeof *graph->nodes) == 0;
+}

@@ -37,5 +37,7 @@ bool llmaas_graph_failed(const llmaas_graph * graph);
 /* The finished graph, or NULL when memory ran out. Valid until the next begin; to be computed once: steps count in their
  * arguments. */
 struct ggml_cgraph * llmaas_graph_end(llmaas_graph * graph);
+/* Whether nothing was changed after all. */
+bool llmaas_graph_is(const llmaas_graph * graph, const struct ggml_cgraph * original);
 
 #endif

@@ -149,9 +149,10 @@ static struct ggml_tensor * build_node(
 }
 
 /* Without flash attention, the tap does not know which heads share keys. */
-static bool is_sampled(const shape * of, int layer, int position, int head, uint32_t step) {
+static bool is_sampled(const shape * of, int layer, int position, int head, uint32_t weight) {
     const int      group = of->is_soft_max ? head : head / (of->n_head / of->n_head_kv);
-    const uint32_t turn  = (uint32_t) (position + 5 * layer + 3 * group);
+    const uint32_t turn  = (uint32_t) (position + 5 * layer + (weight == 1 ? 3 * group : 0));
+    const uint32_t step  = weight * of->row_step;
     return turn % step == step - 1;
 }
 
@@ -186,7 +187,7 @@ void evaluate(model * m, int from, int n_tokens) {
         }
         for (int row = 0; row < n_tokens * m->of.n_head; ++row) {
             const int position = from + row / m->of.n_head;
-            if (is_sampled(&m->of, layer, position, row % m->of.n_head, weight * m->of.row_step)) {
+            if (is_sampled(&m->of, layer, position, row % m->of.n_head, weight)) {
                 expect_row(m, layer, position, row % m->of.n_head, (const float *) query->data + row * m->of.d,
                            sinks ? sinks->data : NULL, weight);
             }

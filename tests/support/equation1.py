@@ -91,10 +91,10 @@ class Equation1:
             if layer == 0:
                 self.sums[rows], self.counts[rows] = 0, 0
             weight = 4 if n_rows < self._row_step else 1
-            step = weight * self._row_step
+            step, group_turn = weight * self._row_step, 3 if weight == 1 else 0
             if layer % self._layer_step == self._layer_step - 1:
                 for head in range(n_heads):
-                    turn = rows + 5 * layer + 3 * (head * groups // n_heads)
+                    turn = rows + 5 * layer + group_turn * (head * groups // n_heads)
                     looked_at = turn % step == step - 1
                     self._add(probabilities[head, looked_at], mask[:n_rows][looked_at], weight)
             if layer == last:
