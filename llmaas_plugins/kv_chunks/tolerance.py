@@ -24,8 +24,9 @@ INT8_BITS = 8
 _ASKED_LATER = 3.0
 """Squares of the median density that each chunk counts for, as it may be asked for later.
 
-The least of 0, 1, 3 and 10 with which facts that are asked for late are remembered no worse than
-with the same bits for all. Text that simply goes on pays a little for it; docs/figures.md has both.
+The least of 0, 1, 3 and 10 with which facts that are asked for late are not remembered measurably
+worse than with the same bits for all. Text that simply goes on pays a little for it;
+docs/figures.md has both.
 """
 
 
