@@ -11,8 +11,8 @@ import pytest
 from cgroups import file_bytes, memory_group
 
 MIB = 1 << 20
-# Whatever the budget: code, indexes, six threads, the log that SQLite keeps meanwhile.
-OVERHEAD = 7 * MIB
+# Whatever the budget: code, indexes, six threads, 1 MiB of SQLite's log.
+OVERHEAD = 6 * MIB
 # "tolerance" reads attention: a layer's keys as floats, and the code for it.
 TAP, TAP_OF_A_CELL = MIB, 1 << 10
 N_CTX = 1024
@@ -37,7 +37,7 @@ print(json.dumps(status))
 """
 
 
-def run(model, plugins, n_calls=24, own_files=None):
+def run(model, plugins, n_calls=40, own_files=None):
     """Bytes that a process with these plugins needs at most, and their status."""
     job = json.dumps([str(model), plugins, N_CTX, n_calls])
     with memory_group() as group:
