@@ -160,7 +160,7 @@ class ChunkIndex:
     def _prepare(self, new_store_id: bytes) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute("PRAGMA wal_autocheckpoint=256")  # 1 MiB: its pages count in memory cgroups
+        self._db.execute("PRAGMA wal_autocheckpoint=256")  # 1 MiB; cgroups count it
         self._db.execute("PRAGMA secure_delete=ON")  # tokens are text
         (n_tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if n_tables == 0:
