@@ -163,7 +163,8 @@ def chunks_decode(
     """
     views = [as_input(payload) for payload in payloads]
     sizes = [len(view) for view in views]
-    return _decode(geom, ffi.new("uint8_t *[]", views), sizes, firsts, as_output(blob), n_cells)
+    table = ffi.new("uint8_t *[]", views)
+    return _decode(lib.llmaas_chunks_decode, geom, table, sizes, firsts, as_output(blob), n_cells)
 
 
 def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
@@ -175,10 +176,8 @@ def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     n_cells: int,
 ) -> int:
     """Like :func:`chunks_decode`, for payloads at addresses the caller keeps alive."""
-    if len(addresses) != len(sizes):
-        raise fail(f"{len(addresses)} addresses and {len(sizes)} sizes", lib.LLMAAS_EINVAL)
-    table = as_array("uintptr_t[]", addresses)
-    return _decode(geom, ffi.cast("uint8_t **", table), sizes, firsts, as_output(blob), n_cells)
+    decode = lib.llmaas_chunks_decode
+    return _decode_at(decode, geom, addresses, sizes, firsts, as_output(blob), n_cells)
 
 
 def chunks_land_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
@@ -199,19 +198,8 @@ def chunks_land_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
         landings: Shape ``(n_planes, 4)``, as :func:`landings_fit` found them to be.
         n_cells: Cells that they are for.
     """
-    n, places = len(sizes), _landings(landings)
-    if not len(addresses) == n == len(firsts):
-        what = f"{len(addresses)} addresses, {n} sizes and {len(firsts)} first cells"
-        raise fail(what, lib.LLMAAS_EINVAL)
-    done, table = ffi.new("uint32_t *"), as_array("uintptr_t[]", addresses)
-    status = lib.llmaas_chunks_land(
-        geom.handle, n, ffi.cast("uint8_t **", table), as_array("uint64_t[]", sizes),
-        as_array("uint32_t[]", firsts), places, len(places), n_cells, done,
-    )  # fmt: skip
-    if status:
-        what = f"decode of payload {done[0]} of {n} into {n_cells} cells"
-        raise fail(what, status, int(done[0]))
-    return int(done[0])
+    land = lib.llmaas_chunks_land
+    return _decode_at(land, geom, addresses, sizes, firsts, _landings(landings), n_cells)
 
 
 def landings_fit(geom: KVGeometry, landings: NDArray[np.uint64], n_cells: int) -> bool:
@@ -224,28 +212,44 @@ def _landings(landings: NDArray[np.uint64]) -> Any:
     return ffi.from_buffer("llmaas_landing[]", landings)  # type: ignore[arg-type]
 
 
+def _decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    call: Any,
+    geom: KVGeometry,
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    firsts: Sequence[int],
+    target: Any,
+    n_cells: int,
+) -> int:
+    if len(addresses) != len(sizes):
+        what = f"{len(addresses)} addresses and {len(sizes)} sizes for {len(firsts)} first cells"
+        raise fail(what, lib.LLMAAS_EINVAL)
+    table = as_array("uintptr_t[]", addresses)  # a name keeps it, a cast does not
+    return _decode(call, geom, ffi.cast("uint8_t **", table), sizes, firsts, target, n_cells)
+
+
 def _decode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    call: Any,
     geom: KVGeometry,
     table: Any,
     sizes: Sequence[int],
     firsts: Sequence[int],
-    blob: Any,
+    target: Any,
     n_cells: int,
 ) -> int:
+    """Decode by ``call`` into ``target``: the bytes of a blob, or landings."""
     n = len(sizes)
     if len(firsts) != n:
         raise fail(f"{n} payloads and {len(firsts)} first cells", lib.LLMAAS_EINVAL)
     done = ffi.new("uint32_t *")
-    status = lib.llmaas_chunks_decode(
+    status = call(
         geom.handle, n, table, as_array("uint64_t[]", sizes), as_array("uint32_t[]", firsts),
-        blob, len(blob), n_cells, done,
+        target, len(target), n_cells, done,
     )  # fmt: skip
     n_done = int(done[0])
     if status:
         where = f"payload {n_done} of {n}" if n_done < n else f"{n} payloads"
-        raise fail(
-            f"decode of {where} into a blob of {len(blob)} bytes and {n_cells} cells",
-            status,
-            n_done,
-        )
+        kind = "landings" if call is lib.llmaas_chunks_land else "bytes"
+        what = f"decode of {where} into {len(target)} {kind} and {n_cells} cells"
+        raise fail(what, status, n_done)
     return n_done

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.loading import Load, records
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["land"]
 
@@ -35,7 +35,7 @@ def land(
         threads: Who helps.
     """
     pieces = list(_pieces(chunks))
-    counts = [sum(chunk.n_tokens for chunk in piece) for piece in pieces]
+    counts = map(count_tokens, pieces)
     firsts = list(itertools.accumulate(counts, initial=0))
     into = load.into_cells(landings, firsts[-1])
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry, NativeError
 from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["Gap", "Into", "Load", "Reads", "Segment", "records"]
 
@@ -83,13 +83,13 @@ class Load(NamedTuple):
             n_chunks, segment = self._leading(chunks, start, buffer)
             if segment is None:
                 n_chunks = _n_nowhere(chunks)
-                gap += sum(chunk.n_tokens for chunk in chunks[:n_chunks])
+                gap += count_tokens(chunks[:n_chunks])
             else:
                 if gap:
                     yield Gap(gap)
                 yield segment
                 gap = 0
-            start += sum(chunk.n_tokens for chunk in chunks[:n_chunks])
+            start += count_tokens(chunks[:n_chunks])
             chunks = chunks[n_chunks:]
         return gap
 
@@ -135,14 +135,14 @@ class Load(NamedTuple):
 
     def segment(self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int) -> Segment:
         """Finish a blob whose rows are in place."""
-        n_cells = sum(chunk.n_tokens for chunk in chunks)
+        n_cells = count_tokens(chunks)
         blob = buffer[: self.blob_bytes(chunks)]
         _native.blob_init(self.geometry, blob, range(start, start + n_cells))
         return Segment(blob, n_cells)
 
     def blob_bytes(self, chunks: Sequence[Chunk]) -> int:
         """Bytes of a blob of these chunks."""
-        return _native.blob_size(self.geometry, sum(chunk.n_tokens for chunk in chunks))
+        return _native.blob_size(self.geometry, count_tokens(chunks))
 
     def _leading(
         self, chunks: Sequence[Chunk], start: int, buffer: NDArray[np.uint8]
@@ -153,7 +153,7 @@ class Load(NamedTuple):
         if not ready:
             return 0, None
         blob = buffer[: self.blob_bytes(ready)]
-        into = self.into_blob(blob, sum(chunk.n_tokens for chunk in ready))
+        into = self.into_blob(blob, count_tokens(ready))
         n_sound = self._decode(ready, addresses, 0, into)
         if n_sound < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
             return self._leading(ready[:n_sound], start, buffer)

@@ -18,7 +18,7 @@ from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment, records
 from llmaas_plugins.kv_chunks.planning import Run
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["Loader", "Workers"]
 
@@ -176,12 +176,12 @@ class _Feed:
         part, records = self._parts[i], self._records[i]
         reads = self._reads[i] if self._ahead_bytes else [None] * len(records)
         blob, first = self._staging.buffer(i)[: self._load.blob_bytes(part)], 0
-        into = self._load.into_blob(blob, _n_tokens(part))
+        into = self._load.into_blob(blob, count_tokens(part))
         job: _Job = []
         self._jobs.append(job)
         for record, read in zip(records, reads, strict=True):
             job.append(self._workers.load.submit(self._load.record, record, first, into, read))
-            first += _n_tokens(record)
+            first += count_tokens(record)
 
 
 _Job = list[Future[int]]
@@ -192,10 +192,6 @@ def _n_sound(job: _Job) -> int:
     """Chunks of a part that are in its blob; waits for all of them."""
     wait(job)
     return sum(future.result() for future in job)
-
-
-def _n_tokens(chunks: Iterable[Chunk]) -> int:
-    return sum(chunk.n_tokens for chunk in chunks)
 
 
 def _bytes(chunks: Iterable[Chunk]) -> int:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["Costs", "Plan", "Run", "Work", "as_runs", "best_cut", "delays", "plan"]
 
@@ -94,7 +94,7 @@ class Run(NamedTuple):
     @property
     def n_tokens(self) -> int:
         """Tokens they cover."""
-        return sum(chunk.n_tokens for chunk in self.chunks)
+        return count_tokens(self.chunks)
 
 
 class Plan(NamedTuple):

@@ -16,6 +16,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import (
     BudgetError,
+    CellMemory,
     ContextCreate,
     DecodeStep,
     Engine,
@@ -276,6 +277,7 @@ class KVChunks:
     def _parts(self, engine: Engine) -> Parts:
         config, native = self._config, self._natives.get(engine.ctx)
         has_levels = config.codec == "tolerance"
+        memory = None if native is None else native.cells()
         parking = Parking(engine) if engine.n_spare else None
         return Parts(
             store=self._store,
@@ -283,16 +285,15 @@ class KVChunks:
             levels=Levels(self._store, config.levels, config.ratio_global) if has_levels else None,
             attention=ChunkAttention(native) if has_levels and native is not None else None,
             parking=parking,
-            spare=None if parking is None else self._spare(engine, parking, native),
-            memory=None if native is None else native.cells(),
+            spare=None if parking is None else self._spare(engine, parking, memory),
+            memory=memory,
             recomputes=config.recompute,
             staging=self._staging,
             workers=self._workers,
         )
 
-    def _spare(self, engine: Engine, parking: Parking, native: NativeContext | None) -> Spare:
+    def _spare(self, engine: Engine, parking: Parking, memory: CellMemory | None) -> Spare:
         n_bytes = token_bytes(engine.model, engine.llama.context_params)
-        memory = None if native is None else native.cells()
         return Spare(engine, parking, self._store, memory, n_bytes)
 
     def _flush(self) -> None:

@@ -35,7 +35,7 @@ from llmaas_plugins.kv_chunks.spare import Spare
 from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import window
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, Match
+from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, Match, count_tokens
 
 __all__ = ["Loaded", "Parts", "Transfer"]
 
@@ -323,7 +323,7 @@ class Transfer:
 
     def _plan(self, chunks: Sequence[Chunk], start: int) -> Plan:
         if all(chunk.ram != ABSENT for chunk in chunks):  # nothing to choose
-            n_tokens = sum(chunk.n_tokens for chunk in chunks)
+            n_tokens = count_tokens(chunks)
             return Plan([Run(chunks, is_loaded=True)], self._profile.load_seconds(n_tokens))
         costs = self._profile.costs() if self._recomputes else None
         return plan(chunks, start, self._n_batch, costs)
@@ -338,7 +338,7 @@ class Transfer:
         if self._memory is None or geometry is None or not all(run.is_loaded for run in runs):
             return 0
         chunks = [chunk for run in runs for chunk in run.chunks]
-        n_cells, n_tokens = sum(chunk.n_tokens for chunk in chunks), 0
+        n_cells, n_tokens = count_tokens(chunks), 0
         try:
             blob = sparse(_native.blob_size(geometry, n_cells))
         except OSError:  # addresses cost something here
@@ -349,7 +349,7 @@ class Transfer:
         if landings is not None and _native.landings_fit(geometry, landings, n_cells):
             load = Load(self._store, geometry, reads)
             n_sound = land(load, chunks, landings, self._workers.load)
-            n_sound_tokens = sum(chunk.n_tokens for chunk in chunks[:n_sound])
+            n_sound_tokens = count_tokens(chunks[:n_sound])
             n_tokens = min(n_sound_tokens, n_prompt - kept)
         self._cells.truncate(kept + n_tokens)
         return n_tokens

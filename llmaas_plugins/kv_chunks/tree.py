@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 from llmaas_hooks import Tokens
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, ChunkId
 
-__all__ = ["Chunk", "ChunkTree", "Match"]
+__all__ = ["Chunk", "ChunkTree", "Match", "count_tokens"]
 
 ABSENT = -1
 
@@ -60,6 +60,11 @@ class Chunk:
     def is_nowhere(self) -> bool:
         """Whether neither tier has its bytes: it is a ghost, or was dropped."""
         return self.ram == self.disk == ABSENT
+
+
+def count_tokens(chunks: Iterable[Chunk]) -> int:
+    """Tokens that chunks cover together."""
+    return sum(chunk.n_tokens for chunk in chunks)
 
 
 class Match(NamedTuple):

@@ -25,13 +25,6 @@ llmaas_status llmaas_chunks_decode(
     const llmaas_kv_geom * geom, uint32_t n, const uint8_t * const * payloads, const uint64_t * sizes,
     const uint32_t * first_cells, uint8_t * blob, size_t blob_size, uint32_t n_cells, uint32_t * n_done);
 
-typedef struct llmaas_landing {
-    uint8_t * first;
-    uint64_t step;
-    uint64_t n_bytes;
-    uint64_t n_pieces;
-} llmaas_landing;
-
 bool llmaas_landings_fit(
     const llmaas_kv_geom * geom, const llmaas_landing * landings, uint32_t n_landings, uint32_t n_cells);
 llmaas_status llmaas_chunks_land(

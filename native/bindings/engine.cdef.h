@@ -27,12 +27,6 @@ typedef struct llmaas_cell_memory {
     uint64_t n_touched;
 } llmaas_cell_memory;
 
-typedef struct llmaas_landing {
-    uint8_t * first;
-    uint64_t step;
-    uint64_t n_bytes;
-    uint64_t n_pieces;
-} llmaas_landing;
 typedef size_t (* llmaas_set_data)(void * ctx, const uint8_t * blob, size_t n_bytes, int32_t sequence);
 
 typedef struct llmaas_tap {

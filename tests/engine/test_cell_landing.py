@@ -9,17 +9,10 @@ import llama_cpp
 import numpy as np
 import pytest
 from batches import TOKENS
-from claiming import Claimer, created, decode, loaded, native, step
+from claiming import CELLS, Claimer, created, decode, loaded, native, step
 
 from llmaas_plugins._native import blob_init, blob_probe, landings_fit
 
-OFF, ON = 0, 1
-Q8_0 = llama_cpp.GGML_TYPE_Q8_0
-SETTINGS = {
-    "transposed": {"flash_attn_type": OFF},
-    "flash attention": {"flash_attn_type": ON},
-    "q8_0": {"flash_attn_type": ON, "type_k": Q8_0, "type_v": Q8_0},
-}
 N_CTX, N = 512, 200
 SOME = [TOKENS[i * i % len(TOKENS)] for i in range(N)]
 OTHERS = [TOKENS[i * 7 % len(TOKENS)] for i in range(N)]
@@ -98,9 +91,9 @@ def opened(path, **settings):
         yield Engine(ctx, plugin.contexts[0])
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=CELLS)
 def engine(request, family):
-    with opened(family("llama"), **SETTINGS[request.param]) as engine:
+    with opened(family("llama"), **CELLS[request.param]) as engine:
         yield engine
 
 

@@ -10,24 +10,17 @@ import llama_cpp
 import numpy as np
 import pytest
 from batches import TOKENS
-from claiming import Claimer, created, decode, loaded, native, step
+from claiming import CELLS, OFF, ON, Claimer, created, decode, loaded, native, step
 
 MIB = 1 << 20
 N_CTX = 1024
 MANY = 65536
 """Cells that malloc takes from the system, and not from memory that was used before."""
-OFF, ON = 0, 1
-Q8_0 = llama_cpp.GGML_TYPE_Q8_0
-SETTINGS = {
-    "transposed": {"flash_attn_type": OFF},
-    "flash attention": {"flash_attn_type": ON},
-    "q8_0": {"flash_attn_type": ON, "type_k": Q8_0, "type_v": Q8_0},
-}
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=CELLS)
 def settings(request):
-    return SETTINGS[request.param] | {"n_ctx": N_CTX, "n_batch": N_CTX, "n_ubatch": 64}
+    return CELLS[request.param] | {"n_ctx": N_CTX, "n_batch": N_CTX, "n_ubatch": 64}
 
 
 @pytest.fixture

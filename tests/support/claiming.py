@@ -13,6 +13,15 @@ import numpy as np
 
 from llmaas_hooks import hookimpl
 
+OFF, ON = 0, 1
+Q8_0 = llama_cpp.GGML_TYPE_Q8_0
+CELLS = {
+    "transposed": {"flash_attn_type": OFF},
+    "flash attention": {"flash_attn_type": ON},
+    "q8_0": {"flash_attn_type": ON, "type_k": Q8_0, "type_v": Q8_0},
+}
+"""Settings by what KV cells they make."""
+
 
 class Claimer:
     """Claims what it is given, and keeps the contexts it is told of."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
@@ -25,8 +26,7 @@ __all__ = ["PagedSwapping", "QuantisedCells"]
 _PART_TOKENS = 64
 """Tokens that travel at a time, or a chunk."""
 
-_Q8_0, _F16 = 34, 64
-"""Bytes of 32 values."""
+_F16_BYTES = 2
 
 _Part = Sequence[int]
 """Neighbouring chunks of one context."""
@@ -158,4 +158,6 @@ class QuantisedCells(PagedSwapping):
     cell_type = llama_cpp.GGML_TYPE_Q8_0
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(replace(setting, token_bytes=setting.token_bytes * _Q8_0 // _F16))
+        n_values, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
+        token_bytes = setting.token_bytes // _F16_BYTES // n_values * n_bytes
+        super().__init__(replace(setting, token_bytes=token_bytes))
