@@ -1,0 +1,141 @@
+"""Users simulated from chat sets (§5.1): by topic, by service, by task, by cloud model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+__all__ = ["USERS", "Chat", "Split", "load", "split"]
+
+_TEST_SHARE = 0.3
+_LONG_ANSWER = 128
+"""Characters; the paper keeps single-turn answers longer than that."""
+
+
+class Chat(NamedTuple):
+    """A conversation: who says what, in turn."""
+
+    name: str
+    turns: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        """In the reference model's chat form."""
+        return "".join(f"{role.capitalize()}: {content}\n" for role, content in self.turns)
+
+
+class Split(NamedTuple):
+    """A user's history, and the conversations that come after it."""
+
+    train: list[Chat]
+    test: list[Chat]
+
+
+def load(data: Path, name: str) -> list[Chat]:
+    """All conversations of the user called ``name``, from the folder of the data sets."""
+    source, belongs = USERS[name]
+    with (data / "chat" / f"{source}.jsonl").open(encoding="utf-8") as file:
+        return [_chat(row) for row in map(json.loads, file) if belongs(row)]
+
+
+def split(chats: Sequence[Chat], seed: str) -> Split:
+    """70 % of the conversations, drawn at random, and the other 30 %."""
+    order = list(chats)
+    Random(seed).shuffle(order)  # noqa: S311 - an experiment, no secret
+    n_test = round(_TEST_SHARE * len(order))
+    return Split(order[n_test:], order[:n_test])
+
+
+def _chat(row: Mapping[str, Any]) -> Chat:
+    return Chat(row["id"], tuple((turn["role"], turn["content"].strip()) for turn in row["turns"]))
+
+
+_Belongs = Callable[[Mapping[str, Any]], bool]
+
+_TOPICS = {
+    "health": "health healthy diet exercise disease medical doctor patient symptom nutrition "
+    "vitamin sleep stress anxiety therapy fitness workout medicine",
+    "business": "business company customer market marketing product sales brand employee startup "
+    "advertising entrepreneur investment finance financial economy",
+    "nature": "animal plant climate environment environmental ecosystem species ocean forest "
+    "pollution water energy earth planet renewable carbon wildlife",
+    "technology": "computer software algorithm code python machine data internet website "
+    "programming program app artificial digital network robot",
+}
+"""Words of an instruction, or of its answer, that tell a topic."""
+
+
+def _topic(row: Mapping[str, Any]) -> str | None:
+    """The topic with the most of its words, if it has two at least and no other has as many."""
+    text = " ".join(turn["content"] for turn in row["turns"]).lower()
+    words = [word.removesuffix("s") for word in re.findall("[a-z]+", text)]
+    counts = sorted((sum(map(stems.__contains__, words)), name) for name, stems in _STEMS.items())
+    (second, _), (first, name) = counts[-2:]
+    return name if first >= 2 and first > second else None
+
+
+_STEMS = {
+    name: {word.removesuffix("s") for word in words.split()} for name, words in _TOPICS.items()
+}
+
+
+def _asks_about(topic: str) -> _Belongs:
+    return lambda row: len(row["turns"][-1]["content"]) > _LONG_ANSWER and _topic(row) == topic
+
+
+_SERVICES = {
+    "travel": ("Flights", "Hotels", "Travel", "Buses", "RentalCars"),
+    "leisure": ("Events", "Movies", "Music", "Media", "Restaurants", "RideSharing"),
+    "errands": ("Banks", "Homes", "Services", "Weather", "Alarm"),
+}
+"""Who asks for what in ``sgd_dev``."""
+
+
+def _mostly_uses(name: str) -> _Belongs:
+    def belongs(row: Mapping[str, Any]) -> bool:
+        used = [service.split("_")[0] for service in row["services"]]
+        counts = {who: sum(map(of.__contains__, used)) for who, of in _SERVICES.items()}
+        return max(counts, key=counts.__getitem__) == name  # of equals, the first
+
+    return belongs
+
+
+_SKILLS = {
+    "follows": ("CM", "SI", "AR", "TS", "CC"),
+    "adapts": ("CR", "FR", "SC", "SA", "MR", "GR", "IC", "PI"),
+}
+"""Tasks of MT-Bench-101: what perceives a conversation so far, and the others."""
+
+
+def _has_task(tasks: tuple[str, ...]) -> _Belongs:
+    return lambda row: row["id"].split("-")[0] in tasks
+
+
+_CLOUDS = {
+    "gpt-4": "gpt4",
+    "gpt-4-turbo": "gpt4_1106_preview",
+    "gpt-4o": "gpt-4o-2024-05-13",
+    "claude-2": "claude-2.1",
+    "claude-3.5": "claude-3-5-sonnet-20240620",
+    "gemini": "gemini-pro",
+}
+
+
+def _answered_by(model: str) -> _Belongs:
+    return lambda row: row["model"] == model
+
+
+USERS: Mapping[str, tuple[str, _Belongs]] = {
+    **{f"topic-{topic}": ("alpaca_a", _asks_about(topic)) for topic in _TOPICS},
+    "topic-roleplay": ("gpteacher_roleplay", lambda _: True),
+    **{f"turns-{who}": ("sgd_dev", _mostly_uses(who)) for who in _SERVICES},
+    **{f"turns-{who}": ("mtbench101", _has_task(tasks)) for who, tasks in _SKILLS.items()},
+    **{
+        f"cloud-{who}": ("alpaca_eval_cloud", _answered_by(model)) for who, model in _CLOUDS.items()
+    },
+}
+"""By name: the set that their conversations are in, and which of it they are."""
