@@ -14,12 +14,12 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Status
 from llmaas_plugins.kv_chunks.disk import is_sound
 from llmaas_plugins.kv_chunks.extents import ExtentAllocator, page_round
-from llmaas_plugins.kv_chunks.files import INDEX, LOCK, SLAB, open_private, require_store
+from llmaas_plugins.kv_chunks.files import FILES, INDEX, LOCK, SLAB, require_store
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
-from llmaas_plugins.kv_chunks.lock import holder, try_lock
 from llmaas_plugins.kv_chunks.memory import anonymous
 from llmaas_plugins.kv_chunks.tiers import DiskTier
+from llmaas_plugins.store_lock import holder, try_lock
 
 __all__ = ["Contents", "payloads", "read_contents"]
 
@@ -93,7 +93,7 @@ def payloads(
     Raises:
         StoreError: The slab cannot be opened.
     """
-    fd = open_private(directory / SLAB, os.O_RDONLY)
+    fd = FILES.open(directory / SLAB, os.O_RDONLY)
     room = anonymous(0)
     try:
         for row in rows:
@@ -121,7 +121,7 @@ def _hold(directory: Path, opened: contextlib.ExitStack) -> str | None:
     """Keep others out until ``opened`` ends, or say who is in."""
     if not os.path.lexists(directory / LOCK):
         return None
-    fd = open_private(directory / LOCK, os.O_RDONLY)
+    fd = FILES.open(directory / LOCK, os.O_RDONLY)
     opened.callback(os.close, fd)
     return None if try_lock(fd) else holder(fd)
 
@@ -158,7 +158,7 @@ def _sound(
 def _slab(path: Path) -> tuple[bytes, int]:
     if not os.path.lexists(path):
         return b"", 0
-    fd = open_private(path, os.O_RDONLY)
+    fd = FILES.open(path, os.O_RDONLY)
     try:
         return os.pread(fd, DiskTier.HEADER_BYTES, 0), os.fstat(fd).st_size
     finally:

@@ -13,13 +13,13 @@ from pathlib import Path
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import CHUNK_BITS
 from llmaas_plugins.kv_chunks.allowance import Allowance
-from llmaas_plugins.kv_chunks.files import INDEX, SLAB, UNUSABLE, private_directory
+from llmaas_plugins.kv_chunks.files import FILES, INDEX, LOCK, SLAB, UNUSABLE
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
-from llmaas_plugins.kv_chunks.lock import lock, unlock
 from llmaas_plugins.kv_chunks.tiers import DiskTier
 from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
+from llmaas_plugins.store_lock import lock, unlock
 
 __all__ = ["DiskStore", "is_sound"]
 
@@ -39,8 +39,8 @@ class DiskStore:
         """
         self.directory = directory.expanduser()
         with contextlib.ExitStack() as opened:
-            private_directory(self.directory)
-            self._lock = lock(self.directory)
+            FILES.directory(self.directory)
+            self._lock = lock(self.directory / LOCK, FILES)
             opened.callback(unlock, self._lock)
             check_format(self.directory)
             try:

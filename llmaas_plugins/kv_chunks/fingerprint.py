@@ -6,21 +6,18 @@ adapters, RoPE scaling or KV rotation, so all of those are in here; a difference
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
+from llmaas_plugins.model_digest import file_digest
+
 __all__ = ["fingerprint", "root_key"]
 
 _FORMAT = 1
-_EDGE_BYTES = 1 << 20
-_N_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 _CONTEXT_FIELDS = (
     "type_k",
     "type_v",
@@ -46,9 +43,9 @@ def fingerprint(llama: Any) -> dict[str, Any]:
         "format": _FORMAT,
         "llama_cpp": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
-        "model": _file_digest(llama.model_path),
+        "model": file_digest(llama.model_path),
         "kv_overrides": repr(llama.kv_overrides),
-        "lora": _file_digest(llama.lora_path) if llama.lora_path else None,
+        "lora": file_digest(llama.lora_path) if llama.lora_path else None,
         "lora_scale": llama.lora_scale if llama.lora_path else None,
         "beyond_training": beyond_training,  # some RoPE variants switch factors there
         "rotation_off": os.environ.get("LLAMA_ATTN_ROT_DISABLE"),
@@ -60,22 +57,3 @@ def root_key(values: dict[str, Any]) -> bytes:
     """32-byte hash of a fingerprint: the root of its chunk chains."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-def _file_digest(path: str) -> str:
-    stat = Path(path).stat()
-    return _digest(path, stat.st_size, stat.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=16)
-def _digest(path: str, n_bytes: int, _mtime_ns: int) -> str:
-    """Hash of a file's size, its first and last MiB, and blocks spread evenly over the rest."""
-    digest = hashlib.blake2b(str(n_bytes).encode(), digest_size=32)
-    with Path(path).open("rb") as file:
-        digest.update(file.read(_EDGE_BYTES))
-        for i in range(_N_SAMPLES):
-            file.seek(n_bytes * i // _N_SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, n_bytes - _EDGE_BYTES))
-        digest.update(file.read(_EDGE_BYTES))
-    return digest.hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.files import INDEX, SLAB, is_regular, open_private
+from llmaas_plugins.kv_chunks.files import FILES, INDEX, SLAB
 
 __all__ = ["FORMAT", "check_format", "pack_header", "read_only_uri"]
 
@@ -53,9 +53,9 @@ def read_only_uri(index: Path) -> str:
 
 
 def _slab_format(path: Path) -> int | None:
-    if not is_regular(path):
+    if not FILES.is_regular(path):
         return None
-    fd = open_private(path, os.O_RDONLY)
+    fd = FILES.open(path, os.O_RDONLY)
     try:
         header = os.pread(fd, _HEADER.size, 0)
     except OSError:
@@ -69,7 +69,7 @@ def _slab_format(path: Path) -> int | None:
 
 
 def _index_format(path: Path) -> int | None:
-    if not is_regular(path):
+    if not FILES.is_regular(path):
         return None
     try:
         with contextlib.closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from llmaas_plugins.kv_chunks.files import is_regular, make_private
+from llmaas_plugins.kv_chunks.files import FILES
 from llmaas_plugins.kv_chunks.formats import FORMAT, read_only_uri
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
 
@@ -111,8 +111,8 @@ class ChunkIndex:
             StoreError: It or a file that belongs to it is something else than a file.
         """
         for suffix in ("-wal", "-shm", "-journal"):
-            make_private(path.with_name(path.name + suffix))
-        if not make_private(path):  # what SQLite puts beside it gets the same mode
+            FILES.make_private(path.with_name(path.name + suffix))
+        if not FILES.make_private(path):  # what SQLite puts beside it gets the same mode
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         if not self._open_writable(path, new_store_id):  # SQLite opens what it cannot write to, too
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # if the system says so, it tells why
@@ -138,7 +138,7 @@ class ChunkIndex:
             sqlite3.DatabaseError: It is damaged, of another format, or not there.
             StoreError: It is something else than a file.
         """
-        is_regular(path)
+        FILES.is_regular(path)
         self = cls.__new__(cls)
         self._db = sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)
         self._begin(None)

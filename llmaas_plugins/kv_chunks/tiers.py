@@ -14,7 +14,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.extents import PAGE, ExtentAllocator, page_round
-from llmaas_plugins.kv_chunks.files import open_private
+from llmaas_plugins.kv_chunks.files import FILES
 from llmaas_plugins.kv_chunks.memory import anonymous, give_back
 from llmaas_plugins.kv_chunks.queues import Eviction, Queue
 from llmaas_plugins.kv_chunks.tree import Chunk
@@ -211,7 +211,7 @@ class DiskTier(Tier):
         """
         super().__init__(max(0, budget - self.HEADER_BYTES), "lru")
         self._stale: dict[int, int] | None = None  # freed places and sizes; None: all free space
-        self._file = open_private(path, os.O_RDWR | os.O_CREAT)
+        self._file = FILES.open(path, os.O_RDWR | os.O_CREAT)
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
         except OSError:  # tmpfs, for one

@@ -8,28 +8,32 @@ import sys
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.files import LOCK, open_private
+from llmaas_plugins.private_files import PrivateFiles
 
 __all__ = ["holder", "lock", "try_lock", "unlock"]
 
 _MOST_BYTES = 400
 
 
-def lock(directory: Path) -> int:
+def lock(path: Path, files: PrivateFiles) -> int:
     """Take the store for this process; a descriptor for ``unlock``.
 
     The lock is the kernel's: it ends with its process, however that ends.
 
+    Args:
+        path: The lock file in the store's directory.
+        files: How such a store opens its files.
+
     Raises:
         StoreError: Somebody has it; the message says who.
     """
-    fd = open_private(directory / LOCK, os.O_RDWR | os.O_CREAT)
+    fd = files.open(path, os.O_RDWR | os.O_CREAT)
     if not try_lock(fd):
         who = holder(fd)
         os.close(fd)
         raise StoreError(
-            f"KV store {directory} is in use by {who}. "
-            "Stop it, or set plugins.kv_chunks.store to another directory."
+            f"{files.kind} {path.parent} is in use by {who}. "
+            f"Stop it, or set {files.setting} to another directory."
         )
     _write(fd, f"{os.getpid()}\n{_command()}\n".encode(errors="replace"))
     return fd
