@@ -1,4 +1,4 @@
-"""The C core: KV blobs, chunk codecs, chunk store I/O and byte budgets.
+"""The C core: KV blobs, chunk codecs, chunk store I/O, byte budgets and nearest neighbours.
 
 Nobody else imports the cffi module. Calls release the GIL while they run.
 """
@@ -22,6 +22,19 @@ from .chunk import (
     landings_fit,
 )
 from .kernels import crc32c, kernels_name, kernels_select
+from .knn import (
+    KNN_MAX_BEST,
+    KNN_MAX_DIMS,
+    KnnCodes,
+    LogitsInfo,
+    Nearest,
+    knn_quantise,
+    knn_rescore,
+    knn_scan,
+    knn_stride,
+    logits_mix,
+    logits_peek,
+)
 from .kv import (
     KVGeometry,
     blob_check,
@@ -35,13 +48,18 @@ from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
 
 __all__ = [
     "CHUNK_BITS",
+    "KNN_MAX_BEST",
+    "KNN_MAX_DIMS",
     "RECORD_MAX",
     "STORE_BLOCK",
     "Budget",
     "ChunkInfo",
     "Codec",
     "KVGeometry",
+    "KnnCodes",
+    "LogitsInfo",
     "NativeError",
+    "Nearest",
     "Status",
     "blob_check",
     "blob_init",
@@ -60,7 +78,13 @@ __all__ = [
     "crc32c",
     "kernels_name",
     "kernels_select",
+    "knn_quantise",
+    "knn_rescore",
+    "knn_scan",
+    "knn_stride",
     "landings_fit",
+    "logits_mix",
+    "logits_peek",
     "store_erase",
     "store_read",
     "store_write",

@@ -13,6 +13,7 @@ class _FFI:
     ) -> Any: ...
     def string(self, cdata: Any) -> bytes: ...
     def unpack(self, cdata: Any, length: int) -> Any: ...
+    errno: int
     def gc(self, cdata: Any, destructor: Any, size: int = ...) -> Any: ...
 
 class _Lib:
@@ -30,6 +31,9 @@ class _Lib:
     LLMAAS_CHUNK_VERSION: int
     LLMAAS_CHUNK_MAX_TOKENS: int
     LLMAAS_CHUNK_BITS: int
+    LLMAAS_KNN_MAX_DIMS: int
+    LLMAAS_KNN_MAX_BEST: int
+    LLMAAS_KNN_ALIGN: int
     LLMAAS_RECORD_MAX: int
     LLMAAS_STORE_BLOCK: int
 
@@ -37,6 +41,41 @@ class _Lib:
     def llmaas_kernels_name(self) -> Any: ...
     def llmaas_kernels_select(self, name: bytes) -> int: ...
     def llmaas_crc32c(self, crc: int, data: Any, n: int) -> int: ...
+    def llmaas_knn_quantise(self, codes: Any, first: int, n: int, keys: Any) -> int: ...
+    def llmaas_knn_scan(
+        self,
+        codes: Any,
+        first: int,
+        n: int,
+        query: Any,
+        n_best: int,
+        rows: Any,
+        distances: Any,
+        n_found: Any,
+    ) -> int: ...
+    def llmaas_knn_rescore(
+        self,
+        fd: int,
+        offset: int,
+        n_dims: int,
+        rows: Any,
+        n: int,
+        query: Any,
+        distances: Any,
+    ) -> int: ...
+    def llmaas_logits_peek(self, logits: Any, n_vocab: int, info: Any) -> int: ...
+    def llmaas_logits_mix(
+        self,
+        logits: Any,
+        n_vocab: int,
+        values: Any,
+        distances: Any,
+        k: int,
+        alpha: float,
+        beta: float,
+        theta: float,
+        info: Any,
+    ) -> int: ...
     def llmaas_kv_geom_check(self, geom: Any) -> int: ...
     def llmaas_kv_geom_hash(self, geom: Any) -> int: ...
     def llmaas_blob_size(self, geom: Any, n_cells: int) -> int: ...

@@ -14,7 +14,7 @@ __all__ = ["crc32c", "kernels_name", "kernels_select"]
 
 
 def kernels_name() -> str:
-    """Name the kernels in use: ``generic``, ``avx2`` or ``avx512``."""
+    """Name the kernels in use: ``generic``, ``avx2``, ``avx512`` or ``avx512vnni``."""
     return ffi.string(lib.llmaas_kernels_name()).decode()
 
 
@@ -26,7 +26,7 @@ def kernels_select(name: str) -> None:
     """
     status = lib.llmaas_kernels_select(name.encode())
     if status:
-        raise fail(f"kernels {name!r}, known are generic, avx2, avx512", status)
+        raise fail(f"kernels {name!r}, known are generic, avx2, avx512, avx512vnni", status)
 
 
 def crc32c(data: Bytes, crc: int = 0) -> int:

@@ -7,27 +7,32 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KERNELS(isa, crc)                                                                                                 \
-    {                                                                                                                     \
-        /* .name          = */ #isa,                                                                                      \
-        /* .crc32c        = */ crc,                                                                                       \
-        /* .transpose     = */ llmaas_transpose_##isa,                                                                    \
-        /* .int8_encode   = */ llmaas_int8_encode_##isa,                                                                  \
-        /* .int8_decode   = */ llmaas_int8_decode_##isa,                                                                  \
-        /* .exponents     = */ llmaas_exponents_generic,                                                                   \
-        /* .planes_encode = */ llmaas_planes_encode_##isa,                                                                \
-        /* .planes_decode = */ llmaas_planes_decode_##isa,                                                                \
-        /* .embed_encode  = */ llmaas_embed_encode_##isa,                                                                  \
-        /* .embed_decode  = */ llmaas_embed_decode_##isa,                                                                  \
+#define KERNELS(kernels_name, isa, crc, dots)                                                                            \
+    {                                                                                                                    \
+        /* .name          = */ kernels_name,                                                                             \
+        /* .crc32c        = */ crc,                                                                                      \
+        /* .transpose     = */ llmaas_transpose_##isa,                                                                   \
+        /* .int8_encode   = */ llmaas_int8_encode_##isa,                                                                 \
+        /* .int8_decode   = */ llmaas_int8_decode_##isa,                                                                 \
+        /* .exponents     = */ llmaas_exponents_generic,                                                                 \
+        /* .planes_encode = */ llmaas_planes_encode_##isa,                                                               \
+        /* .planes_decode = */ llmaas_planes_decode_##isa,                                                               \
+        /* .embed_encode  = */ llmaas_embed_encode_##isa,                                                                \
+        /* .embed_decode  = */ llmaas_embed_decode_##isa,                                                                \
+        /* .knn_dots      = */ dots,                                                                                     \
+        /* .knn_distance  = */ llmaas_knn_distance_##isa,                                                                \
+        /* .logits_max    = */ llmaas_logits_max_##isa,                                                                  \
+        /* .logits_sum    = */ llmaas_logits_sum_##isa,                                                                  \
     }
 
 /* Best first. */
 static const llmaas_kernels kernels_all[] = {
 #ifdef LLMAAS_X86
-    KERNELS(avx512, llmaas_crc32c_sse42),
-    KERNELS(avx2, llmaas_crc32c_sse42),
+    KERNELS("avx512vnni", avx512, llmaas_crc32c_sse42, llmaas_knn_dots_avx512vnni),
+    KERNELS("avx512", avx512, llmaas_crc32c_sse42, llmaas_knn_dots_avx512),
+    KERNELS("avx2", avx2, llmaas_crc32c_sse42, llmaas_knn_dots_avx2),
 #endif
-    KERNELS(generic, llmaas_crc32c_generic),
+    KERNELS("generic", generic, llmaas_crc32c_generic, llmaas_knn_dots_generic),
 };
 
 static const size_t n_kernels = sizeof kernels_all / sizeof kernels_all[0];
@@ -44,8 +49,9 @@ static bool cpu_has(const char * name) {
     if (strcmp(name, "avx2") == 0) {
         return avx2;
     }
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return strcmp(name, "avx512") == 0 ? avx512 : avx512 && __builtin_cpu_supports("avx512vnni");
 #else
     return false;
 #endif

@@ -3,6 +3,8 @@
 #ifndef LLMAAS_KERNELS_INTERNAL_H
 #define LLMAAS_KERNELS_INTERNAL_H
 
+#include "llmaas/knn.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -38,6 +40,15 @@ typedef struct llmaas_planes_writer {
     uint8_t  ranks[LLMAAS_SYMBOLS]; /* exponent → rank */
 } llmaas_planes_writer;
 
+/* A query in whole numbers, |wide| <= LLMAAS_KNN_WIDEST, with zeros after its last dimension; wide = 256 high + low. */
+typedef struct llmaas_knn_query {
+    _Alignas(64) int16_t wide[LLMAAS_KNN_MAX_DIMS];
+    _Alignas(64) int8_t  high[LLMAAS_KNN_MAX_DIMS];
+    _Alignas(64) int8_t  low[LLMAAS_KNN_MAX_DIMS];
+} llmaas_knn_query;
+
+#define LLMAAS_KNN_WIDEST 32512 /* 127 × 256: high is a byte */
+
 typedef struct llmaas_kernels {
     const char * name;
 
@@ -67,6 +78,16 @@ typedef struct llmaas_kernels {
                          uint8_t * planes, size_t plane_stride, unsigned bits);
     void (*embed_decode)(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride, unsigned bits,
                          size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache);
+
+    /* dots[r] = sum of codes[r][i] × query->wide[i], modulo 2^32. stride: a multiple of 64; codes are aligned to 64. */
+    void (*knn_dots)(const uint8_t * codes, size_t stride, size_t n_rows, const llmaas_knn_query * query, uint32_t * dots);
+
+    /* Squared distance between a row of f16 and the query; 16 sums that are added in pairs. */
+    float (*knn_distance)(const uint8_t * row, const float * query, size_t n_dims);
+
+    /* n >= 16. The largest; *is_nan: whether any is NaN. Then the sum of exp(logit - max). */
+    float (*logits_max)(const float * logits, size_t n, int * is_nan);
+    double (*logits_sum)(const float * logits, size_t n, float max);
 } llmaas_kernels;
 
 const llmaas_kernels * llmaas_k(void);
@@ -79,12 +100,17 @@ const llmaas_kernels * llmaas_k(void);
     void llmaas_planes_encode_##isa(llmaas_planes_writer *, const uint8_t *, size_t, size_t, size_t);                     \
     bool llmaas_planes_decode_##isa(llmaas_planes_reader *, size_t, size_t, uint8_t *, size_t);                           \
     bool llmaas_embed_encode_##isa(const uint8_t *, size_t, size_t, bool, uint8_t *, uint8_t *, size_t, unsigned);        \
-    void llmaas_embed_decode_##isa(const uint8_t *, bool, const uint8_t *, size_t, unsigned, size_t, uint8_t *, size_t, bool)
+    void llmaas_embed_decode_##isa(const uint8_t *, bool, const uint8_t *, size_t, unsigned, size_t, uint8_t *, size_t, bool); \
+    void llmaas_knn_dots_##isa(const uint8_t *, size_t, size_t, const llmaas_knn_query *, uint32_t *);                    \
+    float llmaas_knn_distance_##isa(const uint8_t *, const float *, size_t);                                              \
+    float llmaas_logits_max_##isa(const float *, size_t, int *);                                                          \
+    double llmaas_logits_sum_##isa(const float *, size_t, float)
 
 LLMAAS_DECLARE_KERNELS(generic);
 LLMAAS_DECLARE_KERNELS(avx2);
 LLMAAS_DECLARE_KERNELS(avx512);
 
+void llmaas_knn_dots_avx512vnni(const uint8_t *, size_t, size_t, const llmaas_knn_query *, uint32_t *);
 void llmaas_exponents_generic(const uint8_t *, size_t, size_t, size_t, uint32_t *);
 uint32_t llmaas_crc32c_generic(uint32_t crc, const uint8_t * data, size_t n);
 uint32_t llmaas_crc32c_sse42(uint32_t crc, const uint8_t * data, size_t n);

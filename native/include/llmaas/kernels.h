@@ -1,10 +1,10 @@
-/* Which instruction set the core runs on. Chosen once, by CPUID or by LLMAAS_KERNELS=generic|avx2|avx512. */
+/* Which instruction set the core runs on. Chosen once, by CPUID or by LLMAAS_KERNELS=generic|avx2|avx512|avx512vnni. */
 #ifndef LLMAAS_KERNELS_H
 #define LLMAAS_KERNELS_H
 
 #include "llmaas/base.h"
 
-/* "generic", "avx2" or "avx512". */
+/* "generic", "avx2", "avx512" or "avx512vnni" (which differs from avx512 in the scan for nearest neighbours only). */
 LLMAAS_API const char * llmaas_kernels_name(void);
 
 /* For tests and benches; not while other threads are encoding. EINVAL: unknown name. EUNSUPPORTED: this CPU lacks it. */

@@ -6,6 +6,7 @@
 #include "llmaas/budget.h"
 #include "llmaas/chunk.h"
 #include "llmaas/kernels.h"
+#include "llmaas/knn.h"
 #include "llmaas/kv.h"
 #include "llmaas/store.h"
 

@@ -1,0 +1,253 @@
+"""Nearest neighbours among stored hidden states, and their share in the next token's logits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks.errors import StoreError
+
+from ._ffi import ffi, lib
+from .base import Status, as_input, fail
+
+__all__ = [
+    "KNN_MAX_BEST",
+    "KNN_MAX_DIMS",
+    "KnnCodes",
+    "LogitsInfo",
+    "Nearest",
+    "knn_quantise",
+    "knn_rescore",
+    "knn_scan",
+    "knn_stride",
+    "logits_mix",
+    "logits_peek",
+]
+
+KNN_MAX_BEST: int = lib.LLMAAS_KNN_MAX_BEST
+"""Most rows that a scan returns, and that one call rescores or mixes."""
+
+KNN_MAX_DIMS: int = lib.LLMAAS_KNN_MAX_DIMS
+
+_ALIGN: int = lib.LLMAAS_KNN_ALIGN
+_FINITE = "keys and queries must be finite, and small enough to be squared"
+_SOUND = "logits must hold a number, and neither NaN nor +infinity"
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+class Nearest(NamedTuple):
+    """Rows, nearest first, and their approximate squared distances."""
+
+    rows: Ints
+    distances: Floats
+
+
+class LogitsInfo(NamedTuple):
+    """The logarithm of softmax's denominator, and the probability of the likeliest token."""
+
+    log_sum_exp: float
+    max_prob: float
+
+
+@dataclass(frozen=True, slots=True)
+class KnnCodes:
+    """Keys of a byte a dimension, ready for :func:`knn_scan`.
+
+    Attributes:
+        codes: ``uint8[n, stride]``; the stride is a multiple of 64, and rows are aligned to it.
+        scales: ``float32[n]``.
+        norms: ``float32[n]``: what each row adds to its squared distances, whatever the query.
+            Add what dimensions that are not in the codes have on average, if you know it.
+        centre: ``float32[d]``.
+        steps: ``float32[d]``; a key is about ``centre + steps * scale * (code - 128)``.
+    """
+
+    codes: NDArray[np.uint8]
+    scales: Floats
+    norms: Floats
+    centre: Floats
+    steps: Floats
+    handle: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together, and give them to the core."""
+        n, stride = self.codes.shape
+        (n_dims,) = self.centre.shape
+        shapes = (self.scales.shape, self.norms.shape, self.steps.shape)
+        if shapes != ((n,), (n,), (n_dims,)) or stride != knn_stride(n_dims):
+            raise fail(
+                f"codes {self.codes.shape} with scales, norms and steps {shapes}, for {n_dims}"
+                " dimensions",
+                lib.LLMAAS_EINVAL,
+            )
+        parts = {
+            "n_rows": n,
+            "n_dims": n_dims,
+            "stride": stride,
+            "centre": _floats(self.centre),
+            "steps": _floats(self.steps),
+            "codes": as_input(self.codes),
+            "scales": _floats(self.scales),
+            "norms": _floats(self.norms),
+        }
+        handle = ffi.new("llmaas_knn_codes *", parts)  # the arrays stay ours, so they stay alive
+        object.__setattr__(self, "handle", handle)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory taken."""
+        arrays = (self.codes, self.scales, self.norms, self.centre, self.steps)
+        return sum(array.nbytes for array in arrays)
+
+    @classmethod
+    def empty(cls, n: int, centre: Floats, steps: Floats) -> KnnCodes:
+        """Room for ``n`` rows, to be filled."""
+        stride = knn_stride(len(centre))
+        room = np.empty(n * stride + _ALIGN, np.uint8)
+        start = -room.ctypes.data % _ALIGN
+        codes = room[start : start + n * stride].reshape(n, stride)
+        return cls(codes, np.empty(n, np.float32), np.empty(n, np.float32), centre, steps)
+
+
+def knn_stride(n_dims: int) -> int:
+    """Bytes of a row of codes."""
+    return -(-n_dims // _ALIGN) * _ALIGN
+
+
+def knn_quantise(codes: KnnCodes, keys: Floats, first: int = 0) -> None:
+    """Fill rows ``first`` to ``first + len(keys)`` from ``float32[n, d]``.
+
+    Raises:
+        NativeError: EUNSUPPORTED when a key is not finite, cannot be squared or is 2^50 steps
+            from the centre; EINVAL when a step is neither 0 nor within 2^-50 and 2^50, or the
+            rows are not there.
+    """
+    if keys.ndim != 2 or keys.shape[1] != len(codes.centre):
+        raise fail(f"keys {keys.shape} for {len(codes.centre)} dimensions", lib.LLMAAS_EINVAL)
+    status = lib.llmaas_knn_quantise(codes.handle, first, len(keys), _floats(keys))
+    if status:
+        raise fail(f"quantising {len(keys)} keys from row {first} on ({_FINITE})", status)
+
+
+def knn_scan(
+    codes: KnnCodes, query: Floats, n_best: int, first: int = 0, n: int | None = None
+) -> Nearest:
+    """Find the ``n_best`` rows nearest to ``query`` among ``n`` from ``first`` on.
+
+    Ranges can be scanned by several threads: the best of their best are those of one scan.
+
+    Raises:
+        NativeError: EUNSUPPORTED when the query is not finite or cannot be squared.
+    """
+    n = len(codes.codes) - first if n is None else n
+    if query.shape != codes.centre.shape:
+        raise fail(f"query {query.shape}, expected {codes.centre.shape}", lib.LLMAAS_EINVAL)
+    room = max(min(n_best, n, KNN_MAX_BEST), 0)
+    rows, distances = np.empty(room, np.int32), np.empty(room, np.float32)
+    n_found = ffi.new("uint32_t *")
+    status = lib.llmaas_knn_scan(
+        codes.handle, first, n, _floats(query), n_best, _ints(rows), _floats(distances), n_found
+    )
+    if status:
+        raise fail(
+            f"search of {n_best} (1..{KNN_MAX_BEST}) in rows {first}..{first + n - 1} of"
+            f" {len(codes.codes)} ({_FINITE})",
+            status,
+        )
+    return Nearest(rows[: n_found[0]], distances[: n_found[0]])
+
+
+def knn_rescore(fd: int, offset: int, rows: Ints, query: Floats) -> Floats:
+    """Exact squared distances of float16 rows in a file.
+
+    Args:
+        fd: The file.
+        offset: Of row 0; rows follow each other without gaps.
+        rows: At most ``KNN_MAX_BEST``, in any order.
+        query: As many values as a row has.
+
+    Raises:
+        StoreError: A row cannot be read.
+    """
+    distances = np.empty(len(rows), np.float32)
+    status = lib.llmaas_knn_rescore(
+        fd, offset, len(query), _ints(rows), len(rows), _floats(query), _floats(distances)
+    )
+    if status == Status.EIO:
+        code = ffi.errno
+        raise StoreError(code, f"stored keys: a row cannot be read: {os.strerror(code)}")
+    if status:
+        raise fail(f"rescoring of {len(rows)} rows of {len(query)} values", status)
+    return distances
+
+
+def logits_peek(logits: Floats) -> LogitsInfo:
+    """How sure the model is.
+
+    Raises:
+        NativeError: EUNSUPPORTED when a logit is NaN or +infinity, or all are -infinity.
+    """
+    info = ffi.new("llmaas_logits_info *")
+    status = lib.llmaas_logits_peek(_floats(logits), len(logits), info)
+    if status:
+        raise fail(f"softmax of {len(logits)} logits ({_SOUND})", status)
+    return LogitsInfo(info.log_sum_exp, info.max_prob)
+
+
+def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
+    logits: Floats, values: Ints, distances: Floats, alpha: float, beta: float, theta: float
+) -> LogitsInfo:
+    """Change logits in place so that softmax gives ``(1 - w) p_LM + w p_kNN``.
+
+    ``w = alpha * (1 - beta * max_prob)``, and a token's ``p_kNN`` is the share of its neighbours
+    in the sum of ``exp(-distance / theta)``. Logits of -infinity (banned tokens) stay.
+
+    Args:
+        logits: Of the whole vocabulary.
+        values: Tokens of the neighbours, at most ``KNN_MAX_BEST``.
+        distances: Theirs.
+        alpha: Largest weight of the neighbours, 0 to 1.
+        beta: How much less a model gets that is sure, 0 to 1.
+        theta: Scale of distances, above 0.
+
+    Returns:
+        What :func:`logits_peek` would have returned before.
+
+    Raises:
+        NativeError: As :func:`logits_peek`; EINVAL when a token is not in the vocabulary, or a
+            distance or setting is out of range.
+    """
+    if len(values) != len(distances):
+        raise fail(f"{len(values)} values with {len(distances)} distances", lib.LLMAAS_EINVAL)
+    if not logits.flags.writeable:
+        raise fail("logits are read-only", lib.LLMAAS_EINVAL)
+    info = ffi.new("llmaas_logits_info *")
+    status = lib.llmaas_logits_mix(
+        _floats(logits), len(logits), _ints(values), _floats(distances), len(values),
+        alpha, beta, theta, info,
+    )  # fmt: skip
+    if status:
+        raise fail(
+            f"mixing of {len(values)} neighbours into {len(logits)} logits with alpha {alpha},"
+            f" beta {beta}, theta {theta} ({_SOUND})",
+            status,
+        )
+    return LogitsInfo(info.log_sum_exp, info.max_prob)
+
+
+def _floats(array: Floats) -> Any:
+    if array.dtype != np.float32:
+        raise fail(f"an array of {array.dtype}, expected float32", lib.LLMAAS_EINVAL)
+    return ffi.from_buffer("float[]", array)  # type: ignore[arg-type]
+
+
+def _ints(array: Ints) -> Any:
+    if array.dtype != np.int32:
+        raise fail(f"an array of {array.dtype}, expected int32", lib.LLMAAS_EINVAL)
+    return ffi.from_buffer("int32_t[]", array)  # type: ignore[arg-type]

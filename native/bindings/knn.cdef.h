@@ -1,0 +1,31 @@
+#define LLMAAS_KNN_MAX_DIMS ...
+#define LLMAAS_KNN_MAX_BEST ...
+#define LLMAAS_KNN_ALIGN ...
+
+typedef struct llmaas_knn_codes {
+    uint64_t n_rows;
+    uint32_t n_dims;
+    uint32_t stride;
+    const float * centre;
+    const float * steps;
+    uint8_t * codes;
+    float * scales;
+    float * norms;
+} llmaas_knn_codes;
+
+typedef struct llmaas_logits_info {
+    float log_sum_exp;
+    float max_prob;
+} llmaas_logits_info;
+
+llmaas_status llmaas_knn_quantise(
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys);
+llmaas_status llmaas_knn_scan(
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, int32_t * rows,
+    float * distances, uint32_t * n_found);
+llmaas_status llmaas_knn_rescore(
+    int fd, uint64_t offset, uint32_t n_dims, const int32_t * rows, uint32_t n, const float * query, float * distances);
+llmaas_status llmaas_logits_peek(const float * logits, uint32_t n_vocab, llmaas_logits_info * info);
+llmaas_status llmaas_logits_mix(
+    float * logits, uint32_t n_vocab, const int32_t * values, const float * distances, uint32_t k, float alpha, float beta,
+    float theta, llmaas_logits_info * info);

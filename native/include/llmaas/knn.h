@@ -1,0 +1,62 @@
+/* Nearest neighbours among stored hidden states (keys), and their share in the next token's distribution.
+ *
+ * A key is a byte a dimension: key[d] is about centre[d] + steps[d] × scale × (code[d] - 128). There is a step for each
+ * dimension and a scale for each row, so that neither a dimension nor a row much larger than the rest costs these their
+ * precision. A scan ranks rows by these codes; the best of them are ranked again by their float16 values, which are read
+ * from a file. All results are the same on every instruction set, and for every division of a scan into ranges of rows. */
+#ifndef LLMAAS_KNN_H
+#define LLMAAS_KNN_H
+
+#include "llmaas/base.h"
+
+#define LLMAAS_KNN_MAX_DIMS 16384u
+#define LLMAAS_KNN_MAX_BEST 4096u /* rows that a scan returns, or that one call rescores or mixes */
+#define LLMAAS_KNN_ALIGN    64u   /* of codes, and of their stride */
+#define LLMAAS_KNN_MIN_STEP 0x1p-50f
+#define LLMAAS_KNN_MAX_STEP 0x1p50f
+
+typedef struct llmaas_knn_codes {
+    uint64_t n_rows;      /* fits int32_t */
+    uint32_t n_dims;      /* 1 to LLMAAS_KNN_MAX_DIMS */
+    uint32_t stride;      /* bytes from row to row: n_dims rounded up to a multiple of LLMAAS_KNN_ALIGN */
+    const float * centre; /* n_dims */
+    const float * steps;  /* n_dims, each LLMAAS_KNN_MIN_STEP to LLMAAS_KNN_MAX_STEP, or 0 where all keys are alike */
+    uint8_t * codes;      /* n_rows × stride, at a multiple of LLMAAS_KNN_ALIGN */
+    float * scales;       /* n_rows */
+    float * norms;        /* n_rows: a row's part of its squared distances that no query changes */
+} llmaas_knn_codes;
+
+/* Fill rows [first, first + n) from n × n_dims keys. EUNSUPPORTED: one is not finite, or too large to be squared, or
+ * more than LLMAAS_KNN_MAX_STEP steps from the centre. */
+LLMAAS_API llmaas_status llmaas_knn_quantise(
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys);
+
+/* The n_best rows of [first, first + n) that are nearest to the query, nearest first (of two alike the lower row), and
+ * their approximate squared distances. *n_found: min(n, n_best). EUNSUPPORTED: the query is not finite or too large. */
+LLMAAS_API llmaas_status llmaas_knn_scan(
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, int32_t * rows,
+    float * distances, uint32_t * n_found);
+
+/* Squared distances between the query and rows of n_dims float16 values in a file, row r at offset + r × 2 × n_dims.
+ * Rows that are not in the page cache are asked for together before the first is waited for.
+ * EIO: errno tells; ENODATA when the file ends early. */
+LLMAAS_API llmaas_status llmaas_knn_rescore(
+    int fd, uint64_t offset, uint32_t n_dims, const int32_t * rows, uint32_t n, const float * query, float * distances);
+
+typedef struct llmaas_logits_info {
+    float log_sum_exp;
+    float max_prob; /* of the model's most probable token */
+} llmaas_logits_info;
+
+/* EUNSUPPORTED: a logit is NaN or +infinity, or all are -infinity. */
+LLMAAS_API llmaas_status llmaas_logits_peek(const float * logits, uint32_t n_vocab, llmaas_logits_info * info);
+
+/* Change the logits so that softmax gives (1 - w) p_LM + w p_kNN, where w = alpha (1 - beta max_prob) and p_kNN of a token
+ * is the share of its neighbours in the sum of exp(-distance / theta). Only neighbours' logits change, and none that is
+ * -infinity: somebody banned that token. info: of the logits as they were. 0 <= alpha, beta <= 1, theta > 0, but
+ * w is at most 1 - 2^-20: the model keeps a say. */
+LLMAAS_API llmaas_status llmaas_logits_mix(
+    float * logits, uint32_t n_vocab, const int32_t * values, const float * distances, uint32_t k, float alpha, float beta,
+    float theta, llmaas_logits_info * info);
+
+#endif
