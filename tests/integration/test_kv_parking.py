@@ -149,7 +149,8 @@ def test_cells_that_nobody_explains_are_not_parked(make, parks):
     assert plugin.parking.n_cells == 40
     ask(llama, OTHER, 1)
     llama._ctx.kv_cache_seq_rm(0, 50, -1)
-    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(7), 1)
+    token = (llama_cpp.llama_token * 1)(7)  # the batch holds its address only
+    batch = llama_cpp.llama_batch_get_one(token, 1)
     for _ in range(len(OTHER) - 50):  # where the prompt's were
         assert llama_cpp.llama_decode(llama.ctx, batch) == 0
     ask(llama, [2, 500, 501], 1)
