@@ -271,7 +271,8 @@ def test_serving_context_names_the_request(recorder, make_llama):
 
 
 def decode_own_batch(llama):
-    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 2)(400, 401), 2)
+    tokens = (llama_cpp.llama_token * 2)(400, 401)  # the batch holds their address only
+    batch = llama_cpp.llama_batch_get_one(tokens, 2)
     assert llama_cpp.llama_decode(llama.ctx, batch) == 0
 
 
