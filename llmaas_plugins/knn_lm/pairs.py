@@ -32,7 +32,7 @@ class Pairs:
         Raises:
             ValueError: A shape or a type is wrong.
         """
-        _require("keys", self.keys, np.float16, (len(self.values), self.keys.shape[-1]))
+        _require("keys", self.keys, np.float16, (len(self.keys), self.keys.shape[-1]))
         for name, dtype in (("values", np.int32), ("p_lm", np.float32), ("p_max", np.float32)):
             _require(name, getattr(self, name), dtype, (len(self.keys),))
 

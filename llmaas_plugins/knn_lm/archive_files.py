@@ -1,0 +1,138 @@
+"""The files of a datastore's directory, and how segments come and go.
+
+A segment is named by its number and its generation. Forgetting writes the next generation, and only
+when that is whole erases the one before; so whatever a crash leaves, the latest generations are the
+archive, and the rest are leftovers to be erased.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from llmaas_plugins.private_files import PrivateFiles
+
+__all__ = [
+    "FILES",
+    "LOCK",
+    "SELECTED",
+    "SegmentName",
+    "erase",
+    "read",
+    "retire",
+    "segment_files",
+    "write",
+    "write_whole",
+]
+
+LOCK = "lock"
+SELECTED = "datastore.knn"
+
+_SEGMENT = re.compile(r"(\d{6})\.(\d{1,9})\.segment")
+_PARTIAL = ".partial"  # not written whole yet
+_DROPPED = ".dropped"  # not erased whole yet
+_BLOCK = 1 << 20
+
+
+def _is_own(name: str) -> bool:
+    return name in (LOCK, SELECTED) or _SEGMENT.fullmatch(_stem(name)) is not None
+
+
+FILES = PrivateFiles("datastore", "plugins.knn_lm.store", _is_own)
+
+
+class SegmentName(NamedTuple):
+    """Which segment, and how often it was rewritten."""
+
+    number: int
+    generation: int
+
+    def __str__(self) -> str:
+        """Its file's name."""
+        return f"{self.number:06d}.{self.generation}.segment"
+
+
+def segment_files(directory: Path) -> tuple[list[SegmentName], list[Path]]:
+    """The segments in order, and the leftovers of crashes."""
+    names = [entry.name for entry in directory.iterdir()]
+    found = {
+        SegmentName(int(match[1]), int(match[2])): name
+        for name in names
+        if (match := _SEGMENT.fullmatch(name))
+    }
+    latest = {segment.number: segment for segment in sorted(found)}
+    older = [name for segment, name in found.items() if latest[segment.number] != segment]
+    cut_short = [name for name in names if name != _stem(name) and _SEGMENT.fullmatch(_stem(name))]
+    return list(latest.values()), [directory / name for name in older + cut_short]
+
+
+def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
+    """Write a new file; under this name it appears whole or not at all."""
+    partial = path.with_name(path.name + _PARTIAL)
+    fd = FILES.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        at = 0
+        for block in blocks:
+            write(fd, block, at)
+            at += len(block)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    partial.rename(path)
+    _sync_directory(path.parent)
+
+
+def retire(path: Path) -> None:
+    """Make a segment that is in nobody's way any more a leftover, and erase it."""
+    dropped = path.with_name(path.name + _DROPPED)
+    path.rename(dropped)
+    _sync_directory(path.parent)
+    erase(dropped)
+
+
+def erase(path: Path) -> None:
+    """Overwrite a file with zeros, on the disk, and only then remove its name."""
+    fd = FILES.open(path, os.O_RDWR)
+    try:
+        n_bytes = os.fstat(fd).st_size
+        for at in range(0, n_bytes, _BLOCK):
+            write(fd, bytes(min(_BLOCK, n_bytes - at)), at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    path.unlink()
+    _sync_directory(path.parent)
+
+
+def read(fd: int, n_bytes: int, at: int) -> bytes:
+    """Bytes of a file; fewer only where it ends. The caller knows that it is so long."""
+    blocks: list[bytes] = []
+    while n_bytes and (block := os.pread(fd, n_bytes, at)):
+        blocks.append(block)
+        n_bytes -= len(block)
+        at += len(block)
+    return b"".join(blocks)
+
+
+def write(fd: int, data: bytes, at: int) -> None:
+    """Write all of ``data``."""
+    view = memoryview(data)
+    while view:
+        n_written = os.pwrite(fd, view, at)
+        view = view[n_written:]
+        at += n_written
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(_PARTIAL).removesuffix(_DROPPED)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,309 @@
+"""One file of the archive: a header, and one conversation's record behind the other.
+
+Records are only ever appended. What a crash left behind the last one that was written whole is a
+torn tail; anything else that is not as it was written is damage, and refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.knn_lm.archive_files import FILES, read, write
+from llmaas_plugins.knn_lm.archive_record import (
+    COLUMNS,
+    HEADER_BYTES,
+    PAGE,
+    Meta,
+    RecordHeader,
+    Unsound,
+    decode_meta,
+)
+
+__all__ = ["Binding", "KeyKind", "Segment", "Stored"]
+
+KeyKind: TypeAlias = Literal["ffn_input", "final_norm"]
+
+_KINDS: tuple[KeyKind, ...] = get_args(KeyKind)
+_MAGIC = b"LLMAASAR"
+_FORMAT = 1
+_LAYOUT = struct.Struct("<8s4I32s")
+_DIGEST_BYTES = 8
+_FINGERPRINT_BYTES = 32
+_MOST_EMBD = 1 << 20
+_MOST_BUFFERS = 1024  # IOV_MAX
+_SUM_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Which model an archive is for, and which of its states are the keys.
+
+    Attributes:
+        fingerprint: The model's, 32 bytes.
+        n_embd: Numbers in a key.
+        key_kind: The last layer's feed-forward input, or the final norm's output.
+    """
+
+    fingerprint: bytes
+    n_embd: int
+    key_kind: KeyKind
+
+    def __post_init__(self) -> None:
+        """Refuse what no model has.
+
+        Raises:
+            ValueError: A part is out of range.
+        """
+        if not 1 <= self.n_embd <= _MOST_EMBD:
+            raise ValueError(f"found keys of {self.n_embd} numbers, expected 1 to {_MOST_EMBD}")
+        if len(self.fingerprint) != _FINGERPRINT_BYTES or self.key_kind not in _KINDS:
+            raise ValueError(f"expected {_FINGERPRINT_BYTES} bytes, and one of {_KINDS}")
+
+    def pack(self, n_given: int) -> bytes:
+        """The first page of a segment.
+
+        Args:
+            n_given: How many conversations were given numbers by now: next ones get others.
+        """
+        kind = _KINDS.index(self.key_kind)
+        packed = _LAYOUT.pack(_MAGIC, _FORMAT, self.n_embd, kind, n_given, self.fingerprint)
+        return (packed + _digest(packed)).ljust(PAGE, b"\0")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record in a segment: where it begins, and its header."""
+
+    at: int
+    header: RecordHeader
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.at + self.header.n_bytes
+
+
+class Segment:
+    """An open segment. Close it."""
+
+    def __init__(self, path: Path, *, writable: bool, is_last: bool) -> None:
+        """Open it and find its records; the body of only the last one is looked at.
+
+        Raises:
+            StoreError: It cannot be opened, or is not as it was written.
+        """
+        self.path = path
+        self._fd = FILES.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            self.n_bytes = os.fstat(self._fd).st_size
+            self.binding, self.n_given = self._read_header()
+            self.records, self.is_torn = self._find_records(is_last=is_last)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    @property
+    def end(self) -> int:
+        """Where the next record goes."""
+        return self.records[-1].end if self.records else PAGE
+
+    def cut(self) -> None:
+        """Drop the torn tail."""
+        os.ftruncate(self._fd, self.end)
+        os.fsync(self._fd)
+        self.n_bytes, self.is_torn = self.end, False
+
+    def append(self, header: RecordHeader, parts: Sequence[tuple[int, bytes]]) -> Stored:
+        """Write a record; when this returns it is on the disk."""
+        at = self.end
+        os.ftruncate(self._fd, at)  # what an append that failed has left
+        for place, part in parts:
+            write(self._fd, part, at + place)
+        os.ftruncate(self._fd, at + header.n_bytes)
+        os.fsync(self._fd)
+        stored = Stored(at, header)
+        self.records.append(stored)
+        self.n_bytes = stored.end
+        return stored
+
+    def raw(self, record: Stored) -> bytes:
+        """A record as it is on disk."""
+        return read(self._fd, record.header.n_bytes, record.at)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def meta(self, record: Stored) -> Meta:
+        """What a record says about its conversation."""
+        header = record.header
+        data = self._part(record, "meta", HEADER_BYTES, header.n_meta, header.meta_sum)
+        try:
+            return decode_meta(data)
+        except Unsound as error:
+            raise self._damaged(record.at, str(error)) from error
+
+    def tokens(self, record: Stored) -> npt.NDArray[np.int32]:
+        """A record's tokens."""
+        header = record.header
+        n_bytes = 4 * header.n_tokens
+        data = self._part(record, "tokens", header.tokens_at, n_bytes, header.tokens_sum)
+        return np.frombuffer(data, np.int32)
+
+    def columns(self, record: Stored) -> npt.NDArray[np.void]:
+        """A record's pairs without their keys."""
+        header = record.header
+        n_bytes = COLUMNS.itemsize * header.n_pairs
+        data = self._part(record, "columns", header.columns_at, n_bytes, header.columns_sum)
+        columns = np.frombuffer(data, COLUMNS)
+        positions = columns["position"]
+        if len(columns) and not 0 <= positions.min() <= positions.max() < header.n_tokens:
+            found = f"found positions {positions.min()} to {positions.max()}"
+            raise self._damaged(record.at, f"{found}, expected 0 to {header.n_tokens - 1}")
+        return columns
+
+    def keys(
+        self,
+        record: Stored,
+        rows: npt.NDArray[np.int64],
+        sums: npt.NDArray[np.uint32],
+        out: Sequence[memoryview],
+    ) -> None:
+        """Read some of a record's keys, neighbours at once.
+
+        Args:
+            record: The record.
+            rows: Which, in rising order.
+            sums: Their checksums.
+            out: Where each of them goes.
+        """
+        key_bytes = record.header.key_bytes
+        first = record.at + record.header.keys_at
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        ends = np.append(breaks, len(rows)).tolist()
+        start = 0
+        for end in ends:
+            for i in range(start, end, _MOST_BUFFERS):
+                into = out[i : min(end, i + _MOST_BUFFERS)]
+                n_read = os.preadv(self._fd, into, first + int(rows[i]) * key_bytes)
+                if n_read != len(into) * key_bytes:
+                    raise self._damaged(record.at, f"found {n_read} bytes of keys, expected more")
+            start = end
+        found = np.fromiter(map(zlib.crc32, out), np.uint32, len(out))
+        if not np.array_equal(found, sums):
+            wrong = int(np.flatnonzero(found != sums)[0])
+            raise self._damaged(
+                record.at,
+                f"found checksum {found[wrong]:08x} of the key of pair {rows[wrong]}, "
+                f"expected {sums[wrong]:08x}",
+            )
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _read_header(self) -> tuple[Binding, int]:
+        data = read(self._fd, PAGE, 0)
+        packed = data[: _LAYOUT.size]
+        digest = data[_LAYOUT.size : _LAYOUT.size + _DIGEST_BYTES]
+        if len(data) < PAGE:
+            raise self._damaged(0, f"found {len(data)} bytes, expected at least {PAGE}")
+        if not packed.startswith(_MAGIC):
+            raise self._damaged(0, f"found {packed[:8]!r}, expected {_MAGIC!r} at its beginning")
+        if _digest(packed) != digest:
+            found = _digest(packed).hex()
+            raise self._damaged(0, f"found checksum {found}, expected {digest.hex()}")
+        _, format_, n_embd, kind, n_given, fingerprint = _LAYOUT.unpack(packed)
+        if format_ != _FORMAT:
+            raise StoreError(
+                f"cannot use {FILES.kind} {self.path.parent}: {self.path.name} has format "
+                f"{format_}, expected {_FORMAT}. Use the release that made it, or set "
+                f"{FILES.setting} to another directory."
+            )
+        try:
+            return Binding(fingerprint, n_embd, _KINDS[kind]), n_given
+        except (ValueError, IndexError) as error:
+            raise self._damaged(0, str(error)) from error
+
+    def _find_records(self, *, is_last: bool) -> tuple[list[Stored], bool]:
+        records: list[Stored] = []
+        at = PAGE
+        while at < self.n_bytes:
+            try:
+                header = self._header_at(at)
+                records.append(Stored(at, header))
+                at += header.n_bytes
+            except Unsound as error:
+                if is_last and not self._is_record_behind(at):
+                    return records, True
+                raise self._damaged(at, str(error)) from error
+        if is_last and records:  # what came before it was on the disk when it was begun
+            try:
+                self._verify(records[-1])
+            except StoreError:
+                del records[-1]
+                return records, True
+        return records, False
+
+    def _header_at(self, at: int) -> RecordHeader:
+        header = RecordHeader.unpack(read(self._fd, HEADER_BYTES, at), self.binding.n_embd)
+        if header.n_bytes > self.n_bytes - at:
+            left = self.n_bytes - at
+            raise Unsound(f"found a length of {header.n_bytes}, expected at most {left}")
+        return header
+
+    def _is_record_behind(self, at: int) -> bool:
+        for later in range(at + PAGE, self.n_bytes, PAGE):
+            try:
+                self._header_at(later)
+            except Unsound:
+                continue
+            return True
+        return False
+
+    def _verify(self, record: Stored) -> None:
+        self.meta(record)
+        self.tokens(record)
+        sums = self.columns(record)["key_sum"]
+        key_bytes = record.header.key_bytes
+        for i in range(0, len(sums), _SUM_ROWS):
+            rows = np.arange(i, min(len(sums), i + _SUM_ROWS))
+            room = memoryview(bytearray(len(rows) * key_bytes))
+            out = [room[k * key_bytes : (k + 1) * key_bytes] for k in range(len(rows))]
+            self.keys(record, rows, sums[rows], out)
+
+    def _part(self, record: Stored, name: str, place: int, n_bytes: int, expected: int) -> bytes:
+        data = read(self._fd, n_bytes, record.at + place)
+        found = zlib.crc32(data)
+        if len(data) != n_bytes or found != expected:
+            reason = f"found checksum {found:08x} of its {name}, expected {expected:08x}"
+            raise self._damaged(record.at, reason)
+        return data
+
+    def _damaged(self, at: int, reason: str) -> StoreError:
+        place = f"the record at byte {at}" if at else "its header"
+        if os.fstat(self._fd).st_nlink == 0:
+            return StoreError(
+                f"{self.path} was rewritten by another process meanwhile. Open the "
+                f"{FILES.kind} again."
+            )
+        return StoreError(
+            f"{FILES.kind} {self.path.parent} is damaged: {self.path.name}, {place}: {reason}. "
+            "Nothing was changed. Restore this file from a copy, or remove it (its conversations "
+            "are lost then) and run `llmaas datastore build` again."
+        )
+
+
+def _digest(packed: bytes) -> bytes:
+    return hashlib.blake2b(packed, digest_size=_DIGEST_BYTES).digest()
