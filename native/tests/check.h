@@ -56,6 +56,6 @@ static inline void fill_like_kv(uint8_t * p, size_t n_values) {
     }
 }
 
-static const char * const check_isas[] = {"generic", "avx2", "avx512"};
+static const char * const check_isas[] = {"generic", "avx2", "avx512", "avx512vnni"};
 
 #endif

@@ -1,0 +1,434 @@
+/* Nearest neighbours: every instruction set gives the generic kernels' bits; scans find what a plain search finds; mixing
+ * gives the probabilities that were asked for; and bad arguments are refused. */
+#include "check.h"
+#include "kernels.h"
+
+#include "../kernels/f16.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <unistd.h>
+
+enum { N_ROWS = 700, N_BEST = 20 };
+
+static float uniform(void) { return (float) (rnd() >> 40) * 0x1p-23f - 1; }
+
+static uint8_t * aligned(size_t n) { /* exactly n bytes at the end of what is allocated, for ASan */
+    uint8_t * p = aligned_alloc(LLMAAS_KNN_ALIGN, n);
+    CHECK(p);
+    return p;
+}
+
+static float * floats(size_t n) {
+    float * p = (float *) (void *) exact(n * sizeof *p);
+    for (size_t i = 0; i < n; ++i) {
+        p[i] = uniform();
+    }
+    return p;
+}
+
+/* -- kernels -- */
+
+static void check_dots(const llmaas_kernels * k, const llmaas_kernels * oracle, size_t stride, int extreme) {
+    static llmaas_knn_query query;
+    uint8_t * codes = aligned(3 * stride);
+    uint32_t a[3], b[3];
+    fill_random(codes, 3 * stride);
+    memset(codes, extreme ? 255 : 7, stride);
+    for (size_t i = 0; i < stride; ++i) {
+        const int wide = extreme ? (i % 2 ? LLMAAS_KNN_WIDEST : -LLMAAS_KNN_WIDEST + (int) (i % 300))
+                                 : (int) rnd_below(2 * LLMAAS_KNN_WIDEST + 1) - LLMAAS_KNN_WIDEST;
+        const int high = (wide + 0x8080) / 256 - 128;
+        query.wide[i] = (int16_t) wide;
+        query.high[i] = (int8_t) high;
+        query.low[i]  = (int8_t) (wide - 256 * high);
+    }
+    oracle->knn_dots(codes, stride, 3, &query, a);
+    k->knn_dots(codes, stride, 3, &query, b);
+    CHECK(memcmp(a, b, sizeof a) == 0);
+    free(codes);
+}
+
+static void check_distance(const llmaas_kernels * k, const llmaas_kernels * oracle, size_t n_dims) {
+    uint8_t * row = exact(2 * n_dims);
+    float *   query = floats(n_dims);
+    double    sum = 0;
+    for (size_t i = 0; i < n_dims; ++i) {
+        const uint16_t value = (uint16_t) (rnd() & 0xbfff); /* subnormal ones, too */
+        const double difference = (double) f16_to_f32(value) - (double) query[i];
+        memcpy(row + 2 * i, &value, 2);
+        sum += difference * difference;
+    }
+    const float a = oracle->knn_distance(row, query, n_dims), b = k->knn_distance(row, query, n_dims);
+    CHECK(memcmp(&a, &b, sizeof a) == 0 && fabs((double) a - sum) <= 1e-5 * sum);
+    free(row), free(query);
+}
+
+static void check_softmax(const llmaas_kernels * k, const llmaas_kernels * oracle, size_t n) {
+    float * logits = floats(n);
+    int     is_nan = 1;
+    double  sum = 0;
+    for (size_t i = 0; i < n; ++i) {
+        logits[i] = i % 7 == 3 ? -INFINITY : logits[i] * (i % 2 ? 200 : 5);
+    }
+    const float max = oracle->logits_max(logits, n, &is_nan);
+    CHECK(!is_nan && k->logits_max(logits, n, &is_nan) == max && !is_nan);
+    for (size_t i = 0; i < n; ++i) {
+        CHECK(logits[i] <= max);
+        sum += exp((double) logits[i] - (double) max);
+    }
+    const double a = oracle->logits_sum(logits, n, max), b = k->logits_sum(logits, n, max);
+    CHECK(a == b && fabs(a - sum) <= 1e-5 * sum);
+    for (size_t i = 0; i < n; i += 1 + n / 50) {
+        const float kept = logits[i];
+        logits[i] = NAN;
+        k->logits_max(logits, n, &is_nan);
+        CHECK(is_nan);
+        logits[i] = kept;
+    }
+    free(logits);
+}
+
+static void check_kernels(void) {
+    CHECK(llmaas_kernels_select("generic") == LLMAAS_OK);
+    const llmaas_kernels * oracle = llmaas_k();
+    for (size_t i = 0; i < sizeof check_isas / sizeof *check_isas; ++i) {
+        if (llmaas_kernels_select(check_isas[i]) != LLMAAS_OK) {
+            continue; /* this CPU lacks it */
+        }
+        const llmaas_kernels * k = llmaas_k();
+        for (size_t stride = 64; stride <= LLMAAS_KNN_MAX_DIMS; stride += stride < 640 ? 64 : 5248) {
+            check_dots(k, oracle, stride, 0);
+            check_dots(k, oracle, stride, 1);
+        }
+        for (size_t n = 1; n < 70; ++n) {
+            check_distance(k, oracle, n);
+        }
+        check_distance(k, oracle, LLMAAS_KNN_MAX_DIMS);
+        for (size_t n = 16; n < 10000; n = n < 40 ? n + 1 : n * 2 + 5) {
+            check_softmax(k, oracle, n);
+        }
+    }
+}
+
+/* -- codes and scans -- */
+
+typedef struct keys {
+    llmaas_knn_codes codes;
+    float * values, * centre, * steps;
+} keys;
+
+static keys make_keys(uint32_t n_dims, uint64_t n_rows) {
+    keys k = {.values = floats(n_rows * n_dims), .centre = floats(n_dims), .steps = floats(n_dims)};
+    const uint32_t stride = (n_dims + 63) / 64 * 64;
+    for (uint32_t d = 0; d < n_dims; ++d) {
+        k.steps[d] = d % 5 == 4 ? 0 : fabsf(k.steps[d]) + 0.01f;
+        for (uint64_t r = 0; r < n_rows; ++r) {
+            float * value = &k.values[r * n_dims + d];
+            *value = k.centre[d] + *value * k.steps[d] * (r % 9 ? 1 : 30);
+        }
+    }
+    k.codes = (llmaas_knn_codes) {
+        .n_rows = n_rows, .n_dims = n_dims, .stride = stride, .centre = k.centre, .steps = k.steps,
+        .codes = aligned(n_rows * stride), .scales = floats(n_rows), .norms = floats(n_rows)};
+    CHECK(llmaas_knn_quantise(&k.codes, 0, n_rows, k.values) == LLMAAS_OK);
+    return k;
+}
+
+static void free_keys(keys * k) {
+    free(k->values), free(k->centre), free(k->steps), free(k->codes.codes), free(k->codes.scales), free(k->codes.norms);
+}
+
+static double exact_distance(const keys * k, uint64_t row, const float * query) {
+    double sum = 0;
+    for (uint32_t d = 0; d < k->codes.n_dims; ++d) {
+        const double difference = (double) k->values[row * k->codes.n_dims + d] - (double) query[d];
+        sum += difference * difference;
+    }
+    return sum;
+}
+
+static double from_centre(const keys * k, const float * key) {
+    double sum = 0;
+    for (uint32_t d = 0; d < k->codes.n_dims; ++d) {
+        const double difference = (double) key[d] - (double) k->centre[d];
+        sum += difference * difference;
+    }
+    return sqrt(sum);
+}
+
+/* What a coding loses of a key is at most half a scale in each dimension's steps. */
+static double loss_bound(const keys * k, uint64_t row) {
+    double sum = 0;
+    for (uint32_t d = 0; d < k->codes.n_dims; ++d) {
+        const double most = 0.51 * (double) k->steps[d] * (double) k->codes.scales[row];
+        sum += most * most;
+    }
+    return sqrt(sum);
+}
+
+/* Every row is returned once, in order, at a distance that its coding and the query's explain. */
+static void check_distances(const keys * k, const float * query) {
+    const double size = from_centre(k, query);
+    const uint32_t n = (uint32_t) k->codes.n_rows;
+    int32_t * rows = (int32_t *) (void *) exact(n * sizeof *rows);
+    uint8_t * seen = exact(n);
+    float *   found = floats(n);
+    uint32_t  n_found;
+    memset(seen, 0, n);
+    CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n + 5, rows, found, &n_found) == LLMAAS_OK && n_found == n);
+    for (uint32_t i = 0; i < n; ++i) {
+        const double distance = exact_distance(k, (uint64_t) rows[i], query);
+        const double sizes = size * from_centre(k, k->values + (size_t) rows[i] * k->codes.n_dims);
+        const double slack = 2 * sqrt(distance) * loss_bound(k, (uint64_t) rows[i]) + 2e-4 * sizes + 1e-5 * (distance + 1);
+        CHECK(fabs((double) found[i] - distance) <= slack && !seen[rows[i]]);
+        CHECK(i == 0 || found[i] > found[i - 1] || (found[i] == found[i - 1] && rows[i] > rows[i - 1]));
+        seen[rows[i]] = 1;
+    }
+    for (uint32_t n_best = 1; n_best < n; n_best = n_best * 3 + 1) { /* fewer are the first of all */
+        int32_t * few = (int32_t *) (void *) exact(n_best * sizeof *few);
+        float *   at = floats(n_best);
+        CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n_best, few, at, &n_found) == LLMAAS_OK && n_found == n_best);
+        CHECK(memcmp(few, rows, n_best * sizeof *few) == 0 && memcmp(at, found, n_best * sizeof *at) == 0);
+        free(few), free(at);
+    }
+    free(rows), free(seen), free(found);
+}
+
+static void check_ranges(const keys * k, const float * query) {
+    int32_t rows[N_BEST];
+    float   distances[N_BEST];
+    uint32_t n_found;
+    for (int i = 0; i < 30; ++i) {
+        const uint64_t first = rnd_below((uint32_t) k->codes.n_rows + 1), n = rnd_below((uint32_t) (k->codes.n_rows - first) + 1);
+        CHECK(llmaas_knn_scan(&k->codes, first, n, query, N_BEST, rows, distances, &n_found) == LLMAAS_OK);
+        CHECK(n_found == (n < N_BEST ? n : N_BEST));
+        for (uint32_t r = 0; r < n_found; ++r) {
+            CHECK((uint64_t) rows[r] >= first && (uint64_t) rows[r] < first + n);
+        }
+    }
+}
+
+static void check_scans(void) {
+    static const uint32_t sizes[] = {1, 3, 63, 64, 65, 256, 700};
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; ++s) {
+        keys k = make_keys(sizes[s], N_ROWS);
+        float * query = floats(sizes[s]);
+        for (size_t i = 0; i < sizeof check_isas / sizeof *check_isas; ++i) {
+            if (llmaas_kernels_select(check_isas[i]) == LLMAAS_OK) {
+                check_distances(&k, query);
+                check_distances(&k, k.centre);
+                check_distances(&k, k.values);
+                check_ranges(&k, query);
+            }
+        }
+        free(query);
+        free_keys(&k);
+    }
+}
+
+static void check_alike(void) {
+    keys k = make_keys(40, N_ROWS);
+    int32_t rows[N_BEST];
+    float   distances[N_BEST];
+    uint32_t n_found;
+    for (uint64_t r = 0; r < N_ROWS; ++r) {
+        CHECK(llmaas_knn_quantise(&k.codes, r, 1, k.values) == LLMAAS_OK);
+    }
+    CHECK(llmaas_knn_scan(&k.codes, 0, N_ROWS, k.values, N_BEST, rows, distances, &n_found) == LLMAAS_OK);
+    for (int32_t i = 0; i < N_BEST; ++i) {
+        CHECK(rows[i] == i && distances[i] == distances[0]);
+    }
+    free_keys(&k);
+}
+
+static void check_refusals(void) {
+    static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f, -1e30f};
+    keys k = make_keys(70, 10);
+    float * query = floats(70);
+    int32_t rows[N_BEST];
+    float   distances[N_BEST];
+    uint32_t n_found;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
+        for (size_t d = 0; d < 70; d += 3) {
+            const float kept = query[d];
+            query[d] = bad[i];
+            CHECK(llmaas_knn_quantise(&k.codes, 3, 1, query) == LLMAAS_EUNSUPPORTED);
+            CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_EUNSUPPORTED);
+            query[d] = kept;
+        }
+    }
+    CHECK(llmaas_knn_scan(&k.codes, 0, 11, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 11, 0, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 2, UINT64_MAX, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 0, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, LLMAAS_KNN_MAX_BEST + 1, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 10, 0, query, 5, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
+    CHECK(llmaas_knn_quantise(&k.codes, 9, 2, k.values) == LLMAAS_EINVAL);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
+        k.steps[7] = bad[i];
+        CHECK(llmaas_knn_quantise(&k.codes, 0, 1, k.values) == LLMAAS_EINVAL);
+    }
+    k.codes.stride += 64;
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
+    k.codes.stride -= 64;
+    for (int i = 0; i < 10; ++i) { /* what a damaged file might hold is no row's distance */
+        k.codes.scales[i] = k.codes.norms[i] = NAN;
+    }
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
+    free(query);
+    free_keys(&k);
+}
+
+/* -- rescoring -- */
+
+static void check_rescore(uint32_t n_dims) {
+    enum { OFFSET = 131, N = 40 };
+    char path[] = "/tmp/llmaas-knn-XXXXXX";
+    const int fd = mkstemp(path);
+    CHECK(fd >= 0 && unlink(path) == 0);
+    const size_t row_bytes = 2 * (size_t) n_dims;
+    uint8_t * file = exact(N * row_bytes);
+    float *   query = floats(n_dims);
+    int32_t   rows[2 * N];
+    float     distances[2 * N];
+    fill_like_kv(file, N * (size_t) n_dims);
+    CHECK(pwrite(fd, file, N * row_bytes, OFFSET) == (ssize_t) (N * row_bytes));
+    for (uint32_t i = 0; i < 2 * N; ++i) { /* alone, side by side, and twice */
+        rows[i] = (int32_t) (i < N ? i / 3 * 2 : rnd_below(N));
+    }
+    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_OK);
+    for (uint32_t i = 0; i < 2 * N; ++i) {
+        const float expected = llmaas_k()->knn_distance(file + (size_t) rows[i] * row_bytes, query, n_dims);
+        CHECK(memcmp(&distances[i], &expected, sizeof expected) == 0);
+    }
+    rows[5] = N;
+    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_EIO && errno == ENODATA);
+    rows[5] = -1;
+    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_EINVAL);
+    rows[5] = INT32_MAX;
+    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_EIO);
+    CHECK(llmaas_knn_rescore(fd, UINT64_MAX, n_dims, rows, 1, query, distances) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_rescore(-1, OFFSET, n_dims, rows, 1, query, distances) == LLMAAS_EIO && errno == EBADF);
+    CHECK(close(fd) == 0);
+    free(file), free(query);
+}
+
+/* -- mixing -- */
+
+static void softmax(const float * logits, uint32_t n, double * p) {
+    double max = -INFINITY, sum = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        max = (double) logits[i] > max ? (double) logits[i] : max;
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        sum += p[i] = exp((double) logits[i] - max);
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        p[i] /= sum;
+    }
+}
+
+static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, float theta, float far) {
+    float *   logits = floats(n_vocab), * before = floats(n_vocab), * distances = floats(k);
+    int32_t * values = (int32_t *) (void *) exact(k * sizeof *values);
+    double *  p = (double *) (void *) exact(n_vocab * sizeof *p), * q = (double *) (void *) exact(n_vocab * sizeof *q);
+    double    nearest = INFINITY, sum = 0, banned = 0, most = 0;
+    for (uint32_t i = 0; i < n_vocab; ++i) {
+        before[i] = logits[i] = i % 11 == 2 ? -INFINITY : 8 * logits[i];
+        q[i] = 0;
+    }
+    for (uint32_t i = 0; i < k; ++i) {
+        values[i] = (int32_t) rnd_below(n_vocab);
+        distances[i] = far + 20 * fabsf(distances[i]);
+        nearest = (double) distances[i] < nearest ? (double) distances[i] : nearest;
+    }
+    for (uint32_t i = 0; i < k; ++i) {
+        const double weight = exp((nearest - (double) distances[i]) / (double) theta);
+        q[values[i]] += weight;
+        sum += weight;
+    }
+    softmax(before, n_vocab, p);
+    for (uint32_t i = 0; i < n_vocab; ++i) {
+        most = p[i] > most ? p[i] : most;
+    }
+    llmaas_logits_info info, again;
+    CHECK(llmaas_logits_peek(logits, n_vocab, &info) == LLMAAS_OK && fabs((double) info.max_prob - most) < 1e-5);
+    CHECK(llmaas_logits_mix(logits, n_vocab, values, distances, k, alpha, beta, theta, &again) == LLMAAS_OK);
+    CHECK(memcmp(&info, &again, sizeof info) == 0);
+    const double w = (double) alpha * (1 - (double) beta * most);
+    for (uint32_t i = 0; i < n_vocab; ++i) {
+        CHECK(q[i] > 0 || memcmp(&logits[i], &before[i], sizeof *logits) == 0);
+        p[i] = isinf(before[i]) ? 0 : (1 - w) * p[i] + w * q[i] / sum;
+        banned += isinf(before[i]) ? w * q[i] / sum : 0;
+    }
+    softmax(logits, n_vocab, q);
+    for (uint32_t i = 0; i < n_vocab; ++i) { /* what the banned tokens would have got is shared by all */
+        CHECK(fabs(q[i] - p[i] / (1 - banned)) < 2e-5);
+        CHECK(isinf(before[i]) == isinf(logits[i]));
+    }
+    free(logits), free(before), free(distances), free(values), free(p), free(q);
+}
+
+static void check_mixing(void) {
+    static const uint32_t vocabularies[] = {3, 15, 16, 17, 500, 5000};
+    for (size_t v = 0; v < sizeof vocabularies / sizeof *vocabularies; ++v) {
+        for (uint32_t k = 1; k <= 300; k = k * 3 + 1) {
+            check_mix(vocabularies[v], k, 0.3f, 0.0f, 10, 0);
+            check_mix(vocabularies[v], k, 0.9f, 1.0f, 0.5f, 0);
+            check_mix(vocabularies[v], k, 0.25f, 0.5f, 0.01f, 1e5f); /* exp(-distance / theta) is 0 for all */
+            check_mix(vocabularies[v], k, 0.0f, 0.5f, 1, 0);
+            check_mix(vocabularies[v], k, 0.999f, 0.0f, 1e9f, 0);
+        }
+    }
+}
+
+static void check_mix_refusals(void) {
+    float logits[20], same[20], distances[2] = {1, 2};
+    int32_t values[2] = {3, 4};
+    llmaas_logits_info info;
+    for (int i = 0; i < 20; ++i) {
+        same[i] = logits[i] = uniform();
+    }
+    static const float bad[][3] = {{-0.1f, 0, 1}, {1.1f, 0, 1}, {0.5f, -1, 1}, {0.5f, 2, 1}, {0.5f, 0, 0},
+                                   {0.5f, 0, -1}, {NAN, 0, 1}, {0.5f, NAN, 1}, {0.5f, 0, NAN}, {0.5f, 0, INFINITY}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
+        CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, bad[i][0], bad[i][1], bad[i][2], &info) == LLMAAS_EINVAL);
+    }
+    values[1] = 20;
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    values[1] = -1;
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    values[1] = 4;
+    distances[1] = NAN;
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    distances[1] = 2;
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, LLMAAS_KNN_MAX_BEST + 1, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, NULL, NULL, 0, 0.5f, 0, 1, &info) == LLMAAS_OK);
+    CHECK(memcmp(logits, same, sizeof same) == 0);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 1, 0, 1, &info) == LLMAAS_OK); /* the model keeps a say */
+    CHECK(isfinite(logits[3]) && logits[0] == same[0]);
+    logits[7] = NAN;
+    CHECK(llmaas_logits_peek(logits, 20, &info) == LLMAAS_EUNSUPPORTED);
+    logits[7] = INFINITY;
+    CHECK(llmaas_logits_peek(logits, 20, &info) == LLMAAS_EUNSUPPORTED);
+    for (int i = 0; i < 20; ++i) {
+        logits[i] = -INFINITY;
+    }
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EUNSUPPORTED);
+    CHECK(llmaas_logits_peek(logits, 0, &info) == LLMAAS_EINVAL);
+}
+
+int main(void) {
+    check_kernels();
+    check_scans();
+    check_alike();
+    check_refusals();
+    check_rescore(33);
+    check_rescore(2048);
+    check_rescore(LLMAAS_KNN_MAX_DIMS);
+    check_mixing();
+    check_mix_refusals();
+    return 0;
+}
