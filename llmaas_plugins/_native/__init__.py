@@ -32,6 +32,7 @@ from .knn import (
     knn_rescore,
     knn_scan,
     knn_stride,
+    knn_sum,
     logits_mix,
     logits_peek,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "knn_rescore",
     "knn_scan",
     "knn_stride",
+    "knn_sum",
     "landings_fit",
     "logits_mix",
     "logits_peek",

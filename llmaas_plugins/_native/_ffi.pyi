@@ -53,15 +53,9 @@ class _Lib:
         distances: Any,
         n_found: Any,
     ) -> int: ...
+    def llmaas_knn_sum(self, keys: Any, n: int, n_dims: int, sums: Any) -> int: ...
     def llmaas_knn_rescore(
-        self,
-        fd: int,
-        offset: int,
-        n_dims: int,
-        rows: Any,
-        n: int,
-        query: Any,
-        distances: Any,
+        self, file: Any, rows: Any, n: int, query: Any, distances: Any
     ) -> int: ...
     def llmaas_logits_peek(self, logits: Any, n_vocab: int, info: Any) -> int: ...
     def llmaas_logits_mix(

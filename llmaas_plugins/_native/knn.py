@@ -24,6 +24,7 @@ __all__ = [
     "knn_rescore",
     "knn_scan",
     "knn_stride",
+    "knn_sum",
     "logits_mix",
     "logits_peek",
 ]
@@ -38,7 +39,9 @@ _FINITE = "keys and queries must be finite, and small enough to be squared"
 _SOUND = "logits must hold a number, and neither NaN nor +infinity"
 
 Floats = NDArray[np.float32]
+Halves = NDArray[np.float16]
 Ints = NDArray[np.int32]
+Sums = NDArray[np.uint32]
 
 
 class Nearest(NamedTuple):
@@ -63,7 +66,6 @@ class KnnCodes:
         codes: ``uint8[n, stride]``; the stride is a multiple of 64, and rows are aligned to it.
         scales: ``float32[n]``.
         norms: ``float32[n]``: what each row adds to its squared distances, whatever the query.
-            Add what dimensions that are not in the codes have on average, if you know it.
         centre: ``float32[d]``.
         steps: ``float32[d]``; a key is about ``centre + steps * scale * (code - 128)``.
     """
@@ -163,27 +165,47 @@ def knn_scan(
     return Nearest(rows[: n_found[0]], distances[: n_found[0]])
 
 
-def knn_rescore(fd: int, offset: int, rows: Ints, query: Floats) -> Floats:
+def knn_sum(keys: Halves) -> Sums:
+    """CRC-32C of each row of ``float16[n, d]``, as :func:`knn_rescore` checks them."""
+    n, n_dims = keys.shape
+    sums = np.empty(n, np.uint32)
+    status = lib.llmaas_knn_sum(_view("uint8_t[]", keys, np.float16), n, n_dims, _sums(sums))
+    if status:
+        raise fail(f"sums of keys {keys.shape}", status)
+    return sums
+
+
+def knn_rescore(fd: int, offset: int, sums: Sums, rows: Ints, query: Floats) -> Floats:
     """Exact squared distances of float16 rows in a file.
 
     Args:
         fd: The file.
         offset: Of row 0; rows follow each other without gaps.
+        sums: Of all rows, by :func:`knn_sum`.
         rows: At most ``KNN_MAX_BEST``, in any order.
         query: As many values as a row has.
 
     Raises:
         StoreError: A row cannot be read.
+        NativeError: ECORRUPT when a row is not what it was; EINVAL when it is not there.
     """
     distances = np.empty(len(rows), np.float32)
+    file = {
+        "fd": fd,
+        "n_dims": len(query),
+        "n_rows": len(sums),
+        "offset": offset,
+        "sums": _sums(sums),
+    }
     status = lib.llmaas_knn_rescore(
-        fd, offset, len(query), _ints(rows), len(rows), _floats(query), _floats(distances)
-    )
+        ffi.new("llmaas_knn_rows *", file), _ints(rows), len(rows), _floats(query),
+        _floats(distances),
+    )  # fmt: skip
     if status == Status.EIO:
         code = ffi.errno
         raise StoreError(code, f"stored keys: a row cannot be read: {os.strerror(code)}")
     if status:
-        raise fail(f"rescoring of {len(rows)} rows of {len(query)} values", status)
+        raise fail(f"rescoring of {len(rows)} of {len(sums)} rows of {len(query)} values", status)
     return distances
 
 
@@ -242,12 +264,18 @@ def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
 
 
 def _floats(array: Floats) -> Any:
-    if array.dtype != np.float32:
-        raise fail(f"an array of {array.dtype}, expected float32", lib.LLMAAS_EINVAL)
-    return ffi.from_buffer("float[]", array)  # type: ignore[arg-type]
+    return _view("float[]", array, np.float32)
 
 
 def _ints(array: Ints) -> Any:
-    if array.dtype != np.int32:
-        raise fail(f"an array of {array.dtype}, expected int32", lib.LLMAAS_EINVAL)
-    return ffi.from_buffer("int32_t[]", array)  # type: ignore[arg-type]
+    return _view("int32_t[]", array, np.int32)
+
+
+def _sums(array: Sums) -> Any:
+    return _view("uint32_t[]", array, np.uint32)
+
+
+def _view(cdecl: str, array: NDArray[Any], dtype: type) -> Any:
+    if array.dtype != dtype:
+        raise fail(f"an array of {array.dtype}, expected {np.dtype(dtype)}", lib.LLMAAS_EINVAL)
+    return ffi.from_buffer(cdecl, array)  # type: ignore[arg-type]

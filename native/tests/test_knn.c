@@ -298,19 +298,29 @@ static void check_rescore(uint32_t n_dims) {
     for (uint32_t i = 0; i < 2 * N; ++i) { /* alone, side by side, and twice */
         rows[i] = (int32_t) (i < N ? i / 3 * 2 : rnd_below(N));
     }
-    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_OK);
+    uint32_t sums[N + 1] = {0};
+    llmaas_knn_rows in = {.fd = fd, .n_dims = n_dims, .n_rows = N + 1, .offset = OFFSET, .sums = sums};
+    CHECK(llmaas_knn_sum(file, N, n_dims, sums) == LLMAAS_OK);
+    CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_OK);
     for (uint32_t i = 0; i < 2 * N; ++i) {
         const float expected = llmaas_k()->knn_distance(file + (size_t) rows[i] * row_bytes, query, n_dims);
         CHECK(memcmp(&distances[i], &expected, sizeof expected) == 0);
     }
-    rows[5] = N;
-    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_EIO && errno == ENODATA);
+    ++sums[rows[7]];
+    CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_ECORRUPT);
+    --sums[rows[7]];
+    rows[5] = N; /* the file has a row less than it should have */
+    CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_EIO && errno == ENODATA);
+    rows[5] = N + 1;
+    CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_EINVAL);
     rows[5] = -1;
-    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_EINVAL);
-    rows[5] = INT32_MAX;
-    CHECK(llmaas_knn_rescore(fd, OFFSET, n_dims, rows, 2 * N, query, distances) == LLMAAS_EIO);
-    CHECK(llmaas_knn_rescore(fd, UINT64_MAX, n_dims, rows, 1, query, distances) == LLMAAS_EINVAL);
-    CHECK(llmaas_knn_rescore(-1, OFFSET, n_dims, rows, 1, query, distances) == LLMAAS_EIO && errno == EBADF);
+    CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_EINVAL);
+    in.offset = UINT64_MAX;
+    CHECK(llmaas_knn_rescore(&in, rows, 1, query, distances) == LLMAAS_EINVAL);
+    in.offset = INT64_MAX / 2;
+    CHECK(llmaas_knn_rescore(&in, rows, 1, query, distances) == LLMAAS_EIO);
+    in.fd = -1;
+    CHECK(llmaas_knn_rescore(&in, rows, 1, query, distances) == LLMAAS_EIO && errno == EBADF);
     CHECK(close(fd) == 0);
     free(file), free(query);
 }

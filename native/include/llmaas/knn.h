@@ -37,11 +37,22 @@ LLMAAS_API llmaas_status llmaas_knn_scan(
     const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, int32_t * rows,
     float * distances, uint32_t * n_found);
 
-/* Squared distances between the query and rows of n_dims float16 values in a file, row r at offset + r × 2 × n_dims.
- * Rows that are not in the page cache are asked for together before the first is waited for.
- * EIO: errno tells; ENODATA when the file ends early. */
+/* Keys as they were, in a file: n_rows of n_dims float16 values, one after another from offset on. */
+typedef struct llmaas_knn_rows {
+    int fd;
+    uint32_t n_dims;
+    uint64_t n_rows; /* fits int32_t */
+    uint64_t offset;
+    const uint32_t * sums; /* CRC-32C of each row */
+} llmaas_knn_rows;
+
+/* The sums of n rows of n_dims float16 values. */
+LLMAAS_API llmaas_status llmaas_knn_sum(const uint8_t * keys, uint64_t n, uint32_t n_dims, uint32_t * sums);
+
+/* Squared distances between the query and rows of a file. Those that are not in the page cache are asked for together before
+ * the first is waited for. EIO: errno tells; ENODATA when the file ends early. ECORRUPT: a row has another sum. */
 LLMAAS_API llmaas_status llmaas_knn_rescore(
-    int fd, uint64_t offset, uint32_t n_dims, const int32_t * rows, uint32_t n, const float * query, float * distances);
+    const llmaas_knn_rows * file, const int32_t * rows, uint32_t n, const float * query, float * distances);
 
 typedef struct llmaas_logits_info {
     float log_sum_exp;
