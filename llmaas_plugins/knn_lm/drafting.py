@@ -1,0 +1,81 @@
+"""Drafts on an engine that is already made, and what its batches cost.
+
+``Llama(..., draft_model=...)`` keeps the logits of every token, prompt included: the output matrix
+is multiplied for each, and a context of ``n_ctx`` tokens needs ``n_ctx`` × ``n_vocab`` floats of
+memory. (Without ``logits_all=True`` it also fails beyond ``n_batch`` tokens: its array has that
+many rows.) Yet only a batch with proposed tokens needs more than its last row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llama_cpp import Llama, llama_cpp
+
+from llmaas_plugins.knn_lm.drafts import DatastoreDraft
+
+__all__ = ["attach", "measured_costs"]
+
+BATCH_SIZES = (1, 2, 4, 8, 16)
+_REPEATS = 3
+
+
+def attach(llama: Llama, draft: DatastoreDraft) -> None:
+    """Let ``llama`` ask ``draft`` from its next call on, at no cost but the drafts' own.
+
+    Args:
+        llama: An engine made without a draft model.
+        draft: Belongs to it from now on.
+
+    Raises:
+        ValueError: The engine cannot take back proposed tokens, or not hold them.
+    """
+    largest = max(draft.costs)
+    if reason := _unsupported(llama, largest):
+        raise ValueError(f"no drafts: {reason}")
+    set_batch = llama._batch.set_batch
+
+    def with_every_row(batch: Sequence[int], n_past: int, logits_all: bool) -> None:
+        set_batch(batch, n_past, logits_all or len(batch) <= largest)
+
+    llama._batch.set_batch = with_every_row
+    llama.draft_model = draft
+
+
+def measured_costs(llama: Llama, sizes: Iterable[int] = BATCH_SIZES) -> dict[int, float]:
+    """What a batch of each size costs on this engine, in batches of a single token.
+
+    Takes about sixty tokens' time. The engine must be new, and is left so.
+
+    Args:
+        llama: With ``logits_all``, or ``attach`` called: output rows are part of the cost.
+        sizes: Batch sizes to measure, 1 among them.
+    """
+    seconds = {size: min(_seconds(llama, size) for _ in range(_REPEATS)) for size in sizes}
+    return {size: cost / seconds[1] for size, cost in seconds.items()}
+
+
+def _seconds(llama: Llama, size: int) -> float:
+    llama.reset()
+    started = time.perf_counter()
+    llama.eval([llama.token_bos()] * size)
+    elapsed = time.perf_counter() - started
+    llama.reset()
+    return elapsed
+
+
+def _unsupported(llama: Llama, largest: int) -> str | None:
+    model: Any = llama.model
+    has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
+    reasons = {
+        "the engine has a draft model": llama.draft_model is not None,
+        "recurrent model: its state cannot drop tokens": llama_cpp.llama_model_is_recurrent(model),
+        "hybrid model: its state cannot drop tokens": llama_cpp.llama_model_is_hybrid(model),
+        "sliding window without swa_full: tokens of before the draft are gone": has_gaps,
+        f"n_batch is {llama.n_batch}, and batches of {largest} tokens are to be verified": (
+            llama.n_batch < largest
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
