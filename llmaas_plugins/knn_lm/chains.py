@@ -11,10 +11,10 @@ __all__ = ["Chain", "Trust", "chain_of"]
 
 _Place = tuple[int, int]
 _LEAST = 0.02
-"""Chance that a chain comes true so far, below which it is not followed."""
-_PRIOR = 8.0
+"""Chance that a chain comes true so far, below which no more votes are taken."""
+_PRIOR = 4.0
 _FIRST_TRUST = (0.6, 0.8, 0.9)
-"""Of votes of 1, 2, and 4 or more rows, while nothing is known: as if seen eight times each."""
+"""Of votes of 1, 2, and 4 or more rows, while nothing is known: as if seen four times each."""
 _MEMORY = 256.0
 """Votes in a place after which what was seen before counts less than a third."""
 
@@ -24,8 +24,8 @@ class Chain(NamedTuple):
 
     Attributes:
         tokens: In order.
-        votes: For each, where its vote counts, and its share in it.
-        chances: Of each, after those before it.
+        votes: For each of the first of them, where its vote counts, and its share in it.
+        chances: Of each of these, after those before it.
     """
 
     tokens: list[int]
@@ -69,11 +69,17 @@ class Trust:
 
 
 def chain_of(match: Match, trust: Trust) -> Chain:
-    """Follow the majority of a match's rows, and of those that went the same way, while likely."""
+    """Follow the majority of a match's rows, and of those that went the same way.
+
+    What is unlikely to be reached is taken from one of them, without a vote: it may fill a batch.
+    """
     chain = Chain([], [], [])
     rows, reached = match.rows, 1.0
-    while reached > _LEAST and (rows := [row for row in rows if len(row) > len(chain.tokens)]):
+    while rows := [row for row in rows if len(row) > len(chain.tokens)]:
         step = len(chain.tokens)
+        if reached < _LEAST:
+            chain.tokens.extend(rows[0][step:])
+            break
         place, share, token = trust.place(match.length + step, len(rows)), 1.0, rows[0][step]
         if len(rows) > 1:
             votes = Counter([row[step] for row in rows])

@@ -137,15 +137,13 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
     def _said(self, input_ids: NDArray[np.intc]) -> list[int]:
         """What the model said since the last call; nothing if this is another text."""
-        n = len(self._context)
-        if not 0 < n < len(input_ids) or not np.array_equal(input_ids[:n], self._context):
+        n, n_proposed = len(self._context), self._n_proposed
+        n_said = len(input_ids) - n
+        is_longer = n > 0 and 0 < n_said <= n_proposed + 1
+        if not is_longer or not np.array_equal(input_ids[:n], self._context):
             return []
-        n_said, (passes, proposed, accepted) = len(input_ids) - n, self.counts
-        self.counts = DraftCounts(
-            passes + 1,
-            proposed + self._n_proposed,
-            accepted + min(n_said - 1, self._n_proposed),
-        )
+        passes, proposed, accepted = self.counts
+        self.counts = DraftCounts(passes + 1, proposed + n_proposed, accepted + n_said - 1)
         return input_ids[n:].tolist()
 
 
