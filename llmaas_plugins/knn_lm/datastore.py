@@ -1,0 +1,219 @@
+"""The selected datastore: a byte a number to scan in memory, the keys themselves in a file."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import StoreError
+from llmaas_plugins._native import KNN_MAX_BEST, KnnCodes, NativeError, knn_rescore, knn_scan
+from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, damaged
+from llmaas_plugins.knn_lm.datastore_text import Text
+from llmaas_plugins.knn_lm.datastore_write import write_datastore, write_without
+from llmaas_plugins.knn_lm.pca import Basis
+
+__all__ = ["Datastore", "Neighbours"]
+
+_SPARE_ROWS = 16
+"""Rows beyond those measured for 100 neighbours: of fewer, each that is lost weighs more."""
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Keys = NDArray[np.float16] | NDArray[np.float32]
+
+
+class Neighbours(NamedTuple):
+    """The nearest pairs, nearest first.
+
+    Attributes:
+        values: Their targets.
+        distances: Squared Euclidean distances of their keys.
+        rows: Where they are in the datastore.
+    """
+
+    values: Ints
+    distances: Floats
+    rows: Ints
+
+
+class Datastore:
+    """One that is open; several threads may search it."""
+
+    def __init__(self, file: DatastoreFile) -> None:
+        """Load all of a file but its keys, and own it.
+
+        Raises:
+            StoreError: It is damaged.
+        """
+        text = Text.read(file)
+        self.conversations = text.conversations
+        self.settings = text.settings
+        self.values: Ints = file.read("values")
+        self.origins: Ints = file.read("origins")
+        self._rows_per_neighbour = text.rows_per_neighbour
+        self._sums = file.read("sums")
+        self._basis = _read_basis(file)
+        self._codes = _read_codes(file)
+        self._file = file
+        self._check_ranges()
+
+    @classmethod
+    def open(cls, path: Path, fingerprint: bytes | None) -> Self:
+        """Open a file for the model of this fingerprint, or, if it is ``None``, for any.
+
+        Raises:
+            StoreError: The file cannot be read, is damaged, or was made for another model.
+        """
+        file = DatastoreFile(path)
+        try:
+            _require_model(file, fingerprint)
+            return cls(file)
+        except BaseException:
+            file.close()
+            raise
+
+    @staticmethod
+    def write(  # noqa: PLR0913 -- what a datastore consists of
+        path: Path,
+        *,
+        fingerprint: bytes,
+        keys: Keys,
+        values: Ints,
+        origins: Ints,
+        conversations: Sequence[str],
+        basis: Basis | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        """Write a file in place of the one that is there, if any.
+
+        Args:
+            path: Its place; its mode is 0600.
+            fingerprint: Of the model that the keys are of, 32 bytes.
+            keys: Hidden states, shape (n, n_embd).
+            values: The tokens that came next.
+            origins: Of each pair: index of its conversation, and position there; shape (n, 2).
+            conversations: Their ids.
+            basis: Directions to scan in; in all, if ``None``.
+            settings: Anything of plain JSON types; it is given back as it is.
+
+        Raises:
+            ValueError: The arrays do not fit together, or a key is not finite in float16.
+            StoreError: The file cannot be written. The one that was there still is.
+        """
+        write_datastore(
+            path,
+            fingerprint=fingerprint,
+            keys=keys,
+            values=values,
+            origins=origins,
+            conversations=conversations,
+            basis=basis,
+            settings=settings,
+        )
+
+    @staticmethod
+    def without(path: Path, conversations: Collection[str]) -> int:
+        """Write a file again without these conversations, and overwrite the old one with zeros.
+
+        What was computed from all pairs together (basis, centre, steps, settings) stays. Whoever
+        has the old one open finds that it is not current, and its keys damaged.
+
+        Returns:
+            Pairs that went.
+
+        Raises:
+            StoreError: The file cannot be read or written, or is damaged. It still is as it was.
+        """
+        return write_without(path, conversations)
+
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.values)
+
+    @property
+    def n_embd(self) -> int:
+        """Numbers in a key."""
+        return self._file.counts.n_embd
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the model that the keys are of."""
+        return self._file.fingerprint
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that its arrays take."""
+        basis = () if self._basis is None else (self._basis.mean, self._basis.axes)
+        arrays = (self.values, self.origins, self._sums, *basis)
+        return self._codes.n_bytes + sum(array.nbytes for array in arrays)
+
+    def is_current(self) -> bool:
+        """Whether the file at its path still is the one that is open."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fd), self._file.path.stat())
+        except OSError:
+            return False
+
+    def search(self, query: Floats, k: int) -> Neighbours:
+        """The ``k`` pairs whose keys are nearest to ``query``; fewer where there are fewer.
+
+        Raises:
+            ValueError: ``k`` or the query's shape is wrong, or the query is not finite.
+            StoreError: A key cannot be read, or is damaged.
+        """
+        if query.shape != (self.n_embd,) or not 1 <= k <= KNN_MAX_BEST:
+            raise ValueError(
+                f"search of {k} neighbours of {query.shape}: expected 1 to {KNN_MAX_BEST} of "
+                f"{self.n_embd} numbers"
+            )
+        scanned = query if self._basis is None else self._basis.project(query)
+        n_best = min(math.ceil(k * self._rows_per_neighbour) + _SPARE_ROWS, KNN_MAX_BEST)
+        rows = knn_scan(self._codes, scanned, n_best).rows
+        distances = self._exact_distances(rows, query)
+        order = np.lexsort((rows, distances))[:k]
+        rows = rows[order]
+        return Neighbours(self.values[rows], distances[order], rows)
+
+    def _exact_distances(self, rows: Ints, query: Floats) -> Floats:
+        file = self._file
+        try:
+            return knn_rescore(file.fd, file.keys_at, self._sums, rows, query)
+        except NativeError as error:
+            raise damaged(file.path, "a damaged key", "the one that was written") from error
+
+    def close(self) -> None:
+        """Close the file; more than once is the same as once."""
+        self._file.close()
+
+    def _check_ranges(self) -> None:
+        """Sums tell damage; this tells a file that somebody else wrote."""
+        numbers, n = self.origins[:, 0], len(self.conversations)
+        if len(self) and (self.values.min() < 0 or numbers.min() < 0 or numbers.max() >= n):
+            raise damaged(self._file.path, "a pair of no conversation or token", "one of those")
+
+
+def _require_model(file: DatastoreFile, fingerprint: bytes | None) -> None:
+    if fingerprint not in (None, file.fingerprint):
+        raise StoreError(
+            f"cannot use datastore {file.path}: found keys of the model with fingerprint "
+            f"{file.fingerprint.hex()[:16]}, expected {fingerprint.hex()[:16]}. To another model "
+            "they mean nothing: use the one they are of, or build a datastore for this one with "
+            "`llmaas datastore build`."
+        )
+
+
+def _read_basis(file: DatastoreFile) -> Basis | None:
+    return Basis(file.read("mean"), file.read("axes")) if file.counts.n_axes else None
+
+
+def _read_codes(file: DatastoreFile) -> KnnCodes:
+    codes = KnnCodes.empty(file.counts.n_rows, file.read("centre"), file.read("steps"))
+    for name in ("codes", "scales", "norms"):
+        file.read(name, into=getattr(codes, name))
+    return codes

@@ -1,0 +1,276 @@
+"""The file of a selected datastore: a header, then arrays whose places follow from its counts.
+
+All of it is checked before it is used, its size before anything is allocated. Only the keys, which
+stay in the file, are checked row by row when they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import StoreError
+from llmaas_plugins._native import KNN_MAX_DIMS, crc32c, knn_stride
+from llmaas_plugins.knn_lm.archive_files import FILES, erase, write_whole
+
+__all__ = [
+    "Arrays",
+    "Counts",
+    "DatastoreFile",
+    "damaged",
+    "erase_leftovers",
+    "write_file",
+]
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_MAGIC = b"LLMAASKN"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIIIQQ32s11I")  # then its own checksum
+_PAGE = 4096
+_PART = 1 << 24
+_MAX_ROWS = 2**31 - 1
+_MAX_TEXT = 1 << 28
+_NEXT = "Make it again with `llmaas datastore select`"
+
+
+class Counts(NamedTuple):
+    """What the sizes of all arrays follow from.
+
+    Attributes:
+        n_embd: Numbers in a key.
+        n_dims: Numbers in a key's code; fewer where there is a basis.
+        n_axes: Directions of the basis: ``n_dims``, or 0 where there is none.
+        n_rows: Pairs.
+        n_text: Bytes of JSON.
+    """
+
+    n_embd: int
+    n_dims: int
+    n_axes: int
+    n_rows: int
+    n_text: int
+
+    def are_possible(self) -> bool:
+        """Whether such a datastore could have been written."""
+        return (
+            0 < self.n_dims <= self.n_embd <= KNN_MAX_DIMS
+            and (self.n_axes == self.n_dims or (self.n_axes == 0 and self.n_dims == self.n_embd))
+            and self.n_rows <= _MAX_ROWS
+            and self.n_text <= _MAX_TEXT
+        )
+
+    def arrays(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """Type and shape of each array, in the file's order; the keys come after them."""
+        n, mean = self.n_rows, self.n_embd if self.n_axes else 0
+        return {
+            "text": (np.uint8, (self.n_text,)),
+            "values": (np.int32, (n,)),
+            "origins": (np.int32, (n, 2)),
+            "mean": (np.float32, (mean,)),
+            "axes": (np.float32, (self.n_axes, mean)),
+            "centre": (np.float32, (self.n_dims,)),
+            "steps": (np.float32, (self.n_dims,)),
+            "scales": (np.float32, (n,)),
+            "norms": (np.float32, (n,)),
+            "sums": (np.uint32, (n,)),
+            "codes": (np.uint8, (n, knn_stride(self.n_dims))),
+        }
+
+    def places(self) -> dict[str, int]:
+        """Where each array begins; the keys, and the end."""
+        places, at = {}, _PAGE
+        for name, (dtype, shape) in self.arrays().items():
+            places[name] = at
+            at = _whole_pages(at + np.dtype(dtype).itemsize * math.prod(shape))
+        return places | {"keys": at, "end": at + 2 * self.n_rows * self.n_embd}
+
+
+class Header(NamedTuple):
+    """What the first page says."""
+
+    counts: Counts
+    fingerprint: bytes
+    sums: tuple[int, ...]
+
+
+def damaged(path: Path, found: str, expected: str) -> StoreError:
+    """The error of a file that is not what was written."""
+    return StoreError(f"cannot use datastore {path}: found {found}, expected {expected}. {_NEXT}.")
+
+
+class DatastoreFile:
+    """An open file whose header is sound and whose size is right."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and check it.
+
+        Raises:
+            StoreError: It cannot be opened, or is no datastore of this version, or is damaged.
+        """
+        self.path = path
+        self.fd = FILES.open(path, os.O_RDONLY)
+        try:
+            self.counts, self.fingerprint, self._sums = _read_header(self.fd, path)
+            self._places = self.counts.places()
+            self._require_size()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def keys_at(self) -> int:
+        """Where the keys begin."""
+        return self._places["keys"]
+
+    def read(self, name: str, into: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Read an array and check it.
+
+        Raises:
+            StoreError: It cannot be read, or is damaged.
+        """
+        dtype, shape = self.counts.arrays()[name]
+        array = np.empty(shape, dtype) if into is None else into
+        self._read(name, array, self._places[name])
+        if crc32c(array) != self._sums[list(self.counts.arrays()).index(name)]:
+            raise damaged(self.path, f"damaged {name}", "those that were written")
+        return array
+
+    def read_keys(self, first: int, n: int) -> NDArray[np.float16]:
+        """Read rows of keys; the caller checks their sums."""
+        keys = np.empty((n, self.counts.n_embd), np.float16)
+        self._read("keys", keys, self.keys_at + 2 * first * self.counts.n_embd)
+        return keys
+
+    def _require_size(self) -> None:
+        found, expected = os.fstat(self.fd).st_size, self._places["end"]
+        if found != expected:
+            raise damaged(self.path, f"{found:,} bytes", f"{expected:,}")
+
+    def _read(self, name: str, array: NDArray[Any], at: int) -> None:
+        view = array.reshape(-1).view(np.uint8)
+        done = 0
+        try:
+            while done < view.size:
+                n = os.preadv(self.fd, [view[done : done + _PART].data], at + done)
+                if n == 0:
+                    raise damaged(self.path, f"the end of the file in its {name}", "more bytes")
+                done += n
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot read datastore {self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file; more than once is the same as once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def write_file(  # noqa: PLR0913 -- what a file consists of
+    path: Path,
+    fingerprint: bytes,
+    counts: Counts,
+    arrays: Arrays,
+    keys: Iterable[NDArray[np.float16]],
+    *,
+    erases_old: bool = False,
+) -> None:
+    """Write a whole file, or, if anything fails, leave the one that was there.
+
+    Args:
+        path: Its place.
+        fingerprint: Of the model, 32 bytes.
+        counts: What there is.
+        arrays: All of ``counts.arrays()``.
+        keys: All rows, in as many parts as you like.
+        erases_old: Overwrite the one that was there with zeros afterwards. Whoever has it open
+            finds damaged keys then.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    try:
+        erase_leftovers(path)
+        if erases_old:
+            os.link(path, _dropped(path))
+        write_whole(path, _blocks(fingerprint, counts, arrays, keys))
+        if erases_old:
+            erase(_dropped(path))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            erase_leftovers(path)
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"cannot write datastore {path}: {error.strerror}") from error
+
+
+def erase_leftovers(path: Path) -> None:
+    """Erase what a crash left of a file that was being written or replaced."""
+    dropped = _dropped(path)
+    if path.exists() and dropped.exists() and dropped.samefile(path):
+        dropped.unlink()  # the new one was not in its place yet
+    for leftover in (dropped, _partial(path)):
+        if os.path.lexists(leftover):
+            erase(leftover)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _dropped(path: Path) -> Path:
+    return path.with_name(path.name + ".dropped")
+
+
+def _read_header(fd: int, path: Path) -> Header:
+    page = os.pread(fd, _HEADER.size + 4, 0)
+    if page[: len(_MAGIC)] != _MAGIC or len(page) < _HEADER.size + 4:
+        raise damaged(path, "another kind of file", "a selected datastore")
+    _, version, n_embd, n_dims, n_axes, n_rows, n_text, fingerprint, *sums = _HEADER.unpack(
+        page[: _HEADER.size]
+    )
+    if version != _VERSION:
+        raise damaged(path, f"format {version}", f"format {_VERSION}")
+    counts = Counts(n_embd, n_dims, n_axes, n_rows, n_text)
+    if page[_HEADER.size :] != _sum_of(page[: _HEADER.size]) or not counts.are_possible():
+        raise damaged(path, "a damaged header", "the one that was written")
+    return Header(counts, fingerprint, tuple(sums))
+
+
+def _blocks(
+    fingerprint: bytes, counts: Counts, arrays: Arrays, keys: Iterable[NDArray[np.float16]]
+) -> Iterator[bytes]:
+    ordered = [
+        np.ascontiguousarray(arrays[name], kind) for name, (kind, _) in counts.arrays().items()
+    ]
+    sums = [crc32c(array) for array in ordered]
+    header = _HEADER.pack(_MAGIC, _VERSION, *counts, fingerprint, *sums)
+    yield _padded(header + _sum_of(header))
+    for array in ordered:
+        view = array.reshape(-1).view(np.uint8)
+        for at in range(0, view.size, _PART):
+            yield _padded(view[at : at + _PART].tobytes())
+    for part in keys:
+        yield part.tobytes()
+
+
+def _sum_of(header: bytes) -> bytes:
+    return crc32c(header).to_bytes(4, "little")
+
+
+def _whole_pages(n_bytes: int) -> int:
+    return -(-n_bytes // _PAGE) * _PAGE
+
+
+def _padded(block: bytes) -> bytes:
+    return block.ljust(_whole_pages(len(block)), b"\0")

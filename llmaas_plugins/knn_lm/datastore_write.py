@@ -1,0 +1,149 @@
+"""Writes selected datastores: from pairs, and again without some conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins._native import KnnCodes, NativeError, knn_quantise, knn_sum
+from llmaas_plugins.knn_lm.datastore_file import Counts, DatastoreFile, damaged, write_file
+from llmaas_plugins.knn_lm.datastore_text import Text
+from llmaas_plugins.knn_lm.pca import Basis
+from llmaas_plugins.knn_lm.recall import rows_per_neighbour
+
+__all__ = ["write_datastore", "write_without"]
+
+_ROWS = 8192
+"""Keys that are handled at a time."""
+
+_FINGERPRINT_BYTES = 32
+
+Ints = NDArray[np.int32]
+Halves = NDArray[np.float16]
+Keys = Halves | NDArray[np.float32]
+
+
+def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
+    path: Path,
+    *,
+    fingerprint: bytes,
+    keys: Keys,
+    values: Ints,
+    origins: Ints,
+    conversations: Sequence[str],
+    basis: Basis | None,
+    settings: Mapping[str, Any],
+) -> None:
+    """See :meth:`.Datastore.write`."""
+    _check(fingerprint, keys, values, origins, conversations)
+    with np.errstate(over="ignore"):  # what overflows is refused with what was infinite before
+        halves = np.ascontiguousarray(keys, np.float16)
+    codes = _quantised(halves, basis)
+    text = Text(tuple(conversations), settings, rows_per_neighbour(codes, basis, halves)).encoded()
+    n_embd = keys.shape[1]
+    counts = Counts(
+        n_embd, len(codes.centre), len(codes.centre) if basis else 0, len(keys), len(text)
+    )
+    arrays: dict[str, NDArray[Any]] = {
+        "text": np.frombuffer(text, np.uint8),
+        "values": values,
+        "origins": origins,
+        "mean": basis.mean if basis else np.empty(0, np.float32),
+        "axes": basis.axes if basis else np.empty((0, 0), np.float32),
+        "centre": codes.centre,
+        "steps": codes.steps,
+        "scales": codes.scales,
+        "norms": codes.norms,
+        "sums": knn_sum(halves),
+        "codes": codes.codes,
+    }
+    write_file(path, fingerprint, counts, arrays, _parts(halves))
+
+
+def write_without(path: Path, conversations: Collection[str]) -> int:
+    """See :meth:`.Datastore.without`."""
+    file = DatastoreFile(path)
+    try:
+        text = Text.read(file)
+        kept = [i for i, name in enumerate(text.conversations) if name not in conversations]
+        if len(kept) == len(text.conversations):
+            return 0
+        origins = file.read("origins")
+        is_kept = np.isin(origins[:, 0], kept)
+        arrays = {name: file.read(name) for name in file.counts.arrays()}
+        for name in ("values", "origins", "scales", "norms", "sums", "codes"):
+            arrays[name] = arrays[name][is_kept]
+        arrays["origins"][:, 0] = np.searchsorted(kept, arrays["origins"][:, 0])
+        new_text = text._replace(conversations=tuple(text.conversations[i] for i in kept)).encoded()
+        arrays["text"] = np.frombuffer(new_text, np.uint8)
+        counts = file.counts._replace(n_rows=int(is_kept.sum()), n_text=len(new_text))
+        keys = _read_keys(file, is_kept)
+        write_file(path, file.fingerprint, counts, arrays, keys, erases_old=True)
+        return len(is_kept) - counts.n_rows
+    finally:
+        file.close()
+
+
+def _read_keys(file: DatastoreFile, is_kept: NDArray[np.bool_]) -> Iterator[Halves]:
+    sums = file.read("sums")
+    for first in range(0, len(sums), _ROWS):
+        part = slice(first, min(first + _ROWS, len(sums)))
+        keys = file.read_keys(part.start, part.stop - part.start)
+        if not np.array_equal(knn_sum(keys), sums[part]):
+            raise damaged(file.path, "a damaged key", "the one that was written")
+        yield keys[is_kept[part]]
+
+
+def _quantised(keys: Halves, basis: Basis | None) -> KnnCodes:
+    """Codes of all keys, with each dimension's mean and standard deviation for centre and step.
+
+    Raises:
+        ValueError: A key is not finite, or too large.
+    """
+    n, n_dims = len(keys), len(basis.axes) if basis else keys.shape[1]
+    total, squares = np.zeros(n_dims), np.zeros(n_dims)
+    for part in _coordinates(keys, basis):
+        total += part.sum(axis=0, dtype=np.float64)
+        squares += np.einsum("ij,ij->j", part, part, dtype=np.float64)
+    centre = total / max(n, 1)
+    steps = np.sqrt(np.maximum(squares / max(n, 1) - centre**2, 0))
+    codes = KnnCodes.empty(n, centre.astype(np.float32), steps.astype(np.float32))
+    try:
+        for index, part in enumerate(_coordinates(keys, basis)):
+            knn_quantise(codes, part, index * _ROWS)
+    except NativeError as error:
+        raise ValueError(f"keys: {error}; they are to be finite in float16") from error
+    return codes
+
+
+def _parts(keys: Halves) -> Iterator[Halves]:
+    return (keys[first : first + _ROWS] for first in range(0, len(keys), _ROWS))
+
+
+def _coordinates(keys: Halves, basis: Basis | None) -> Iterator[NDArray[np.float32]]:
+    for part in _parts(keys):
+        wide = part.astype(np.float32)
+        yield wide if basis is None else np.ascontiguousarray(basis.project(wide))
+
+
+def _check(
+    fingerprint: bytes, keys: Keys, values: Ints, origins: Ints, conversations: Sequence[str]
+) -> None:
+    n = len(keys)
+    _require("fingerprint", len(fingerprint), _FINGERPRINT_BYTES)
+    _require("shape of values", values.shape, (n,))
+    _require("shape of origins", origins.shape, (n, 2))
+    _require("conversations that are named twice", len(conversations) - len(set(conversations)), 0)
+    if n:
+        _require("tokens below 0", int((values < 0).sum()), 0)
+        is_known = (origins[:, 0] >= 0) & (origins[:, 0] < len(conversations))
+        _require("pairs of no conversation", int((~is_known).sum()), 0)
+
+
+def _require(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ValueError(f"{what}: found {found}, expected {expected}")

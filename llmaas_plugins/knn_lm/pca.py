@@ -1,0 +1,51 @@
+"""The directions in which keys differ most: fewer numbers a key to scan, and less memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Basis", "fit_basis"]
+
+_SAMPLE = 20_000
+"""Keys that a basis is fitted on: their covariance hardly changes with more."""
+
+Floats = NDArray[np.float32]
+Keys = NDArray[np.float16] | NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Basis:
+    """Orthonormal directions, the one in which keys differ most first.
+
+    Attributes:
+        mean: Of the keys, shape (n_embd,).
+        axes: Shape (n_dims, n_embd).
+    """
+
+    mean: Floats
+    axes: Floats
+
+    def project(self, keys: Floats) -> Floats:
+        """Coordinates of one key or of many."""
+        return np.matmul(keys - self.mean, self.axes.T, dtype=np.float32)
+
+
+def fit_basis(keys: Keys, n_dims: int, seed: int = 0) -> Basis:
+    """The ``n_dims`` directions that keep most of the differences between ``keys``.
+
+    Raises:
+        ValueError: There are not as many dimensions, or no keys.
+    """
+    n, n_embd = keys.shape
+    if not (0 < n_dims <= n_embd and n):
+        raise ValueError(f"{n_dims} directions of {n} keys in {n_embd} dimensions")
+    rows = np.random.default_rng(seed).choice(n, min(n, _SAMPLE), replace=False)
+    sample = keys[np.sort(rows)].astype(np.float32)
+    mean = sample.mean(axis=0, dtype=np.float64)
+    sample -= mean.astype(np.float32)
+    _, vectors = np.linalg.eigh(sample.T @ sample)  # smallest first
+    axes = np.ascontiguousarray(vectors[:, : -n_dims - 1 : -1].T, np.float32)
+    return Basis(mean.astype(np.float32), axes)

@@ -1,0 +1,66 @@
+"""How many rows a scan must return so that the nearest are among them.
+
+It depends on the keys: a basis that leaves much out ranks neighbours wrongly. So it is measured,
+with keys of the datastore as queries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins._native import KnnCodes, knn_scan
+from llmaas_plugins.knn_lm.pca import Basis
+
+__all__ = ["MOST_ROWS", "rows_per_neighbour"]
+
+MOST_ROWS = 10.0
+"""Most rows that are worth rescoring for a neighbour; a basis that needs more has less recall."""
+
+_K = 100
+_QUERIES = 32
+_RECALL = 0.997
+_PART = 8192
+
+Floats = NDArray[np.float32]
+Halves = NDArray[np.float16]
+
+
+def rows_per_neighbour(codes: KnnCodes, basis: Basis | None, keys: Halves) -> float:
+    """Rows that a scan must return for each neighbour that is wanted, 1 to ``MOST_ROWS``.
+
+    Args:
+        codes: Of the keys.
+        basis: That the codes are in, if any.
+        keys: As they will be in the file.
+    """
+    k = min(_K, len(keys))
+    if k == 0:
+        return 1.0
+    picks = np.random.default_rng(0).choice(len(keys), min(_QUERIES, len(keys)), replace=False)
+    queries = keys[picks].astype(np.float32)
+    limits = _farthest(keys, queries, k)
+    n_best = min(int(k * MOST_ROWS), len(keys))
+    places = []
+    for query, limit in zip(queries, limits, strict=True):
+        rows = knn_scan(codes, query if basis is None else basis.project(query), n_best).rows
+        distances = _distances(query[None], keys[rows].astype(np.float32))[0]
+        # keys that are alike stand for each other
+        found = np.flatnonzero(distances <= limit + 1e-5 * (query @ query))[:k]
+        places.append(np.append(found, np.full(k - len(found), n_best)))
+    return float(np.clip((np.quantile(places, _RECALL) + 1) / k, 1.0, MOST_ROWS))
+
+
+def _farthest(keys: Halves, queries: Floats, k: int) -> Floats:
+    """Of each query: the squared distance of its ``k``-th neighbour."""
+    nearest = np.empty((len(queries), 0), np.float32)
+    for first in range(0, len(keys), _PART):
+        part = _distances(queries, keys[first : first + _PART].astype(np.float32))
+        nearest = np.concatenate([nearest, part], axis=1)
+        nearest = np.partition(nearest, min(k, nearest.shape[1]) - 1, axis=1)[:, :k]
+    return nearest.max(axis=1)
+
+
+def _distances(queries: Floats, keys: Floats) -> Floats:
+    sizes = np.einsum("ij,ij->i", queries, queries)[:, None] + np.einsum("ij,ij->i", keys, keys)
+    return sizes - 2 * (queries @ keys.T)
