@@ -38,7 +38,8 @@ _BLOCK = 1 << 20
 
 
 def _is_own(name: str) -> bool:
-    return name in (LOCK, SELECTED) or _SEGMENT.fullmatch(_stem(name)) is not None
+    stem = _stem(name)
+    return stem in (LOCK, SELECTED) or _SEGMENT.fullmatch(stem) is not None
 
 
 FILES = PrivateFiles("datastore", "plugins.knn_lm.store", _is_own)

@@ -7,6 +7,7 @@ torn tail; anything else that is not as it was written is damage, and refused.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import struct
 import zlib
@@ -192,16 +193,15 @@ class Segment:
         """
         key_bytes = record.header.key_bytes
         first = record.at + record.header.keys_at
-        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-        ends = np.append(breaks, len(rows)).tolist()
-        start = 0
-        for end in ends:
-            for i in range(start, end, _MOST_BUFFERS):
-                into = out[i : min(end, i + _MOST_BUFFERS)]
-                n_read = os.preadv(self._fd, into, first + int(rows[i]) * key_bytes)
-                if n_read != len(into) * key_bytes:
-                    raise self._damaged(record.at, f"found {n_read} bytes of keys, expected more")
-            start = end
+        places = (first + rows * key_bytes).tolist()
+        runs = _runs(rows)
+        for start, end in runs:  # the disk may work on all of them at once
+            n_bytes = (end - start) * key_bytes
+            os.posix_fadvise(self._fd, places[start], n_bytes, os.POSIX_FADV_WILLNEED)
+        for start, end in runs:
+            n_read = os.preadv(self._fd, out[start:end], places[start])
+            if n_read != (end - start) * key_bytes:
+                raise self._damaged(record.at, f"found {n_read} bytes of keys, expected more")
         found = np.fromiter(map(zlib.crc32, out), np.uint32, len(out))
         if not np.array_equal(found, sums):
             wrong = int(np.flatnonzero(found != sums)[0])
@@ -303,6 +303,13 @@ class Segment:
             "Nothing was changed. Restore this file from a copy, or remove it (its conversations "
             "are lost then) and run `llmaas datastore build` again."
         )
+
+
+def _runs(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where neighbours begin and end in ``rows``, no more than one call can read."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    edges = np.unique(np.concatenate([breaks, np.arange(0, len(rows), _MOST_BUFFERS), [len(rows)]]))
+    return list(itertools.pairwise(edges.tolist()))
 
 
 def _digest(packed: bytes) -> bytes:
