@@ -10,7 +10,7 @@ from pathlib import Path
 from llmaas_hooks import StoreError
 from llmaas_plugins.private_files import PrivateFiles
 
-__all__ = ["holder", "lock", "try_lock", "unlock"]
+__all__ = ["holder", "lock", "try_lock", "unlock", "user"]
 
 _MOST_BYTES = 400
 
@@ -68,6 +68,21 @@ def holder(fd: int) -> str:
         return "this process already"
     shown = "".join(c if c.isprintable() else " " for c in command).strip()
     return f"process {pid} ({shown})" if shown else f"process {pid}"
+
+
+def user(path: Path, files: PrivateFiles) -> str | None:
+    """Who has the store at this moment, or None.
+
+    Raises:
+        StoreError: The lock file is something else than a file.
+    """
+    if not os.path.lexists(path):
+        return None
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        return None if try_lock(fd) else holder(fd)
+    finally:
+        os.close(fd)
 
 
 def _write(fd: int, text: bytes) -> None:

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sqlite3
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, StoreError
-from llmaas_plugins.config import PluginTable, load_config, validated
+from llmaas_hooks import StoreError
+from llmaas_plugins.cli.store_actions import (
+    add_action,
+    chosen_directory,
+    print_report,
+    printable,
+    progress,
+    settings_of,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llmaas_plugins.kv_chunks.config import KVChunksConfig
     from llmaas_plugins.kv_chunks.contents import Contents
-    from llmaas_plugins.kv_chunks.index import ChunkRow
     from llmaas_plugins.kv_chunks.upkeep import Tidied
 
 __all__ = ["add_parser"]
 
 _MOST_SHOWN = 20
-_MIB = 1 << 20
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command and its own ones."""
     parser = subparsers.add_parser("store", help="look at, check and tidy the KV store on disk")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _action(actions, "stats", stats, "what is in it, and who uses it; also while it is in use")
-    check_ = _action(actions, "check", check, "verify every chunk; also while it is in use")
+    add_action(actions, "stats", stats, "what is in it, and who uses it; also while it is in use")
+    check_ = add_action(actions, "check", check, "verify every chunk; also while it is in use")
     check_.add_argument("--repair", action="store_true", help="drop what is wrong")
-    _action(actions, "gc", gc, "drop what is useless, give the space back")
-    export_ = _action(actions, "export", export, "copy it, or a context of it, to a new store")
+    add_action(actions, "gc", gc, "drop what is useless, give the space back")
+    export_ = add_action(actions, "export", export, "copy it, or a context of it, to a new store")
     export_.add_argument("target", type=Path, metavar="DIR", help="a directory to be made")
     export_.add_argument("--context", metavar="NAME", help="only this context")
-    forget_ = _action(
+    forget_ = add_action(
         actions,
         "forget",
         forget,
@@ -49,17 +53,6 @@ def add_parser(subparsers: Any) -> None:
     which = forget_.add_mutually_exclusive_group(required=True)
     which.add_argument("contexts", nargs="*", default=[], metavar="CONTEXT", help="its name")
     which.add_argument("--all", action="store_true", help="everything in the store")
-
-
-def _action(actions: Any, name: str, func: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
-    parser.add_argument(
-        "--store", type=Path, metavar="DIR", help="the store (default: as configured)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(func=func)
-    return parser
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -73,7 +66,7 @@ def stats(args: argparse.Namespace) -> int:
         raise StoreError(
             f"cannot read KV store {_directory(args)}: {error}. See `llmaas store check`."
         ) from error
-    _print(args, found, _stats_text(found))
+    print_report(args, found, _stats_text(found))
     return 0
 
 
@@ -82,7 +75,7 @@ def check(args: argparse.Namespace) -> int:
     from llmaas_plugins.kv_chunks.checking import check_store
 
     directory = _directory(args)
-    checked = check_store(directory, _bar("checking"))
+    checked = check_store(directory, progress("checking", "chunk"))
     report = {
         "store": str(directory),
         "holder": checked.holder,
@@ -101,15 +94,15 @@ def check(args: argparse.Namespace) -> int:
         lines.append("What was wrong was dropped; those tokens are evaluated again when needed.")
     elif checked.problems:
         lines.append("`llmaas store check --repair` drops what is wrong.")
-    _print(args, report, lines)
+    print_report(args, report, lines)
     return 1 if checked.problems and not report["repaired"] else 0
 
 
 def gc(args: argparse.Namespace) -> int:
     """Drop chunks nobody can reach or read, erase free space, shorten the files."""
     tidied = _tidy(_directory(args), shrink=True)
-    text = f"{tidied.n_chunks} chunks dropped, {_size(tidied.freed_bytes)} given back."
-    _print(args, dataclasses.asdict(tidied), [text])
+    text = f"{tidied.n_chunks} chunks dropped, {size_text(tidied.freed_bytes)} given back."
+    print_report(args, dataclasses.asdict(tidied), [text])
     return 0
 
 
@@ -117,14 +110,14 @@ def export(args: argparse.Namespace) -> int:
     """Copy chunks to a new store; 1 when some could not be copied."""
     from llmaas_plugins.kv_chunks.upkeep import export_store
 
-    done = export_store(_directory(args), args.target, args.context, _bar("copying"))
+    done = export_store(_directory(args), args.target, args.context, progress("copying", "chunk"))
     lines = [
-        f"{done.n_contexts} contexts, {done.n_chunks} chunks, {_size(done.n_bytes)} "
+        f"{done.n_contexts} contexts, {done.n_chunks} chunks, {size_text(done.n_bytes)} "
         f"copied to {args.target}."
     ]
     if done.skipped:
         lines.append(f"{done.skipped} chunks could not be copied; see `llmaas store check`.")
-    _print(args, dataclasses.asdict(done), lines)
+    print_report(args, dataclasses.asdict(done), lines)
     return 1 if done.skipped else 0
 
 
@@ -150,9 +143,9 @@ def forget(args: argparse.Namespace) -> int:
         upkeep.close()
     text = (
         f"{tidied.n_contexts} contexts and {tidied.n_chunks} chunks removed, "
-        f"{_size(tidied.freed_bytes)} given back."
+        f"{size_text(tidied.freed_bytes)} given back."
     )
-    _print(args, dataclasses.asdict(tidied), [text])
+    print_report(args, dataclasses.asdict(tidied), [text])
     return 0
 
 
@@ -162,17 +155,13 @@ def forget(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> KVChunksConfig:
     from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
-    table = load_config(args.config).plugins.get("kv_chunks", PluginTable(True, {}, {}))
-    settings = validated("kv_chunks", KVChunksConfig, table)
+    settings = settings_of(args, "kv_chunks", KVChunksConfig)
     assert isinstance(settings, KVChunksConfig)
     return settings
 
 
 def _directory(args: argparse.Namespace) -> Path:
-    if args.store is not None and not str(args.store):
-        raise ConfigError("--store needs a directory")
-    path: Path = args.store or _settings(args).store
-    return path.expanduser()
+    return chosen_directory(args, lambda: _settings(args).store)
 
 
 def _tidy(directory: Path, *, shrink: bool) -> Tidied:
@@ -180,7 +169,7 @@ def _tidy(directory: Path, *, shrink: bool) -> Tidied:
 
     upkeep = Upkeep(directory)  # opening drops rows that cannot be right, or sets the index aside
     try:
-        upkeep.drop_damaged(_bar("checking"))
+        upkeep.drop_damaged(progress("checking", "chunk"))
         upkeep.drop_unreachable()
         return upkeep.finish(shrink=shrink)
     finally:
@@ -226,11 +215,11 @@ def _stats_text(found: dict[str, Any]) -> Iterable[str]:
         "in use by": found["holder"] or "nobody",
         "contexts": str(len(names)),
         "  latest use first": _some(names[::-1]),
-        "chunks": f"{found['chunks']}, {_size(found['chunk_bytes'])}",
+        "chunks": f"{found['chunks']}, {size_text(found['chunk_bytes'])}",
         "  by bits a value": ", ".join(f"{b}: {n}" for b, n in found["levels"].items()) or "-",
-        "slab": f"{_size(found['slab_bytes'])} of {_size(found['budget_bytes'])}",
-        "index": _size(found["index_bytes"]),
-        "taken on disk": _size(found["disk_bytes"]),
+        "slab": f"{size_text(found['slab_bytes'])} of {size_text(found['budget_bytes'])}",
+        "index": size_text(found["index_bytes"]),
+        "taken on disk": size_text(found["disk_bytes"]),
     }
     for model in found["models"]:
         what = "model" if model["is_known"] else "(unreachable)"
@@ -246,30 +235,6 @@ def _verdict(problems: Sequence[str]) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = [name if name.isprintable() else repr(name) for name in names[:_MOST_SHOWN]]
+    shown = [printable(name) for name in names[:_MOST_SHOWN]]
     more = f", … ({len(names)} in all)" if len(names) > _MOST_SHOWN else ""
     return ", ".join(shown) + more if shown else "-"
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
-
-
-def _bar(what: str) -> Any:
-    """A progress bar on a terminal's stderr."""
-    from tqdm import tqdm
-
-    def wrap(rows: Sequence[ChunkRow]) -> Iterable[ChunkRow]:
-        bar: Iterable[ChunkRow] = tqdm(
-            rows, desc=what, unit="chunk", disable=None, leave=False, file=sys.stderr
-        )
-        return bar
-
-    return wrap
-
-
-def _print(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(lines))

@@ -22,6 +22,7 @@ from llmaas_plugins.chats import Message
 from llmaas_plugins.knn_lm.archive_files import (
     FILES,
     LOCK,
+    SELECTED,
     SegmentName,
     erase,
     segment_files,
@@ -352,7 +353,8 @@ def _require(directory: Path) -> None:
         StoreError: There is none.
     """
     try:
-        is_there = os.path.lexists(directory / LOCK) or bool(segment_files(directory)[0])
+        own = any(os.path.lexists(directory / name) for name in (LOCK, SELECTED))
+        is_there = own or bool(segment_files(directory)[0])
     except FileNotFoundError:
         is_there = False
     except OSError as error:

@@ -14,12 +14,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from llmaas_hooks import StoreError
+from llmaas_hooks.native import States
 from llmaas_plugins.knn_lm.archive_files import FILES, read, write
 from llmaas_plugins.knn_lm.archive_record import (
     COLUMNS,
@@ -31,11 +32,9 @@ from llmaas_plugins.knn_lm.archive_record import (
     decode_meta,
 )
 
-__all__ = ["Binding", "KeyKind", "Segment", "Stored"]
+__all__ = ["Binding", "Segment", "Stored"]
 
-KeyKind: TypeAlias = Literal["ffn_input", "final_norm"]
-
-_KINDS: tuple[KeyKind, ...] = get_args(KeyKind)
+_KINDS: tuple[States, ...] = get_args(States)
 _MAGIC = b"LLMAASAR"
 _FORMAT = 1
 _LAYOUT = struct.Struct("<8s4I32s")
@@ -58,7 +57,7 @@ class Binding:
 
     fingerprint: bytes
     n_embd: int
-    key_kind: KeyKind
+    key_kind: States
 
     def __post_init__(self) -> None:
         """Refuse what no model has.

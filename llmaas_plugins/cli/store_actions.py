@@ -1,0 +1,83 @@
+"""What ``llmaas store`` and ``llmaas datastore`` share: options, reports, how things are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.config import PluginTable, load_config, validated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pydantic import BaseModel
+
+__all__ = [
+    "add_action",
+    "chosen_directory",
+    "print_report",
+    "printable",
+    "progress",
+    "settings_of",
+    "size_text",
+]
+
+_MIB = 1 << 20
+
+
+def add_action(actions: Any, name: str, func: Any, text: str) -> argparse.ArgumentParser:
+    """Register an action on a store, with the options that all of them have."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    parser.add_argument(
+        "--store", type=Path, metavar="DIR", help="the store (default: as configured)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(func=func)
+    return parser
+
+
+def settings_of(args: argparse.Namespace, plugin: str, model: type[BaseModel]) -> BaseModel:
+    """A plugin's settings, whether it is enabled or not."""
+    table = load_config(args.config).plugins.get(plugin, PluginTable(True, {}, {}))
+    return validated(plugin, model, table)
+
+
+def chosen_directory(args: argparse.Namespace, configured: Callable[[], Path]) -> Path:
+    """The store's directory: of ``--store``, or as configured."""
+    if args.store is not None and not str(args.store):
+        raise ConfigError("--store needs a directory")
+    path: Path = args.store or configured()
+    return path.expanduser()
+
+
+def size_text(n_bytes: int) -> str:
+    """Bytes for people."""
+    return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
+
+
+def printable(name: str) -> str:
+    """Somebody's text, without what a terminal would obey."""
+    return name if name.isprintable() else repr(name)
+
+
+def progress(what: str, unit: str) -> Any:
+    """Wraps rows in a progress bar, if stderr is a terminal."""
+    from tqdm import tqdm
+
+    def wrap(rows: Any) -> Any:
+        return tqdm(rows, desc=what, unit=unit, disable=None, leave=False, file=sys.stderr)
+
+    return wrap
+
+
+def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:
+    """Print the one for programs or the one for people."""
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(lines))
