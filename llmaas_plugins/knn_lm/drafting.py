@@ -3,7 +3,8 @@
 ``Llama(..., draft_model=...)`` keeps the logits of every token, prompt included: the output matrix
 is multiplied for each, and a context of ``n_ctx`` tokens needs ``n_ctx`` × ``n_vocab`` floats of
 memory. (Without ``logits_all=True`` it also fails beyond ``n_batch`` tokens: its array has that
-many rows.) Yet only a batch with proposed tokens needs more than its last row.
+many rows.) Yet only a batch with proposed tokens needs more than its last row. Nor does it keep
+proposals within ``n_ctx``: the engine's own is rounded up, and a full context is not noticed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def attach(llama: Llama, draft: DatastoreDraft) -> None:
         set_batch(batch, n_past, logits_all or len(batch) <= largest)
 
     llama._batch.set_batch = with_every_row
+    draft.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
     llama.draft_model = draft
 
 

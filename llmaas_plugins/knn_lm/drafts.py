@@ -10,6 +10,7 @@ is made if a single token does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from operator import mul
@@ -58,6 +59,11 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
     it as ``Llama(..., draft_model=..., logits_all=True)``, or better put it on an engine by
     ``llmaas_plugins.knn_lm.drafting.attach``. Not for recurrent or hybrid models: they cannot
     take back what was proposed wrongly, and llama-cpp-python does not notice.
+
+    Attributes:
+        costs: As given; others may take their place, with no larger batches.
+        n_ctx: Tokens that a context has room for; ``attach`` finds out.
+        counts: What became of the proposals so far.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         self._trusts = (Trust(), Trust(), Trust())
         self._followed = _Followed(self._stored, NO_MATCH)
         self.costs = dict(costs)
+        self.n_ctx = sys.maxsize
         self.counts = DraftCounts()
         self._context: NDArray[np.intc] = _NO_TOKENS
         self._chains: list[Chain] = []
@@ -97,6 +104,9 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """Propose what may follow ``input_ids``: nothing, or a whole batch less one token."""
+        room = self.n_ctx - len(input_ids)
+        if room <= 0:
+            return _NO_TOKENS
         said = self._said(input_ids)
         for chain, trust in zip(self._chains, self._trusts, strict=False):
             trust.learn(chain, said)
@@ -104,7 +114,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         self._chains = [
             chain_of(match, trust) for match, trust in zip(matches, self._trusts, strict=True)
         ]
-        tokens = self._best()
+        tokens = self._best()[:room]
         self._context, self._n_proposed = input_ids.copy(), len(tokens)
         return np.array(tokens, dtype=np.intc)
 
