@@ -242,8 +242,10 @@ def _read_header(fd: int, path: Path) -> Header:
     if version != _VERSION:
         raise damaged(path, f"format {version}", f"format {_VERSION}")
     counts = Counts(n_embd, n_dims, n_axes, n_rows, n_text)
-    if page[_HEADER.size :] != _sum_of(page[: _HEADER.size]) or not counts.are_possible():
+    if page[_HEADER.size :] != _sum_of(page[: _HEADER.size]):
         raise damaged(path, "a damaged header", "the one that was written")
+    if not counts.are_possible():
+        raise damaged(path, f"impossible counts ({counts})", "those of a writer")
     return Header(counts, fingerprint, tuple(sums))
 
 

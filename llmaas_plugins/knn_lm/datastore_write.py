@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins._native import KnnCodes, NativeError, knn_quantise, knn_sum
+from llmaas_plugins._native import KnnCodes, knn_quantise, knn_sum
 from llmaas_plugins.knn_lm.datastore_file import Counts, DatastoreFile, damaged, write_file
 from llmaas_plugins.knn_lm.datastore_text import Text
 from llmaas_plugins.knn_lm.pca import Basis
@@ -102,21 +102,21 @@ def _quantised(keys: Halves, basis: Basis | None) -> KnnCodes:
     """Codes of all keys, with each dimension's mean and standard deviation for centre and step.
 
     Raises:
-        ValueError: A key is not finite, or too large.
+        ValueError: A key is not finite.
     """
     n, n_dims = len(keys), len(basis.axes) if basis else keys.shape[1]
     total, squares = np.zeros(n_dims), np.zeros(n_dims)
-    for part in _coordinates(keys, basis):
-        total += part.sum(axis=0, dtype=np.float64)
-        squares += np.einsum("ij,ij->j", part, part, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        for part in _coordinates(keys, basis):
+            total += part.sum(axis=0, dtype=np.float64)
+            squares += np.einsum("ij,ij->j", part, part, dtype=np.float64)
+    if not np.isfinite(squares).all():
+        raise ValueError("keys: found some that are not finite in float16, expected none")
     centre = total / max(n, 1)
     steps = np.sqrt(np.maximum(squares / max(n, 1) - centre**2, 0))
     codes = KnnCodes.empty(n, centre.astype(np.float32), steps.astype(np.float32))
-    try:
-        for index, part in enumerate(_coordinates(keys, basis)):
-            knn_quantise(codes, part, index * _ROWS)
-    except NativeError as error:
-        raise ValueError(f"keys: {error}; they are to be finite in float16") from error
+    for index, part in enumerate(_coordinates(keys, basis)):
+        knn_quantise(codes, part, index * _ROWS)
     return codes
 
 

@@ -12,8 +12,9 @@ static inline bool knn_codes_valid(const llmaas_knn_codes * codes, uint64_t firs
     const uint32_t align = LLMAAS_KNN_ALIGN;
     return codes && codes->n_dims > 0 && codes->n_dims <= LLMAAS_KNN_MAX_DIMS &&
            codes->stride == (codes->n_dims + align - 1) / align * align && codes->n_rows <= INT32_MAX &&
-           first <= codes->n_rows && n <= codes->n_rows - first && codes->centre && codes->steps && codes->codes &&
-           codes->scales && codes->norms && (uintptr_t) codes->codes % align == 0;
+           first <= codes->n_rows && n <= codes->n_rows - first && codes->centre && codes->steps &&
+           (codes->n_rows == 0 ||
+            (codes->codes && codes->scales && codes->norms && (uintptr_t) codes->codes % align == 0));
 }
 
 #endif

@@ -270,6 +270,8 @@ static void check_refusals(void) {
         k.steps[7] = bad[i];
         CHECK(llmaas_knn_quantise(&k.codes, 0, 1, k.values) == LLMAAS_EINVAL);
     }
+    const llmaas_knn_codes none = {.n_dims = 70, .stride = 128, .centre = k.centre, .steps = k.steps};
+    CHECK(llmaas_knn_scan(&none, 0, 0, query, 5, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
     k.codes.stride += 64;
     CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
     k.codes.stride -= 64;
