@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,9 @@ from llmaas_plugins.chats import Message
 from llmaas_plugins.knn_lm.archive_files import (
     FILES,
     LOCK,
-    SELECTED,
     SegmentName,
     erase,
+    require_datastore,
     segment_files,
     write_whole,
 )
@@ -72,7 +71,13 @@ class ConversationInfo:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What went."""
+    """What went.
+
+    Attributes:
+        n_conversations: Conversations.
+        n_pairs: Their pairs.
+        n_bytes: Bytes of files.
+    """
 
     n_conversations: int
     n_pairs: int
@@ -121,7 +126,7 @@ class Archive:
         """
         directory = directory.expanduser()
         if binding is None or not writable:
-            _require(directory)
+            require_datastore(directory)
         return cls(directory, binding, writable=writable)
 
     def __enter__(self) -> Self:
@@ -344,26 +349,6 @@ class Archive:
                 f"cannot {action} {FILES.kind} {self.directory}: {error.strerror or error}. Try "
                 "again when that is mended; nothing that was in it is lost."
             ) from error
-
-
-def _require(directory: Path) -> None:
-    """Refuse a directory without a datastore.
-
-    Raises:
-        StoreError: There is none.
-    """
-    try:
-        own = any(os.path.lexists(directory / name) for name in (LOCK, SELECTED))
-        is_there = own or bool(segment_files(directory)[0])
-    except FileNotFoundError:
-        is_there = False
-    except OSError as error:
-        raise StoreError(f"cannot open {FILES.kind} {directory}: {error.strerror}.") from error
-    if not is_there:
-        raise StoreError(
-            f"there is no {FILES.kind} in {directory}. Name its directory with --store, or in "
-            f"{FILES.setting}; `llmaas datastore build` makes one."
-        )
 
 
 def _info(segment: Segment, stored: Stored) -> ConversationInfo:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from llmaas_hooks import StoreError
 from llmaas_plugins.private_files import PrivateFiles
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "SegmentName",
     "erase",
     "read",
+    "require_datastore",
     "retire",
     "segment_files",
     "write",
@@ -70,6 +72,26 @@ def segment_files(directory: Path) -> tuple[list[SegmentName], list[Path]]:
     return list(latest.values()), [directory / name for name in older + cut_short]
 
 
+def require_datastore(directory: Path) -> None:
+    """Refuse a directory without a datastore.
+
+    Raises:
+        StoreError: There is none.
+    """
+    try:
+        own = any(os.path.lexists(directory / name) for name in (LOCK, SELECTED))
+        is_there = own or bool(segment_files(directory)[0])
+    except FileNotFoundError:
+        is_there = False
+    except OSError as error:
+        raise StoreError(f"cannot open {FILES.kind} {directory}: {error.strerror}.") from error
+    if not is_there:
+        raise StoreError(
+            f"there is no {FILES.kind} in {directory}. Name its directory with --store, or in "
+            f"{FILES.setting}; `llmaas datastore build` makes one."
+        )
+
+
 def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
     """Write a new file; under this name it appears whole or not at all."""
     partial = path.with_name(path.name + _PARTIAL)
@@ -87,11 +109,11 @@ def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def retire(path: Path) -> None:
-    """Make a segment that is in nobody's way any more a leftover, and erase it."""
-    dropped = path.with_name(path.name + _DROPPED)
-    path.rename(dropped)
-    _sync_directory(path.parent)
-    erase(dropped)
+    """Make a file a leftover, so that nobody takes it for a damaged one, and erase it."""
+    if path.name == _stem(path.name):
+        path = path.rename(path.with_name(path.name + _DROPPED))
+        _sync_directory(path.parent)
+    erase(path)
 
 
 def erase(path: Path) -> None:

@@ -6,7 +6,9 @@ import numpy as np
 
 from llmaas_plugins.chats import Conversation, Message
 from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_files import SELECTED
 from llmaas_plugins.knn_lm.archive_record import Record, conversation_id
+from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.pairs import Pairs
 from llmaas_plugins.knn_lm.segments import Binding
 
@@ -73,3 +75,20 @@ def assert_holds(archive, records):
         first += len(one.pairs)
     assert archive.n_pairs == first
     assert len({info.number for info in infos}) == len(infos)
+
+
+def select(store, *picks):
+    """Write a selected datastore: of each record, the rows that are given."""
+    keys = [one.pairs.keys[rows] for one, rows in picks]
+    values = [one.pairs.values[rows] for one, rows in picks]
+    origins = [(i, at) for i, (one, rows) in enumerate(picks) for at in one.positions[rows]]
+    Datastore.write(
+        store / SELECTED,
+        fingerprint=BINDING.fingerprint,
+        keys=np.concatenate(keys),
+        values=np.concatenate(values),
+        origins=np.array(origins, np.int32),
+        conversations=[record_id(one).hex() for one, _ in picks],
+        basis=None,
+        settings={"k": 100},
+    )

@@ -1,0 +1,178 @@
+"""``llmaas datastore``: what is kept of your chats for next-token mixing, and forgetting it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.cli.datastore_reports import (
+    contents_report,
+    contents_text,
+    conversation_row,
+    list_text,
+    selected_report,
+    stats_report,
+    stats_text,
+)
+from llmaas_plugins.cli.store_actions import (
+    add_action,
+    chosen_directory,
+    print_report,
+    printable,
+    size_text,
+)
+from llmaas_plugins.config import load_config
+
+if TYPE_CHECKING:
+    from llmaas_plugins.knn_lm.archive import Archive
+
+__all__ = ["add_parser"]
+
+_ID = re.compile("[0-9a-f]{32}")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the sub-command and its own ones."""
+    parser = subparsers.add_parser(
+        "datastore", help="what is kept of your chats to mix into replies: look at it, forget it"
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    add_action(
+        actions, "stats", stats, "how much is in it, for which model, and how much is selected"
+    )
+    inspect_ = add_action(
+        actions,
+        "inspect",
+        inspect,
+        "list the conversations in it; with an id, show one: its messages, and which of its "
+        "tokens are selected",
+    )
+    inspect_.add_argument("conversation", nargs="?", metavar="ID", help="or how it begins")
+    inspect_.add_argument(
+        "--model", type=Path, metavar="GGUF", help="show selected tokens as this model's text"
+    )
+    forget_ = add_action(
+        actions,
+        "forget",
+        forget,
+        "erase conversations from every file, also from what is selected, for good and without "
+        "asking again",
+    )
+    which = forget_.add_mutually_exclusive_group(required=True)
+    which.add_argument("conversations", nargs="*", default=[], metavar="ID", help="or its start")
+    which.add_argument("--app", metavar="NAME", help="every conversation of this app")
+    which.add_argument("--all", action="store_true", help="everything, also what is damaged")
+
+
+def stats(args: argparse.Namespace) -> int:
+    """Print sizes, apps, and the model it is for."""
+    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.archive_files import FILES, LOCK
+    from llmaas_plugins.knn_lm.selected import read_selected
+    from llmaas_plugins.store_lock import user
+
+    directory = _directory(args)
+    with Archive.open(directory) as archive:
+        found = stats_report(archive, user(directory / LOCK, FILES))
+    try:
+        selected = read_selected(directory)
+        found["selected"] = selected_report(selected) if selected else None
+    except StoreError as error:
+        found["selected"] = {"error": str(error)}
+    print_report(args, found, stats_text(found))
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """List the conversations, or show one."""
+    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.selected import read_selected
+
+    directory = _directory(args)
+    with Archive.open(directory) as archive:
+        rows, selected = archive.conversations(), read_selected(directory)
+        if args.conversation is None:
+            report = {"conversations": [conversation_row(row, selected) for row in rows]}
+            print_report(args, report, list_text(report["conversations"]))
+            return 0
+        id_ = _resolved(args.conversation, [row.id for row in rows])
+        row = next(row for row in rows if row.id == id_)
+        shown = conversation_row(row, selected)
+        shown |= contents_report(archive, id_, selected, args.model)
+    print_report(args, shown, contents_text(shown))
+    return 0
+
+
+def forget(args: argparse.Namespace) -> int:
+    """Erase conversations."""
+    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.forgetting import forget_all, forget_conversations
+
+    directory = _directory(args)
+    if args.all:
+        gone = forget_all(directory)
+    else:
+        with Archive.open(directory, writable=True) as archive:
+            gone = forget_conversations(archive, _chosen(args, archive))
+    text = (
+        f"{gone.n_conversations} conversations and {gone.n_pairs} pairs removed, "
+        f"{gone.n_selected} of those selected; {size_text(gone.freed_bytes)} given back."
+    )
+    print_report(args, dataclasses.asdict(gone), [text])
+    return 0
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _directory(args: argparse.Namespace) -> Path:
+    return chosen_directory(args, lambda: _configured(args))
+
+
+def _configured(args: argparse.Namespace) -> Path:
+    table = load_config(args.config).plugins.get("knn_lm")
+    return Path(
+        table.values.get("store", "~/.cache/llmaas/knn") if table else "~/.cache/llmaas/knn"
+    )
+
+
+def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
+    """Ids of what is to be forgotten.
+
+    Raises:
+        StoreError: One of them is not there.
+    """
+    from llmaas_plugins.knn_lm.selected import read_selected
+
+    if args.app is not None:
+        rows = archive.conversations()
+        ids = [row.id for row in rows if row.app == args.app]
+        if not ids:
+            apps = ", ".join(sorted({printable(row.app) for row in rows})) or "none"
+            raise StoreError(
+                f"no conversation of app {args.app!r}; nothing was changed. Apps there are: {apps}."
+            )
+    else:
+        selected = read_selected(archive.directory)
+        known = [id_.hex() for id_ in archive.ids()]
+        known += [id_ for id_ in selected.positions if _ID.fullmatch(id_)] if selected else []
+        ids = [_resolved(text, known) for text in args.conversations]
+    return [bytes.fromhex(id_) for id_ in ids]
+
+
+def _resolved(text: str, known: list[str]) -> str:
+    """The id that begins so."""
+    found = {id_ for id_ in known if text and id_.startswith(text.lower())}
+    if len(found) != 1:
+        what = (
+            f"{len(found)} conversations have ids that begin with" if found else "no conversation"
+        )
+        raise StoreError(
+            f"{what} {text!r}; nothing was changed. `llmaas datastore inspect` lists those there "
+            "are."
+        )
+    return found.pop()

@@ -1,0 +1,115 @@
+"""Forgetting conversations everywhere: in the archive, and among what is selected of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_files import (
+    FILES,
+    LOCK,
+    SELECTED,
+    require_datastore,
+    retire,
+)
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore_file import erase_leftovers
+from llmaas_plugins.knn_lm.selected import read_selected
+from llmaas_plugins.store_lock import lock, unlock
+
+__all__ = ["Gone", "forget_all", "forget_conversations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What went.
+
+    Attributes:
+        n_conversations: Conversations of the archive.
+        n_pairs: Their pairs.
+        n_selected: Pairs that were selected.
+        freed_bytes: Bytes of files.
+    """
+
+    n_conversations: int
+    n_pairs: int
+    n_selected: int
+    freed_bytes: int
+
+
+def forget_conversations(archive: Archive, ids: Collection[bytes]) -> Gone:
+    """Erase conversations; the selected pairs of theirs go first, so that all can be done again.
+
+    Args:
+        archive: Open for writing.
+        ids: Which; those that are nowhere are passed over.
+
+    Raises:
+        StoreError: The disk failed, or what is selected is damaged.
+    """
+    directory, n_selected = archive.directory, 0
+    before = _n_bytes(directory)
+    path = directory / SELECTED
+    try:
+        erase_leftovers(path)
+    except OSError as error:
+        raise _failed(directory, error) from error
+    if os.path.lexists(path):
+        n_selected = Datastore.without(path, [id_.hex() for id_ in ids])
+    forgotten = archive.forget(ids)
+    freed = before - _n_bytes(directory)
+    return Gone(forgotten.n_conversations, forgotten.n_pairs, n_selected, freed)
+
+
+def forget_all(directory: Path) -> Gone:
+    """Erase everything in a datastore, also what is damaged.
+
+    Raises:
+        StoreError: There is none, another process writes to it, or the disk failed.
+    """
+    require_datastore(directory)
+    fd = lock(directory / LOCK, FILES)
+    try:
+        before, counted = _n_bytes(directory), _count(directory)
+        for path in _own_files(directory):
+            retire(path)
+        return Gone(*counted, before - _n_bytes(directory))
+    except OSError as error:
+        raise _failed(directory, error) from error
+    finally:
+        unlock(fd)
+
+
+def _count(directory: Path) -> tuple[int, int, int]:
+    """What there is, as far as it can be read."""
+    n_conversations = n_pairs = n_selected = 0
+    with contextlib.suppress(StoreError), Archive.open(directory) as archive:
+        n_conversations, n_pairs = len(archive), archive.n_pairs
+    with contextlib.suppress(StoreError):
+        selected = read_selected(directory)
+        n_selected = selected.n_pairs if selected else 0
+    return n_conversations, n_pairs, n_selected
+
+
+def _own_files(directory: Path) -> list[Path]:
+    """Leftovers come before what they are left of, or they would be in its way."""
+    names = sorted((path.name for path in directory.iterdir()), key=len, reverse=True)
+    return [directory / name for name in names if FILES.is_own(name) and name != LOCK]
+
+
+def _n_bytes(directory: Path) -> int:
+    return sum(path.lstat().st_size for path in _own_files(directory))
+
+
+def _failed(directory: Path, error: OSError) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    return StoreError(
+        f"cannot forget in {FILES.kind} {directory}: {error.strerror or error}. Forget again when "
+        "that is mended."
+    )
