@@ -68,6 +68,7 @@ class _Lib:
         alpha: float,
         beta: float,
         theta: float,
+        far: float,
         info: Any,
     ) -> int: ...
     def llmaas_kv_geom_check(self, geom: Any) -> int: ...

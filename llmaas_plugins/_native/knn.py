@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -223,12 +224,19 @@ def logits_peek(logits: Floats) -> LogitsInfo:
 
 
 def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
-    logits: Floats, values: Ints, distances: Floats, alpha: float, beta: float, theta: float
+    logits: Floats,
+    values: Ints,
+    distances: Floats,
+    alpha: float,
+    beta: float,
+    theta: float,
+    far: float = math.inf,
 ) -> LogitsInfo:
     """Change logits in place so that softmax gives ``(1 - w) p_LM + w p_kNN``.
 
-    ``w = alpha * (1 - beta * max_prob)``, and a token's ``p_kNN`` is the share of its neighbours
-    in the sum of ``exp(-distance / theta)``. Logits of -infinity (banned tokens) stay.
+    A token's ``p_kNN`` is the share of its neighbours in the sum ``s`` of
+    ``exp(-distance / theta)``, and ``w = alpha * (1 - beta * max_prob) * s / (s + exp(-far / theta))``. Logits of -infinity
+    (banned tokens) stay.
 
     Args:
         logits: Of the whole vocabulary.
@@ -237,6 +245,7 @@ def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
         alpha: Largest weight of the neighbours, 0 to 1.
         beta: How much less a model gets that is sure, 0 to 1.
         theta: Scale of distances, above 0.
+        far: Distance of one more neighbour, which says what the model says.
 
     Returns:
         What :func:`logits_peek` would have returned before.
@@ -252,12 +261,12 @@ def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     info = ffi.new("llmaas_logits_info *")
     status = lib.llmaas_logits_mix(
         _floats(logits), len(logits), _ints(values), _floats(distances), len(values),
-        alpha, beta, theta, info,
+        alpha, beta, theta, far, info,
     )  # fmt: skip
     if status:
         raise fail(
             f"mixing of {len(values)} neighbours into {len(logits)} logits with alpha {alpha},"
-            f" beta {beta}, theta {theta} ({_SOUND})",
+            f" beta {beta}, theta {theta}, far {far} ({_SOUND})",
             status,
         )
     return LogitsInfo(info.log_sum_exp, info.max_prob)

@@ -34,11 +34,13 @@ class Neighbours(NamedTuple):
     Attributes:
         values: Their targets.
         distances: Squared Euclidean distances of their keys.
+        weights: For how many pairs of the full datastore each stands.
         rows: Where they are in the datastore.
     """
 
     values: Ints
     distances: Floats
+    weights: Floats
     rows: Ints
 
 
@@ -56,6 +58,7 @@ class Datastore:
         self.settings = text.settings
         self.values: Ints = file.read("values")
         self.origins: Ints = file.read("origins")
+        self.weights: Floats = file.read("weights")
         self._rows_per_neighbour = text.rows_per_neighbour
         self._sums = file.read("sums")
         self._basis = _read_basis(file)
@@ -85,6 +88,7 @@ class Datastore:
         fingerprint: bytes,
         keys: Keys,
         values: Ints,
+        weights: Floats | None = None,
         origins: Ints,
         conversations: Sequence[str],
         basis: Basis | None,
@@ -97,6 +101,7 @@ class Datastore:
             fingerprint: Of the model that the keys are of, 32 bytes.
             keys: Hidden states, shape (n, n_embd).
             values: The tokens that came next.
+            weights: For how many pairs each stands, above 0; 1 if left out.
             origins: Of each pair: index of its conversation, and position there; shape (n, 2).
             conversations: Their ids.
             basis: Directions to scan in; in all, if ``None``.
@@ -111,6 +116,7 @@ class Datastore:
             fingerprint=fingerprint,
             keys=keys,
             values=values,
+            weights=np.ones(len(values), np.float32) if weights is None else weights,
             origins=origins,
             conversations=conversations,
             basis=basis,
@@ -150,7 +156,7 @@ class Datastore:
     def memory_bytes(self) -> int:
         """Memory that its arrays take."""
         basis = () if self._basis is None else (self._basis.mean, self._basis.axes)
-        arrays = (self.values, self.origins, self._sums, *basis)
+        arrays = (self.values, self.origins, self.weights, self._sums, *basis)
         return self._codes.n_bytes + sum(array.nbytes for array in arrays)
 
     def is_current(self) -> bool:
@@ -178,7 +184,7 @@ class Datastore:
         distances = self._exact_distances(rows, query)
         order = np.lexsort((rows, distances))[:k]
         rows = rows[order]
-        return Neighbours(self.values[rows], distances[order], rows)
+        return Neighbours(self.values[rows], distances[order], self.weights[rows], rows)
 
     def _exact_distances(self, rows: Ints, query: Floats) -> Floats:
         file = self._file
@@ -196,6 +202,8 @@ class Datastore:
         numbers, n = self.origins[:, 0], len(self.conversations)
         if len(self) and (self.values.min() < 0 or numbers.min() < 0 or numbers.max() >= n):
             raise damaged(self._file.path, "a pair of no conversation or token", "one of those")
+        if not ((self.weights > 0) & np.isfinite(self.weights)).all():
+            raise damaged(self._file.path, "a weight that is not above 0", "one that is")
 
 
 def _require_model(file: DatastoreFile, fingerprint: bytes | None) -> None:

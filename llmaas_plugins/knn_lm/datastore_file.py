@@ -34,7 +34,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _MAGIC = b"LLMAASKN"
 _VERSION = 1
-_HEADER = struct.Struct("<8sIIIIQQ32s11I")  # then its own checksum
+_HEADER = struct.Struct("<8sIIIIQQ32s12I")  # then its own checksum
 _PAGE = 4096
 _PART = 1 << 24
 _MAX_ROWS = 2**31 - 1
@@ -75,6 +75,7 @@ class Counts(NamedTuple):
             "text": (np.uint8, (self.n_text,)),
             "values": (np.int32, (n,)),
             "origins": (np.int32, (n, 2)),
+            "weights": (np.float32, (n,)),
             "mean": (np.float32, (mean,)),
             "axes": (np.float32, (self.n_axes, mean)),
             "centre": (np.float32, (self.n_dims,)),

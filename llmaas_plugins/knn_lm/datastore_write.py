@@ -23,6 +23,7 @@ _ROWS = 8192
 _FINGERPRINT_BYTES = 32
 
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 Keys = Halves | NDArray[np.float32]
 
@@ -33,13 +34,14 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
     fingerprint: bytes,
     keys: Keys,
     values: Ints,
+    weights: Floats,
     origins: Ints,
     conversations: Sequence[str],
     basis: Basis | None,
     settings: Mapping[str, Any],
 ) -> None:
     """See :meth:`.Datastore.write`."""
-    _check(fingerprint, keys, values, origins, conversations)
+    _check(fingerprint, keys, values, weights, origins, conversations)
     with np.errstate(over="ignore"):  # what overflows is refused with what was infinite before
         halves = np.ascontiguousarray(keys, np.float16)
     codes = _quantised(halves, basis)
@@ -52,6 +54,7 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
         "text": np.frombuffer(text, np.uint8),
         "values": values,
         "origins": origins,
+        "weights": weights,
         "mean": basis.mean if basis else np.empty(0, np.float32),
         "axes": basis.axes if basis else np.empty((0, 0), np.float32),
         "centre": codes.centre,
@@ -75,7 +78,7 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
         origins = file.read("origins")
         is_kept = np.isin(origins[:, 0], kept)
         arrays = {name: file.read(name) for name in file.counts.arrays()}
-        for name in ("values", "origins", "scales", "norms", "sums", "codes"):
+        for name in ("values", "origins", "weights", "scales", "norms", "sums", "codes"):
             arrays[name] = arrays[name][is_kept]
         arrays["origins"][:, 0] = np.searchsorted(kept, arrays["origins"][:, 0])
         new_text = text._replace(conversations=tuple(text.conversations[i] for i in kept)).encoded()
@@ -130,16 +133,23 @@ def _coordinates(keys: Halves, basis: Basis | None) -> Iterator[NDArray[np.float
         yield wide if basis is None else np.ascontiguousarray(basis.project(wide))
 
 
-def _check(
-    fingerprint: bytes, keys: Keys, values: Ints, origins: Ints, conversations: Sequence[str]
+def _check(  # noqa: PLR0913, PLR0917
+    fingerprint: bytes,
+    keys: Keys,
+    values: Ints,
+    weights: Floats,
+    origins: Ints,
+    conversations: Sequence[str],
 ) -> None:
     n = len(keys)
     _require("fingerprint", len(fingerprint), _FINGERPRINT_BYTES)
     _require("shape of values", values.shape, (n,))
+    _require("shape of weights", weights.shape, (n,))
     _require("shape of origins", origins.shape, (n, 2))
     _require("conversations that are named twice", len(conversations) - len(set(conversations)), 0)
     if n:
         _require("tokens below 0", int((values < 0).sum()), 0)
+        _require("weights not above 0", int((~(weights > 0) | np.isinf(weights)).sum()), 0)
         is_known = (origins[:, 0] >= 0) & (origins[:, 0] < len(conversations))
         _require("pairs of no conversation", int((~is_known).sum()), 0)
 

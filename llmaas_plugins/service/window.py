@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, cast
-
-from llama_cpp import Llama
+from typing import Any
 
 from llmaas_hooks import LimitError
 from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.prompts import prompt_tokens
 from llmaas_plugins.service.contexts import ContextRecord
 
 __all__ = ["Messages", "Window", "prompt_length", "slide", "visible"]
@@ -112,36 +111,10 @@ def prompt_length(llama: Any, messages: Messages, options: dict[str, Any]) -> in
 
     0 if its chat handler does not make a list of tokens, but works with the engine itself.
     """
-    listener: Any = _Listener(llama)
-    try:
-        Llama.create_chat_completion(listener, messages=cast("Any", messages), **options)
-    except _Heard as heard:
-        return heard.n_tokens
-    except AttributeError:
-        return 0
-    return 0
+    return len(prompt_tokens(llama, messages, options) or ())
 
 
 def _reply_room(max_tokens: int | None, limit: int) -> int:
     """Tokens that a reply should find free: what it may have, but not much of the window."""
     quarter = limit // 4
     return min(max_tokens, quarter) if max_tokens and max_tokens > 0 else quarter
-
-
-class _Heard(Exception):  # noqa: N818  no error
-    """A chat handler has said what it wants completed."""
-
-    def __init__(self, prompt: object) -> None:
-        self.n_tokens = len(prompt) if isinstance(prompt, list) else 0
-
-
-class _Listener:
-    """As much of a ``Llama`` as chat handlers need to make a prompt."""
-
-    def __init__(self, llama: Any) -> None:
-        self.chat_format, self.chat_handler = llama.chat_format, llama.chat_handler
-        self._chat_handlers = llama._chat_handlers
-        self.tokenize, self.verbose = llama.tokenize, llama.verbose
-
-    def create_completion(self, prompt: object, **_: Any) -> Any:
-        raise _Heard(prompt)

@@ -37,4 +37,4 @@ llmaas_status llmaas_knn_rescore(
 llmaas_status llmaas_logits_peek(const float * logits, uint32_t n_vocab, llmaas_logits_info * info);
 llmaas_status llmaas_logits_mix(
     float * logits, uint32_t n_vocab, const int32_t * values, const float * distances, uint32_t k, float alpha, float beta,
-    float theta, llmaas_logits_info * info);
+    float theta, float far, llmaas_logits_info * info);

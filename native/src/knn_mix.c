@@ -54,12 +54,18 @@ static bool are_neighbours(const int32_t * values, const float * distances, uint
     return true;
 }
 
-/* A share for each token among the neighbours; what they add up to is returned. */
-static double gather(const int32_t * values, const float * distances, uint32_t k, double theta, share * shares, uint32_t * n) {
-    float nearest = INFINITY; /* without it, all could be too far for exp */
+static float nearest_of(const float * distances, uint32_t k) {
+    float nearest = INFINITY;
     for (uint32_t i = 0; i < k; ++i) {
         nearest = distances[i] < nearest ? distances[i] : nearest;
     }
+    return nearest;
+}
+
+/* A share for each token among the neighbours; what they add up to is returned. Both are counted from the nearest one on,
+ * as all could be too far for exp. */
+static double gather(const int32_t * values, const float * distances, uint32_t k, float nearest, double theta,
+                     share * shares, uint32_t * n) {
     double sum = 0;
     for (uint32_t i = 0; i < k; ++i) {
         shares[i] = (share) {values[i], exp(((double) nearest - (double) distances[i]) / theta)};
@@ -82,22 +88,29 @@ static float log_add(double a, double b) {
 }
 
 llmaas_status llmaas_logits_mix(float * logits, uint32_t n_vocab, const int32_t * values, const float * distances,
-                                uint32_t k, float alpha, float beta, float theta, llmaas_logits_info * info) {
+                                uint32_t k, float alpha, float beta, float theta, float far,
+                                llmaas_logits_info * info) {
     if (k > LLMAAS_KNN_MAX_BEST || (k && (!values || !distances)) || !is_share(alpha) || !is_share(beta) || !(theta > 0) ||
-        !isfinite(theta) || !are_neighbours(values, distances, k, n_vocab)) {
+        !isfinite(theta) || !(far > -INFINITY) || !are_neighbours(values, distances, k, n_vocab)) {
         return LLMAAS_EINVAL;
     }
     const llmaas_status status = llmaas_logits_peek(logits, n_vocab, info);
     if (status != LLMAAS_OK) {
         return status;
     }
-    const double wanted = (double) alpha * (1 - (double) beta * (double) info->max_prob), w = wanted < W_MAX ? wanted : W_MAX;
-    if (k == 0 || !(w > 0)) {
+    if (k == 0) {
         return LLMAAS_OK;
     }
     share shares[LLMAAS_KNN_MAX_BEST];
     uint32_t n;
-    const double sum = gather(values, distances, k, (double) theta, shares, &n);
+    const float  nearest = nearest_of(distances, k);
+    const double sum     = gather(values, distances, k, nearest, (double) theta, shares, &n);
+    const double others  = exp(((double) nearest - (double) far) / (double) theta); /* 0 when far is infinite */
+    const double wanted  = (double) alpha * (1 - (double) beta * (double) info->max_prob) * (sum / (sum + others));
+    const double w       = wanted < W_MAX ? wanted : W_MAX;
+    if (!(w > 0)) {
+        return LLMAAS_OK;
+    }
     const double base = (double) info->log_sum_exp + log(w / (1 - w) / sum);
     for (uint32_t i = 0; i < n; ++i) {
         float * logit = &logits[shares[i].value];

@@ -367,7 +367,7 @@ static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, flo
     }
     llmaas_logits_info info, again;
     CHECK(llmaas_logits_peek(logits, n_vocab, &info) == LLMAAS_OK && fabs((double) info.max_prob - most) < 1e-5);
-    CHECK(llmaas_logits_mix(logits, n_vocab, values, distances, k, alpha, beta, theta, &again) == LLMAAS_OK);
+    CHECK(llmaas_logits_mix(logits, n_vocab, values, distances, k, alpha, beta, theta, INFINITY, &again) == LLMAAS_OK);
     CHECK(memcmp(&info, &again, sizeof info) == 0);
     const double w = (double) alpha * (1 - (double) beta * most);
     for (uint32_t i = 0; i < n_vocab; ++i) {
@@ -406,15 +406,15 @@ static void check_mix_refusals(void) {
     static const float bad[][3] = {{-0.1f, 0, 1}, {1.1f, 0, 1}, {0.5f, -1, 1}, {0.5f, 2, 1}, {0.5f, 0, 0},
                                    {0.5f, 0, -1}, {NAN, 0, 1}, {0.5f, NAN, 1}, {0.5f, 0, NAN}, {0.5f, 0, INFINITY}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
-        CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, bad[i][0], bad[i][1], bad[i][2], &info) == LLMAAS_EINVAL);
+        CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, bad[i][0], bad[i][1], bad[i][2], INFINITY, &info) == LLMAAS_EINVAL);
     }
     values[1] = 20;
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EINVAL);
     values[1] = -1;
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EINVAL);
     values[1] = 4;
     distances[1] = NAN;
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EINVAL);
     distances[1] = 2;
     CHECK(llmaas_logits_mix(logits, 20, values, distances, LLMAAS_KNN_MAX_BEST + 1, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
     CHECK(llmaas_logits_mix(logits, 20, NULL, NULL, 0, 0.5f, 0, 1, &info) == LLMAAS_OK);
@@ -428,7 +428,7 @@ static void check_mix_refusals(void) {
     for (int i = 0; i < 20; ++i) {
         logits[i] = -INFINITY;
     }
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, &info) == LLMAAS_EUNSUPPORTED);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EUNSUPPORTED);
     CHECK(llmaas_logits_peek(logits, 0, &info) == LLMAAS_EINVAL);
 }
 

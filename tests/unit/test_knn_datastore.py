@@ -18,8 +18,8 @@ from llmaas_plugins.knn_lm.pca import fit_basis
 
 MODEL = bytes(range(32))
 CONVERSATIONS = ["rome", "paris", "oslo"]
-HEADER_BYTES = 120
-ROW_ARRAYS = ("values", "origins", "scales", "norms", "sums", "codes")
+HEADER_BYTES = 124
+ROW_ARRAYS = ("values", "origins", "weights", "scales", "norms", "sums", "codes")
 ARRAYS = ("text", "mean", "axes", "centre", "steps", *ROW_ARRAYS)
 
 
@@ -39,6 +39,7 @@ def pairs(n=600, n_embd=32, seed=0):
         "fingerprint": MODEL,
         "keys": like_hidden_states(n, n_embd, seed),
         "values": rng.integers(0, 1000, n).astype(np.int32),
+        "weights": rng.uniform(1, 9, n).astype(np.float32),
         "origins": np.stack([rng.integers(0, 3, n), np.arange(n)], axis=1).astype(np.int32),
         "conversations": CONVERSATIONS,
         "settings": {"alpha": 0.25, "theta": [1, 2.5], "key": "norm", "is_live": True},
@@ -133,7 +134,7 @@ class TestSearch:
     def test_an_empty_one_has_no_neighbours(self, path):
         Datastore.write(path, basis=None, **pairs(0))
         (found,) = search_all(path, [np.zeros(32, np.float32)])
-        assert [len(part) for part in found] == [0, 0, 0]
+        assert [len(part) for part in found] == [0, 0, 0, 0]
 
     def test_keys_that_are_all_alike_are_found_in_order(self, path):
         made_of = pairs()

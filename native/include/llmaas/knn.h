@@ -62,12 +62,13 @@ typedef struct llmaas_logits_info {
 /* EUNSUPPORTED: a logit is NaN or +infinity, or all are -infinity. */
 LLMAAS_API llmaas_status llmaas_logits_peek(const float * logits, uint32_t n_vocab, llmaas_logits_info * info);
 
-/* Change the logits so that softmax gives (1 - w) p_LM + w p_kNN, where w = alpha (1 - beta max_prob) and p_kNN of a token
- * is the share of its neighbours in the sum of exp(-distance / theta). Only neighbours' logits change, and none that is
- * -infinity: somebody banned that token. info: of the logits as they were. 0 <= alpha, beta <= 1, theta > 0, but
- * w is at most 1 - 2^-20: the model keeps a say. */
+/* Change the logits so that softmax gives (1 - w) p_LM + w p_kNN, where p_kNN of a token is the share of its neighbours in
+ * S, the sum of exp(-distance / theta), and w = alpha (1 - beta max_prob) S / (S + exp(-far / theta)): one more neighbour,
+ * at the distance `far`, says what the model says. Only neighbours' logits change, and none that is -infinity: somebody
+ * banned that token. info: of the logits as they were. 0 <= alpha, beta <= 1, theta > 0, far may be +infinity, but w is at
+ * most 1 - 2^-20: the model keeps a say. */
 LLMAAS_API llmaas_status llmaas_logits_mix(
     float * logits, uint32_t n_vocab, const int32_t * values, const float * distances, uint32_t k, float alpha, float beta,
-    float theta, llmaas_logits_info * info);
+    float theta, float far, llmaas_logits_info * info);
 
 #endif

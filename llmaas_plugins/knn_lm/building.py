@@ -1,0 +1,98 @@
+"""Conversations become pairs in the archive: one after the other, resumable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmaas_hooks import LlmaasError, Tokens
+from llmaas_hooks.native import States
+from llmaas_plugins.chats import Conversation
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_record import Record, conversation_id
+from llmaas_plugins.knn_lm.encoding import Encoder
+from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.prompts import conversation_tokens
+
+__all__ = ["Added", "add", "binding_of", "tokens_of"]
+
+
+class Added(NamedTuple):
+    """What became of conversations.
+
+    Attributes:
+        n_added: Added now.
+        n_known: In the archive already.
+        n_short: Left out: fewer than two tokens.
+        n_pairs: Pairs added.
+    """
+
+    n_added: int = 0
+    n_known: int = 0
+    n_short: int = 0
+    n_pairs: int = 0
+
+
+def binding_of(llama: Any, key: States) -> Binding:
+    """What ties an archive to the model of ``llama``."""
+    return Binding(fingerprint(llama), int(llama.n_embd()), key)
+
+
+def tokens_of(llama: Any, conversation: Conversation) -> Tokens:
+    """A conversation as the engine would see it, by the chat handler of ``llama``.
+
+    Raises:
+        LlmaasError: It does not make tokens.
+    """
+    messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+    tokens = conversation_tokens(llama, messages)
+    if tokens is None:
+        raise LlmaasError(
+            f"chat format {llama.chat_format!r} makes no prompt of conversation "
+            f"{conversation.title!r}. Use a model or chat format for text."
+        )
+    return np.asarray(tokens, np.int32)
+
+
+def add(  # noqa: PLR0913
+    archive: Archive,
+    llama: Any,
+    encoder: Encoder,
+    conversations: Iterable[tuple[Conversation, str]],
+    *,
+    progress: Callable[[int], None] = lambda _n: None,
+    between: Callable[[], None] = lambda: None,
+) -> Added:
+    """Add conversations; each counts as soon as it is evaluated, so this can be ended at any time.
+
+    Args:
+        archive: Open to write, for the model of ``llama``.
+        llama: Whose tokens they become.
+        encoder: Evaluates them.
+        conversations: Each with the name of the file it came from.
+        progress: Told after each that it is done.
+        between: Called between batches; what it raises ends the work.
+    """
+    done = Added()
+    for conversation, source in conversations:
+        if conversation_id(conversation) in archive:
+            done = done._replace(n_known=done.n_known + 1)
+        else:
+            tokens = tokens_of(llama, conversation)
+            if len(tokens) < 2:
+                done = done._replace(n_short=done.n_short + 1)
+            else:
+                found = encoder.encode(tokens, between)
+                now = time.time()
+                archive.append(
+                    Record(conversation, source, now, tokens, found.positions, found.pairs)
+                )
+                done = done._replace(
+                    n_added=done.n_added + 1, n_pairs=done.n_pairs + len(found.pairs)
+                )
+        progress(1)
+    return done

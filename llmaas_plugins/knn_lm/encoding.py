@@ -1,0 +1,211 @@
+"""From tokens to pairs: the model's hidden states and probabilities, on a context of their own.
+
+The app's cells are not touched, and both contexts share the model's weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import HiddenStates, LlmaasError, NativeContext, Tokens
+from llmaas_hooks.native import States
+from llmaas_plugins._native import logits_peek
+from llmaas_plugins.knn_lm.pairs import Pairs
+
+__all__ = ["Encoded", "Encoder"]
+
+_MOST_LOGITS_BYTES = 64 << 20
+_MOST_BATCH = 512
+_MOST_CELLS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A conversation's pairs.
+
+    Attributes:
+        positions: Where in its tokens each pair's target is, shape (n,) int32.
+        pairs: The pairs.
+    """
+
+    positions: npt.NDArray[np.int32]
+    pairs: Pairs
+
+
+class Encoder:
+    """A context of its own in which conversations are evaluated; ``close`` it, or use ``with``."""
+
+    def __init__(
+        self, llama: Any, natives: Mapping[int, NativeContext], key: States, n_threads: int = 0
+    ) -> None:
+        """Make the context, alike the one of ``llama`` in all that hidden states depend on.
+
+        Args:
+            llama: A ``llama_cpp.Llama`` made while the suite is active.
+            natives: Where the hook ``llmaas_native_context`` puts contexts, by address.
+            key: Which hidden states are keys.
+            n_threads: 0 takes the app's number.
+
+        Raises:
+            LlmaasError: There is no memory for a context, or no hook point in the engine.
+        """
+        self._llama = llama
+        vocab = llama_cpp.llama_model_get_vocab(llama.model)
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._n_batch = max(32, min(_MOST_BATCH, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
+        params = _params(llama, self._n_batch, n_threads)
+        ctx = llama_cpp.llama_init_from_model(llama.model, params)
+        if ctx is None:
+            raise LlmaasError(
+                f"no memory for a context of {params.n_ctx} tokens to encode conversations in. "
+                "Close other programs, or use a smaller model."
+            )
+        self._ctx = ctx
+        try:
+            self._states = self._prepare(natives.get(int(ctx)), key)
+        except BaseException:
+            llama_cpp.llama_free(ctx)
+            raise
+        self._n_ctx = int(llama_cpp.llama_n_ctx(ctx))
+        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
+
+    def close(self) -> None:
+        """Free the context; idempotent."""
+        if self._ctx is not None:
+            self._states.close()
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self._ctx)
+            self._ctx = None
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def encode(self, tokens: Tokens, between: Callable[[], None] = lambda: None) -> Encoded:
+        """All pairs of a conversation (§3.1): (state after w_1…w_m, w_{m+1}).
+
+        What is longer than the context is evaluated in windows that overlap by half, so that every
+        target but the first ones has at least half a window before it.
+
+        Args:
+            tokens: The conversation, shape (n,) int32; a pair a token but for the first.
+            between: Called between batches; what it raises ends the encoding.
+        """
+        positions, parts = [np.empty(0, np.int32)], []
+        for start, skipped, end in _windows(len(tokens), self._n_ctx):
+            found = self._window(tokens[start:end], skipped - start, between)
+            parts.append(found)
+            positions.append(np.arange(skipped + 1, skipped + 1 + len(found), dtype=np.int32))
+        return Encoded(np.concatenate(positions), _joined(parts, self._n_embd))
+
+    @property
+    def _n_embd(self) -> int:
+        return int(llama_cpp.llama_model_n_embd(self._llama.model))
+
+    def _prepare(self, native: NativeContext | None, key: States) -> HiddenStates:
+        if native is None:
+            raise LlmaasError(
+                "hidden states cannot be read: there is no hook point in the engine. "
+                "`llmaas doctor` says why."
+            )
+        adapter = getattr(self._llama, "_lora_adapter", None)
+        if adapter is not None:
+            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+            scales = (ctypes.c_float * 1)(self._llama.lora_scale)
+            if llama_cpp.llama_set_adapters_lora(self._ctx, adapters, 1, scales):
+                raise LlmaasError(f"cannot use the adapter {self._llama.lora_path} beside the app")
+        return native.hidden_states(key, capacity=self._n_batch)
+
+    def _window(self, tokens: Tokens, n_skipped: int, between: Callable[[], None]) -> Pairs:
+        """Pairs of a window from its row ``n_skipped`` on; the last token has no target."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), True)
+        rows = [
+            self._evaluate(tokens, start, n_skipped)
+            for start in _between(range(0, len(tokens), self._n_batch), between)
+        ]
+        return _joined(rows, self._n_embd)
+
+    def _evaluate(self, tokens: Tokens, start: int, n_skipped: int) -> Pairs:
+        """Evaluate one batch; its pairs."""
+        part = tokens[start : start + self._n_batch]
+        wanted = range(max(0, n_skipped - start), min(len(part), len(tokens) - 1 - start))
+        batch = self._batch
+        batch.n_tokens = len(part)
+        for i, token in enumerate(part.tolist()):
+            batch.token[i], batch.pos[i] = token, start + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = i in wanted
+        if len(wanted) == 0:
+            batch.logits[len(part) - 1] = True  # llama.cpp wants one
+        status = llama_cpp.llama_decode(self._ctx, batch)
+        if status:
+            raise LlmaasError(f"llama_decode returned {status} while a conversation was encoded")
+        values = tokens[start + wanted.start + 1 : start + wanted.stop + 1]
+        keys = self._states.take()[: len(wanted)]
+        p_lm, p_max = self._probabilities(values)
+        return Pairs(keys.astype(np.float16), np.ascontiguousarray(values), p_lm, p_max)
+
+    def _probabilities(self, values: Tokens) -> tuple[npt.NDArray[np.float32], ...]:
+        """The model's probability of each value, and of its likeliest token."""
+        p_lm, p_max = np.empty((2, len(values)), np.float32)
+        if len(values):
+            pointer = llama_cpp.llama_get_logits(self._ctx)
+            logits = np.ctypeslib.as_array(pointer, shape=(len(values), self._n_vocab))
+            for i, value in enumerate(values.tolist()):
+                info = logits_peek(logits[i])
+                p_lm[i] = np.exp(logits[i, value] - info.log_sum_exp)
+                p_max[i] = info.max_prob
+        return p_lm, p_max
+
+
+def _params(llama: Any, n_batch: int, n_threads: int) -> Any:
+    """The app's, with room for a conversation and for a batch's logits."""
+    params = type(llama.context_params).from_buffer_copy(llama.context_params)
+    n_train = int(llama_cpp.llama_model_n_ctx_train(llama.model))
+    params.n_ctx = min(n_train, max(int(llama.n_ctx()), n_batch), _MOST_CELLS)
+    params.n_batch = params.n_ubatch = min(n_batch, params.n_ctx)
+    params.n_seq_max = 1
+    params.embeddings = False
+    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    params.n_threads = params.n_threads_batch = n_threads or llama.n_threads or os.cpu_count()
+    return params
+
+
+def _windows(n_tokens: int, n_ctx: int) -> Iterator[tuple[int, int, int]]:
+    """Of each window: its first token, the first row that no earlier window had, its end."""
+    end = min(n_tokens, n_ctx)
+    if end > 1:
+        yield 0, 0, end
+    while end < n_tokens:
+        start, done = end - n_ctx // 2, end - 1
+        end = min(n_tokens, start + n_ctx)
+        yield start, done, end
+
+
+def _between(starts: range, between: Callable[[], None]) -> Iterator[int]:
+    for start in starts:
+        between()
+        yield start
+
+
+def _joined(parts: list[Pairs], n_embd: int) -> Pairs:
+    none = Pairs(
+        np.empty((0, n_embd), np.float16),
+        np.empty(0, np.int32),
+        np.empty(0, np.float32),
+        np.empty(0, np.float32),
+    )
+    fields = ("keys", "values", "p_lm", "p_max")
+    return Pairs(*(np.concatenate([getattr(p, f) for p in [none, *parts]]) for f in fields))

@@ -1,0 +1,114 @@
+"""Alpha, beta, theta and far that make held-out text most likely."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from llmaas_plugins.knn_lm.mixing import Mixture, share
+
+__all__ = ["Fitted", "HeldOut", "fit", "skip_above"]
+
+Floats = npt.NDArray[np.float32]
+
+_ALPHAS = np.arange(0.05, 0.96, 0.05, dtype=np.float32)
+_BETAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_THETAS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""In medians of the nearest neighbours' squared distances."""
+_FARS = (math.inf, 6.0, 4.5, 3.0, 1.5, 0.0)
+"""In thetas, and from there on counted from the nearest neighbours' median."""
+_FINER = (0.7, 1.0, 1.4)
+_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+_LEAST_GAIN = 5e-4
+"""Share of perplexity that may be given up for searches saved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """Targets that no neighbour was made from, and their neighbours.
+
+    Attributes:
+        distances: Squared distances, shape (n, k); infinite where there are fewer.
+        hits: Which neighbours have the target as value.
+        weights: Theirs.
+        p_lm: The model's probability of each target, shape (n,).
+        p_max: Its largest.
+    """
+
+    distances: Floats
+    hits: npt.NDArray[np.bool_]
+    weights: Floats
+    p_lm: Floats
+    p_max: Floats
+
+
+class Fitted(NamedTuple):
+    """What was found.
+
+    Attributes:
+        mixture: The best one.
+        perplexity: Of the held-out targets with it.
+        perplexity_alone: Without.
+    """
+
+    mixture: Mixture
+    perplexity: float
+    perplexity_alone: float
+
+
+def fit(held_out: HeldOut, *, has_far: bool = True) -> Fitted:
+    """The mixture under which the targets are most likely; by a grid, and a finer one around it.
+
+    Args:
+        held_out: What to fit on.
+        has_far: Whether ``far`` may be finite; False is the paper's Eq 33.
+
+    Raises:
+        ValueError: There are no targets.
+    """
+    if not len(held_out.p_lm):
+        raise ValueError("nothing to fit on: no held-out targets")
+    scale = float(np.median(held_out.distances[:, 0])) or 1.0
+    fars = _FARS if has_far else _FARS[:1]
+    coarse = [(theta * scale, scale + far * theta * scale) for theta in _THETAS for far in fars]
+    _, best = max((_best(held_out, *point) for point in coarse), key=lambda found: found[0])
+    finer = [
+        (best.theta * step, scale + (best.far - scale) * other)
+        for step, other in itertools.product(_FINER, _FINER if best.far < math.inf else (1.0,))
+    ]
+    gain, best = max((_best(held_out, *point) for point in finer), key=lambda found: found[0])
+    alone = float(np.log(held_out.p_lm).mean())
+    return Fitted(best, math.exp(-gain), math.exp(-alone))
+
+
+def skip_above(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
+    """The largest probability from which on a search is hardly worth its time.
+
+    Returns:
+        The threshold, 1.0 if there is none, and the share of targets for which it saves the search.
+    """
+    parts = (held_out.distances, held_out.hits, held_out.weights, held_out.p_lm, held_out.p_max)
+    gains = np.log(mixture.probability(*parts) / held_out.p_lm)
+    for threshold in _THRESHOLDS:
+        is_sure = held_out.p_max >= threshold
+        if gains[is_sure].sum() <= _LEAST_GAIN * len(gains):
+            return threshold, float(is_sure.mean())
+    return 1.0, 0.0
+
+
+def _best(held_out: HeldOut, theta: float, far: float) -> tuple[float, Mixture]:
+    """The best alpha and beta for these, and the mean logarithm of p(y)."""
+    hit, total = share(held_out.distances, held_out.hits, held_out.weights, theta, far)
+    change = hit - total * held_out.p_lm
+    found = []
+    for beta in _BETAS:
+        slope = (1 - np.float32(beta) * held_out.p_max) * change
+        gains = [float(np.log(held_out.p_lm + alpha * slope).mean()) for alpha in _ALPHAS]
+        i = int(np.argmax(gains))
+        found.append((gains[i], Mixture(float(_ALPHAS[i]), beta, theta, far)))
+    return max(found, key=lambda pair: pair[0])

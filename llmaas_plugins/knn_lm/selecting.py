@@ -1,0 +1,268 @@
+"""From the archive to the datastore that is searched: select, fit, write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.fitting import Fitted, HeldOut, fit, skip_above
+from llmaas_plugins.knn_lm.mixing import Mixture
+from llmaas_plugins.knn_lm.objective import Objective, squared_distances
+from llmaas_plugins.knn_lm.pca import Basis, fit_basis
+from llmaas_plugins.knn_lm.selection import Selection, offline
+
+__all__ = [
+    "DATASTORE",
+    "ArchiveSource",
+    "Plan",
+    "Selected",
+    "first_objective",
+    "select",
+    "source_of",
+    "write",
+]
+
+DATASTORE = "datastore.knn"
+"""Name of the file in the archive's directory."""
+
+Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
+Ints = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
+
+_PART = 8192
+_SAMPLE = 20_000
+_PROBES = 512
+_QUERIES = 3000
+_NEAREST = 10
+_THETA = 0.25
+"""Of the squared distance at which a few neighbours are in a sample: about what fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to select.
+
+    Attributes:
+        size: L, the most pairs to keep.
+        k: Neighbours that are mixed.
+        n_dims: Dimensions to scan in; all if there are no more.
+        seed: Of all chance.
+    """
+
+    size: int = 100_000
+    k: int = 100
+    n_dims: int = 256
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What was written.
+
+    Attributes:
+        n_pairs: Pairs selected.
+        n_full: Out of how many.
+        mixture: What was fitted.
+        perplexity: Of targets of other conversations, with the datastore.
+        perplexity_alone: Without.
+        skip_above: Largest probability from which on the search is not worth its time.
+        skipped: Share of the targets for which that saves the search.
+    """
+
+    n_pairs: int
+    n_full: int
+    mixture: Mixture
+    perplexity: float
+    perplexity_alone: float
+    skip_above: float
+    skipped: float
+
+
+class ArchiveSource:
+    """An archive as ``selection.Source``: keys in the directions in which they differ most."""
+
+    def __init__(self, archive: Archive, basis: Basis | None) -> None:
+        """Look at its columns; keys are read when asked for."""
+        columns = archive.columns()
+        self.values, self.p_lm, self.p_max = columns.values, columns.p_lm, columns.p_max
+        self._archive, self.basis = archive, basis
+        n_embd = archive.binding.n_embd if archive.binding else 0
+        self.n_dims = n_embd if basis is None else len(basis.axes)
+
+    def keys(self, indices: Indices) -> Floats:
+        """Keys of some pairs, read and projected part by part."""
+        keys = np.empty((len(indices), self.n_dims), np.float32)
+        for start in range(0, len(indices), _PART):
+            part = slice(start, start + _PART)
+            wide = self._archive.pairs(indices[part]).keys.astype(np.float32)
+            keys[part] = wide if self.basis is None else self.basis.project(wide)
+        return keys
+
+
+def select(
+    archive: Archive, plan: Plan, progress: Callable[[int], None] = lambda _n: None
+) -> Selected:
+    """Select with Algorithm 1, fit, and write the datastore beside the archive.
+
+    Raises:
+        StoreError: The archive is empty, or the file cannot be written.
+    """
+    source = source_of(archive, plan)
+    objective = first_objective(source, plan.seed)
+    selection = offline(source, plan.size, objective, seed=plan.seed, progress=progress)
+    return write(archive, source, selection, objective, plan)
+
+
+def source_of(archive: Archive, plan: Plan) -> ArchiveSource:
+    """The archive, seen in the directions that a sample of its keys gives.
+
+    Raises:
+        StoreError: There is nothing in it.
+    """
+    if not archive.n_pairs or archive.binding is None:
+        raise StoreError(
+            f"the datastore in {archive.directory} is empty: nothing to select from. Add "
+            "conversations with `llmaas datastore add`."
+        )
+    if plan.n_dims >= archive.binding.n_embd:
+        return ArchiveSource(archive, None)
+    rng = np.random.default_rng(plan.seed)
+    picks = np.sort(rng.choice(archive.n_pairs, min(_SAMPLE, archive.n_pairs), replace=False))
+    return ArchiveSource(archive, fit_basis(archive.pairs(picks).keys, plan.n_dims, plan.seed))
+
+
+def first_objective(source: ArchiveSource, seed: int) -> Objective:
+    """Eq 4's constants before anything can be fitted: theta from how far neighbours are."""
+    rng = np.random.default_rng(seed)
+    n = len(source.values)
+    picks = np.sort(rng.choice(n, min(_SAMPLE, n), replace=False))
+    keys = source.keys(picks)
+    probes = rng.choice(len(keys), min(_PROBES, len(keys)), replace=False)
+    nearest = min(_NEAREST, len(keys) - 1)
+    distances = np.partition(squared_distances(keys[probes], keys), nearest, axis=1)[
+        :, 1 : nearest + 1
+    ]
+    typical = float(np.median(distances)) if distances.size else 0.0
+    return Objective(theta=_THETA * typical or 1.0)
+
+
+def write(
+    archive: Archive,
+    source: ArchiveSource,
+    selection: Selection,
+    objective: Objective,
+    plan: Plan,
+) -> Selected:
+    """Fit the mixture to the selection, and write both.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    binding = archive.binding
+    if binding is None or not len(selection):
+        raise StoreError(f"nothing was selected from the datastore in {archive.directory}")
+    order = np.argsort(selection.indices)
+    selection = Selection(selection.indices[order], selection.weights[order])
+    pairs, origin = archive.pairs(selection.indices), archive.origin(selection.indices)
+    held_out = _held_out(archive, source, selection, pairs.keys, plan)
+    fitted = fit(held_out) if len(held_out.p_lm) else _unfitted(objective.theta)
+    threshold, skipped = skip_above(held_out, fitted.mixture)
+    ids = {info.number: info.id for info in archive.conversations()}
+    numbers, places = np.unique(origin.numbers, return_inverse=True)
+    Datastore.write(
+        archive.directory / DATASTORE,
+        fingerprint=binding.fingerprint,
+        keys=pairs.keys,
+        values=pairs.values,
+        weights=selection.weights,
+        origins=np.stack([places, origin.positions], axis=1).astype(np.int32),
+        conversations=[ids[number] for number in numbers.tolist()],
+        basis=source.basis,
+        settings={
+            "mixture": fitted.mixture.as_json(),
+            "k": plan.k,
+            "skip_above": threshold,
+            "key": binding.key_kind,
+        },
+    )
+    return Selected(
+        len(selection),
+        len(source.values),
+        fitted.mixture,
+        fitted.perplexity,
+        fitted.perplexity_alone,
+        threshold,
+        skipped,
+    )
+
+
+def _unfitted(theta: float) -> Fitted:
+    """Of one conversation nothing can be held out: weigh neighbours little, and only near ones."""
+    return Fitted(Mixture(alpha=0.25, beta=0.5, theta=theta, far=4 * theta), math.nan, math.nan)
+
+
+def _held_out(
+    archive: Archive, source: ArchiveSource, chosen: Selection, keys: Halves, plan: Plan
+) -> HeldOut:
+    """Targets from all over the archive, and their neighbours in other conversations.
+
+    The neighbours are found as they will be: nearest first in the basis, then exactly.
+    """
+    rng = np.random.default_rng(plan.seed)
+    n = len(source.values)
+    picks = np.sort(rng.choice(n, min(_QUERIES, n), replace=False))
+    queries, own = archive.pairs(picks), archive.origin(picks).numbers
+    wide = queries.keys.astype(np.float32)
+    others = archive.origin(chosen.indices).numbers
+    rows = _nearest(source, wide, own, keys, others, 2 * plan.k)
+    distances = np.stack([_exact(*each, keys) for each in zip(wide, rows, strict=True)])
+    order = np.argsort(distances, axis=1, kind="stable")[:, : plan.k]
+    rows = np.take_along_axis(rows, order, axis=1)
+    distances = np.take_along_axis(distances, order, axis=1)
+    is_some = np.isfinite(distances[:, 0])
+    hits = source.values[chosen.indices][rows] == queries.values[:, None]
+    return HeldOut(
+        distances[is_some],
+        hits[is_some],
+        chosen.weights[rows][is_some],
+        queries.p_lm[is_some],
+        queries.p_max[is_some],
+    )
+
+
+def _nearest(  # noqa: PLR0913, PLR0917
+    source: ArchiveSource, queries: Floats, own: Ints, keys: Halves, others: Ints, n: int
+) -> npt.NDArray[np.intp]:
+    """Of each query: ``n`` rows nearest in the basis, -1 where none of another conversation is."""
+    projected = _projected(source.basis, queries)
+    rows = np.empty((len(queries), 0), np.intp)
+    found = np.empty((len(queries), 0), np.float32)
+    for start in range(0, len(keys), _PART):
+        part = _projected(source.basis, keys[start : start + _PART].astype(np.float32))
+        distances = squared_distances(projected, part)
+        distances[own[:, None] == others[None, start : start + _PART]] = np.inf
+        found = np.concatenate([found, distances], axis=1)
+        here = np.broadcast_to(np.arange(start, start + len(part)), distances.shape)
+        rows = np.concatenate([rows, here], axis=1)
+        best = np.argpartition(found, min(n, found.shape[1]) - 1, axis=1)[:, :n]
+        rows = np.take_along_axis(rows, best, axis=1)
+        found = np.take_along_axis(found, best, axis=1)
+    return np.where(np.isfinite(found), rows, -1)
+
+
+def _exact(query: Floats, rows: npt.NDArray[np.intp], keys: Halves) -> Floats:
+    difference = keys[rows].astype(np.float32) - query
+    distances = np.einsum("ij,ij->i", difference, difference)
+    return np.where(rows < 0, np.float32(np.inf), distances)
+
+
+def _projected(basis: Basis | None, keys: Floats) -> Floats:
+    return keys if basis is None else basis.project(keys)

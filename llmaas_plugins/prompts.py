@@ -1,0 +1,87 @@
+"""What a ``Llama``'s own chat handler makes of messages, as tokens; nothing is evaluated."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from llama_cpp import Llama
+
+__all__ = ["conversation_tokens", "prompt_tokens"]
+
+Messages = list[dict[str, str]]
+
+
+def prompt_tokens(llama: Any, messages: Messages, options: dict[str, Any]) -> list[int] | None:
+    """The prompt that ``llama`` would make of ``messages``.
+
+    Args:
+        llama: A ``llama_cpp.Llama``.
+        messages: OpenAI-style, in order.
+        options: Of ``Llama.create_chat_completion``.
+
+    Returns:
+        None if its chat handler does not make a list of tokens, but works with the engine itself.
+    """
+    listener: Any = _Listener(llama)
+    try:
+        Llama.create_chat_completion(listener, messages=cast("Any", messages), **options)
+    except _Heard as heard:
+        return heard.prompt
+    except AttributeError:
+        return None
+    return None
+
+
+def conversation_tokens(llama: Any, messages: Messages) -> list[int] | None:
+    """A whole conversation as the engine sees it when it goes on.
+
+    A prompt ends by opening the assistant's next turn; that is left out, as nobody said it. The
+    token that ends the last turn stays.
+
+    Returns:
+        None as ``prompt_tokens``.
+    """
+    tokens = prompt_tokens(llama, messages, {})
+    if tokens is None or messages[-1]["role"] != "assistant":
+        return tokens
+    opening = _opening(llama)
+    return tokens[: len(tokens) - opening] if opening else tokens
+
+
+def _opening(llama: Any) -> int:
+    """Tokens between the one that ends a turn and the assistant's first word.
+
+    Two prompts whose last words differ end alike in these, and in the token that ends a turn.
+    """
+    asked: Messages = [{"role": "user", "content": "x"}]
+    ends = prompt_tokens(llama, asked, {}), prompt_tokens(llama, [*asked, _Y], {})
+    if ends[0] is None or ends[1] is None:
+        return 0
+    alike = 0
+    for one, other in zip(reversed(ends[0]), reversed(ends[1]), strict=False):
+        if one != other:
+            break
+        alike += 1
+    return max(0, alike - 1)
+
+
+_Y = {"role": "assistant", "content": "y"}
+
+
+class _Heard(Exception):  # noqa: N818  no error
+    """A chat handler has said what it wants completed."""
+
+    def __init__(self, prompt: object) -> None:
+        self.prompt = prompt if isinstance(prompt, list) else None
+
+
+class _Listener:
+    """As much of a ``Llama`` as chat handlers need to make a prompt."""
+
+    def __init__(self, llama: Any) -> None:
+        self.chat_format, self.chat_handler = llama.chat_format, llama.chat_handler
+        self._chat_handlers = llama._chat_handlers
+        self.tokenize, self.verbose = llama.tokenize, llama.verbose
+
+    def create_completion(self, prompt: object, **_: Any) -> Any:
+        raise _Heard(prompt)
