@@ -1,0 +1,69 @@
+"""Ways to make a datastore of a limited number of bytes out of a history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.knn.study import Chosen, Method
+from llmaas_plugins.knn_lm.objective import Objective
+from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.selecting import first_objective
+from llmaas_plugins.knn_lm.selection import Choice, Selection, offline, online
+
+__all__ = ["METHODS", "OURS", "RIVALS", "without_weights"]
+
+
+def without_weights(n: int, n_embd: int) -> int:
+    """Pairs that take as many bytes as ``n`` with a weight each."""
+    pair = 2 * n_embd + 4
+    return n * (pair + 4) // pair
+
+
+class _Source:
+    """A history as the selection sees it."""
+
+    def __init__(self, history: Pairs) -> None:
+        self.values, self.p_lm, self.n_dims = history.values, history.p_lm, history.n_embd
+        self._keys = history.keys
+
+    def keys(self, indices: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self._keys[indices].astype(np.float32)
+
+
+def _full(history: Pairs, n: int) -> Chosen:
+    del n
+    return Chosen(np.arange(len(history)))
+
+
+def _random(history: Pairs, n: int) -> Chosen:
+    n = min(without_weights(n, history.n_embd), len(history))
+    return Chosen(np.sort(np.random.default_rng(0).choice(len(history), n, replace=False)))
+
+
+def _selected(select: Callable[..., Selection], how: Choice) -> Method:
+    def choose(history: Pairs, n: int) -> Chosen:
+        source: Any = _Source(history)
+        objective: Objective = first_objective(source, 0)
+        found = select(source, n, objective, how=how)
+        order = np.argsort(found.indices)
+        return Chosen(found.indices[order], found.weights[order])
+
+    return choose
+
+
+METHODS: Mapping[str, Method] = {
+    "full": _full,
+    "random": _random,
+    "offline": _selected(offline, "draw"),
+    "online": _selected(online, "draw"),
+    "offline, top": _selected(offline, "top"),
+    "online, top": _selected(online, "top"),
+}
+"""By name; ``top`` takes the highest bounds, as the paper does."""
+
+OURS = ("offline", "online")
+RIVALS = ("pure", "random", "merging")
