@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.cli.datastore_build import add_actions
 from llmaas_plugins.cli.datastore_reports import (
     contents_report,
     contents_text,
@@ -18,14 +19,13 @@ from llmaas_plugins.cli.datastore_reports import (
     stats_report,
     stats_text,
 )
+from llmaas_plugins.cli.datastore_settings import datastore_directory
 from llmaas_plugins.cli.store_actions import (
     add_action,
-    chosen_directory,
     print_report,
     printable,
     size_text,
 )
-from llmaas_plugins.config import load_config
 
 if TYPE_CHECKING:
     from llmaas_plugins.knn_lm.archive import Archive
@@ -38,9 +38,10 @@ _ID = re.compile("[0-9a-f]{32}")
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command and its own ones."""
     parser = subparsers.add_parser(
-        "datastore", help="what is kept of your chats to mix into replies: look at it, forget it"
+        "datastore", help="make, look at and forget what is kept of your chats to mix into replies"
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
+    add_actions(actions)
     add_action(
         actions, "stats", stats, "how much is in it, for which model, and how much is selected"
     )
@@ -75,7 +76,7 @@ def stats(args: argparse.Namespace) -> int:
     from llmaas_plugins.knn_lm.selected import read_selected
     from llmaas_plugins.store_lock import user
 
-    directory = _directory(args)
+    directory = datastore_directory(args)
     with Archive.open(directory) as archive:
         found = stats_report(archive, user(directory / LOCK, FILES))
     try:
@@ -92,7 +93,7 @@ def inspect(args: argparse.Namespace) -> int:
     from llmaas_plugins.knn_lm.archive import Archive
     from llmaas_plugins.knn_lm.selected import read_selected
 
-    directory = _directory(args)
+    directory = datastore_directory(args)
     with Archive.open(directory) as archive:
         rows, selected = archive.conversations(), read_selected(directory)
         if args.conversation is None:
@@ -112,7 +113,7 @@ def forget(args: argparse.Namespace) -> int:
     from llmaas_plugins.knn_lm.archive import Archive
     from llmaas_plugins.knn_lm.forgetting import forget_all, forget_conversations
 
-    directory = _directory(args)
+    directory = datastore_directory(args)
     if args.all:
         gone = forget_all(directory)
     else:
@@ -127,17 +128,6 @@ def forget(args: argparse.Namespace) -> int:
 
 
 # -- inside --------------------------------------------------------------------------------------
-
-
-def _directory(args: argparse.Namespace) -> Path:
-    return chosen_directory(args, lambda: _configured(args))
-
-
-def _configured(args: argparse.Namespace) -> Path:
-    table = load_config(args.config).plugins.get("knn_lm")
-    return Path(
-        table.values.get("store", "~/.cache/llmaas/knn") if table else "~/.cache/llmaas/knn"
-    )
 
 
 def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ __all__ = [
     "print_report",
     "printable",
     "progress",
+    "progress_bar",
     "settings_of",
     "size_text",
 ]
@@ -66,18 +68,25 @@ def printable(name: str) -> str:
 
 
 def progress(what: str, unit: str) -> Any:
-    """Wraps rows in a progress bar, if stderr is a terminal."""
+    """What wraps rows in a progress bar."""
+    return lambda rows: _bar(rows, desc=what, unit=unit)
+
+
+def progress_bar(what: str, unit: str, total: int) -> Any:
+    """A progress bar to ``update``; a context manager."""
+    return _bar(None, desc=what, unit=unit, total=total)
+
+
+def _bar(rows: Any, **kwargs: Any) -> Any:
+    """On a terminal's stderr."""
     from tqdm import tqdm
 
-    def wrap(rows: Any) -> Any:
-        return tqdm(rows, desc=what, unit=unit, disable=None, leave=False, file=sys.stderr)
-
-    return wrap
+    return tqdm(rows, disable=None, leave=False, file=sys.stderr, **kwargs)
 
 
 def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:
     """Print the one for programs or the one for people."""
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(lines))
+    try:
+        print(json.dumps(report, indent=2) if args.json else "\n".join(lines), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

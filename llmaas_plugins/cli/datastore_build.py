@@ -1,0 +1,224 @@
+"""``llmaas datastore build``, ``add`` and ``select``: from chat exports to what is searched."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from llmaas_hooks import ConfigError, LlmaasError, hookimpl
+from llmaas_hooks.native import NativeContext, States
+from llmaas_plugins.cli.datastore_settings import datastore_directory
+from llmaas_plugins.cli.store_actions import add_action, print_report, progress_bar
+from llmaas_plugins.config import Config
+
+if TYPE_CHECKING:
+    from llmaas_plugins.knn_lm.building import Added
+    from llmaas_plugins.knn_lm.selecting import Selected
+
+__all__ = ["add_actions"]
+
+_N_CTX = 2048
+_SIZE = 100_000
+
+
+class _Natives:
+    """Keeps the contexts in which hidden states can be read."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[int, NativeContext] = {}
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Keep it."""
+        self.contexts[context.ctx] = context
+
+
+def add_actions(actions: Any) -> None:
+    """Register the actions that make a datastore."""
+    build_ = add_action(
+        actions,
+        "build",
+        build,
+        "add the conversations of chat exports, and select what is searched; what is in it "
+        "already is passed over, so it can be stopped and run again",
+    )
+    add_ = add_action(
+        actions, "add", add, "only add them; `llmaas datastore select` is for later, when all are"
+    )
+    select_ = add_action(
+        actions, "select", select, "select anew from all that is there; it needs no model"
+    )
+    for parser in (build_, add_):
+        _add_model_options(parser)
+    for parser in (build_, select_):
+        parser.add_argument(
+            "--size",
+            type=_positive,
+            default=_SIZE,
+            metavar="PAIRS",
+            help="most pairs to select (default 100,000)",
+        )
+        parser.add_argument("--seed", type=int, default=0, help="of all chance (default 0)")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "exports",
+        nargs="+",
+        type=Path,
+        metavar="EXPORT",
+        help="ChatGPT's conversations.json, or OpenAI-style JSON or JSONL",
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="GGUF", help="the model that your app uses"
+    )
+    parser.add_argument("--lora", type=Path, metavar="GGUF", help="and its adapter")
+    parser.add_argument("--lora-scale", type=float, default=1.0, help="(default 1)")
+    parser.add_argument("--chat-format", help="as in your app (default: what the model says)")
+    parser.add_argument(
+        "--key",
+        choices=get_args(States),
+        default="ffn_input",
+        help="which hidden states are keys (default ffn_input)",
+    )
+    parser.add_argument(
+        "--n-ctx", type=_positive, default=_N_CTX, help="tokens seen at a time (default 2048)"
+    )
+    parser.add_argument("--threads", type=_positive, help="CPU threads (default: all)")
+
+
+def build(args: argparse.Namespace) -> int:
+    """Add, then select."""
+    added = _add(args)
+    selected = _select(args)
+    report = added._asdict() | {"selected": _plain(selected)}
+    print_report(args, report, [_add_text(added), _select_text(selected)])
+    return 0
+
+
+def add(args: argparse.Namespace) -> int:
+    """Add the conversations of exports."""
+    added = _add(args)
+    print_report(args, added._asdict(), [_add_text(added)])
+    return 0
+
+
+def select(args: argparse.Namespace) -> int:
+    """Select what is searched."""
+    selected = _select(args)
+    print_report(args, _plain(selected), [_select_text(selected)])
+    return 0
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _add(args: argparse.Namespace) -> Added:
+    from llmaas_plugins.chats import load_conversations
+    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.building import add, binding_of
+    from llmaas_plugins.knn_lm.encoding import Encoder
+
+    found = [(one, path.name) for path in args.exports for one in load_conversations(path)]
+    stopped = "what was added stays: the same command goes on with the rest"
+    with contextlib.ExitStack() as opened:
+        natives = _Natives()
+        llama = opened.enter_context(_loaded(args, natives))
+        binding = binding_of(llama, args.key)
+        archive = opened.enter_context(
+            Archive.open(datastore_directory(args), binding, writable=True)
+        )
+        encoder = opened.enter_context(
+            Encoder(llama, natives.contexts, args.key, args.threads or 0)
+        )
+        opened.enter_context(_stoppable(stopped))
+        bar = opened.enter_context(progress_bar("reading", "chat", len(found)))
+        return add(archive, llama, encoder, found, progress=bar.update)
+
+
+def _select(args: argparse.Namespace) -> Selected:
+    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.selecting import Plan, select
+
+    with contextlib.ExitStack() as opened:
+        archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))
+        plan = Plan(size=args.size, seed=args.seed)
+        opened.enter_context(_stoppable("what was selected before is as it was"))
+        total = min(plan.size, archive.n_pairs)
+        bar = opened.enter_context(progress_bar("selecting", "pair", total))
+        return select(archive, plan, bar.update)
+
+
+@contextlib.contextmanager
+def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
+    """The model, with the hook point in its engine and no plugin."""
+    from llama_cpp import Llama
+
+    from llmaas_plugins.activation import activate
+
+    for path in filter(None, (args.model, args.lora)):
+        if not path.is_file():
+            raise ConfigError(f"no such model: {path}")
+    with activate(Config(on_error="raise"), {"datastore": natives}):
+        try:
+            llama = Llama(
+                str(args.model),
+                n_ctx=args.n_ctx,
+                n_threads=args.threads,
+                n_threads_batch=args.threads,
+                lora_path=str(args.lora) if args.lora else None,
+                lora_scale=args.lora_scale,
+                chat_format=args.chat_format,
+                verbose=False,
+            )
+        except ValueError as error:
+            raise ConfigError(f"cannot load model {args.model}: {error}") from error
+        with contextlib.closing(llama):
+            yield llama
+
+
+@contextlib.contextmanager
+def _stoppable(what_stays: str) -> Iterator[None]:
+    """Ctrl-C is no accident."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise LlmaasError(f"stopped; {what_stays}") from error
+
+
+def _plain(selected: Selected) -> dict[str, Any]:
+    """As JSON has it: nothing for what could not be measured."""
+    plain = dataclasses.asdict(selected) | {"mixture": selected.mixture.as_json()}
+    return {name: None if _is_unknown(value) else value for name, value in plain.items()}
+
+
+def _is_unknown(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _add_text(added: Added) -> str:
+    text = f"{added.n_added:,} conversations added, {added.n_pairs:,} pairs"
+    text += f"; {added.n_known:,} were in already" if added.n_known else ""
+    return text + (f"; {added.n_short:,} too short" if added.n_short else "") + "."
+
+
+def _select_text(selected: Selected) -> str:
+    text = f"{selected.n_pairs:,} of {selected.n_full:,} pairs selected"
+    if _is_unknown(selected.perplexity):
+        return text + "; too few conversations to measure what they are worth."
+    return (
+        f"{text}; perplexity of other conversations {selected.perplexity_alone:.2f} without them, "
+        f"{selected.perplexity:.2f} with them; {selected.skipped:.0%} of searches can be skipped."
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
