@@ -160,12 +160,14 @@ class Request:
         tokens: The whole prompt, shape ``(n,)`` int32.
         context_id: Name of the persistent context it belongs to; None for a stateless request.
         app: Name of the app that asks; None if that is not known.
+        declined: Plugins that the app asks to do without, for this request.
     """
 
     engine: Engine
     tokens: Tokens
     context_id: str | None
     app: str | None = None
+    declined: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

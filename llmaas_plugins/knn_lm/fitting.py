@@ -16,7 +16,7 @@ __all__ = ["Fitted", "HeldOut", "fit", "skip_above"]
 
 Floats = npt.NDArray[np.float32]
 
-_ALPHAS = np.arange(0.05, 0.96, 0.05, dtype=np.float32)
+_ALPHAS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 _BETAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _THETAS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """In medians of the nearest neighbours' squared distances."""
@@ -108,7 +108,9 @@ def _best(held_out: HeldOut, theta: float, far: float) -> tuple[float, Mixture]:
     found = []
     for beta in _BETAS:
         slope = (1 - np.float32(beta) * held_out.p_max) * change
-        gains = [float(np.log(held_out.p_lm + alpha * slope).mean()) for alpha in _ALPHAS]
+        gains = [
+            float(np.log(held_out.p_lm + np.float32(alpha) * slope).mean()) for alpha in _ALPHAS
+        ]
         i = int(np.argmax(gains))
-        found.append((gains[i], Mixture(float(_ALPHAS[i]), beta, theta, far)))
+        found.append((gains[i], Mixture(_ALPHAS[i], beta, theta, far)))
     return max(found, key=lambda pair: pair[0])

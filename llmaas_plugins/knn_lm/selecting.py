@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_files import SELECTED
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fitting import Fitted, HeldOut, fit, skip_above
 from llmaas_plugins.knn_lm.mixing import Mixture
@@ -19,7 +20,6 @@ from llmaas_plugins.knn_lm.pca import Basis, fit_basis
 from llmaas_plugins.knn_lm.selection import Selection, offline
 
 __all__ = [
-    "DATASTORE",
     "ArchiveSource",
     "Plan",
     "Selected",
@@ -28,9 +28,6 @@ __all__ = [
     "source_of",
     "write",
 ]
-
-DATASTORE = "datastore.knn"
-"""Name of the file in the archive's directory."""
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
@@ -178,7 +175,7 @@ def write(
     ids = {info.number: info.id for info in archive.conversations()}
     numbers, places = np.unique(origin.numbers, return_inverse=True)
     Datastore.write(
-        archive.directory / DATASTORE,
+        archive.directory / SELECTED,
         fingerprint=binding.fingerprint,
         keys=pairs.keys,
         values=pairs.values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger, address
 from llmaas_patches.native import native_host
 
-__all__ = ["Host", "current_context", "serving_context"]
+__all__ = ["Host", "current_context", "declined_plugins", "serving_context", "without"]
 
 current_context: contextvars.ContextVar[tuple[str | None, str | None]] = contextvars.ContextVar(
     "llmaas_current_context", default=(None, None)
@@ -34,6 +34,22 @@ def serving_context(context_id: str | None, app: str | None = None) -> Iterator[
         yield
     finally:
         current_context.reset(token)
+
+
+declined_plugins: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "llmaas_declined_plugins", default=frozenset()
+)
+"""Plugins that the ``Llama.generate`` calls of this thread or task do without."""
+
+
+@contextmanager
+def without(names: Iterable[str]) -> Iterator[None]:
+    """Let the requests that are started inside the block do without these plugins, too."""
+    token = declined_plugins.set(declined_plugins.get() | frozenset(names))
+    try:
+        yield
+    finally:
+        declined_plugins.reset(token)
 
 
 class Host:

@@ -18,7 +18,7 @@ from llama_cpp import Llama
 
 from llmaas_hooks import KVRestored, PluginError, Request, RequestStats, common_prefix
 from llmaas_patches.engine import LlamaEngine
-from llmaas_patches.host import Host, current_context
+from llmaas_patches.host import Host, current_context, declined_plugins
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
@@ -38,7 +38,12 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         engine = host.engine(self)
         engine.end()  # other requests, if their generators are still open
         engine.settle()
-        request = Request(engine, np.asarray(tokens, dtype=np.int32), *current_context.get())
+        request = Request(
+            engine,
+            np.asarray(tokens, dtype=np.int32),
+            *current_context.get(),
+            declined=declined_plugins.get(),
+        )
         host.hooks.request_begin(request)
         if _is_sound(engine, request, resets=resets) and resets:
             n_reused = _restore(host, engine, request)

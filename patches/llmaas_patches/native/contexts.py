@@ -19,6 +19,7 @@ __all__ = ["Context"]
 
 _KINDS = {"ffn_input": 1, "final_norm": 2}
 _LANDING_FIELDS = 4
+_ROWS = 16
 _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
 
 
@@ -122,7 +123,6 @@ class Rows(Tap):
         if capacity < 1:
             raise ValueError(f"capacity must be 1 or more, found {capacity}")
         self._n_embd = int(llama_cpp.llama_model_n_embd(context.model))
-        self._capacity = capacity
         ffi, lib = self._library = library
         made = lib.llmaas_states_new(_KINDS[states], layer, self._n_embd, capacity)
         self._states = ffi.gc(_made(ffi, made), lib.llmaas_states_free)
@@ -130,18 +130,19 @@ class Rows(Tap):
         super().__init__(context, lib.llmaas_states_tap(made), made)
 
     def take(self) -> NDArray[np.float32]:
-        """Take out the rows that are there."""
-        rows = np.empty((self._capacity, self._n_embd), dtype=np.float32)
+        """Take out the rows that are there; nearly always few."""
+        parts = [self._take()]
+        while len(parts[-1]) == _ROWS:
+            parts.append(self._take())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _take(self) -> NDArray[np.float32]:
+        rows = np.empty((_ROWS, self._n_embd), dtype=np.float32)
         n_taken, n_lost = self._library.ffi.new("uint32_t *"), self._library.ffi.new("uint64_t *")
-        self._library.lib.llmaas_states_take(
-            self._states,
-            self._capacity,
-            self._library.ffi.cast("float *", rows.ctypes.data),
-            n_taken,
-            n_lost,
-        )
+        pointer = self._library.ffi.cast("float *", rows.ctypes.data)
+        self._library.lib.llmaas_states_take(self._states, _ROWS, pointer, n_taken, n_lost)
         self.n_lost += int(n_lost[0])
-        return rows[: n_taken[0]].copy()
+        return rows[: n_taken[0]]
 
 
 class Cells:

@@ -1,0 +1,122 @@
+"""One context's logits, mixed with what the datastore says."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import LogitsView, NativeContext
+from llmaas_hooks.native import States
+from llmaas_plugins._native import logits_mix, logits_peek
+from llmaas_plugins.knn_lm.config import KnnLMConfig
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.mixing import Mixture
+
+__all__ = ["Counts", "Mixer", "Settings"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened to tokens.
+
+    Attributes:
+        mixed: Sampled from a mixture.
+        skipped: Not searched for, because the model was sure.
+        unmatched: Left as they were, because their hidden states were not seen.
+        search_s: Seconds that searches took.
+    """
+
+    mixed: int = 0
+    skipped: int = 0
+    unmatched: int = 0
+    search_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a datastore is mixed in: as it was fitted, unless the configuration says otherwise."""
+
+    mixture: Mixture
+    k: int
+    skip_above: float
+
+    @classmethod
+    def of(cls, datastore: Datastore, config: KnnLMConfig) -> Settings:
+        """Those of a datastore.
+
+        Raises:
+            ValueError: It has none, or other ones.
+        """
+        found = datastore.settings
+        mixture = Mixture.from_json(found.get("mixture"))
+        chosen = {name: getattr(config, name) for name in ("alpha", "beta")}
+        mixture = dataclasses.replace(
+            mixture, **{name: value for name, value in chosen.items() if value is not None}
+        )
+        skip_above = found.get("skip_above") if config.skip_above is None else config.skip_above
+        if not isinstance(skip_above, int | float):
+            raise ValueError(f"found skip_above {skip_above!r}, expected a number")
+        return cls(mixture, config.k, float(skip_above))
+
+
+class Mixer:
+    """Knows which hidden state each row of a context's logits was made from."""
+
+    def __init__(self, native: NativeContext, key: States, counts: Counts) -> None:
+        """Watch the context's hidden states."""
+        n_batch = int(llama_cpp.llama_n_batch(native.ctx))
+        self._states = native.hidden_states(key, capacity=n_batch)
+        self._counts = counts
+        self._rows = np.empty((0, 0), np.float32)
+        self._is_mixed: set[int] = set()
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._states.close()
+
+    def decoded(self) -> None:
+        """A batch was evaluated: its outputs are the ones that can be sampled."""
+        self._rows = self._states.take()
+        self._is_mixed.clear()
+
+    def mix(self, view: LogitsView, datastore: Datastore, settings: Settings) -> None:
+        """Mix neighbours into a row of logits, in place, and only once."""
+        row = _row(view)
+        if row in self._is_mixed:
+            return
+        if not 0 <= row < len(self._rows):
+            self._counts.unmatched += 1
+            return
+        self._is_mixed.add(row)
+        if settings.skip_above < 1 and logits_peek(view.logits).max_prob >= settings.skip_above:
+            self._counts.skipped += 1
+            return
+        started = time.perf_counter()
+        _mix(view.logits, self._rows[row], datastore, settings)
+        self._counts.mixed += 1
+        self._counts.search_s += time.perf_counter() - started
+
+
+def _mix(
+    logits: npt.NDArray[np.float32],
+    query: npt.NDArray[np.float32],
+    datastore: Datastore,
+    settings: Settings,
+) -> None:
+    found, mixture = datastore.search(query, settings.k), settings.mixture
+    theta = mixture.theta
+    # a weight is as good as a smaller distance: w exp(-d / theta) = exp(-(d - theta log w) / theta)
+    distances = (found.distances - theta * np.log(found.weights)).astype(np.float32)
+    logits_mix(logits, found.values, distances, mixture.alpha, mixture.beta, theta, mixture.far)
+
+
+def _row(view: LogitsView) -> int:
+    """Which of the batch's outputs these logits are."""
+    first = llama_cpp.llama_get_logits(view.ctx)
+    start = np.ctypeslib.as_array(first, shape=(1,)).ctypes.data
+    return int((view.logits.ctypes.data - start) // view.logits.nbytes)

@@ -1,0 +1,220 @@
+"""The hooks: when a datastore is opened, and which tokens it has a say in."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmaas_hooks import (
+    ContextCreate,
+    DecodeStep,
+    Engine,
+    LogitsView,
+    NativeContext,
+    Request,
+    StoreError,
+    hookimpl,
+)
+from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.config import KnnLMConfig
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings
+
+__all__ = ["KnnLM"]
+
+_NAME = "knn_lm"
+_KEYS = ("ffn_input", "final_norm")
+
+_log = logging.getLogger("llmaas.knn_lm")
+
+
+@dataclass(slots=True)
+class _Served:
+    """An engine whose logits are mixed."""
+
+    mixer: Mixer
+    fingerprint: bytes
+    is_on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The datastore in use."""
+
+    datastore: Datastore
+    settings: Settings
+    key: Any
+
+
+class KnnLM:
+    """Mixes the next token's distribution with what followed alike states in past chats."""
+
+    Config: ClassVar[type[KnnLMConfig]] = KnnLMConfig
+
+    def __init__(self, config: KnnLMConfig) -> None:
+        """Open nothing yet: the datastore is opened with the first request."""
+        self._config = config
+        self._path = config.store.expanduser() / SELECTED
+        self._lock = threading.Lock()
+        self._natives: dict[int, NativeContext] = {}
+        self._unfit: dict[int, str] = {}
+        self._served: dict[int, _Served] = {}
+        self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._opened: _Opened | None = None
+        self._left_alone: dict[str, str] = {}
+        self._counts = Counts()
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    @hookimpl
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Note contexts whose outputs do not come in the order of their tokens."""
+
+        def made(ctx: int) -> bool:
+            several = create.params.n_seq_max > 1 and not create.params.kv_unified
+            with self._lock:
+                self._natives.pop(ctx, None)  # a context that is gone had this address
+                self._served.pop(ctx, None)
+                self._unfit.pop(ctx, None)
+                if several:
+                    self._unfit[ctx] = "it has several sequences, and kv_unified is off"
+            return True
+
+        create.checks.append(made)
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Remember where hidden states can be read."""
+        self._natives[context.ctx] = context
+
+    @hookimpl
+    def llmaas_request_begin(self, request: Request) -> None:
+        """See that the datastore is open, and is the one on disk; note whether it is wanted."""
+        engine = request.engine
+        if engine not in self._seen or not self._is_current():
+            self._seen.add(engine)
+            self._serve(engine)
+        if (served := self._served.get(engine.ctx)) is not None:
+            served.is_on = _NAME not in request.declined
+
+    @hookimpl
+    def llmaas_decode(self, step: DecodeStep) -> None:
+        """Take the states that the batch's logits were made from."""
+        if (served := self._served.get(step.ctx)) is not None:
+            served.mixer.decoded()
+
+    @hookimpl
+    def llmaas_logits(self, view: LogitsView) -> None:
+        """Mix, before anything is sampled (Eqs 1, 2, 32 and 33)."""
+        served, opened = self._served.get(view.ctx), self._opened
+        if served is not None and served.is_on and opened is not None:
+            served.mixer.mix(view, opened.datastore, opened.settings)
+
+    @hookimpl
+    def llmaas_status(self) -> dict[str, Any]:
+        """What is mixed, and how often."""
+        opened = self._opened
+        return {
+            "datastore": str(self._path),
+            "pairs": None if opened is None else len(opened.datastore),
+            "memory_bytes": 0 if opened is None else opened.datastore.memory_bytes,
+            "key": None if opened is None else opened.key,
+            "mixture": None if opened is None else opened.settings.mixture.as_json(),
+            "k": self._config.k,
+            "skip_above": None if opened is None else opened.settings.skip_above,
+            **dataclasses.asdict(self._counts),
+            "left_alone": dict(self._left_alone),
+        }
+
+    @hookimpl
+    def llmaas_shutdown(self) -> None:
+        """Close the datastore."""
+        self._close()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _is_current(self) -> bool:
+        """Whether what is open, or the lack of it, is what is on disk."""
+        opened = self._opened
+        return not self._path.exists() if opened is None else opened.datastore.is_current()
+
+    def _serve(self, engine: Engine) -> None:
+        """Mix this engine's logits from now on, or say why not.
+
+        Raises:
+            StoreError: The datastore cannot be used.
+        """
+        model = Path(engine.llama.model_path).name
+        with self._lock:
+            self._left_alone.pop(model, None)
+            try:
+                reason = self._unfit.get(engine.ctx) or self._prepare(engine)
+            except StoreError as error:
+                self._drop(engine.ctx)
+                self._left_alone[model] = str(error)
+                raise
+            if reason is not None:
+                self._drop(engine.ctx)
+                self._left_alone[model] = reason
+                _log.warning("knn_lm leaves %s as it is: %s", model, reason)
+
+    def _prepare(self, engine: Engine) -> str | None:
+        native = self._natives.get(engine.ctx)
+        if native is None:
+            return "its context was made before the activation, or has no hook point"
+        if not self._is_current() or self._opened is None:
+            self._close()
+            if not self._path.exists():
+                return (
+                    f"there is no datastore in {self._path.parent}. Make one with "
+                    "`llmaas datastore build`"
+                )
+            self._opened = self._open()
+        opened, model = self._opened, fingerprint(engine.llama)
+        if opened.datastore.fingerprint != model:
+            raise StoreError(
+                f"datastore {self._path} is of another model: found fingerprint "
+                f"{opened.datastore.fingerprint.hex()[:12]}, expected {model.hex()[:12]}. Set "
+                "plugins.knn_lm.store to another directory, or build one for this model there."
+            )
+        if engine.ctx not in self._served:
+            mixer = Mixer(native, opened.key, self._counts)
+            self._served[engine.ctx] = _Served(mixer, model)
+        return None
+
+    def _open(self) -> _Opened:
+        datastore = Datastore.open(self._path, None)
+        try:
+            settings = Settings.of(datastore, self._config)
+            return _Opened(datastore, settings, _key_of(datastore))
+        except ValueError as error:
+            datastore.close()
+            raise StoreError(
+                f"datastore {self._path} has unusable settings: {error}. "
+                "Select it again with `llmaas datastore select`."
+            ) from error
+
+    def _drop(self, ctx: int) -> None:
+        if (served := self._served.pop(ctx, None)) is not None:
+            served.mixer.close()
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        for ctx in list(self._served):
+            self._drop(ctx)
+        self._seen.clear()
+        if opened is not None:
+            opened.datastore.close()
+
+
+def _key_of(datastore: Datastore) -> Any:
+    key = datastore.settings.get("key")
+    if key not in _KEYS:
+        raise ValueError(f"found key {key!r}, expected {' or '.join(_KEYS)}")
+    return key
