@@ -1,0 +1,175 @@
+"""``llmaas datastore`` on a model: from exports to what is searched, stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.knn_lm.archive import Archive
+
+SECONDS = 60
+
+
+def chat(number, n_turns=3):
+    messages = []
+    for turn in range(n_turns):
+        messages += [
+            {"role": "user", "content": f"Tell me about animal {number}.{turn}."},
+            {"role": "assistant", "content": f"It has {number} legs and {turn} eyes."},
+        ]
+    return {"title": f"animal {number}", "app": "zoo", "messages": messages}
+
+
+@pytest.fixture
+def export(tmp_path):
+    def write(numbers, name="export.jsonl", **kwargs):
+        rows = [json.dumps(chat(number, **kwargs)) for number in numbers]
+        path = tmp_path / name
+        path.write_text("\n".join(rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def command(tmp_path, reference_model):
+    """An action's arguments; those that add get the model."""
+
+    def command(action, *args):
+        model = ["--model", reference_model, "--threads", "1", "--n-ctx", "256"]
+        options = model if action in ("build", "add") else []
+        return [str(arg) for arg in ("datastore", action, *args, *options)] + [
+            "--store", str(tmp_path / "store"),
+        ]  # fmt: skip
+
+    return command
+
+
+@pytest.fixture
+def run(command, capsys):
+    """Exit code and report of an action; of an error its message."""
+
+    def run(action, *args):
+        code = main([*command(action, *args), "--json"])
+        captured = capsys.readouterr()
+        return code, captured.err if code == 2 else json.loads(captured.out)
+
+    return run
+
+
+def test_build_makes_a_datastore_that_is_searched(
+    run, export, reference_model, make_llama, tmp_path
+):
+    code, built = run("build", export(range(6)), "--size", 100)
+    assert code == 0
+    assert (built["n_added"], built["n_known"], built["n_short"]) == (6, 0, 0)
+    selected = built["selected"]
+    assert (selected["n_pairs"], selected["n_full"]) == (100, built["n_pairs"])
+    assert selected["perplexity"] < selected["perplexity_alone"]  # the chats are alike
+    rows = run("inspect")[1]["conversations"]
+    assert [row["title"] for row in rows] == [f"animal {i}" for i in range(6)]
+    assert {(row["app"], row["source"], row["messages"]) for row in rows} == {
+        ("zoo", "export.jsonl", 6)
+    }
+    assert sum(row["pairs"] for row in rows) == built["n_pairs"]
+    assert sum(row["selected"] for row in rows) == 100
+    shown = run("inspect", rows[2]["id"][:10], "--model", reference_model)[1]
+    assert shown["contents"] == chat(2)["messages"]
+    assert len(shown["selected_tokens"]) == rows[2]["selected"] > 0
+    with Archive.open(tmp_path / "store") as archive:
+        tokens = archive.tokens(bytes.fromhex(rows[2]["id"]))
+    text = make_llama().detokenize(tokens.tolist(), special=True).decode()
+    assert all(token["before"] + token["text"] in text for token in shown["selected_tokens"])
+
+
+def test_building_again_adds_what_is_new(run, export):
+    run("build", export(range(2)))
+    code, built = run("build", export(range(4)))
+    assert (code, built["n_added"], built["n_known"]) == (0, 2, 2)
+    code, added = run("add", export(range(3, 6), "more.jsonl"), export([0], "old.jsonl"))
+    assert (code, added["n_added"], added["n_known"]) == (0, 2, 2)
+    found = run("stats")[1]
+    assert (found["conversations"], found["sources"]) == (6, ["export.jsonl", "more.jsonl"])
+    assert found["selected"]["pairs"] == built["selected"]["n_pairs"] < found["pairs"]
+    code, selected = run("select", "--size", 50)
+    assert (code, selected["n_pairs"], selected["n_full"]) == (0, 50, found["pairs"])
+    assert run("stats")[1]["selected"]["pairs"] == 50
+
+
+def test_forgotten_chats_are_neither_stored_nor_selected(run, export, tmp_path):
+    run("build", export(range(4)))
+    gone = run("inspect")[1]["conversations"][1]
+    code, found = run("forget", gone["id"])
+    assert (code, found["n_pairs"], found["n_selected"]) == (0, gone["pairs"], gone["selected"])
+    assert all(b"animal 1." not in path.read_bytes() for path in (tmp_path / "store").iterdir())
+    assert run("select")[1]["n_full"] == run("stats")[1]["pairs"]
+    assert run("build", export(range(4)))[1]["n_added"] == 1  # it comes back only if it is asked to
+
+
+def test_other_keys_need_another_datastore(run, export):
+    run("build", export(range(2)))
+    code, message = run("add", export(range(3)), "--key", "final_norm")
+    assert code == 2
+    assert "keys ffn_input of 256, expected model" in message
+    assert "keys final_norm of 256. Set plugins.knn_lm.store to another directory" in message
+
+
+def test_what_cannot_be_read_is_refused_before_anything_is_made(run, export, tmp_path):
+    (tmp_path / "bad.json").write_text('{"nothing": 1}')
+    for args in (["missing.json"], [export([1]), tmp_path / "bad.json"]):
+        code, message = run("build", *args)
+        assert code == 2
+        assert message.startswith("llmaas: error: ")
+    code, message = run("add", export([1]), "--lora", tmp_path / "missing.gguf")
+    assert code == 2
+    assert "no such model: " in message
+    code, message = run("select")
+    assert code == 2
+    assert "there is no datastore in" in message
+    assert not (tmp_path / "store").exists()
+
+
+def test_empty_datastore_has_nothing_to_select_from(run, export, tmp_path):
+    run("add", export([1]))
+    run("forget", "--all")
+    code, message = run("select")
+    assert code == 2
+    assert "is empty: nothing to select from. Add conversations" in message
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_adding_that_is_stopped_goes_on(run, command, export, tmp_path, how):
+    path = export(range(20), n_turns=8)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmaas_plugins.cli.main", *command("add", path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + SECONDS
+    while not list((tmp_path / "store").glob("*.segment")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=SECONDS)
+    if how == signal.SIGINT:
+        assert process.returncode == 2
+        assert "llmaas: error: stopped; what was added stays: the same command" in errors
+    with Archive.open(tmp_path / "store") as archive:
+        n_before = len(archive)
+    assert 0 <= n_before < 20
+    code, added = run("add", path)
+    assert (code, added["n_known"], added["n_added"]) == (0, n_before, 20 - n_before)
+    assert run("stats")[1]["conversations"] == 20
+
+
+def test_list_may_be_cut_short_by_its_reader(run, command, export):
+    run("add", export(range(3)))
+    listing = [sys.executable, "-m", "llmaas_plugins.cli.main", *command("inspect")]
+    with subprocess.Popen(listing, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
