@@ -51,7 +51,8 @@ class Trust:
     def chance(self, place: _Place, share: float) -> float:
         """That the winner of a vote comes true, given its share."""
         hits, shares = self._seen.get(place) or self._prior(place)
-        return min(share * hits / shares, 1.0)
+        chance = share * hits / shares
+        return min(1.0, chance)
 
     def learn(self, chain: Chain, said: list[int]) -> None:
         """Count the votes up to the first that did not come true."""

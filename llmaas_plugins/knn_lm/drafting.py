@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from llama_cpp import Llama, llama_cpp
 
 from llmaas_plugins.knn_lm.drafts import DatastoreDraft
@@ -20,7 +21,7 @@ from llmaas_plugins.knn_lm.drafts import DatastoreDraft
 __all__ = ["attach", "measured_costs"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-_REPEATS = 3
+_N_ROUNDS = 5
 
 
 def attach(llama: Llama, draft: DatastoreDraft) -> None:
@@ -49,14 +50,16 @@ def attach(llama: Llama, draft: DatastoreDraft) -> None:
 def measured_costs(llama: Llama, sizes: Iterable[int] = BATCH_SIZES) -> dict[int, float]:
     """What a batch of each size costs on this engine, in batches of a single token.
 
-    Takes about sixty tokens' time. The engine must be new, and is left so.
+    Takes about a hundred tokens' time. The engine must be new, and is left so.
 
     Args:
         llama: With ``logits_all``, or ``attach`` called: output rows are part of the cost.
         sizes: Batch sizes to measure, 1 among them.
     """
-    seconds = {size: min(_seconds(llama, size) for _ in range(_REPEATS)) for size in sizes}
-    return {size: cost / seconds[1] for size, cost in seconds.items()}
+    sizes = sorted(sizes)
+    rounds = [[_seconds(llama, size) for size in sizes] for _ in range(_N_ROUNDS + 1)]
+    best = np.maximum.accumulate(np.min(rounds[1:], axis=0))  # no size is faster than a smaller one
+    return dict(zip(sizes, (best / best[0]).tolist(), strict=True))
 
 
 def _seconds(llama: Llama, size: int) -> float:
