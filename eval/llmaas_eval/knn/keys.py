@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from llmaas_eval.knn.duplicates import without_duplicates
 from llmaas_eval.knn.encoder import STATES, Encoder
-from llmaas_eval.knn.users import Chat, load, split
+from llmaas_eval.knn.users import load, split
 
-__all__ = ["Part", "UserKeys", "kept_keys"]
+__all__ = ["Part", "UserKeys", "as_part", "kept_keys"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,16 @@ class Part:
         """Some of the pairs."""
         return Part(**{name: getattr(self, name)[chosen] for name in _COLUMNS})
 
+    @classmethod
+    def joined(cls, parts: Sequence[Part]) -> Part:
+        """One after the other; conversations are counted on."""
+        starts = np.cumsum([0, *(part.conv.max() + 1 for part in parts[:-1])])
+        columns = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS
+        }
+        moved = [part.conv + start for part, start in zip(parts, starts, strict=True)]
+        return cls(**columns | {"conv": np.concatenate(moved).astype(np.int32)})
+
 
 _COLUMNS = tuple(Part.__dataclass_fields__)
 
@@ -64,7 +74,8 @@ def kept_keys(folder: Path, data: Path, model: Path, name: str) -> UserKeys:
         folder.mkdir(parents=True, exist_ok=True)
         parts = without_duplicates(split(load(data, name), name))
         with Encoder(model) as encoder:
-            _write(path, train=_encode(encoder, parts.train), test=_encode(encoder, parts.test))
+            train, test = (as_part(encoder, [chat.text for chat in part]) for part in parts)
+            _write(path, train=train, test=test)
     with np.load(path) as stored:
         train, test = (
             Part(**{column: stored[f"{part}_{column}"] for column in _COLUMNS})
@@ -73,13 +84,14 @@ def kept_keys(folder: Path, data: Path, model: Path, name: str) -> UserKeys:
     return UserKeys(name, train, test)
 
 
-def _encode(encoder: Encoder, chats: Sequence[Chat]) -> Part:
-    encoded = [encoder.encode(encoder.tokens(chat.text)) for chat in chats]
+def as_part(encoder: Encoder, texts: Sequence[str]) -> Part:
+    """Pairs of texts, each a conversation of its own."""
+    encoded = [encoder.encode(encoder.tokens(text)) for text in texts]
     ffn, norm = (np.concatenate([some.keys[states] for some in encoded]) for states in STATES)
     values, p, largest = (
         np.concatenate(columns) for columns in zip(*(some[1:] for some in encoded), strict=True)
     )
-    conv = np.repeat(np.arange(len(chats), dtype=np.int32), [len(e.values) for e in encoded])
+    conv = np.repeat(np.arange(len(texts), dtype=np.int32), [len(e.values) for e in encoded])
     return Part(ffn, norm, values, p, largest, conv)
 
 

@@ -16,7 +16,7 @@ from llmaas_plugins.knn_lm.fitting import HeldOut, fit
 from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.pairs import Pairs
 
-__all__ = ["Chosen", "Kind", "Limits", "Method", "Row", "as_pairs", "first", "study"]
+__all__ = ["Chosen", "Kind", "Method", "Plan", "Row", "as_pairs", "first", "study"]
 
 Kind = Literal["ffn", "norm"]
 _HELD_SHARE = 0.1
@@ -39,18 +39,22 @@ Method = Callable[[Pairs, int], Chosen]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How much is looked at.
+class Plan:
+    """How a user is studied.
 
     Attributes:
         n_test: Targets that are scored, about: whole conversations.
         n_held: Targets of the training part's last tenth that settings are fitted on, likewise.
         k: Neighbours.
+        kind: Which hidden states are keys.
+        has_far: Whether the mixture may leave to the model what is like nothing stored.
     """
 
     n_test: int
     n_held: int
     k: int = 100
+    kind: Kind = "ffn"
+    has_far: bool = True
 
 
 class Row(NamedTuple):
@@ -76,27 +80,49 @@ class Row(NamedTuple):
 def study(
     keys: UserKeys,
     methods: Mapping[str, tuple[Method, int]],
-    limits: Limits,
-    kind: Kind = "ffn",
+    plan: Plan,
     *,
-    has_far: bool = True,
+    others: Mapping[str, Part] | None = None,
 ) -> list[Row]:
-    """The model alone, then each of ``methods`` with its number of pairs."""
+    """The model alone, then each of ``methods`` with its number of pairs.
+
+    Args:
+        keys: Of a user: what datastores are made from, and what is scored.
+        methods: By name.
+        plan: How.
+        others: More text to score, by name; a row's user is "<user> on <name>" then.
+    """
     held = keys.train.conv >= (1 - _HELD_SHARE) * (keys.train.conv[-1] + 1)
-    history = as_pairs(keys.train.rows(~held), kind)
-    fitted_on, scored = first(keys.train.rows(held), limits.n_held), first(keys.test, limits.n_test)
+    history = as_pairs(keys.train.rows(~held), plan.kind)
     chosen = {name: method(history, n) for name, (method, n) in methods.items()}
-    subsets = [some.rows for some in chosen.values()]
-    found = [
-        search(_keys(part, kind), history.keys, subsets, limits.k) for part in (fitted_on, scored)
-    ]
-    rows = [Row(keys.name, "pure", len(history), 0, None, Surprise.of(scored.p, scored.conv))]
-    for (name, some), for_fit, for_test in zip(chosen.items(), *found, strict=True):
-        mixture = fit(_met(fitted_on, for_fit, history, some), has_far=has_far).mixture
-        p = _probability(mixture, _met(scored, for_test, history, some))
-        surprise = Surprise.of(p, scored.conv)
-        rows.append(Row(keys.name, name, len(history), len(some.rows), mixture, surprise))
+    stores = _Stores(history, chosen, plan)
+    fitted_on = first(keys.train.rows(held), plan.n_held)
+    mixtures = [fit(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
+    texts = {keys.name: first(keys.test, plan.n_test)}
+    texts |= {f"{keys.name} on {name}": part for name, part in (others or {}).items()}
+    rows = []
+    for name, part in texts.items():
+        surprise = Surprise.of(part.p, part.conv)
+        rows.append(Row(name, "pure", len(history), 0, None, surprise))
+        found = zip(chosen.items(), mixtures, stores.meet(part), strict=True)
+        for (method, some), mixture, met in found:
+            surprise = Surprise.of(_probability(mixture, met), part.conv)
+            rows.append(Row(name, method, len(history), len(some.rows), mixture, surprise))
     return rows
+
+
+class _Stores:
+    """Datastores made from the same history, all searched at once."""
+
+    def __init__(self, history: Pairs, chosen: Mapping[str, Chosen], plan: Plan) -> None:
+        self._history, self._chosen, self._plan = history, chosen, plan
+
+    def meet(self, part: Part) -> list[HeldOut]:
+        """What targets find in each."""
+        subsets = [some.rows for some in self._chosen.values()]
+        found = search(_keys(part, self._plan.kind), self._history.keys, subsets, self._plan.k)
+        each = zip(found, self._chosen.values(), strict=True)
+        return [_met(part, some, self._history, chosen) for some, chosen in each]
 
 
 def as_pairs(part: Part, kind: Kind) -> Pairs:

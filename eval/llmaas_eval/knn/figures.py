@@ -1,0 +1,221 @@
+"""Tables and figures of the paper on simulated users: Tables 2 and 3, Figs 3 and 9, and no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from llmaas_eval.knn import report
+from llmaas_eval.knn.duplicates import likeness, without_duplicates
+from llmaas_eval.knn.encoder import Encoder
+from llmaas_eval.knn.keys import Part, UserKeys, kept_keys
+from llmaas_eval.knn.methods import METHODS, OURS, RIVALS
+from llmaas_eval.knn.pictures import draw_bars, draw_curves
+from llmaas_eval.knn.study import Method, Plan, Row, study
+from llmaas_eval.knn.unrelated import unrelated
+from llmaas_eval.knn.users import USERS, load, split
+
+__all__ = ["FIGURES", "Options", "draw"]
+
+SHARE = 0.3
+"""L over the pairs of the history: the paper's 1e5 of 2.5e5 to 4e5."""
+_HISTORY = 0.9
+"""Of the training part; settings are fitted on the rest."""
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+_DRIFTS = {
+    "turns": ("turns-travel", "turns-leisure", "turns-errands"),
+    "topics": ("topic-nature", "topic-technology", "topic-business"),
+}
+"""Domains A, B and C of Table 3."""
+_N_TRAIN, _N_TEST = 150, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of a figure.
+
+    Attributes:
+        data: Folder of the data sets.
+        model: GGUF.
+        cache: Folder where users' pairs are kept.
+        users: Whose.
+        plan: How they are studied.
+        out: Folder for the results.
+    """
+
+    data: Path
+    model: Path
+    cache: Path
+    users: Sequence[str]
+    plan: Plan
+    out: Path
+
+    def each(self) -> Iterator[UserKeys]:
+        """Each user's pairs."""
+        for name in self.users:
+            yield self.user(name)
+
+    def user(self, name: str) -> UserKeys:
+        """A user's pairs."""
+        return kept_keys(self.cache, self.data, self.model, name)
+
+
+class _Figure(Protocol):
+    def __call__(self, options: Options, path: Path) -> tuple[list[Row], str]:
+        """Measure, draw, and give the rows and the text."""
+
+
+def draw(name: str, options: Options) -> str:
+    """Measure and write a figure; its text."""
+    path = options.out / f"knn-{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows, text = FIGURES[name](options, path)
+    settings = {
+        "figure": name,
+        "model": options.model.name,
+        "users": list(options.users),
+        "n_test": options.plan.n_test,
+        "n_held": options.plan.n_held,
+    }
+    report.write(path, settings, rows, text)
+    return text
+
+
+def _users(options: Options, path: Path) -> tuple[list[Row], str]:
+    del path
+    lines = []
+    for name in options.users:
+        parts = split(load(options.data, name), name)
+        kept = without_duplicates(parts)
+        known = likeness(kept).known.mean()
+        removed = len(parts.test) - len(kept.test)
+        cells = [len(parts.train), len(kept.test), removed, f"{known:.0%}"]
+        lines.append([f"{name} ({USERS[name][0]})", *map(str, cells)])
+    heads = ["user (set)", "training", "test", "removed", "known"]
+    return [], report.table(heads, lines)
+
+
+def _table2(options: Options, path: Path) -> tuple[list[Row], str]:
+    rows = [row for keys in options.each() for row in _studied(keys, options.plan, METHODS)]
+    draw_bars(rows, path)
+    tables = [
+        report.users_table(rows),
+        report.changes_table(rows, OURS, RIVALS),
+        report.means_table(rows, ["pure", "random", "full"]),
+    ]
+    return rows, "\n\n".join(tables)
+
+
+def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
+    del path
+    methods = {name: METHODS[name] for name in ("random", "full", *OURS)}
+    rows = []
+    for name, domains in _DRIFTS.items():
+        keys, mixed = _drifted(*map(options.user, domains))
+        plan = replace(options.plan, n_test=len(keys.test))
+        others = {"B and C mixed": mixed}
+        rows += _studied(replace(keys, name=name), plan, methods, others)
+    return rows, "\n\n".join([report.users_table(rows), report.means_table(rows, ["pure"])])
+
+
+def _drifted(a: UserKeys, b: UserKeys, c: UserKeys) -> tuple[UserKeys, Part]:
+    """150 conversations of A and of B in turn, then 100 of B; and these with 100 of C."""
+    train = Part.joined([_head(a.train, _N_TRAIN), _head(b.train, _N_TRAIN)])
+    number = np.unique(train.conv, return_inverse=True)[1]
+    turn = 2 * (number % _N_TRAIN) + number // _N_TRAIN
+    order = np.argsort(turn, kind="stable")
+    train = replace(train.rows(order), conv=turn[order].astype(np.int32))
+    test = _head(b.test, _N_TEST)
+    return UserKeys(b.name, train, test), Part.joined([test, _head(c.test, _N_TEST)])
+
+
+def _head(part: Part, n: int) -> Part:
+    return part.rows(part.conv < n)
+
+
+def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
+    methods = {name: METHODS[name] for name in ("random", *OURS)}
+    rows: list[Row] = []
+    for keys in options.each():
+        n = _HISTORY * len(keys.train)
+        at = {
+            f"{name} {share:g}": (methods[name], round(share * n))
+            for share in _SHARES
+            for name in methods
+        }
+        rows += study(keys, {"full": (METHODS["full"], 0), **at}, options.plan)
+    draw_curves(rows, path)
+    return rows, report.means_table(rows, ["pure", "full"])
+
+
+def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
+    del path
+    with Encoder(options.model) as encoder:
+        others = unrelated(options.data, encoder)
+    methods = {name: METHODS[name] for name in ("random", "offline")}
+    rows = []
+    for keys in options.each():
+        stranger = options.user(_stranger(keys.name))
+        others["a stranger's"] = _head(stranger.test, 20)
+        rows += _studied(keys, options.plan, methods, others)
+    names = [None, *others]
+    tables = [
+        f"{name or 'own'}:\n\n"
+        + report.changes_table([row for row in rows if _text(row) == name], list(methods), ["pure"])
+        for name in names
+    ]
+    return rows, "\n\n".join(tables)
+
+
+def _stranger(name: str) -> str:
+    """Another kind of user."""
+    return "turns-travel" if not name.startswith("turns") else "topic-health"
+
+
+def _text(row: Row) -> str | None:
+    _, found, name = row.user.partition(" on ")
+    return name if found else None
+
+
+def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
+    """What each choice is worth: the kind of key, leaving far states to the model, drawing."""
+    del path
+    methods = {name: METHODS[name] for name in ("full", "random", "offline", "offline, top")}
+    plans = {
+        "": options.plan,
+        ", final norm": replace(options.plan, kind="norm"),
+        ", Eq 33": replace(options.plan, has_far=False),
+    }
+    rows = []
+    for keys in options.each():
+        for name, plan in plans.items():
+            found = _studied(keys, plan, methods)
+            rows += [
+                row._replace(method=row.method + name) for row in found if row.method != "pure"
+            ]
+        rows.append(found[0])
+    return rows, report.means_table(rows, ["pure", "random", "offline"])
+
+
+def _studied(
+    keys: UserKeys,
+    plan: Plan,
+    methods: Mapping[str, Method],
+    others: Mapping[str, Part] | None = None,
+) -> list[Row]:
+    n = round(SHARE * _HISTORY * len(keys.train))
+    return study(keys, {name: (method, n) for name, method in methods.items()}, plan, others=others)
+
+
+FIGURES: Mapping[str, _Figure] = {
+    "users": _users,
+    "table2": _table2,
+    "table3": _table3,
+    "fig9": _fig9,
+    "harm": _harm,
+    "ablation": _ablation,
+}

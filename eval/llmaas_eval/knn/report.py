@@ -1,0 +1,96 @@
+"""Rows as JSON and as Markdown tables with paired intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmaas_eval.knn.intervals import Interval, Surprise, change, mean_change, perplexity
+from llmaas_eval.knn.study import Row
+
+__all__ = ["by_user", "changes_table", "means_table", "table", "users_table", "write"]
+
+By = dict[str, dict[str, Row]]
+
+
+def by_user(rows: Iterable[Row]) -> By:
+    """Rows by user, then by method."""
+    found: By = {}
+    for row in rows:
+        found.setdefault(row.user, {})[row.method] = row
+    return found
+
+
+def users_table(rows: Sequence[Row]) -> str:
+    """One line a user: perplexity by method; pairs of the history and of the text scored."""
+    users = by_user(rows)
+    methods = list(next(iter(users.values())))
+    lines = []
+    for user, found in users.items():
+        pure = found["pure"]
+        cells = [user, f"{pure.n_history:,}", f"{pure.surprise.n.sum():,}"]
+        cells += [f"{perplexity(found[method].surprise):.3f}" for method in methods]
+        lines.append(cells)
+    return table(["user", "history", "scored", *methods], lines)
+
+
+def changes_table(rows: Sequence[Row], methods: Sequence[str], bases: Sequence[str]) -> str:
+    """By user, and on average: by how many per cent perplexity is off each of ``bases``."""
+    users = by_user(rows)
+    pairs = [(method, base) for method in methods for base in bases]
+    lines = [
+        [user, *(_shown(change(found[a].surprise, found[b].surprise)) for a, b in pairs)]
+        for user, found in users.items()
+    ]
+    lines.append(["**mean**", *(_shown(_mean(users, *pair)) for pair in pairs)])
+    return table(["user", *(f"{a} to {b}" for a, b in pairs)], lines)
+
+
+def means_table(rows: Sequence[Row], bases: Sequence[str]) -> str:
+    """One line a method: its pairs, and its mean change to each of ``bases``."""
+    users = by_user(rows)
+    methods = [name for name in next(iter(users.values())) if name != "pure"]
+    lines = []
+    for method in methods:
+        share = [found[method].n_pairs / found[method].n_history for found in users.values()]
+        changes = [_shown(_mean(users, method, base)) if base != method else "" for base in bases]
+        lines.append([method, f"{sum(share) / len(share):.1%}", *changes])
+    return table(["method", "kept", *(f"to {base}" for base in bases)], lines)
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Markdown; the first column is text, the others are figures."""
+    rule = f"|---{'|---:' * (len(heads) - 1)}|"
+    return "\n".join([_line(heads), rule, *map(_line, lines)])
+
+
+def write(path: Path, settings: Mapping[str, Any], rows: Sequence[Row], markdown: str) -> None:
+    """Write ``path`` with ``.json`` and ``.md``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"settings": dict(settings), "rows": [_as_json(row) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(document), encoding="utf-8")
+    path.with_suffix(".md").write_text(f"{markdown}\n", encoding="utf-8")
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return row._asdict() | {
+        "mixture": row.mixture and row.mixture.as_json(),
+        "surprise": {"nats": row.surprise.nats.tolist(), "n": row.surprise.n.tolist()},
+    }
+
+
+def _mean(users: By, method: str, base: str) -> Interval:
+    pairs: list[tuple[Surprise, Surprise]] = [
+        (found[method].surprise, found[base].surprise) for found in users.values()
+    ]
+    return mean_change(pairs)
+
+
+def _shown(found: Interval) -> str:
+    return f"{found.value:+.2f} % ({found.low:+.2f} to {found.high:+.2f})"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
