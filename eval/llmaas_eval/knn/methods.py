@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.knn.study import Chosen, Method
+from llmaas_plugins.knn_lm.baselines import merge, random_pairs
 from llmaas_plugins.knn_lm.objective import Objective
 from llmaas_plugins.knn_lm.pairs import Pairs
 from llmaas_plugins.knn_lm.selecting import first_objective
@@ -40,8 +41,12 @@ def _full(history: Pairs, n: int) -> Chosen:
 
 
 def _random(history: Pairs, n: int) -> Chosen:
-    n = min(without_weights(n, history.n_embd), len(history))
-    return Chosen(np.sort(np.random.default_rng(0).choice(len(history), n, replace=False)))
+    return Chosen(random_pairs(len(history), without_weights(n, history.n_embd)).indices)
+
+
+def _merging(history: Pairs, n: int) -> Chosen:
+    found = merge(history.keys.astype(np.float32), history.values, n)
+    return Chosen(found.indices, found.weights)
 
 
 def _selected(select: Callable[..., Selection], how: Choice) -> Method:
@@ -58,6 +63,7 @@ def _selected(select: Callable[..., Selection], how: Choice) -> Method:
 METHODS: Mapping[str, Method] = {
     "full": _full,
     "random": _random,
+    "merging": _merging,
     "offline": _selected(offline, "draw"),
     "online": _selected(online, "draw"),
     "offline, top": _selected(offline, "top"),
