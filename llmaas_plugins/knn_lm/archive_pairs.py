@@ -34,8 +34,8 @@ class Origin(NamedTuple):
 class PairTable:
     """The pairs of some records, numbered in their order.
 
-    Keys are read with ``preadv``, not mapped: mapped ones would count as this process's memory, and
-    a file that is cut short meanwhile would end it. Columns stay in RAM, 20 bytes a pair.
+    Keys are read, not mapped: mapped ones would count as this process's memory, and a file that is
+    cut short meanwhile would end it. Columns stay in RAM, 20 bytes a pair.
     """
 
     def __init__(self, places: Sequence[tuple[Segment, Stored]], n_embd: int) -> None:
@@ -81,17 +81,14 @@ class PairTable:
         self, wanted: npt.NDArray[np.int64], sums: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.float16]:
         keys = np.empty((len(wanted), self._n_embd), np.float16)
-        if not len(wanted):
-            return keys
         order = np.argsort(wanted, kind="stable")
         rows = wanted[order]
-        room, n_bytes = memoryview(keys.data).cast("B"), keys[0].nbytes
-        out = [room[i * n_bytes : (i + 1) * n_bytes] for i in order.tolist()]
         edges = np.searchsorted(rows, self._ends)
         for i in np.flatnonzero(np.diff(edges)).tolist():
             part = slice(edges[i], edges[i + 1])
             segment, stored = self._places[i]
-            segment.keys(stored, rows[part] - self._ends[i], sums[rows[part]], out[part])
+            own = rows[part] - self._ends[i]
+            keys[order[part]] = segment.keys(stored, own, sums[rows[part]])
         return keys
 
     def _record_of(self, wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:

@@ -6,11 +6,11 @@ A record is a header and four parts. Everything is little-endian; each part begi
     header   magic, length, id, number, sizes, checksums; BLAKE2b-64 of itself
     meta     UTF-8 JSON: title, app, source, added, messages
     tokens   int32
-    columns  int32 position, float32 p_lm, float32 p_max, uint32 checksum of the key; one a pair
+    columns  int32 position, float32 p_lm, float32 p_max, uint32 CRC-32C of the key; one a pair
     keys     float16 (n_pairs, n_embd)
 
-A key has a checksum of its own, so that any few can be read and believed. Targets are not stored
-twice: they are the tokens at the pairs' positions.
+Parts have a CRC-32C each, and so has every key, so that any few can be read and believed. Targets
+are not stored twice: they are the tokens at the pairs' positions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from llmaas_plugins._native import crc32c, knn_sum
 from llmaas_plugins.chats import Conversation, Message
 from llmaas_plugins.knn_lm.pairs import Pairs
 
@@ -187,10 +187,10 @@ def encode_record(record: Record, number: int) -> tuple[RecordHeader, list[tuple
     tokens = record.tokens.astype("<i4").tobytes()
     keys = np.ascontiguousarray(record.pairs.keys, "<f2")
     columns = np.empty(len(record.pairs), COLUMNS)
-    columns["position"], columns["key_sum"] = record.positions, [zlib.crc32(key) for key in keys]
+    columns["position"], columns["key_sum"] = record.positions, knn_sum(keys)
     columns["p_lm"], columns["p_max"] = record.pairs.p_lm, record.pairs.p_max
     packed = columns.tobytes()
-    sums = [zlib.crc32(part) for part in (meta, tokens, packed)]
+    sums = [crc32c(part) for part in (meta, tokens, packed)]
     sizes = (record.pairs.n_embd, len(record.tokens), len(record.pairs), len(meta))
     id_ = conversation_id(record.conversation)
     header = RecordHeader(0, id_, number, *sizes, *sums)

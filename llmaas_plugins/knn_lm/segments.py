@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from llmaas_hooks import StoreError
 from llmaas_hooks.native import States
+from llmaas_plugins._native import KNN_MAX_DIMS, crc32c, knn_sum
 from llmaas_plugins.knn_lm.archive_files import FILES, read, write
 from llmaas_plugins.knn_lm.archive_record import (
     COLUMNS,
@@ -40,8 +40,6 @@ _FORMAT = 1
 _LAYOUT = struct.Struct("<8s4I32s")
 _DIGEST_BYTES = 8
 _FINGERPRINT_BYTES = 32
-_MOST_EMBD = 1 << 20
-_MOST_BUFFERS = 1024  # IOV_MAX
 _SUM_ROWS = 4096
 
 
@@ -65,8 +63,8 @@ class Binding:
         Raises:
             ValueError: A part is out of range.
         """
-        if not 1 <= self.n_embd <= _MOST_EMBD:
-            raise ValueError(f"found keys of {self.n_embd} numbers, expected 1 to {_MOST_EMBD}")
+        if not 1 <= self.n_embd <= KNN_MAX_DIMS:
+            raise ValueError(f"found keys of {self.n_embd} numbers, expected 1 to {KNN_MAX_DIMS}")
         if len(self.fingerprint) != _FINGERPRINT_BYTES or self.key_kind not in _KINDS:
             raise ValueError(f"expected {_FINGERPRINT_BYTES} bytes, and one of {_KINDS}")
 
@@ -176,39 +174,34 @@ class Segment:
         return columns
 
     def keys(
-        self,
-        record: Stored,
-        rows: npt.NDArray[np.int64],
-        sums: npt.NDArray[np.uint32],
-        out: Sequence[memoryview],
-    ) -> None:
-        """Read some of a record's keys, neighbours at once.
+        self, record: Stored, rows: npt.NDArray[np.int64], sums: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.float16]:
+        """Some of a record's keys, neighbours read at once.
 
         Args:
             record: The record.
             rows: Which, in rising order.
             sums: Their checksums.
-            out: Where each of them goes.
         """
-        key_bytes = record.header.key_bytes
-        first = record.at + record.header.keys_at
-        places = (first + rows * key_bytes).tolist()
+        header = record.header
+        keys = np.empty((len(rows), header.n_embd), np.float16)
+        room, n_bytes = memoryview(keys.data).cast("B"), header.key_bytes
+        places = (record.at + header.keys_at + rows * n_bytes).tolist()
         runs = _runs(rows)
         for start, end in runs:  # the disk may work on all of them at once
-            n_bytes = (end - start) * key_bytes
-            os.posix_fadvise(self._fd, places[start], n_bytes, os.POSIX_FADV_WILLNEED)
+            length = (end - start) * n_bytes
+            os.posix_fadvise(self._fd, places[start], length, os.POSIX_FADV_WILLNEED)
         for start, end in runs:
-            n_read = os.preadv(self._fd, out[start:end], places[start])
-            if n_read != (end - start) * key_bytes:
-                raise self._damaged(record.at, f"found {n_read} bytes of keys, expected more")
-        found = np.fromiter(map(zlib.crc32, out), np.uint32, len(out))
+            into = room[start * n_bytes : end * n_bytes]
+            n_read = os.preadv(self._fd, [into], places[start])
+            if n_read != len(into):
+                raise self._damaged(record.at, f"found {n_read} bytes, expected {len(into)}")
+        found = knn_sum(keys)
         if not np.array_equal(found, sums):
-            wrong = int(np.flatnonzero(found != sums)[0])
-            raise self._damaged(
-                record.at,
-                f"found checksum {found[wrong]:08x} of the key of pair {rows[wrong]}, "
-                f"expected {sums[wrong]:08x}",
-            )
+            i = int(np.flatnonzero(found != sums)[0])
+            what = f"found checksum {found[i]:08x} of the key of pair {rows[i]}"
+            raise self._damaged(record.at, f"{what}, expected {sums[i]:08x}")
+        return keys
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -275,16 +268,13 @@ class Segment:
         self.meta(record)
         self.tokens(record)
         sums = self.columns(record)["key_sum"]
-        key_bytes = record.header.key_bytes
-        for i in range(0, len(sums), _SUM_ROWS):
-            rows = np.arange(i, min(len(sums), i + _SUM_ROWS))
-            room = memoryview(bytearray(len(rows) * key_bytes))
-            out = [room[k * key_bytes : (k + 1) * key_bytes] for k in range(len(rows))]
-            self.keys(record, rows, sums[rows], out)
+        for first in range(0, len(sums), _SUM_ROWS):
+            part = sums[first : first + _SUM_ROWS]
+            self.keys(record, np.arange(first, first + len(part)), part)
 
     def _part(self, record: Stored, name: str, place: int, n_bytes: int, expected: int) -> bytes:
         data = read(self._fd, n_bytes, record.at + place)
-        found = zlib.crc32(data)
+        found = crc32c(data)
         if len(data) != n_bytes or found != expected:
             reason = f"found checksum {found:08x} of its {name}, expected {expected:08x}"
             raise self._damaged(record.at, reason)
@@ -305,10 +295,9 @@ class Segment:
 
 
 def _runs(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where neighbours begin and end in ``rows``, no more than one call can read."""
+    """Where neighbours begin and end in ``rows``."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    edges = np.unique(np.concatenate([breaks, np.arange(0, len(rows), _MOST_BUFFERS), [len(rows)]]))
-    return list(itertools.pairwise(edges.tolist()))
+    return list(itertools.pairwise([0, *breaks.tolist(), len(rows)]))
 
 
 def _digest(packed: bytes) -> bytes:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import struct
 import tracemalloc
-import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from archived import BINDING, assert_holds, fill, record, record_id
 
 from llmaas_hooks import StoreError
+from llmaas_plugins._native import crc32c
 from llmaas_plugins.knn_lm import archive as archive_module
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_record import (
@@ -269,7 +269,7 @@ def rewrite_meta(store, data):
     at, header = next(places(store))
     assert len(data) <= header.tokens_at - HEADER_BYTES or header.n_meta >= len(data)
     edit(store / FIRST, at + HEADER_BYTES, data)
-    rewrite_header(store, n_meta=len(data), meta_sum=zlib.crc32(data))
+    rewrite_header(store, n_meta=len(data), meta_sum=crc32c(data))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_targets_outside_the_tokens_are_refused(store, position):
     columns = np.frombuffer(data, COLUMNS, header.n_pairs, start).copy()
     columns["position"][2] = position
     edit(store / FIRST, start, columns.tobytes())
-    rewrite_header(store, columns_sum=zlib.crc32(columns.tobytes()))
+    rewrite_header(store, columns_sum=crc32c(columns.tobytes()))
     assert_refused(store, "found positions .*, expected 0 to 8")
 
 
