@@ -14,7 +14,16 @@ from __future__ import annotations
 
 from llmaas_plugins.activation import Suite, activate, active_suite
 from llmaas_plugins.config import Config, load_config
+from llmaas_plugins.declining import without
 
-__all__ = ["Config", "Suite", "__version__", "activate", "active_suite", "load_config"]
+__all__ = [
+    "Config",
+    "Suite",
+    "__version__",
+    "activate",
+    "active_suite",
+    "load_config",
+    "without",
+]
 
 __version__ = "0.1.0"

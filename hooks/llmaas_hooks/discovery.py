@@ -9,7 +9,7 @@ from typing import Any
 
 from llmaas_hooks.errors import PluginError, UnknownPluginError
 
-__all__ = ["GROUP", "installed_plugins", "load_plugin", "suggest"]
+__all__ = ["GROUP", "installed_plugins", "load_plugin", "plugin_entry", "suggest"]
 
 GROUP = "llmaas_plugins"
 
@@ -26,6 +26,21 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def plugin_entry(name: str) -> EntryPoint:
+    """The entry point of the plugin installed as ``name``, without importing it.
+
+    Raises:
+        UnknownPluginError: Nothing is installed under that name.
+    """
+    installed = installed_plugins()
+    if name not in installed:
+        raise UnknownPluginError(
+            f"unknown plugin {name!r}.{suggest(name, installed)} "
+            f"Installed: {', '.join(installed) or 'none'}. List them with `llmaas plugins`."
+        )
+    return installed[name]
+
+
 def load_plugin(name: str) -> type[Any]:
     """Import the plugin class installed as ``name``.
 
@@ -34,15 +49,10 @@ def load_plugin(name: str) -> type[Any]:
         PluginError: Its module cannot be imported or holds no such class, or two distributions
             install that name.
     """
-    installed = installed_plugins()
-    if name not in installed:
-        raise UnknownPluginError(
-            f"unknown plugin {name!r}.{suggest(name, installed)} "
-            f"Installed: {', '.join(installed) or 'none'}. List them with `llmaas plugins`."
-        )
+    entry = plugin_entry(name)
     try:
         _refuse_two(name)
-        return _plugin_class(installed[name])
+        return _plugin_class(entry)
     except (Exception, SystemExit) as error:  # a script that was named by mistake exits
         raise PluginError(name, "import", error) from error
 

@@ -51,6 +51,7 @@ from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
 
 __all__ = ["KVChunks"]
 
+_NAME = "kv_chunks"
 _SMALL_SEGMENT_BYTES = 1 << 20
 _CODECS = {"tolerance": Codec.PLANES, "int8": Codec.INT8, "lossless": Codec.LOSSLESS}
 
@@ -136,7 +137,7 @@ class KVChunks:
         """Load the longest stored prefix of the prompt."""
         engine = request.engine
         transfer = self._transfer(engine)
-        if transfer is None:
+        if transfer is None or _NAME in request.declined:
             return None
         resident = engine.resident_tokens()[: engine.n_explained]
         try:
@@ -152,7 +153,7 @@ class KVChunks:
     def llmaas_kv_save(self, request: Request, tokens: Tokens) -> None:
         """Swap out what is new, behind the caller's back (LLMS §3.4)."""
         transfer = self._transfer(request.engine)
-        if transfer is None or len(tokens) < CHUNK_TOKENS:
+        if transfer is None or _NAME in request.declined or len(tokens) < CHUNK_TOKENS:
             return
 
         def swap_out() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,9 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from llmaas_hooks import UnknownPluginError
 from llmaas_patches import serving_context
+from llmaas_plugins.declining import without
 from llmaas_plugins.service.checks import check_body
 from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.service.keys import Keys
@@ -66,6 +69,7 @@ _ROUTES = tuple(
     )
 )
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+_WITHOUT = b"x-llmaas-without"
 _MOST_DISCARDED = 16 << 20
 _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
@@ -126,6 +130,7 @@ class Gate:
             raise stopping()
         if is_call:
             self._line.check(app)  # before a body is read in vain
+            _as_asked(scope)
         body = b""
         if scope["method"] == "POST":
             body = await self._read(scope, receive)
@@ -186,7 +191,7 @@ class Gate:
             with call.scope:
                 await call.turn.wait()
                 self._metrics.waited(time.perf_counter() - came)
-                with serving_context(None, call.app or None):
+                with serving_context(None, call.app or None), _as_asked(scope):
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:
@@ -204,6 +209,20 @@ class Gate:
                 self._line.leave(call)
         if call.is_over:
             raise call.refusal or ClientDisconnect
+
+
+def _as_asked(scope: Message) -> AbstractContextManager[None]:
+    """Do without the plugins that header X-LLMaaS-Without names.
+
+    Raises:
+        Refusal: One of them is not installed.
+    """
+    said = [value for name, value in scope["headers"] if name == _WITHOUT]
+    names = [name.strip() for name in b",".join(said).decode("latin-1").split(",")]
+    try:
+        return without(*filter(None, names))
+    except UnknownPluginError as error:
+        raise Refusal(400, f"X-LLMaaS-Without: {error}") from error
 
 
 def _path(scope: Message) -> str:
