@@ -113,6 +113,10 @@ class HookManager:
         """Fire ``llmaas_native_context``."""
         self._call("llmaas_native_context", context=context)
 
+    def context_free(self, ctx: int) -> None:
+        """Fire ``llmaas_context_free``."""
+        self._call("llmaas_context_free", ctx=ctx)
+
     def decode(self, step: DecodeStep) -> None:
         """Fire ``llmaas_decode``."""
         self._call("llmaas_decode", step=step)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "llmaas_context_create",
+    "llmaas_context_free",
     "llmaas_decode",
     "llmaas_kv_evict",
     "llmaas_kv_restore",
@@ -83,6 +84,17 @@ def llmaas_native_context(context: NativeContext) -> None:
     until the context is freed.
     Thread: the app's. Cost: once a context. What is subscribed costs on each batch.
     Errors: with ``on_error = "log"`` the context is used as it is then.
+    """
+
+
+@hookspec
+def llmaas_context_free(ctx: int) -> None:
+    """Let go of what depends on a context, or on its model.
+
+    When: inside ``llama_free``, before the original and after deferred work. The model may be freed
+    next. Not at the end of the suite: ``llmaas_shutdown`` is.
+    Thread: the app's. Cost: once a context; may take milliseconds.
+    Errors: with ``on_error = "log"`` the context is freed.
     """
 
 

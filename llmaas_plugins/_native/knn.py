@@ -16,6 +16,7 @@ from ._ffi import ffi, lib
 from .base import Status, as_input, fail
 
 __all__ = [
+    "KNN_ALIGN",
     "KNN_MAX_BEST",
     "KNN_MAX_DIMS",
     "KnnCodes",
@@ -30,12 +31,14 @@ __all__ = [
     "logits_peek",
 ]
 
+KNN_ALIGN: int = lib.LLMAAS_KNN_ALIGN
+"""Rows of codes are multiples of it."""
+
 KNN_MAX_BEST: int = lib.LLMAAS_KNN_MAX_BEST
 """Most rows that a scan returns, and that one call rescores or mixes."""
 
 KNN_MAX_DIMS: int = lib.LLMAAS_KNN_MAX_DIMS
 
-_ALIGN: int = lib.LLMAAS_KNN_ALIGN
 _FINITE = "keys and queries must be finite, and small enough to be squared"
 _SOUND = "logits must hold a number, and neither NaN nor +infinity"
 
@@ -63,64 +66,87 @@ class LogitsInfo(NamedTuple):
 class KnnCodes:
     """Keys of a byte a dimension, ready for :func:`knn_scan`.
 
+    The codes can be in two parts, of which the second is read only for rows that are not too far
+    away in the first. That pays where the first dimensions are those in which keys differ most.
+
     Attributes:
-        codes: ``uint8[n, stride]``; the stride is a multiple of 64, and rows are aligned to it.
+        front: ``uint8[n, n_front]``; a multiple of 64, and rows are aligned to that.
+        rest: ``uint8[n, n_rest]``, likewise; both together are :func:`knn_stride` wide.
         scales: ``float32[n]``.
         norms: ``float32[n]``: what each row adds to its squared distances, whatever the query.
+        front_norms: ``float32[n]``: the least that is of the first part; of no length without a
+            second.
         centre: ``float32[d]``.
         steps: ``float32[d]``; a key is about ``centre + steps * scale * (code - 128)``.
     """
 
-    codes: NDArray[np.uint8]
+    front: NDArray[np.uint8]
+    rest: NDArray[np.uint8]
     scales: Floats
     norms: Floats
+    front_norms: Floats
     centre: Floats
     steps: Floats
     handle: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that the parts fit together, and give them to the core."""
-        n, stride = self.codes.shape
-        (n_dims,) = self.centre.shape
-        shapes = (self.scales.shape, self.norms.shape, self.steps.shape)
-        if shapes != ((n,), (n,), (n_dims,)) or stride != knn_stride(n_dims):
-            raise fail(
-                f"codes {self.codes.shape} with scales, norms and steps {shapes}, for {n_dims}"
-                " dimensions",
-                lib.LLMAAS_EINVAL,
-            )
+        (n, n_front), (n_dims,) = self.front.shape, self.centre.shape
+        n_rest = knn_stride(n_dims) - n_front
+        found = [array.shape for array in self._arrays()]
+        expected = [(n, n_front), (n, n_rest), (n,), (n,), (n if n_rest else 0,), (n_dims,)]
+        if found != [*expected, (n_dims,)]:
+            raise fail(f"codes of shapes {found}, for {n_dims} dimensions", lib.LLMAAS_EINVAL)
         parts = {
             "n_rows": n,
             "n_dims": n_dims,
-            "stride": stride,
+            "n_front": n_front,
             "centre": _floats(self.centre),
             "steps": _floats(self.steps),
-            "codes": as_input(self.codes),
+            "front": as_input(self.front),
+            "rest": as_input(self.rest),
             "scales": _floats(self.scales),
             "norms": _floats(self.norms),
+            "front_norms": _floats(self.front_norms),
         }
         handle = ffi.new("llmaas_knn_codes *", parts)  # the arrays stay ours, so they stay alive
         object.__setattr__(self, "handle", handle)
 
+    def _arrays(self) -> tuple[NDArray[Any], ...]:
+        return (
+            self.front, self.rest, self.scales, self.norms, self.front_norms, self.centre,
+            self.steps,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.front)
+
     @property
     def n_bytes(self) -> int:
         """Memory taken."""
-        arrays = (self.codes, self.scales, self.norms, self.centre, self.steps)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self._arrays())
 
     @classmethod
-    def empty(cls, n: int, centre: Floats, steps: Floats) -> KnnCodes:
-        """Room for ``n`` rows, to be filled."""
+    def empty(cls, n: int, centre: Floats, steps: Floats, n_front: int | None = None) -> KnnCodes:
+        """Room for ``n`` rows, to be filled; all in the first part unless ``n_front`` is given."""
         stride = knn_stride(len(centre))
-        room = np.empty(n * stride + _ALIGN, np.uint8)
-        start = -room.ctypes.data % _ALIGN
-        codes = room[start : start + n * stride].reshape(n, stride)
-        return cls(codes, np.empty(n, np.float32), np.empty(n, np.float32), centre, steps)
+        n_front = stride if n_front is None else n_front
+        front, rest = _aligned(n, n_front), _aligned(n, stride - n_front)
+        scales, norms = np.empty(n, np.float32), np.empty(n, np.float32)
+        front_norms = np.empty(n if n_front < stride else 0, np.float32)
+        return cls(front, rest, scales, norms, front_norms, centre, steps)
+
+
+def _aligned(n: int, n_bytes: int) -> NDArray[np.uint8]:
+    room = np.empty(n * n_bytes + KNN_ALIGN, np.uint8)
+    start = -room.ctypes.data % KNN_ALIGN
+    return room[start : start + n * n_bytes].reshape(n, n_bytes)
 
 
 def knn_stride(n_dims: int) -> int:
     """Bytes of a row of codes."""
-    return -(-n_dims // _ALIGN) * _ALIGN
+    return -(-n_dims // KNN_ALIGN) * KNN_ALIGN
 
 
 def knn_quantise(codes: KnnCodes, keys: Floats, first: int = 0) -> None:
@@ -148,19 +174,21 @@ def knn_scan(
     Raises:
         NativeError: EUNSUPPORTED when the query is not finite or cannot be squared.
     """
-    n = len(codes.codes) - first if n is None else n
+    n = len(codes) - first if n is None else n
     if query.shape != codes.centre.shape:
         raise fail(f"query {query.shape}, expected {codes.centre.shape}", lib.LLMAAS_EINVAL)
     room = max(min(n_best, n, KNN_MAX_BEST), 0)
     rows, distances = np.empty(room, np.int32), np.empty(room, np.float32)
+    scratch = np.empty(max(n, 0) if len(codes.front_norms) else 0, np.float32)
     n_found = ffi.new("uint32_t *")
     status = lib.llmaas_knn_scan(
-        codes.handle, first, n, _floats(query), n_best, _ints(rows), _floats(distances), n_found
-    )
+        codes.handle, first, n, _floats(query), n_best, _floats(scratch), _ints(rows),
+        _floats(distances), n_found,
+    )  # fmt: skip
     if status:
         raise fail(
             f"search of {n_best} (1..{KNN_MAX_BEST}) in rows {first}..{first + n - 1} of"
-            f" {len(codes.codes)} ({_FINITE})",
+            f" {len(codes)} ({_FINITE})",
             status,
         )
     return Nearest(rows[: n_found[0]], distances[: n_found[0]])
@@ -235,8 +263,8 @@ def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     """Change logits in place so that softmax gives ``(1 - w) p_LM + w p_kNN``.
 
     A token's ``p_kNN`` is the share of its neighbours in the sum ``s`` of
-    ``exp(-distance / theta)``, and ``w = alpha * (1 - beta * max_prob) * s / (s + exp(-far / theta))``. Logits of -infinity
-    (banned tokens) stay.
+    ``exp(-distance / theta)``, and ``w`` is ``alpha * (1 - beta * max_prob)``, times
+    ``s / (s + exp(-far / theta))``. Logits of -infinity (banned tokens) stay.
 
     Args:
         logits: Of the whole vocabulary.

@@ -18,7 +18,9 @@ from llmaas_plugins.private_files import PrivateFiles
 
 __all__ = [
     "FILES",
+    "INBOX",
     "LOCK",
+    "ONLINE",
     "SELECTED",
     "SegmentName",
     "erase",
@@ -32,6 +34,8 @@ __all__ = [
 
 LOCK = "lock"
 SELECTED = "datastore.knn"
+ONLINE = "online.npz"
+INBOX = "inbox"
 
 _SEGMENT = re.compile(r"(\d{6})\.(\d{1,9})\.segment")
 _PARTIAL = ".partial"  # not written whole yet
@@ -41,7 +45,7 @@ _BLOCK = 1 << 20
 
 def _is_own(name: str) -> bool:
     stem = _stem(name)
-    return stem in (LOCK, SELECTED) or _SEGMENT.fullmatch(stem) is not None
+    return stem in (LOCK, SELECTED, ONLINE, INBOX) or _SEGMENT.fullmatch(stem) is not None
 
 
 FILES = PrivateFiles("datastore", "plugins.knn_lm.store", _is_own)

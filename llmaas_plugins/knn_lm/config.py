@@ -55,3 +55,11 @@ class KnnLMConfig(BaseModel):
         description="Nothing is searched when the model gives a token this probability; as fitted "
         "when unset, and 1 searches always.",
     )
+    learn: bool = Field(
+        default=False,
+        description="Learn what waits in the store's `inbox` while the device is idle: chat "
+        "exports that were put there, and what apps have remembered.",
+    )
+    idle_s: float = Field(
+        default=10.0, gt=0, description="Seconds without a request after which it is idle."
+    )

@@ -44,7 +44,12 @@ class Encoder:
     """A context of its own in which conversations are evaluated; ``close`` it, or use ``with``."""
 
     def __init__(
-        self, llama: Any, natives: Mapping[int, NativeContext], key: States, n_threads: int = 0
+        self,
+        llama: Any,
+        natives: Mapping[int, NativeContext],
+        key: States,
+        n_threads: int = 0,
+        n_batch: int = _MOST_BATCH,
     ) -> None:
         """Make the context, alike the one of ``llama`` in all that hidden states depend on.
 
@@ -53,6 +58,7 @@ class Encoder:
             natives: Where the hook ``llmaas_native_context`` puts contexts, by address.
             key: Which hidden states are keys.
             n_threads: 0 takes the app's number.
+            n_batch: Most tokens to evaluate at a time.
 
         Raises:
             LlmaasError: There is no memory for a context, or no hook point in the engine.
@@ -60,7 +66,7 @@ class Encoder:
         self._llama = llama
         vocab = llama_cpp.llama_model_get_vocab(llama.model)
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
-        self._n_batch = max(32, min(_MOST_BATCH, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
+        self._n_batch = max(1, min(n_batch, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
         params = _params(llama, self._n_batch, n_threads)
         ctx = llama_cpp.llama_init_from_model(llama.model, params)
         if ctx is None:
@@ -154,6 +160,8 @@ class Encoder:
             raise LlmaasError(f"llama_decode returned {status} while a conversation was encoded")
         values = tokens[start + wanted.start + 1 : start + wanted.stop + 1]
         keys = self._states.take()[: len(wanted)]
+        if len(keys) < len(wanted):
+            raise ReferenceError("hidden states are no longer captured: the suite was deactivated")
         p_lm, p_max = self._probabilities(values)
         return Pairs(keys.astype(np.float16), np.ascontiguousarray(values), p_lm, p_max)
 

@@ -59,8 +59,8 @@ class Settings:
             mixture, **{name: value for name, value in chosen.items() if value is not None}
         )
         skip_above = found.get("skip_above") if config.skip_above is None else config.skip_above
-        if not isinstance(skip_above, int | float):
-            raise ValueError(f"found skip_above {skip_above!r}, expected a number")
+        if skip_above is None:
+            raise ValueError("found no skip_above, expected a number")
         return cls(mixture, config.k, float(skip_above))
 
 

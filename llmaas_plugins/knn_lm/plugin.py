@@ -24,7 +24,9 @@ from llmaas_plugins.knn_lm.archive_files import SELECTED
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.learning import Learner
 from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings
+from llmaas_plugins.knn_lm.selecting import Plan
 
 __all__ = ["KnnLM"]
 
@@ -69,6 +71,8 @@ class KnnLM:
         self._opened: _Opened | None = None
         self._left_alone: dict[str, str] = {}
         self._counts = Counts()
+        plan = Plan(config.size, config.k, config.dims)
+        self._learner = Learner(self._path.parent, config.key, plan, config.idle_s, self._natives)
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -94,14 +98,30 @@ class KnnLM:
         self._natives[context.ctx] = context
 
     @hookimpl
+    def llmaas_context_free(self, ctx: int) -> None:
+        """Let go of it, and of its model."""
+        self._learner.context_freed(ctx)
+        with self._lock:
+            self._natives.pop(ctx, None)
+            self._drop(ctx)
+
+    @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
         """See that the datastore is open, and is the one on disk; note whether it is wanted."""
         engine = request.engine
+        if self._config.learn:
+            self._learner.request_began(engine)
         if engine not in self._seen or not self._is_current():
-            self._seen.add(engine)
             self._serve(engine)
+            self._seen.add(engine)
         if (served := self._served.get(engine.ctx)) is not None:
             served.is_on = _NAME not in request.declined
+
+    @hookimpl
+    def llmaas_request_end(self) -> None:
+        """The device may be idle now."""
+        if self._config.learn:
+            self._learner.request_ended()
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -130,11 +150,15 @@ class KnnLM:
             "skip_above": None if opened is None else opened.settings.skip_above,
             **dataclasses.asdict(self._counts),
             "left_alone": dict(self._left_alone),
+            "waiting": self._learner.n_waiting,
+            "learnt": self._learner.n_learnt,
+            "learning_error": self._learner.last_error,
         }
 
     @hookimpl
     def llmaas_shutdown(self) -> None:
-        """Close the datastore."""
+        """Stop learning; close the datastore."""
+        self._learner.close()
         self._close()
 
     # -- inside ---------------------------------------------------------------------------------

@@ -190,8 +190,11 @@ def wrap_free(host: Host, original: Function) -> Function:
     @functools.wraps(original)
     def llama_free(ctx: Any) -> None:
         host.lanes.settle(address(ctx))
-        host.forget(ctx)
-        original(ctx)
+        try:
+            host.hooks.context_free(address(ctx))
+        finally:
+            host.forget(ctx)
+            original(ctx)
 
     return llama_free
 

@@ -1,0 +1,185 @@
+"""Learning while the device is idle (§3.3): what waits in the inbox becomes pairs.
+
+A thread of its own evaluates small batches in a context of its own. It pauses when a request comes,
+and goes on when none has come for a while; what is half done is done again after a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmaas_hooks import ConfigError, Engine, NativeContext, StoreError
+from llmaas_hooks.native import States
+from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.knn_lm import inbox
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.building import add, binding_of
+from llmaas_plugins.knn_lm.encoding import Encoder
+from llmaas_plugins.knn_lm.refreshing import is_due, refresh
+from llmaas_plugins.knn_lm.selecting import Plan
+
+__all__ = ["Learner"]
+
+_log = logging.getLogger("llmaas.knn_lm")
+
+_BATCH = 32
+"""Tokens evaluated at a time: a request that comes meanwhile waits for no more of the processor."""
+_POLL_S = 1.0
+_NICE = 10
+
+
+class _Stopped(Exception):  # noqa: N818  no error
+    """The engine goes, or the suite ends."""
+
+
+class Learner:
+    """The thread, from the first engine on until ``close``."""
+
+    def __init__(
+        self,
+        store: Path,
+        key: States,
+        plan: Plan,
+        idle_s: float,
+        natives: Mapping[int, NativeContext],
+    ) -> None:
+        """Nothing starts yet.
+
+        Args:
+            store: The datastore's directory.
+            key: Which hidden states are keys.
+            plan: How to select.
+            idle_s: Seconds without a request after which the device is idle.
+            natives: Contexts in which hidden states can be read, by address.
+        """
+        self._store, self._key, self._plan, self._idle_s = store, key, plan, idle_s
+        self._natives = natives
+        self._changed = threading.Condition()
+        self._n_running = 0
+        self._last_end = time.monotonic()
+        self._engine: Engine | None = None
+        self._is_at_work = self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self.n_learnt = 0
+        self.last_error: str | None = None
+
+    @property
+    def n_waiting(self) -> int:
+        """Files in the inbox."""
+        return len(inbox.waiting(self._store))
+
+    def request_began(self, engine: Engine) -> None:
+        """Pause; and learn with this engine later."""
+        with self._changed:
+            self._n_running += 1
+            self._engine = self._engine or engine
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="llmaas-knn-learning", daemon=True
+                )
+                self._thread.start()
+
+    def request_ended(self) -> None:
+        """Go on after a while."""
+        with self._changed:
+            self._n_running -= 1
+            self._last_end = time.monotonic()
+            self._changed.notify_all()
+
+    def context_freed(self, ctx: int) -> None:
+        """Use this context's engine no longer; returns when nothing of it is in use."""
+        with self._changed:
+            if self._engine is None or self._engine.ctx != ctx:
+                return
+            self._engine = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_at_work)
+
+    def close(self) -> None:
+        """End the thread, which finishes the batch that it evaluates."""
+        with self._changed:
+            self._is_closed, self._engine = True, None
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # only of this thread, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            with self._changed:
+                self._changed.wait(_POLL_S)
+                if self._is_closed:
+                    return
+                engine = self._engine
+                if engine is None or not self._is_idle():
+                    continue
+                self._is_at_work = True
+            try:
+                self._work(engine)
+            except _Stopped:
+                pass
+            except ReferenceError:
+                pass  # the engine is gone, or the suite ends
+            except Exception as error:
+                self._fail(error)
+            finally:
+                with self._changed:
+                    self._is_at_work = False
+                    self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return not self._n_running and time.monotonic() - self._last_end >= self._idle_s
+
+    def _pause(self, _n: int = 0) -> None:
+        """Wait while there are requests.
+
+        Raises:
+            _Stopped: The engine goes.
+        """
+        with self._changed:
+            while self._engine is not None and not self._is_idle():
+                self._changed.wait(_POLL_S)
+            if self._engine is None:
+                raise _Stopped
+
+    def _work(self, engine: Engine) -> None:
+        """Learn what waits, then select if it is worth it."""
+        waiting = inbox.waiting(self._store)
+        if not waiting:
+            return
+        llama = engine.llama
+        binding = binding_of(llama, self._key)
+        with Archive.open(self._store, binding, writable=True) as archive:
+            with Encoder(llama, self._natives, self._key, n_batch=_BATCH) as encoder:
+                for path in waiting:
+                    self._learn(path, archive, llama, encoder)
+            if is_due(archive, self._plan):
+                refresh(archive, self._plan, self._pause)
+
+    def _learn(self, path: Path, archive: Archive, llama: Any, encoder: Encoder) -> None:
+        try:
+            conversations = [(one, path.name) for one in load_conversations(path)]
+        except ConfigError as error:
+            _log.warning("%s; it is kept as %s", error, inbox.refuse(path).name)
+            return
+        added = add(archive, llama, encoder, conversations, between=self._pause)
+        self.n_learnt += added.n_added
+        inbox.done(path)
+
+    def _fail(self, error: Exception) -> None:
+        """Say it once, and try again when more has come or the process starts again."""
+        text = str(error)
+        if text != self.last_error:
+            level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
+            _log.log(level, "learning while idle failed: %s", text, exc_info=error)
+        self.last_error = text
+        with self._changed:
+            self._last_end = time.monotonic() + 60 * self._idle_s
