@@ -8,11 +8,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, LlmaasError, hookimpl
+from llmaas_hooks import ConfigError, LlmaasError, StoreError, hookimpl
 from llmaas_hooks.native import NativeContext, States
-from llmaas_plugins.cli.datastore_settings import datastore_directory
+from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.store_actions import add_action, print_report, progress_bar
 from llmaas_plugins.config import Config
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["add_actions"]
 
 _N_CTX = 2048
-_SIZE = 100_000
 
 
 class _Natives:
@@ -59,9 +58,8 @@ def add_actions(actions: Any) -> None:
         parser.add_argument(
             "--size",
             type=_positive,
-            default=_SIZE,
             metavar="PAIRS",
-            help="most pairs to select (default 100,000)",
+            help="most pairs to select (default: as configured)",
         )
         parser.add_argument("--seed", type=int, default=0, help="of all chance (default 0)")
 
@@ -80,12 +78,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", type=Path, metavar="GGUF", help="and its adapter")
     parser.add_argument("--lora-scale", type=float, default=1.0, help="(default 1)")
     parser.add_argument("--chat-format", help="as in your app (default: what the model says)")
-    parser.add_argument(
-        "--key",
-        choices=get_args(States),
-        default="ffn_input",
-        help="which hidden states are keys (default ffn_input)",
-    )
     parser.add_argument(
         "--n-ctx", type=_positive, default=_N_CTX, help="tokens seen at a time (default 2048)"
     )
@@ -129,16 +121,24 @@ def _add(args: argparse.Namespace) -> Added:
     with contextlib.ExitStack() as opened:
         natives = _Natives()
         llama = opened.enter_context(_loaded(args, natives))
-        binding = binding_of(llama, args.key)
+        directory, key = datastore_directory(args), _key(args)
         archive = opened.enter_context(
-            Archive.open(datastore_directory(args), binding, writable=True)
+            Archive.open(directory, binding_of(llama, key), writable=True)
         )
-        encoder = opened.enter_context(
-            Encoder(llama, natives.contexts, args.key, args.threads or 0)
-        )
+        encoder = opened.enter_context(Encoder(llama, natives.contexts, key, args.threads or 0))
         opened.enter_context(_stoppable(stopped))
         bar = opened.enter_context(progress_bar("reading", "chat", len(found)))
         return add(archive, llama, encoder, found, progress=bar.update)
+
+
+def _key(args: argparse.Namespace) -> States:
+    """Which states are keys: those of the datastore that is there, or as configured."""
+    from llmaas_plugins.knn_lm.archive import Archive
+
+    with contextlib.suppress(StoreError), Archive.open(datastore_directory(args)) as archive:
+        if archive.binding is not None:
+            return archive.binding.key_kind
+    return datastore_settings(args).key
 
 
 def _select(args: argparse.Namespace) -> Selected:
@@ -147,7 +147,8 @@ def _select(args: argparse.Namespace) -> Selected:
 
     with contextlib.ExitStack() as opened:
         archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))
-        plan = Plan(size=args.size, seed=args.seed)
+        settings = datastore_settings(args)
+        plan = Plan(args.size or settings.size, settings.k, settings.dims, args.seed)
         opened.enter_context(_stoppable("what was selected before is as it was"))
         total = min(plan.size, archive.n_pairs)
         bar = opened.enter_context(progress_bar("selecting", "pair", total))

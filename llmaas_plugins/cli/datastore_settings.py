@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llmaas_plugins.cli.store_actions import chosen_directory
-from llmaas_plugins.config import load_config
+from llmaas_plugins.cli.store_actions import chosen_directory, settings_of
 
-__all__ = ["datastore_directory"]
+if TYPE_CHECKING:
+    from llmaas_plugins.knn_lm.config import KnnLMConfig
 
-_DEFAULT = "~/.cache/llmaas/knn"
+__all__ = ["datastore_directory", "datastore_settings"]
+
+
+def datastore_settings(args: argparse.Namespace) -> KnnLMConfig:
+    """The plugin's settings."""
+    from llmaas_plugins.knn_lm.config import KnnLMConfig
+
+    settings = settings_of(args, "knn_lm", KnnLMConfig)
+    assert isinstance(settings, KnnLMConfig)
+    return settings
 
 
 def datastore_directory(args: argparse.Namespace) -> Path:
     """Where it is: as ``--store`` says, or as configured."""
-    return chosen_directory(args, lambda: _configured(args))
-
-
-def _configured(args: argparse.Namespace) -> Path:
-    table = load_config(args.config).plugins.get("knn_lm")
-    return Path(table.values.get("store", _DEFAULT) if table else _DEFAULT)
+    return chosen_directory(args, lambda: datastore_settings(args).store)

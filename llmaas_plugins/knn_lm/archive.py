@@ -138,7 +138,8 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Close the files and let go of the lock."""
+        """Close the files and let go of the lock; idempotent."""
+        self._is_writable = False
         self._opened.close()
 
     # -- looking ---------------------------------------------------------------------------------
@@ -256,8 +257,7 @@ class Archive:
                 wanted = {header.id for header in headers}
                 forget_records(self.directory, self._segments, wanted, self._n_given)
             finally:
-                self._close_segments()
-                self._open_segments()
+                self._reopen_segments()
         n_pairs = sum(header.n_pairs for header in headers)
         return Forgotten(len(headers), n_pairs, before - self.n_bytes)
 
@@ -281,9 +281,19 @@ class Archive:
                 segment.cut()
         self._count()
 
+    def _reopen_segments(self) -> None:
+        self._close_segments()
+        try:
+            self._open_segments()
+        except BaseException:
+            self.close()
+            raise
+
     def _close_segments(self) -> None:
         while self._segments:
             self._segments.pop()[1].close()
+        self._places = {}
+        self._known_table = None
 
     def _count(self) -> None:
         places = [(segment, stored) for _, segment in self._segments for stored in segment.records]

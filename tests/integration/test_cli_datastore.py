@@ -44,9 +44,8 @@ def command(tmp_path, reference_model):
     def command(action, *args):
         model = ["--model", reference_model, "--threads", "1", "--n-ctx", "256"]
         options = model if action in ("build", "add") else []
-        return [str(arg) for arg in ("datastore", action, *args, *options)] + [
-            "--store", str(tmp_path / "store"),
-        ]  # fmt: skip
+        store = ["--store", tmp_path / "store"]
+        return [str(arg) for arg in ("datastore", action, *store, *options, *args)]
 
     return command
 
@@ -112,12 +111,24 @@ def test_forgotten_chats_are_neither_stored_nor_selected(run, export, tmp_path):
     assert run("build", export(range(4)))[1]["n_added"] == 1  # it comes back only if it is asked to
 
 
-def test_other_keys_need_another_datastore(run, export):
+def test_a_datastore_keeps_its_kind_of_keys(run, export, monkeypatch):
+    monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__KEY", "final_norm")
     run("build", export(range(2)))
-    code, message = run("add", export(range(3)), "--key", "final_norm")
+    monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__KEY", "ffn_input")
+    assert run("add", export(range(3)))[0] == 0
+    found = run("stats")[1]
+    assert (found["key_kind"], found["conversations"]) == ("final_norm", 3)
+
+
+def test_another_model_needs_another_datastore(run, export, reference_model, tmp_path):
+    run("build", export(range(2)))
+    content = bytearray(reference_model.read_bytes())
+    content[-100] ^= 1
+    (tmp_path / "other.gguf").write_bytes(content)
+    code, message = run("add", export(range(3)), "--model", tmp_path / "other.gguf")
     assert code == 2
-    assert "keys ffn_input of 256, expected model" in message
-    assert "keys final_norm of 256. Set plugins.knn_lm.store to another directory" in message
+    assert "Set plugins.knn_lm.store to another directory for this model, or `llmaas" in message
+    assert run("stats")[1]["conversations"] == 2
 
 
 def test_what_cannot_be_read_is_refused_before_anything_is_made(run, export, tmp_path):

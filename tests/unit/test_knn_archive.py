@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import subprocess
 import sys
@@ -331,3 +333,28 @@ def test_who_holds_it_is_named_and_forgotten_when_it_dies(store):
             Archive.open(store, BINDING, writable=True)
         holder.kill()
     fill(store, [record(55)])
+
+
+def test_disk_that_fails_while_forgetting_closes_it_and_loses_nothing(store, monkeypatch):
+    fill(store, RECORDS)
+    pwrite = os.pwrite
+
+    def failing(fd, data, at):
+        if not any(data):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(fd, data, at)
+
+    with Archive.open(store, BINDING, writable=True) as archive:
+        monkeypatch.setattr(os, "pwrite", failing)  # nothing can be overwritten with zeros
+        with pytest.raises(StoreError, match=r"cannot forget in datastore .*: Input/output error"):
+            archive.forget(archive.ids()[:1])
+        with pytest.raises(RuntimeError, match="only to look"):
+            archive.append(record(50))
+        assert archive.ids() == []
+    with pytest.raises(StoreError, match=r"cannot open datastore .*: Input/output error"):
+        Archive.open(store, BINDING, writable=True)
+    monkeypatch.undo()
+    fill(store, [record(50)])
+    with Archive.open(store, BINDING) as archive:
+        assert_holds(archive, [*RECORDS[1:], record(50)])
+    assert not any(trace in bytes_of(store) for trace in traces(RECORDS[0]))
