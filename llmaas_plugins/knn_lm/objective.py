@@ -15,6 +15,8 @@ Ints = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2048
 """Of a block of distances: it stays in the caches."""
+_LEAST = np.finfo(np.float32).tiny
+"""A target that single precision gives no chance at all is not infinitely unlikely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Objective:
             p_lm: The model's probability of each target.
             sums: Of exp(-d) between each pair and the members of S that have its value.
         """
-        return (1 - self.alpha) * p_lm + self.alpha * self.c * sums
+        return np.maximum((1 - self.alpha) * p_lm + self.alpha * self.c * sums, _LEAST)
 
     def bound(self, p_lm: Floats, sums: Floats) -> Floats:
         """Lower bound on the marginal gain of each pair, its gain for itself (Eq 8)."""

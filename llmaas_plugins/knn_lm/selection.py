@@ -141,6 +141,8 @@ def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
         rng: For draws.
     """
     n = min(n, len(p_lm))
+    if n == 0:
+        return np.empty(0, np.intp), np.empty(0, np.float32)
     if how == "top":
         taken = np.argpartition(-objective.bound(p_lm, sums), n - 1)[:n]
         return np.sort(taken), np.ones(n, np.float32)

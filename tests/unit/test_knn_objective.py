@@ -111,3 +111,10 @@ def test_bound_is_what_a_pair_gains_for_itself_and_falls_as_its_probability_grow
     after = objective.probability(p_lm, sums + 1)  # itself, at distance 0
     assert np.allclose(objective.bound(p_lm, sums), np.log(after / before), rtol=1e-5)
     assert (np.diff(objective.bound(p_lm, np.zeros(3, np.float32))) < 0).all()
+
+
+def test_target_that_the_model_takes_for_impossible_is_worth_much_but_not_everything():
+    full = Full([[0.0], [5.0]], [1, 2], [0.0, 0.5])
+    found = Objective(THETA).value(full.pairs, full.values, full.p_lm, np.array([0, 1]))
+    assert 80 < found < 100
+    assert np.isfinite(Objective(THETA).bound(full.p_lm, np.zeros(2, np.float32))).all()
