@@ -23,6 +23,7 @@ from .chunk import (
 )
 from .kernels import crc32c, kernels_name, kernels_select
 from .knn import (
+    KNN_ALIGN,
     KNN_MAX_BEST,
     KNN_MAX_DIMS,
     KnnCodes,
@@ -49,6 +50,7 @@ from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
 
 __all__ = [
     "CHUNK_BITS",
+    "KNN_ALIGN",
     "KNN_MAX_BEST",
     "KNN_MAX_DIMS",
     "RECORD_MAX",

@@ -49,6 +49,7 @@ class _Lib:
         n: int,
         query: Any,
         n_best: int,
+        scratch: Any,
         rows: Any,
         distances: Any,
         n_found: Any,

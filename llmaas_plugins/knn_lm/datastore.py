@@ -221,7 +221,8 @@ def _read_basis(file: DatastoreFile) -> Basis | None:
 
 
 def _read_codes(file: DatastoreFile) -> KnnCodes:
-    codes = KnnCodes.empty(file.counts.n_rows, file.read("centre"), file.read("steps"))
-    for name in ("codes", "scales", "norms"):
+    counts, centre, steps = file.counts, file.read("centre"), file.read("steps")
+    codes = KnnCodes.empty(counts.n_rows, centre, steps, counts.n_front)
+    for name in ("front", "rest", "scales", "norms", "front_norms"):
         file.read(name, into=getattr(codes, name))
     return codes

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
-from llmaas_plugins._native import KNN_MAX_DIMS, crc32c, knn_stride
+from llmaas_plugins._native import KNN_ALIGN, KNN_MAX_DIMS, crc32c, knn_stride
 from llmaas_plugins.knn_lm.archive_files import FILES, erase, write_whole
 
 __all__ = [
@@ -34,7 +34,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _MAGIC = b"LLMAASKN"
 _VERSION = 1
-_HEADER = struct.Struct("<8sIIIIQQ32s12I")  # then its own checksum
+_HEADER = struct.Struct("<8sIIIIIQQ32s14I")  # then its own checksum
 _PAGE = 4096
 _PART = 1 << 24
 _MAX_ROWS = 2**31 - 1
@@ -48,6 +48,7 @@ class Counts(NamedTuple):
     Attributes:
         n_embd: Numbers in a key.
         n_dims: Numbers in a key's code; fewer where there is a basis.
+        n_front: Bytes of a code that are in the first of its two parts.
         n_axes: Directions of the basis: ``n_dims``, or 0 where there is none.
         n_rows: Pairs.
         n_text: Bytes of JSON.
@@ -55,6 +56,7 @@ class Counts(NamedTuple):
 
     n_embd: int
     n_dims: int
+    n_front: int
     n_axes: int
     n_rows: int
     n_text: int
@@ -63,6 +65,8 @@ class Counts(NamedTuple):
         """Whether such a datastore could have been written."""
         return (
             0 < self.n_dims <= self.n_embd <= KNN_MAX_DIMS
+            and 0 < self.n_front <= knn_stride(self.n_dims)
+            and self.n_front % KNN_ALIGN == 0
             and (self.n_axes == self.n_dims or (self.n_axes == 0 and self.n_dims == self.n_embd))
             and self.n_rows <= _MAX_ROWS
             and self.n_text <= _MAX_TEXT
@@ -71,6 +75,7 @@ class Counts(NamedTuple):
     def arrays(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
         """Type and shape of each array, in the file's order; the keys come after them."""
         n, mean = self.n_rows, self.n_embd if self.n_axes else 0
+        n_rest = knn_stride(self.n_dims) - self.n_front
         return {
             "text": (np.uint8, (self.n_text,)),
             "values": (np.int32, (n,)),
@@ -83,7 +88,9 @@ class Counts(NamedTuple):
             "scales": (np.float32, (n,)),
             "norms": (np.float32, (n,)),
             "sums": (np.uint32, (n,)),
-            "codes": (np.uint8, (n, knn_stride(self.n_dims))),
+            "front_norms": (np.float32, (n if n_rest else 0,)),
+            "front": (np.uint8, (n, self.n_front)),
+            "rest": (np.uint8, (n, n_rest)),
         }
 
     def places(self) -> dict[str, int]:
@@ -237,12 +244,10 @@ def _read_header(fd: int, path: Path) -> Header:
     page = os.pread(fd, _HEADER.size + 4, 0)
     if page[: len(_MAGIC)] != _MAGIC or len(page) < _HEADER.size + 4:
         raise damaged(path, "another kind of file", "a selected datastore")
-    _, version, n_embd, n_dims, n_axes, n_rows, n_text, fingerprint, *sums = _HEADER.unpack(
-        page[: _HEADER.size]
-    )
+    _, version, *numbers, fingerprint = (parts := _HEADER.unpack(page[: _HEADER.size]))[:9]
     if version != _VERSION:
         raise damaged(path, f"format {version}", f"format {_VERSION}")
-    counts = Counts(n_embd, n_dims, n_axes, n_rows, n_text)
+    counts, sums = Counts(*numbers), parts[9:]
     if page[_HEADER.size :] != _sum_of(page[: _HEADER.size]):
         raise damaged(path, "a damaged header", "the one that was written")
     if not counts.are_possible():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins._native import KnnCodes, knn_quantise, knn_sum
+from llmaas_plugins._native import KnnCodes, knn_quantise, knn_stride, knn_sum
 from llmaas_plugins.knn_lm.datastore_file import Counts, DatastoreFile, damaged, write_file
 from llmaas_plugins.knn_lm.datastore_text import Text
 from llmaas_plugins.knn_lm.pca import Basis
@@ -21,6 +21,24 @@ _ROWS = 8192
 """Keys that are handled at a time."""
 
 _FINGERPRINT_BYTES = 32
+
+_OF_ROWS = (
+    "values",
+    "origins",
+    "weights",
+    "scales",
+    "norms",
+    "sums",
+    "front_norms",
+    "front",
+    "rest",
+)
+
+_FRONT_SHARE = 0.9
+"""Of the keys' variance. On hidden states so many dimensions rule out 97 rows of 100 and more."""
+
+_FRONT_MOST = 0.75
+"""Of the dimensions: to look at more of them twice would cost more than it saves."""
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -48,7 +66,12 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
     text = Text(tuple(conversations), settings, rows_per_neighbour(codes, basis, halves)).encoded()
     n_embd = keys.shape[1]
     counts = Counts(
-        n_embd, len(codes.centre), len(codes.centre) if basis else 0, len(keys), len(text)
+        n_embd=n_embd,
+        n_dims=len(codes.centre),
+        n_front=codes.front.shape[1],
+        n_axes=len(codes.centre) if basis else 0,
+        n_rows=len(keys),
+        n_text=len(text),
     )
     arrays: dict[str, NDArray[Any]] = {
         "text": np.frombuffer(text, np.uint8),
@@ -62,7 +85,9 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
         "scales": codes.scales,
         "norms": codes.norms,
         "sums": knn_sum(halves),
-        "codes": codes.codes,
+        "front_norms": codes.front_norms,
+        "front": codes.front,
+        "rest": codes.rest,
     }
     write_file(path, fingerprint, counts, arrays, _parts(halves))
 
@@ -78,8 +103,9 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
         origins = file.read("origins")
         is_kept = np.isin(origins[:, 0], kept)
         arrays = {name: file.read(name) for name in file.counts.arrays()}
-        for name in ("values", "origins", "weights", "scales", "norms", "sums", "codes"):
-            arrays[name] = arrays[name][is_kept]
+        for name in _OF_ROWS:
+            if len(arrays[name]):  # front_norms may be of no rows
+                arrays[name] = arrays[name][is_kept]
         arrays["origins"][:, 0] = np.searchsorted(kept, arrays["origins"][:, 0])
         new_text = text._replace(conversations=tuple(text.conversations[i] for i in kept)).encoded()
         arrays["text"] = np.frombuffer(new_text, np.uint8)
@@ -117,10 +143,18 @@ def _quantised(keys: Halves, basis: Basis | None) -> KnnCodes:
         raise ValueError("keys: found some that are not finite in float16, expected none")
     centre = total / max(n, 1)
     steps = np.sqrt(np.maximum(squares / max(n, 1) - centre**2, 0))
-    codes = KnnCodes.empty(n, centre.astype(np.float32), steps.astype(np.float32))
+    n_front = None if basis is None else _front(steps)
+    codes = KnnCodes.empty(n, centre.astype(np.float32), steps.astype(np.float32), n_front)
     for index, part in enumerate(_coordinates(keys, basis)):
         knn_quantise(codes, part, index * _ROWS)
     return codes
+
+
+def _front(steps: NDArray[np.float64]) -> int | None:
+    """How many of the first dimensions say enough of most rows; ``None``: it takes nearly all."""
+    share = np.cumsum(steps**2) / max(float(np.sum(steps**2)), 1e-300)
+    n_front = knn_stride(int(np.searchsorted(share, _FRONT_SHARE)) + 1)
+    return n_front if n_front <= _FRONT_MOST * len(steps) else None
 
 
 def _parts(keys: Halves) -> Iterator[Halves]:

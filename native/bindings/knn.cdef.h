@@ -5,12 +5,14 @@
 typedef struct llmaas_knn_codes {
     uint64_t n_rows;
     uint32_t n_dims;
-    uint32_t stride;
+    uint32_t n_front;
     const float * centre;
     const float * steps;
-    uint8_t * codes;
+    uint8_t * front;
+    uint8_t * rest;
     float * scales;
     float * norms;
+    float * front_norms;
 } llmaas_knn_codes;
 
 typedef struct llmaas_knn_rows {
@@ -29,8 +31,8 @@ typedef struct llmaas_logits_info {
 llmaas_status llmaas_knn_quantise(
     const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys);
 llmaas_status llmaas_knn_scan(
-    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, int32_t * rows,
-    float * distances, uint32_t * n_found);
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, float * scratch,
+    int32_t * rows, float * distances, uint32_t * n_found);
 llmaas_status llmaas_knn_sum(const uint8_t * keys, uint64_t n, uint32_t n_dims, uint32_t * sums);
 llmaas_status llmaas_knn_rescore(
     const llmaas_knn_rows * file, const int32_t * rows, uint32_t n, const float * query, float * distances);

@@ -29,19 +29,35 @@ static float largest(const float * values, uint32_t n) {
     return most;
 }
 
-/* |coded|² - |coded - key|², both from the centre. With it, the error of an approximate distance is proportional to that
- * distance's root: a key that equals the query is found at 0, whatever its coding lost. */
-static double encode(const llmaas_knn_codes * codes, const coding * c, float scale, uint8_t * row) {
-    double norm = 0;
+typedef struct norms {
+    double all; /* |coded|² - |coded - key|², both from the centre */
+    double rest; /* |coded|² of the dimensions that are not in front */
+} norms;
+
+/* With the first of the norms, the error of an approximate distance is proportional to that distance's root: a key that
+ * equals the query is found at 0, whatever its coding lost. */
+static norms encode(const llmaas_knn_codes * codes, const coding * c, float scale, uint8_t * row) {
+    norms n = {0, 0};
     const float inverse = scale > 0 ? 1 / scale : 0;
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
         const float code = c->steps[d] * inverse + 0x1.8p23f - 0x1.8p23f; /* rounded; at most 127 with no room for more */
-        const float coded = codes->steps[d] * scale * code;
-        norm += (double) c->exact[d] * (2 * (double) coded - (double) c->exact[d]);
+        const double coded = (double) (codes->steps[d] * scale * code);
+        n.all += (double) c->exact[d] * (2 * coded - (double) c->exact[d]);
+        n.rest += d < codes->n_front ? 0 : coded * coded;
         row[d] = (uint8_t) (KNN_ZERO + (int) code);
     }
-    memset(row + codes->n_dims, KNN_ZERO, codes->stride - codes->n_dims);
-    return norm;
+    memset(row + codes->n_dims, KNN_ZERO, knn_stride(codes) - codes->n_dims);
+    return n;
+}
+
+static void place(const llmaas_knn_codes * codes, uint64_t row, const uint8_t * bytes, norms n) {
+    const uint32_t n_rest = knn_n_rest(codes);
+    memcpy(codes->front + row * codes->n_front, bytes, codes->n_front);
+    codes->norms[row] = (float) n.all;
+    if (n_rest) {
+        memcpy(codes->rest + row * n_rest, bytes + codes->n_front, n_rest);
+        codes->front_norms[row] = (float) (n.all - n.rest);
+    }
 }
 
 static bool are_steps(const llmaas_knn_codes * codes) {
@@ -68,7 +84,9 @@ llmaas_status llmaas_knn_quantise(const llmaas_knn_codes * codes, uint64_t first
             return LLMAAS_EUNSUPPORTED;
         }
         codes->scales[row] = scale < LLMAAS_KNN_MIN_STEP ? 0 : scale;
-        codes->norms[row] = (float) encode(codes, &c, codes->scales[row], codes->codes + row * codes->stride);
+        uint8_t bytes[LLMAAS_KNN_MAX_DIMS];
+        const norms n = encode(codes, &c, codes->scales[row], bytes);
+        place(codes, row, bytes, n);
     }
     return LLMAAS_OK;
 }

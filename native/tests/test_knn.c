@@ -119,25 +119,34 @@ typedef struct keys {
     float * values, * centre, * steps;
 } keys;
 
-static keys make_keys(uint32_t n_dims, uint64_t n_rows) {
+/* n_front 0: all. slope: how much smaller dimensions are the later they come. */
+static keys make_split_keys(uint32_t n_dims, uint64_t n_rows, uint32_t n_front, float slope) {
     keys k = {.values = floats(n_rows * n_dims), .centre = floats(n_dims), .steps = floats(n_dims)};
     const uint32_t stride = (n_dims + 63) / 64 * 64;
     for (uint32_t d = 0; d < n_dims; ++d) {
-        k.steps[d] = d % 5 == 4 ? 0 : fabsf(k.steps[d]) + 0.01f;
+        k.steps[d] = d % 5 == 4 ? 0 : (fabsf(k.steps[d]) + 0.01f) * powf(1 + (float) d, -slope);
         for (uint64_t r = 0; r < n_rows; ++r) {
             float * value = &k.values[r * n_dims + d];
             *value = k.centre[d] + *value * k.steps[d] * (r % 9 ? 1 : 30);
         }
     }
     k.codes = (llmaas_knn_codes) {
-        .n_rows = n_rows, .n_dims = n_dims, .stride = stride, .centre = k.centre, .steps = k.steps,
-        .codes = aligned(n_rows * stride), .scales = floats(n_rows), .norms = floats(n_rows)};
+        .n_rows = n_rows, .n_dims = n_dims, .n_front = n_front ? n_front : stride, .centre = k.centre, .steps = k.steps,
+        .scales = floats(n_rows), .norms = floats(n_rows)};
+    k.codes.front = aligned(n_rows * k.codes.n_front);
+    if (n_front) { /* without a rest, nobody looks for one */
+        k.codes.rest = aligned(n_rows * (stride - n_front));
+        k.codes.front_norms = floats(n_rows);
+    }
     CHECK(llmaas_knn_quantise(&k.codes, 0, n_rows, k.values) == LLMAAS_OK);
     return k;
 }
 
+static keys make_keys(uint32_t n_dims, uint64_t n_rows) { return make_split_keys(n_dims, n_rows, 0, 0); }
+
 static void free_keys(keys * k) {
-    free(k->values), free(k->centre), free(k->steps), free(k->codes.codes), free(k->codes.scales), free(k->codes.norms);
+    free(k->values), free(k->centre), free(k->steps), free(k->codes.front), free(k->codes.rest), free(k->codes.scales);
+    free(k->codes.norms), free(k->codes.front_norms);
 }
 
 static double exact_distance(const keys * k, uint64_t row, const float * query) {
@@ -177,7 +186,7 @@ static void check_distances(const keys * k, const float * query) {
     float *   found = floats(n);
     uint32_t  n_found;
     memset(seen, 0, n);
-    CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n + 5, rows, found, &n_found) == LLMAAS_OK && n_found == n);
+    CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n + 5, NULL, rows, found, &n_found) == LLMAAS_OK && n_found == n);
     for (uint32_t i = 0; i < n; ++i) {
         const double distance = exact_distance(k, (uint64_t) rows[i], query);
         const double sizes = size * from_centre(k, k->values + (size_t) rows[i] * k->codes.n_dims);
@@ -189,7 +198,7 @@ static void check_distances(const keys * k, const float * query) {
     for (uint32_t n_best = 1; n_best < n; n_best = n_best * 3 + 1) { /* fewer are the first of all */
         int32_t * few = (int32_t *) (void *) exact(n_best * sizeof *few);
         float *   at = floats(n_best);
-        CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n_best, few, at, &n_found) == LLMAAS_OK && n_found == n_best);
+        CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n_best, NULL, few, at, &n_found) == LLMAAS_OK && n_found == n_best);
         CHECK(memcmp(few, rows, n_best * sizeof *few) == 0 && memcmp(at, found, n_best * sizeof *at) == 0);
         free(few), free(at);
     }
@@ -202,7 +211,7 @@ static void check_ranges(const keys * k, const float * query) {
     uint32_t n_found;
     for (int i = 0; i < 30; ++i) {
         const uint64_t first = rnd_below((uint32_t) k->codes.n_rows + 1), n = rnd_below((uint32_t) (k->codes.n_rows - first) + 1);
-        CHECK(llmaas_knn_scan(&k->codes, first, n, query, N_BEST, rows, distances, &n_found) == LLMAAS_OK);
+        CHECK(llmaas_knn_scan(&k->codes, first, n, query, N_BEST, NULL, rows, distances, &n_found) == LLMAAS_OK);
         CHECK(n_found == (n < N_BEST ? n : N_BEST));
         for (uint32_t r = 0; r < n_found; ++r) {
             CHECK((uint64_t) rows[r] >= first && (uint64_t) rows[r] < first + n);
@@ -228,6 +237,46 @@ static void check_scans(void) {
     }
 }
 
+/* Codes in two parts give what codes in one give, bit for bit, whatever can be ruled out. */
+static void check_split(uint32_t n_dims, uint32_t n_front, float slope, uint64_t seed) {
+    enum { ROWS = 3000 };
+    check_seed = seed;
+    keys whole = make_split_keys(n_dims, ROWS, 0, slope);
+    check_seed = seed;
+    keys split = make_split_keys(n_dims, ROWS, n_front, slope);
+    int32_t  rows[2][300];
+    float    distances[2][300];
+    uint32_t n_found[2];
+    for (uint32_t i = 0; i < 12; ++i) {
+        const float *  query = i % 4 ? split.values + (size_t) rnd_below(ROWS) * n_dims : split.steps;
+        const uint64_t first = i % 3 ? 0 : rnd_below(ROWS), n = rnd_below((uint32_t) (ROWS - first) + 1);
+        const uint32_t n_best = 1 + rnd_below(300);
+        float * scratch = floats(n);
+        for (int j = 0; j < 2; ++j) {
+            const llmaas_knn_codes * codes = j ? &split.codes : &whole.codes;
+            CHECK(llmaas_knn_scan(codes, first, n, query, n_best, scratch, rows[j], distances[j], &n_found[j]) == LLMAAS_OK);
+        }
+        CHECK(n_found[0] == n_found[1] && memcmp(rows[0], rows[1], n_found[0] * sizeof rows[0][0]) == 0);
+        CHECK(memcmp(distances[0], distances[1], n_found[0] * sizeof distances[0][0]) == 0);
+        free(scratch);
+    }
+    CHECK(llmaas_knn_scan(&split.codes, 0, 9, split.steps, 3, NULL, rows[1], distances[1], &n_found[1]) == LLMAAS_EINVAL);
+    free_keys(&whole);
+    free_keys(&split);
+}
+
+static void check_splits(void) {
+    for (size_t i = 0; i < sizeof check_isas / sizeof *check_isas; ++i) {
+        if (llmaas_kernels_select(check_isas[i]) == LLMAAS_OK) {
+            for (uint32_t slope = 0; slope < 4; ++slope) {
+                check_split(65, 64, 0.5f * (float) slope, i + slope);
+                check_split(256, 128, 0.5f * (float) slope, i + slope);
+                check_split(300, 64, 0.5f * (float) slope, i + slope);
+            }
+        }
+    }
+}
+
 static void check_alike(void) {
     keys k = make_keys(40, N_ROWS);
     int32_t rows[N_BEST];
@@ -236,7 +285,7 @@ static void check_alike(void) {
     for (uint64_t r = 0; r < N_ROWS; ++r) {
         CHECK(llmaas_knn_quantise(&k.codes, r, 1, k.values) == LLMAAS_OK);
     }
-    CHECK(llmaas_knn_scan(&k.codes, 0, N_ROWS, k.values, N_BEST, rows, distances, &n_found) == LLMAAS_OK);
+    CHECK(llmaas_knn_scan(&k.codes, 0, N_ROWS, k.values, N_BEST, NULL, rows, distances, &n_found) == LLMAAS_OK);
     for (int32_t i = 0; i < N_BEST; ++i) {
         CHECK(rows[i] == i && distances[i] == distances[0]);
     }
@@ -255,30 +304,34 @@ static void check_refusals(void) {
             const float kept = query[d];
             query[d] = bad[i];
             CHECK(llmaas_knn_quantise(&k.codes, 3, 1, query) == LLMAAS_EUNSUPPORTED);
-            CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_EUNSUPPORTED);
+            CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, NULL, rows, distances, &n_found) == LLMAAS_EUNSUPPORTED);
             query[d] = kept;
         }
     }
-    CHECK(llmaas_knn_scan(&k.codes, 0, 11, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
-    CHECK(llmaas_knn_scan(&k.codes, 11, 0, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
-    CHECK(llmaas_knn_scan(&k.codes, 2, UINT64_MAX, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
-    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 0, rows, distances, &n_found) == LLMAAS_EINVAL);
-    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, LLMAAS_KNN_MAX_BEST + 1, rows, distances, &n_found) == LLMAAS_EINVAL);
-    CHECK(llmaas_knn_scan(&k.codes, 10, 0, query, 5, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
+    CHECK(llmaas_knn_scan(&k.codes, 0, 11, query, 5, NULL, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 11, 0, query, 5, NULL, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 2, UINT64_MAX, query, 5, NULL, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 0, NULL, rows, distances, &n_found) == LLMAAS_EINVAL);
+    const uint32_t too_many = LLMAAS_KNN_MAX_BEST + 1;
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, too_many, NULL, rows, distances, &n_found) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_scan(&k.codes, 10, 0, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
     CHECK(llmaas_knn_quantise(&k.codes, 9, 2, k.values) == LLMAAS_EINVAL);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
         k.steps[7] = bad[i];
         CHECK(llmaas_knn_quantise(&k.codes, 0, 1, k.values) == LLMAAS_EINVAL);
     }
-    const llmaas_knn_codes none = {.n_dims = 70, .stride = 128, .centre = k.centre, .steps = k.steps};
-    CHECK(llmaas_knn_scan(&none, 0, 0, query, 5, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
-    k.codes.stride += 64;
-    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_EINVAL);
-    k.codes.stride -= 64;
+    const llmaas_knn_codes none = {.n_dims = 70, .n_front = 128, .centre = k.centre, .steps = k.steps};
+    CHECK(llmaas_knn_scan(&none, 0, 0, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
+    static const uint32_t fronts[] = {0, 1, 63, 65, 192, UINT32_MAX, 64}; /* the last without a rest to read */
+    for (size_t i = 0; i < sizeof fronts / sizeof *fronts; ++i) {
+        k.codes.n_front = fronts[i];
+        CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, query, rows, distances, &n_found) == LLMAAS_EINVAL);
+    }
+    k.codes.n_front = 128;
     for (int i = 0; i < 10; ++i) { /* what a damaged file might hold is no row's distance */
         k.codes.scales[i] = k.codes.norms[i] = NAN;
     }
-    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
+    CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
     free(query);
     free_keys(&k);
 }
@@ -342,7 +395,8 @@ static void softmax(const float * logits, uint32_t n, double * p) {
     }
 }
 
-static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, float theta, float far) {
+/* shift: of all distances. far: of the neighbour that says what the model says. */
+static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, float theta, float shift, float far) {
     float *   logits = floats(n_vocab), * before = floats(n_vocab), * distances = floats(k);
     int32_t * values = (int32_t *) (void *) exact(k * sizeof *values);
     double *  p = (double *) (void *) exact(n_vocab * sizeof *p), * q = (double *) (void *) exact(n_vocab * sizeof *q);
@@ -353,7 +407,7 @@ static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, flo
     }
     for (uint32_t i = 0; i < k; ++i) {
         values[i] = (int32_t) rnd_below(n_vocab);
-        distances[i] = far + 20 * fabsf(distances[i]);
+        distances[i] = shift + 20 * fabsf(distances[i]);
         nearest = (double) distances[i] < nearest ? (double) distances[i] : nearest;
     }
     for (uint32_t i = 0; i < k; ++i) {
@@ -367,9 +421,10 @@ static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, flo
     }
     llmaas_logits_info info, again;
     CHECK(llmaas_logits_peek(logits, n_vocab, &info) == LLMAAS_OK && fabs((double) info.max_prob - most) < 1e-5);
-    CHECK(llmaas_logits_mix(logits, n_vocab, values, distances, k, alpha, beta, theta, INFINITY, &again) == LLMAAS_OK);
+    CHECK(llmaas_logits_mix(logits, n_vocab, values, distances, k, alpha, beta, theta, far, &again) == LLMAAS_OK);
     CHECK(memcmp(&info, &again, sizeof info) == 0);
-    const double w = (double) alpha * (1 - (double) beta * most);
+    const double others = exp((nearest - (double) far) / (double) theta);
+    const double w = (double) alpha * (1 - (double) beta * most) * sum / (sum + others);
     for (uint32_t i = 0; i < n_vocab; ++i) {
         CHECK(q[i] > 0 || memcmp(&logits[i], &before[i], sizeof *logits) == 0);
         p[i] = isinf(before[i]) ? 0 : (1 - w) * p[i] + w * q[i] / sum;
@@ -387,11 +442,12 @@ static void check_mixing(void) {
     static const uint32_t vocabularies[] = {3, 15, 16, 17, 500, 5000};
     for (size_t v = 0; v < sizeof vocabularies / sizeof *vocabularies; ++v) {
         for (uint32_t k = 1; k <= 300; k = k * 3 + 1) {
-            check_mix(vocabularies[v], k, 0.3f, 0.0f, 10, 0);
-            check_mix(vocabularies[v], k, 0.9f, 1.0f, 0.5f, 0);
-            check_mix(vocabularies[v], k, 0.25f, 0.5f, 0.01f, 1e5f); /* exp(-distance / theta) is 0 for all */
-            check_mix(vocabularies[v], k, 0.0f, 0.5f, 1, 0);
-            check_mix(vocabularies[v], k, 0.999f, 0.0f, 1e9f, 0);
+            check_mix(vocabularies[v], k, 0.3f, 0.0f, 10, 0, INFINITY);
+            check_mix(vocabularies[v], k, 0.9f, 1.0f, 0.5f, 0, 3);
+            check_mix(vocabularies[v], k, 0.25f, 0.5f, 0.01f, 1e5f, INFINITY); /* exp(-distance / theta) is 0 for all */
+            check_mix(vocabularies[v], k, 0.25f, 0.5f, 0.01f, 1e5f, 0);
+            check_mix(vocabularies[v], k, 0.0f, 0.5f, 1, 0, 5);
+            check_mix(vocabularies[v], k, 0.999f, 0.0f, 1e9f, 0, INFINITY);
         }
     }
 }
@@ -406,7 +462,8 @@ static void check_mix_refusals(void) {
     static const float bad[][3] = {{-0.1f, 0, 1}, {1.1f, 0, 1}, {0.5f, -1, 1}, {0.5f, 2, 1}, {0.5f, 0, 0},
                                    {0.5f, 0, -1}, {NAN, 0, 1}, {0.5f, NAN, 1}, {0.5f, 0, NAN}, {0.5f, 0, INFINITY}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
-        CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, bad[i][0], bad[i][1], bad[i][2], INFINITY, &info) == LLMAAS_EINVAL);
+        const float alpha = bad[i][0], beta = bad[i][1], theta = bad[i][2];
+        CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, alpha, beta, theta, INFINITY, &info) == LLMAAS_EINVAL);
     }
     values[1] = 20;
     CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EINVAL);
@@ -416,10 +473,13 @@ static void check_mix_refusals(void) {
     distances[1] = NAN;
     CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EINVAL);
     distances[1] = 2;
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, LLMAAS_KNN_MAX_BEST + 1, 0.5f, 0, 1, &info) == LLMAAS_EINVAL);
-    CHECK(llmaas_logits_mix(logits, 20, NULL, NULL, 0, 0.5f, 0, 1, &info) == LLMAAS_OK);
+    const uint32_t too_many = LLMAAS_KNN_MAX_BEST + 1;
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, too_many, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, NAN, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, -INFINITY, &info) == LLMAAS_EINVAL);
+    CHECK(llmaas_logits_mix(logits, 20, NULL, NULL, 0, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_OK);
     CHECK(memcmp(logits, same, sizeof same) == 0);
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 1, 0, 1, &info) == LLMAAS_OK); /* the model keeps a say */
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 1, 0, 1, INFINITY, &info) == LLMAAS_OK); /* the model keeps a say */
     CHECK(isfinite(logits[3]) && logits[0] == same[0]);
     logits[7] = NAN;
     CHECK(llmaas_logits_peek(logits, 20, &info) == LLMAAS_EUNSUPPORTED);
@@ -435,6 +495,7 @@ static void check_mix_refusals(void) {
 int main(void) {
     check_kernels();
     check_scans();
+    check_splits();
     check_alike();
     check_refusals();
     check_rescore(33);

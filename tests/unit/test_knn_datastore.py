@@ -18,8 +18,8 @@ from llmaas_plugins.knn_lm.pca import fit_basis
 
 MODEL = bytes(range(32))
 CONVERSATIONS = ["rome", "paris", "oslo"]
-HEADER_BYTES = 124
-ROW_ARRAYS = ("values", "origins", "weights", "scales", "norms", "sums", "codes")
+HEADER_BYTES = 136
+ROW_ARRAYS = ("values", "origins", "weights", "scales", "norms", "sums", "front")
 ARRAYS = ("text", "mean", "axes", "centre", "steps", *ROW_ARRAYS)
 
 
@@ -102,6 +102,25 @@ class TestSearch:
             for query, found in zip(queries, search_all(path, queries, 100), strict=True)
         ]
         assert np.mean(hits) >= 99
+
+    def test_codes_in_two_parts_are_found_forgotten_and_checked(self, path):
+        made_of = pairs(2000, 160)
+        Datastore.write(path, basis=fit_basis(made_of["keys"], 160), **made_of)
+        assert counts_of(path).n_front < 160
+        queries = like_hidden_states(20, 160, seed=5).astype(np.float32)
+        for query, found in zip(queries, search_all(path, queries), strict=True):
+            nearest = np.argsort(exact(made_of["keys"], query))[:10]
+            assert len(np.intersect1d(found.rows, nearest)) >= 9
+        Datastore.without(path, ["paris"])
+        whole = path.read_bytes()
+        for name in ("front", "rest", "front_norms"):
+            path.write_bytes(flipped(whole, counts_of(path).places()[name] + 99))
+            with pytest.raises(StoreError, match=f"damaged {name}"):
+                Datastore.open(path, MODEL)
+        path.write_bytes(whole)
+        kept = made_of["keys"][made_of["origins"][:, 0] != 1]
+        for query, found in zip(queries, search_all(path, queries), strict=True):
+            assert len(np.intersect1d(found.rows, np.argsort(exact(kept, query))[:10])) >= 9
 
     def test_it_agrees_with_faiss(self, path):
         faiss = pytest.importorskip("faiss")
@@ -322,11 +341,14 @@ class TestRefusals:
             (12, "<I", 0),  # no numbers in a key
             (12, "<I", 1 << 31),  # more than any model has
             (16, "<I", 33),  # more in a code than in a key
-            (20, "<I", 7),  # a basis that is not the codes'
-            (24, "<Q", 1 << 31),  # more rows than can be counted
-            (24, "<Q", 1 << 60),
-            (24, "<Q", (1 << 64) - 1),
-            (32, "<Q", 1 << 40),  # text without end
+            (20, "<I", 0),  # no codes in front
+            (20, "<I", 65),
+            (20, "<I", 1 << 31),
+            (24, "<I", 7),  # a basis that is not the codes'
+            (28, "<Q", 1 << 31),  # more rows than can be counted
+            (28, "<Q", 1 << 60),
+            (28, "<Q", (1 << 64) - 1),
+            (36, "<Q", 1 << 40),  # text without end
         ],
     )
     def test_counts_no_writer_writes_in_a_header_whose_sum_is_right(self, written, at, kind, value):
@@ -341,7 +363,7 @@ class TestRefusals:
     def test_a_size_that_the_file_does_not_have(self, written):
         path, _ = written
         whole = bytearray(path.read_bytes())
-        struct.pack_into("<Q", whole, 24, (1 << 31) - 1)
+        struct.pack_into("<Q", whole, 28, (1 << 31) - 1)
         struct.pack_into("<I", whole, HEADER_BYTES - 4, crc32c(whole[: HEADER_BYTES - 4]))
         path.write_bytes(whole)
         with pytest.raises(StoreError, match=f"found {len(whole):,} bytes, expected"):

@@ -154,12 +154,26 @@ def test_what_cannot_be_a_distance_is_refused(value):
         knn_scan(codes, keys[4], 3)
 
 
+def test_codes_in_two_parts_find_what_codes_in_one_find(kernels):
+    keys = normal(3000, 200) / (1 + np.arange(200, dtype=np.float32)) ** 0.7
+    parts = KnnCodes.empty(3000, keys.mean(0), keys.std(0), n_front=64)
+    knn_quantise(parts, keys)
+    for query in keys[::500] * np.float32(1.1):
+        whole, split = knn_scan(coded(keys), query, 80), knn_scan(parts, query, 80)
+        assert np.array_equal(whole.rows, split.rows)
+        assert np.array_equal(whole.distances, split.distances)
+
+
 def test_parts_that_do_not_fit_together_are_refused():
     codes = coded(normal(10, 20))
+    parts = {name: getattr(codes, name) for name in KnnCodes.__slots__ if name != "handle"}
+    KnnCodes(**parts)
     with pytest.raises(NativeError, match="for 20 dimensions"):
-        KnnCodes(codes.codes, codes.scales[:5], codes.norms, codes.centre, codes.steps)
+        KnnCodes(**parts | {"scales": codes.scales[:5]})
+    with pytest.raises(NativeError, match="for 20 dimensions"):
+        KnnCodes(**parts | {"front_norms": codes.norms})
     with pytest.raises(NativeError, match="expected float32"):
-        KnnCodes(codes.codes, codes.scales.astype(float), codes.norms, codes.centre, codes.steps)
+        KnnCodes(**parts | {"scales": codes.scales.astype(float)})
     with pytest.raises(NativeError, match=r"query \(21,\)"):
         knn_scan(codes, normal(21), 3)
     with pytest.raises(NativeError, match=r"keys \(10, 21\)"):

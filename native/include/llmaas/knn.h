@@ -15,15 +15,20 @@
 #define LLMAAS_KNN_MIN_STEP 0x1p-50f
 #define LLMAAS_KNN_MAX_STEP 0x1p50f
 
+/* A row has as many bytes as it has dimensions, rounded up to a multiple of LLMAAS_KNN_ALIGN. The first n_front of them are
+ * in one matrix, the rest, if any, in another: where the first dimensions are those in which keys differ most, they say of
+ * nearly all rows that these are too far away, and the rest of such rows is not read. */
 typedef struct llmaas_knn_codes {
     uint64_t n_rows;      /* fits int32_t */
     uint32_t n_dims;      /* 1 to LLMAAS_KNN_MAX_DIMS */
-    uint32_t stride;      /* bytes from row to row: n_dims rounded up to a multiple of LLMAAS_KNN_ALIGN */
+    uint32_t n_front;     /* a multiple of LLMAAS_KNN_ALIGN */
     const float * centre; /* n_dims */
     const float * steps;  /* n_dims, each LLMAAS_KNN_MIN_STEP to LLMAAS_KNN_MAX_STEP, or 0 where all keys are alike */
-    uint8_t * codes;      /* n_rows × stride, at a multiple of LLMAAS_KNN_ALIGN */
+    uint8_t * front;      /* n_rows × n_front, at a multiple of LLMAAS_KNN_ALIGN */
+    uint8_t * rest;       /* likewise; anything where n_front is all */
     float * scales;       /* n_rows */
     float * norms;        /* n_rows: a row's part of its squared distances that no query changes */
+    float * front_norms;  /* n_rows: the least that is of its dimensions in front; anything where n_front is all */
 } llmaas_knn_codes;
 
 /* Fill rows [first, first + n) from n × n_dims keys. EUNSUPPORTED: one is not finite, or too large to be squared, or
@@ -32,10 +37,11 @@ LLMAAS_API llmaas_status llmaas_knn_quantise(
     const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys);
 
 /* The n_best rows of [first, first + n) that are nearest to the query, nearest first (of two alike the lower row), and
- * their approximate squared distances. *n_found: min(n, n_best). EUNSUPPORTED: the query is not finite or too large. */
+ * their approximate squared distances. They do not depend on n_front. *n_found: min(n, n_best). EUNSUPPORTED: the query is
+ * not finite or too large. scratch: n numbers; anything where n_front is all. */
 LLMAAS_API llmaas_status llmaas_knn_scan(
-    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, int32_t * rows,
-    float * distances, uint32_t * n_found);
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, float * scratch,
+    int32_t * rows, float * distances, uint32_t * n_found);
 
 /* Keys as they were, in a file: n_rows of n_dims float16 values, one after another from offset on. */
 typedef struct llmaas_knn_rows {
