@@ -16,7 +16,8 @@ __all__ = ["Fitted", "HeldOut", "fit", "skip_above"]
 
 Floats = npt.NDArray[np.float32]
 
-_ALPHAS = tuple(round(0.05 * i, 2) for i in range(1, 20))
+_ALPHAS = tuple(round(0.05 * i, 2) for i in range(20))
+"""Also 0: past chats of which nothing comes up again."""
 _BETAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _THETAS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """In medians of the nearest neighbours' squared distances."""
@@ -73,7 +74,7 @@ def fit(held_out: HeldOut, *, has_far: bool = True) -> Fitted:
     """
     if not len(held_out.p_lm):
         raise ValueError("nothing to fit on: no held-out targets")
-    scale = float(np.median(held_out.distances[:, 0])) or 1.0
+    scale = _typical(held_out.distances[:, 0])
     fars = _FARS if has_far else _FARS[:1]
     coarse = [(theta * scale, scale + far * theta * scale) for theta in _THETAS for far in fars]
     _, best = max((_best(held_out, *point) for point in coarse), key=lambda found: found[0])
@@ -92,6 +93,8 @@ def skip_above(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
     Returns:
         The threshold, 1.0 if there is none, and the share of targets for which it saves the search.
     """
+    if not len(held_out.p_lm):
+        return 1.0, 0.0
     parts = (held_out.distances, held_out.hits, held_out.weights, held_out.p_lm, held_out.p_max)
     gains = np.log(mixture.probability(*parts) / held_out.p_lm)
     for threshold in _THRESHOLDS:
@@ -99,6 +102,12 @@ def skip_above(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
         if gains[is_sure].sum() <= _LEAST_GAIN * len(gains):
             return threshold, float(is_sure.mean())
     return 1.0, 0.0
+
+
+def _typical(distances: Floats) -> float:
+    """The median, leaving out states that are stored to the last bit (of a repeated beginning)."""
+    others = distances[(distances > 0) & np.isfinite(distances)]
+    return float(np.median(others)) if len(others) else 1.0
 
 
 def _best(held_out: HeldOut, theta: float, far: float) -> tuple[float, Mixture]:
