@@ -25,6 +25,7 @@ __all__ = [
     "SegmentName",
     "erase",
     "read",
+    "read_into",
     "require_datastore",
     "retire",
     "segment_files",
@@ -136,12 +137,16 @@ def erase(path: Path) -> None:
 
 def read(fd: int, n_bytes: int, at: int) -> bytes:
     """Bytes of a file; fewer only where it ends. The caller knows that it is so long."""
-    blocks: list[bytes] = []
-    while n_bytes and (block := os.pread(fd, n_bytes, at)):
-        blocks.append(block)
-        n_bytes -= len(block)
-        at += len(block)
-    return b"".join(blocks)
+    room = memoryview(bytearray(n_bytes))
+    return bytes(room[: read_into(fd, room, at)])
+
+
+def read_into(fd: int, room: memoryview, at: int) -> int:
+    """Fill ``room``; how many bytes of it, fewer only where the file ends."""
+    n_read = 0
+    while n_read < len(room) and (n := os.preadv(fd, [room[n_read:]], at + n_read)):
+        n_read += n
+    return n_read
 
 
 def write(fd: int, data: bytes, at: int) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from llmaas_hooks import StoreError
 from llmaas_hooks.native import States
 from llmaas_plugins._native import KNN_MAX_DIMS, crc32c, knn_sum
-from llmaas_plugins.knn_lm.archive_files import FILES, read, write
+from llmaas_plugins.knn_lm.archive_files import FILES, read, read_into, write
 from llmaas_plugins.knn_lm.archive_record import (
     COLUMNS,
     HEADER_BYTES,
@@ -193,7 +193,7 @@ class Segment:
             os.posix_fadvise(self._fd, places[start], length, os.POSIX_FADV_WILLNEED)
         for start, end in runs:
             into = room[start * n_bytes : end * n_bytes]
-            n_read = os.preadv(self._fd, [into], places[start])
+            n_read = read_into(self._fd, into, places[start])
             if n_read != len(into):
                 raise self._damaged(record.at, f"found {n_read} bytes, expected {len(into)}")
         found = knn_sum(keys)

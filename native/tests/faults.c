@@ -272,6 +272,11 @@ EXPORT ssize_t pread64(int fd, void * buf, size_t n, off_t at) { return read_at(
 EXPORT ssize_t pread(int fd, void * buf, size_t n, off_t at) { return pread64(fd, buf, n, at); }
 EXPORT ssize_t preadv64(int fd, const struct iovec * v, int n, off_t at) { return read_at(fd, v, n, at, "preadv"); }
 EXPORT ssize_t preadv(int fd, const struct iovec * v, int n, off_t at) { return preadv64(fd, v, n, at); }
+/* Python's own; it never passes flags. */
+EXPORT ssize_t preadv64v2(int fd, const struct iovec * v, int n, off_t at, int flags) {
+    (void) flags;
+    return preadv64(fd, v, n, at);
+}
 
 EXPORT ssize_t write(int fd, const void * buf, size_t n) {
     char path[4096];

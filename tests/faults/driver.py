@@ -41,7 +41,7 @@ FAULTS = {  # what the library is told, and whether it goes on
 POWER = {"power cut", "power cut, some written"}
 
 
-def child(directory, out):
+def child(directory, out, life):
     """Live, telling the parent of each step; ends with the process."""
     log = []
     handler = logging.Handler()
@@ -61,7 +61,7 @@ def child(directory, out):
     os._exit(0)
 
 
-def lived(library, directory, fault, point):
+def lived(library, directory, fault, point, life):
     """What a child told: its steps, its ending if it had one, and how many operations it did."""
     reading, writing = os.pipe()
     kind, sticky = FAULTS[fault]
@@ -69,7 +69,7 @@ def lived(library, directory, fault, point):
     if pid == 0:
         os.close(reading)
         library.faults_arm(os.fsencode(directory), kind, point, int(sticky), point)
-        child(directory, os.fdopen(writing, "w"))
+        child(directory, os.fdopen(writing, "w"), life)
     os.close(writing)
     with os.fdopen(reading) as lines:
         told = [json.loads(line) for line in lines]
@@ -111,7 +111,7 @@ def examine(directory, wanted):
 
 
 def problems_at(library, directory, fault, point, whole):
-    steps, ending = lived(library, directory, fault, point)
+    steps, ending = lived(library, directory, fault, point, life)
     if ending is None and FAULTS[fault][0] > -2:
         yield "the process died"
     if ending is not None and ending["end"] == "raised":

@@ -20,6 +20,7 @@ FAULTS = [
     "power cut",
     "power cut, some written",
 ]
+SOME = ["EIO", "torn anywhere", "killed after", "power cut, some written"]
 REACHED = {  # every file of a store, and everything that is done to one
     "pwritev chunks.slab",
     "preadv chunks.slab",
@@ -41,6 +42,19 @@ REACHED = {  # every file of a store, and everything that is done to one
     "open lock",
     "pwrite lock",
 }
+REACHED_OF_AN_ARCHIVE = {
+    "preadv 000000.0.segment",
+    "pwrite 000000.0.segment",
+    "ftruncate 000000.0.segment",
+    "sync 000000.0.segment",
+    "unlink 000000.0.segment",
+    "pwrite 000000.1.segment.partial",
+    "sync 000000.1.segment.partial",
+    "rename 000000.1.segment.partial",
+    "rename 000000.1.segment",
+    "pwrite 000000.1.segment.dropped",
+    "open lock",
+}
 
 
 @pytest.mark.soak
@@ -57,3 +71,15 @@ def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
     assert found["problems"] == []
     assert found["points"] >= scale(10, 150)
     assert set(found["ops"]) >= REACHED
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", scale(SOME, FAULTS))
+def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, fault):
+    """Whatever happens, what was added is there, and what is forgotten again is gone."""
+    step = scale(13, 1)
+    first = FAULTS.index(fault) % step
+    found = run_preloaded("archive_driver.py", tmp_path, fault, step, first)
+    assert found["problems"] == []
+    assert found["points"] >= scale(10, 150)
+    assert set(found["ops"]) >= REACHED_OF_AN_ARCHIVE

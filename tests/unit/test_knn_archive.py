@@ -312,6 +312,28 @@ def test_old_bytes_are_overwritten_before_their_name_goes(store):
             looking.conversations()
 
 
+def test_opening_to_write_erases_what_a_crash_left(store):
+    """Copies of what is forgotten do not wait for somebody to forget it again."""
+    fill(store, RECORDS)
+    content = (store / "000000.0.segment").read_bytes()
+    (store / "000000.0.segment").rename(store / "000000.12.segment")
+    names = ["000000.0.segment", "000000.11.segment", "000000.13.segment.partial"]
+    names += ["000000.2.segment.dropped", "000007.0.segment.partial"]
+    for name in names:
+        (store / name).write_bytes(content)
+    before = {path.name for path in store.iterdir()}
+    with Archive.open(store) as looking:
+        assert_holds(looking, RECORDS)
+    assert {path.name for path in store.iterdir()} == before
+    left = [(store / name).open("rb") for name in names]
+    with Archive.open(store, writable=True) as archive:
+        assert_holds(archive, RECORDS)
+    assert {path.name for path in store.iterdir()} == {"lock", "000000.12.segment"}
+    for file in left:
+        with file:
+            assert set(file.read()) == {0}
+
+
 HOLD = """
 import sys
 from pathlib import Path

@@ -1,0 +1,126 @@
+"""An archive's life, with one fault at each operation in turn; see ``driver.py``.
+
+``python archive_driver.py LIBRARY FOLDER FAULT STEP FIRST`` prints what it did and found, as JSON.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from archived import BINDING, assert_holds, record, record_id
+from driver import FAULTS, NEVER, lived
+
+from llmaas_plugins.knn_lm import archive as archive_module
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_record import PAGE
+
+SEEDS = range(6)
+LIFE = [
+    ("add", [0, 1, 2]),
+    ("forget", [1]),
+    ("look", []),
+    ("add", [3, 4]),
+    ("forget", [0, 3]),
+    ("forget", [2]),
+    ("add", [5]),
+]
+GONE, LEFT = {0, 1, 2, 3}, [4, 5]
+IDS = {record_id(record(seed)): seed for seed in SEEDS}
+
+
+def ids(seeds):
+    return [record_id(record(seed)) for seed in seeds]
+
+
+def life(directory):
+    """Yields after each step how far it got: the part, and conversations added in it."""
+    for part, (what, seeds) in enumerate(LIFE):
+        with Archive.open(directory, BINDING, writable=what != "look") as archive:
+            if what == "add":
+                for n_added, seed in enumerate(seeds, 1):
+                    archive.append(record(seed))
+                    yield {"part": part, "n_added": n_added}
+            elif what == "forget":
+                archive.forget(ids(seeds))
+            else:
+                archive.conversations()
+                archive.pairs(np.arange(archive.n_pairs))
+        yield {"part": part + 1, "n_added": 0}
+
+
+def expected(steps):
+    """Conversations that must be there, and those that may be."""
+    at = steps[-1] if steps else {"part": 0, "n_added": 0}
+    there = set()
+    for what, seeds in LIFE[: at["part"]]:
+        there = there | set(seeds) if what == "add" else there - set(seeds)
+    what, seeds = LIFE[at["part"]] if at["part"] < len(LIFE) else ("look", [])
+    if what == "add":
+        there |= set(seeds[: at["n_added"]])
+        return there, there | set(seeds[: at["n_added"] + 1])
+    return (there - set(seeds), there) if what == "forget" else (there, there)
+
+
+def examine(directory, steps):
+    """Look at what is left, then go on with it; what is wrong with it."""
+    must, may = expected(steps)
+    if must or (directory / "lock").exists():
+        with Archive.open(directory) as archive:
+            found = [IDS[id_] for id_ in archive.ids()]
+            assert_holds(archive, [record(seed) for seed in found])
+        if not must <= set(found) <= may:
+            yield f"found {found}, expected {sorted(must)}, and at most {sorted(may)}"
+    with Archive.open(directory, BINDING, writable=True) as archive:
+        archive.forget(ids(GONE))
+        for seed in LEFT:
+            if record_id(record(seed)) not in archive:
+                archive.append(record(seed))
+    with Archive.open(directory) as archive:
+        assert_holds(archive, [record(seed) for seed in LEFT])
+    files = list(directory.iterdir())
+    content = b"".join(path.read_bytes() for path in files)
+    if any(f"question {seed}:".encode() in content for seed in GONE):
+        yield "what was forgotten is still there"
+    if any(path.suffix not in ("", ".segment") for path in files):
+        yield f"left over: {sorted(path.name for path in files)}"
+
+
+def problems_at(library, directory, fault, point):
+    steps, ending = lived(library, directory, fault, point, life)
+    if ending is None and FAULTS[fault][0] > -2:
+        yield "the process died"
+    if ending is not None and ending["end"] == "raised":
+        yield f"it raised {ending['why']}"
+    try:
+        yield from examine(directory, steps)
+    except Exception as error:
+        yield f"afterwards: {error!r}"
+
+
+def main():
+    library, folder, fault = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    library.faults_op.restype = ctypes.c_char_p
+    archive_module._MOST_SEGMENT_BYTES = 5 * PAGE  # two records
+    directory = folder / "whole"
+    library.faults_arm(os.fsencode(directory), 0, NEVER, 0, 0)
+    list(life(directory))
+    n_ops = library.faults_disarm()
+    ops = collections.Counter(library.faults_op(i).decode() for i in range(n_ops))
+    found, points = [], range(int(sys.argv[5]), n_ops, int(sys.argv[4]))
+    for point in points:
+        directory = folder / f"at-{point}"
+        said = list(problems_at(library, directory, fault, point))
+        found += [f"{fault} at operation {point}: {problem}" for problem in said]
+        shutil.rmtree(directory, ignore_errors=True)
+    json.dump({"points": len(points), "ops": ops, "problems": found}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
