@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -65,6 +66,7 @@ class Datastore:
         self._codes = _read_codes(file)
         self._file = file
         self._check_ranges()
+        weakref.finalize(self, file.close)  # who replaces one cannot know who still searches it
 
     @classmethod
     def open(cls, path: Path, fingerprint: bytes | None) -> Self:

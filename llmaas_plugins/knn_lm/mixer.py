@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,10 +59,13 @@ class Settings:
         mixture = dataclasses.replace(
             mixture, **{name: value for name, value in chosen.items() if value is not None}
         )
-        skip_above = found.get("skip_above") if config.skip_above is None else config.skip_above
+        skip_above: Any = config.skip_above
         if skip_above is None:
-            raise ValueError("found no skip_above, expected a number")
-        return cls(mixture, config.k, float(skip_above))
+            skip_above = found.get("skip_above")
+        try:
+            return cls(mixture, config.k, float(skip_above))
+        except TypeError as error:
+            raise ValueError(f"found skip_above {skip_above!r}, expected a number") from error
 
 
 class Mixer:
@@ -73,7 +77,8 @@ class Mixer:
         self._states = native.hidden_states(key, capacity=n_batch)
         self._counts = counts
         self._rows = np.empty((0, 0), np.float32)
-        self._is_mixed: set[int] = set()
+        self._edits: dict[int, _Edit | None] = {}
+        self._former: dict[int, _Edit | None] = {}
 
     def close(self) -> None:
         """Look no longer."""
@@ -82,24 +87,53 @@ class Mixer:
     def decoded(self) -> None:
         """A batch was evaluated: its outputs are the ones that can be sampled."""
         self._rows = self._states.take()
-        self._is_mixed.clear()
+        self._edits.clear()
+        self._former.clear()
+
+    def begin(self) -> None:
+        """Another request begins, which may sample from rows that were mixed for the one before."""
+        self._former |= self._edits
+        self._edits.clear()
+
+    def restore(self, view: LogitsView) -> None:
+        """Give a row that was mixed for an earlier request the model's own logits again."""
+        if self._former and (edit := self._former.pop(_n_behind(view), None)) is not None:
+            edit.undo(view.logits)
 
     def mix(self, view: LogitsView, datastore: Datastore, settings: Settings) -> None:
-        """Mix neighbours into a row of logits, in place, and only once."""
-        row = _row(view)
-        if row in self._is_mixed:
+        """Mix neighbours into a row of logits, in place, and only once.
+
+        Rows are counted from the last one: states of a batch that failed may come before the first.
+        """
+        n_behind = _n_behind(view)
+        if n_behind in self._edits:
             return
-        if not 0 <= row < len(self._rows):
+        row = len(self._rows) - 1 - n_behind
+        if row < 0:
             self._counts.unmatched += 1
             return
-        self._is_mixed.add(row)
+        self._edits[n_behind] = None
         if settings.skip_above < 1 and logits_peek(view.logits).max_prob >= settings.skip_above:
             self._counts.skipped += 1
             return
         started = time.perf_counter()
-        _mix(view.logits, self._rows[row], datastore, settings)
+        self._edits[n_behind] = _mix(view.logits, self._rows[row], datastore, settings)
         self._counts.mixed += 1
         self._counts.search_s += time.perf_counter() - started
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edit:
+    """What mixing changed in a row."""
+
+    tokens: npt.NDArray[np.int32]
+    before: npt.NDArray[np.float32]
+    after: npt.NDArray[np.float32]
+
+    def undo(self, logits: npt.NDArray[np.float32]) -> None:
+        """Change it back, unless these are other logits: the app may have loaded a state."""
+        if np.array_equal(logits[self.tokens], self.after):
+            logits[self.tokens] = self.before
 
 
 def _mix(
@@ -107,16 +141,18 @@ def _mix(
     query: npt.NDArray[np.float32],
     datastore: Datastore,
     settings: Settings,
-) -> None:
+) -> _Edit:
     found, mixture = datastore.search(query, settings.k), settings.mixture
+    before = logits[found.values]
     theta = mixture.theta
     # a weight is as good as a smaller distance: w exp(-d / theta) = exp(-(d - theta log w) / theta)
     distances = (found.distances - theta * np.log(found.weights)).astype(np.float32)
     logits_mix(logits, found.values, distances, mixture.alpha, mixture.beta, theta, mixture.far)
+    return _Edit(found.values, before, logits[found.values])
 
 
-def _row(view: LogitsView) -> int:
-    """Which of the batch's outputs these logits are."""
-    first = llama_cpp.llama_get_logits(view.ctx)
-    start = np.ctypeslib.as_array(first, shape=(1,)).ctypes.data
-    return int((view.logits.ctypes.data - start) // view.logits.nbytes)
+def _n_behind(view: LogitsView) -> int:
+    """How many of the batch's outputs come after these logits."""
+    last = llama_cpp.llama_get_logits_ith(view.ctx, -1)
+    start = np.ctypeslib.as_array(last, shape=(1,)).ctypes.data
+    return int((start - view.logits.ctypes.data) // view.logits.nbytes)

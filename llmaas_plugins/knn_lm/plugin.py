@@ -63,7 +63,7 @@ class KnnLM:
         """Open nothing yet: the datastore is opened with the first request."""
         self._config = config
         self._path = config.store.expanduser() / SELECTED
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a context may be freed by a collection inside
         self._natives: dict[int, NativeContext] = {}
         self._unfit: dict[int, str] = {}
         self._served: dict[int, _Served] = {}
@@ -115,6 +115,7 @@ class KnnLM:
             self._serve(engine)
             self._seen.add(engine)
         if (served := self._served.get(engine.ctx)) is not None:
+            served.mixer.begin()
             served.is_on = _NAME not in request.declined
 
     @hookimpl
@@ -132,9 +133,18 @@ class KnnLM:
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
         """Mix, before anything is sampled (Eqs 1, 2, 32 and 33)."""
-        served, opened = self._served.get(view.ctx), self._opened
-        if served is not None and served.is_on and opened is not None:
+        if (served := self._served.get(view.ctx)) is None:
+            return
+        served.mixer.restore(view)
+        opened = self._opened
+        if not served.is_on or opened is None:
+            return
+        try:
             served.mixer.mix(view, opened.datastore, opened.settings)
+        except StoreError:
+            if opened.datastore.is_current():
+                raise
+            served.is_on = False  # it was forgotten meanwhile; the next request finds the new one
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -193,24 +203,51 @@ class KnnLM:
         if native is None:
             return "its context was made before the activation, or has no hook point"
         if not self._is_current() or self._opened is None:
-            self._close()
-            if not self._path.exists():
-                return (
-                    f"there is no datastore in {self._path.parent}. Make one with "
-                    "`llmaas datastore build`"
-                )
-            self._opened = self._open()
-        opened, model = self._opened, fingerprint(engine.llama)
-        if opened.datastore.fingerprint != model:
-            raise StoreError(
-                f"datastore {self._path} is of another model: found fingerprint "
-                f"{opened.datastore.fingerprint.hex()[:12]}, expected {model.hex()[:12]}. Set "
-                "plugins.knn_lm.store to another directory, or build one for this model there."
+            self._renew()
+        if self._opened is None:
+            return (
+                f"there is no datastore in {self._path.parent}. Make one with "
+                "`llmaas datastore build`"
             )
+        opened, model = self._opened, fingerprint(engine.llama)
+        self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
             self._served[engine.ctx] = _Served(mixer, model)
         return None
+
+    def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:
+        if datastore.fingerprint != model:
+            raise StoreError(
+                f"datastore {self._path} is of another model: found fingerprint "
+                f"{datastore.fingerprint.hex()[:12]}, expected {model.hex()[:12]}. Set "
+                "plugins.knn_lm.store to another directory, or build one for this model there."
+            )
+        found = datastore.n_embd, int(datastore.values.max(initial=0))
+        expected = int(llama.n_embd()), int(llama.n_vocab())
+        if found[0] != expected[0] or found[1] >= expected[1]:
+            raise StoreError(
+                f"datastore {self._path} was not made by this program: found keys of {found[0]} "
+                f"numbers and token {found[1]}, expected {expected[0]} and tokens below "
+                f"{expected[1]}. Select it again with `llmaas datastore select`."
+            )
+
+    def _renew(self) -> None:
+        """Use what is on disk now.
+
+        Requests that are under way in other threads go on with it. The one before is not closed
+        here, as they may be searching in it: it is when nobody has it any more.
+        """
+        key = None if self._opened is None else self._opened.key
+        self._opened = None
+        self._seen.clear()
+        if self._path.exists():
+            self._opened = self._open()
+        opened = self._opened
+        for ctx, served in list(self._served.items()):
+            wanted = opened and (opened.key, opened.datastore.fingerprint)
+            if wanted != (key, served.fingerprint):
+                self._drop(ctx)
 
     def _open(self) -> _Opened:
         datastore = Datastore.open(self._path, None)
