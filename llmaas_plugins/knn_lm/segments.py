@@ -1,5 +1,8 @@
 """One file of the archive: a header, and one conversation's record behind the other.
 
+The header is a page: magic, format, numbers in a key, kind of key, conversations numbered so far
+(uint32 each), the model's fingerprint (32 bytes), BLAKE2b-64 of these, zeros.
+
 Records are only ever appended. What a crash left behind the last one that was written whole is a
 torn tail; anything else that is not as it was written is damage, and refused.
 """
