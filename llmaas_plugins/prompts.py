@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from llama_cpp import Llama
+from llama_cpp import Llama, llama_cpp
 
 __all__ = ["conversation_tokens", "prompt_tokens"]
 
@@ -49,23 +49,30 @@ def conversation_tokens(llama: Any, messages: Messages) -> list[int] | None:
 
 
 def _opening(llama: Any) -> int:
-    """Tokens between the one that ends a turn and the assistant's first word.
+    """Tokens between the one that ends a turn and the assistant's next word.
 
-    Two prompts whose last words differ end alike in these, and in the token that ends a turn.
+    Two prompts whose last words differ end alike in these, and in what ends a turn: that is the
+    first token that ends a generation, or, where there is none, one token.
     """
-    asked: Messages = [{"role": "user", "content": "x"}]
-    ends = prompt_tokens(llama, asked, {}), prompt_tokens(llama, [*asked, _Y], {})
-    if ends[0] is None or ends[1] is None:
+    ends = [prompt_tokens(llama, [_ASKED, _said(word)], {}) for word in ("x", "y")]
+    if ends[0] is None or ends[1] is None or ends[0] == ends[1]:
         return 0
     alike = 0
     for one, other in zip(reversed(ends[0]), reversed(ends[1]), strict=False):
         if one != other:
             break
         alike += 1
-    return max(0, alike - 1)
+    vocab = llama_cpp.llama_model_get_vocab(llama.model)
+    after = range(len(ends[0]) - alike, len(ends[0]))
+    last = (i for i in after if llama_cpp.llama_vocab_is_eog(vocab, ends[0][i]))
+    return len(ends[0]) - 1 - next(last, after.start) if alike else 0
 
 
-_Y = {"role": "assistant", "content": "y"}
+_ASKED = {"role": "user", "content": "x"}
+
+
+def _said(word: str) -> dict[str, str]:
+    return {"role": "assistant", "content": word}
 
 
 class _Heard(Exception):  # noqa: N818  no error

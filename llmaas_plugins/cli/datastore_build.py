@@ -205,7 +205,9 @@ def _is_unknown(value: object) -> bool:
 def _add_text(added: Added) -> str:
     text = f"{added.n_added:,} conversations added, {added.n_pairs:,} pairs"
     text += f"; {added.n_known:,} were in already" if added.n_known else ""
-    return text + (f"; {added.n_short:,} too short" if added.n_short else "") + "."
+    text += f"; {added.n_short:,} too short" if added.n_short else ""
+    refused = f"; {added.n_refused:,} that the model's chat template does not take"
+    return text + (refused if added.n_refused else "") + "."
 
 
 def _select_text(selected: Selected) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from llmaas_plugins.prompts import conversation_tokens
 __all__ = ["Added", "add", "binding_of", "tokens_of"]
 
 
+_log = logging.getLogger("llmaas.knn_lm")
+
+
 class Added(NamedTuple):
     """What became of conversations.
 
@@ -28,12 +32,14 @@ class Added(NamedTuple):
         n_added: Added now.
         n_known: In the archive already.
         n_short: Left out: fewer than two tokens.
+        n_refused: Left out: the model's chat template does not take them.
         n_pairs: Pairs added.
     """
 
     n_added: int = 0
     n_known: int = 0
     n_short: int = 0
+    n_refused: int = 0
     n_pairs: int = 0
 
 
@@ -46,10 +52,14 @@ def tokens_of(llama: Any, conversation: Conversation) -> Tokens:
     """A conversation as the engine would see it, by the chat handler of ``llama``.
 
     Raises:
+        ValueError: It does not take this one; some want a question and an answer in turn.
         LlmaasError: It does not make tokens.
     """
     messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
-    tokens = conversation_tokens(llama, messages)
+    try:
+        tokens = conversation_tokens(llama, messages)
+    except Exception as error:  # a template is a program that came with the model
+        raise ValueError(f"conversation {conversation.title!r} makes no prompt: {error}") from error
     if tokens is None:
         raise LlmaasError(
             f"chat format {llama.chat_format!r} makes no prompt of conversation "
@@ -81,18 +91,23 @@ def add(  # noqa: PLR0913
     for conversation, source in conversations:
         if conversation_id(conversation) in archive:
             done = done._replace(n_known=done.n_known + 1)
+        elif (tokens := _readable(llama, conversation)) is None:
+            done = done._replace(n_refused=done.n_refused + 1)
+        elif len(tokens) < 2:
+            done = done._replace(n_short=done.n_short + 1)
         else:
-            tokens = tokens_of(llama, conversation)
-            if len(tokens) < 2:
-                done = done._replace(n_short=done.n_short + 1)
-            else:
-                found = encoder.encode(tokens, between)
-                now = time.time()
-                archive.append(
-                    Record(conversation, source, now, tokens, found.positions, found.pairs)
-                )
-                done = done._replace(
-                    n_added=done.n_added + 1, n_pairs=done.n_pairs + len(found.pairs)
-                )
+            found = encoder.encode(tokens, between)
+            now = time.time()
+            archive.append(Record(conversation, source, now, tokens, found.positions, found.pairs))
+            done = done._replace(n_added=done.n_added + 1, n_pairs=done.n_pairs + len(found.pairs))
         progress(1)
     return done
+
+
+def _readable(llama: Any, conversation: Conversation) -> Tokens | None:
+    """The tokens; one conversation that makes none must not keep the others out."""
+    try:
+        return tokens_of(llama, conversation)
+    except ValueError as error:
+        _log.warning("left out: %s", error)
+        return None

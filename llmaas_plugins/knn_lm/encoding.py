@@ -25,6 +25,8 @@ __all__ = ["Encoded", "Encoder"]
 _MOST_LOGITS_BYTES = 64 << 20
 _MOST_BATCH = 512
 _MOST_CELLS = 4096
+_LEAST = np.finfo(np.float32).tiny
+"""Of a probability whose logarithm is wanted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +175,7 @@ class Encoder:
             logits = np.ctypeslib.as_array(pointer, shape=(len(values), self._n_vocab))
             for i, value in enumerate(values.tolist()):
                 info = logits_peek(logits[i])
-                p_lm[i] = np.exp(logits[i, value] - info.log_sum_exp)
+                p_lm[i] = max(np.exp(logits[i, value] - info.log_sum_exp), _LEAST)
                 p_max[i] = info.max_prob
         return p_lm, p_max
 
