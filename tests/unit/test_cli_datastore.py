@@ -306,6 +306,18 @@ def test_selected_pairs_of_a_conversation_that_is_not_in_the_archive_can_be_forg
     assert not is_anywhere(store, LONG)
 
 
+def test_selection_without_an_archive_is_shown_and_forgotten(run, store):
+    """As on a device that was given only what is searched."""
+    for name in ("lock", "000000.0.segment"):
+        (store / name).unlink()
+    found = run("stats")[1]
+    assert (found["conversations"], found["model"], found["selected"]["pairs"]) == (0, None, 5)
+    assert run("forget", hex_id(MAIL)[:8])[1]["n_selected"] == 2
+    assert_selected(store, {hex_id(LONG): [11, 12, 199]})
+    assert run("forget", "--all")[1]["n_selected"] == 3
+    assert files(store) == {"lock": b""}
+
+
 def test_nothing_is_forgotten_while_another_writes(run, store):
     with Archive.open(store, BINDING, writable=True):
         for what in (["--all"], [hex_id(MAIL)], ["--app", "mail"]):
