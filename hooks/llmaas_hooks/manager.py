@@ -114,8 +114,8 @@ class HookManager:
         self._call("llmaas_native_context", context=context)
 
     def context_free(self, ctx: int) -> None:
-        """Fire ``llmaas_context_free``."""
-        self._call("llmaas_context_free", ctx=ctx)
+        """Fire ``llmaas_context_free``; an app that got an error would take it for still there."""
+        self._call("llmaas_context_free", raises=False, ctx=ctx)
 
     def decode(self, step: DecodeStep) -> None:
         """Fire ``llmaas_decode``."""

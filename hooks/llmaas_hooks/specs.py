@@ -94,7 +94,7 @@ def llmaas_context_free(ctx: int) -> None:
     When: inside ``llama_free``, before the original and after deferred work. The model may be freed
     next. Not at the end of the suite: ``llmaas_shutdown`` is.
     Thread: the app's. Cost: once a context; may take milliseconds.
-    Errors: with ``on_error = "log"`` the context is freed.
+    Errors: always logged; the context is freed.
     """
 
 

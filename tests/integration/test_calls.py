@@ -99,6 +99,23 @@ def test_hook_llmaas_context_create_tells_how_the_model_was_opened(
     assert seen[1] is None
 
 
+def test_hook_llmaas_context_free(make_llama, patched):
+    """Whether the app closes ``Llama`` or drops it, and while the context is still there."""
+    freed = []
+
+    def free(self, ctx):
+        freed.append((ctx, bindings.llama_n_batch(ctx)))
+
+    patched(p=plugin_with(llmaas_context_free=free))
+    first, second = make_llama(n_batch=32), make_llama(n_batch=64)
+    addresses = int(first.ctx), int(second.ctx)
+    second.close()
+    assert freed == [(addresses[1], 64)]
+    second.close()
+    first.close()
+    assert freed == [(addresses[1], 64), (addresses[0], 32)]
+
+
 @pytest.mark.parametrize("accepts", [True, False])
 def test_hook_llmaas_context_create_may_look_at_what_came_of_it(make_llama, patched, accepts):
     contexts, engines = [], []

@@ -191,6 +191,17 @@ def test_the_end_of_a_generator(trial, make, hook, how):
 
 
 @pytest.mark.parametrize("failure", [fail, wrong_type])
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_a_context_is_freed_all_the_same(trial, make, on_error, failure):
+    found = trial(on_error, "llmaas_context_free", failure)
+    llama = make()
+    llama.close()
+    assert llama.ctx is None
+    assert found.early.called[-1] == found.late.called[-1] == "llmaas_context_free"
+    assert found.hooks.errors()["bad"]["llmaas_context_free"]["count"] == 1
+
+
+@pytest.mark.parametrize("failure", [fail, wrong_type])
 def test_deleting_a_context_is_never_silent(trial, failure):
     found = trial("log", "llmaas_kv_evict", failure)
     with pytest.raises(PluginError, match="'bad' failed in llmaas_kv_evict"):
