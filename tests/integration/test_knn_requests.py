@@ -1,0 +1,429 @@
+"""What a request gets while knn_lm is on: one distribution, under every sampler and way to ask."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+from datastores import QUESTIONS, K, Natives, softmax, stored
+from llama_cpp import LlamaGrammar, LogitsProcessorList
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+import llmaas_plugins
+from llmaas_hooks import UnknownPluginError, hookimpl
+from llmaas_patches import serving_context
+from llmaas_plugins import activate
+
+ONE_BY_ONE = {"n_ubatch": 1, "flash_attn": True}
+"""Then a token's logits do not depend on which others were evaluated with it."""
+
+NAME = {"enum": ["Bruno", "Anna"]}
+NAMES = {"type": "object", "properties": {"name": NAME}, "required": ["name"]}
+SAMPLERS = {
+    "greedy": {"temp": 0.0},
+    "temperature alone": {"temp": 1.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "top-k": {"temp": 0.9, "top_k": 5},
+    "top-p": {"temp": 0.9, "top_p": 0.5},
+    "min-p": {"temp": 0.9, "min_p": 0.2},
+    "typical": {"temp": 0.9, "typical_p": 0.5},
+    "mirostat": {"temp": 0.9, "mirostat_mode": 1},
+    "mirostat 2": {"temp": 0.9, "mirostat_mode": 2},
+    "softmax alone": {"temp": -1.0},
+    "penalties": {
+        "temp": 0.0,
+        "repeat_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+    },
+    "grammar": {"temp": 0.0, "grammar": NAMES},
+    "sampled grammar": {"temp": 0.9, "grammar": NAMES},
+}
+
+
+class Witness(Natives):
+    """Sees hidden states and logits before the plugin does, by a tap of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = {}
+        self.states = {}
+        self.seen = []
+
+    @hookimpl
+    def llmaas_request_begin(self, request):
+        ctx = request.engine.ctx
+        if ctx not in self.taps:
+            self.taps[ctx] = self.by_ctx[ctx].hidden_states("ffn_input")
+
+    @hookimpl
+    def llmaas_decode(self, step):
+        if step.ctx in self.taps:
+            self.states[step.ctx] = self.taps[step.ctx].take()
+
+    @hookimpl(tryfirst=True)
+    def llmaas_logits(self, view):
+        self.seen.append((self.states[view.ctx][view.index], view.logits.copy()))
+
+
+@pytest.fixture(scope="module")
+def pairs(reference_model):
+    return stored(reference_model)
+
+
+@pytest.fixture
+def store(pairs, tmp_path):
+    pairs.write(tmp_path / "knn")
+    return tmp_path / "knn"
+
+
+@pytest.fixture
+def mixing(store):
+    """Activate with the datastore; activating again is another life of the process."""
+    with contextlib.ExitStack() as stack:
+
+        def start(witness=None, plugins=(), **table):
+            stack.close()
+            own = {"store": str(store), "k": K} | table
+            config = {"on_error": "raise", "plugins": {"knn_lm": own, **dict(plugins)}}
+            listeners = {} if witness is None else {"witness": witness}
+            return stack.enter_context(activate(config, listeners))
+
+        yield start
+
+
+def tokens_of(llama, question):
+    return llama.tokenize(f"User: {question}\nAssistant:".encode(), special=True)
+
+
+def watched(llama, prompt, n=12, sampling=SAMPLERS["greedy"], processor=None):
+    """The next tokens, and the logits from which each was sampled."""
+    rows = []
+
+    def watch(input_ids, scores):
+        scores = scores if processor is None else processor(len(rows))
+        rows.append(scores.copy())
+        return scores
+
+    sampling = dict(sampling)
+    if "grammar" in sampling:
+        schema = json.dumps(sampling["grammar"])
+        sampling["grammar"] = LlamaGrammar.from_json_schema(schema, verbose=False)
+    stream = llama.generate(prompt, logits_processor=LogitsProcessorList([watch]), **sampling)
+    wanted = itertools.takewhile(lambda token: token != llama.token_eos(), stream)
+    tokens = list(itertools.islice(wanted, n))
+    stream.close()
+    return tokens, np.array(rows)
+
+
+def said(llama, question=QUESTIONS[0], n=16, **kwargs):
+    options = {"temperature": 0.0, "max_tokens": n} | kwargs
+    return llama(f"User: {question}\nAssistant:", **options)["choices"][0]["text"]
+
+
+def mixed(suite):
+    return suite.status()["plugins"]["knn_lm"]["mixed"]
+
+
+@pytest.fixture
+def vanilla(make):
+    """What stock llama-cpp-python does, when it is asked the same on an engine of the same kind."""
+
+    def ask(does, **engine):
+        assert llmaas_plugins.active_suite() is None
+        with contextlib.closing(make(**engine)) as llama:
+            return does(llama)
+
+    return ask
+
+
+class TestDistribution:
+    @pytest.mark.parametrize("question", QUESTIONS)
+    def test_is_that_of_the_equations(self, mixing, make, pairs, question):
+        """As a search in all keys gives it, from hidden states that were tapped independently."""
+        witness = Witness()
+        suite = mixing(witness)
+        llama = make()
+        _, rows = watched(llama, tokens_of(llama, question))
+        assert mixed(suite) == len(rows) == len(witness.seen)
+        changes = []
+        for row, (state, logits) in zip(rows, witness.seen, strict=True):
+            found, expected = softmax(row), pairs.probabilities(state, logits)
+            assert np.allclose(found, expected, rtol=2e-3, atol=1e-7)
+            changes.append(np.abs(found - softmax(logits)).max())
+        assert max(changes) > 0.1
+
+    @pytest.mark.parametrize("name", SAMPLERS)
+    def test_is_what_every_sampler_samples_from(self, mixing, make, vanilla, name):
+        """Vanilla's own samplers draw the same tokens when they are given the same logits."""
+
+        def ask(llama, processor=None):
+            prompt = tokens_of(llama, QUESTIONS[1])
+            return watched(llama, prompt, 16, SAMPLERS[name], processor)
+
+        suite = mixing()
+        tokens, rows = ask(make())
+        assert mixed(suite) == len(rows)
+        suite.deactivate()
+        again, _ = vanilla(lambda llama: ask(llama, rows.__getitem__))
+        assert tokens == again
+        _, alone = vanilla(ask)
+        assert not np.array_equal(rows[0], alone[0])
+
+    def test_leaves_banned_tokens_banned(self, mixing, make):
+        """Those that another plugin banned, and those that the app's bias bans."""
+
+        class Ban:
+            @hookimpl(tryfirst=True)
+            def llmaas_logits(self, view):
+                view.logits[banned] = -np.inf
+
+        suite = mixing()
+        llama = make()
+        banned = watched(llama, tokens_of(llama, QUESTIONS[0]))[0]
+        assert len(set(banned)) > 6
+        bias = {str(token): float("-inf") for token in banned}
+        reply = llama.tokenize(said(llama, logit_bias=bias).encode(), add_bos=False)
+        assert not set(banned) & set(reply)
+        before = mixed(suite)
+        suite.hooks.register("ban", Ban())
+        tokens, rows = watched(llama, tokens_of(llama, QUESTIONS[0]))
+        assert mixed(suite) > before
+        assert np.isneginf(rows[:, banned]).all()
+        assert not set(banned) & set(tokens)
+
+    def test_is_mixed_once_however_often_a_row_is_sampled(self, mixing, make):
+        suite = mixing()
+        llama = make()
+        prompt = tokens_of(llama, QUESTIONS[0])
+        (token,), (row,) = watched(llama, prompt, 1)
+        assert [llama.sample(temp=0.0) for _ in range(3)] == [token] * 3
+        assert mixed(suite) == 1
+        (_, again) = watched(llama, prompt, 1)  # Llama samples what it has, and evaluates nothing
+        assert np.array_equal(again[0], row)
+
+    def test_grammar_holds(self, mixing, make):
+        mixing()
+        llama = make()
+        schema = json.dumps(NAMES)
+        for question in QUESTIONS:
+            grammar = LlamaGrammar.from_json_schema(schema, verbose=False)
+            reply = json.loads(said(llama, question, 40, grammar=grammar))
+            assert reply["name"] in ("Bruno", "Anna")
+
+
+def rows_of(llama):
+    """Logits of a few tokens of each question, in one array, and all tokens."""
+    found = [watched(llama, tokens_of(llama, question), 6) for question in QUESTIONS]
+    tokens, rows = zip(*found, strict=True)
+    return list(itertools.chain(*tokens)), np.concatenate(rows)
+
+
+def same(found, expected):
+    return found[0] == expected[0] and np.array_equal(found[1], expected[1])
+
+
+class TestVanilla:
+    """Bit for bit, where nothing is to be mixed."""
+
+    @pytest.fixture
+    def alone(self, vanilla):
+        return vanilla(rows_of)
+
+    def test_mixing_is_seen_here(self, mixing, make, alone):
+        mixing()
+        assert not same(rows_of(make()), alone)
+
+    @pytest.mark.parametrize("table", [{"alpha": 0.0}, {"skip_above": 0.0}], ids=str)
+    def test_when_neighbours_have_no_weight_or_are_never_searched(self, mixing, make, alone, table):
+        suite = mixing(**table)
+        assert same(rows_of(make()), alone)
+        report = suite.status()["plugins"]["knn_lm"]
+        n_skipped = len(alone[0]) if "skip_above" in table else 0
+        assert (report["skipped"], report["mixed"]) == (n_skipped, len(alone[0]) - n_skipped)
+
+    def test_when_the_model_is_sure_enough(self, mixing, make, alone):
+        """For each token anew."""
+        witness = Witness()
+        suite = mixing(witness, skip_above=0.5)
+        _, rows = rows_of(make())
+        is_sure = [softmax(logits).max() >= 0.5 for _, logits in witness.seen]
+        is_same = [
+            np.array_equal(row, logits) for row, (_, logits) in zip(rows, witness.seen, strict=True)
+        ]
+        assert is_same == is_sure
+        report = suite.status()["plugins"]["knn_lm"]
+        assert report["skipped"] == sum(is_sure) > 0
+        assert report["mixed"] == len(rows) - sum(is_sure) > 0
+
+    def test_when_a_request_does_without(self, mixing, make, alone):
+        suite = mixing()
+        llama = make()
+        ours = rows_of(llama)
+        llama.reset()
+        with llmaas_plugins.without("knn_lm"):
+            assert same(rows_of(llama), alone)
+        assert mixed(suite) == len(ours[0])
+        llama.reset()
+        assert same(rows_of(llama), ours)
+
+    def test_when_a_request_that_needs_no_evaluation_does_without(self, mixing, make, alone):
+        """``Llama`` samples again from logits that it has, and those were mixed before."""
+        mixing()
+        llama = make()
+        prompt = tokens_of(llama, QUESTIONS[0])
+        ours = watched(llama, prompt, 1)
+        with llmaas_plugins.without("knn_lm"):
+            tokens, rows = watched(llama, prompt, 1)
+            assert tokens == alone[0][:1]
+            assert np.array_equal(rows, alone[1][:1])
+        assert same(watched(llama, prompt, 1), ours)
+
+    def test_names_add_up_and_are_checked(self, mixing, make, alone):
+        mixing()
+        llama = make()
+        with llmaas_plugins.without("knn_lm"), llmaas_plugins.without("kv_chunks"):
+            assert same(rows_of(llama), alone)
+        with pytest.raises(UnknownPluginError, match=r"'knn'.*Did you mean 'knn_lm'"):
+            llmaas_plugins.without("knn")
+        with llmaas_plugins.without():
+            llama.reset()
+            assert not same(rows_of(llama), alone)
+
+
+class TestWaysToAsk:
+    """All give the same text, whatever was evaluated together, restored or proposed."""
+
+    @pytest.fixture
+    def ours(self, mixing, make):
+        """Replies of an engine with nothing special, and the suite goes on."""
+
+        def replies(**suite):
+            mixing(**suite)
+            with contextlib.closing(make(**ONE_BY_ONE)) as llama:
+                return [said(llama, question) for question in QUESTIONS]
+
+        return replies
+
+    def test_replies_are_others_than_vanillas(self, ours, vanilla):
+        found = ours()
+        llmaas_plugins.active_suite().deactivate()
+        assert found != vanilla(lambda llama: [said(llama, q) for q in QUESTIONS], **ONE_BY_ONE)
+        assert "boat" in found[0]
+
+    @pytest.mark.parametrize(
+        "engine",
+        [
+            {"logits_all": True},
+            {"n_batch": 8},
+            {"n_batch": 1},
+            {"logits_all": True, "n_batch": 8, "n_ctx": 128},
+            {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=4)},
+        ],
+        ids=["all logits", "short batches", "no batches", "all, in short batches", "drafts"],
+    )
+    def test_other_batches(self, ours, make, engine):
+        expected = ours()
+        llama = make(**(ONE_BY_ONE | engine))
+        assert [said(llama, question) for question in QUESTIONS] == expected
+
+    def test_drafts_are_verified_against_the_mixture(self, ours, make):
+        """A text that repeats itself, so that some proposals are right."""
+        ours()
+        plain = make(**ONE_BY_ONE)
+        drafting = make(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4), **ONE_BY_ONE)
+        question = " ".join(["Bruno sleeps in the old boat behind the station."] * 2)
+        before = mixed(llmaas_plugins.active_suite())
+        expected = said(plain, question, 32)
+        n_plain = mixed(llmaas_plugins.active_suite()) - before
+        assert said(drafting, question, 32) == expected
+        assert mixed(llmaas_plugins.active_suite()) - before - n_plain >= n_plain
+
+    def test_streams(self, ours, make):
+        expected = ours()
+        llama = make(**ONE_BY_ONE)
+        for question, reply in zip(QUESTIONS, expected, strict=True):
+            prompt = f"User: {question}\nAssistant:"
+            chunks = llama(prompt, temperature=0.0, max_tokens=16, stream=True)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == reply
+
+    def test_streams_left_early(self, ours, make):
+        expected = ours()
+        llama = make(**ONE_BY_ONE)
+        for n in (1, 5, 2):
+            stream = llama.generate(tokens_of(llama, QUESTIONS[1]), temp=0.0)
+            list(itertools.islice(stream, n))
+            stream.close()
+            assert [said(llama, question) for question in QUESTIONS] == expected
+
+    def test_several_engines_on_one_model(self, ours, make):
+        expected = ours()
+        llamas = [make(**ONE_BY_ONE), make(**ONE_BY_ONE, n_threads=2)]
+        for question, reply in zip(QUESTIONS, expected, strict=True):
+            assert [said(llama, question) for llama in llamas] == [reply] * 2
+
+    def test_token_by_token_in_turns(self, ours, make):
+        """Two requests at once on two engines, one of them without the plugin."""
+        ours()
+        llamas = [make(**ONE_BY_ONE) for _ in range(2)]
+        prompt = tokens_of(llamas[0], QUESTIONS[0])
+
+        def start(llama, names):
+            with llmaas_plugins.without(*names):
+                stream = llama.generate(prompt, temp=0.0)
+                return [next(stream)], stream
+
+        runs = [start(llamas[0], ()), start(llamas[1], ("knn_lm",))]
+        for _ in range(8):
+            for tokens, stream in runs:
+                tokens.append(next(stream))
+        for _, stream in runs:
+            stream.close()
+        with_, without = (tokens for tokens, _ in runs)
+        assert with_ == watched(make(**ONE_BY_ONE), prompt, 9)[0]
+        with llmaas_plugins.without("knn_lm"):
+            assert without == watched(make(**ONE_BY_ONE), prompt, 9)[0]
+        assert with_ != without
+
+    def test_contexts_that_are_restored(self, ours, mixing, make, tmp_path):
+        """With kv_chunks on, in turns and in a second life."""
+        kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
+        plugins = {"kv_chunks": kept}
+        expected = ours()
+        for _ in range(2):
+            suite = mixing(plugins=plugins)
+            llama = make(**ONE_BY_ONE)
+            for _ in range(2):
+                for question, reply in zip(QUESTIONS, expected, strict=True):
+                    with serving_context(question):
+                        assert said(llama, question) == reply
+            report = suite.status()["plugins"]["kv_chunks"]
+            assert report["restored_tokens"] > 0
+            assert (report["left_alone"], report["faults"]) == ([], 0)
+            llama.close()
+
+    def test_contexts_that_do_without_kv_chunks(self, mixing, make, tmp_path):
+        """Nothing of them is kept, and nothing is restored for them."""
+        kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
+        suite = mixing(plugins={"kv_chunks": kept})
+        llama = make(**ONE_BY_ONE)
+
+        def report():
+            found = suite.status()["plugins"]["kv_chunks"]
+            return found["restores"], found["saves"]
+
+        def ask(question):
+            with serving_context(question):
+                return said(llama, question)
+
+        with llmaas_plugins.without("kv_chunks"):
+            expected = [ask(question) for question in QUESTIONS]
+        assert report() == (0, 0)
+        assert [ask(question) for question in QUESTIONS * 2] == expected * 2
+        n_restores, n_saves = report()
+        assert min(n_restores, n_saves) > 0
+        with llmaas_plugins.without("kv_chunks"):
+            assert [ask(question) for question in QUESTIONS] == expected
+        assert report() == (n_restores, n_saves)

@@ -1,0 +1,133 @@
+"""A small datastore on the packaged model, of conversations of our own, and a slow search in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from llama_cpp import Llama
+
+from llmaas_hooks import hookimpl
+from llmaas_plugins import activate
+from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.building import tokens_of
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.encoding import Encoder
+from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.mixing import Mixture
+
+ENGINE = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 1, "verbose": False}
+MIXTURE = Mixture(alpha=0.7, beta=0.25, theta=40.0, far=120.0)
+K = 16
+CONVERSATIONS = tuple(
+    Conversation(question, "chat", (Message("user", question), Message("assistant", answer)))
+    for question, answer in (
+        ("Where does Bruno sleep?", "Bruno sleeps in the old boat behind the station."),
+        ("Who feeds Bruno?", "Anna feeds Bruno at seven, before she takes the boat to work."),
+        ("What does Anna drink?", "Anna drinks green tea with honey, and never any coffee."),
+        ("When is the boat?", "The boat leaves at half past seven from the pier in Oslo."),
+        ("What is for dinner?", "Dinner is fish with potatoes, and green tea with honey."),
+        ("Where is the key?", "The key is under the green stone behind the old boat."),
+    )
+)
+QUESTIONS = (
+    "Where does Bruno sleep?",
+    "Tell me, when is the boat to work?",
+    "I want to fly to Rome. What do I do?",
+)
+"""One that is in the datastore, one that is near, and one that is neither."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a datastore consists of, and can be written from."""
+
+    fingerprint: bytes
+    keys: Any
+    values: Any
+    weights: Any
+    origins: Any
+    key: str
+
+    def write(self, directory, *, rows=slice(None), mixture=MIXTURE, **changes):
+        """Write it, or some rows of it, into a directory; its path.
+
+        Args:
+            directory: That of the store.
+            rows: Pairs to write.
+            mixture: Settings of the mixture.
+            **changes: Other settings, or another ``fingerprint``.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        mark = changes.pop("fingerprint", self.fingerprint)
+        Datastore.write(
+            directory / SELECTED,
+            fingerprint=mark,
+            keys=self.keys[rows],
+            values=self.values[rows],
+            weights=self.weights[rows],
+            origins=self.origins[rows],
+            conversations=[one.title for one in CONVERSATIONS],
+            basis=None,
+            settings={"mixture": mixture.as_json(), "skip_above": 1.0, "key": self.key} | changes,
+        )
+        return directory / SELECTED
+
+    def probabilities(self, state, logits, mixture=MIXTURE, k=K):
+        """Of every token, when the model says ``logits`` in this hidden state."""
+        distances = ((self.keys.astype(np.float64) - state) ** 2).sum(axis=1)
+        nearest = np.argsort(distances, kind="stable")[:k]
+        p_lm = softmax(logits)
+        hits = self.values[nearest] == np.arange(len(logits))[:, None]
+        p = mixture.probability(
+            np.broadcast_to(distances[nearest], hits.shape).astype(np.float32),
+            hits,
+            np.broadcast_to(self.weights[nearest], hits.shape),
+            p_lm,
+            p_lm.max(),
+        )
+        return np.where(np.isneginf(logits), 0.0, p)
+
+
+class Natives:
+    """Collects contexts in which hidden states can be read."""
+
+    def __init__(self):
+        self.by_ctx = {}
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        self.by_ctx[context.ctx] = context
+
+
+@functools.cache
+def stored(model, key="ffn_input"):
+    """All pairs of the conversations, made once in a process; no suite may be active."""
+    natives = Natives()
+    with (
+        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
+        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+        Encoder(llama, natives.by_ctx, key) as encoder,
+    ):
+        found = [encoder.encode(tokens_of(llama, one)) for one in CONVERSATIONS]
+        mark = fingerprint(llama)
+    keys = np.concatenate([one.pairs.keys for one in found])
+    return Stored(
+        fingerprint=mark,
+        keys=keys,
+        values=np.concatenate([one.pairs.values for one in found]),
+        weights=np.random.default_rng(0).integers(1, 4, len(keys)).astype(np.float32),
+        origins=np.array(
+            [(i, at) for i, one in enumerate(found) for at in one.positions], np.int32
+        ),
+        key=key,
+    )
+
+
+def softmax(logits):
+    powers = np.exp(logits.astype(np.float64) - logits.max())
+    return powers / powers.sum()
