@@ -1,0 +1,188 @@
+"""From an archive to a selected datastore: where keys come from, and what is fitted on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from archived import BINDING, N_EMBD, fill, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from soak import scale
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.encoding import _windows
+from llmaas_plugins.knn_lm.selecting import (
+    Plan,
+    _held_out,
+    first_objective,
+    select,
+    source_of,
+    write,
+)
+from llmaas_plugins.knn_lm.selection import Selection, offline
+
+N_CHATS = 12
+IN_ALL = Plan(size=90, k=6, n_dims=N_EMBD)
+
+
+@pytest.fixture
+def archive(tmp_path):
+    fill(tmp_path, [record(seed, n_tokens=20) for seed in range(N_CHATS)])
+    with Archive.open(tmp_path, BINDING, writable=True) as archive:
+        yield archive
+
+
+def selected(archive, plan=IN_ALL):
+    source = source_of(archive, plan)
+    return source, offline(source, plan.size, first_objective(source, plan.seed))
+
+
+def everything(archive):
+    every = np.arange(archive.n_pairs)
+    return archive.pairs(every), archive.origin(every).numbers
+
+
+# -- the full datastore --------------------------------------------------------------------------
+
+
+def test_in_all_directions_keys_are_those_of_the_archive(archive):
+    pairs, _ = everything(archive)
+    source = source_of(archive, IN_ALL)
+    picks = np.array([40, 3, 3, 200])
+    assert np.array_equal(source.keys(picks), pairs.keys[picks].astype(np.float32))
+    assert np.array_equal(source.values, pairs.values)
+    assert np.array_equal(source.p_lm, pairs.p_lm)
+    assert (source.n_dims, source.basis) == (N_EMBD, None)
+
+
+def test_in_few_directions_keys_are_projected(archive):
+    pairs, _ = everything(archive)
+    source = source_of(archive, Plan(n_dims=5))
+    assert source.n_dims == 5
+    wanted = (pairs.keys.astype(np.float64) - source.basis.mean) @ source.basis.axes.T
+    found = source.keys(np.arange(archive.n_pairs))
+    assert np.allclose(found, wanted, atol=1e-4)
+    assert (np.diff(found.var(axis=0)) <= 0).all()  # most of the differences first
+
+
+def test_an_empty_archive_has_nothing_to_select_from(tmp_path):
+    with Archive.open(tmp_path, BINDING, writable=True) as archive:
+        for act in (lambda: select(archive, Plan()), lambda: source_of(archive, Plan())):
+            with pytest.raises(StoreError, match="is empty: nothing to select from"):
+                act()
+
+
+def test_nothing_selected_is_nothing_to_write(archive):
+    source, _ = selected(archive)
+    none = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
+    with pytest.raises(StoreError, match="nothing was selected"):
+        write(archive, source, none, first_objective(source, 0), IN_ALL)
+
+
+def test_theta_grows_with_the_squared_distances(archive):
+    source = source_of(archive, IN_ALL)
+    near = first_objective(source, 0)
+    source.keys, keys = lambda picks: keys(picks) * 3, source.keys
+    assert first_objective(source, 0).theta == pytest.approx(9 * near.theta, rel=1e-3)
+    source.keys = lambda picks: np.ones((len(picks), N_EMBD), np.float32)
+    assert first_objective(source, 0).theta == 1
+
+
+# -- what is fitted on ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [7, 8192], ids=["part by part", "in one"])
+def test_held_out_are_the_nearest_of_other_conversations(archive, monkeypatch, part):
+    monkeypatch.setattr("llmaas_plugins.knn_lm.selecting._PART", part)
+    pairs, numbers = everything(archive)
+    source, chosen = selected(archive)
+    keys = pairs.keys[chosen.indices]
+    held = _held_out(archive, source, chosen, keys, IN_ALL)
+    picks = sorted(np.random.default_rng(0).choice(len(pairs), len(pairs), replace=False))
+    assert len(held.p_lm) == len(picks)
+    assert np.array_equal(held.p_lm, pairs.p_lm[picks])
+    assert np.array_equal(held.p_max, pairs.p_max[picks])
+    wide = pairs.keys.astype(np.float64)
+    for i, pick in enumerate(picks):
+        others = chosen.indices[numbers[chosen.indices] != numbers[pick]]
+        distances = ((wide[others] - wide[pick]) ** 2).sum(axis=1)
+        order = np.argsort(distances)[: IN_ALL.k]
+        assert np.allclose(held.distances[i], distances[order], rtol=1e-5)
+        assert np.array_equal(held.hits[i], pairs.values[others[order]] == pairs.values[pick])
+        weights = dict(zip(chosen.indices.tolist(), chosen.weights, strict=True))
+        assert held.weights[i].tolist() == [weights[j] for j in others[order].tolist()]
+
+
+def test_where_other_conversations_have_few_pairs_there_are_few_neighbours(archive):
+    _, numbers = everything(archive)
+    first = np.flatnonzero(numbers == numbers[0])
+    rest = np.flatnonzero(numbers != numbers[0])[:2]
+    chosen = Selection(np.sort([*first, *rest]), np.ones(len(first) + 2, np.float32))
+    source = source_of(archive, IN_ALL)
+    held = _held_out(
+        archive, source, chosen, source.keys(chosen.indices).astype(np.float16), IN_ALL
+    )
+    n_finite = np.isfinite(held.distances).sum(axis=1)
+    assert (n_finite[: len(first)] == 2).all()  # of the first conversation's own targets
+    assert set(n_finite[len(first) :].tolist()) == {6}
+
+
+# -- the file ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_dims", [5, N_EMBD])
+def test_what_is_written_is_what_was_selected(archive, n_dims):
+    plan = Plan(size=90, k=6, n_dims=n_dims)
+    pairs, numbers = everything(archive)
+    source, chosen = selected(archive, plan)
+    report = write(archive, source, chosen, first_objective(source, 0), plan)
+    assert (report.n_pairs, report.n_full) == (90, len(pairs))
+    order = np.argsort(chosen.indices)
+    indices, weights = chosen.indices[order], chosen.weights[order]
+    datastore = Datastore.open(archive.directory / SELECTED, BINDING.fingerprint)
+    assert np.array_equal(datastore.values, pairs.values[indices])
+    assert np.array_equal(datastore.weights, weights)
+    ids = {info.number: info.id for info in archive.conversations()}
+    found = [datastore.conversations[place] for place in datastore.origins[:, 0]]
+    assert found == [ids[number] for number in numbers[indices].tolist()]
+    for row in (0, 44, 89):
+        nearest = datastore.search(pairs.keys[indices[row]].astype(np.float32), 1)
+        assert (nearest.rows[0], nearest.distances[0]) == (row, 0)
+    datastore.close()
+
+
+def test_selecting_again_with_the_same_seed_is_the_same(archive):
+    texts = []
+    for seed in (1, 1, 2):
+        select(archive, Plan(size=90, k=6, n_dims=5, seed=seed))
+        texts.append((archive.directory / SELECTED).read_bytes())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_selection_that_is_ended_leaves_the_file_that_was_there(archive):
+    def told(_n):
+        raise KeyboardInterrupt
+
+    select(archive, IN_ALL)
+    before = (archive.directory / SELECTED).read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        select(archive, Plan(size=50, k=6), told)
+    assert (archive.directory / SELECTED).read_bytes() == before
+
+
+# -- windows of long conversations ---------------------------------------------------------------
+
+
+@settings(max_examples=scale(100, 5000), deadline=None)
+@given(st.integers(0, 3000), st.integers(2, 700))
+def test_windows_give_every_target_once_after_half_a_window(n_tokens, n_ctx):
+    seen = []
+    for start, first_row, end in _windows(n_tokens, n_ctx):
+        assert 0 <= start <= first_row < end <= n_tokens
+        assert end - start <= n_ctx
+        assert start == 0 or first_row - start + 1 >= n_ctx // 2
+        seen += range(first_row + 1, end)  # targets
+    assert seen == list(range(1, n_tokens))
