@@ -7,7 +7,6 @@ stay in the file, are checked row by row when they are read.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
-from llmaas_plugins._native import KNN_ALIGN, KNN_MAX_DIMS, crc32c, knn_stride
+from llmaas_plugins._native import crc32c
 from llmaas_plugins.knn_lm.archive_files import FILES, erase, write_whole
+from llmaas_plugins.knn_lm.datastore_layout import Counts, whole_pages
 
 __all__ = [
     "Arrays",
-    "Counts",
     "DatastoreFile",
     "damaged",
     "erase_leftovers",
@@ -35,71 +34,8 @@ Arrays = Mapping[str, NDArray[Any]]
 _MAGIC = b"LLMAASKN"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIIIIQQ32s14I")  # then its own checksum
-_PAGE = 4096
 _PART = 1 << 24
-_MAX_ROWS = 2**31 - 1
-_MAX_TEXT = 1 << 28
 _NEXT = "Make it again with `llmaas datastore select`"
-
-
-class Counts(NamedTuple):
-    """What the sizes of all arrays follow from.
-
-    Attributes:
-        n_embd: Numbers in a key.
-        n_dims: Numbers in a key's code; fewer where there is a basis.
-        n_front: Bytes of a code that are in the first of its two parts.
-        n_axes: Directions of the basis: ``n_dims``, or 0 where there is none.
-        n_rows: Pairs.
-        n_text: Bytes of JSON.
-    """
-
-    n_embd: int
-    n_dims: int
-    n_front: int
-    n_axes: int
-    n_rows: int
-    n_text: int
-
-    def are_possible(self) -> bool:
-        """Whether such a datastore could have been written."""
-        return (
-            0 < self.n_dims <= self.n_embd <= KNN_MAX_DIMS
-            and 0 < self.n_front <= knn_stride(self.n_dims)
-            and self.n_front % KNN_ALIGN == 0
-            and (self.n_axes == self.n_dims or (self.n_axes == 0 and self.n_dims == self.n_embd))
-            and self.n_rows <= _MAX_ROWS
-            and self.n_text <= _MAX_TEXT
-        )
-
-    def arrays(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """Type and shape of each array, in the file's order; the keys come after them."""
-        n, mean = self.n_rows, self.n_embd if self.n_axes else 0
-        n_rest = knn_stride(self.n_dims) - self.n_front
-        return {
-            "text": (np.uint8, (self.n_text,)),
-            "values": (np.int32, (n,)),
-            "origins": (np.int32, (n, 2)),
-            "weights": (np.float32, (n,)),
-            "mean": (np.float32, (mean,)),
-            "axes": (np.float32, (self.n_axes, mean)),
-            "centre": (np.float32, (self.n_dims,)),
-            "steps": (np.float32, (self.n_dims,)),
-            "scales": (np.float32, (n,)),
-            "norms": (np.float32, (n,)),
-            "sums": (np.uint32, (n,)),
-            "front_norms": (np.float32, (n if n_rest else 0,)),
-            "front": (np.uint8, (n, self.n_front)),
-            "rest": (np.uint8, (n, n_rest)),
-        }
-
-    def places(self) -> dict[str, int]:
-        """Where each array begins; the keys, and the end."""
-        places, at = {}, _PAGE
-        for name, (dtype, shape) in self.arrays().items():
-            places[name] = at
-            at = _whole_pages(at + np.dtype(dtype).itemsize * math.prod(shape))
-        return places | {"keys": at, "end": at + 2 * self.n_rows * self.n_embd}
 
 
 class Header(NamedTuple):
@@ -276,9 +212,5 @@ def _sum_of(header: bytes) -> bytes:
     return crc32c(header).to_bytes(4, "little")
 
 
-def _whole_pages(n_bytes: int) -> int:
-    return -(-n_bytes // _PAGE) * _PAGE
-
-
 def _padded(block: bytes) -> bytes:
-    return block.ljust(_whole_pages(len(block)), b"\0")
+    return block.ljust(whole_pages(len(block)), b"\0")

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins._native import KnnCodes, knn_quantise, knn_stride, knn_sum
-from llmaas_plugins.knn_lm.datastore_file import Counts, DatastoreFile, damaged, write_file
+from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, damaged, write_file
+from llmaas_plugins.knn_lm.datastore_layout import Counts
 from llmaas_plugins.knn_lm.datastore_text import Text
 from llmaas_plugins.knn_lm.pca import Basis
 from llmaas_plugins.knn_lm.recall import rows_per_neighbour
