@@ -73,7 +73,7 @@ class App(contextlib.AbstractContextManager["App"]):
         Args:
             model: GGUF file.
             lengths: How much it does.
-            config: Of the suite, ``kv_chunks`` on; without one, the process is stock.
+            config: Of the suite; without one, the process is stock.
         """
         self._lengths = lengths
         self._process = ProcessPoolExecutor(
@@ -155,7 +155,8 @@ def _idle() -> None:
     if _suite is not None:
         _suite.settle()
         plugin = _suite.hooks._pm.get_plugin("kv_chunks")
-        plugin._workers.write.submit(int).result()  # behind what is written and read back
+        if plugin is not None:
+            plugin._workers.write.submit(int).result()  # behind what is written and read back
 
 
 def _random_tokens(seed: int, n: int) -> list[int]:

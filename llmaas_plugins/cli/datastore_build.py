@@ -17,6 +17,7 @@ from llmaas_plugins.cli.store_actions import add_action, print_report, progress_
 from llmaas_plugins.config import Config
 
 if TYPE_CHECKING:
+    from llmaas_plugins.chats import Conversation
     from llmaas_plugins.knn_lm.building import Added
     from llmaas_plugins.knn_lm.selecting import Selected
 
@@ -67,10 +68,17 @@ def add_actions(actions: Any) -> None:
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "exports",
-        nargs="+",
+        nargs="*",
         type=Path,
         metavar="EXPORT",
         help="ChatGPT's conversations.json, or OpenAI-style JSON or JSONL",
+    )
+    parser.add_argument(
+        "--service-log",
+        type=Path,
+        metavar="DIR",
+        help="add the chats of `llmaas serve`, too: its service.state_dir. What your model said "
+        "there itself is learnt then",
     )
     parser.add_argument(
         "--model", type=Path, required=True, metavar="GGUF", help="the model that your app uses"
@@ -111,12 +119,11 @@ def select(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> Added:
-    from llmaas_plugins.chats import load_conversations
     from llmaas_plugins.knn_lm.archive import Archive
     from llmaas_plugins.knn_lm.building import add, binding_of
     from llmaas_plugins.knn_lm.encoding import Encoder
 
-    found = [(one, path.name) for path in args.exports for one in load_conversations(path)]
+    found = _conversations(args)
     stopped = "what was added stays: the same command goes on with the rest"
     with contextlib.ExitStack() as opened:
         natives = _Natives()
@@ -153,6 +160,27 @@ def _select(args: argparse.Namespace) -> Selected:
         total = min(plan.size, archive.n_pairs)
         bar = opened.enter_context(progress_bar("selecting", "pair", total))
         return select(archive, plan, bar.update)
+
+
+def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
+    """What is to be added, each with where it is from.
+
+    Raises:
+        ConfigError: Nothing was named, or it cannot be read.
+    """
+    from llmaas_plugins.chats import Conversation, Message, load_conversations
+
+    if not args.exports and args.service_log is None:
+        raise ConfigError("nothing to add: name a chat export, or --service-log DIR")
+    found = [(one, path.name) for path in args.exports for one in load_conversations(path)]
+    if args.service_log is not None:
+        from llmaas_plugins.service.contexts import read_log
+
+        for record in read_log(args.service_log):
+            messages = tuple(Message(m["role"], m["content"]) for m in record.messages)  # type: ignore[arg-type]
+            if messages:
+                found.append((Conversation(record.id, record.app, messages), "service"))
+    return found
 
 
 @contextlib.contextmanager
@@ -205,7 +233,11 @@ def _is_unknown(value: object) -> bool:
 def _add_text(added: Added) -> str:
     text = f"{added.n_added:,} conversations added, {added.n_pairs:,} pairs"
     text += f"; {added.n_known:,} were in already" if added.n_known else ""
-    text += f"; {added.n_short:,} too short" if added.n_short else ""
+    text += (
+        f"; {added.n_left_out:,} left out: too short, or with states beyond float16"
+        if added.n_left_out
+        else ""
+    )
     refused = f"; {added.n_refused:,} that the model's chat template does not take"
     return text + (refused if added.n_refused else "") + "."
 

@@ -31,14 +31,14 @@ class Added(NamedTuple):
     Attributes:
         n_added: Added now.
         n_known: In the archive already.
-        n_short: Left out: fewer than two tokens.
+        n_left_out: Left out: fewer than two tokens, or states that are too large for float16.
         n_refused: Left out: the model's chat template does not take them.
         n_pairs: Pairs added.
     """
 
     n_added: int = 0
     n_known: int = 0
-    n_short: int = 0
+    n_left_out: int = 0
     n_refused: int = 0
     n_pairs: int = 0
 
@@ -68,7 +68,7 @@ def tokens_of(llama: Any, conversation: Conversation) -> Tokens:
     return np.asarray(tokens, np.int32)
 
 
-def add(  # noqa: PLR0913
+def add(  # noqa: PLR0913 -- what it works with, and two callbacks
     archive: Archive,
     llama: Any,
     encoder: Encoder,
@@ -91,23 +91,28 @@ def add(  # noqa: PLR0913
     for conversation, source in conversations:
         if conversation_id(conversation) in archive:
             done = done._replace(n_known=done.n_known + 1)
-        elif (tokens := _readable(llama, conversation)) is None:
-            done = done._replace(n_refused=done.n_refused + 1)
-        elif len(tokens) < 2:
-            done = done._replace(n_short=done.n_short + 1)
+        elif (record := _record(llama, encoder, conversation, source, between)) is None:
+            done = done._replace(n_left_out=done.n_left_out + 1)
         else:
-            found = encoder.encode(tokens, between)
-            now = time.time()
-            archive.append(Record(conversation, source, now, tokens, found.positions, found.pairs))
-            done = done._replace(n_added=done.n_added + 1, n_pairs=done.n_pairs + len(found.pairs))
+            archive.append(record)
+            n_pairs = done.n_pairs + len(record.pairs)
+            done = done._replace(n_added=done.n_added + 1, n_pairs=n_pairs)
         progress(1)
     return done
 
 
-def _readable(llama: Any, conversation: Conversation) -> Tokens | None:
-    """The tokens; one conversation that makes none must not keep the others out."""
-    try:
-        return tokens_of(llama, conversation)
-    except ValueError as error:
-        _log.warning("left out: %s", error)
+def _record(
+    llama: Any,
+    encoder: Encoder,
+    conversation: Conversation,
+    source: str,
+    between: Callable[[], None],
+) -> Record | None:
+    """A conversation, evaluated; None if there is nothing to learn from it."""
+    tokens = tokens_of(llama, conversation)
+    if len(tokens) < 2:
         return None
+    found = encoder.encode(tokens, between)
+    if not np.isfinite(found.pairs.keys).all():
+        return None
+    return Record(conversation, source, time.time(), tokens, found.positions, found.pairs)

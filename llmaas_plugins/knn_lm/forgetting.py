@@ -12,6 +12,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import (
     FILES,
+    INBOX,
     LOCK,
     SELECTED,
     require_datastore,
@@ -99,7 +100,9 @@ def _count(directory: Path) -> tuple[int, int, int]:
 def _own_files(directory: Path) -> list[Path]:
     """Leftovers come before what they are left of, or they would be in its way."""
     names = sorted((path.name for path in directory.iterdir()), key=len, reverse=True)
-    return [directory / name for name in names if FILES.is_own(name) and name != LOCK]
+    own = [directory / name for name in names if FILES.is_own(name) and name not in (LOCK, INBOX)]
+    inbox = directory / INBOX
+    return own + sorted(inbox.iterdir() if inbox.is_dir() else ())
 
 
 def _n_bytes(directory: Path) -> int:

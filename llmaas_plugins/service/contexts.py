@@ -17,8 +17,9 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 
-__all__ = ["ContextLog", "ContextRecord"]
+__all__ = ["ContextLog", "ContextRecord", "read_log"]
 
+_FILE = "contexts.sqlite"
 _TICK_S = 1e-6  # a few times what a float can tell apart at today's date
 _CHANGES = (  # what each format adds to the one before
     (
@@ -72,7 +73,7 @@ class ContextLog:
             StoreError: It cannot be opened, is damaged or of another format; nothing was changed.
         """
         self._lock = threading.RLock()  # a generator may be collected, and ask, in the middle of it
-        path = directory.expanduser() / "contexts.sqlite"
+        path = directory.expanduser() / _FILE
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -104,6 +105,10 @@ class ContextLog:
     def of_app(self, app: str) -> list[ContextRecord]:
         """An app's contexts, most recently used first."""
         return self._rows("SELECT * FROM contexts WHERE app=? ORDER BY used DESC", app)
+
+    def of_all(self) -> list[ContextRecord]:
+        """Every app's contexts, oldest first."""
+        return self._rows("SELECT * FROM contexts ORDER BY created")
 
     def add(self, record: ContextRecord, most: int) -> bool:
         """Insert a context unless its app has ``most`` already; whether it was inserted."""
@@ -161,6 +166,23 @@ class ContextLog:
         with self._lock:
             rows = self._opened().execute(query, arguments).fetchall()
         return [ContextRecord(row[0], row[1], json.loads(row[2]), *row[3:]) for row in rows]
+
+
+def read_log(directory: Path) -> list[ContextRecord]:
+    """The contexts of a service, which may run meanwhile.
+
+    Raises:
+        StoreError: There are none, or they cannot be read.
+    """
+    if not (directory.expanduser() / _FILE).is_file():
+        raise StoreError(
+            f"there are no contexts of a service in {directory}. Name its service.state_dir."
+        )
+    log = ContextLog(directory)
+    try:
+        return log.of_all()
+    finally:
+        log.close()
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -12,6 +12,7 @@ import pytest
 
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 
 SECONDS = 60
 
@@ -67,7 +68,7 @@ def test_build_makes_a_datastore_that_is_searched(
 ):
     code, built = run("build", export(range(6)), "--size", 100)
     assert code == 0
-    assert (built["n_added"], built["n_known"], built["n_short"]) == (6, 0, 0)
+    assert (built["n_added"], built["n_known"], built["n_left_out"]) == (6, 0, 0)
     selected = built["selected"]
     assert (selected["n_pairs"], selected["n_full"]) == (100, built["n_pairs"])
     assert selected["perplexity"] < selected["perplexity_alone"]  # the chats are alike
@@ -184,3 +185,25 @@ def test_list_may_be_cut_short_by_its_reader(run, command, export):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_the_service_s_own_log_is_a_source(run, tmp_path):
+    """Only where somebody asks for it: the model said half of it itself."""
+    log = ContextLog(tmp_path / "service")
+    talk = [
+        {"role": "user", "content": "Where are you?"},
+        {"role": "assistant", "content": "Here."},
+    ]
+    log.add(ContextRecord("a1", "mail", talk), 9)
+    log.add(ContextRecord("b2", "mail", []), 9)
+    log.close()
+    code, added = run("add", "--service-log", tmp_path / "service")
+    assert (code, added["n_added"], added["n_left_out"]) == (0, 1, 0)
+    (row,) = run("inspect")[1]["conversations"]
+    assert (row["title"], row["app"], row["source"]) == ("a1", "mail", "service")
+
+
+def test_something_must_be_named_to_be_added(run, tmp_path):
+    assert "nothing to add" in run("add")[1]
+    code, error = run("add", "--service-log", tmp_path)
+    assert (code, "no contexts of a service" in error) == (2, True)

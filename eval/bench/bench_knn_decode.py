@@ -1,0 +1,96 @@
+"""What mixing costs: tokens a second of a 1 B-shape model with a datastore of 1e5 pairs.
+
+Ours is the plugin with its defaults (256 directions, 100 neighbours) and *every* token searched: a
+model of random weights is never sure, so nothing is skipped. Vanilla is stock llama-cpp-python in a
+process without the suite. Both generate in turn; figures are over several pairs of processes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmaas_eval.inference import App, Lengths
+from llmaas_eval.paired import quartiles, repeats
+from llmaas_plugins.demo.interval import median_interval
+from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.pca import fit_basis
+
+N_PAIRS, N_DIMS = 100_000, 256
+LENGTHS = Lengths(n_prompt=64, n_tokens=64, n_turns=1)
+N_LIVES, N_ROUNDS = 6, 4
+SETTINGS = {
+    "mixture": {"alpha": 0.3, "beta": 0.5, "theta": 400.0, "far": 4000.0},
+    "skip_above": 1.0,
+    "key": "ffn_input",
+}
+
+
+@pytest.fixture(scope="module")
+def store(model_1b, bench_dir):
+    with tempfile.TemporaryDirectory(dir=bench_dir) as folder:
+        write_store(Path(folder) / SELECTED, model_1b)
+        yield Path(folder)
+
+
+def write_store(path, model):
+    """A datastore of keys as wide as the model's, and of its tokens."""
+    from llama_cpp import Llama
+
+    llama = Llama(str(model), n_ctx=64, verbose=False)
+    name, n_embd, n_vocab = fingerprint(llama), llama.n_embd(), llama.n_vocab()
+    llama.close()
+    rng = np.random.default_rng(0)
+    spread = (1 + np.arange(n_embd, dtype=np.float32)) ** -0.5
+    keys = rng.standard_normal((N_PAIRS, n_embd), dtype=np.float32) * spread
+    Datastore.write(
+        path,
+        fingerprint=name,
+        keys=keys.astype(np.float16),
+        values=rng.integers(0, n_vocab, N_PAIRS).astype(np.int32),
+        origins=np.zeros((N_PAIRS, 2), np.int32),
+        conversations=["one"],
+        basis=fit_basis(keys, N_DIMS),
+        settings=SETTINGS,
+    )
+
+
+def bench_decode(benchmark, model_1b, store):
+    """Tokens one by one, and what the process takes more of memory."""
+    lives = []
+
+    def life():
+        lives.append(pair(model_1b, store, len(lives)))
+
+    benchmark.pedantic(life, rounds=repeats(N_LIVES))
+    seconds, peaks, mixed = (np.array(each) for each in zip(*lives, strict=True))
+    ours, vanilla = np.median(seconds, axis=1).T / LENGTHS.n_tokens
+    speed, low, high = median_interval(vanilla / ours)
+    more_mib = np.median(peaks[:, 0] - peaks[:, 1]) / (1 << 20)
+    benchmark.extra_info.update(
+        speed=speed,
+        speed_low=low,
+        speed_high=high,
+        ours_ms=quartiles(1e3 * ours),
+        vanilla_ms=quartiles(1e3 * vanilla),
+        more_mib=float(more_mib),
+    )
+    assert (mixed > 0).all()
+
+
+def pair(model, store, life):
+    """Seconds of one pair of processes, shape ``(n_rounds, 2)``; their peaks; tokens mixed."""
+    config = {"on_error": "raise", "plugins": {"knn_lm": {"store": str(store)}}}
+    with App(model, LENGTHS, config) as ours, App(model, LENGTHS, None) as vanilla:
+        apps, taken = [ours, vanilla], []
+        for i in range(repeats(N_ROUNDS) + 1):  # one to warm up
+            order = apps if (life + i) % 2 else apps[::-1]
+            done = {app: app.work(1000 * life + i) for app in order}
+            taken.append([done[app].decode_s for app in apps])
+        mixed = ours.status()["plugins"]["knn_lm"]["mixed"]
+        return taken[1:], [app.peak_bytes() for app in apps], mixed
