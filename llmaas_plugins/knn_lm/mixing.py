@@ -24,6 +24,9 @@ __all__ = ["Mixture", "share"]
 
 Floats = npt.NDArray[np.float32]
 
+_MOST = 1e30
+"""Beyond, there is no computing in 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
@@ -51,7 +54,8 @@ class Mixture:
         for name in ("alpha", "beta"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be 0 to 1, found {getattr(self, name)}")
-        if not (0 < self.theta < math.inf and self.far > -math.inf):
+        is_scale = 1 / _MOST < self.theta < _MOST
+        if not (is_scale and (-_MOST < self.far < _MOST or self.far == math.inf)):
             raise ValueError(f"theta must be above 0 and far a number, found {self}")
 
     def as_json(self) -> dict[str, float | None]:

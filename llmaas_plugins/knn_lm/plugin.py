@@ -111,7 +111,8 @@ class KnnLM:
         engine = request.engine
         if self._config.learn:
             self._learner.request_began(engine)
-        if engine not in self._seen or not self._is_current():
+        is_bent = engine.alteration is not None and engine.ctx in self._served
+        if engine not in self._seen or not self._is_current() or is_bent:
             self._serve(engine)
             self._seen.add(engine)
         if (served := self._served.get(engine.ctx)) is not None:
@@ -137,6 +138,9 @@ class KnnLM:
             return
         served.mixer.restore(view)
         opened = self._opened
+        if opened is None:
+            with self._lock:  # another thread is about to renew it
+                opened = self._opened
         if not served.is_on or opened is None:
             return
         try:
@@ -186,9 +190,9 @@ class KnnLM:
         """
         model = Path(engine.llama.model_path).name
         with self._lock:
-            self._left_alone.pop(model, None)
+            former = self._left_alone.pop(model, None)
             try:
-                reason = self._unfit.get(engine.ctx) or self._prepare(engine)
+                reason = self._unfit.get(engine.ctx) or _bent(engine) or self._prepare(engine)
             except StoreError as error:
                 self._drop(engine.ctx)
                 self._left_alone[model] = str(error)
@@ -196,7 +200,8 @@ class KnnLM:
             if reason is not None:
                 self._drop(engine.ctx)
                 self._left_alone[model] = reason
-                _log.warning("knn_lm leaves %s as it is: %s", model, reason)
+                if reason != former:
+                    _log.warning("knn_lm leaves %s as it is: %s", model, reason)
 
     def _prepare(self, engine: Engine) -> str | None:
         native = self._natives.get(engine.ctx)
@@ -241,13 +246,12 @@ class KnnLM:
         key = None if self._opened is None else self._opened.key
         self._opened = None
         self._seen.clear()
-        if self._path.exists():
-            self._opened = self._open()
-        opened = self._opened
+        opened = self._open() if self._path.exists() else None
         for ctx, served in list(self._served.items()):
             wanted = opened and (opened.key, opened.datastore.fingerprint)
             if wanted != (key, served.fingerprint):
                 self._drop(ctx)
+        self._opened = opened
 
     def _open(self) -> _Opened:
         datastore = Datastore.open(self._path, None)
@@ -272,6 +276,11 @@ class KnnLM:
         self._seen.clear()
         if opened is not None:
             opened.datastore.close()
+
+
+def _bent(engine: Engine) -> str | None:
+    """Why its hidden states are not the model's own, if they are not."""
+    return engine.alteration and f"the app called {engine.alteration}"
 
 
 def _key_of(datastore: Datastore) -> Any:

@@ -68,6 +68,16 @@ class Witness(Natives):
         self.seen.append((self.states[view.ctx][view.index], view.logits.copy()))
 
 
+class Steps:
+    """Counts batches."""
+
+    n = 0
+
+    @hookimpl
+    def llmaas_decode(self):
+        self.n += 1
+
+
 @pytest.fixture(scope="module")
 def pairs(reference_model):
     return stored(reference_model)
@@ -331,15 +341,17 @@ class TestWaysToAsk:
 
     def test_drafts_are_verified_against_the_mixture(self, ours, make):
         """A text that repeats itself, so that some proposals are right."""
-        ours()
-        plain = make(**ONE_BY_ONE)
-        drafting = make(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4), **ONE_BY_ONE)
-        question = " ".join(["Bruno sleeps in the old boat behind the station."] * 2)
-        before = mixed(llmaas_plugins.active_suite())
-        expected = said(plain, question, 32)
-        n_plain = mixed(llmaas_plugins.active_suite()) - before
-        assert said(drafting, question, 32) == expected
-        assert mixed(llmaas_plugins.active_suite()) - before - n_plain >= n_plain
+        steps = Steps()
+        ours(witness=steps)
+        drafts = LlamaPromptLookupDecoding(num_pred_tokens=4)
+        found = []
+        for llama in (make(**ONE_BY_ONE), make(draft_model=drafts, **ONE_BY_ONE)):
+            steps.n = 0
+            reply = said(llama, "Where does Bruno sleep? Bruno sleeps in the old boat behind", 32)
+            found.append((reply, steps.n))
+        (expected, n_plain), (reply, n_drafting) = found
+        assert reply == expected
+        assert n_drafting < n_plain
 
     def test_streams(self, ours, make):
         expected = ours()
@@ -360,7 +372,7 @@ class TestWaysToAsk:
 
     def test_several_engines_on_one_model(self, ours, make):
         expected = ours()
-        llamas = [make(**ONE_BY_ONE), make(**ONE_BY_ONE, n_threads=2)]
+        llamas = [make(**ONE_BY_ONE), make(**ONE_BY_ONE)]
         for question, reply in zip(QUESTIONS, expected, strict=True):
             assert [said(llama, question) for llama in llamas] == [reply] * 2
 

@@ -53,27 +53,25 @@ class Stored:
     origins: Any
     key: str
 
-    def write(self, directory, *, rows=slice(None), mixture=MIXTURE, **changes):
+    def write(self, directory, *, rows=slice(None), **settings):
         """Write it, or some rows of it, into a directory; its path.
 
         Args:
             directory: That of the store.
             rows: Pairs to write.
-            mixture: Settings of the mixture.
-            **changes: Other settings, or another ``fingerprint``.
+            **settings: Other ones than the usual.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        mark = changes.pop("fingerprint", self.fingerprint)
         Datastore.write(
             directory / SELECTED,
-            fingerprint=mark,
+            fingerprint=self.fingerprint,
             keys=self.keys[rows],
             values=self.values[rows],
             weights=self.weights[rows],
             origins=self.origins[rows],
             conversations=[one.title for one in CONVERSATIONS],
             basis=None,
-            settings={"mixture": mixture.as_json(), "skip_above": 1.0, "key": self.key} | changes,
+            settings={"mixture": MIXTURE.as_json(), "skip_above": 1.0, "key": self.key} | settings,
         )
         return directory / SELECTED
 
@@ -105,25 +103,25 @@ class Natives:
 
 
 @functools.cache
-def stored(model, key="ffn_input"):
+def stored(model, key="ffn_input", lora=None):
     """All pairs of the conversations, made once in a process; no suite may be active."""
     natives = Natives()
+    adapter = {} if lora is None else {"lora_path": str(lora)}
     with (
         activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
-        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+        contextlib.closing(Llama(str(model), **ENGINE, **adapter)) as llama,
         Encoder(llama, natives.by_ctx, key) as encoder,
     ):
         found = [encoder.encode(tokens_of(llama, one)) for one in CONVERSATIONS]
         mark = fingerprint(llama)
     keys = np.concatenate([one.pairs.keys for one in found])
+    origins = [(i, at) for i, one in enumerate(found) for at in one.positions]
     return Stored(
         fingerprint=mark,
         keys=keys,
         values=np.concatenate([one.pairs.values for one in found]),
         weights=np.random.default_rng(0).integers(1, 4, len(keys)).astype(np.float32),
-        origins=np.array(
-            [(i, at) for i, one in enumerate(found) for at in one.positions], np.int32
-        ),
+        origins=np.array(origins, np.int32),
         key=key,
     )
 
