@@ -277,6 +277,11 @@ EXPORT ssize_t preadv64v2(int fd, const struct iovec * v, int n, off_t at, int f
     (void) flags;
     return preadv64(fd, v, n, at);
 }
+/* Ours; its flag only says that it need not wait. */
+EXPORT ssize_t preadv2(int fd, const struct iovec * v, int n, off_t at, int flags) {
+    (void) flags;
+    return read_at(fd, v, n, at, "preadv2");
+}
 
 EXPORT ssize_t write(int fd, const void * buf, size_t n) {
     char path[4096];

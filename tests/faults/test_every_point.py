@@ -55,6 +55,16 @@ REACHED_OF_AN_ARCHIVE = {
     "pwrite 000000.1.segment.dropped",
     "open lock",
 }
+REACHED_OF_A_DATASTORE = {
+    "preadv datastore.knn",
+    "preadv2 datastore.knn",
+    "pwrite datastore.knn.partial",
+    "sync datastore.knn.partial",
+    "rename datastore.knn.partial",
+    "pwrite datastore.knn.dropped",
+    "sync datastore.knn.dropped",
+    "unlink datastore.knn.dropped",
+}
 
 
 @pytest.mark.soak
@@ -83,3 +93,15 @@ def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, f
     assert found["problems"] == []
     assert found["points"] >= scale(10, 150)
     assert set(found["ops"]) >= REACHED_OF_AN_ARCHIVE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", scale(SOME, FAULTS))
+def test_fault_at_every_operation_of_a_selected_datastores_life(run_preloaded, tmp_path, fault):
+    """There is the file from before or the one from after, and what is forgotten is gone."""
+    step = scale(7, 1)
+    first = FAULTS.index(fault) % step
+    found = run_preloaded("datastore_driver.py", tmp_path, fault, step, first)
+    assert found["problems"] == []
+    assert found["points"] >= scale(10, 90)
+    assert set(found["ops"]) >= REACHED_OF_A_DATASTORE

@@ -1,0 +1,126 @@
+"""A selected datastore's life, with one fault at each operation in turn; see ``driver.py``.
+
+``python datastore_driver.py LIBRARY FOLDER FAULT STEP FIRST`` prints what it did and found.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from driver import FAULTS, NEVER, lived
+
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore_file import erase_leftovers
+
+NAME = "datastore.knn"
+MODEL = bytes(range(32))
+N, N_EMBD = 60, 40
+
+
+def keys_of(conversation):
+    """Keys that are in no other conversation."""
+    seed = int.from_bytes(conversation.encode(), "little")
+    return np.random.default_rng(seed).standard_normal((N, N_EMBD)).astype(np.float16)
+
+
+def write(path, *conversations):
+    Datastore.write(
+        path,
+        fingerprint=MODEL,
+        keys=np.concatenate([keys_of(name) for name in conversations]),
+        values=np.arange(N * len(conversations), dtype=np.int32),
+        origins=np.stack(
+            [np.repeat(range(len(conversations)), N), [0] * N * len(conversations)], 1
+        ),
+        conversations=conversations,
+        basis=None,
+        settings={},
+    )
+
+
+def look(path):
+    """Conversations of a file of which every key is what it was."""
+    store = Datastore.open(path, MODEL)
+    keys = [keys_of(name) for name in store.conversations] or [np.empty((0, N_EMBD))]
+    found = store.search(np.zeros(N_EMBD, np.float32), max(len(store), 1))
+    expected = (np.concatenate(keys).astype(np.float64) ** 2).sum(1)
+    store.close()
+    assert sorted(found.rows) == list(range(len(expected)))
+    assert np.allclose(found.distances, expected[found.rows], rtol=1e-5)
+    return set(store.conversations)
+
+
+LIFE = [
+    (lambda path: write(path, "rome", "paris", "oslo"), {"rome", "paris", "oslo"}),
+    (look, {"rome", "paris", "oslo"}),
+    (lambda path: Datastore.without(path, {"paris"}), {"rome", "oslo"}),
+    (lambda path: write(path, "bern", "rome"), {"bern", "rome"}),
+    (lambda path: Datastore.without(path, {"rome", "oslo"}), {"bern"}),
+]
+
+
+def life(directory):
+    """Yields after each step how many are done."""
+    directory.mkdir(exist_ok=True)
+    for n_done, (step, _) in enumerate(LIFE, 1):
+        step(directory / NAME)
+        yield {"n_done": n_done}
+
+
+def examine(directory, n_done):
+    """Look at what is left, then forget what is to be gone; what is wrong with it."""
+    path, states = directory / NAME, [None, *(after for _, after in LIFE)]
+    found = look(path) if path.exists() else None
+    if found not in states[n_done : n_done + 2]:
+        yield f"found {found}, expected one of {states[n_done : n_done + 2]}"
+    erase_leftovers(path)
+    if found:
+        Datastore.without(path, {"rome", "paris"})
+        if look(path) != found - {"rome", "paris"}:
+            yield f"of {found}, {look(path)} are left"
+    if set(directory.iterdir()) > {path}:
+        yield f"left over: {sorted(file.name for file in directory.iterdir())}"
+    content = b"".join(file.read_bytes() for file in directory.iterdir())
+    for name in ("rome", "paris"):
+        if name.encode() in content or any(key.tobytes() in content for key in keys_of(name)):
+            yield f"{name} was forgotten and is still there"
+
+
+def problems_at(library, directory, fault, point):
+    steps, ending = lived(library, directory, fault, point, life)
+    if ending is None and FAULTS[fault][0] > -2:
+        yield "the process died"
+    if ending is not None and ending["end"] == "raised":
+        yield f"it raised {ending['why']}"
+    try:
+        yield from examine(directory, steps[-1]["n_done"] if steps else 0)
+    except Exception as error:
+        yield f"afterwards: {error!r}"
+
+
+def main():
+    library, folder, fault = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    library.faults_op.restype = ctypes.c_char_p
+    directory = folder / "whole"
+    library.faults_arm(os.fsencode(directory), 0, NEVER, 0, 0)
+    list(life(directory))
+    n_ops = library.faults_disarm()
+    ops = collections.Counter(library.faults_op(i).decode() for i in range(n_ops))
+    found, points = [], range(int(sys.argv[5]), n_ops, int(sys.argv[4]))
+    for point in points:
+        directory = folder / f"at-{point}"
+        said = list(problems_at(library, directory, fault, point))
+        found += [f"{fault} at operation {point}: {problem}" for problem in said]
+        shutil.rmtree(directory, ignore_errors=True)
+    json.dump({"points": len(points), "ops": ops, "problems": found}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
