@@ -33,6 +33,15 @@ SEED = 5
 WRONG = 17
 
 
+def cells(*columns, says="yes"):
+    def mark(test):
+        for column in reversed(columns):
+            test = pytest.mark.compat("clients", "Llama with DatastoreDraft", column, says)(test)
+        return test
+
+    return mark
+
+
 class SamePasses(llama_speculative.LlamaDraftModel):
     """Proposes as many tokens as were proposed before, as many of them right, and others wrong."""
 
@@ -110,13 +119,15 @@ class TestTheSameText:
         settings = {"n_ctx": 512, "n_threads_batch": 1, "logits_all": True}
         ours, vanilla = make(**settings), make(**settings)
         attach(ours, Recorded(history, costs=CHEAP))
+        sizes = set()
         for prompt in PROMPTS:
             ours.draft_model.passes.clear()
             text = tokens_of(ours, prompt)
             vanilla.draft_model = SamePasses(ours.draft_model.passes, text)
             assert tokens_of(vanilla, prompt) == text
             assert np.array_equal(ours.scores[: len(text) - 1], vanilla.scores[: len(text) - 1])
-        assert set(ours.draft_model.passes.values()) > {7, 15}
+            sizes |= set(ours.draft_model.passes.values())
+        assert sizes > {0, 15}
         assert was_faster(ours)
 
     @pytest.mark.parametrize("prompt", PROMPTS)
@@ -137,6 +148,7 @@ class TestTheSameText:
             noise = np.abs(vanilla.scores[n_same - 1] - one_by_one).max()
             assert row[expected[n_same]] - row[found[n_same]] <= 2 * noise
 
+    @cells("drafts", "completion", "same as vanilla")
     def test_token_by_token_as_vanilla_without_drafts(self, drafting, said):
         llama = drafting()
         assert [tokens_of(llama, prompt) for prompt in PROMPTS] == said
@@ -191,6 +203,7 @@ class TestRequests:
             assert found["choices"] == expected["choices"]
             assert found["usage"] == expected["usage"]
 
+    @cells("streaming", "cancel", "same as vanilla")
     def test_streams_are_the_same_also_if_left_early(self, make, drafting):
         def pieces(llama):
             found = []
@@ -206,6 +219,7 @@ class TestRequests:
         assert pieces(ours) == pieces(make(**ONE_BY_ONE))
         assert was_faster(ours, 0.3)
 
+    @cells("logprobs", "same as vanilla")
     def test_logprobs_are_the_same(self, make, drafting):
         settings = {"logits_all": True}
         vanilla, ours = make(**(ONE_BY_ONE | settings)), drafting(**settings)
@@ -213,6 +227,7 @@ class TestRequests:
             expected = vanilla(prompt, logprobs=2, **GREEDY)["choices"]
             assert ours(prompt, logprobs=2, **GREEDY)["choices"] == expected
 
+    @cells("grammar / JSON", "same as vanilla")
     def test_a_grammar_holds(self, make, drafting):
         schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
         grammar = LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
@@ -221,6 +236,7 @@ class TestRequests:
             expected = vanilla(prompt, grammar=grammar, **GREEDY)["choices"]
             assert ours(prompt, grammar=grammar, **GREEDY)["choices"] == expected
 
+    @cells("chat", "same as vanilla")
     def test_chats_that_go_on_are_the_same(self, make, drafting):
         def chats(llama):
             messages = []
@@ -266,6 +282,7 @@ class TestRequests:
 class TestWithContextsKept:
     """kv_chunks and drafts in one process."""
 
+    @cells("drafts", "contexts restored", "same as vanilla")
     def test_replies_and_restored_tokens(self, suite, make, history, said):
         restored = []
         for _ in range(2):
@@ -330,5 +347,5 @@ class TestAttaching:
         costs = measured_costs(llama)
         assert list(costs) == [1, 2, 4, 8, 16]
         assert costs[1] == 1.0
-        assert costs[16] > 1.0
+        assert list(costs.values()) == sorted(costs.values())
         assert tokens_of(llama, PROMPTS[0]) == said[0]
