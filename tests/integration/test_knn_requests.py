@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 
@@ -11,6 +12,8 @@ import pytest
 from datastores import QUESTIONS, K, Natives, softmax, stored
 from llama_cpp import LlamaGrammar, LogitsProcessorList
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from served import ENGINE as SERVED
+from served import serving
 
 import llmaas_plugins
 from llmaas_hooks import UnknownPluginError, hookimpl
@@ -439,3 +442,110 @@ class TestWaysToAsk:
         with llmaas_plugins.without("kv_chunks"):
             assert [ask(question) for question in QUESTIONS] == expected
         assert report() == (n_restores, n_saves)
+
+
+@pytest.fixture(scope="module")
+def server(pairs, tmp_path_factory):
+    pytest.importorskip("fastapi")
+    folder = tmp_path_factory.mktemp("serve")
+    pairs.write(folder / "knn")
+    config = (
+        'on_error = "raise"\n[service]\nstate_dir = "state"\n'
+        f'[plugins.knn_lm]\nstore = "knn"\nk = {K}\n[plugins.kv_chunks]\nstore = "kv"\n'
+        'codec = "lossless"\nrecompute = false\n'
+    )
+    with serving(folder, config=config) as server:
+        yield server
+
+
+class TestService:
+    """``llmaas serve``, asked by an unmodified OpenAI client and by our own."""
+
+    @pytest.fixture
+    def chat(self, server):
+        """The reply to a question, without some plugins."""
+        openai = pytest.importorskip("openai")
+
+        def chat(question, *without, stream=False):
+            headers = {"X-LLMaaS-Without": ", ".join(without)} if without else {}
+            options = {"temperature": 0.0, "max_tokens": 12, "extra_headers": headers}
+            messages = [{"role": "user", "content": question}]
+            done = client.chat.completions.create(
+                model="any", messages=messages, stream=stream, **options
+            )
+            if stream:
+                return "".join(chunk.choices[0].delta.content or "" for chunk in done)
+            return done.choices[0].message.content
+
+        with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none") as client:
+            yield chat
+
+    @pytest.fixture
+    def said_here(self, make):
+        """What ``Llama`` says to the questions in this process, with the server's settings."""
+
+        def say():
+            with contextlib.closing(make(**(SERVED | {"flash_attn": True}))) as llama:
+                return [
+                    llama.create_chat_completion(
+                        [{"role": "user", "content": question}],
+                        temperature=0.0, max_tokens=12, repeat_penalty=1.1,
+                    )["choices"][0]["message"]["content"]
+                    for question in QUESTIONS
+                ]  # fmt: skip
+
+        return say
+
+    def test_requests_with_and_without(self, chat, server, mixing, said_here):
+        alone = said_here()
+        with mixing():
+            ours = said_here()
+        assert alone != ours
+        for _ in range(2):
+            assert [chat(question) for question in QUESTIONS] == ours
+            assert [chat(question, "knn_lm") for question in QUESTIONS] == alone
+            assert [chat(question, "knn_lm", stream=True) for question in QUESTIONS] == alone
+            assert [chat(question, stream=True) for question in QUESTIONS] == ours
+        before = server.kv()
+        assert [chat(question, "kv_chunks", "knn_lm") for question in QUESTIONS] == alone
+        after = server.kv()
+        assert (before["restores"], before["saves"]) == (after["restores"], after["saves"])
+        n_mixed = server.metrics()["llmaas_knn_lm_mixed"]
+        assert n_mixed == server.status()["plugins"]["knn_lm"]["mixed"] > 0
+
+    def test_calls_of_contexts_with_and_without(self, server):
+        context = server.client.bind("mail").new_context()
+        path = f"/v1/llmaas/apps/mail/contexts/{context.id}/call"
+        before = server.status()["plugins"]["knn_lm"]["mixed"]
+        body = {"prompt": QUESTIONS[0], "max_tokens": 4}
+        headers = [("X-LLMaaS-Without", "kv_chunks"), ("x-llmaas-without", " knn_lm ,")]
+        assert post(server, path, body, headers)[0] == 200
+        assert server.status()["plugins"]["knn_lm"]["mixed"] == before
+        assert post(server, path, body, [("X-LLMaaS-Without", "")])[0] == 200
+        assert server.status()["plugins"]["knn_lm"]["mixed"] > before
+
+    @pytest.mark.parametrize("name", ["knn", "knn_lm, nothing", "\u00fc", "knn_lm;q=1"])
+    def test_names_that_nobody_knows(self, server, name):
+        body = {"prompt": "Hi", "max_tokens": 1}
+        status, answer = post(server, "/v1/completions", body, [("X-LLMaaS-Without", name)])
+        assert status == 400
+        said = json.loads(answer)["error"]["message"]
+        assert "X-LLMaaS-Without: unknown plugin" in said
+        assert "Installed: knn_lm, kv_chunks" in said
+
+
+def post(server, path, body, headers):
+    """Status and body of an answer; a header may come more than once."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", path)
+        data = json.dumps(body).encode()
+        for name, value in (
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(data))),
+            *headers,
+        ):
+            connection.putheader(name, value.encode("latin-1"))
+        connection.endheaders(data)
+        response = connection.getresponse()
+        return response.status, response.read()
