@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.knn_lm.archive_files import FILES, erase, write_whole
+from llmaas_plugins.knn_lm.archive_files import FILES, erase, read, read_into, write_whole
 from llmaas_plugins.knn_lm.datastore_layout import Counts, whole_pages
 
 __all__ = [
@@ -63,7 +63,8 @@ class DatastoreFile:
         self.path = path
         self.fd = FILES.open(path, os.O_RDONLY)
         try:
-            self.counts, self.fingerprint, self._sums = _read_header(self.fd, path)
+            with _as_store_error("read", path):
+                self.counts, self.fingerprint, self._sums = _read_header(self.fd, path)
             self._places = self.counts.places()
             self._require_size()
         except BaseException:
@@ -100,18 +101,10 @@ class DatastoreFile:
             raise damaged(self.path, f"{found:,} bytes", f"{expected:,}")
 
     def _read(self, name: str, array: NDArray[Any], at: int) -> None:
-        view = array.reshape(-1).view(np.uint8)
-        done = 0
-        try:
-            while done < view.size:
-                n = os.preadv(self.fd, [view[done : done + _PART].data], at + done)
-                if n == 0:
-                    raise damaged(self.path, f"the end of the file in its {name}", "more bytes")
-                done += n
-        except OSError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(f"cannot read datastore {self.path}: {error.strerror}") from error
+        room = array.reshape(-1).view(np.uint8).data
+        with _as_store_error("read", self.path):
+            if read_into(self.fd, room, at) < len(room):
+                raise damaged(self.path, f"the end of the file in its {name}", "more bytes")
 
     def close(self) -> None:
         """Close the file; more than once is the same as once."""
@@ -143,19 +136,14 @@ def write_file(  # noqa: PLR0913 -- what a file consists of
     Raises:
         StoreError: It cannot be written.
     """
-    try:
+    with _as_store_error("write", path):
         erase_leftovers(path)
-        if erases_old:
-            os.link(path, _dropped(path))
-        write_whole(path, _blocks(fingerprint, counts, arrays, keys))
-        if erases_old:
-            erase(_dropped(path))
-    except OSError as error:
-        with contextlib.suppress(OSError):
+        try:
+            if erases_old:
+                os.link(path, _dropped(path))
+            write_whole(path, _blocks(fingerprint, counts, arrays, keys))
+        finally:
             erase_leftovers(path)
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"cannot write datastore {path}: {error.strerror}") from error
 
 
 def erase_leftovers(path: Path) -> None:
@@ -177,7 +165,7 @@ def _dropped(path: Path) -> Path:
 
 
 def _read_header(fd: int, path: Path) -> Header:
-    page = os.pread(fd, _HEADER.size + 4, 0)
+    page = read(fd, _HEADER.size + 4, 0)
     if page[: len(_MAGIC)] != _MAGIC or len(page) < _HEADER.size + 4:
         raise damaged(path, "another kind of file", "a selected datastore")
     _, version, *numbers, fingerprint = (parts := _HEADER.unpack(page[: _HEADER.size]))[:9]
@@ -206,6 +194,16 @@ def _blocks(
             yield _padded(view[at : at + _PART].tobytes())
     for part in keys:
         yield part.tobytes()
+
+
+@contextlib.contextmanager
+def _as_store_error(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"cannot {what} datastore {path}: {error.strerror}") from error
 
 
 def _sum_of(header: bytes) -> bytes:
