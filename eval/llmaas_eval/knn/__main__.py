@@ -15,7 +15,7 @@ from llmaas_plugins.models import reference_model_path
 _HELP = (
     "simulated users and what near-duplicates were removed (users), perplexity by method (table2), "
     "interests that change (table3), by the number of pairs (fig9), on unrelated text (harm), "
-    "what each choice is worth (ablation)"
+    "what each choice is worth (ablation), searched as it is shipped (shipped)"
 )
 
 

@@ -12,12 +12,16 @@ import numpy as np
 from llmaas_eval.knn import report
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
 from llmaas_eval.knn.encoder import Encoder
+from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part, UserKeys, kept_keys
 from llmaas_eval.knn.methods import METHODS, OURS, RIVALS
 from llmaas_eval.knn.pictures import draw_bars, draw_curves
-from llmaas_eval.knn.study import Method, Plan, Row, study
+from llmaas_eval.knn.shipped import DIMS, exactly, shipped
+from llmaas_eval.knn.study import Chosen, Method, Plan, Row, first, history_of, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
+from llmaas_plugins.knn_lm.fitting import fit
+from llmaas_plugins.knn_lm.pairs import Pairs
 
 __all__ = ["FIGURES", "Options", "draw"]
 
@@ -32,6 +36,7 @@ _DRIFTS = {
 }
 """Domains A, B and C of Table 3."""
 _N_TRAIN, _N_TEST = 150, 100
+_THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,48 @@ def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
     return rows, report.means_table(rows, ["pure", "random", "offline"])
 
 
+def _shipped(options: Options, path: Path) -> tuple[list[Row], str]:
+    """Of the offline subset: neighbours found exactly, by the datastore, and not looked for."""
+    del path
+    recalls: dict[str, list[float]] = {}
+    skipped: dict[str, list[float]] = {}
+    rows = []
+    for keys in options.each():
+        history, fitted_on = history_of(keys, options.plan)
+        chosen, part = _offline(history), first(keys.test, options.plan.n_test)
+        k = options.plan.k
+        mixture = fit(exactly(history, chosen, fitted_on, k).met).mixture
+        exact = exactly(history, chosen, part, k)
+        alone, n = Surprise.of(part.p, part.conv), len(history)
+        rows.append(Row(keys.name, "pure", n, 0, None, alone))
+        row = Row(keys.name, "exact", n, len(chosen.rows), mixture, exact.surprise(mixture, part))
+        rows.append(row)
+        for n_dims in DIMS:
+            name, found = f"{n_dims} dimensions", shipped(history, chosen, part, k, n_dims)
+            recalls.setdefault(name, []).append(found.recall(exact))
+            rows.append(row._replace(method=name, surprise=found.surprise(mixture, part)))
+        for threshold in _THRESHOLDS:
+            name = f"unless MaxProb is {threshold:g}"
+            skipped.setdefault(name, []).append(float((part.max >= threshold).mean()))
+            surprise = exact.surprise(mixture, part, threshold)
+            rows.append(row._replace(method=name, surprise=surprise))
+    tables = [
+        report.means_table(rows, ["pure", "exact"]),
+        _shares_table("recall@100", recalls),
+        _shares_table("searches saved", skipped),
+    ]
+    return rows, "\n\n".join(tables)
+
+
+def _shares_table(head: str, shares: Mapping[str, Sequence[float]]) -> str:
+    lines = [[name, f"{np.mean(of):.2%}"] for name, of in shares.items()]
+    return report.table(["", head], lines)
+
+
+def _offline(history: Pairs) -> Chosen:
+    return METHODS["offline"](history, round(SHARE * len(history)))
+
+
 def _studied(
     keys: UserKeys,
     plan: Plan,
@@ -218,4 +265,5 @@ FIGURES: Mapping[str, _Figure] = {
     "fig9": _fig9,
     "harm": _harm,
     "ablation": _ablation,
+    "shipped": _shipped,
 }

@@ -16,7 +16,7 @@ from llmaas_plugins.knn_lm.fitting import HeldOut, fit
 from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.pairs import Pairs
 
-__all__ = ["Chosen", "Kind", "Method", "Plan", "Row", "as_pairs", "first", "study"]
+__all__ = ["Chosen", "Kind", "Method", "Plan", "Row", "as_pairs", "first", "history_of", "study"]
 
 Kind = Literal["ffn", "norm"]
 _HELD_SHARE = 0.1
@@ -92,11 +92,9 @@ def study(
         plan: How.
         others: More text to score, by name; a row's user is "<user> on <name>" then.
     """
-    held = keys.train.conv >= (1 - _HELD_SHARE) * (keys.train.conv[-1] + 1)
-    history = as_pairs(keys.train.rows(~held), plan.kind)
+    history, fitted_on = history_of(keys, plan)
     chosen = {name: method(history, n) for name, (method, n) in methods.items()}
     stores = _Stores(history, chosen, plan)
-    fitted_on = first(keys.train.rows(held), plan.n_held)
     mixtures = [fit(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
     texts = {keys.name: first(keys.test, plan.n_test)}
     texts |= {f"{keys.name} on {name}": part for name, part in (others or {}).items()}
@@ -109,6 +107,13 @@ def study(
             surprise = Surprise.of(_probability(mixture, met), part.conv)
             rows.append(Row(name, method, len(history), len(some.rows), mixture, surprise))
     return rows
+
+
+def history_of(keys: UserKeys, plan: Plan) -> tuple[Pairs, Part]:
+    """What datastores are made from, and the last conversations that settings are fitted on."""
+    held = keys.train.conv >= (1 - _HELD_SHARE) * (keys.train.conv[-1] + 1)
+    history = as_pairs(keys.train.rows(~held), plan.kind)
+    return history, first(keys.train.rows(held), plan.n_held)
 
 
 class _Stores:

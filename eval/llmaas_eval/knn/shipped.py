@@ -1,0 +1,89 @@
+"""The selected datastore as it is shipped: its file, its scan in fewer dimensions, its skipping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.knn.intervals import Surprise
+from llmaas_eval.knn.keys import Part
+from llmaas_eval.knn.neighbours import search
+from llmaas_eval.knn.study import Chosen
+from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.fitting import HeldOut
+from llmaas_plugins.knn_lm.mixing import Mixture
+from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.pca import fit_basis
+
+__all__ = ["DIMS", "Searched", "exactly", "shipped"]
+
+DIMS = (32, 64, 96, 128, 192, 256)
+
+
+class Searched(NamedTuple):
+    """What targets found.
+
+    Attributes:
+        met: Their neighbours.
+        rows: Which of the datastore's pairs these are; ``(n, k)``.
+    """
+
+    met: HeldOut
+    rows: NDArray[np.int32]
+
+    def recall(self, exact: Searched) -> float:
+        """Share of the exact neighbours that were found."""
+        each = zip(self.rows, exact.rows, strict=True)
+        return float(np.mean([np.isin(own, other).mean() for own, other in each]))
+
+    def surprise(self, mixture: Mixture, part: Part, threshold: float = 2.0) -> Surprise:
+        """Of the targets, without a search where MaxProb is ``threshold`` or more."""
+        met = self.met
+        p = mixture.probability(met.distances, met.hits, met.weights, met.p_lm, met.p_max)
+        return Surprise.of(np.where(part.max >= threshold, part.p, p), part.conv)
+
+
+def exactly(history: Pairs, chosen: Chosen, part: Part, k: int) -> Searched:
+    """By numpy in 32 bits."""
+    keys = history.keys[chosen.rows]
+    (found,) = search(part.ffn, keys, [np.arange(len(keys))], k)
+    return _searched(history, chosen, part, found.rows, found.distances)
+
+
+def shipped(history: Pairs, chosen: Chosen, part: Part, k: int, n_dims: int) -> Searched:
+    """By the datastore: codes of ``n_dims`` numbers scanned, keys in 16 bits rescored."""
+    keys = history.keys[chosen.rows]
+    basis = None if n_dims >= history.n_embd else fit_basis(keys, n_dims)
+    origins = np.stack([np.zeros(len(keys)), np.arange(len(keys))], axis=1).astype(np.int32)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "datastore.knn"
+        Datastore.write(
+            path,
+            fingerprint=bytes(32),
+            keys=keys,
+            values=history.values[chosen.rows],
+            origins=origins,
+            conversations=["all"],
+            basis=basis,
+            settings={},
+        )
+        datastore = Datastore.open(path, None)
+        found = [datastore.search(query, k) for query in part.ffn.astype(np.float32)]
+    rows = np.stack([each.rows for each in found])
+    return _searched(history, chosen, part, rows, np.stack([each.distances for each in found]))
+
+
+def _searched(
+    history: Pairs,
+    chosen: Chosen,
+    part: Part,
+    rows: NDArray[np.int32],
+    distances: NDArray[np.float32],
+) -> Searched:
+    weights = np.ones(len(chosen.rows), np.float32) if chosen.weights is None else chosen.weights
+    hits = history.values[chosen.rows][rows] == part.values[:, None]
+    return Searched(HeldOut(distances, hits, weights[rows], part.p, part.max), rows)
