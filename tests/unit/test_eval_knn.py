@@ -7,9 +7,10 @@ import json
 import numpy as np
 import pytest
 
+from llmaas_eval.knn.drift import drifted
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
 from llmaas_eval.knn.intervals import Surprise, change, mean_change, perplexity
-from llmaas_eval.knn.keys import Part
+from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
 from llmaas_eval.knn.neighbours import search
 from llmaas_eval.knn.report import changes_table, means_table, users_table
@@ -202,3 +203,12 @@ def test_tables_have_a_line_a_user_and_their_mean():
     assert lines[-1] == "| **mean** | -25.92 % (-25.92 to -25.92) | -9.52 % (-9.52 to -9.52) |"
     assert len(lines) == 5
     assert "| random | 30.0% | -18.13 % (-18.13 to -18.13) |" in means_table(rows, ["pure"])
+
+
+def test_a_drifting_user_has_both_domains_in_turn():
+    a, b, c = (UserKeys(name, part([1] * 200), part([2] * 120)) for name in "abc")
+    keys, mixed = drifted(a, b, c)
+    assert keys.train.conv.tolist() == list(range(300))
+    assert keys.train.values[:4].tolist() == [0, 0, 1, 1]
+    assert len(keys.test) == 200
+    assert mixed.conv.max() == 199

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from llmaas_eval.knn import report
+from llmaas_eval.knn.drift import DRIFTS, drifted, head
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.intervals import Surprise
@@ -30,12 +31,6 @@ SHARE = 0.3
 _HISTORY = 0.9
 """Of the training part; settings are fitted on the rest."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
-_DRIFTS = {
-    "turns": ("turns-travel", "turns-leisure", "turns-errands"),
-    "topics": ("topic-nature", "topic-technology", "topic-business"),
-}
-"""Domains A, B and C of Table 3."""
-_N_TRAIN, _N_TEST = 150, 100
 _THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 
 
@@ -119,27 +114,12 @@ def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
     del path
     methods = {name: METHODS[name] for name in ("random", "full", *OURS)}
     rows = []
-    for name, domains in _DRIFTS.items():
-        keys, mixed = _drifted(*map(options.user, domains))
+    for name, domains in DRIFTS.items():
+        keys, mixed = drifted(*map(options.user, domains))
         plan = replace(options.plan, n_test=len(keys.test))
         others = {"B and C mixed": mixed}
         rows += _studied(replace(keys, name=name), plan, methods, others)
     return rows, "\n\n".join([report.users_table(rows), report.means_table(rows, ["pure"])])
-
-
-def _drifted(a: UserKeys, b: UserKeys, c: UserKeys) -> tuple[UserKeys, Part]:
-    """150 conversations of A and of B in turn, then 100 of B; and these with 100 of C."""
-    train = Part.joined([_head(a.train, _N_TRAIN), _head(b.train, _N_TRAIN)])
-    number = np.unique(train.conv, return_inverse=True)[1]
-    turn = 2 * (number % _N_TRAIN) + number // _N_TRAIN
-    order = np.argsort(turn, kind="stable")
-    train = replace(train.rows(order), conv=turn[order].astype(np.int32))
-    test = _head(b.test, _N_TEST)
-    return UserKeys(b.name, train, test), Part.joined([test, _head(c.test, _N_TEST)])
-
-
-def _head(part: Part, n: int) -> Part:
-    return part.rows(part.conv < n)
 
 
 def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
@@ -165,7 +145,7 @@ def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
     rows = []
     for keys in options.each():
         stranger = options.user(_stranger(keys.name))
-        others["a stranger's"] = _head(stranger.test, 20)
+        others["a stranger's"] = head(stranger.test, 20)
         rows += _studied(keys, options.plan, methods, others)
     names = [None, *others]
     tables = [

@@ -1,0 +1,34 @@
+"""A user whose interests change (appendix B.2): what is asked about is in the history in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from llmaas_eval.knn.keys import Part, UserKeys
+
+__all__ = ["DRIFTS", "drifted", "head"]
+
+DRIFTS: Mapping[str, tuple[str, str, str]] = {
+    "turns": ("turns-travel", "turns-leisure", "turns-errands"),
+    "topics": ("topic-nature", "topic-technology", "topic-business"),
+}
+"""Domains A, B and C: users of three."""
+_N_TRAIN, _N_TEST = 150, 100
+
+
+def drifted(a: UserKeys, b: UserKeys, c: UserKeys) -> tuple[UserKeys, Part]:
+    """150 conversations of A and of B in turn, then 100 of B; and these with 100 of C."""
+    train = Part.joined([head(a.train, _N_TRAIN), head(b.train, _N_TRAIN)])
+    turn = 2 * (train.conv % _N_TRAIN) + train.conv // _N_TRAIN
+    order = np.argsort(turn, kind="stable")
+    train = replace(train.rows(order), conv=turn[order])
+    test = head(b.test, _N_TEST)
+    return UserKeys(b.name, train, test), Part.joined([test, head(c.test, _N_TEST)])
+
+
+def head(part: Part, n: int) -> Part:
+    """The first ``n`` conversations."""
+    return part.rows(part.conv < n)
