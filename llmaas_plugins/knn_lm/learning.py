@@ -62,7 +62,7 @@ class Learner:
         self._store, self._key, self._plan, self._idle_s = store, key, plan, idle_s
         self._natives = natives
         self._changed = threading.Condition()
-        self._n_running = 0
+        self._busy: set[int] = set()
         self._last_end = time.monotonic()
         self._engine: Engine | None = None
         self._is_at_work = self._is_closed = False
@@ -78,7 +78,7 @@ class Learner:
     def request_began(self, engine: Engine) -> None:
         """Pause; and learn with this engine later."""
         with self._changed:
-            self._n_running += 1
+            self._busy.add(engine.ctx)
             self._engine = self._engine or engine
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(
@@ -86,16 +86,17 @@ class Learner:
                 )
                 self._thread.start()
 
-    def request_ended(self) -> None:
+    def request_ended(self, engine: Engine) -> None:
         """Go on after a while."""
         with self._changed:
-            self._n_running -= 1
+            self._busy.discard(engine.ctx)
             self._last_end = time.monotonic()
             self._changed.notify_all()
 
     def context_freed(self, ctx: int) -> None:
         """Use this context's engine no longer; returns when nothing of it is in use."""
         with self._changed:
+            self._busy.discard(ctx)
             if self._engine is None or self._engine.ctx != ctx:
                 return
             self._engine = None
@@ -136,7 +137,7 @@ class Learner:
                     self._changed.notify_all()
 
     def _is_idle(self) -> bool:
-        return not self._n_running and time.monotonic() - self._last_end >= self._idle_s
+        return not self._busy and time.monotonic() - self._last_end >= self._idle_s
 
     def _pause(self, _n: int = 0) -> None:
         """Wait while there are requests.

@@ -63,9 +63,12 @@ class Settings:
         if skip_above is None:
             skip_above = found.get("skip_above")
         try:
-            return cls(mixture, config.k, float(skip_above))
+            settings = cls(mixture, config.k, float(skip_above))
         except TypeError as error:
             raise ValueError(f"found skip_above {skip_above!r}, expected a number") from error
+        if not 0 <= settings.skip_above <= 1:
+            raise ValueError(f"found skip_above {skip_above!r}, expected 0 to 1")
+        return settings
 
 
 class Mixer:

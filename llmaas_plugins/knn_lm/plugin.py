@@ -26,6 +26,7 @@ from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.learning import Learner
 from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings
+from llmaas_plugins.knn_lm.proposing import Proposer
 from llmaas_plugins.knn_lm.selecting import Plan
 
 __all__ = ["KnnLM"]
@@ -71,6 +72,7 @@ class KnnLM:
         self._opened: _Opened | None = None
         self._left_alone: dict[str, str] = {}
         self._counts = Counts()
+        self._proposer = Proposer(self._path.parent)
         plan = Plan(config.size, config.k, config.dims)
         self._learner = Learner(self._path.parent, config.key, plan, config.idle_s, self._natives)
 
@@ -115,15 +117,18 @@ class KnnLM:
         if engine not in self._seen or not self._is_current() or is_bent:
             self._serve(engine)
             self._seen.add(engine)
+        is_on = _NAME not in request.declined
         if (served := self._served.get(engine.ctx)) is not None:
             served.mixer.begin()
-            served.is_on = _NAME not in request.declined
+            served.is_on = is_on
+        if self._config.drafts:
+            self._proposer.begin(engine, is_on=is_on)
 
     @hookimpl
-    def llmaas_request_end(self) -> None:
+    def llmaas_request_end(self, request: Request) -> None:
         """The device may be idle now."""
         if self._config.learn:
-            self._learner.request_ended()
+            self._learner.request_ended(request.engine)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -163,6 +168,7 @@ class KnnLM:
             "k": self._config.k,
             "skip_above": None if opened is None else opened.settings.skip_above,
             **dataclasses.asdict(self._counts),
+            **(self._proposer.stats() if self._config.drafts else {}),
             "left_alone": dict(self._left_alone),
             "waiting": self._learner.n_waiting,
             "learnt": self._learner.n_learnt,
@@ -173,6 +179,7 @@ class KnnLM:
     def llmaas_shutdown(self) -> None:
         """Stop learning; close the datastore."""
         self._learner.close()
+        self._proposer.close()
         self._close()
 
     # -- inside ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from datastores import CONVERSATIONS, ENGINE, MIXTURE, QUESTIONS, K, stored
 from llama_cpp import Llama, llama_cpp
+from served import wait_until
 from soak import scale
 
 from llmaas_eval.families import write_family, write_lora
@@ -20,6 +21,7 @@ from llmaas_hooks import PluginError, StoreError
 from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.archive_files import SELECTED
 from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.inbox import remember
 
 QUESTION = QUESTIONS[0]
 FIRST = CONVERSATIONS[0].title
@@ -284,6 +286,8 @@ class TestRefusal:
             {"skip_above": None},
             {"skip_above": [1]},
             {"skip_above": "often"},
+            {"skip_above": "nan"},
+            {"skip_above": 1.5},
             {"key": "attention"},
             {"key": ["ffn_input"]},
         ],
@@ -418,6 +422,27 @@ class TestReplacement:
             assert store.links() == [str(store.file)]
         suite.deactivate()
         assert store.links() == []
+
+
+class TestLearning:
+    def test_a_request_that_was_refused_keeps_no_engine_busy(self, store, active, make):
+        """It has no end. When the next one has, what waits is learnt, selected and mixed in."""
+        store.write()
+        store.file.write_bytes(b"torn")
+        suite = active(learn=True, idle_s=0.05)
+        llama = make()
+        with pytest.raises(PluginError, match="found another kind of file"):
+            ask(llama)
+        store.file.unlink()
+        ask(llama)
+        for one in CONVERSATIONS:
+            remember(store.directory, one.messages, title=one.title)
+        wait_until(store.file.exists)
+        assert report(suite)["learnt"] == len(CONVERSATIONS)
+        ask(llama)
+        assert report(suite)["pairs"] == len(store.pairs.keys)
+        assert report(suite)["mixed"] > 0
+        assert report(suite)["learning_error"] is None
 
 
 class TestEngines:

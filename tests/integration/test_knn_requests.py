@@ -373,6 +373,40 @@ class TestWaysToAsk:
             stream.close()
             assert [said(llama, question) for question in QUESTIONS] == expected
 
+    def test_states_that_the_app_saved(self, ours, make):
+        """They hold logits that were mixed; what is loaded is evaluated again all the same."""
+        expected = ours()
+        llama = make(**ONE_BY_ONE)
+        saved = []
+        for question in QUESTIONS:
+            watched(llama, tokens_of(llama, question), 1)
+            saved.append(llama.save_state())
+        for state, question, reply in zip(saved, QUESTIONS, expected, strict=True):
+            llama.load_state(state)
+            assert said(llama, question) == reply
+            with llmaas_plugins.without("knn_lm"):
+                alone = said(llama, question)
+            llama.reset()
+            with llmaas_plugins.without("knn_lm"):
+                assert said(llama, question) == alone
+
+    def test_logprobs_are_the_models_own(self, ours, make, mixing):
+        """``Llama`` copies them before anything is sampled."""
+        ours()
+        llama = make(logits_all=True, **ONE_BY_ONE)
+        prompt = f"User: {QUESTIONS[0]}\nAssistant:"
+
+        def top():
+            reply = llama(prompt, temperature=0.0, max_tokens=1, logprobs=3)
+            return reply["choices"][0]["logprobs"]["top_logprobs"][0], reply["choices"][0]["text"]
+
+        logprobs, token = top()
+        llama.reset()
+        with llmaas_plugins.without("knn_lm"):
+            alone, likeliest = top()
+        assert alone.items() <= logprobs.items()
+        assert token != likeliest == max(alone, key=alone.get)
+
     def test_several_engines_on_one_model(self, ours, make):
         expected = ours()
         llamas = [make(**ONE_BY_ONE), make(**ONE_BY_ONE)]
