@@ -55,6 +55,12 @@ class KnnLMConfig(BaseModel):
         description="Nothing is searched when the model gives a token this probability; as fitted "
         "when unset, and 1 searches always.",
     )
+    mix: bool = Field(default=True, description="Mix the datastore into the next token's logits.")
+    drafts: bool = Field(
+        default=False,
+        description="Propose what followed the same words in past chats, to be verified several "
+        "tokens at a time: the same text, sooner.",
+    )
     learn: bool = Field(
         default=False,
         description="Learn what waits in the store's `inbox` while the device is idle: chat "

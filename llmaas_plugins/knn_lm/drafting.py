@@ -40,7 +40,8 @@ def attach(llama: Llama, draft: DatastoreDraft) -> None:
     set_batch = llama._batch.set_batch
 
     def with_every_row(batch: Sequence[int], n_past: int, logits_all: bool) -> None:
-        set_batch(batch, n_past, logits_all or len(batch) <= largest)
+        is_on = llama.draft_model is draft
+        set_batch(batch, n_past, logits_all or (is_on and len(batch) <= largest))
 
     llama._batch.set_batch = with_every_row
     draft.n_ctx = min(llama.n_ctx(), len(llama.input_ids))

@@ -113,10 +113,8 @@ class KnnLM:
         engine = request.engine
         if self._config.learn:
             self._learner.request_began(engine)
-        is_bent = engine.alteration is not None and engine.ctx in self._served
-        if engine not in self._seen or not self._is_current() or is_bent:
-            self._serve(engine)
-            self._seen.add(engine)
+        if self._config.mix:
+            self._see_to(engine)
         is_on = _NAME not in request.declined
         if (served := self._served.get(engine.ctx)) is not None:
             served.mixer.begin()
@@ -183,6 +181,13 @@ class KnnLM:
         self._close()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _see_to(self, engine: Engine) -> None:
+        """Serve an engine that is new, or as the datastore is now."""
+        is_bent = engine.alteration is not None and engine.ctx in self._served
+        if engine not in self._seen or not self._is_current() or is_bent:
+            self._serve(engine)
+            self._seen.add(engine)
 
     def _is_current(self) -> bool:
         """Whether what is open, or the lack of it, is what is on disk."""
