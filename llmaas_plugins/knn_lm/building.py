@@ -21,7 +21,6 @@ from llmaas_plugins.prompts import conversation_tokens
 
 __all__ = ["Added", "add", "binding_of", "tokens_of"]
 
-
 _log = logging.getLogger("llmaas.knn_lm")
 
 
@@ -91,7 +90,9 @@ def add(  # noqa: PLR0913 -- what it works with, and two callbacks
     for conversation, source in conversations:
         if conversation_id(conversation) in archive:
             done = done._replace(n_known=done.n_known + 1)
-        elif (record := _record(llama, encoder, conversation, source, between)) is None:
+        elif (tokens := _readable(llama, conversation)) is None:
+            done = done._replace(n_refused=done.n_refused + 1)
+        elif (record := _record(encoder, conversation, source, tokens, between)) is None:
             done = done._replace(n_left_out=done.n_left_out + 1)
         else:
             archive.append(record)
@@ -101,15 +102,23 @@ def add(  # noqa: PLR0913 -- what it works with, and two callbacks
     return done
 
 
+def _readable(llama: Any, conversation: Conversation) -> Tokens | None:
+    """The tokens; one conversation that makes none must not keep the others out."""
+    try:
+        return tokens_of(llama, conversation)
+    except ValueError as error:
+        _log.warning("left out: %s", error)
+        return None
+
+
 def _record(
-    llama: Any,
     encoder: Encoder,
     conversation: Conversation,
     source: str,
+    tokens: Tokens,
     between: Callable[[], None],
 ) -> Record | None:
     """A conversation, evaluated; None if there is nothing to learn from it."""
-    tokens = tokens_of(llama, conversation)
     if len(tokens) < 2:
         return None
     found = encoder.encode(tokens, between)

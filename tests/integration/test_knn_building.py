@@ -311,8 +311,25 @@ def test_conversation_of_a_single_token_is_too_short(make, encoder, archive):
     formatter = Jinja2ChatFormatter("{{ bos_token }}", eos_token="</s>", bos_token="<s>")
     llama.chat_handler = formatter.to_chat_handler()
     with archive(llama) as store:
-        assert add(store, llama, encoder(llama), named(CHATS[:2])).n_short == 2
+        assert add(store, llama, encoder(llama), named(CHATS[:2])).n_left_out == 2
         assert len(store) == 0
+
+
+def test_conversation_with_states_beyond_float16_is_left_out(make, encoder, archive, monkeypatch):
+    llama = make()
+    made = encoder(llama)
+    encode, n_calls = made.encode, []
+
+    def too_large(tokens, between):
+        n_calls.append(None)
+        found = encode(tokens, between)
+        found.pairs.keys[3, 7] *= np.inf if len(n_calls) == 1 else 1
+        return found
+
+    monkeypatch.setattr(made, "encode", too_large)
+    with archive(llama) as store:
+        added = add(store, llama, made, named(CHATS[:2]))
+        assert (added.n_added, added.n_left_out, len(store)) == (1, 1, 1)
 
 
 def test_chat_handler_that_makes_no_tokens_is_refused(make):

@@ -75,6 +75,19 @@ def test_neighbours_that_always_are_right_get_the_most(said):
     assert (found.mixture.alpha, found.mixture.beta) == (0.95, 0)
 
 
+def test_neighbours_that_are_wrong_where_the_model_is_sure_are_asked_where_it_is_not(said):
+    held = said(PAPER)
+    is_sure = np.arange(N) % 2 == 0
+    halves = replace(
+        held,
+        p_max=np.where(is_sure, np.float32(0.99), np.float32(0.2)),
+        p_lm=np.where(is_sure, np.float32(0.99), np.float32(0.01)),
+        hits=np.broadcast_to(~is_sure[:, None], held.hits.shape),
+    )
+    found = fit(halves)
+    assert (found.mixture.alpha, found.mixture.beta) == (0.95, 1.0)
+
+
 def test_scale_of_distances_does_not_matter(said):
     held = said(WARY)
     ours, theirs = fit(held), fit(replace(held, distances=held.distances * np.float32(1024)))
@@ -130,6 +143,21 @@ def test_the_less_neighbours_help_a_sure_model_the_more_is_skipped(said):
     found = [skip_above(held, Mixture(alpha, 0.0, 4.0)) for alpha in (0.3, 0.03, 0.0)]
     assert found[0][0] >= found[1][0] >= found[2][0] == 0.5
     assert found[0][1] <= found[1][1] <= found[2][1] == pytest.approx((held.p_max >= 0.5).mean())
+
+
+@pytest.mark.parametrize(("gain", "threshold"), [(0.04, 0.5), (0.06, 1.0)])
+def test_one_part_in_two_thousand_may_be_lost(said, gain, threshold):
+    """By a hundredth of the targets, for which neighbours gain so much."""
+    held, is_sure = said(PAPER), np.arange(N) % 100 == 0
+    p_lm = np.float32(0.5)
+    known = replace(
+        held,
+        p_max=np.where(is_sure, np.float32(0.995), np.float32(0.3)),
+        p_lm=np.full(N, p_lm),
+        hits=np.ones((N, 12), np.bool_),
+    )
+    alpha = float(np.expm1(gain) * p_lm / (1 - p_lm))
+    assert skip_above(known, Mixture(alpha, 0.0, 4.0))[0] == threshold
 
 
 def test_nothing_is_skipped_where_neighbours_know_what_a_sure_model_does_not(said):

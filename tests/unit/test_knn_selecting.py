@@ -82,6 +82,14 @@ def test_nothing_selected_is_nothing_to_write(archive):
         write(archive, source, none, first_objective(source, 0), IN_ALL)
 
 
+def test_theta_is_a_quarter_of_how_far_the_nearest_ten_are(archive):
+    source = source_of(archive, IN_ALL)
+    keys = source.keys(np.arange(archive.n_pairs)).astype(np.float64)
+    distances = np.sort(((keys[:, None] - keys) ** 2).sum(axis=2), axis=1)
+    wanted = 0.25 * np.median(distances[:, 1:11])  # each is its own nearest
+    assert first_objective(source, 0).theta == pytest.approx(wanted, rel=1e-3)
+
+
 def test_theta_grows_with_the_squared_distances(archive):
     source = source_of(archive, IN_ALL)
     near = first_objective(source, 0)

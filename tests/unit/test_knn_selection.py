@@ -105,6 +105,15 @@ def test_pairs_without_any_difference_are_as_likely(p_lm):
     assert np.allclose(hits / 1000, 0.3, atol=0.08)
 
 
+def test_pairs_that_come_together_are_drawn_together_by_chance_alone():
+    """Else of neighbours in a conversation only one could ever be kept."""
+    together = 0
+    for seed in range(600):
+        taken, _ = some_of([0.5] * 4, 2, seed=seed)
+        together += taken.tolist() == [0, 1]
+    assert 60 <= together <= 140  # one in six
+
+
 # -- Algorithm 1 ---------------------------------------------------------------------------------
 
 
@@ -255,21 +264,40 @@ def test_the_largest_subset_within_the_limit_is_best_unless_it_is_below_six_tent
     assert same(best, selecting.best())
 
 
-def test_going_on_is_the_same_as_never_having_stopped():
+def test_of_two_that_outgrow_the_limit_at_once_the_smaller_is_best():
+    selecting = started(random_full(3, 60), 7)
+    run(selecting, 20)
+    lengths = {share: len(s) for share, s in selecting.selections.items()}
+    assert lengths == {0.1: 2, 0.2: 4, 0.4: 8, 1.0: 20}
+    best = selecting.best()
+    assert len(best) == 7
+    assert set(best.indices.tolist()) < set(selecting.selections[0.4].indices.tolist())
+    run(selecting, 40)
+    assert {share: len(s) for share, s in selecting.selections.items()} == {0.1: 4, 0.2: 8}
+
+
+def test_each_buffer_has_draws_of_its_own():
+    full = Full(np.arange(100)[:, None] * 99, np.zeros(100), np.full(100, 0.5))
+    selecting = started(full, 100)
+    run(selecting, 100)
+    places = selecting.selections[0.4].indices.reshape(5, 8) % 20
+    assert len(np.unique(places, axis=0)) > 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_going_on_is_the_same_as_never_having_stopped(how):
     full = random_full(4, 400)
-    for how in HOWS:
-        whole = started(full, 30, how=how, seed=3)
-        run(whole, 400, is_end=True)
-        stopped = started(full, 30, how=how, seed=3)
-        for n_come in (15, 70, 71, 190, 400):
-            run(stopped, n_come, is_end=n_come == 400)
-            saved, n_seen = stopped.selections, stopped.n_seen
-            stopped = started(full, 30, how=how, seed=3)
-            stopped.resume(saved, n_seen)
-        assert stopped.n_seen == whole.n_seen == 400
+    whole, stopped = (started(full, 30, how=how, seed=3) for _ in range(2))
+    for n_come in (15, 70, 71, 170, 190, 400):
+        for selecting in (whole, stopped):
+            run(selecting, n_come, is_end=n_come == 400)
+        assert stopped.n_seen == whole.n_seen
         assert stopped.selections.keys() == whole.selections.keys()
         assert all(same(s, whole.selections[k]) for k, s in stopped.selections.items())
         assert same(stopped.best(), whole.best())
+        saved, n_seen = stopped.selections, stopped.n_seen
+        stopped = started(full, 30, how=how, seed=3)
+        stopped.resume(saved, n_seen)
 
 
 def test_it_can_end_after_any_buffer_and_has_read_only_what_it_took():
