@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from llmaas_plugins import activate
+from llmaas_plugins import activate, without
 
 PROMPT = "User: Where is the station?\nAssistant:"
 SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 7, "verbose": False}
@@ -111,6 +111,33 @@ def test_after_a_plugin_was_active(vanilla, reference_model, tmp_path):
     with activate({"plugins": {"kv_chunks": {"store": str(tmp_path / "kv")}}}):
         Llama(str(reference_model), **SETTINGS).close()
     assert snapshot(reference_model) == vanilla
+
+
+@pytest.fixture
+def store(reference_model, tmp_path):
+    """Directory of a datastore for knn_lm."""
+    from datastores import stored  # this file is a script, too
+
+    stored(reference_model).write(tmp_path / "knn")
+    return tmp_path / "knn"
+
+
+@pytest.mark.parametrize(
+    "settings", [None, {"alpha": 0.0}, {"skip_above": 0.0}], ids=["no datastore", "alpha", "sure"]
+)
+def test_knn_lm_with_nothing_to_mix(vanilla, reference_model, store, settings):
+    table = {"store": str(store if settings else store / "empty"), **(settings or {})}
+    with activate({"on_error": "raise", "plugins": {"knn_lm": table}}) as suite:
+        assert snapshot(reference_model) == vanilla
+        report = suite.status()["plugins"]["knn_lm"]
+        assert (report["pairs"] is None) == (settings is None) == bool(report["left_alone"])
+
+
+def test_requests_without_knn_lm(vanilla, reference_model, store):
+    with activate({"on_error": "raise", "plugins": {"knn_lm": {"store": str(store)}}}):
+        assert snapshot(reference_model) != vanilla
+        with without("knn_lm"):
+            assert snapshot(reference_model) == vanilla
 
 
 def test_an_engine_that_lives_through_an_activation(make_llama):
