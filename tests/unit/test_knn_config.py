@@ -22,7 +22,7 @@ def test_defaults_are_the_papers_and_what_was_fitted():
     assert (config.key, config.k, config.size) == ("ffn_input", 100, 100_000)
     assert (config.alpha, config.beta, config.skip_above) == (None, None, None)
     assert config.store == Path("~/.cache/llmaas/knn")
-    assert not config.learn
+    assert (config.mix, config.drafts, config.learn) == (True, False, False)
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "skip_above"])
@@ -74,6 +74,8 @@ def test_every_setting_may_come_from_the_environment():
         "alpha": "0.5",
         "beta": "0.25",
         "skip_above": "0.9",
+        "mix": "false",
+        "drafts": "true",
         "learn": "true",
         "idle_s": "2.5",
     }
@@ -89,6 +91,8 @@ def test_every_setting_may_come_from_the_environment():
         alpha=0.5,
         beta=0.25,
         skip_above=0.9,
+        mix=False,
+        drafts=True,
         learn=True,
         idle_s=2.5,
     )
