@@ -84,7 +84,7 @@ def require_datastore(directory: Path) -> None:
         StoreError: There is none.
     """
     try:
-        own = any(os.path.lexists(directory / name) for name in (LOCK, SELECTED))
+        own = any(os.path.lexists(directory / name) for name in (LOCK, SELECTED, INBOX))
         is_there = own or bool(segment_files(directory)[0])
     except FileNotFoundError:
         is_there = False

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +114,7 @@ def _read(archive: Archive, plan: Plan) -> _State | None:
         if not path.is_file() or path.is_symlink() or path.stat().st_size > _MOST_BYTES:
             return None
         state = _decoded(path)
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     known = archive.ids()[: state.n_conversations]
     is_same = len(known) == state.n_conversations and _digest(known) == state.digest
@@ -142,7 +144,7 @@ def _decoded(path: Path) -> _State:
     """Read a state.
 
     Raises:
-        ValueError, KeyError: It is none.
+        ValueError: It is none; and what zipfile raises.
     """
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
         n_seen, n_conversations, size = (int(number) for number in file["numbers"])

@@ -86,13 +86,12 @@ class Selected:
 class ArchiveSource:
     """An archive as ``selection.Source``: keys in the directions in which they differ most."""
 
-    def __init__(self, archive: Archive, basis: Basis | None) -> None:
+    def __init__(self, archive: Archive, basis: Basis) -> None:
         """Look at its columns; keys are read when asked for."""
         columns = archive.columns()
         self.values, self.p_lm, self.p_max = columns.values, columns.p_lm, columns.p_max
         self._archive, self.basis = archive, basis
-        n_embd = archive.binding.n_embd if archive.binding else 0
-        self.n_dims = n_embd if basis is None else len(basis.axes)
+        self.n_dims = len(basis.axes)
 
     def keys(self, indices: Indices) -> Floats:
         """Keys of some pairs, read and projected part by part."""
@@ -100,7 +99,7 @@ class ArchiveSource:
         for start in range(0, len(indices), _PART):
             part = slice(start, start + _PART)
             wide = self._archive.pairs(indices[part]).keys.astype(np.float32)
-            keys[part] = wide if self.basis is None else self.basis.project(wide)
+            keys[part] = self.basis.project(wide)
         return keys
 
 
@@ -129,11 +128,10 @@ def source_of(archive: Archive, plan: Plan) -> ArchiveSource:
             f"the datastore in {archive.directory} is empty: nothing to select from. Add "
             "conversations with `llmaas datastore add`."
         )
-    if plan.n_dims >= archive.binding.n_embd:
-        return ArchiveSource(archive, None)
     rng = np.random.default_rng(plan.seed)
     picks = np.sort(rng.choice(archive.n_pairs, min(_SAMPLE, archive.n_pairs), replace=False))
-    return ArchiveSource(archive, fit_basis(archive.pairs(picks).keys, plan.n_dims, plan.seed))
+    n_dims = min(plan.n_dims, archive.binding.n_embd)
+    return ArchiveSource(archive, fit_basis(archive.pairs(picks).keys, n_dims, plan.seed))
 
 
 def first_objective(source: ArchiveSource, seed: int) -> Objective:
@@ -239,11 +237,11 @@ def _nearest(  # noqa: PLR0913, PLR0917
     source: ArchiveSource, queries: Floats, own: Ints, keys: Halves, others: Ints, n: int
 ) -> npt.NDArray[np.intp]:
     """Of each query: ``n`` rows nearest in the basis, -1 where none of another conversation is."""
-    projected = _projected(source.basis, queries)
+    projected = source.basis.project(queries)
     rows = np.empty((len(queries), 0), np.intp)
     found = np.empty((len(queries), 0), np.float32)
     for start in range(0, len(keys), _PART):
-        part = _projected(source.basis, keys[start : start + _PART].astype(np.float32))
+        part = source.basis.project(keys[start : start + _PART].astype(np.float32))
         distances = squared_distances(projected, part)
         distances[own[:, None] == others[None, start : start + _PART]] = np.inf
         found = np.concatenate([found, distances], axis=1)
@@ -259,7 +257,3 @@ def _exact(query: Floats, rows: npt.NDArray[np.intp], keys: Halves) -> Floats:
     difference = keys[rows].astype(np.float32) - query
     distances = np.einsum("ij,ij->i", difference, difference)
     return np.where(rows < 0, np.float32(np.inf), distances)
-
-
-def _projected(basis: Basis | None, keys: Floats) -> Floats:
-    return keys if basis is None else basis.project(keys)

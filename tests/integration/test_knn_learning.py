@@ -1,0 +1,193 @@
+"""Conversations that wait are learnt while the device is idle, and selected as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from datastores import CONVERSATIONS, ENGINE, QUESTIONS, Natives
+from llama_cpp import Llama
+from served import wait_until
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins import activate
+from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive_files import INBOX, ONLINE, SELECTED
+from llmaas_plugins.knn_lm.building import add, binding_of
+from llmaas_plugins.knn_lm.encoding import Encoder
+from llmaas_plugins.knn_lm.forgetting import forget_all
+from llmaas_plugins.knn_lm.inbox import remember, waiting
+from llmaas_plugins.knn_lm.refreshing import is_due, refresh
+from llmaas_plugins.knn_lm.selecting import Plan
+
+CHATS = [
+    Conversation(f"{one.title} {i}", "chat", one.messages)
+    for i in range(3)
+    for one in CONVERSATIONS
+]
+PLAN = Plan(size=150, n_dims=64)
+
+
+def leave(store, chats):
+    for one in chats:
+        remember(store, one.messages, title=one.title)
+
+
+@contextlib.contextmanager
+def learning(store, model, **table):
+    """An app whose device is idle at once."""
+    own = {"store": str(store), "learn": True, "idle_s": 0.01} | table
+    with (
+        activate({"on_error": "raise", "plugins": {"knn_lm": own}}) as suite,
+        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+    ):
+        yield suite, llama
+
+
+def ask(llama, n=4):
+    prompt = llama.tokenize(f"User: {QUESTIONS[0]}\nAssistant:".encode(), special=True)
+    return [token for token, _ in zip(llama.generate(prompt, temp=0.0), range(n), strict=False)]
+
+
+def report(suite):
+    return suite.status()["plugins"]["knn_lm"]
+
+
+def test_what_waits_is_learnt_and_then_mixed(tmp_path, reference_model):
+    leave(tmp_path, CONVERSATIONS)
+    with learning(tmp_path, reference_model) as (suite, llama):
+        ask(llama)
+        wait_until((tmp_path / SELECTED).exists)
+        wait_until(lambda: not waiting(tmp_path))
+        before = report(suite)
+        ask(llama)
+        after = report(suite)
+    assert (before["learnt"], before["mixed"]) == (len(CONVERSATIONS), 0)
+    assert after["mixed"] + after["skipped"] > 0
+    with Archive.open(tmp_path) as archive:
+        assert {row.title for row in archive.conversations()} == {c.title for c in CONVERSATIONS}
+
+
+def test_nothing_is_learnt_unless_it_is_asked_for(tmp_path, reference_model):
+    leave(tmp_path, CONVERSATIONS[:1])
+    with learning(tmp_path, reference_model, learn=False) as (suite, llama):
+        ask(llama)
+        assert report(suite)["waiting"] == 1
+    assert not [thread for thread in threading.enumerate() if "knn" in thread.name]
+
+
+def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog):
+    leave(tmp_path, CONVERSATIONS[:1])
+    odd = tmp_path / INBOX / "0.json"
+    odd.write_text("not a chat")
+    with learning(tmp_path, reference_model) as (suite, llama):
+        ask(llama)
+        wait_until(lambda: not waiting(tmp_path))
+        assert report(suite)["learnt"] == 1
+    assert [path.name for path in (tmp_path / INBOX).iterdir()] == ["0.json.refused"]
+    assert "it is kept as 0.json.refused" in caplog.text
+
+
+@pytest.mark.parametrize("ends", ["llama", "suite"])
+def test_an_app_that_ends_meanwhile_waits_for_one_batch(tmp_path, reference_model, ends):
+    """What was not learnt waits for the next start."""
+    long = Message("user", "word " * 200)
+    leave(tmp_path, [Conversation(f"long {i}", "chat", (long,)) for i in range(30)])
+    with learning(tmp_path, reference_model) as (suite, llama):
+        ask(llama)
+        wait_until(lambda: report(suite)["learnt"] > 0)
+        if ends == "llama":
+            llama.close()
+            assert report(suite)["learnt"] < 30
+    with Archive.open(tmp_path) as archive:
+        assert 0 < len(archive) < 30
+        assert len(archive) + len(waiting(tmp_path)) in (30, 31)  # one may be learnt, not erased
+
+
+def test_a_request_stops_the_work_until_it_is_over(tmp_path, reference_model):
+    with learning(tmp_path, reference_model) as (suite, llama):
+        prompt = llama.tokenize(b"Once upon a time")
+        stream = llama.generate(prompt, temp=0.0)
+        next(stream)
+        leave(tmp_path, CONVERSATIONS[:1])
+        with pytest.raises(AssertionError):
+            wait_until(lambda: report(suite)["learnt"] > 0, seconds=2.5)
+        stream.close()
+        wait_until(lambda: report(suite)["learnt"] > 0)
+
+
+def test_a_conversation_needs_messages(tmp_path):
+    with pytest.raises(ConfigError, match="without messages"):
+        remember(tmp_path, [])
+    assert not waiting(tmp_path)
+
+
+def test_all_that_waits_is_forgotten_too(tmp_path):
+    leave(tmp_path, CONVERSATIONS)
+    with Archive.open(tmp_path, writable=True):
+        pass
+    forget_all(tmp_path)
+    assert list((tmp_path / INBOX).iterdir()) == []
+
+
+# -- selecting as they come ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def growing(tmp_path, reference_model):
+    """An archive that grows by conversations."""
+    natives = Natives()
+    with (
+        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
+        contextlib.closing(Llama(str(reference_model), **ENGINE)) as llama,
+        Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
+        Archive.open(tmp_path, binding_of(llama, "ffn_input"), writable=True) as archive,
+    ):
+
+        def grow(chats):
+            add(archive, llama, encoder, [(chat, "test") for chat in chats])
+            return archive
+
+        yield grow
+
+
+def test_the_first_conversations_are_due_and_then_enough_new_ones(growing):
+    archive = growing(CHATS[:6])
+    assert is_due(archive, PLAN)
+    refresh(archive, PLAN)
+    assert not is_due(archive, PLAN)
+    growing(CHATS[6:7])
+    assert not is_due(archive, PLAN)  # some tens of pairs are not worth the time
+
+
+def test_it_goes_on_where_it_was(growing):
+    """With all that came at first still in the candidate subsets, and no pair twice."""
+    archive = growing(CHATS[:9])
+    first = refresh(archive, PLAN)
+    growing(CHATS[9:])
+    second = refresh(archive, PLAN)
+    assert first.n_full < second.n_full == archive.n_pairs
+    assert 0.6 * PLAN.size < second.n_pairs <= PLAN.size
+    assert np.isfinite(second.perplexity)
+
+
+def test_a_state_of_conversations_that_are_forgotten_is_not_used(growing):
+    archive = growing(CHATS)
+    refresh(archive, PLAN)
+    assert not is_due(archive, PLAN)
+    archive.forget(archive.ids()[:1])
+    assert is_due(archive, PLAN)
+    assert refresh(archive, PLAN).n_full == archive.n_pairs
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 no archive", None])
+def test_a_state_that_is_damaged_is_made_anew(growing, tmp_path, damage):
+    archive = growing(CHATS[:6])
+    refresh(archive, PLAN)
+    path = tmp_path / ONLINE
+    path.write_bytes(path.read_bytes()[:-40] if damage is None else damage)
+    assert is_due(archive, PLAN)
+    assert refresh(archive, PLAN).n_pairs > 0

@@ -1,0 +1,149 @@
+"""Drafts of the running app: the same text, from what the archive holds at the time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+from datastores import CONVERSATIONS, ENGINE, QUESTIONS, Natives
+from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from llmaas_hooks import PluginError
+from llmaas_plugins import activate, without
+from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.building import add, binding_of
+from llmaas_plugins.knn_lm.encoding import Encoder
+from llmaas_plugins.knn_lm.segments import Binding
+
+N = 24
+ONE_BY_ONE = {"n_ubatch": 1}  # the same kernels, whatever a batch holds
+
+
+@pytest.fixture
+def store(tmp_path, reference_model):
+    """An archive of what the model says itself, so that it is proposed and accepted."""
+    with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
+        said = {q: llama.detokenize(ask(llama, q)).decode() for q in QUESTIONS}
+    chats = [
+        Conversation(q, "chat", (Message("user", q), Message("assistant", said[q].strip())))
+        for q in QUESTIONS
+    ]
+    fill(tmp_path, reference_model, chats)
+    return tmp_path
+
+
+def fill(store, model, chats):
+    natives = Natives()
+    with (
+        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
+        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+        Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
+        Archive.open(store, binding_of(llama, "ffn_input"), writable=True) as archive,
+    ):
+        add(archive, llama, encoder, [(chat, "test") for chat in chats])
+
+
+@contextlib.contextmanager
+def proposing(store, model, **llama):
+    table = {"store": str(store), "drafts": True, "mix": False}
+    with (
+        activate({"on_error": "raise", "plugins": {"knn_lm": table}}) as suite,
+        contextlib.closing(Llama(str(model), **ENGINE, **ONE_BY_ONE, **llama)) as engine,
+    ):
+        yield suite, engine
+
+
+def ask(llama, question, n=N):
+    llama.reset()
+    prompt = llama.tokenize(f"User: {question}\nAssistant:".encode(), special=True)
+    return list(itertools.islice(llama.generate(prompt, temp=0.0), n))
+
+
+def counts(suite):
+    found = suite.status()["plugins"]["knn_lm"]
+    return found["proposed"], found["accepted"]
+
+
+def test_the_text_is_the_model_s_own_and_much_of_it_was_proposed(store, reference_model):
+    with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
+        vanilla = [ask(llama, question) for question in QUESTIONS]
+    with proposing(store, reference_model) as (suite, llama):
+        assert [ask(llama, question) for question in QUESTIONS] == vanilla
+        proposed, accepted = counts(suite)
+        assert proposed >= accepted > N
+        assert suite.status()["plugins"]["knn_lm"]["mixed"] == 0
+
+
+def test_a_request_can_do_without(store, reference_model):
+    with proposing(store, reference_model) as (suite, llama):
+        with without("knn_lm"):
+            alone = ask(llama, QUESTIONS[0])
+        assert counts(suite) == (0, 0)
+        assert ask(llama, QUESTIONS[0]) == alone
+        assert counts(suite)[1] > 0
+
+
+def test_what_is_forgotten_meanwhile_is_proposed_no_more(store, reference_model):
+    with proposing(store, reference_model) as (suite, llama):
+        ask(llama, QUESTIONS[0])
+        assert counts(suite)[1] > 0
+        with Archive.open(store, writable=True) as archive:
+            archive.forget(archive.ids())
+        ask(llama, QUESTIONS[0])
+        assert not llama.draft_model._stored.sequences()
+
+
+def test_what_is_added_meanwhile_is_proposed(tmp_path, store, reference_model):
+    other = tmp_path / "other"
+    fill(other, reference_model, CONVERSATIONS[:1])
+    with Archive.open(store) as archive:
+        records = [(id_, archive.tokens(id_)) for id_ in archive.ids()]
+    with proposing(other, reference_model) as (_, llama):
+        ask(llama, QUESTIONS[1])
+        n_before = llama.draft_model.n_bytes
+        copy(store, other)
+        ask(llama, QUESTIONS[1])
+        assert llama.draft_model.n_bytes > n_before + sum(len(tokens) for _, tokens in records)
+
+
+def copy(source, target):
+    """Add one archive's conversations to another one."""
+    from llmaas_plugins.knn_lm.archive_record import Record
+
+    with Archive.open(source) as old, Archive.open(target, old.binding, writable=True) as new:
+        first = 0
+        for row in old.conversations():
+            id_ = bytes.fromhex(row.id)
+            numbers = np.arange(first, first + row.n_pairs)
+            first += row.n_pairs
+            talk = Conversation(row.title, row.app, old.messages(id_))
+            tokens, positions = old.tokens(id_), old.origin(numbers).positions
+            new.append(Record(talk, "copy", 0.0, tokens, positions, old.pairs(numbers)))
+
+
+def test_an_app_s_own_draft_model_stays(store, reference_model):
+    own = LlamaPromptLookupDecoding()
+    with proposing(store, reference_model, draft_model=own, logits_all=True) as (suite, llama):
+        ask(llama, QUESTIONS[0])
+        assert llama.draft_model is own
+        assert counts(suite) == (0, 0)
+
+
+def test_without_an_archive_nothing_is_proposed(tmp_path, reference_model):
+    with proposing(tmp_path / "none", reference_model) as (suite, llama):
+        assert len(ask(llama, QUESTIONS[0])) == N
+        assert counts(suite) == (0, 0)
+
+
+def test_tokens_of_another_model_are_refused(tmp_path, reference_model):
+    with Archive.open(tmp_path, Binding(bytes(32), 256, "ffn_input"), writable=True) as archive:
+        archive._segment_for(1, archive.binding)
+    with (
+        proposing(tmp_path, reference_model) as (_, llama),
+        pytest.raises(PluginError, match="tokens of another model"),
+    ):
+        ask(llama, QUESTIONS[0])
