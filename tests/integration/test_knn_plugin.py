@@ -11,16 +11,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from datastores import CONVERSATIONS, ENGINE, MIXTURE, QUESTIONS, K, stored
+from datastores import CONVERSATIONS, ENGINE, MIXTURE, QUESTIONS, K, Natives, stored
 from llama_cpp import Llama, llama_cpp
 from served import wait_until
 from soak import scale
 
 from llmaas_eval.families import write_family, write_lora
 from llmaas_hooks import PluginError, StoreError
-from llmaas_plugins import activate
+from llmaas_plugins import activate, without
+from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.building import add, binding_of
 from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.encoding import Encoder
 from llmaas_plugins.knn_lm.inbox import remember
 
 QUESTION = QUESTIONS[0]
@@ -426,10 +429,10 @@ class TestReplacement:
 
 class TestLearning:
     def test_a_request_that_was_refused_keeps_no_engine_busy(self, store, active, make):
-        """It has no end. When the next one has, what waits is learnt, selected and mixed in."""
+        """It has no end. When the next one has, all that waits is learnt, and used."""
         store.write()
         store.file.write_bytes(b"torn")
-        suite = active(learn=True, idle_s=0.05)
+        suite = active(learn=True, idle_s=0.05, drafts=True)
         llama = make()
         with pytest.raises(PluginError, match="found another kind of file"):
             ask(llama)
@@ -439,9 +442,10 @@ class TestLearning:
             remember(store.directory, one.messages, title=one.title)
         wait_until(store.file.exists)
         assert report(suite)["learnt"] == len(CONVERSATIONS)
-        ask(llama)
+        ask(llama, n=24)
         assert report(suite)["pairs"] == len(store.pairs.keys)
         assert report(suite)["mixed"] > 0
+        assert report(suite)["proposed"] > 0
         assert report(suite)["learning_error"] is None
 
 
@@ -512,3 +516,57 @@ class TestEngines:
         expected = [mixed[question] for question in QUESTIONS]
         assert found == [expected * scale(2, 40)] * 2
         assert report(suite)["unmatched"] == 0
+
+
+class TestDrafts:
+    """From the archive beside the datastore: fewer batches, and not another word."""
+
+    @pytest.fixture
+    def archive(self, store, reference_model):
+        """Add conversations to the archive as the commands do."""
+
+        def archive(conversations, model=reference_model):
+            natives = Natives()
+            with (
+                activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
+                contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+                Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
+                Archive.open(
+                    store.directory, binding_of(llama, "ffn_input"), writable=True
+                ) as archive,
+            ):
+                add(archive, llama, encoder, ((one, "export.json") for one in conversations))
+
+        return archive
+
+    @pytest.mark.parametrize("mixes", [True, False])
+    def test_text_is_the_same(self, archive, store, make, mixes):
+        archive(CONVERSATIONS)
+        store.write()
+        found = []
+        for drafts in (False, True):
+            with store.activate(mix=mixes, drafts=drafts) as suite:
+                llama = make(n_ubatch=1)
+                found.append([ask(llama, question, n=24) for question in QUESTIONS])
+                status = report(suite)
+                assert (status["mixed"] > 0) == mixes
+                with without("knn_lm"):
+                    alone = ask(llama)
+                assert ("proposed" in status) == drafts
+                if drafts:
+                    assert report(suite)["proposed"] == status["proposed"] > 0
+                    assert status["accepted"] > 0 or not mixes
+                assert (alone != found[-1][0][:8]) == mixes
+                suite.deactivate()
+                assert llama.draft_model is None
+                llama.close()
+        assert found[0] == found[1]
+
+    def test_an_archive_of_another_model_is_refused(self, archive, store, active, make, tmp_path):
+        archive(CONVERSATIONS[:1], write_family("llama", tmp_path / "llama.gguf"))
+        active(drafts=True, mix=False)
+        llama = make()
+        for _ in range(2):
+            with pytest.raises(PluginError, match="are tokens of another model"):
+                ask(llama)
+        assert llama.draft_model is None
