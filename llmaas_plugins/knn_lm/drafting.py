@@ -10,7 +10,8 @@ proposals within ``n_ctx``: the engine's own is rounded up, and a full context i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,25 @@ def attach(llama: Llama, draft: DatastoreDraft) -> None:
     largest = max(draft.costs)
     if reason := _unsupported(llama, largest):
         raise ValueError(f"no drafts: {reason}")
-    set_batch = llama._batch.set_batch
-
-    def with_every_row(batch: Sequence[int], n_past: int, logits_all: bool) -> None:
-        is_on = llama.draft_model is draft
-        set_batch(batch, n_past, logits_all or (is_on and len(batch) <= largest))
-
-    llama._batch.set_batch = with_every_row
+    if "set_batch" not in vars(llama._batch):
+        llama._batch.set_batch = _with_every_row(llama)
     draft.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
     llama.draft_model = draft
+
+
+def _with_every_row(llama: Llama) -> Callable[[Sequence[int], int, bool], None]:
+    """``set_batch`` of the engine's batch, which keeps all rows of what may have proposals.
+
+    It does not keep alive the engine that it is a part of, nor a draft that was taken off.
+    """
+    engine, set_batch = weakref.ref(llama), llama._batch.set_batch
+
+    def with_every_row(batch: Sequence[int], n_past: int, logits_all: bool) -> None:
+        draft = getattr(engine(), "draft_model", None)
+        is_small = isinstance(draft, DatastoreDraft) and len(batch) <= max(draft.costs)
+        set_batch(batch, n_past, logits_all or is_small)
+
+    return with_every_row
 
 
 def measured_costs(llama: Llama, sizes: Iterable[int] = BATCH_SIZES) -> dict[int, float]:

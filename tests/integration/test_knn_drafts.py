@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -313,6 +314,20 @@ class TestAttaching:
         tokens_of(llama, " ".join(PROMPTS), n=1)
         flags = [bool(llama._batch.batch.logits[i]) for i in range(llama.n_tokens)]
         assert flags == [False] * (llama.n_tokens - 1) + [True]
+
+    def test_engines_and_drafts_go_with_their_last_user(self, reference_model, said):
+        """Without waiting for a collection: they hold weights, and what a user said."""
+        llama = Llama(str(reference_model), **ONE_BY_ONE, n_threads=1, verbose=False)
+        drafts = []
+        for _ in range(2):
+            attach(llama, DatastoreDraft(said, costs=CHEAP))
+            tokens_of(llama, PROMPTS[0], n=4)
+            drafts.append(weakref.ref(llama.draft_model))
+            llama.draft_model = None
+        assert [draft() for draft in drafts] == [None, None]
+        engine = weakref.ref(llama)
+        del llama
+        assert engine() is None
 
     @pytest.mark.parametrize(
         ("settings", "reason"),
