@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -479,10 +480,13 @@ class TestEngines:
 
     def test_engines_that_come_and_go(self, store, active, reference_model, mixed):
         store.write()
-        suite = active()
+        suite = active(learn=True)
         for _ in range(3):
-            with contextlib.closing(Llama(str(reference_model), **ENGINE)) as llama:
-                assert ask(llama) == mixed[QUESTION]
+            llama = Llama(str(reference_model), **ENGINE)
+            assert ask(llama) == mixed[QUESTION]
+            engine = weakref.ref(llama)
+            del llama
+            assert engine() is None
         assert report(suite)["left_alone"] == {}
 
     def test_two_threads_and_one_datastore(self, store, active, make, mixed):
