@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from llmaas_eval.knn import product
 from llmaas_eval.knn.__main__ import main
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import kept_keys
@@ -35,6 +36,19 @@ def data(tmp_path_factory):
     (folder / "lm" / "books" / "novel.txt").write_text(TEXT[:1500], encoding="utf-8")
     (folder / "lm" / "wikitext2_valid.txt").write_text("a @-@ b <unk> c\n" * 100, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def measure(data, tmp_path, capsys):
+    """Measure a figure of the user who travels; its text."""
+
+    def run(figure, **counts):
+        amounts = [part for name, n in counts.items() for part in (f"--{name}", str(n))]
+        arguments = ["--data", str(data), "--users", "turns-travel", "-o", str(tmp_path)]
+        main([figure, *arguments, *amounts])
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture
@@ -90,10 +104,8 @@ def test_unrelated_text_is_in_pieces(data, encoder):
     assert not np.isin(found["wikitext"].values, marks[-2:]).any()
 
 
-def test_a_history_is_worth_something_by_every_method(data, tmp_path, capsys):
-    arguments = ["--data", str(data), "--users", "turns-travel", "-o", str(tmp_path)]
-    main(["table2", *arguments, "-n", "400", "--held", "300"])
-    printed = capsys.readouterr().out
+def test_a_history_is_worth_something_by_every_method(measure, tmp_path):
+    printed = measure("table2", tokens=400, held=300)
     assert (tmp_path / "knn-table2.md").read_text() == printed
     rows = json.loads((tmp_path / "knn-table2.json").read_text())["rows"]
     nats = {row["method"]: sum(row["surprise"]["nats"]) for row in rows}
@@ -102,7 +114,19 @@ def test_a_history_is_worth_something_by_every_method(data, tmp_path, capsys):
     assert (tmp_path / "knn-table2.png").stat().st_size > 1000
 
 
-def test_a_table_of_users_tells_what_was_removed(data, tmp_path, capsys):
-    arguments = ["--data", str(data), "--users", "turns-travel", "-o", str(tmp_path)]
-    main(["users", *arguments])
-    assert "| turns-travel (sgd_dev) |" in capsys.readouterr().out
+def test_a_table_of_users_tells_what_was_removed(measure):
+    assert "| turns-travel (sgd_dev) |" in measure("users")
+
+
+@pytest.mark.parametrize(
+    ("figure", "line"),
+    [
+        ("fig9", "| offline 0.3 | 30.0% |"),
+        ("ablation", "| offline, final norm | 30.0% |"),
+        ("shipped", "| 256 dimensions | 100.00% |"),
+        ("generated", "| turns-travel | with the datastore, greedy |"),
+    ],
+)
+def test_other_figures(figure, line, measure, monkeypatch):
+    monkeypatch.setattr(product, "_N_PROMPTS", 2)
+    assert line in measure(figure, tokens=200, held=200)

@@ -9,6 +9,7 @@ import pytest
 
 from llmaas_eval.knn.drift import drifted
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
+from llmaas_eval.knn.generation import variety
 from llmaas_eval.knn.intervals import Surprise, change, mean_change, perplexity
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
@@ -212,3 +213,12 @@ def test_a_drifting_user_has_both_domains_in_turn():
     assert keys.train.values[:4].tolist() == [0, 0, 1, 1]
     assert len(keys.test) == 200
     assert mixed.conv.max() == 199
+
+
+def test_variety_counts_runs_of_tokens():
+    loop, new = [1, 2, 3, 4] * 3, list(range(10, 22))
+    found = variety([loop, new], history=[list(range(8, 19))])
+    assert found.distinct_1 == pytest.approx(100 * 16 / 24)
+    assert found.distinct_2 == pytest.approx(100 * 15 / 22)
+    assert found.repeated == pytest.approx(100 * 5 / 18)
+    assert found.copied == pytest.approx(100 * 2 / 10)

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmaas_eval.knn.figures import FIGURES, Options, draw
+from llmaas_eval.knn.figures import FIGURES, draw
+from llmaas_eval.knn.options import Options
 from llmaas_eval.knn.study import Plan
 from llmaas_eval.knn.users import USERS
 from llmaas_plugins.models import reference_model_path
@@ -15,7 +16,8 @@ from llmaas_plugins.models import reference_model_path
 _HELP = (
     "simulated users and what near-duplicates were removed (users), perplexity by method (table2), "
     "interests that change (table3), by the number of pairs (fig9), on unrelated text (harm), "
-    "what each choice is worth (ablation), searched as it is shipped (shipped)"
+    "what each choice is worth (ablation), searched as it is shipped (shipped), "
+    "text written with it (generated)"
 )
 
 
@@ -26,8 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--model", type=Path, help="GGUF; default the packaged one")
     parser.add_argument("--users", nargs="+", choices=USERS, help="default all")
-    parser.add_argument("-n", type=int, default=8000, help="tokens scored of each user, about")
-    parser.add_argument("--held", type=int, default=4000, help="tokens that settings are fitted on")
+    parser.add_argument(
+        "-n", "--tokens", type=int, default=8000, help="scored of each user; default %(default)s"
+    )
+    parser.add_argument(
+        "--held", type=int, default=4000, help="that settings are fitted on; default %(default)s"
+    )
     parser.add_argument("--cache", type=Path, help="folder for users' pairs; default in --out")
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("build/eval"), help="default %(default)s"
@@ -38,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.model or reference_model_path(),
         args.cache or args.out / "knn-keys",
         args.users or list(USERS),
-        Plan(args.n, args.held),
+        Plan(args.tokens, args.held),
         args.out,
     )
     sys.stdout.write(f"{draw(args.figure, options)}\n")

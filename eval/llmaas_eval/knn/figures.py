@@ -2,66 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
 
 from llmaas_eval.knn import report
 from llmaas_eval.knn.drift import DRIFTS, drifted, head
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
 from llmaas_eval.knn.encoder import Encoder
-from llmaas_eval.knn.intervals import Surprise
-from llmaas_eval.knn.keys import Part, UserKeys, kept_keys
+from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, OURS, RIVALS
+from llmaas_eval.knn.options import SHARE, Options
 from llmaas_eval.knn.pictures import draw_bars, draw_curves
-from llmaas_eval.knn.shipped import DIMS, exactly, shipped
-from llmaas_eval.knn.study import Chosen, Method, Plan, Row, first, history_of, study
+from llmaas_eval.knn.product import draw_generated, draw_shipped
+from llmaas_eval.knn.study import Method, Plan, Row, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
-from llmaas_plugins.knn_lm.fitting import fit
-from llmaas_plugins.knn_lm.pairs import Pairs
 
-__all__ = ["FIGURES", "Options", "draw"]
+__all__ = ["FIGURES", "draw"]
 
-SHARE = 0.3
-"""L over the pairs of the history: the paper's 1e5 of 2.5e5 to 4e5."""
-_HISTORY = 0.9
-"""Of the training part; settings are fitted on the rest."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
-_THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Of a figure.
-
-    Attributes:
-        data: Folder of the data sets.
-        model: GGUF.
-        cache: Folder where users' pairs are kept.
-        users: Whose.
-        plan: How they are studied.
-        out: Folder for the results.
-    """
-
-    data: Path
-    model: Path
-    cache: Path
-    users: Sequence[str]
-    plan: Plan
-    out: Path
-
-    def each(self) -> Iterator[UserKeys]:
-        """Each user's pairs."""
-        for name in self.users:
-            yield self.user(name)
-
-    def user(self, name: str) -> UserKeys:
-        """A user's pairs."""
-        return kept_keys(self.cache, self.data, self.model, name)
 
 
 class _Figure(Protocol):
@@ -124,15 +85,9 @@ def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
 
 def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
     methods = {name: METHODS[name] for name in ("random", *OURS)}
-    rows: list[Row] = []
-    for keys in options.each():
-        n = _HISTORY * len(keys.train)
-        at = {
-            f"{name} {share:g}": (methods[name], round(share * n))
-            for share in _SHARES
-            for name in methods
-        }
-        rows += study(keys, {"full": (METHODS["full"], 0), **at}, options.plan)
+    at = {f"{name} {share:g}": (methods[name], share) for share in _SHARES for name in methods}
+    at = {"full": (METHODS["full"], 1.0), **at}
+    rows = [row for keys in options.each() for row in study(keys, at, options.plan)]
     draw_curves(rows, path)
     return rows, report.means_table(rows, ["pure", "full"])
 
@@ -186,56 +141,14 @@ def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
     return rows, report.means_table(rows, ["pure", "random", "offline"])
 
 
-def _shipped(options: Options, path: Path) -> tuple[list[Row], str]:
-    """Of the offline subset: neighbours found exactly, by the datastore, and not looked for."""
-    del path
-    recalls: dict[str, list[float]] = {}
-    skipped: dict[str, list[float]] = {}
-    rows = []
-    for keys in options.each():
-        history, fitted_on = history_of(keys, options.plan)
-        chosen, part = _offline(history), first(keys.test, options.plan.n_test)
-        k = options.plan.k
-        mixture = fit(exactly(history, chosen, fitted_on, k).met).mixture
-        exact = exactly(history, chosen, part, k)
-        alone, n = Surprise.of(part.p, part.conv), len(history)
-        rows.append(Row(keys.name, "pure", n, 0, None, alone))
-        row = Row(keys.name, "exact", n, len(chosen.rows), mixture, exact.surprise(mixture, part))
-        rows.append(row)
-        for n_dims in DIMS:
-            name, found = f"{n_dims} dimensions", shipped(history, chosen, part, k, n_dims)
-            recalls.setdefault(name, []).append(found.recall(exact))
-            rows.append(row._replace(method=name, surprise=found.surprise(mixture, part)))
-        for threshold in _THRESHOLDS:
-            name = f"unless MaxProb is {threshold:g}"
-            skipped.setdefault(name, []).append(float((part.max >= threshold).mean()))
-            surprise = exact.surprise(mixture, part, threshold)
-            rows.append(row._replace(method=name, surprise=surprise))
-    tables = [
-        report.means_table(rows, ["pure", "exact"]),
-        _shares_table("recall@100", recalls),
-        _shares_table("searches saved", skipped),
-    ]
-    return rows, "\n\n".join(tables)
-
-
-def _shares_table(head: str, shares: Mapping[str, Sequence[float]]) -> str:
-    lines = [[name, f"{np.mean(of):.2%}"] for name, of in shares.items()]
-    return report.table(["", head], lines)
-
-
-def _offline(history: Pairs) -> Chosen:
-    return METHODS["offline"](history, round(SHARE * len(history)))
-
-
 def _studied(
     keys: UserKeys,
     plan: Plan,
     methods: Mapping[str, Method],
     others: Mapping[str, Part] | None = None,
 ) -> list[Row]:
-    n = round(SHARE * _HISTORY * len(keys.train))
-    return study(keys, {name: (method, n) for name, method in methods.items()}, plan, others=others)
+    at = {name: (method, SHARE) for name, method in methods.items()}
+    return study(keys, at, plan, others=others)
 
 
 FIGURES: Mapping[str, _Figure] = {
@@ -245,5 +158,6 @@ FIGURES: Mapping[str, _Figure] = {
     "fig9": _fig9,
     "harm": _harm,
     "ablation": _ablation,
-    "shipped": _shipped,
+    "shipped": draw_shipped,
+    "generated": draw_generated,
 }

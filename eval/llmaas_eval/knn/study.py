@@ -79,12 +79,12 @@ class Row(NamedTuple):
 
 def study(
     keys: UserKeys,
-    methods: Mapping[str, tuple[Method, int]],
+    methods: Mapping[str, tuple[Method, float]],
     plan: Plan,
     *,
     others: Mapping[str, Part] | None = None,
 ) -> list[Row]:
-    """The model alone, then each of ``methods`` with its number of pairs.
+    """The model alone, then each of ``methods`` with its share of the history's pairs.
 
     Args:
         keys: Of a user: what datastores are made from, and what is scored.
@@ -93,7 +93,10 @@ def study(
         others: More text to score, by name; a row's user is "<user> on <name>" then.
     """
     history, fitted_on = history_of(keys, plan)
-    chosen = {name: method(history, n) for name, (method, n) in methods.items()}
+    chosen = {
+        name: method(history, round(share * len(history)))
+        for name, (method, share) in methods.items()
+    }
     stores = _Stores(history, chosen, plan)
     mixtures = [fit(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
     texts = {keys.name: first(keys.test, plan.n_test)}

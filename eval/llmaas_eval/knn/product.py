@@ -1,0 +1,96 @@
+"""The offline subset in the hands of the plugin: how it is searched, what is written with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from llmaas_eval.knn import report
+from llmaas_eval.knn.duplicates import without_duplicates
+from llmaas_eval.knn.generation import Writer, replies, variety, write_datastore, written
+from llmaas_eval.knn.intervals import Surprise
+from llmaas_eval.knn.methods import METHODS
+from llmaas_eval.knn.options import SHARE, Options
+from llmaas_eval.knn.shipped import DIMS, exactly, shipped
+from llmaas_eval.knn.study import Chosen, Row, first, history_of
+from llmaas_eval.knn.users import load, split
+from llmaas_plugins.knn_lm.fitting import fit
+from llmaas_plugins.knn_lm.pairs import Pairs
+
+__all__ = ["draw_generated", "draw_shipped"]
+
+_N_PROMPTS = 40
+_THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
+
+
+def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
+    """Of the offline subset: neighbours found exactly, by the datastore, and not looked for."""
+    del path
+    recalls: dict[str, list[float]] = {}
+    skipped: dict[str, list[float]] = {}
+    rows = []
+    for keys in options.each():
+        history, fitted_on = history_of(keys, options.plan)
+        chosen, part = _offline(history), first(keys.test, options.plan.n_test)
+        k = options.plan.k
+        mixture = fit(exactly(history, chosen, fitted_on, k).met).mixture
+        exact = exactly(history, chosen, part, k)
+        alone, n = Surprise.of(part.p, part.conv), len(history)
+        rows.append(Row(keys.name, "pure", n, 0, None, alone))
+        row = Row(keys.name, "exact", n, len(chosen.rows), mixture, exact.surprise(mixture, part))
+        rows.append(row)
+        for n_dims in DIMS:
+            name, found = f"{n_dims} dimensions", shipped(history, chosen, part, k, n_dims)
+            recalls.setdefault(name, []).append(found.recall(exact))
+            rows.append(row._replace(method=name, surprise=found.surprise(mixture, part)))
+        for threshold in _THRESHOLDS:
+            name = f"unless MaxProb is {threshold:g}"
+            skipped.setdefault(name, []).append(float((part.max >= threshold).mean()))
+            surprise = exact.surprise(mixture, part, threshold)
+            rows.append(row._replace(method=name, surprise=surprise))
+    tables = [
+        report.means_table(rows, ["pure", "exact"]),
+        _shares_table("recall@100", recalls),
+        _shares_table("searches saved", skipped),
+    ]
+    return rows, "\n\n".join(tables)
+
+
+def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
+    """Answers to test prompts by the real plugin, with the offline subset and without."""
+    del path
+    lines = []
+    for keys in options.each():
+        history, fitted_on = history_of(keys, options.plan)
+        chosen = _offline(history)
+        mixture = fit(exactly(history, chosen, fitted_on, options.plan.k).met).mixture
+        parts = without_duplicates(split(load(options.data, keys.name), keys.name))
+        chats = parts.test[:_N_PROMPTS]
+        with TemporaryDirectory() as folder:
+            write_datastore(Path(folder), options.model, history, chosen, mixture)
+            for name, store in (("alone", None), ("with the datastore", Path(folder))):
+                with Writer(options.model, store) as writer:
+                    known = [writer.tokens(chat.text) for chat in parts.train]
+                    texts = {
+                        f"{name}, {how}": written(writer, chats, temperature)
+                        for how, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8))
+                    }
+                    if store is None:
+                        texts["cloud model"] = replies(writer, chats)
+                for how, some in texts.items():
+                    figures = variety(some, known)
+                    lines.append([keys.name, how, *(f"{value:.1f} %" for value in figures)])
+    heads = ["user", "text", "distinct-1", "distinct-2", "repeated", "copied"]
+    return [], report.table(heads, lines)
+
+
+def _shares_table(head: str, shares: Mapping[str, Sequence[float]]) -> str:
+    lines = [[name, f"{np.mean(of):.2%}"] for name, of in shares.items()]
+    return report.table(["", head], lines)
+
+
+def _offline(history: Pairs) -> Chosen:
+    return METHODS["offline"](history, round(SHARE * len(history)))
