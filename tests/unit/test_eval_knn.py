@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
 from llmaas_eval.knn.neighbours import search
 from llmaas_eval.knn.report import changes_table, means_table, users_table
-from llmaas_eval.knn.study import Row, first
+from llmaas_eval.knn.study import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
+from llmaas_plugins.knn_lm.fitting import HeldOut
+from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.pairs import Pairs
 
 ANSWER = "A long walk each day is good for the heart, and so is a night of sound sleep. " * 2
@@ -222,3 +225,17 @@ def test_variety_counts_runs_of_tokens():
     assert found.distinct_2 == pytest.approx(100 * 15 / 22)
     assert found.repeated == pytest.approx(100 * 5 / 18)
     assert found.copied == pytest.approx(100 * 2 / 10)
+
+
+def test_each_conversation_is_trusted_for_itself():
+    p = np.array([0.2, 0.2, 0.2, 0.2], np.float32)
+    some = replace(part([3, 1]), p=p, max=p)
+    hits = np.array([[True], [True], [False], [False]])
+    met = HeldOut(np.zeros((4, 1), np.float32), hits, np.ones((4, 1), np.float32), p, p)
+    mixture = Mixture(alpha=0.5, beta=0.0, theta=1.0)
+    always = probability(mixture, met, some, has_trust=False)
+    found = probability(mixture, met, some, has_trust=True)
+    assert always == pytest.approx([0.6, 0.6, 0.1, 0.1])
+    assert found[[0, 3]] == pytest.approx([0.4, 0.15])
+    assert found[1] > found[0]
+    assert 0.1 < found[2] < 0.15

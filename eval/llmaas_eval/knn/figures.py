@@ -128,7 +128,8 @@ def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
     plans = {
         "": options.plan,
         ", final norm": replace(options.plan, kind="norm"),
-        ", Eq 33": replace(options.plan, has_far=False),
+        ", no trust": replace(options.plan, has_trust=False),
+        ", Eq 33": replace(options.plan, has_far=False, has_trust=False),
     }
     rows = []
     for keys in options.each():

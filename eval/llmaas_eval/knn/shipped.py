@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part
 from llmaas_eval.knn.neighbours import search
-from llmaas_eval.knn.study import Chosen
+from llmaas_eval.knn.study import Chosen, probability
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fitting import HeldOut
 from llmaas_plugins.knn_lm.mixing import Mixture
@@ -42,8 +42,7 @@ class Searched(NamedTuple):
 
     def surprise(self, mixture: Mixture, part: Part, threshold: float = 2.0) -> Surprise:
         """Of the targets, without a search where MaxProb is ``threshold`` or more."""
-        met = self.met
-        p = mixture.probability(met.distances, met.hits, met.weights, met.p_lm, met.p_max)
+        p = probability(mixture, self.met, part, has_trust=True)
         return Surprise.of(np.where(part.max >= threshold, part.p, p), part.conv)
 
 

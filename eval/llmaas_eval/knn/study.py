@@ -15,8 +15,20 @@ from llmaas_eval.knn.neighbours import Found, search
 from llmaas_plugins.knn_lm.fitting import HeldOut, fit
 from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.trust import trust_before
 
-__all__ = ["Chosen", "Kind", "Method", "Plan", "Row", "as_pairs", "first", "history_of", "study"]
+__all__ = [
+    "Chosen",
+    "Kind",
+    "Method",
+    "Plan",
+    "Row",
+    "as_pairs",
+    "first",
+    "history_of",
+    "probability",
+    "study",
+]
 
 Kind = Literal["ffn", "norm"]
 _HELD_SHARE = 0.1
@@ -48,6 +60,7 @@ class Plan:
         k: Neighbours.
         kind: Which hidden states are keys.
         has_far: Whether the mixture may leave to the model what is like nothing stored.
+        has_trust: Whether the mixture counts less where it did no good before.
     """
 
     n_test: int
@@ -55,6 +68,7 @@ class Plan:
     k: int = 100
     kind: Kind = "ffn"
     has_far: bool = True
+    has_trust: bool = True
 
 
 class Row(NamedTuple):
@@ -107,7 +121,8 @@ def study(
         rows.append(Row(name, "pure", len(history), 0, None, surprise))
         found = zip(chosen.items(), mixtures, stores.meet(part), strict=True)
         for (method, some), mixture, met in found:
-            surprise = Surprise.of(_probability(mixture, met), part.conv)
+            p = probability(mixture, met, part, has_trust=plan.has_trust)
+            surprise = Surprise.of(p, part.conv)
             rows.append(Row(name, method, len(history), len(some.rows), mixture, surprise))
     return rows
 
@@ -156,5 +171,15 @@ def _met(part: Part, found: Found, history: Pairs, chosen: Chosen) -> HeldOut:
     return HeldOut(found.distances, hits, weights[found.rows], part.p, part.max)
 
 
-def _probability(mixture: Mixture, met: HeldOut) -> NDArray[np.float32]:
-    return mixture.probability(met.distances, met.hits, met.weights, met.p_lm, met.p_max)
+def probability(
+    mixture: Mixture, met: HeldOut, part: Part, *, has_trust: bool
+) -> NDArray[np.float32]:
+    """Of each target; what came before it in its conversation decides how far to trust."""
+    columns = met.distances, met.hits, met.weights, met.p_lm, met.p_max
+    p = mixture.probability(*columns)
+    if not has_trust:
+        return p
+    starts = np.flatnonzero(np.diff(part.conv, prepend=-1))
+    texts = zip(np.split(p, starts[1:]), np.split(met.p_lm, starts[1:]), strict=True)
+    trust = np.concatenate([trust_before(mixed, alone) for mixed, alone in texts])
+    return mixture.probability(*columns, trust)
