@@ -81,6 +81,16 @@ class Engine(Protocol):
     def n_explained(self) -> int:
         """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
 
+    @property
+    def n_outputs(self) -> int:
+        """How many of a batch's last tokens give logits and final states; 1 at first.
+
+        ``Llama`` asks for those of the last one, or of all. Plugins may ask for more, never fewer.
+        """
+
+    @n_outputs.setter
+    def n_outputs(self, n_outputs: int) -> None: ...
+
     def resident_tokens(self) -> Tokens:
         """Tokens of ``Llama``'s books: what sequence 0 should hold from position 0; ``(n,)``."""
 

@@ -55,6 +55,13 @@ class KnnLMConfig(BaseModel):
         description="Nothing is searched when the model gives a token this probability; as fitted "
         "when unset, and 1 searches always.",
     )
+    look_back: int = Field(
+        default=32,
+        ge=0,
+        le=512,
+        description="Prompt tokens by which it is judged whether the datastore knows this kind of "
+        "text; 0 always trusts it.",
+    )
     mix: bool = Field(default=True, description="Mix the datastore into the next token's logits.")
     drafts: bool = Field(
         default=False,

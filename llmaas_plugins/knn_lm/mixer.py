@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import LogitsView, NativeContext
+from llmaas_hooks import LogitsView, NativeContext, Tokens, common_prefix
 from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.mixing import Mixture
+from llmaas_plugins.knn_lm.trust import Trust
 
 __all__ = ["Counts", "Mixer", "Settings"]
 
@@ -82,6 +84,8 @@ class Mixer:
         self._rows = np.empty((0, 0), np.float32)
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
+        self._prompt: Tokens = np.empty(0, np.int32)
+        self._trust: Trust | None = None
 
     def close(self) -> None:
         """Look no longer."""
@@ -93,10 +97,47 @@ class Mixer:
         self._edits.clear()
         self._former.clear()
 
-    def begin(self) -> None:
-        """Another request begins, which may sample from rows that were mixed for the one before."""
+    def begin(self, prompt: Tokens, *, judges: bool) -> None:
+        """Another request begins, which may sample from rows that were mixed for the one before.
+
+        Args:
+            prompt: Its tokens. If it goes on with the text before, what is known of that holds.
+            judges: Whether the datastore is trusted by what it makes of the prompt; or always.
+        """
         self._former |= self._edits
         self._edits.clear()
+        goes_on = common_prefix(self._prompt, prompt) == len(self._prompt)
+        if not judges:
+            self._trust = None
+        elif self._trust is None or not goes_on:
+            self._trust = Trust()
+        self._prompt = prompt
+
+    def judge(
+        self, ctx: int, n_past: int, n_tokens: int, datastore: Datastore, settings: Settings
+    ) -> None:
+        """Learn from the end of a prompt that was just evaluated (see ``trust``).
+
+        Args:
+            ctx: Address of the context.
+            n_past: Tokens evaluated before.
+            n_tokens: And in this batch.
+            datastore: What is searched.
+            settings: How it is mixed in.
+        """
+        end = n_past + n_tokens
+        if self._trust is None or n_tokens == 1 or end != len(self._prompt):
+            return
+        n_rows = min(len(self._rows), n_tokens)
+        rows, came = self._rows[len(self._rows) - n_rows :], self._prompt[end - n_rows + 1 : end]
+        for i, token in enumerate(came.tolist()):
+            logits = _logits(ctx, i - n_rows)
+            info = logits_peek(logits)
+            if info.max_prob < settings.skip_above:
+                p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
+                p_mix = _p_mix(token, p_lm, info.max_prob, rows[i], datastore, settings)
+                if p_lm > 0:
+                    self._trust.observe(p_mix, p_lm)
 
     def restore(self, view: LogitsView) -> None:
         """Give a row that was mixed for an earlier request the model's own logits again."""
@@ -120,7 +161,8 @@ class Mixer:
             self._counts.skipped += 1
             return
         started = time.perf_counter()
-        self._edits[n_behind] = _mix(view.logits, self._rows[row], datastore, settings)
+        trust = 1.0 if self._trust is None else self._trust.weight
+        self._edits[n_behind] = _mix(view.logits, self._rows[row], datastore, settings, trust)
         self._counts.mixed += 1
         self._counts.search_s += time.perf_counter() - started
 
@@ -144,14 +186,38 @@ def _mix(
     query: npt.NDArray[np.float32],
     datastore: Datastore,
     settings: Settings,
+    trust: float,
 ) -> _Edit:
     found, mixture = datastore.search(query, settings.k), settings.mixture
     before = logits[found.values]
     theta = mixture.theta
     # a weight is as good as a smaller distance: w exp(-d / theta) = exp(-(d - theta log w) / theta)
     distances = (found.distances - theta * np.log(found.weights)).astype(np.float32)
-    logits_mix(logits, found.values, distances, mixture.alpha, mixture.beta, theta, mixture.far)
+    alpha = trust * mixture.alpha
+    logits_mix(logits, found.values, distances, alpha, mixture.beta, theta, mixture.far)
     return _Edit(found.values, before, logits[found.values])
+
+
+def _p_mix(  # noqa: PLR0913, PLR0917 -- what a probability depends on
+    token: int,
+    p_lm: float,
+    p_max: float,
+    query: npt.NDArray[np.float32],
+    datastore: Datastore,
+    settings: Settings,
+) -> float:
+    """The mixture's probability of a token, trust left aside."""
+    found = datastore.search(query, settings.k)
+    hits = (found.values == token)[None]
+    each = (np.array([p], np.float32) for p in (p_lm, p_max))
+    p = settings.mixture.probability(found.distances[None], hits, found.weights[None], *each)
+    return float(p[0])
+
+
+def _logits(ctx: int, i: int) -> npt.NDArray[np.float32]:
+    vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
+    row = llama_cpp.llama_get_logits_ith(ctx, i)
+    return np.ctypeslib.as_array(row, shape=(llama_cpp.llama_vocab_n_tokens(vocab),))
 
 
 def _n_behind(view: LogitsView) -> int:

@@ -76,13 +76,14 @@ class Mixture:
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"found {values!r}, expected alpha, beta, theta and far") from error
 
-    def probability(
+    def probability(  # noqa: PLR0913, PLR0917 -- all that it depends on
         self,
         distances: Floats,
         hits: npt.NDArray[np.bool_],
         weights: Floats,
         p_lm: Floats,
         p_max: Floats,
+        trust: Floats | float = 1.0,
     ) -> Floats:
         """p(y) of targets, without looking at any other token.
 
@@ -92,9 +93,10 @@ class Mixture:
             weights: Theirs.
             p_lm: The model's probability of each target, shape (n,).
             p_max: Its largest.
+            trust: What the weight is multiplied by, see ``trust``.
         """
         hit, total = share(distances, hits, weights, self.theta, self.far)
-        weight = self.alpha * (1 - self.beta * p_max)
+        weight = trust * self.alpha * (1 - self.beta * p_max)
         return (1 - weight * total) * p_lm + weight * hit
 
 

@@ -41,6 +41,7 @@ _log = logging.getLogger("llmaas.knn_lm")
 class _Served:
     """An engine whose logits are mixed."""
 
+    engine: Engine
     mixer: Mixer
     fingerprint: bytes
     is_on: bool = True
@@ -117,8 +118,10 @@ class KnnLM:
             self._see_to(engine)
         is_on = _NAME not in request.declined
         if (served := self._served.get(engine.ctx)) is not None:
-            served.mixer.begin()
+            judges = is_on and self._config.look_back > 0
+            served.mixer.begin(request.tokens, judges=judges)
             served.is_on = is_on
+            engine.n_outputs = self._config.look_back if judges else 1
         if self._config.drafts:
             self._proposer.begin(engine, is_on=is_on)
 
@@ -133,6 +136,11 @@ class KnnLM:
         """Take the states that the batch's logits were made from."""
         if (served := self._served.get(step.ctx)) is not None:
             served.mixer.decoded()
+            opened = self._opened
+            if served.is_on and opened is not None:
+                n_past = int(served.engine.llama.n_tokens)
+                parts = (opened.datastore, opened.settings)
+                served.mixer.judge(step.ctx, n_past, step.n_tokens, *parts)
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
@@ -230,7 +238,7 @@ class KnnLM:
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
-            self._served[engine.ctx] = _Served(mixer, model)
+            self._served[engine.ctx] = _Served(engine, mixer, model)
         return None
 
     def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:

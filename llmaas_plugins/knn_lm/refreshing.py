@@ -1,14 +1,15 @@
-"""The selected datastore follows the archive as it grows: Algorithm 2, a buffer at a time.
+"""The selected datastore follows the archive as it grows, a buffer at a time.
 
-Between two refreshes, also over restarts, the candidate subsets wait in a file of pair numbers.
-These mean something only as long as the archive's conversations are the same, so it names those,
-too; when one was forgotten, selection starts anew.
+Between two refreshes, also over restarts, the selection waits in a file of pair numbers. These mean
+something only as long as the archive's conversations are the same, so it names those, too; when one
+was forgotten, selection starts anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -21,14 +22,14 @@ from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import ONLINE, write_whole
 from llmaas_plugins.knn_lm.objective import Objective
 from llmaas_plugins.knn_lm.selecting import (
-    ArchiveSource,
     Plan,
     Selected,
     first_objective,
     source_of,
     write,
 )
-from llmaas_plugins.knn_lm.selection import BUFFER, SHARES, Online, Selection
+from llmaas_plugins.knn_lm.selection import BUFFER, Selection
+from llmaas_plugins.knn_lm.streaming import Stream
 
 __all__ = ["is_due", "refresh"]
 
@@ -48,7 +49,8 @@ class _State:
         digest: Of these conversations' ids, in order.
         theta: Of the objective.
         size: Most pairs to keep.
-        selections: The candidate subsets.
+        rate: Share of a buffer that is drawn.
+        selection: Pairs that were kept.
     """
 
     n_seen: int
@@ -56,7 +58,8 @@ class _State:
     digest: bytes
     theta: float
     size: int
-    selections: dict[float, Selection]
+    rate: float
+    selection: Selection
 
 
 def is_due(archive: Archive, plan: Plan) -> bool:
@@ -84,27 +87,17 @@ def refresh(
     state = _read(archive, plan)
     theta = first_objective(source, plan.seed).theta if state is None else state.theta
     objective = Objective(theta)
-    selection, online = _advanced(source, objective, plan, state, progress)
-    selected = write(archive, source, selection, objective, plan)
+    stream = Stream(source, plan.size, objective, seed=plan.seed)
+    if state is not None:
+        stream.resume(state.selection, state.rate, state.n_seen)
+    for n in stream.advance(len(source.values), is_end=True):
+        progress(n)
+    selected = write(archive, source, stream.selection, objective, plan)
     ids = archive.ids()
-    new = _State(online.n_seen, len(ids), _digest(ids), theta, plan.size, online.selections)
+    digest = _digest(ids)
+    new = _State(stream.n_seen, len(ids), digest, theta, plan.size, stream.rate, stream.selection)
     write_whole(archive.directory / ONLINE, [_encoded(new)])
     return selected
-
-
-def _advanced(
-    source: ArchiveSource,
-    objective: Objective,
-    plan: Plan,
-    state: _State | None,
-    progress: Callable[[int], None],
-) -> tuple[Selection, Online]:
-    online = Online(source, plan.size, objective, seed=plan.seed)
-    if state is not None:
-        online.resume(state.selections, state.n_seen)
-    for n in online.advance(len(source.values), is_end=True):
-        progress(n)
-    return online.best(), online
 
 
 def _read(archive: Archive, plan: Plan) -> _State | None:
@@ -127,16 +120,16 @@ def _digest(ids: list[bytes]) -> bytes:
 
 
 def _encoded(state: _State) -> bytes:
-    arrays = {
-        "numbers": np.array([state.n_seen, state.n_conversations, state.size], np.int64),
-        "theta": np.array(state.theta),
-        "digest": np.frombuffer(state.digest, np.uint8),
-    }
-    for share, selection in state.selections.items():
-        arrays[f"indices {share}"] = selection.indices
-        arrays[f"weights {share}"] = selection.weights
     file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
+    np.savez(
+        file,
+        allow_pickle=False,
+        numbers=np.array([state.n_seen, state.n_conversations, state.size], np.int64),
+        constants=np.array([state.theta, state.rate]),
+        digest=np.frombuffer(state.digest, np.uint8),
+        indices=state.selection.indices,
+        weights=state.selection.weights,
+    )
     return file.getvalue()
 
 
@@ -148,16 +141,12 @@ def _decoded(path: Path) -> _State:
     """
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
         n_seen, n_conversations, size = (int(number) for number in file["numbers"])
-        theta = float(file["theta"])
-        selections = {
-            share: _selection(file[f"indices {share}"], file[f"weights {share}"], n_seen)
-            for share in SHARES
-            if f"indices {share}" in file
-        }
+        theta, rate = (float(number) for number in file["constants"])
+        selection = _selection(file["indices"], file["weights"], n_seen)
         digest = file["digest"].tobytes()
-    if not (selections and np.isfinite(theta) and theta > 0 and min(n_seen, size) >= 0):
+    if not (0 < theta < math.inf and 0 < rate <= 1 and min(n_seen, n_conversations, size) >= 0):
         raise ValueError("no state")
-    return _State(n_seen, n_conversations, digest, theta, size, selections)
+    return _State(n_seen, n_conversations, digest, theta, size, rate, selection)
 
 
 def _selection(indices: np.ndarray, weights: np.ndarray, n_seen: int) -> Selection:

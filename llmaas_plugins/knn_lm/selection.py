@@ -18,7 +18,19 @@ import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.objective import Members, Objective
 
-__all__ = ["Choice", "Online", "Selection", "Source", "choose", "offline", "online"]
+__all__ = [
+    "BUFFER",
+    "NONE",
+    "Choice",
+    "Online",
+    "Selection",
+    "Source",
+    "buffers",
+    "choose",
+    "joined",
+    "offline",
+    "online",
+]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -72,7 +84,7 @@ class Selection:
         return len(self.indices)
 
 
-_NONE = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
+NONE = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
@@ -108,7 +120,7 @@ def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
     rng = np.random.default_rng(seed)
     members = Members(objective.theta, source.n_dims)
     is_left = np.ones(n, np.bool_)
-    parts = [_NONE]
+    parts = [NONE]
     for share in _shares(size, rounds):
         left = np.flatnonzero(is_left)
         batch = np.sort(rng.choice(left, min(candidates * share, len(left)), replace=False))
@@ -119,7 +131,7 @@ def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
         is_left[batch[taken]] = False
         parts.append(Selection(batch[taken], weights))
         progress(share)
-    return _joined(parts)
+    return joined(parts)
 
 
 def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
@@ -184,7 +196,7 @@ class Online:
         self._source, self._size, self._objective = source, size, objective
         self._how, self._buffer, self._shares, self._seed = how, buffer, shares, seed
         self.n_seen = 0
-        self.selections: dict[float, Selection] = dict.fromkeys(shares, _NONE)
+        self.selections: dict[float, Selection] = dict.fromkeys(shares, NONE)
         self._members = {share: self._no_members() for share in shares}
 
     def resume(self, selections: dict[float, Selection], n_seen: int) -> None:
@@ -201,13 +213,10 @@ class Online:
 
         What does not fill a buffer is left for the next time, unless this is the end.
         """
-        while n := min(self._buffer, n_come - self.n_seen):
-            if n < self._buffer and not is_end:
-                return
-            batch = np.arange(self.n_seen, self.n_seen + n)
+        for batch in buffers(self.n_seen, n_come, self._buffer, is_end=is_end):
             self._take(batch, self._source.keys(batch))
-            self.n_seen += n
-            yield n
+            self.n_seen += len(batch)
+            yield len(batch)
 
     def best(self) -> Selection:
         """The largest subset within the limit, unless it is below 0.6 L: then the next larger one.
@@ -217,7 +226,7 @@ class Online:
         """
         within = [s for s in self.selections.values() if len(s) <= self._size]
         beyond = [s for s in self.selections.values() if len(s) > self._size]
-        largest = max(within, key=len, default=_NONE)
+        largest = max(within, key=len, default=NONE)
         if len(largest) > _ENOUGH * self._size or not beyond:
             return largest
         smallest = min(beyond, key=len)
@@ -233,7 +242,7 @@ class Online:
             sums = self._members[share].sums(keys, values)
             taken, weights = choose(self._objective, p_lm, sums, n, self._how, rng)
             new = Selection(batch[taken], weights)
-            self.selections[share] = _joined([self.selections[share], new])
+            self.selections[share] = joined([self.selections[share], new])
             if len(self.selections[share]) > self._size:
                 self._give_up(share)
             else:
@@ -262,6 +271,13 @@ def online(source: Source, size: int, objective: Objective, **settings: object) 
     for _ in selecting.advance(len(source.values), is_end=True):
         pass
     return selecting.best()
+
+
+def buffers(n_seen: int, n_come: int, size: int, *, is_end: bool) -> Iterator[Indices]:
+    """A stream's pairs from ``n_seen`` to ``n_come``, a buffer at a time; the rest at the end."""
+    for start in range(n_seen, n_come, size):
+        if start + size <= n_come or is_end:
+            yield np.arange(start, min(start + size, n_come))
 
 
 def _shares(size: int, rounds: int) -> list[int]:
@@ -293,7 +309,8 @@ def _drawn(
     return np.unique(order[np.minimum(np.searchsorted(steps, marks), len(order) - 1)])
 
 
-def _joined(parts: list[Selection]) -> Selection:
+def joined(parts: list[Selection]) -> Selection:
+    """Several, one after the other."""
     return Selection(
         np.concatenate([part.indices for part in parts]),
         np.concatenate([part.weights for part in parts]),

@@ -17,7 +17,10 @@ from llmaas_hooks import HookManager, Tokens
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger
 
-__all__ = ["LlamaEngine"]
+__all__ = ["N_OUTPUTS", "LlamaEngine"]
+
+N_OUTPUTS = "_llmaas_n_outputs"
+"""Attribute of a ``LlamaBatch``: of how many last tokens a plugin wants logits."""
 
 _log = logging.getLogger("llmaas.patches")
 
@@ -76,6 +79,15 @@ class LlamaEngine:
     def n_spare(self) -> int:
         """Cells that plugins added to the context."""
         return self._ledger.n_spare
+
+    @property
+    def n_outputs(self) -> int:
+        """How many of a batch's last tokens give logits."""
+        return int(getattr(self.llama._batch, N_OUTPUTS, 1))
+
+    @n_outputs.setter
+    def n_outputs(self, n_outputs: int) -> None:
+        setattr(self.llama._batch, N_OUTPUTS, n_outputs)
 
     @property
     def parked(self) -> set[int]:

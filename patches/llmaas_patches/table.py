@@ -32,6 +32,7 @@ from llmaas_patches.ledger import (
     wrap_save_state,
     wrap_whole,
 )
+from llmaas_patches.outputs import wrap_set_batch
 from llmaas_patches.patcher import Patch
 from llmaas_patches.requests import wrap_create_completion, wrap_generate
 
@@ -162,6 +163,7 @@ PATCHES: tuple[Patch, ...] = (
     *(_binding(name, parameters, wrap_altering) for name, parameters in _ALTERING.items()),
     Patch("llama_cpp.llama:Llama.generate", ("self", "tokens"), wrap_generate),
     Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),
+    Patch("llama_cpp._internals:LlamaBatch.set_batch", ("self", "batch"), wrap_set_batch),
     Patch("llama_cpp.llama:Llama.eval", ("self", "tokens"), wrap_eval),
     Patch("llama_cpp.llama:Llama.save_state", ("self",), wrap_save_state),
     Patch("llama_cpp.llama:Llama.load_state", ("self", "state"), wrap_load_state),

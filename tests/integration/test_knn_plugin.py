@@ -51,7 +51,7 @@ class Store:
         return [path for path in found if path.startswith(str(self.directory))]
 
     def activate(self, on_error="raise", **table):
-        own = {"store": str(self.directory), "k": K} | table
+        own = {"store": str(self.directory), "k": K, "look_back": 0} | table
         return activate({"on_error": on_error, "plugins": {"knn_lm": own}})
 
 

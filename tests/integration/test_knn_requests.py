@@ -99,7 +99,7 @@ def mixing(store):
 
         def start(witness=None, plugins=(), **table):
             stack.close()
-            own = {"store": str(store), "k": K} | table
+            own = {"store": str(store), "k": K, "look_back": 0} | table
             config = {"on_error": "raise", "plugins": {"knn_lm": own, **dict(plugins)}}
             listeners = {} if witness is None else {"witness": witness}
             return stack.enter_context(activate(config, listeners))
@@ -485,8 +485,8 @@ def server(pairs, tmp_path_factory):
     pairs.write(folder / "knn")
     config = (
         'on_error = "raise"\n[service]\nstate_dir = "state"\n'
-        f'[plugins.knn_lm]\nstore = "knn"\nk = {K}\n[plugins.kv_chunks]\nstore = "kv"\n'
-        'codec = "lossless"\nrecompute = false\n'
+        f'[plugins.knn_lm]\nstore = "knn"\nk = {K}\nlook_back = 0\n'
+        '[plugins.kv_chunks]\nstore = "kv"\ncodec = "lossless"\nrecompute = false\n'
     )
     with serving(folder, config=config) as server:
         yield server
@@ -583,3 +583,50 @@ def post(server, path, body, headers):
         connection.endheaders(data)
         response = connection.getresponse()
         return response.status, response.read()
+
+
+def mixer_of(suite):
+    """Of the one engine there is."""
+    plugin = suite.hooks._pm.get_plugin("knn_lm")
+    (served,) = plugin._served.values()
+    return served.mixer
+
+
+class TestTrust:
+    """Whether the datastore is trusted by what it makes of the prompt."""
+
+    def weights(self, make, mixing, prompts):
+        found = []
+        with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
+            for prompt in prompts:
+                tokens = llama.tokenize(prompt.encode(), special=True)
+                next(llama.generate(tokens, temp=0.0))
+                mixer = mixer_of(suite)
+                found.append(mixer._trust.weight)
+        return found
+
+    def test_a_known_text_is_trusted_and_another_is_not(self, make, mixing):
+        known = f"User: {QUESTIONS[0]}\nAssistant: Bruno sleeps in the old boat behind the"
+        other = "The treaty of 1648 ended a war between 12 states, as numbers 7 and 9 of it say,"
+        trusted, distrusted = self.weights(make, mixing, [known, other])
+        assert trusted > 0.9
+        assert distrusted < 0.5  # and what is far has no say anyway
+
+    def test_a_text_that_goes_on_keeps_its_trust(self, make, mixing):
+        known = f"User: {QUESTIONS[0]}\nAssistant: Bruno sleeps in the old boat behind the"
+        first, second, anew = self.weights(
+            make, mixing, [known, known + " station.\nUser: Who", "Who"]
+        )
+        assert first > 0.9 < second
+        assert anew == 0.5  # one token says nothing
+
+    def test_rows_beyond_the_last_are_asked_for_only_then(self, make, mixing):
+        with mixing(look_back=4) as suite, contextlib.closing(make()) as llama:
+            tokens = llama.tokenize(QUESTIONS[0].encode())
+            next(llama.generate(tokens, temp=0.0))
+            mixer = mixer_of(suite)
+            assert len(mixer._rows) == 4
+            llama.reset()
+            with llmaas_plugins.without("knn_lm"):
+                next(llama.generate([*tokens, 300], temp=0.0))
+            assert len(mixer._rows) == 1

@@ -1,0 +1,51 @@
+"""Whether the datastore knows the kind of text at hand, judged by what somebody else wrote of it.
+
+Two experts bet on each token that comes: the model, and the mixture. Trust is the second one's
+share in a Bayesian average of both, with a memory that fades: after tokens y_1 ... y_n ::
+
+    score  =  sum of decay^(n - i) * log(p_mix(y_i) / p_lm(y_i))
+    trust  =  1 / (1 + exp(-score))
+
+The weight of the mixture is multiplied by it. On text like the stored one it is soon near 1, on
+other text near 0, where the nearest neighbours are near to nothing. Tokens that were sampled from
+the mixture say nothing about that, so a reply is judged by its prompt.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Trust", "trust_before"]
+
+_DECAY = 0.97
+
+
+class Trust:
+    """A text's, from its beginning on."""
+
+    def __init__(self) -> None:
+        """As likely as not."""
+        self._score = 0.0
+
+    @property
+    def weight(self) -> float:
+        """What the mixture's weight is multiplied by, between 0 and 1."""
+        return 1 / (1 + math.exp(-self._score))
+
+    def observe(self, p_mix: float, p_lm: float) -> None:
+        """A token came that both had given these probabilities."""
+        self._score = _DECAY * self._score + math.log(p_mix / p_lm)
+
+
+def trust_before(
+    p_mix: npt.NDArray[np.float32], p_lm: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Of each token of a text: the trust that the ones before it have given."""
+    trust, weights = Trust(), []
+    for mixed, alone in zip(p_mix.tolist(), p_lm.tolist(), strict=True):
+        weights.append(trust.weight)
+        trust.observe(mixed, alone)
+    return np.array(weights, np.float32)
