@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -140,7 +142,8 @@ class KnnLM:
             if served.is_on and opened is not None:
                 n_past = int(served.engine.llama.n_tokens)
                 parts = (opened.datastore, opened.settings)
-                served.mixer.judge(step.ctx, n_past, step.n_tokens, *parts)
+                with _unless_forgotten(served, opened):
+                    served.mixer.judge(step.ctx, n_past, step.n_tokens, *parts)
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
@@ -154,12 +157,8 @@ class KnnLM:
                 opened = self._opened
         if not served.is_on or opened is None:
             return
-        try:
+        with _unless_forgotten(served, opened):
             served.mixer.mix(view, opened.datastore, opened.settings)
-        except StoreError:
-            if opened.datastore.is_current():
-                raise
-            served.is_on = False  # it was forgotten meanwhile; the next request finds the new one
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -288,6 +287,8 @@ class KnnLM:
     def _drop(self, ctx: int) -> None:
         if (served := self._served.pop(ctx, None)) is not None:
             served.mixer.close()
+            with contextlib.suppress(ReferenceError):  # the engine may be going
+                served.engine.n_outputs = 1
 
     def _close(self) -> None:
         opened, self._opened = self._opened, None
@@ -296,6 +297,17 @@ class KnnLM:
         self._seen.clear()
         if opened is not None:
             opened.datastore.close()
+
+
+@contextlib.contextmanager
+def _unless_forgotten(served: _Served, opened: _Opened) -> Iterator[None]:
+    """A search for the running request, which goes on without if the datastore was forgotten."""
+    try:
+        yield
+    except StoreError:
+        if opened.datastore.is_current():
+            raise
+        served.is_on = False  # the next request finds the new one
 
 
 def _bent(engine: Engine) -> str | None:

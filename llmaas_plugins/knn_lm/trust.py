@@ -21,6 +21,9 @@ import numpy.typing as npt
 __all__ = ["Trust", "trust_before"]
 
 _DECAY = 0.97
+_LEAST_RATIO = 2.0**-20
+"""As in the mixing itself: an alpha of 1 leaves the model so much of a say."""
+_MOST_RATIO = 2.0**60
 
 
 class Trust:
@@ -37,7 +40,8 @@ class Trust:
 
     def observe(self, p_mix: float, p_lm: float) -> None:
         """A token came that both had given these probabilities."""
-        self._score = _DECAY * self._score + math.log(p_mix / p_lm)
+        ratio = min(max(p_mix / p_lm, _LEAST_RATIO), _MOST_RATIO)
+        self._score = _DECAY * self._score + math.log(ratio)
 
 
 def trust_before(

@@ -137,6 +137,12 @@ class TestStatus:
         assert found["mixture"] == MIXTURE.as_json() | {"alpha": 0.0, "beta": 1.0}
         assert (found["skip_above"], found["k"]) == (0.9, 3)
 
+    def test_neighbours_that_leave_the_model_no_say(self, store, active, make):
+        """Nothing is divided by nothing, also when a prompt is judged."""
+        store.write(mixture=anywhere(alpha=1.0, beta=0.0))
+        suite = active(look_back=32)
+        assert len(ask(make(), " ".join(QUESTIONS))) == report(suite)["mixed"] == 8
+
     def test_a_datastore_says_which_hidden_states_it_holds(
         self, reference_model, store, active, make
     ):
@@ -358,6 +364,13 @@ class TestRefusal:
         assert report(suite)["mixed"] == 16
 
 
+def n_outputs(llama):
+    """Rows of logits of a prompt."""
+    llama.reset()
+    next(begin(llama, " ".join(QUESTIONS)))
+    return sum(bool(llama._batch.batch.logits[i]) for i in range(llama.n_tokens))
+
+
 class TestReplacement:
     """While the process runs: the next request uses what is there then."""
 
@@ -415,6 +428,17 @@ class TestReplacement:
         assert suite.hooks.errors() == {}
         store.write()
         assert ask(llama) == mixed[QUESTION]
+
+    def test_an_engine_is_left_as_it_was(self, store, active, make, alone):
+        """What it was asked for, to judge prompts, it is not asked for any longer."""
+        store.write()
+        active(look_back=32)
+        llama = make()
+        assert ask(llama) != alone[QUESTION]
+        assert n_outputs(llama) == 32
+        store.file.unlink()
+        assert ask(llama) == alone[QUESTION]
+        assert n_outputs(llama) == 1
 
     def test_files_that_were_replaced_are_closed(self, store, active, make):
         store.write()

@@ -56,3 +56,16 @@ def test_a_text_that_the_datastore_does_not_know_costs_little():
     loss = np.log(alone) - np.log((1 - weights) * alone + weights * mixed)
     assert loss.sum() < math.log(2) + 1.0
     assert weights[-1] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("p_mix", "p_lm", "weight"), [(0.0, 1.0, 0.0), (1e-300, 1.0, 0.0), (1.0, 1e-320, 1.0)]
+)
+def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
+    trust = Trust()
+    for _ in range(1000):
+        trust.observe(p_mix, p_lm)
+    assert trust.weight == pytest.approx(weight, abs=1e-9)
+    for _ in range(1000):
+        trust.observe(0.5, 0.5)
+    assert trust.weight == pytest.approx(0.5, abs=1e-9)
