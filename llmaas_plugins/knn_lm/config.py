@@ -31,7 +31,7 @@ class KnnLMConfig(BaseModel):
         default=100_000, ge=1, description="Most pairs that are selected to be searched."
     )
     dims: int = Field(
-        default=256,
+        default=128,
         ge=1,
         description="Directions in which keys are scanned: the ones in which they differ most; "
         "all, if a key has no more. A byte each a pair in RAM.",

@@ -29,7 +29,12 @@ class Basis:
     axes: Floats
 
     def project(self, keys: Floats) -> Floats:
-        """Coordinates of one key or of many."""
+        """Coordinates of one key or of many.
+
+        Of one, not by BLAS: its threads would wait for more, on the processors that generate.
+        """
+        if keys.ndim == 1:
+            return np.einsum("ij,j->i", self.axes, keys - self.mean, dtype=np.float32)
         return np.matmul(keys - self.mean, self.axes.T, dtype=np.float32)
 
 

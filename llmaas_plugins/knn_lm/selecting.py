@@ -56,7 +56,7 @@ class Plan:
 
     size: int = 100_000
     k: int = 100
-    n_dims: int = 256
+    n_dims: int = 128
     seed: int = 0
 
 
