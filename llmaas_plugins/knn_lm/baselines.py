@@ -48,15 +48,20 @@ def merge(
     n = len(values)
     weights = np.ones(n, np.float32)
     is_gone = np.zeros(n, np.bool_)
+    order = np.argsort(values, kind="stable")
+    first = np.searchsorted(values[order], values, side="left")
+    last = np.searchsorted(values[order], values, side="right")
+    k = min(neighbours, n - 1)
     for start in range(0, n, _BLOCK):
         block = np.arange(start, min(n, start + _BLOCK))
         distances = squared_distances(keys[block], keys)
         distances[np.arange(len(block)), block] = np.inf
-        k = min(neighbours, n - 1)
-        nearest = np.argpartition(distances, k - 1, axis=1)[:, :k] if k else np.empty((n, 0), int)
-        for i, found in zip(block.tolist(), nearest, strict=False):
-            if not is_gone[i]:
-                taken = found[(values[found] == values[i]) & ~is_gone[found]]
+        farthest = np.partition(distances, k - 1, axis=1)[:, k - 1] if k else None
+        for row, i in enumerate(block.tolist()):
+            if farthest is not None and not is_gone[i]:
+                alike = order[first[i] : last[i]]
+                taken = alike[(distances[row, alike] <= farthest[row]) & ~is_gone[alike]]
+                taken = taken[taken != i]
                 weights[i] += weights[taken].sum()
                 is_gone[taken] = True
         progress(len(block))

@@ -120,7 +120,8 @@ class KnnLM:
             self._see_to(engine)
         is_on = _NAME not in request.declined
         if (served := self._served.get(engine.ctx)) is not None:
-            judges = is_on and self._config.look_back > 0
+            mixes = self._config.alpha != 0 and self._config.skip_above != 0
+            judges = is_on and mixes and self._config.look_back > 0
             served.mixer.begin(request.tokens, judges=judges)
             served.is_on = is_on
             engine.n_outputs = self._config.look_back if judges else 1

@@ -28,10 +28,8 @@ class Pairs:
 
 def run(n, seed=0, stop=None):
     stream = Stream(Pairs(n), SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
-    sizes = []
-    for _ in stream.advance(n if stop is None else stop):
-        sizes.append(len(stream.selection))
-    return stream, sizes
+    n_come = n if stop is None else stop
+    return stream, [len(stream.selection) for _ in stream.advance(n_come)]
 
 
 def test_what_fits_is_kept_whole():
