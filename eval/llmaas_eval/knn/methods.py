@@ -14,6 +14,7 @@ from llmaas_plugins.knn_lm.objective import Objective
 from llmaas_plugins.knn_lm.pairs import Pairs
 from llmaas_plugins.knn_lm.selecting import first_objective
 from llmaas_plugins.knn_lm.selection import Choice, Selection, offline, online
+from llmaas_plugins.knn_lm.streaming import Stream
 
 __all__ = ["METHODS", "OURS", "RIVALS", "without_weights"]
 
@@ -60,16 +61,26 @@ def _selected(select: Callable[..., Selection], how: Choice) -> Method:
     return choose
 
 
+def _stream(history: Pairs, n: int) -> Chosen:
+    source: Any = _Source(history)
+    stream = Stream(source, n, first_objective(source, 0))
+    for _ in stream.advance(len(history), is_end=True):
+        pass
+    return Chosen(stream.selection.indices, stream.selection.weights)
+
+
 METHODS: Mapping[str, Method] = {
     "full": _full,
     "random": _random,
     "merging": _merging,
     "offline": _selected(offline, "draw"),
+    "stream": _stream,
     "online": _selected(online, "draw"),
     "offline, top": _selected(offline, "top"),
     "online, top": _selected(online, "top"),
 }
-"""By name; ``top`` takes the highest bounds, as the paper does."""
+"""By name; ``top`` takes the highest bounds, as the paper does. ``online`` is Algorithm 2, ``stream``
+what the plugin does with conversations as they come."""
 
-OURS = ("offline", "online")
+OURS = ("offline", "stream", "online")
 RIVALS = ("pure", "random", "merging")
