@@ -79,8 +79,8 @@ METHODS: Mapping[str, Method] = {
     "offline, top": _selected(offline, "top"),
     "online, top": _selected(online, "top"),
 }
-"""By name; ``top`` takes the highest bounds, as the paper does. ``online`` is Algorithm 2, ``stream``
-what the plugin does with conversations as they come."""
+"""By name; ``top`` takes the highest bounds, as the paper does. ``online`` is Algorithm 2, and
+``stream`` what the plugin does with conversations as they come."""
 
 OURS = ("offline", "stream", "online")
 RIVALS = ("pure", "random", "merging")
