@@ -36,6 +36,11 @@ class KnnLMConfig(BaseModel):
         description="Directions in which keys are scanned: the ones in which they differ most; "
         "all, if a key has no more. A byte each a pair in RAM.",
     )
+    index: Literal["scan", "faiss"] = Field(
+        default="scan",
+        description="How pairs are searched: all of them, exactly; or some, by an index of faiss "
+        "that is made at the start: for more than a million pairs.",
+    )
     k: int = Field(
         default=100, ge=1, le=KNN_MAX_BEST // 16, description="Neighbours that are mixed."
     )

@@ -7,23 +7,25 @@ import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import KNN_MAX_BEST, KnnCodes, NativeError, knn_rescore, knn_scan
+from llmaas_plugins.knn_lm.approximate import FaissIndex
 from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, damaged
 from llmaas_plugins.knn_lm.datastore_text import Text
-from llmaas_plugins.knn_lm.datastore_write import write_datastore, write_without
+from llmaas_plugins.knn_lm.datastore_write import read_keys, write_datastore, write_without
 from llmaas_plugins.knn_lm.pca import Basis
 
-__all__ = ["Datastore", "Neighbours"]
+__all__ = ["Datastore", "IndexKind", "Neighbours"]
 
 _SPARE_ROWS = 16
 """Rows beyond those measured for 100 neighbours: of fewer, each that is lost weighs more."""
 
+IndexKind = Literal["scan", "faiss"]
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Keys = NDArray[np.float16] | NDArray[np.float32]
@@ -48,11 +50,12 @@ class Neighbours(NamedTuple):
 class Datastore:
     """One that is open; several threads may search it."""
 
-    def __init__(self, file: DatastoreFile) -> None:
+    def __init__(self, file: DatastoreFile, kind: IndexKind) -> None:
         """Load all of a file but its keys, and own it.
 
         Raises:
             StoreError: It is damaged.
+            ConfigError: The index cannot be had.
         """
         text = Text.read(file)
         self.conversations = text.conversations
@@ -63,22 +66,28 @@ class Datastore:
         self._rows_per_neighbour = text.rows_per_neighbour
         self._sums = file.read("sums")
         self._basis = _read_basis(file)
-        self._codes = _read_codes(file)
+        self._index = _Scan(file) if kind == "scan" else _faiss_index(file, self._basis)
         self._file = file
         self._check_ranges()
         weakref.finalize(self, file.close)  # who replaces one cannot know who still searches it
 
     @classmethod
-    def open(cls, path: Path, fingerprint: bytes | None) -> Self:
+    def open(cls, path: Path, fingerprint: bytes | None, index: IndexKind = "scan") -> Self:
         """Open a file for the model of this fingerprint, or, if it is ``None``, for any.
+
+        Args:
+            path: Its place.
+            fingerprint: The model's.
+            index: How it is searched: all codes, or about (see ``approximate``).
 
         Raises:
             StoreError: The file cannot be read, is damaged, or was made for another model.
+            ConfigError: The index cannot be had.
         """
         file = DatastoreFile(path)
         try:
             _require_model(file, fingerprint)
-            return cls(file)
+            return cls(file, index)
         except BaseException:
             file.close()
             raise
@@ -159,7 +168,7 @@ class Datastore:
         """Memory that its arrays take."""
         basis = () if self._basis is None else (self._basis.mean, self._basis.axes)
         arrays = (self.values, self.origins, self.weights, self._sums, *basis)
-        return self._codes.n_bytes + sum(array.nbytes for array in arrays)
+        return self._index.n_bytes + sum(array.nbytes for array in arrays)
 
     def is_current(self) -> bool:
         """Whether the file at its path still is the one that is open."""
@@ -182,7 +191,7 @@ class Datastore:
             )
         scanned = query if self._basis is None else self._basis.project(query)
         n_best = min(math.ceil(k * self._rows_per_neighbour) + _SPARE_ROWS, KNN_MAX_BEST)
-        rows = knn_scan(self._codes, scanned, n_best).rows
+        rows = self._index.nearest(scanned, n_best)
         distances = self._exact_distances(rows, query)
         order = np.lexsort((rows, distances))[:k]
         rows = rows[order]
@@ -220,6 +229,24 @@ def _require_model(file: DatastoreFile, fingerprint: bytes | None) -> None:
 
 def _read_basis(file: DatastoreFile) -> Basis | None:
     return Basis(file.read("mean"), file.read("axes")) if file.counts.n_axes else None
+
+
+class _Scan:
+    """All codes, in memory."""
+
+    def __init__(self, file: DatastoreFile) -> None:
+        self._codes = _read_codes(file)
+        self.n_bytes = self._codes.n_bytes
+
+    def nearest(self, query: Floats, n: int) -> Ints:
+        """The ``n`` nearest rows."""
+        return knn_scan(self._codes, query, n).rows
+
+
+def _faiss_index(file: DatastoreFile, basis: Basis | None) -> FaissIndex:
+    keys = (part.astype(np.float32) for part in read_keys(file))
+    parts = (part if basis is None else basis.project(part) for part in keys)
+    return FaissIndex(file.counts.n_rows, file.counts.n_dims, parts)
 
 
 def _read_codes(file: DatastoreFile) -> KnnCodes:

@@ -16,7 +16,7 @@ from llmaas_plugins.knn_lm.datastore_text import Text
 from llmaas_plugins.knn_lm.pca import Basis
 from llmaas_plugins.knn_lm.recall import rows_per_neighbour
 
-__all__ = ["write_datastore", "write_without"]
+__all__ = ["read_keys", "write_datastore", "write_without"]
 
 _ROWS = 8192
 """Keys that are handled at a time."""
@@ -111,21 +111,33 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
         new_text = text._replace(conversations=tuple(text.conversations[i] for i in kept)).encoded()
         arrays["text"] = np.frombuffer(new_text, np.uint8)
         counts = file.counts._replace(n_rows=int(is_kept.sum()), n_text=len(new_text))
-        keys = _read_keys(file, is_kept)
-        write_file(path, file.fingerprint, counts, arrays, keys, erases_old=True)
+        kept_keys = _kept(read_keys(file), is_kept)
+        write_file(path, file.fingerprint, counts, arrays, kept_keys, erases_old=True)
         return len(is_kept) - counts.n_rows
     finally:
         file.close()
 
 
-def _read_keys(file: DatastoreFile, is_kept: NDArray[np.bool_]) -> Iterator[Halves]:
+def read_keys(file: DatastoreFile) -> Iterator[Halves]:
+    """All keys, part by part, each checked.
+
+    Raises:
+        StoreError: One is damaged.
+    """
     sums = file.read("sums")
     for first in range(0, len(sums), _ROWS):
         part = slice(first, min(first + _ROWS, len(sums)))
         keys = file.read_keys(part.start, part.stop - part.start)
         if not np.array_equal(knn_sum(keys), sums[part]):
             raise damaged(file.path, "a damaged key", "the one that was written")
-        yield keys[is_kept[part]]
+        yield keys
+
+
+def _kept(parts: Iterator[Halves], is_kept: NDArray[np.bool_]) -> Iterator[Halves]:
+    first = 0
+    for part in parts:
+        yield part[is_kept[first : first + len(part)]]
+        first += len(part)
 
 
 def _quantised(keys: Halves, basis: Basis | None) -> KnnCodes:

@@ -274,7 +274,7 @@ class KnnLM:
         self._opened = opened
 
     def _open(self) -> _Opened:
-        datastore = Datastore.open(self._path, None)
+        datastore = Datastore.open(self._path, None, self._config.index)
         try:
             settings = Settings.of(datastore, self._config)
             return _Opened(datastore, settings, _key_of(datastore))

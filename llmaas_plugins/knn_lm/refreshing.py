@@ -28,8 +28,8 @@ from llmaas_plugins.knn_lm.selecting import (
     source_of,
     write,
 )
-from llmaas_plugins.knn_lm.selection import BUFFER, Selection
-from llmaas_plugins.knn_lm.streaming import Stream
+from llmaas_plugins.knn_lm.selection import BUFFER
+from llmaas_plugins.knn_lm.streaming import Kept, Stream
 
 __all__ = ["is_due", "refresh"]
 
@@ -49,8 +49,7 @@ class _State:
         digest: Of these conversations' ids, in order.
         theta: Of the objective.
         size: Most pairs to keep.
-        rate: Share of a buffer that is drawn.
-        selection: Pairs that were kept.
+        kept: Pairs that were kept.
     """
 
     n_seen: int
@@ -58,8 +57,7 @@ class _State:
     digest: bytes
     theta: float
     size: int
-    rate: float
-    selection: Selection
+    kept: Kept
 
 
 def is_due(archive: Archive, plan: Plan) -> bool:
@@ -89,13 +87,13 @@ def refresh(
     objective = Objective(theta)
     stream = Stream(source, plan.size, objective, seed=plan.seed)
     if state is not None:
-        stream.resume(state.selection, state.rate, state.n_seen)
+        stream.resume(state.kept, state.n_seen)
     for n in stream.advance(len(source.values), is_end=True):
         progress(n)
-    selected = write(archive, source, stream.selection, objective, plan)
+    selected = write(archive, source, stream.kept.selection(), objective, plan)
     ids = archive.ids()
     digest = _digest(ids)
-    new = _State(stream.n_seen, len(ids), digest, theta, plan.size, stream.rate, stream.selection)
+    new = _State(stream.n_seen, len(ids), digest, theta, plan.size, stream.kept)
     write_whole(archive.directory / ONLINE, [_encoded(new)])
     return selected
 
@@ -125,10 +123,11 @@ def _encoded(state: _State) -> bytes:
         file,
         allow_pickle=False,
         numbers=np.array([state.n_seen, state.n_conversations, state.size], np.int64),
-        constants=np.array([state.theta, state.rate]),
+        constants=np.array([state.theta, state.kept.threshold]),
         digest=np.frombuffer(state.digest, np.uint8),
-        indices=state.selection.indices,
-        weights=state.selection.weights,
+        indices=state.kept.indices,
+        losses=state.kept.losses,
+        priorities=state.kept.priorities,
     )
     return file.getvalue()
 
@@ -141,18 +140,22 @@ def _decoded(path: Path) -> _State:
     """
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
         n_seen, n_conversations, size = (int(number) for number in file["numbers"])
-        theta, rate = (float(number) for number in file["constants"])
-        selection = _selection(file["indices"], file["weights"], n_seen)
+        theta, threshold = (float(number) for number in file["constants"])
+        columns = (file["indices"], file["losses"], file["priorities"])
         digest = file["digest"].tobytes()
-    if not (0 < theta < math.inf and 0 < rate <= 1 and min(n_seen, n_conversations, size) >= 0):
+    numbers = (n_seen, n_conversations, size)
+    if not (0 < theta < math.inf and 0 <= threshold < math.inf and min(numbers) >= 0):
         raise ValueError("no state")
-    return _State(n_seen, n_conversations, digest, theta, size, rate, selection)
+    kept = Kept(*columns, threshold)
+    _check(kept, n_seen)
+    return _State(*numbers[:2], digest, theta, size, kept)
 
 
-def _selection(indices: np.ndarray, weights: np.ndarray, n_seen: int) -> Selection:
-    is_sound = indices.dtype == np.int64 and weights.dtype == np.float32
-    if not is_sound or indices.ndim != 1 or indices.shape != weights.shape:
+def _check(kept: Kept, n_seen: int) -> None:
+    indices, losses, priorities = kept.indices, kept.losses, kept.priorities
+    is_sound = indices.dtype == np.int64 and losses.dtype == priorities.dtype == np.float64
+    if not (is_sound and indices.ndim == 1 and indices.shape == losses.shape == priorities.shape):
         raise ValueError("no selection")
-    if len(indices) and not (indices.min() >= 0 and indices.max() < n_seen and weights.min() > 0):
+    is_within = not len(indices) or (indices.min() >= 0 and indices.max() < n_seen)
+    if not (is_within and (losses > 0).all() and np.isfinite(priorities).all()):
         raise ValueError("no selection")
-    return Selection(indices, weights)

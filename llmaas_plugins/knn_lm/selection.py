@@ -20,6 +20,7 @@ from llmaas_plugins.knn_lm.objective import Members, Objective
 
 __all__ = [
     "BUFFER",
+    "LEAST_LOSS",
     "NONE",
     "Choice",
     "Online",
@@ -47,7 +48,7 @@ SHARES = (0.1, 0.2, 0.4, 0.8, 1.0)
 """b_j over B of Algorithm 2: growing twofold, and all."""
 _ENOUGH = 0.6
 """A candidate subset below this share of the limit is not returned (appendix B.1)."""
-_LEAST_LOSS = 1e-4
+LEAST_LOSS = 1e-4
 
 
 class Source(Protocol):
@@ -159,7 +160,7 @@ def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
         taken = np.argpartition(-objective.bound(p_lm, sums), n - 1)[:n]
         return np.sort(taken), np.ones(n, np.float32)
     loss = -np.log(np.minimum(objective.probability(p_lm, sums), 1))
-    chances = _chances(np.maximum(loss, _LEAST_LOSS), n)
+    chances = _chances(np.maximum(loss, LEAST_LOSS), n)
     taken = _drawn(chances, n, rng)
     return taken, (1 / chances[taken]).astype(np.float32)
 

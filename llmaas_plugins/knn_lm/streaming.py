@@ -1,10 +1,11 @@
 """Selection over a stream without an end.
 
 Algorithm 2 takes fixed shares of every buffer, so sooner or later even its smallest subset is full,
-and what comes after that is never seen. Drawn pairs have weights, which allows for less: one subset
-takes all that comes until it is full; then it is thinned at random, what stays counts for more, and
-from then on a smaller share of each buffer is drawn. It is full nearly always, and old pairs have
-had the same chance as new ones.
+and what comes after that is never seen. Drawn pairs have weights, which allows for less: priority
+sampling (Duffield, Lund and Thorup, 2007). A pair gets the priority loss / r, where loss is
+-log p(y|x, S) when it comes and r is random in (0, 1]. The L pairs of highest priority are kept,
+each as one over its chance of being among them: the highest priority of all that went, over its
+loss, but at least 1. One subset that is always full, old pairs and new ones alike.
 """
 
 from __future__ import annotations
@@ -12,22 +13,64 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.objective import Members, Objective
-from llmaas_plugins.knn_lm.selection import BUFFER, NONE, Selection, Source, buffers, choose, joined
+from llmaas_plugins.knn_lm.selection import BUFFER, LEAST_LOSS, Selection, Source, buffers
 
-__all__ = ["Stream"]
+__all__ = ["Kept", "Stream"]
 
-_THINNED = 0.8
-"""Of the limit: what is left when it is exceeded."""
+_STALE = 1.1
+"""Members, over the limit, at which those that went are taken out of the bound."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class Kept:
+    """Pairs of a stream, and what decides who stays.
+
+    Attributes:
+        indices: Which, shape (n,).
+        losses: Of each when it came.
+        priorities: Of each.
+        threshold: The highest priority of all that went; 0 if none did.
+    """
+
+    def __init__(
+        self,
+        indices: npt.NDArray[np.int64],
+        losses: Floats,
+        priorities: Floats,
+        threshold: float,
+    ) -> None:
+        """Belongs together."""
+        self.indices, self.losses, self.priorities = indices, losses, priorities
+        self.threshold = threshold
+
+    def joined(self, other: Kept, size: int) -> Kept:
+        """The ``size`` of both with the highest priority."""
+        indices = np.concatenate([self.indices, other.indices])
+        losses = np.concatenate([self.losses, other.losses])
+        priorities = np.concatenate([self.priorities, other.priorities])
+        threshold = max(self.threshold, other.threshold)
+        if len(indices) > size:
+            order = np.argsort(-priorities, kind="stable")
+            threshold = max(threshold, float(priorities[order[size]]))
+            rows = np.sort(order[:size])
+            indices, losses, priorities = indices[rows], losses[rows], priorities[rows]
+        return Kept(indices, losses, priorities, threshold)
+
+    def selection(self) -> Selection:
+        """With weights."""
+        weights = np.maximum(1.0, self.threshold / self.losses)
+        return Selection(self.indices, weights.astype(np.float32))
 
 
 class Stream:
     """A selection that follows a stream.
 
     Attributes:
-        selection: Pairs that are kept now, at most the limit.
-        rate: Share of a buffer that is drawn.
+        kept: Pairs that are kept now, at most the limit.
         n_seen: Pairs of the stream so far.
     """
 
@@ -51,12 +94,13 @@ class Stream:
         """
         self._source, self._size, self._objective = source, size, objective
         self._buffer, self._seed = buffer, seed
-        self.n_seen, self.rate, self.selection = 0, 1.0, NONE
+        self.n_seen = 0
+        self.kept = Kept(np.empty(0, np.int64), np.empty(0), np.empty(0), 0.0)
         self._members = Members(objective.theta, source.n_dims)
 
-    def resume(self, selection: Selection, rate: float, n_seen: int) -> None:
+    def resume(self, kept: Kept, n_seen: int) -> None:
         """Go on from where another one was."""
-        self.selection, self.rate, self.n_seen = selection, rate, n_seen
+        self.kept, self.n_seen = kept, n_seen
         self._read_members()
 
     def advance(self, n_come: int, *, is_end: bool = False) -> Iterator[int]:
@@ -68,26 +112,18 @@ class Stream:
             rng = np.random.default_rng((self._seed, self.n_seen))
             keys, values = self._source.keys(batch), self._source.values[batch]
             sums = self._members.sums(keys, values)
-            n = round(self.rate * len(batch))
-            p_lm = self._source.p_lm[batch]
-            taken, weights = choose(self._objective, p_lm, sums, n, "draw", rng)
-            self.selection = joined([self.selection, Selection(batch[taken], weights)])
-            self._members.add(keys[taken], values[taken])
-            if len(self.selection) > self._size:
-                self._thin(rng)
+            p = self._objective.probability(self._source.p_lm[batch], sums)
+            losses = np.maximum(-np.log(np.minimum(p, 1, dtype=np.float64)), LEAST_LOSS)
+            come = Kept(batch, losses, losses / (1 - rng.random(len(batch))), 0.0)
+            self.kept = self.kept.joined(come, self._size)
+            stays = np.isin(batch, self.kept.indices)
+            self._members.add(keys[stays], values[stays])
+            if len(self._members) > _STALE * self._size:
+                self._read_members()
             self.n_seen += len(batch)
             yield len(batch)
 
-    def _thin(self, rng: np.random.Generator) -> None:
-        n = max(1, int(_THINNED * self._size))
-        kept = n / len(self.selection)
-        rows = np.sort(rng.choice(len(self.selection), n, replace=False))
-        weights = (self.selection.weights[rows] / kept).astype(np.float32)
-        self.selection = Selection(self.selection.indices[rows], weights)
-        self.rate *= kept
-        self._read_members()
-
     def _read_members(self) -> None:
-        indices = self.selection.indices
+        indices = self.kept.indices
         self._members = Members(self._objective.theta, self._source.n_dims)
         self._members.add(self._source.keys(indices), self._source.values[indices])

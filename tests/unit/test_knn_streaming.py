@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from llmaas_plugins.knn_lm.objective import Objective
-from llmaas_plugins.knn_lm.selection import Selection
 from llmaas_plugins.knn_lm.streaming import Stream
 
 OBJECTIVE = Objective(theta=1.0)
@@ -29,20 +28,19 @@ class Pairs:
 def run(n, seed=0, stop=None):
     stream = Stream(Pairs(n), SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
     n_come = n if stop is None else stop
-    return stream, [len(stream.selection) for _ in stream.advance(n_come)]
+    return stream, [len(stream.kept.selection()) for _ in stream.advance(n_come)]
 
 
 def test_what_fits_is_kept_whole():
     stream, sizes = run(SIZE)
     assert sizes == [50, 100]
-    assert stream.selection.indices.tolist() == list(range(SIZE))
-    assert (stream.selection.weights == 1).all()
+    assert stream.kept.selection().indices.tolist() == list(range(SIZE))
+    assert (stream.kept.selection().weights == 1).all()
 
 
-def test_it_stays_within_the_limit_and_near_it():
+def test_it_is_always_full():
     _, sizes = run(5000)
-    assert max(sizes) <= SIZE
-    assert min(sizes[2:]) >= 0.8 * SIZE - 1
+    assert set(sizes[1:]) == {SIZE}
 
 
 def test_old_and_new_have_had_the_same_chance():
@@ -50,19 +48,38 @@ def test_old_and_new_have_had_the_same_chance():
     counts = np.zeros(10)
     for seed in range(60):
         stream, _ = run(1000, seed)
-        counts += np.bincount(stream.selection.indices // 100, minlength=10)
+        counts += np.bincount(stream.kept.selection().indices // 100, minlength=10)
     assert counts.min() > 0.8 * counts.mean()
     assert counts.max() < 1.2 * counts.mean()
 
 
 def test_weights_add_up_to_all_that_came():
-    totals = [run(2000, seed)[0].selection.weights.sum() for seed in range(20)]
+    totals = [run(2000, seed)[0].kept.selection().weights.sum() for seed in range(20)]
     assert np.mean(totals) == pytest.approx(2000, rel=0.05)
+
+
+def test_what_the_model_finds_hard_is_kept_more_often_and_weighs_less():
+    counts, weights = np.zeros(2), [[], []]
+    for seed in range(30):
+        source = Pairs(1000)
+        source.p_lm[::2] = 0.8
+        stream = Stream(source, SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
+        for _ in stream.advance(1000):
+            pass
+        found = stream.kept.selection()
+        for side in (0, 1):
+            is_side = found.indices % 2 == side
+            counts[side] += is_side.sum()
+            weights[side].append(found.weights[is_side].sum())
+    easy, hard = -np.log(OBJECTIVE.probability(np.array([0.8, 0.2]), np.zeros(2)))
+    assert counts[1] / counts[0] == pytest.approx(hard / easy, rel=0.15)
+    assert np.mean(weights[0]) == pytest.approx(500, rel=0.1)  # each half stands for itself
+    assert np.mean(weights[1]) == pytest.approx(500, rel=0.1)
 
 
 def test_no_pair_twice():
     stream, _ = run(3000)
-    assert len(set(stream.selection.indices.tolist())) == len(stream.selection)
+    assert len(set(stream.kept.selection().indices.tolist())) == len(stream.kept.selection())
 
 
 @pytest.mark.parametrize("stop", [50, 100, 500, 1000])
@@ -70,11 +87,11 @@ def test_resumed_it_is_as_if_it_had_gone_on(stop):
     whole, _ = run(1500)
     part, _ = run(1500, stop=stop)
     rest = Stream(Pairs(1500), SIZE, OBJECTIVE, buffer=BUFFER)
-    rest.resume(part.selection, part.rate, part.n_seen)
+    rest.resume(part.kept, part.n_seen)
     for _ in rest.advance(1500):
         pass
-    assert rest.selection.indices.tolist() == whole.selection.indices.tolist()
-    assert rest.selection.weights == pytest.approx(whole.selection.weights)
+    assert rest.kept.selection().indices.tolist() == whole.kept.selection().indices.tolist()
+    assert rest.kept.selection().weights == pytest.approx(whole.kept.selection().weights)
 
 
 def test_a_buffer_that_is_not_full_waits_unless_it_is_the_end():
@@ -82,5 +99,4 @@ def test_a_buffer_that_is_not_full_waits_unless_it_is_the_end():
     assert list(stream.advance(70)) == [50]
     assert list(stream.advance(70, is_end=True)) == [20]
     assert list(stream.advance(70, is_end=True)) == []
-    assert isinstance(stream.selection, Selection)
-    assert len(stream.selection) == 70
+    assert len(stream.kept.selection()) == 70

@@ -66,7 +66,8 @@ def _stream(history: Pairs, n: int) -> Chosen:
     stream = Stream(source, n, first_objective(source, 0))
     for _ in stream.advance(len(history), is_end=True):
         pass
-    return Chosen(stream.selection.indices, stream.selection.weights)
+    found = stream.kept.selection()
+    return Chosen(found.indices, found.weights)
 
 
 METHODS: Mapping[str, Method] = {

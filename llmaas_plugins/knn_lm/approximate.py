@@ -1,0 +1,74 @@
+"""An approximate index for datastores of more than a million pairs, by faiss (an extra).
+
+Below that an exact scan of codes is as fast and has nothing to build. The index is made from the
+file's keys when it is opened, in memory alone: what is forgotten is in no other file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import ConfigError
+
+__all__ = ["FaissIndex"]
+
+_TRAINED_ON = 64
+"""Keys for each list, of which its centre is learnt."""
+_VISITED = 0.05
+"""Share of the lists that a search visits."""
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+class FaissIndex:
+    """Inverted lists of byte codes (``IndexIVFScalarQuantizer``)."""
+
+    def __init__(self, n: int, n_dims: int, parts: Iterator[Floats]) -> None:
+        """Learn the lists from the first keys, and put all into them.
+
+        Args:
+            n: How many keys there are.
+            n_dims: Numbers in each.
+            parts: The keys, part by part.
+
+        Raises:
+            ConfigError: faiss is not installed.
+        """
+        faiss = _faiss()
+        n_lists = max(1, math.isqrt(n))
+        quantiser = faiss.IndexFlatL2(n_dims)
+        kind = faiss.ScalarQuantizer.QT_8bit
+        index = faiss.IndexIVFScalarQuantizer(quantiser, n_dims, n_lists, kind, faiss.METRIC_L2)
+        first: list[Floats] = []
+        while sum(map(len, first)) < min(n, _TRAINED_ON * n_lists):
+            first.append(next(parts))
+        index.train(np.concatenate(first))
+        for part in itertools.chain(first, parts):
+            index.add(part)
+        index.nprobe = max(1, math.ceil(_VISITED * n_lists))
+        self._index: Any = index
+        self.n_bytes = n * (n_dims + 8) + 4 * n_lists * n_dims
+
+    def nearest(self, query: Floats, n: int) -> Ints:
+        """About the ``n`` nearest rows; fewer where fewer are in the lists visited."""
+        _, (rows,) = self._index.search(query[None], n)
+        return rows[rows >= 0].astype(np.int32)
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ConfigError(
+            'plugins.knn_lm.index = "faiss" needs faiss, which is not installed. '
+            "`pip install 'llmaas-plugins[faiss]'`, or use \"scan\"."
+        ) from error
+    faiss.omp_set_num_threads(1)  # its threads would wait on the processors that generate
+    return faiss
