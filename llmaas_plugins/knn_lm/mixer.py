@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import LogitsView, NativeContext, Tokens, common_prefix
+from llmaas_hooks import LogitsView, NativeContext, Tokens
 from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.trust import Trust
+from llmaas_plugins.knn_lm.trust import Judged, Memory
 
 __all__ = ["Counts", "Mixer", "Settings"]
 
@@ -76,7 +76,7 @@ class Settings:
 class Mixer:
     """Knows which hidden state each row of a context's logits was made from."""
 
-    def __init__(self, native: NativeContext, key: States, counts: Counts) -> None:
+    def __init__(self, native: NativeContext, key: States, counts: Counts, memory: Memory) -> None:
         """Watch the context's hidden states."""
         n_batch = int(llama_cpp.llama_n_batch(native.ctx))
         self._states = native.hidden_states(key, capacity=n_batch)
@@ -84,8 +84,8 @@ class Mixer:
         self._rows = np.empty((0, 0), np.float32)
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
-        self._prompt: Tokens = np.empty(0, np.int32)
-        self._trust: Trust | None = None
+        self._memory = memory
+        self._judged: Judged | None = None
 
     def close(self) -> None:
         """Look no longer."""
@@ -101,17 +101,12 @@ class Mixer:
         """Another request begins, which may sample from rows that were mixed for the one before.
 
         Args:
-            prompt: Its tokens. If it goes on with the text before, what is known of that holds.
+            prompt: Its tokens. If it goes on with an earlier one, what is known of that holds.
             judges: Whether the datastore is trusted by what it makes of the prompt; or always.
         """
         self._former |= self._edits
         self._edits.clear()
-        goes_on = common_prefix(self._prompt, prompt) == len(self._prompt)
-        if not judges:
-            self._trust = None
-        elif self._trust is None or not goes_on:
-            self._trust = Trust()
-        self._prompt = prompt
+        self._judged = self._memory.begin(prompt) if judges else None
 
     def judge(
         self, ctx: int, n_past: int, n_tokens: int, datastore: Datastore, settings: Settings
@@ -126,10 +121,11 @@ class Mixer:
             settings: How it is mixed in.
         """
         end = n_past + n_tokens
-        if self._trust is None or n_tokens == 1 or end != len(self._prompt):
+        if self._judged is None or n_tokens == 1 or end != len(self._judged.text):
             return
-        n_rows = min(len(self._rows), n_tokens)
-        rows, came = self._rows[len(self._rows) - n_rows :], self._prompt[end - n_rows + 1 : end]
+        text, trust, n_known = self._judged
+        n_rows = min(len(self._rows), n_tokens, end - max(n_known, 1) + 1)
+        rows, came = self._rows[len(self._rows) - n_rows :], text[end - n_rows + 1 : end]
         for i, token in enumerate(came.tolist()):
             logits = _logits(ctx, i - n_rows)
             info = logits_peek(logits)
@@ -137,7 +133,7 @@ class Mixer:
                 p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
                 p_mix = _p_mix(token, p_lm, info.max_prob, rows[i], datastore, settings)
                 if p_lm > 0:
-                    self._trust.observe(p_mix, p_lm)
+                    trust.observe(p_mix, p_lm)
 
     def restore(self, view: LogitsView) -> None:
         """Give a row that was mixed for an earlier request the model's own logits again."""
@@ -161,7 +157,7 @@ class Mixer:
             self._counts.skipped += 1
             return
         started = time.perf_counter()
-        trust = 1.0 if self._trust is None else self._trust.weight
+        trust = 1.0 if self._judged is None else self._judged.trust.weight
         self._edits[n_behind] = _mix(view.logits, self._rows[row], datastore, settings, trust)
         self._counts.mixed += 1
         self._counts.search_s += time.perf_counter() - started

@@ -30,6 +30,7 @@ from llmaas_plugins.knn_lm.learning import Learner
 from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings
 from llmaas_plugins.knn_lm.proposing import Proposer
 from llmaas_plugins.knn_lm.selecting import Plan
+from llmaas_plugins.knn_lm.trust import Memory
 
 __all__ = ["KnnLM"]
 
@@ -56,6 +57,7 @@ class _Opened:
     datastore: Datastore
     settings: Settings
     key: Any
+    memory: Memory
 
 
 class KnnLM:
@@ -237,7 +239,7 @@ class KnnLM:
         opened, model = self._opened, fingerprint(engine.llama)
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
-            mixer = Mixer(native, opened.key, self._counts)
+            mixer = Mixer(native, opened.key, self._counts, opened.memory)
             self._served[engine.ctx] = _Served(engine, mixer, model)
         return None
 
@@ -277,7 +279,7 @@ class KnnLM:
         datastore = Datastore.open(self._path, None, self._config.index)
         try:
             settings = Settings.of(datastore, self._config)
-            return _Opened(datastore, settings, _key_of(datastore))
+            return _Opened(datastore, settings, _key_of(datastore), Memory())
         except ValueError as error:
             datastore.close()
             raise StoreError(

@@ -14,24 +14,34 @@ the mixture say nothing about that, so a reply is judged by its prompt.
 from __future__ import annotations
 
 import math
+from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Trust", "trust_before"]
+from llmaas_hooks import Tokens, common_prefix
+
+__all__ = ["Judged", "Memory", "Trust", "trust_before"]
 
 _DECAY = 0.97
 _LEAST_RATIO = 2.0**-20
 """As in the mixing itself: an alpha of 1 leaves the model so much of a say."""
 _MOST_RATIO = 2.0**60
+_REMEMBERED = 64
+"""Texts: as many conversations as take turns on an engine."""
 
 
 class Trust:
     """A text's, from its beginning on."""
 
-    def __init__(self) -> None:
-        """As likely as not."""
-        self._score = 0.0
+    def __init__(self, score: float = 0.0) -> None:
+        """As likely as not, unless something is known."""
+        self._score = score
+
+    def copy(self) -> Trust:
+        """For a text that goes on with this one."""
+        return Trust(self._score)
 
     @property
     def weight(self) -> float:
@@ -42,6 +52,42 @@ class Trust:
         """A token came that both had given these probabilities."""
         ratio = min(max(p_mix / p_lm, _LEAST_RATIO), _MOST_RATIO)
         self._score = _DECAY * self._score + math.log(ratio)
+
+
+class Judged(NamedTuple):
+    """A text, and what is known of it.
+
+    Attributes:
+        text: Its tokens.
+        trust: After the last of them, once they have been judged.
+        n_known: How many of them an earlier text had.
+    """
+
+    text: Tokens
+    trust: Trust
+    n_known: int
+
+
+class Memory:
+    """The texts that were judged last: a turn begins with what the one before it gave.
+
+    So it does not matter whether its cells were evaluated again or restored.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._judged: deque[Judged] = deque(maxlen=_REMEMBERED)
+
+    def begin(self, text: Tokens) -> Judged:
+        """A text, with the trust of the longest one that it goes on with."""
+        former = [one for one in self._judged if common_prefix(one.text, text) == len(one.text)]
+        if not former:
+            found = Judged(text, Trust(), 0)
+        else:
+            longest = max(former, key=lambda one: len(one.text))
+            found = Judged(text, longest.trust.copy(), len(longest.text))
+        self._judged.append(found)
+        return found
 
 
 def trust_before(

@@ -602,7 +602,7 @@ class TestTrust:
                 tokens = llama.tokenize(prompt.encode(), special=True)
                 next(llama.generate(tokens, temp=0.0))
                 mixer = mixer_of(suite)
-                found.append(mixer._trust.weight)
+                found.append(mixer._judged.trust.weight)
         return found
 
     def test_a_known_text_is_trusted_and_another_is_not(self, make, mixing):

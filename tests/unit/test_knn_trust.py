@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.knn_lm.trust import Trust, trust_before
+from llmaas_plugins.knn_lm.trust import Memory, Trust, trust_before
 
 PROBABILITIES = st.lists(
     st.tuples(st.floats(2**-20, 1, width=32), st.floats(2**-20, 1, width=32)), max_size=60
@@ -69,3 +69,46 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
     for _ in range(1000):
         trust.observe(0.5, 0.5)
     assert trust.weight == pytest.approx(0.5, abs=1e-9)
+
+
+def tokens(*values):
+    return np.array(values, np.int32)
+
+
+def test_a_text_that_goes_on_with_another_begins_with_its_trust():
+    memory = Memory()
+    memory.begin(tokens(1, 2)).trust.observe(0.9, 0.1)
+    memory.begin(tokens(7, 8, 9)).trust.observe(0.1, 0.9)
+    first, second = memory.begin(tokens(1, 2, 3)), memory.begin(tokens(7, 8, 9, 1))
+    assert (first.trust.weight, first.n_known) == (pytest.approx(0.9), 2)
+    assert (second.trust.weight, second.n_known) == (pytest.approx(0.1), 3)
+
+
+def test_the_longest_of_several_is_gone_on_with():
+    memory = Memory()
+    memory.begin(tokens(1))
+    memory.begin(tokens(1, 2, 3)).trust.observe(0.9, 0.1)
+    found = memory.begin(tokens(1, 2, 3, 4))
+    assert found.n_known == 3
+    assert memory.begin(tokens(5)).n_known == 0
+
+
+def test_the_same_text_again_is_known_whole():
+    memory = Memory()
+    memory.begin(tokens(1, 2)).trust.observe(0.9, 0.1)
+    assert memory.begin(tokens(1, 2)).n_known == 2
+
+
+def test_what_goes_on_does_not_change_what_it_came_from():
+    memory = Memory()
+    first = memory.begin(tokens(1, 2))
+    memory.begin(tokens(1, 2, 3)).trust.observe(0.9, 0.1)
+    assert first.trust.weight == 0.5
+
+
+def test_only_the_latest_are_remembered():
+    memory = Memory()
+    for i in range(100):
+        memory.begin(tokens(i, i)).trust.observe(0.9, 0.1)
+    assert memory.begin(tokens(0, 0, 1)).n_known == 0
+    assert memory.begin(tokens(99, 99, 1)).n_known == 2
