@@ -11,7 +11,7 @@ import pytest
 from cgroups import file_bytes, memory_group
 
 MIB = 1 << 20
-# Whatever the budget: code, of other plugins in the core too, indexes, six threads, 1 MiB of SQLite's log.
+# Whatever the budget: code (all plugins' in the core), indexes, threads, 1 MiB of SQLite's log.
 OVERHEAD = 7 * MIB
 # "tolerance" reads attention: a layer's keys as floats, and the code for it.
 TAP, TAP_OF_A_CELL = MIB, 1 << 10
