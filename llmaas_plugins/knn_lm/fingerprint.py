@@ -9,32 +9,15 @@ import hashlib
 import json
 from typing import Any
 
-from llmaas_plugins.model_digest import file_digest
+from llmaas_plugins.model_digest import model_identity
 
 __all__ = ["fingerprint"]
 
 _FORMAT = 1
-_CONTEXT_FIELDS = (
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-)
 
 
 def fingerprint(llama: Any) -> bytes:
     """32 bytes that name the model of ``llama`` (a ``llama_cpp.Llama``) as it is used there."""
-    values = {
-        "format": _FORMAT,
-        "model": file_digest(llama.model_path),
-        "kv_overrides": repr(llama.kv_overrides),
-        "lora": file_digest(llama.lora_path) if llama.lora_path else None,
-        "lora_scale": llama.lora_scale if llama.lora_path else None,
-        **{name: getattr(llama.context_params, name) for name in _CONTEXT_FIELDS},
-    }
+    values = {"format": _FORMAT, **model_identity(llama)}
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).digest()

@@ -17,6 +17,8 @@ _MOST_ROWS = 2048
 """Of a block of distances: it stays in the caches."""
 _LEAST = np.finfo(np.float32).tiny
 """A target that single precision gives no chance at all is not infinitely unlikely."""
+_LEAST_LOSS = 1e-4
+"""A pair that is no news at all has a chance to be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ class Objective:
             sums: Of exp(-d) between each pair and the members of S that have its value.
         """
         return np.maximum((1 - self.alpha) * p_lm + self.alpha * self.c * sums, _LEAST)
+
+    def loss(self, p_lm: Floats, sums: Floats) -> npt.NDArray[np.float64]:
+        """-log p(y_i | x_i, S), which §4.2 identifies the bound with; above 0."""
+        p = np.minimum(self.probability(p_lm, sums), 1, dtype=np.float64)
+        return np.maximum(-np.log(p), _LEAST_LOSS)
 
     def bound(self, p_lm: Floats, sums: Floats) -> Floats:
         """Lower bound on the marginal gain of each pair, its gain for itself (Eq 8)."""

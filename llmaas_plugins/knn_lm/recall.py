@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins._native import KnnCodes, knn_scan
+from llmaas_plugins.knn_lm.objective import squared_distances
 from llmaas_plugins.knn_lm.pca import Basis
 
 __all__ = ["MOST_ROWS", "rows_per_neighbour"]
@@ -44,7 +45,7 @@ def rows_per_neighbour(codes: KnnCodes, basis: Basis | None, keys: Halves) -> fl
     places = []
     for query, limit in zip(queries, limits, strict=True):
         rows = knn_scan(codes, query if basis is None else basis.project(query), n_best).rows
-        distances = _distances(query[None], keys[rows].astype(np.float32))[0]
+        distances = squared_distances(query[None], keys[rows].astype(np.float32))[0]
         # keys that are alike stand for each other
         found = np.flatnonzero(distances <= limit + 1e-5 * (query @ query))[:k]
         places.append(np.append(found, np.full(k - len(found), n_best)))
@@ -55,12 +56,7 @@ def _farthest(keys: Halves, queries: Floats, k: int) -> Floats:
     """Of each query: the squared distance of its ``k``-th neighbour."""
     nearest = np.empty((len(queries), 0), np.float32)
     for first in range(0, len(keys), _PART):
-        part = _distances(queries, keys[first : first + _PART].astype(np.float32))
+        part = squared_distances(queries, keys[first : first + _PART].astype(np.float32))
         nearest = np.concatenate([nearest, part], axis=1)
         nearest = np.partition(nearest, min(k, nearest.shape[1]) - 1, axis=1)[:, :k]
     return nearest.max(axis=1)
-
-
-def _distances(queries: Floats, keys: Floats) -> Floats:
-    sizes = np.einsum("ij,ij->i", queries, queries)[:, None] + np.einsum("ij,ij->i", keys, keys)
-    return sizes - 2 * (queries @ keys.T)

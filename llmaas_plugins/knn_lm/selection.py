@@ -20,15 +20,13 @@ from llmaas_plugins.knn_lm.objective import Members, Objective
 
 __all__ = [
     "BUFFER",
-    "LEAST_LOSS",
-    "NONE",
     "Choice",
     "Online",
     "Selection",
     "Source",
     "buffers",
     "choose",
-    "joined",
+    "members_of",
     "offline",
     "online",
 ]
@@ -48,7 +46,6 @@ SHARES = (0.1, 0.2, 0.4, 0.8, 1.0)
 """b_j over B of Algorithm 2: growing twofold, and all."""
 _ENOUGH = 0.6
 """A candidate subset below this share of the limit is not returned (appendix B.1)."""
-LEAST_LOSS = 1e-4
 
 
 class Source(Protocol):
@@ -85,7 +82,7 @@ class Selection:
         return len(self.indices)
 
 
-NONE = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
+_NONE = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
@@ -121,7 +118,7 @@ def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
     rng = np.random.default_rng(seed)
     members = Members(objective.theta, source.n_dims)
     is_left = np.ones(n, np.bool_)
-    parts = [NONE]
+    parts = [_NONE]
     for share in _shares(size, rounds):
         left = np.flatnonzero(is_left)
         batch = np.sort(rng.choice(left, min(candidates * share, len(left)), replace=False))
@@ -132,7 +129,7 @@ def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
         is_left[batch[taken]] = False
         parts.append(Selection(batch[taken], weights))
         progress(share)
-    return joined(parts)
+    return _joined(parts)
 
 
 def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
@@ -159,8 +156,7 @@ def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
     if how == "top":
         taken = np.argpartition(-objective.bound(p_lm, sums), n - 1)[:n]
         return np.sort(taken), np.ones(n, np.float32)
-    loss = -np.log(np.minimum(objective.probability(p_lm, sums), 1))
-    chances = _chances(np.maximum(loss, LEAST_LOSS), n)
+    chances = _chances(objective.loss(p_lm, sums), n)
     taken = _drawn(chances, n, rng)
     return taken, (1 / chances[taken]).astype(np.float32)
 
@@ -197,17 +193,18 @@ class Online:
         self._source, self._size, self._objective = source, size, objective
         self._how, self._buffer, self._shares, self._seed = how, buffer, shares, seed
         self.n_seen = 0
-        self.selections: dict[float, Selection] = dict.fromkeys(shares, NONE)
-        self._members = {share: self._no_members() for share in shares}
+        self.selections: dict[float, Selection] = dict.fromkeys(shares, _NONE)
+        self._members = {share: Members(objective.theta, source.n_dims) for share in shares}
 
     def resume(self, selections: dict[float, Selection], n_seen: int) -> None:
         """Go on from where another one was."""
         self.n_seen = n_seen
         self.selections = dict(selections)
-        self._members = {}
-        for share, selection in selections.items():
-            self._members[share] = self._no_members()
-            self._admit(share, selection)
+        self._members = {
+            share: members_of(self._source, self._objective, selection.indices)
+            for share, selection in selections.items()
+            if len(selection) <= self._size
+        }
 
     def advance(self, n_come: int, *, is_end: bool = False) -> Iterator[int]:
         """Take the pairs up to ``n_come`` in; yields after each buffer how many were new.
@@ -227,7 +224,7 @@ class Online:
         """
         within = [s for s in self.selections.values() if len(s) <= self._size]
         beyond = [s for s in self.selections.values() if len(s) > self._size]
-        largest = max(within, key=len, default=NONE)
+        largest = max(within, key=len, default=_NONE)
         if len(largest) > _ENOUGH * self._size or not beyond:
             return largest
         smallest = min(beyond, key=len)
@@ -243,7 +240,7 @@ class Online:
             sums = self._members[share].sums(keys, values)
             taken, weights = choose(self._objective, p_lm, sums, n, self._how, rng)
             new = Selection(batch[taken], weights)
-            self.selections[share] = joined([self.selections[share], new])
+            self.selections[share] = _joined([self.selections[share], new])
             if len(self.selections[share]) > self._size:
                 self._give_up(share)
             else:
@@ -255,16 +252,6 @@ class Online:
         for larger in [s for s in self.selections if s > share and s not in self._members]:
             del self.selections[larger]
 
-    def _admit(self, share: float, selection: Selection) -> None:
-        if len(selection) > self._size:
-            del self._members[share]
-        elif len(selection):
-            values = self._source.values[selection.indices]
-            self._members[share].add(self._source.keys(selection.indices), values)
-
-    def _no_members(self) -> Members:
-        return Members(self._objective.theta, self._source.n_dims)
-
 
 def online(source: Source, size: int, objective: Objective, **settings: object) -> Selection:
     """Algorithm 2 over a stream that has ended."""
@@ -272,6 +259,14 @@ def online(source: Source, size: int, objective: Objective, **settings: object) 
     for _ in selecting.advance(len(source.values), is_end=True):
         pass
     return selecting.best()
+
+
+def members_of(source: Source, objective: Objective, indices: Indices) -> Members:
+    """Pairs of a full datastore, as a subset."""
+    members = Members(objective.theta, source.n_dims)
+    if len(indices):
+        members.add(source.keys(indices), source.values[indices])
+    return members
 
 
 def buffers(n_seen: int, n_come: int, size: int, *, is_end: bool) -> Iterator[Indices]:
@@ -287,7 +282,7 @@ def _shares(size: int, rounds: int) -> list[int]:
     return np.diff(edges).tolist()
 
 
-def _chances(weights: Floats, n: int) -> npt.NDArray[np.float64]:
+def _chances(weights: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
     """Chances in proportion to the weights, none above 1, that add up to ``n``."""
     chances = np.ones(len(weights))
     is_certain = np.zeros(len(weights), np.bool_)
@@ -310,7 +305,7 @@ def _drawn(
     return np.unique(order[np.minimum(np.searchsorted(steps, marks), len(order) - 1)])
 
 
-def joined(parts: list[Selection]) -> Selection:
+def _joined(parts: list[Selection]) -> Selection:
     """Several, one after the other."""
     return Selection(
         np.concatenate([part.indices for part in parts]),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.objective import Members, Objective
-from llmaas_plugins.knn_lm.selection import BUFFER, LEAST_LOSS, Selection, Source, buffers
+from llmaas_plugins.knn_lm.selection import BUFFER, Selection, Source, buffers, members_of
 
 __all__ = ["Kept", "Stream"]
 
@@ -101,7 +101,7 @@ class Stream:
     def resume(self, kept: Kept, n_seen: int) -> None:
         """Go on from where another one was."""
         self.kept, self.n_seen = kept, n_seen
-        self._read_members()
+        self._members = members_of(self._source, self._objective, kept.indices)
 
     def advance(self, n_come: int, *, is_end: bool = False) -> Iterator[int]:
         """Take the pairs up to ``n_come`` in; yields after each buffer how many were new.
@@ -112,18 +112,12 @@ class Stream:
             rng = np.random.default_rng((self._seed, self.n_seen))
             keys, values = self._source.keys(batch), self._source.values[batch]
             sums = self._members.sums(keys, values)
-            p = self._objective.probability(self._source.p_lm[batch], sums)
-            losses = np.maximum(-np.log(np.minimum(p, 1, dtype=np.float64)), LEAST_LOSS)
+            losses = self._objective.loss(self._source.p_lm[batch], sums)
             come = Kept(batch, losses, losses / (1 - rng.random(len(batch))), 0.0)
             self.kept = self.kept.joined(come, self._size)
             stays = np.isin(batch, self.kept.indices)
             self._members.add(keys[stays], values[stays])
             if len(self._members) > _STALE * self._size:
-                self._read_members()
+                self._members = members_of(self._source, self._objective, self.kept.indices)
             self.n_seen += len(batch)
             yield len(batch)
-
-    def _read_members(self) -> None:
-        indices = self.kept.indices
-        self._members = Members(self._objective.theta, self._source.n_dims)
-        self._members.add(self._source.keys(indices), self._source.values[indices])

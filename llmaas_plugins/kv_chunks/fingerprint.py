@@ -13,43 +13,25 @@ from typing import Any
 
 import llama_cpp
 
-from llmaas_plugins.model_digest import file_digest
+from llmaas_plugins.model_digest import model_identity
 
 __all__ = ["fingerprint", "root_key"]
 
 _FORMAT = 1
-_CONTEXT_FIELDS = (
-    "type_k",
-    "type_v",
-    "flash_attn_type",
-    "attention_type",
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-    "swa_full",
-)
+_CELL_FIELDS = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full")
 
 
 def fingerprint(llama: Any) -> dict[str, Any]:
     """Everything about ``llama`` (a ``llama_cpp.Llama``) that its cells' bytes depend on."""
-    context = {name: getattr(llama.context_params, name) for name in _CONTEXT_FIELDS}
     beyond_training = llama.n_ctx() > llama_cpp.llama_model_n_ctx_train(llama.model)
     return {
         "format": _FORMAT,
         "llama_cpp": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
-        "model": file_digest(llama.model_path),
-        "kv_overrides": repr(llama.kv_overrides),
-        "lora": file_digest(llama.lora_path) if llama.lora_path else None,
-        "lora_scale": llama.lora_scale if llama.lora_path else None,
         "beyond_training": beyond_training,  # some RoPE variants switch factors there
         "rotation_off": os.environ.get("LLAMA_ATTN_ROT_DISABLE"),
-        **context,
+        **model_identity(llama),
+        **{name: getattr(llama.context_params, name) for name in _CELL_FIELDS},
     }
 
 

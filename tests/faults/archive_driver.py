@@ -1,21 +1,10 @@
-"""An archive's life, with one fault at each operation in turn; see ``driver.py``.
-
-``python archive_driver.py LIBRARY FOLDER FAULT STEP FIRST`` prints what it did and found, as JSON.
-"""
+"""An archive's life, with one fault at each operation in turn; see ``injection.py``."""
 
 from __future__ import annotations
 
-import collections
-import ctypes
-import json
-import os
-import shutil
-import sys
-from pathlib import Path
-
 import numpy as np
 from archived import BINDING, assert_holds, record, record_id
-from driver import FAULTS, NEVER, lived
+from injection import drive
 
 from llmaas_plugins.knn_lm import archive as archive_module
 from llmaas_plugins.knn_lm.archive import Archive
@@ -68,7 +57,7 @@ def expected(steps):
     return (there - set(seeds), there) if what == "forget" else (there, there)
 
 
-def examine(directory, steps):
+def examine(directory, steps, _ending):
     """Look at what is left, then go on with it; what is wrong with it."""
     must, may = expected(steps)
     if must or (directory / "lock").exists():
@@ -92,35 +81,6 @@ def examine(directory, steps):
         yield f"left over: {sorted(path.name for path in files)}"
 
 
-def problems_at(library, directory, fault, point):
-    steps, ending = lived(library, directory, fault, point, life)
-    if ending is None and FAULTS[fault][0] > -2:
-        yield "the process died"
-    if ending is not None and ending["end"] == "raised":
-        yield f"it raised {ending['why']}"
-    try:
-        yield from examine(directory, steps)
-    except Exception as error:
-        yield f"afterwards: {error!r}"
-
-
-def main():
-    library, folder, fault = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    library.faults_op.restype = ctypes.c_char_p
-    archive_module._MOST_SEGMENT_BYTES = 5 * PAGE  # two records
-    directory = folder / "whole"
-    library.faults_arm(os.fsencode(directory), 0, NEVER, 0, 0)
-    list(life(directory))
-    n_ops = library.faults_disarm()
-    ops = collections.Counter(library.faults_op(i).decode() for i in range(n_ops))
-    found, points = [], range(int(sys.argv[5]), n_ops, int(sys.argv[4]))
-    for point in points:
-        directory = folder / f"at-{point}"
-        said = list(problems_at(library, directory, fault, point))
-        found += [f"{fault} at operation {point}: {problem}" for problem in said]
-        shutil.rmtree(directory, ignore_errors=True)
-    json.dump({"points": len(points), "ops": ops, "problems": found}, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    archive_module._MOST_SEGMENT_BYTES = 5 * PAGE  # two records
+    drive(life, lambda _fault, _whole: examine)

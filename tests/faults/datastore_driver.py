@@ -1,20 +1,9 @@
-"""A selected datastore's life, with one fault at each operation in turn; see ``driver.py``.
-
-``python datastore_driver.py LIBRARY FOLDER FAULT STEP FIRST`` prints what it did and found.
-"""
+"""A selected datastore's life, with one fault at each operation in turn; see ``injection.py``."""
 
 from __future__ import annotations
 
-import collections
-import ctypes
-import json
-import os
-import shutil
-import sys
-from pathlib import Path
-
 import numpy as np
-from driver import FAULTS, NEVER, lived
+from injection import drive
 
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore_file import erase_leftovers
@@ -74,8 +63,9 @@ def life(directory):
         yield {"n_done": n_done}
 
 
-def examine(directory, n_done):
+def examine(directory, steps, _ending):
     """Look at what is left, then forget what is to be gone; what is wrong with it."""
+    n_done = steps[-1]["n_done"] if steps else 0
     path, states = directory / NAME, [None, *(after for _, after in LIFE)]
     found = look(path) if path.exists() else None
     if found not in states[n_done : n_done + 2]:
@@ -93,34 +83,5 @@ def examine(directory, n_done):
             yield f"{name} was forgotten and is still there"
 
 
-def problems_at(library, directory, fault, point):
-    steps, ending = lived(library, directory, fault, point, life)
-    if ending is None and FAULTS[fault][0] > -2:
-        yield "the process died"
-    if ending is not None and ending["end"] == "raised":
-        yield f"it raised {ending['why']}"
-    try:
-        yield from examine(directory, steps[-1]["n_done"] if steps else 0)
-    except Exception as error:
-        yield f"afterwards: {error!r}"
-
-
-def main():
-    library, folder, fault = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    library.faults_op.restype = ctypes.c_char_p
-    directory = folder / "whole"
-    library.faults_arm(os.fsencode(directory), 0, NEVER, 0, 0)
-    list(life(directory))
-    n_ops = library.faults_disarm()
-    ops = collections.Counter(library.faults_op(i).decode() for i in range(n_ops))
-    found, points = [], range(int(sys.argv[5]), n_ops, int(sys.argv[4]))
-    for point in points:
-        directory = folder / f"at-{point}"
-        said = list(problems_at(library, directory, fault, point))
-        found += [f"{fault} at operation {point}: {problem}" for problem in said]
-        shutil.rmtree(directory, ignore_errors=True)
-    json.dump({"points": len(points), "ops": ops, "problems": found}, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    drive(life, lambda _fault, _whole: examine)

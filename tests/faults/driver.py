@@ -1,81 +1,11 @@
-"""A store's life, with one fault at each operation in turn; run it with ``faults.c`` preloaded.
-
-``python driver.py LIBRARY FOLDER FAULT STEP FIRST`` prints what it did and found, as JSON. For each
-point a child lives the life and meets the fault; then this process, which never saw that store,
-opens what is left.
-"""
+"""A store's life, with one fault at each operation in turn; see ``injection.py``."""
 
 from __future__ import annotations
 
-import collections
-import ctypes
-import errno
-import json
-import logging
-import os
-import shutil
-import sys
-from pathlib import Path
-
+from injection import FAULTS, drive
 from store_life import DISK, ROOT, E, life, load, open_store, save
 
-from llmaas_hooks import StoreError
-
-NEVER = 1 << 40
-
-FAULTS = {  # what the library is told, and whether it goes on
-    "ENOSPC": (errno.ENOSPC, False),
-    "EIO": (errno.EIO, False),
-    "EDQUOT": (errno.EDQUOT, False),
-    "full from then on": (errno.ENOSPC, True),
-    "broken from then on": (errno.EIO, True),
-    "no holes": (errno.EOPNOTSUPP, False),
-    "short": (-1, False),
-    "torn between blocks": (-2, False),
-    "torn anywhere": (-3, False),
-    "killed before": (-4, False),
-    "killed after": (-5, False),
-    "power cut": (-6, False),
-    "power cut, some written": (-7, False),
-}
 POWER = {"power cut", "power cut, some written"}
-
-
-def child(directory, out, life):
-    """Live, telling the parent of each step; ends with the process."""
-    log = []
-    handler = logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())
-    logging.getLogger("llmaas").addHandler(handler)
-    ending = {"end": "closed"}
-    try:
-        for step in life(directory):
-            out.write(json.dumps(step) + "\n")
-            out.flush()
-    except StoreError as error:
-        ending = {"end": "refused", "why": str(error)}
-    except BaseException as error:
-        ending = {"end": "raised", "why": repr(error)}
-    out.write(json.dumps(ending | {"log": log}) + "\n")
-    out.flush()
-    os._exit(0)
-
-
-def lived(library, directory, fault, point, life):
-    """What a child told: its steps, its ending if it had one, and how many operations it did."""
-    reading, writing = os.pipe()
-    kind, sticky = FAULTS[fault]
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        library.faults_arm(os.fsencode(directory), kind, point, int(sticky), point)
-        child(directory, os.fdopen(writing, "w"), life)
-    os.close(writing)
-    with os.fdopen(reading) as lines:
-        told = [json.loads(line) for line in lines]
-    os.waitpid(pid, 0)
-    ending = told.pop() if told and "end" in told[-1] else None
-    return told, ending
 
 
 def must_be_there(steps, ending, fault, whole):
@@ -110,39 +40,14 @@ def examine(directory, wanted):
     store.close()
 
 
-def problems_at(library, directory, fault, point, whole):
-    steps, ending = lived(library, directory, fault, point, life)
-    if ending is None and FAULTS[fault][0] > -2:
-        yield "the process died"
-    if ending is not None and ending["end"] == "raised":
-        yield f"it raised {ending['why']}"
-    if ending is not None and any(step["counted"] for step in steps) and not ending["log"]:
-        yield "an error was counted and not logged"
-    library.faults_arm(os.fsencode(directory), 0, NEVER, 0, 0)  # fsync is not needed here
-    try:
+def examine_after(fault, whole):
+    def look(directory, steps, ending):
+        if ending is not None and any(step["counted"] for step in steps) and not ending["log"]:
+            yield "an error was counted and not logged"
         yield from examine(directory, must_be_there(steps, ending, fault, whole))
-    except Exception as error:
-        yield f"afterwards: {error!r}"
-    library.faults_disarm()
 
-
-def main():
-    library, folder, fault = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    library.faults_op.restype = ctypes.c_char_p
-    directory = folder / "whole"
-    library.faults_arm(os.fsencode(directory), 0, NEVER, 0, 0)
-    whole = list(life(directory))
-    n_ops = library.faults_disarm()
-    ops = collections.Counter(library.faults_op(i).decode() for i in range(n_ops))
-    found, points = [], range(int(sys.argv[5]), n_ops, int(sys.argv[4]))
-    for point in points:
-        directory = folder / f"at-{point}"
-        said = list(problems_at(library, directory, fault, point, whole))
-        found += [f"{fault} at operation {point}: {problem}" for problem in said]
-        if not said:
-            shutil.rmtree(directory, ignore_errors=True)
-    json.dump({"points": len(points), "ops": ops, "problems": found}, sys.stdout)
+    return look
 
 
 if __name__ == "__main__":
-    main()
+    drive(life, examine_after)

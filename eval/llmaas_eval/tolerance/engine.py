@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import hookimpl
+from llmaas_eval.tapped import TappedEngine
 from llmaas_hooks.native import NativeContext
 
 __all__ = ["Continuation", "Engine", "Prefilled"]
@@ -49,15 +48,6 @@ class Continuation(NamedTuple):
     attention: NDArray[np.float32]
 
 
-class _Tapped:
-    """Keeps the context that it is told of."""
-
-    @hookimpl
-    def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
-        self.context = context
-
-
 class _Watch:
     """Copies what attention puts out, through llama.cpp's public callback."""
 
@@ -88,52 +78,15 @@ class _Watch:
         return True
 
 
-class Engine(contextlib.ExitStack):
-    """Stock llama.cpp on one thread, with one sequence, flash attention, and the density tap."""
+class Engine(TappedEngine):
+    """With flash attention and the density tap; contexts are given with their continuation."""
 
-    def __init__(self, model: Path, n_ctx: int = 1024) -> None:
-        """For contexts, continuation included, of up to ``n_ctx`` tokens."""
-        super().__init__()
-        self._path, self._n_ctx = model, n_ctx
-
-    def __enter__(self) -> Self:
-        """Load the model."""
-        super().__enter__()
-        with contextlib.ExitStack() as undo:
-            undo.push(self)
-            self._open()
-            undo.pop_all()
-        return self
-
-    def _open(self) -> None:
-        from llama_cpp import _internals, llama_cpp
-        from llama_cpp._logger import set_verbose
-
-        from llmaas_plugins import activate
-
-        set_verbose(False)
-        self._api: Any = llama_cpp
-        tapped = _Tapped()
+    def _open(self, **settings: Any) -> NativeContext:
         self._watch = _Watch()
-        self.enter_context(activate({"plugins": {}, "on_error": "raise"}, {"tapped": tapped}))
-        self._model = _internals.LlamaModel(
-            path_model=str(self._path),
-            params=llama_cpp.llama_model_default_params(),
-            verbose=False,
-        )
-        self.callback(self._model.close)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = self._n_ctx
-        params.n_threads = params.n_threads_batch = 1
-        params.flash_attn_type = 1
-        params.cb_eval = self._watch.callback
-        context = _internals.LlamaContext(model=self._model, params=params, verbose=False)
-        self.callback(context.close)
-        self._ctx: Any = context.ctx
-        self._memory = llama_cpp.llama_get_memory(self._ctx)
-        self._batch = llama_cpp.llama_batch_init(self._n_ctx, 0, 1)
-        self.callback(llama_cpp.llama_batch_free, self._batch)
-        self._density = self.enter_context(tapped.context.density())
+        watched = {"flash_attn_type": 1, "cb_eval": self._watch.callback}
+        context = super()._open(**watched, **settings)
+        self._density = self.enter_context(context.density())
+        return context
 
     def tokens(self, text: str) -> list[int]:
         """Of ``text``, which begins a line."""
@@ -162,16 +115,6 @@ class Engine(contextlib.ExitStack):
         self._watch.is_on = False
         attention = np.stack(self._watch.seen).reshape(len(self._watch.seen), len(filled), -1)
         return Continuation(self._log_p(len(tokens)), attention[:, : len(tokens)])
-
-    def _decode(self, tokens: Sequence[int], start: int, *, logits: bool) -> None:
-        for i, token in enumerate(tokens):
-            self._batch.token[i], self._batch.pos[i] = token, start + i
-            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
-            self._batch.logits[i] = logits
-        self._batch.n_tokens = len(tokens)
-        status = self._api.llama_decode(self._ctx, self._batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} for {len(tokens)} at {start}")
 
     def _log_p(self, n_tokens: int) -> NDArray[np.float64]:
         rows = self._api.llama_get_logits(self._ctx)

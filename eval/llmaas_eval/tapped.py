@@ -1,0 +1,80 @@
+"""Stock llama.cpp on one thread, with one sequence, whose context's taps can be opened."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from llmaas_hooks import hookimpl
+from llmaas_hooks.native import NativeContext
+
+__all__ = ["TappedEngine"]
+
+
+class _Tapped:
+    """Keeps the context that it is told of."""
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Keep it."""
+        self.context = context
+
+
+class TappedEngine(contextlib.ExitStack):
+    """A model and a context, below the level of ``llama_cpp.Llama``."""
+
+    def __init__(self, model: Path, n_ctx: int = 1024) -> None:
+        """For up to ``n_ctx`` tokens at a time."""
+        super().__init__()
+        self._path, self._n_ctx = model, n_ctx
+
+    def __enter__(self) -> Self:
+        """Load the model."""
+        super().__enter__()
+        with contextlib.ExitStack() as undo:
+            undo.push(self)
+            self._open()
+            undo.pop_all()
+        return self
+
+    def _open(self, **settings: Any) -> NativeContext:
+        """Make the context, with these of its parameters besides; what has its taps."""
+        from llama_cpp import _internals, llama_cpp
+        from llama_cpp._logger import set_verbose
+
+        from llmaas_plugins import activate
+
+        set_verbose(False)
+        self._api: Any = llama_cpp
+        tapped = _Tapped()
+        self.enter_context(activate({"plugins": {}, "on_error": "raise"}, {"tapped": tapped}))
+        self._model = _internals.LlamaModel(
+            path_model=str(self._path),
+            params=llama_cpp.llama_model_default_params(),
+            verbose=False,
+        )
+        self.callback(self._model.close)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = self._n_ctx
+        params.n_threads = params.n_threads_batch = 1
+        for name, value in settings.items():
+            setattr(params, name, value)
+        context = _internals.LlamaContext(model=self._model, params=params, verbose=False)
+        self.callback(context.close)
+        self._ctx: Any = context.ctx
+        self._memory = llama_cpp.llama_get_memory(self._ctx)
+        self._batch = llama_cpp.llama_batch_init(self._n_ctx, 0, 1)
+        self.callback(llama_cpp.llama_batch_free, self._batch)
+        return tapped.context
+
+    def _decode(self, tokens: Sequence[int], start: int, *, logits: bool) -> None:
+        for i, token in enumerate(tokens):
+            self._batch.token[i], self._batch.pos[i] = token, start + i
+            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
+            self._batch.logits[i] = logits
+        self._batch.n_tokens = len(tokens)
+        status = self._api.llama_decode(self._ctx, self._batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status} for {len(tokens)} at {start}")
