@@ -7,14 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from llmaas_eval.knn import product
+from llmaas_eval.knn import figures, generation, product
 from llmaas_eval.knn.__main__ import main
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import kept_keys
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.tolerance.texts import packaged_lines
 
-TEXT = "".join(f"{line}\n" for lines in packaged_lines()[:4] for line in lines)
+LINES = [lines[:8] for lines in packaged_lines()]
+TEXT = "".join(f"{line}\n" for lines in LINES for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def data(tmp_path_factory):
     (folder / "chat").mkdir()
     turns = [
         [{"role": who.lower(), "content": said} for who, said in (a, b)]
-        for lines in packaged_lines()
+        for lines in LINES
         for a, b in zip(*[(line.split(": ", 1) for line in lines)] * 2, strict=False)
     ]
     rows = [
@@ -33,18 +34,24 @@ def data(tmp_path_factory):
     text = "\n".join(map(json.dumps, rows))
     (folder / "chat" / "sgd_dev.jsonl").write_text(text, encoding="utf-8")
     (folder / "lm" / "books").mkdir(parents=True)
-    (folder / "lm" / "books" / "novel.txt").write_text(TEXT[:1500], encoding="utf-8")
-    (folder / "lm" / "wikitext2_valid.txt").write_text("a @-@ b <unk> c\n" * 100, encoding="utf-8")
+    (folder / "lm" / "books" / "novel.txt").write_text(TEXT[:400], encoding="utf-8")
+    (folder / "lm" / "wikitext2_valid.txt").write_text("a @-@ b <unk> c\n" * 25, encoding="utf-8")
     return folder
 
 
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Where figures are written, and the pairs that they share."""
+    return tmp_path_factory.mktemp("out")
+
+
 @pytest.fixture
-def measure(data, tmp_path, capsys):
+def measure(data, out, capsys):
     """Measure a figure of the user who travels; its text."""
 
     def run(figure, **counts):
         amounts = [part for name, n in counts.items() for part in (f"--{name}", str(n))]
-        arguments = ["--data", str(data), "--users", "turns-travel", "-o", str(tmp_path)]
+        arguments = ["--data", str(data), "--users", "turns-travel", "-o", str(out)]
         main([figure, *arguments, *amounts])
         return capsys.readouterr().out
 
@@ -53,7 +60,7 @@ def measure(data, tmp_path, capsys):
 
 @pytest.fixture
 def encoder(reference_model):
-    with Encoder(reference_model) as encoder:
+    with Encoder(reference_model, n_ctx=256) as encoder:
         yield encoder
 
 
@@ -72,21 +79,21 @@ def test_probabilities_are_the_models_own(encoder, make_llama):
 
 
 def test_every_target_of_a_long_text_comes_once_and_after_half_a_window(encoder):
-    tokens = encoder.tokens(TEXT)
-    assert len(tokens) > 1600
+    tokens = encoder.tokens(TEXT)[:420]
     found = encoder.encode(tokens)
     assert found.values.tolist() == tokens[2:]
     assert all(len(keys) == len(tokens) - 2 for keys in found.keys.values())
-    begun = encoder.encode(tokens[:1024])
-    assert np.array_equal(found.p_lm[:1022], begun.p_lm)
-    assert np.array_equal(found.keys["ffn_input"][:1022], begun.keys["ffn_input"])
-    last = encoder.encode([tokens[0], *tokens[513:1536]])
-    assert np.array_equal(found.p_lm[1022:1534], last.p_lm[-512:])
+    begun = encoder.encode(tokens[:256])
+    assert np.array_equal(found.p_lm[:254], begun.p_lm)
+    assert np.array_equal(found.keys["ffn_input"][:254], begun.keys["ffn_input"])
+    last = encoder.encode([tokens[0], *tokens[129:384]])
+    assert np.array_equal(found.p_lm[254:382], last.p_lm[-128:])
 
 
-def test_a_users_pairs_are_computed_once(data, reference_model, tmp_path):
-    first = kept_keys(tmp_path, data, reference_model, "turns-travel")
-    again = kept_keys(tmp_path, tmp_path / "no data", tmp_path / "no model", "turns-travel")
+def test_a_users_pairs_are_computed_once(data, out, reference_model, tmp_path):
+    folder = out / "knn-keys"
+    first = kept_keys(folder, data, reference_model, "turns-travel")
+    again = kept_keys(folder, tmp_path / "no data", tmp_path / "no model", "turns-travel")
     for name in ("train", "test"):
         one, other = getattr(first, name), getattr(again, name)
         assert len(one) == len(other) > 100
@@ -104,14 +111,14 @@ def test_unrelated_text_is_in_pieces(data, encoder):
     assert not np.isin(found["wikitext"].values, marks[-2:]).any()
 
 
-def test_a_history_is_worth_something_by_every_method(measure, tmp_path):
+def test_a_history_is_worth_something_by_every_method(measure, out):
     printed = measure("table2", tokens=400, held=300)
-    assert (tmp_path / "knn-table2.md").read_text() == printed
-    rows = json.loads((tmp_path / "knn-table2.json").read_text())["rows"]
+    assert (out / "knn-table2.md").read_text() == printed
+    rows = json.loads((out / "knn-table2.json").read_text())["rows"]
     nats = {row["method"]: sum(row["surprise"]["nats"]) for row in rows}
     assert {"pure", "full", "random", "merging", "offline", "online"} <= nats.keys()
     assert nats["full"] < nats["offline"] < nats["pure"]
-    assert (tmp_path / "knn-table2.png").stat().st_size > 1000
+    assert (out / "knn-table2.png").stat().st_size > 1000
 
 
 def test_a_table_of_users_tells_what_was_removed(measure):
@@ -129,4 +136,6 @@ def test_a_table_of_users_tells_what_was_removed(measure):
 )
 def test_other_figures(figure, line, measure, monkeypatch):
     monkeypatch.setattr(product, "_N_PROMPTS", 2)
+    monkeypatch.setattr(generation, "N_TOKENS", 16)
+    monkeypatch.setattr(figures, "_SHARES", (0.1, 0.3))
     assert line in measure(figure, tokens=200, held=200)
