@@ -61,7 +61,7 @@ class KnnLMConfig(BaseModel):
         "when unset, and 1 searches always.",
     )
     look_back: int = Field(
-        default=32,
+        default=64,
         ge=0,
         le=512,
         description="Prompt tokens by which it is judged whether the datastore knows this kind of "

@@ -4,11 +4,12 @@ Two experts bet on each token that comes: the model, and the mixture. Trust is t
 share in a Bayesian average of both, with a memory that fades: after tokens y_1 ... y_n ::
 
     score  =  sum of decay^(n - i) * log(p_mix(y_i) / p_lm(y_i))
-    trust  =  1 / (1 + exp(-score))
+    trust  =  1 / (1 + exp(-score) (1 - prior) / prior)
 
 The weight of the mixture is multiplied by it. On text like the stored one it is soon near 1, on
 other text near 0, where the nearest neighbours are near to nothing. Tokens that were sampled from
-the mixture say nothing about that, so a reply is judged by its prompt.
+the mixture say nothing about that, so a reply is judged by its prompt. The prior is low: a few
+tokens make up for it where the datastore knows the text, and many texts are none of its business.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from llmaas_hooks import Tokens, common_prefix
 
 __all__ = ["Judged", "Memory", "Trust", "trust_before"]
 
+_PRIOR = 0.05
 _DECAY = 0.97
 _LEAST_RATIO = 2.0**-20
 """As in the mixing itself: an alpha of 1 leaves the model so much of a say."""
@@ -36,7 +38,7 @@ class Trust:
     """A text's, from its beginning on."""
 
     def __init__(self, score: float = 0.0) -> None:
-        """As likely as not, unless something is known."""
+        """The prior, unless something is known."""
         self._score = score
 
     def copy(self) -> Trust:
@@ -46,7 +48,7 @@ class Trust:
     @property
     def weight(self) -> float:
         """What the mixture's weight is multiplied by, between 0 and 1."""
-        return 1 / (1 + math.exp(-self._score))
+        return 1 / (1 + math.exp(-self._score) * (1 - _PRIOR) / _PRIOR)
 
     def observe(self, p_mix: float, p_lm: float) -> None:
         """A token came that both had given these probabilities."""

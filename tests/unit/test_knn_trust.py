@@ -16,14 +16,17 @@ PROBABILITIES = st.lists(
 )
 
 
-def test_at_first_it_is_as_likely_as_not():
-    assert Trust().weight == 0.5
+PRIOR = 0.05
+
+
+def test_at_first_it_is_one_in_twenty():
+    assert Trust().weight == pytest.approx(PRIOR)
 
 
 def test_the_first_token_makes_it_bayes_posterior():
     trust = Trust()
     trust.observe(0.3, 0.1)
-    assert trust.weight == pytest.approx(0.3 / (0.3 + 0.1))
+    assert trust.weight == pytest.approx(PRIOR * 0.3 / (PRIOR * 0.3 + (1 - PRIOR) * 0.1))
 
 
 @given(PROBABILITIES)
@@ -33,6 +36,7 @@ def test_it_is_the_faded_sum_of_what_each_token_says(both):
         trust.observe(mixed, alone)
     n = len(both)
     score = sum(0.97 ** (n - 1 - i) * math.log(m / a) for i, (m, a) in enumerate(both))
+    score += math.log(PRIOR / (1 - PRIOR))
     assert trust.weight == pytest.approx(1 / (1 + math.exp(-score)), abs=1e-9)
 
 
@@ -48,13 +52,13 @@ def test_of_a_text_each_token_has_the_trust_of_those_before_it(both):
 
 
 def test_a_text_that_the_datastore_does_not_know_costs_little():
-    """However bad the mixture: log 2 if nothing faded, and a little more as it does."""
+    """However bad the mixture: little if nothing faded, and a little more as it does."""
     rng = np.random.default_rng(0)
     alone = rng.uniform(0.01, 0.9, 2000).astype(np.float32)
     mixed = 0.7 * alone
     weights = trust_before(mixed, alone)
     loss = np.log(alone) - np.log((1 - weights) * alone + weights * mixed)
-    assert loss.sum() < math.log(2) + 1.0
+    assert loss.sum() < -math.log(1 - PRIOR) + 1.0
     assert weights[-1] < 0.01
 
 
@@ -68,7 +72,7 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
     assert trust.weight == pytest.approx(weight, abs=1e-9)
     for _ in range(1000):
         trust.observe(0.5, 0.5)
-    assert trust.weight == pytest.approx(0.5, abs=1e-9)
+    assert trust.weight == pytest.approx(PRIOR, abs=1e-9)
 
 
 def tokens(*values):
@@ -80,8 +84,9 @@ def test_a_text_that_goes_on_with_another_begins_with_its_trust():
     memory.begin(tokens(1, 2)).trust.observe(0.9, 0.1)
     memory.begin(tokens(7, 8, 9)).trust.observe(0.1, 0.9)
     first, second = memory.begin(tokens(1, 2, 3)), memory.begin(tokens(7, 8, 9, 1))
-    assert (first.trust.weight, first.n_known) == (pytest.approx(0.9), 2)
-    assert (second.trust.weight, second.n_known) == (pytest.approx(0.1), 3)
+    odds = PRIOR / (1 - PRIOR)
+    assert (first.trust.weight, first.n_known) == (pytest.approx(9 * odds / (9 * odds + 1)), 2)
+    assert (second.trust.weight, second.n_known) == (pytest.approx(odds / (odds + 9)), 3)
 
 
 def test_the_longest_of_several_is_gone_on_with():
@@ -103,7 +108,7 @@ def test_what_goes_on_does_not_change_what_it_came_from():
     memory = Memory()
     first = memory.begin(tokens(1, 2))
     memory.begin(tokens(1, 2, 3)).trust.observe(0.9, 0.1)
-    assert first.trust.weight == 0.5
+    assert first.trust.weight == pytest.approx(PRIOR)
 
 
 def test_only_the_latest_are_remembered():
