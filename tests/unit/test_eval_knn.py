@@ -21,6 +21,7 @@ from llmaas_eval.knn.users import USERS, Chat, Split, load, split
 from llmaas_plugins.knn_lm.fitting import HeldOut
 from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.trust import Trust
 
 ANSWER = "A long walk each day is good for the heart, and so is a night of sound sleep. " * 2
 
@@ -238,4 +239,18 @@ def test_each_conversation_is_trusted_for_itself():
     assert always == pytest.approx([0.6, 0.6, 0.1, 0.1])
     assert found[[0, 3]] == pytest.approx([0.22, 0.195])
     assert found[1] > found[0]
-    assert 0.1 < found[2] < 0.15
+    assert 0.1 < found[2] < found[3]
+
+
+@pytest.mark.parametrize(("n_prompt", "judged"), [(10, slice(10)), (70, slice(6, 70))])
+def test_a_reply_is_trusted_as_the_end_of_its_prompt(n_prompt, judged):
+    p = np.full(72, 0.2, np.float32)
+    some = replace(part([72]), p=p, max=p)
+    hits = np.arange(72)[:, None] >= 6
+    met = HeldOut(np.zeros((72, 1), np.float32), hits, np.ones((72, 1), np.float32), p, p)
+    mixture = Mixture(alpha=0.5, beta=0.0, theta=1.0)
+    trust = Trust()
+    for is_hit in hits[judged, 0]:
+        trust.observe(0.6 if is_hit else 0.1, 0.2)
+    found = probability(mixture, met, some, has_trust=True, n_prompt=n_prompt)
+    assert found[n_prompt:] == pytest.approx(0.2 + 0.4 * trust.weight)

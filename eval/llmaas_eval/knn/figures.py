@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from llmaas_eval.knn.users import USERS, load, split
 
 __all__ = ["FIGURES", "draw"]
 
+_PROMPTS = (16, 32, 64, 128)
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 
 
@@ -93,6 +94,7 @@ def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
 
 
 def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
+    """Text that is read, and text that follows prompts of several lengths."""
     del path
     with Encoder(options.model) as encoder:
         others = unrelated(options.data, encoder)
@@ -101,12 +103,12 @@ def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
     for keys in options.each():
         stranger = options.user(_stranger(keys.name))
         others["a stranger's"] = head(stranger.test, 20)
-        rows += _studied(keys, options.plan, methods, others)
-    names = [None, *others]
+        rows += _studied(keys, options.plan, methods, others, (0, *_PROMPTS))
+    kinds = dict.fromkeys(_kind(row) for row in rows)
     tables = [
-        f"{name or 'own'}:\n\n"
-        + report.changes_table([row for row in rows if _text(row) == name], list(methods), ["pure"])
-        for name in names
+        f"{kind}:\n\n"
+        + report.changes_table([row for row in rows if _kind(row) == kind], list(methods), ["pure"])
+        for kind in kinds
     ]
     return rows, "\n\n".join(tables)
 
@@ -116,9 +118,11 @@ def _stranger(name: str) -> str:
     return "turns-travel" if not name.startswith("turns") else "topic-health"
 
 
-def _text(row: Row) -> str | None:
-    _, found, name = row.user.partition(" on ")
-    return name if found else None
+def _kind(row: Row) -> str:
+    """The text, without the user whose datastore it meets."""
+    _, is_other, name = row.user.partition(" on ")
+    _, is_reply, n_prompt = row.user.partition(" after ")
+    return name if is_other else f"own after {n_prompt}" if is_reply else "own"
 
 
 def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
@@ -147,9 +151,10 @@ def _studied(
     plan: Plan,
     methods: Mapping[str, Method],
     others: Mapping[str, Part] | None = None,
+    prompts: Sequence[int] = (0,),
 ) -> list[Row]:
     at = {name: (method, SHARE) for name, method in methods.items()}
-    return study(keys, at, plan, others=others)
+    return study(keys, at, plan, others=others, prompts=prompts)
 
 
 FIGURES: Mapping[str, _Figure] = {

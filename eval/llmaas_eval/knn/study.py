@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.neighbours import Found, search
+from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.fitting import HeldOut, fit
 from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.pairs import Pairs
@@ -32,6 +33,7 @@ __all__ = [
 
 Kind = Literal["ffn", "norm"]
 _HELD_SHARE = 0.1
+_LOOK_BACK = int(KnnLMConfig.model_fields["look_back"].default)
 
 
 class Chosen(NamedTuple):
@@ -97,6 +99,7 @@ def study(
     plan: Plan,
     *,
     others: Mapping[str, Part] | None = None,
+    prompts: Sequence[int] = (0,),
 ) -> list[Row]:
     """The model alone, then each of ``methods`` with its share of the history's pairs.
 
@@ -105,6 +108,8 @@ def study(
         methods: By name.
         plan: How.
         others: More text to score, by name; a row's user is "<user> on <name>" then.
+        prompts: Tokens of each text that are a prompt, see ``probability``: the rest is scored,
+            and a row's user ends in "after <n>".
     """
     history, fitted_on = history_of(keys, plan)
     chosen = {
@@ -117,13 +122,15 @@ def study(
     texts |= {f"{keys.name} on {name}": part for name, part in (others or {}).items()}
     rows = []
     for name, part in texts.items():
-        surprise = Surprise.of(part.p, part.conv)
-        rows.append(Row(name, "pure", len(history), 0, None, surprise))
-        found = zip(chosen.items(), mixtures, stores.meet(part), strict=True)
-        for (method, some), mixture, met in found:
-            p = probability(mixture, met, part, has_trust=plan.has_trust)
-            surprise = Surprise.of(p, part.conv)
-            rows.append(Row(name, method, len(history), len(some.rows), mixture, surprise))
+        found = list(zip(chosen.items(), mixtures, stores.meet(part), strict=True))
+        for n_prompt in prompts:
+            user = f"{name} after {n_prompt}" if n_prompt else name
+            alone = _scored(part.p, part, n_prompt)
+            rows.append(Row(user, "pure", len(history), 0, None, alone))
+            for (method, some), mixture, met in found:
+                p = probability(mixture, met, part, has_trust=plan.has_trust, n_prompt=n_prompt)
+                surprise = _scored(p, part, n_prompt)
+                rows.append(Row(user, method, len(history), len(some.rows), mixture, surprise))
     return rows
 
 
@@ -172,14 +179,44 @@ def _met(part: Part, found: Found, history: Pairs, chosen: Chosen) -> HeldOut:
 
 
 def probability(
-    mixture: Mixture, met: HeldOut, part: Part, *, has_trust: bool
+    mixture: Mixture, met: HeldOut, part: Part, *, has_trust: bool, n_prompt: int = 0
 ) -> NDArray[np.float32]:
-    """Of each target; what came before it in its conversation decides how far to trust."""
+    """Of each target; what came before it in its conversation decides how far to trust.
+
+    Args:
+        mixture: As it was fitted.
+        met: Neighbours of the targets.
+        part: Which they are.
+        has_trust: Whether that is so, or trust is 1.
+        n_prompt: If not 0, a conversation's first tokens decide for all: those that the plugin
+            looks back on, of a prompt of so many.
+    """
     columns = met.distances, met.hits, met.weights, met.p_lm, met.p_max
     p = mixture.probability(*columns)
     if not has_trust:
         return p
     starts = np.flatnonzero(np.diff(part.conv, prepend=-1))
     texts = zip(np.split(p, starts[1:]), np.split(met.p_lm, starts[1:]), strict=True)
-    trust = np.concatenate([trust_before(mixed, alone) for mixed, alone in texts])
+    trust = np.concatenate([_trust(mixed, alone, n_prompt) for mixed, alone in texts])
     return mixture.probability(*columns, trust)
+
+
+def _trust(
+    mixed: NDArray[np.float32], alone: NDArray[np.float32], n_prompt: int
+) -> NDArray[np.float32]:
+    if n_prompt == 0:
+        return trust_before(mixed, alone)
+    seen = slice(max(0, n_prompt - _LOOK_BACK), n_prompt)
+    after = trust_before(np.append(mixed[seen], 1), np.append(alone[seen], 1))[-1]
+    return np.full_like(mixed, after)
+
+
+def _scored(p: NDArray[np.float32], part: Part, n_prompt: int) -> Surprise:
+    is_reply = _places(part.conv) >= n_prompt
+    return Surprise.of(p[is_reply], part.conv[is_reply])
+
+
+def _places(conv: NDArray[np.int32]) -> NDArray[np.intp]:
+    """Of each pair, in its conversation."""
+    starts = np.flatnonzero(np.diff(conv, prepend=-1))
+    return np.arange(len(conv)) - np.repeat(starts, np.diff(starts, append=len(conv)))
