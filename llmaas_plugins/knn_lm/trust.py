@@ -3,13 +3,14 @@
 Two experts bet on each token that comes: the model, and the mixture. Trust is the second one's
 share in a Bayesian average of both, with a memory that fades: after tokens y_1 ... y_n ::
 
-    score  =  sum of decay^(n - i) * log(p_mix(y_i) / p_lm(y_i))
+    score  =  sum of decay^(n - i) * min(log(p_mix(y_i) / p_lm(y_i)), 1)
     trust  =  1 / (1 + exp(-score) (1 - prior) / prior)
 
 The weight of the mixture is multiplied by it. On text like the stored one it is soon near 1, on
-other text near 0, where the nearest neighbours are near to nothing. Tokens that were sampled from
-the mixture say nothing about that, so a reply is judged by its prompt. The prior is low: a few
-tokens make up for it where the datastore knows the text, and many texts are none of its business.
+other text near 0, where the nearest neighbours are near to nothing. A single token that only the
+datastore foresaw may be chance, so what one can win is limited; what one can lose, the mixture
+limits itself. Tokens that were sampled from the mixture say nothing about any of that, so a reply
+is judged by its prompt.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from llmaas_hooks import Tokens, common_prefix
 
 __all__ = ["Judged", "Memory", "Trust", "trust_before"]
 
-_PRIOR = 0.05
+_PRIOR = 0.25
 _DECAY = 0.97
+_MOST_LOG_RATIO = 1.0
 _LEAST_RATIO = 2.0**-20
 """As in the mixing itself: an alpha of 1 leaves the model so much of a say."""
-_MOST_RATIO = 2.0**60
 _REMEMBERED = 64
 """Texts: as many conversations as take turns on an engine."""
 
@@ -52,8 +53,8 @@ class Trust:
 
     def observe(self, p_mix: float, p_lm: float) -> None:
         """A token came that both had given these probabilities."""
-        ratio = min(max(p_mix / p_lm, _LEAST_RATIO), _MOST_RATIO)
-        self._score = _DECAY * self._score + math.log(ratio)
+        log_ratio = math.log(max(p_mix / p_lm, _LEAST_RATIO))
+        self._score = _DECAY * self._score + min(log_ratio, _MOST_LOG_RATIO)
 
 
 class Judged(NamedTuple):

@@ -610,7 +610,7 @@ class TestTrust:
         other = "The treaty of 1648 ended a war between 12 states, as numbers 7 and 9 of it say,"
         trusted, distrusted = self.weights(make, mixing, [known, other])
         assert trusted > 0.9
-        assert distrusted < 0.05  # and what is far has no say anyway
+        assert distrusted < 0.25  # and what is far has no say anyway
 
     def test_a_text_that_goes_on_keeps_its_trust(self, make, mixing):
         known = f"User: {QUESTIONS[0]}\nAssistant: Bruno sleeps in the old boat behind the"
@@ -618,7 +618,7 @@ class TestTrust:
             make, mixing, [known, known + " station.\nUser: Who", "Who"]
         )
         assert first > 0.9 < second
-        assert anew == pytest.approx(0.05)  # one token says nothing
+        assert anew == pytest.approx(0.25)  # one token says nothing
 
     def test_rows_beyond_the_last_are_asked_for_only_then(self, make, mixing):
         with mixing(look_back=4) as suite, contextlib.closing(make()) as llama:

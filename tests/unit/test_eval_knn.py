@@ -237,7 +237,7 @@ def test_each_conversation_is_trusted_for_itself():
     always = probability(mixture, met, some, has_trust=False)
     found = probability(mixture, met, some, has_trust=True)
     assert always == pytest.approx([0.6, 0.6, 0.1, 0.1])
-    assert found[[0, 3]] == pytest.approx([0.22, 0.195])
+    assert found[[0, 3]] == pytest.approx([0.3, 0.175])
     assert found[1] > found[0]
     assert 0.1 < found[2] < found[3]
 

@@ -16,17 +16,23 @@ PROBABILITIES = st.lists(
 )
 
 
-PRIOR = 0.05
+PRIOR = 0.25
 
 
-def test_at_first_it_is_one_in_twenty():
+def test_at_first_it_is_one_in_four():
     assert Trust().weight == pytest.approx(PRIOR)
 
 
 def test_the_first_token_makes_it_bayes_posterior():
     trust = Trust()
-    trust.observe(0.3, 0.1)
-    assert trust.weight == pytest.approx(PRIOR * 0.3 / (PRIOR * 0.3 + (1 - PRIOR) * 0.1))
+    trust.observe(0.2, 0.1)
+    assert trust.weight == pytest.approx(PRIOR * 0.2 / (PRIOR * 0.2 + (1 - PRIOR) * 0.1))
+
+
+def test_one_token_wins_no_more_than_e_to_one():
+    trust = Trust()
+    trust.observe(0.9, 0.001)
+    assert trust.weight == pytest.approx(PRIOR * math.e / (PRIOR * math.e + 1 - PRIOR))
 
 
 @given(PROBABILITIES)
@@ -35,7 +41,7 @@ def test_it_is_the_faded_sum_of_what_each_token_says(both):
     for mixed, alone in both:
         trust.observe(mixed, alone)
     n = len(both)
-    score = sum(0.97 ** (n - 1 - i) * math.log(m / a) for i, (m, a) in enumerate(both))
+    score = sum(0.97 ** (n - 1 - i) * min(math.log(m / a), 1) for i, (m, a) in enumerate(both))
     score += math.log(PRIOR / (1 - PRIOR))
     assert trust.weight == pytest.approx(1 / (1 + math.exp(-score)), abs=1e-9)
 
@@ -81,18 +87,18 @@ def tokens(*values):
 
 def test_a_text_that_goes_on_with_another_begins_with_its_trust():
     memory = Memory()
-    memory.begin(tokens(1, 2)).trust.observe(0.9, 0.1)
-    memory.begin(tokens(7, 8, 9)).trust.observe(0.1, 0.9)
+    memory.begin(tokens(1, 2)).trust.observe(0.2, 0.1)
+    memory.begin(tokens(7, 8, 9)).trust.observe(0.1, 0.2)
     first, second = memory.begin(tokens(1, 2, 3)), memory.begin(tokens(7, 8, 9, 1))
     odds = PRIOR / (1 - PRIOR)
-    assert (first.trust.weight, first.n_known) == (pytest.approx(9 * odds / (9 * odds + 1)), 2)
-    assert (second.trust.weight, second.n_known) == (pytest.approx(odds / (odds + 9)), 3)
+    assert (first.trust.weight, first.n_known) == (pytest.approx(2 * odds / (2 * odds + 1)), 2)
+    assert (second.trust.weight, second.n_known) == (pytest.approx(odds / (odds + 2)), 3)
 
 
 def test_the_longest_of_several_is_gone_on_with():
     memory = Memory()
     memory.begin(tokens(1))
-    memory.begin(tokens(1, 2, 3)).trust.observe(0.9, 0.1)
+    memory.begin(tokens(1, 2, 3)).trust.observe(0.2, 0.1)
     found = memory.begin(tokens(1, 2, 3, 4))
     assert found.n_known == 3
     assert memory.begin(tokens(5)).n_known == 0
@@ -100,20 +106,20 @@ def test_the_longest_of_several_is_gone_on_with():
 
 def test_the_same_text_again_is_known_whole():
     memory = Memory()
-    memory.begin(tokens(1, 2)).trust.observe(0.9, 0.1)
+    memory.begin(tokens(1, 2)).trust.observe(0.2, 0.1)
     assert memory.begin(tokens(1, 2)).n_known == 2
 
 
 def test_what_goes_on_does_not_change_what_it_came_from():
     memory = Memory()
     first = memory.begin(tokens(1, 2))
-    memory.begin(tokens(1, 2, 3)).trust.observe(0.9, 0.1)
+    memory.begin(tokens(1, 2, 3)).trust.observe(0.2, 0.1)
     assert first.trust.weight == pytest.approx(PRIOR)
 
 
 def test_only_the_latest_are_remembered():
     memory = Memory()
     for i in range(100):
-        memory.begin(tokens(i, i)).trust.observe(0.9, 0.1)
+        memory.begin(tokens(i, i)).trust.observe(0.2, 0.1)
     assert memory.begin(tokens(0, 0, 1)).n_known == 0
     assert memory.begin(tokens(99, 99, 1)).n_known == 2
