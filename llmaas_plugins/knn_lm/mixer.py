@@ -30,12 +30,14 @@ class Counts:
     Attributes:
         mixed: Sampled from a mixture.
         skipped: Not searched for, because the model was sure.
+        distrusted: Not searched for, because the datastore does not know such text.
         unmatched: Left as they were, because their hidden states were not seen.
         search_s: Seconds that searches took.
     """
 
     mixed: int = 0
     skipped: int = 0
+    distrusted: int = 0
     unmatched: int = 0
     search_s: float = 0.0
 
@@ -156,8 +158,11 @@ class Mixer:
         if settings.skip_above < 1 and logits_peek(view.logits).max_prob >= settings.skip_above:
             self._counts.skipped += 1
             return
-        started = time.perf_counter()
         trust = 1.0 if self._judged is None else self._judged.trust.weight
+        if trust == 0:
+            self._counts.distrusted += 1
+            return
+        started = time.perf_counter()
         self._edits[n_behind] = _mix(view.logits, self._rows[row], datastore, settings, trust)
         self._counts.mixed += 1
         self._counts.search_s += time.perf_counter() - started

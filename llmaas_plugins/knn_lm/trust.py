@@ -29,6 +29,7 @@ __all__ = ["Judged", "Memory", "Trust", "trust_before"]
 _PRIOR = 0.25
 _DECAY = 0.97
 _MOST_LOG_RATIO = 1.0
+_LEAST_WEIGHT = 0.01
 _LEAST_RATIO = 2.0**-20
 """As in the mixing itself: an alpha of 1 leaves the model so much of a say."""
 _REMEMBERED = 64
@@ -48,8 +49,9 @@ class Trust:
 
     @property
     def weight(self) -> float:
-        """What the mixture's weight is multiplied by, between 0 and 1."""
-        return 1 / (1 + math.exp(-self._score) * (1 - _PRIOR) / _PRIOR)
+        """What the mixture's weight is multiplied by, up to 1; 0 if it is not worth a search."""
+        weight = 1 / (1 + math.exp(-self._score) * (1 - _PRIOR) / _PRIOR)
+        return weight if weight >= _LEAST_WEIGHT else 0.0
 
     def observe(self, p_mix: float, p_lm: float) -> None:
         """A token came that both had given these probabilities."""

@@ -620,6 +620,17 @@ class TestTrust:
         assert first > 0.9 < second
         assert anew == pytest.approx(0.25)  # one token says nothing
 
+    def test_nothing_is_searched_for_a_text_that_it_does_not_know(self, make, mixing):
+        with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
+            tokens = llama.generate(llama.tokenize(b"Hello."), temp=0.0)
+            next(tokens)
+            mixer_of(suite)._judged.trust.observe(1e-6, 1.0)
+            before = suite.status()["plugins"]["knn_lm"]
+            next(tokens), next(tokens)
+            after = suite.status()["plugins"]["knn_lm"]
+        assert after["distrusted"] == before["distrusted"] + 2
+        assert (after["mixed"], after["search_s"]) == (before["mixed"], before["search_s"])
+
     def test_rows_beyond_the_last_are_asked_for_only_then(self, make, mixing):
         with mixing(look_back=4) as suite, contextlib.closing(make()) as llama:
             tokens = llama.tokenize(QUESTIONS[0].encode())

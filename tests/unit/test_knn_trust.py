@@ -43,7 +43,17 @@ def test_it_is_the_faded_sum_of_what_each_token_says(both):
     n = len(both)
     score = sum(0.97 ** (n - 1 - i) * min(math.log(m / a), 1) for i, (m, a) in enumerate(both))
     score += math.log(PRIOR / (1 - PRIOR))
-    assert trust.weight == pytest.approx(1 / (1 + math.exp(-score)), abs=1e-9)
+    weight = 1 / (1 + math.exp(-score))
+    assert trust.weight == pytest.approx(weight if weight >= 0.01 else 0, abs=1e-9)
+
+
+def test_less_than_a_hundredth_is_none():
+    trust = Trust()
+    while trust.weight > 0:
+        assert trust.weight >= 0.01
+        trust.observe(0.1, 0.2)
+    trust.observe(0.2, 0.1)
+    assert trust.weight > 0  # it went on counting
 
 
 @given(PROBABILITIES)
