@@ -145,7 +145,7 @@ def test_damaged_stores_give_no_wrong_cells_and_go_on(originals, tmp_path):
     logging.getLogger("llmaas").setLevel(logging.CRITICAL)
     seen = collections.Counter()
     try:
-        for seed in range(scale(200, 10_000)):
+        for seed in range(scale(120, 10_000)):
             rng = np.random.default_rng(seed)
             directory = tmp_path / "kv"
             directory.mkdir(mode=0o700)
