@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmaas_eval.knn.figures import FIGURES, draw
+from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import Options
 from llmaas_eval.knn.study import Plan
 from llmaas_eval.knn.users import USERS
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="GGUF; default the packaged one")
     parser.add_argument("--users", nargs="+", choices=USERS, help="default all")
     parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, help="in table2; default all (merging is slow)"
+    )
+    parser.add_argument(
         "-n", "--tokens", type=int, default=8000, help="scored of each user; default %(default)s"
     )
     parser.add_argument(
@@ -44,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.model or reference_model_path(),
         args.cache or args.out / "knn-keys",
         args.users or list(USERS),
+        args.methods or list(METHODS),
         Plan(args.tokens, args.held),
         args.out,
     )

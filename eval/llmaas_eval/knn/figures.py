@@ -62,12 +62,14 @@ def _users(options: Options, path: Path) -> tuple[list[Row], str]:
 
 
 def _table2(options: Options, path: Path) -> tuple[list[Row], str]:
-    rows = [row for keys in options.each() for row in _studied(keys, options.plan, METHODS)]
+    methods = {name: METHODS[name] for name in options.methods}
+    rows = [row for keys in options.each() for row in _studied(keys, options.plan, methods)]
     draw_bars(rows, path)
+    ours, rivals = ([name for name in some if name in methods] for some in (OURS, RIVALS))
     tables = [
         report.users_table(rows),
-        report.changes_table(rows, OURS, RIVALS),
-        report.means_table(rows, ["pure", "random", "full"]),
+        report.changes_table(rows, ours, ["pure", *rivals]),
+        report.means_table(rows, ["pure", *rivals]),
     ]
     return rows, "\n\n".join(tables)
 

@@ -84,4 +84,4 @@ METHODS: Mapping[str, Method] = {
 ``stream`` what the plugin does with conversations as they come."""
 
 OURS = ("offline", "stream", "online")
-RIVALS = ("pure", "random", "merging")
+RIVALS = ("random", "merging")

@@ -24,6 +24,7 @@ class Options:
         model: GGUF.
         cache: Folder where users' pairs are kept.
         users: Whose.
+        methods: Of Table 2.
         plan: How they are studied.
         out: Folder for the results.
     """
@@ -32,6 +33,7 @@ class Options:
     model: Path
     cache: Path
     users: Sequence[str]
+    methods: Sequence[str]
     plan: Plan
     out: Path
 
