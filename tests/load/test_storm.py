@@ -49,14 +49,16 @@ GARBAGE = (
     ("/v1/llmaas/apps/x/contexts", b'{"system": 5}'),
 )
 
-# The same conversations over the OpenAI routes, in a process of its own, until its input ends.
+# The same conversations over the OpenAI routes, in a process of its own, until its input ends and
+# there was an answer: on a slow machine it may be turned away for as long as the storm lasts.
 OPENAI_CLIENT = """
 import json, select, sys
 import openai
 job = json.loads(sys.argv[1])
 client = openai.OpenAI(base_url=job["url"], api_key="none", max_retries=1000)
+print("ready", flush=True)
 n_calls = 0
-while not select.select([sys.stdin], [], [], 0)[0]:
+while not n_calls or not select.select([sys.stdin], [], [], 0)[0]:
     for app, said in job["expected"].items():
         for before, after in zip(said, said[1:]):
             stream = n_calls % 2 == 1
@@ -236,6 +238,7 @@ def openai_client(server, expected, *, is_lossy):
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": SUPPORT},
     ) as client:
+        assert client.stdout.readline() == b"ready\n"
         results = []
         yield results
         results.append(int(client.communicate(timeout=120)[0] or 0))
