@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from llmaas_eval.knn.keys import UserKeys, kept_keys
 from llmaas_eval.knn.study import Plan
 
@@ -38,8 +40,8 @@ class Options:
     out: Path
 
     def each(self) -> Iterator[UserKeys]:
-        """Each user's pairs."""
-        for name in self.users:
+        """Each user's pairs; says how far it is."""
+        for name in tqdm(self.users, unit="user", disable=None):
             yield self.user(name)
 
     def user(self, name: str) -> UserKeys:
