@@ -13,7 +13,7 @@ __all__ = ["DRIFTS", "drifted", "head"]
 
 DRIFTS: Mapping[str, tuple[str, str, str]] = {
     "turns": ("turns-travel", "turns-leisure", "turns-errands"),
-    "topics": ("topic-nature", "topic-technology", "topic-business"),
+    "topics": ("topic-nature", "topic-health", "topic-business"),
 }
 """Domains A, B and C: users of three."""
 _N_TRAIN, _N_TEST = 150, 100
