@@ -49,7 +49,7 @@ def test_two_conversations(lives, chat_model, streaming, subjects):
     def app():
         conversations = [[HumanMessage(subject)] for subject in subjects]
         with chat_model(streaming=streaming) as model:
-            for turn in ("Why is that?", "I do not believe you.", "What now?"):
+            for turn in ("Why is that?", "What now?"):
                 for messages in conversations:
                     messages += [model.invoke(messages), HumanMessage(turn)]
         return [message.content for messages in conversations for message in messages]
@@ -135,7 +135,7 @@ def test_the_model_of_texts(lives, engine, reference_model, subjects):
         model = community.LlamaCpp(model_path=str(reference_model), **options)
         texts = list(subjects)
         with contextlib.closing(model.client):
-            for _ in range(3):
+            for _ in range(2):
                 texts = [text + model.invoke(text) for text in texts]
             return texts, ["".join(model.stream(text)) for text in subjects]
 

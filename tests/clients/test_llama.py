@@ -23,7 +23,7 @@ def cells(row, *columns):
 def converse(llama_of, subjects):
     """Conversations in turn, with the ``Llama`` that each gets; their messages."""
     conversations = [[{"role": "user", "content": subject}] for subject in subjects]
-    for turn in ("Why is that?", "I do not believe you.", "What now?"):
+    for turn in ("Why is that?", "What now?"):
         for i, messages in enumerate(conversations):
             reply = llama_of(i).create_chat_completion(messages, max_tokens=8, temperature=0.0)
             messages.append(reply["choices"][0]["message"])
@@ -90,7 +90,7 @@ def test_sampled(lives, opened, subjects):
     def app():
         texts = list(subjects)
         with opened() as llama:
-            for seed in range(4):
+            for seed in range(3):
                 sampling = {"temperature": 0.9, "top_p": 0.8, "repeat_penalty": 1.2, "seed": seed}
                 texts = [
                     text + llama(text, max_tokens=8, **sampling)["choices"][0]["text"]
@@ -104,15 +104,15 @@ def test_sampled(lives, opened, subjects):
 
 @cells(PLAIN, "completion")
 def test_until_the_context_is_full(lives, opened, subjects):
-    prompts = [subject * 10 for subject in subjects]
+    long = subjects[0] * 10
 
     def app():
         with opened(n_ctx=256) as llama:
-            replies = [
-                llama(prompt, max_tokens=None, temperature=0.0) for prompt in (*prompts, prompts[0])
-            ]
+            first = llama(long, max_tokens=None, temperature=0.0)
+            llama(subjects[1], max_tokens=8, temperature=0.0)
+            replies = [first, llama(long, max_tokens=None, temperature=0.0)]
             with pytest.raises(ValueError, match="exceed context window"):
-                llama(prompts[0] + replies[0]["choices"][0]["text"])
+                llama(long + first["choices"][0]["text"])
         return [(reply["choices"][0]["text"], reply["usage"]["total_tokens"]) for reply in replies]
 
     run = lives(app)
@@ -125,7 +125,7 @@ def test_evaluated_and_sampled_by_hand(lives, opened, subjects):
     def app():
         found = []
         with opened() as llama:
-            for subject in subjects * 2:
+            for subject in (*subjects, subjects[0]):
                 tokens = llama.tokenize(subject.encode())
                 llama.reset()
                 llama.eval(tokens)

@@ -33,7 +33,7 @@ def test_text(lives, outlines, opened, subjects):
         texts = list(subjects)
         with opened() as llama:
             model = outlines.from_llamacpp(llama, chat_mode=False)
-            for _ in range(3):
+            for _ in range(2):
                 texts = [text + model(text, **BRIEF) for text in texts]
         return texts
 
@@ -50,7 +50,7 @@ def test_two_conversations(lives, outlines, opened, subjects):
         chats = [Chat([{"role": "user", "content": subject}]) for subject in subjects]
         with opened() as llama:
             model = outlines.from_llamacpp(llama)
-            for _ in range(3):
+            for _ in range(2):
                 for chat in chats:
                     chat.add_assistant_message(model(chat, **BRIEF))
                     chat.add_user_message("Why is that?")

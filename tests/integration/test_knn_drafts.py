@@ -26,7 +26,7 @@ PROMPTS = (
     "User: Find me a restaurant in San Jose, please.\nAssistant:",
     "My name is Bert and I work for a bank in a large city. I need",
 )
-GREEDY = {"temperature": 0.0, "max_tokens": 60}
+GREEDY = {"temperature": 0.0, "max_tokens": 32}
 CHEAP = {1: 1.0, 2: 1.2, 4: 1.4, 8: 1.8, 16: 2.6}
 """Batches as cheap as the small model's are."""
 ONE_BY_ONE = {"n_ctx": 512, "n_ubatch": 1, "n_threads_batch": 1, "flash_attn": True}
@@ -101,7 +101,7 @@ def drafting(make, history):
     return make_drafting
 
 
-def tokens_of(llama, prompt, n=60):
+def tokens_of(llama, prompt, n=40):
     """The prompt, and ``n`` tokens that follow."""
     tokens = llama.tokenize(prompt.encode())
     stream = llama.generate(tokens, temp=0.0)
@@ -123,13 +123,13 @@ class TestTheSameText:
         sizes = set()
         for prompt in PROMPTS:
             ours.draft_model.passes.clear()
-            text = tokens_of(ours, prompt)
+            text = tokens_of(ours, prompt, 60)  # twenty of them are near nothing stored
             vanilla.draft_model = SamePasses(ours.draft_model.passes, text)
-            assert tokens_of(vanilla, prompt) == text
+            assert tokens_of(vanilla, prompt, 60) == text
             assert np.array_equal(ours.scores[: len(text) - 1], vanilla.scores[: len(text) - 1])
             sizes |= set(ours.draft_model.passes.values())
         assert sizes > {0, 15}
-        assert was_faster(ours)
+        assert was_faster(ours, 0.3)
 
     @pytest.mark.parametrize("prompt", PROMPTS)
     def test_as_vanilla_without_drafts_but_for_ties(self, make, history, prompt):
@@ -180,11 +180,11 @@ class TestTheSameText:
 
 
 REQUESTS = {
-    "sampling": {"temperature": 0.8, "seed": SEED, "max_tokens": 60},
+    "sampling": {"temperature": 0.8, "seed": SEED, "max_tokens": 32},
     "sampling with penalties": {
-        "temperature": 1.0, "seed": SEED, "repeat_penalty": 1.2, "max_tokens": 60,
+        "temperature": 1.0, "seed": SEED, "repeat_penalty": 1.2, "max_tokens": 32,
     },
-    "mirostat": {"mirostat_mode": 2, "seed": SEED, "max_tokens": 40},
+    "mirostat": {"mirostat_mode": 2, "seed": SEED, "max_tokens": 24},
     "stop strings": GREEDY | {"stop": ["\n", "the", " a "]},
     "a single token": GREEDY | {"max_tokens": 1},
     "a bias": GREEDY | {"logit_bias": {"300": 5.0}},
@@ -199,7 +199,7 @@ class TestRequests:
     def test_replies_are_the_same(self, make, drafting, request_):
         settings = {"n_ctx": 160}
         vanilla, ours = make(**(ONE_BY_ONE | settings)), drafting(**settings)
-        for prompt in (*PROMPTS[1:], PROMPTS[1]):
+        for prompt in (*PROMPTS[1:3], PROMPTS[1]):
             expected, found = vanilla(prompt, **request_), ours(prompt, **request_)
             assert found["choices"] == expected["choices"]
             assert found["usage"] == expected["usage"]
@@ -208,7 +208,7 @@ class TestRequests:
     def test_streams_are_the_same_also_if_left_early(self, make, drafting):
         def pieces(llama):
             found = []
-            for n_pieces in (3, 40, 11, 1):
+            for n_pieces in (3, 24, 1):
                 for prompt in PROMPTS:
                     stream = llama(prompt, stream=True, **GREEDY)
                     parts = zip(range(n_pieces), stream, strict=False)
@@ -224,9 +224,10 @@ class TestRequests:
     def test_logprobs_are_the_same(self, make, drafting):
         settings = {"logits_all": True}
         vanilla, ours = make(**(ONE_BY_ONE | settings)), drafting(**settings)
-        for prompt in PROMPTS:
-            expected = vanilla(prompt, logprobs=2, **GREEDY)["choices"]
-            assert ours(prompt, logprobs=2, **GREEDY)["choices"] == expected
+        request_ = GREEDY | {"max_tokens": 16, "logprobs": 2}
+        for prompt in PROMPTS[:2]:
+            assert ours(prompt, **request_)["choices"] == vanilla(prompt, **request_)["choices"]
+        assert ours.draft_model.counts.accepted > 0
 
     @cells("grammar / JSON", "same as vanilla")
     def test_a_grammar_holds(self, make, drafting):
@@ -243,7 +244,7 @@ class TestRequests:
             messages = []
             for prompt in PROMPTS * scale(1, 5):
                 messages = [*messages[-4:], {"role": "user", "content": prompt}]
-                reply = llama.create_chat_completion(messages, temperature=0.0, max_tokens=40)
+                reply = llama.create_chat_completion(messages, temperature=0.0, max_tokens=24)
                 messages.append(reply["choices"][0]["message"])
             return messages
 
@@ -291,7 +292,7 @@ class TestWithContextsKept:
             llama = make(**ONE_BY_ONE)
             attach(llama, DatastoreDraft(history, costs=CHEAP))
             for _ in range(2):
-                assert [tokens_of(llama, prompt) for prompt in PROMPTS] == said
+                assert [tokens_of(llama, prompt) for prompt in PROMPTS[:2]] == said[:2]
             report = found.status()["plugins"]["kv_chunks"]
             assert (report["left_alone"], report["faults"]) == ([], 0)
             assert was_faster(llama)
