@@ -102,7 +102,7 @@ class Modelled(RuleBasedStateMachine):
 
 
 LIMITS = settings(
-    max_examples=scale(60, 1000),
+    max_examples=scale(40, 1000),
     stateful_step_count=scale(25, 60),
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -170,7 +170,7 @@ def test_threads_may_call_while_patches_come_and_go(engine):
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(50):
+    for _ in range(20):
         apply((DECODE, GENERATE), None).revert()
     stop.set()
     for thread in threads:
@@ -180,7 +180,7 @@ def test_threads_may_call_while_patches_come_and_go(engine):
 
 
 def test_threads_may_revert_at_once(engine):
-    for _ in range(50):
+    for _ in range(20):
         applied, start = apply((DECODE, GENERATE), None), threading.Barrier(4)
 
         def revert(applied=applied, start=start):
