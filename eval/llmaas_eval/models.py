@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,12 +109,16 @@ def copy_tokenizer(writer: GGUFWriter) -> int:
     Returns:
         Its number of tokens.
     """
-    n_vocab = 0
-    for key, entry in GGUFReader(reference_model_path()).fields.items():
+    fields = _packaged_fields(reference_model_path())
+    for key, entry in fields.items():
         if key.startswith("tokenizer."):
             copy_field(writer, entry)
-            n_vocab = len(entry.data) if key == "tokenizer.ggml.tokens" else n_vocab
-    return n_vocab
+    return len(fields["tokenizer.ggml.tokens"].data)
+
+
+@functools.cache
+def _packaged_fields(path: Path) -> Mapping[str, ReaderField]:
+    return GGUFReader(path).fields
 
 
 def copy_field(writer: GGUFWriter, entry: ReaderField) -> None:
