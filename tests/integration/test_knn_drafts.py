@@ -101,7 +101,7 @@ def drafting(make, history):
     return make_drafting
 
 
-def tokens_of(llama, prompt, n=40):
+def tokens_of(llama, prompt, n=60):
     """The prompt, and ``n`` tokens that follow."""
     tokens = llama.tokenize(prompt.encode())
     stream = llama.generate(tokens, temp=0.0)
@@ -123,13 +123,13 @@ class TestTheSameText:
         sizes = set()
         for prompt in PROMPTS:
             ours.draft_model.passes.clear()
-            text = tokens_of(ours, prompt, 60)  # twenty of them are near nothing stored
+            text = tokens_of(ours, prompt)
             vanilla.draft_model = SamePasses(ours.draft_model.passes, text)
-            assert tokens_of(vanilla, prompt, 60) == text
+            assert tokens_of(vanilla, prompt) == text
             assert np.array_equal(ours.scores[: len(text) - 1], vanilla.scores[: len(text) - 1])
             sizes |= set(ours.draft_model.passes.values())
         assert sizes > {0, 15}
-        assert was_faster(ours, 0.3)
+        assert was_faster(ours)
 
     @pytest.mark.parametrize("prompt", PROMPTS)
     def test_as_vanilla_without_drafts_but_for_ties(self, make, history, prompt):
@@ -218,14 +218,14 @@ class TestRequests:
 
         ours = drafting()
         assert pieces(ours) == pieces(make(**ONE_BY_ONE))
-        assert was_faster(ours, 0.3)
+        assert was_faster(ours)
 
     @cells("logprobs", "same as vanilla")
     def test_logprobs_are_the_same(self, make, drafting):
         settings = {"logits_all": True}
         vanilla, ours = make(**(ONE_BY_ONE | settings)), drafting(**settings)
         request_ = GREEDY | {"max_tokens": 16, "logprobs": 2}
-        for prompt in PROMPTS[:2]:
+        for prompt in PROMPTS:
             assert ours(prompt, **request_)["choices"] == vanilla(prompt, **request_)["choices"]
         assert ours.draft_model.counts.accepted > 0
 
