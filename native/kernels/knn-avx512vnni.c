@@ -6,39 +6,34 @@
 /* Rows that are read at once, far from each other: one stream of reads does not get all that memory gives. */
 enum { STREAMS = 4 };
 
-/* Products of bytes with bytes, so the query comes as 256 high + low. */
-static uint32_t dot(const uint8_t * codes, size_t stride, const llmaas_knn_query * query) {
-    __m512i high = _mm512_setzero_si512(), low = high;
-    for (size_t i = 0; i < stride; i += 64) {
-        const __m512i bytes = _mm512_load_si512(codes + i);
-        high = _mm512_dpbusd_epi32(high, bytes, _mm512_load_si512(query->high + i));
-        low  = _mm512_dpbusd_epi32(low, bytes, _mm512_load_si512(query->low + i));
+/* Of n rows, each ``apart`` after the one before. Products of bytes with bytes, so the query comes as 256 high + low. */
+static inline __attribute__((always_inline)) void dots_of(int n, size_t apart, const uint8_t * codes, size_t stride,
+                                                          const llmaas_knn_query * query, uint32_t * dots) {
+    __m512i high[STREAMS], low[STREAMS];
+    for (int s = 0; s < n; ++s) {
+        high[s] = low[s] = _mm512_setzero_si512();
     }
-    return (uint32_t) _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+    for (size_t i = 0; i < stride; i += 64) {
+        const __m512i q_high = _mm512_load_si512(query->high + i), q_low = _mm512_load_si512(query->low + i);
+        for (int s = 0; s < n; ++s) {
+            const __m512i bytes = _mm512_load_si512(codes + (size_t) s * apart * stride + i);
+            high[s] = _mm512_dpbusd_epi32(high[s], bytes, q_high);
+            low[s]  = _mm512_dpbusd_epi32(low[s], bytes, q_low);
+        }
+    }
+    for (int s = 0; s < n; ++s) {
+        const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[s], 8), low[s]);
+        dots[(size_t) s * apart] = (uint32_t) _mm512_reduce_add_epi32(sum);
+    }
 }
 
 void llmaas_knn_dots_avx512vnni(const uint8_t * codes, size_t stride, size_t n_rows, const llmaas_knn_query * query,
                                 uint32_t * dots) {
     const size_t quarter = n_rows / STREAMS;
     for (size_t r = 0; r < quarter; ++r) {
-        __m512i high[STREAMS], low[STREAMS];
-        for (int s = 0; s < STREAMS; ++s) {
-            high[s] = low[s] = _mm512_setzero_si512();
-        }
-        for (size_t i = 0; i < stride; i += 64) {
-            const __m512i q_high = _mm512_load_si512(query->high + i), q_low = _mm512_load_si512(query->low + i);
-            for (int s = 0; s < STREAMS; ++s) {
-                const __m512i bytes = _mm512_load_si512(codes + (r + (size_t) s * quarter) * stride + i);
-                high[s] = _mm512_dpbusd_epi32(high[s], bytes, q_high);
-                low[s]  = _mm512_dpbusd_epi32(low[s], bytes, q_low);
-            }
-        }
-        for (int s = 0; s < STREAMS; ++s) {
-            dots[r + (size_t) s * quarter] =
-                (uint32_t) _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[s], 8), low[s]));
-        }
+        dots_of(STREAMS, quarter, codes + r * stride, stride, query, dots + r);
     }
     for (size_t r = STREAMS * quarter; r < n_rows; ++r) {
-        dots[r] = dot(codes + r * stride, stride, query);
+        dots_of(1, 0, codes + r * stride, stride, query, dots + r);
     }
 }
