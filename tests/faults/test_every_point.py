@@ -75,11 +75,11 @@ def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
     The next process opens it, reads only what was put, finds everything that was committed and not
     evicted, keeps within the budget, and puts and keeps new contexts.
     """
-    step = scale(29, 1)
+    step = scale(17, 1)
     first = FAULTS.index(fault) % step  # another share of the points for each
     found = run_preloaded("driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
-    assert found["points"] >= scale(6, 150)
+    assert found["points"] >= scale(10, 150)
     assert set(found["ops"]) >= REACHED
 
 
@@ -87,11 +87,11 @@ def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
 @pytest.mark.parametrize("fault", scale(SOME, FAULTS))
 def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, fault):
     """Whatever happens, what was added is there, and what is forgotten again is gone."""
-    step = scale(19, 1)
+    step = scale(13, 1)
     first = FAULTS.index(fault) % step
     found = run_preloaded("archive_driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
-    assert found["points"] >= scale(6, 150)
+    assert found["points"] >= scale(10, 150)
     assert set(found["ops"]) >= REACHED_OF_AN_ARCHIVE
 
 
@@ -99,9 +99,9 @@ def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, f
 @pytest.mark.parametrize("fault", scale(SOME, FAULTS))
 def test_fault_at_every_operation_of_a_selected_datastores_life(run_preloaded, tmp_path, fault):
     """There is the file from before or the one from after, and what is forgotten is gone."""
-    step = scale(11, 1)
+    step = scale(7, 1)
     first = FAULTS.index(fault) % step
     found = run_preloaded("datastore_driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
-    assert found["points"] >= scale(6, 90)
+    assert found["points"] >= scale(10, 90)
     assert set(found["ops"]) >= REACHED_OF_A_DATASTORE
