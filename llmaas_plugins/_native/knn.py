@@ -179,10 +179,10 @@ def knn_scan(
         raise fail(f"query {query.shape}, expected {codes.centre.shape}", lib.LLMAAS_EINVAL)
     room = max(min(n_best, n, KNN_MAX_BEST), 0)
     rows, distances = np.empty(room, np.int32), np.empty(room, np.float32)
-    scratch = np.empty(max(n, 0) if len(codes.front_norms) else 0, np.float32)
+    scratch = np.empty(max(n, 0) if len(codes.front_norms) else 0, np.uint32)
     n_found = ffi.new("uint32_t *")
     status = lib.llmaas_knn_scan(
-        codes.handle, first, n, _floats(query), n_best, _floats(scratch), _ints(rows),
+        codes.handle, first, n, _floats(query), n_best, _sums(scratch), _ints(rows),
         _floats(distances), n_found,
     )  # fmt: skip
     if status:

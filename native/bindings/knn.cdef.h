@@ -31,7 +31,7 @@ typedef struct llmaas_logits_info {
 llmaas_status llmaas_knn_quantise(
     const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys);
 llmaas_status llmaas_knn_scan(
-    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, float * scratch,
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, uint32_t * scratch,
     int32_t * rows, float * distances, uint32_t * n_found);
 llmaas_status llmaas_knn_sum(const uint8_t * keys, uint64_t n, uint32_t n_dims, uint32_t * sums);
 llmaas_status llmaas_knn_rescore(

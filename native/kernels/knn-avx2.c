@@ -9,25 +9,38 @@ static __m256i dots16(const uint8_t * codes, const int16_t * query) {
     return _mm256_madd_epi16(wide, _mm256_load_si256((const void *) query));
 }
 
+static __m256i dots64(const uint8_t * codes, const int16_t * query) {
+    const __m256i left  = _mm256_add_epi32(dots16(codes, query), dots16(codes + 16, query + 16));
+    const __m256i right = _mm256_add_epi32(dots16(codes + 32, query + 32), dots16(codes + 48, query + 48));
+    return _mm256_add_epi32(left, right);
+}
+
 static uint32_t sum8(__m256i v) {
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
     return (uint32_t) _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
 
-/* One row after another and no prefetch by hand: one stream is what the processor follows best. */
+KNN_INLINE void dots_of(int n, size_t apart, const uint8_t * codes, size_t stride, const llmaas_knn_query * query,
+                        uint32_t * dots) {
+    __m256i sums[KNN_STREAMS];
+    for (int s = 0; s < n; ++s) {
+        sums[s] = _mm256_setzero_si256();
+    }
+    for (size_t i = 0; i < stride; i += 64) {
+        for (int s = 0; s < n; ++s) {
+            const uint8_t * bytes = codes + (size_t) s * apart * stride + i;
+            sums[s] = _mm256_add_epi32(sums[s], dots64(bytes, query->wide + i));
+        }
+    }
+    for (int s = 0; s < n; ++s) {
+        dots[(size_t) s * apart] = sum8(sums[s]);
+    }
+}
+
 void llmaas_knn_dots_avx2(const uint8_t * codes, size_t stride, size_t n_rows, const llmaas_knn_query * query,
                           uint32_t * dots) {
-    for (size_t r = 0; r < n_rows; ++r, codes += stride) {
-        __m256i a = _mm256_setzero_si256(), b = a;
-        for (size_t i = 0; i < stride; i += 64) {
-            a = _mm256_add_epi32(a, dots16(codes + i, query->wide + i));
-            b = _mm256_add_epi32(b, dots16(codes + i + 16, query->wide + i + 16));
-            a = _mm256_add_epi32(a, dots16(codes + i + 32, query->wide + i + 32));
-            b = _mm256_add_epi32(b, dots16(codes + i + 48, query->wide + i + 48));
-        }
-        dots[r] = sum8(_mm256_add_epi32(a, b));
-    }
+    knn_in_streams(dots_of, codes, stride, n_rows, query, dots);
 }
 
 static __m256 squares8(const uint8_t * row, const float * query) {

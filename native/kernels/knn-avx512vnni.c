@@ -1,15 +1,13 @@
 /* AVX-512 VNNI; a bit-for-bit match of knn-generic.c. */
 #include "kernels.h"
+#include "knn_lanes.h"
 
 #include <immintrin.h>
 
-/* Rows that are read at once, far from each other: one stream of reads does not get all that memory gives. */
-enum { STREAMS = 4 };
-
-/* Of n rows, each ``apart`` after the one before. Products of bytes with bytes, so the query comes as 256 high + low. */
-static inline __attribute__((always_inline)) void dots_of(int n, size_t apart, const uint8_t * codes, size_t stride,
-                                                          const llmaas_knn_query * query, uint32_t * dots) {
-    __m512i high[STREAMS], low[STREAMS];
+/* Products of bytes with bytes, so the query comes as 256 high + low. */
+KNN_INLINE void dots_of(int n, size_t apart, const uint8_t * codes, size_t stride, const llmaas_knn_query * query,
+                        uint32_t * dots) {
+    __m512i high[KNN_STREAMS], low[KNN_STREAMS];
     for (int s = 0; s < n; ++s) {
         high[s] = low[s] = _mm512_setzero_si512();
     }
@@ -29,11 +27,5 @@ static inline __attribute__((always_inline)) void dots_of(int n, size_t apart, c
 
 void llmaas_knn_dots_avx512vnni(const uint8_t * codes, size_t stride, size_t n_rows, const llmaas_knn_query * query,
                                 uint32_t * dots) {
-    const size_t quarter = n_rows / STREAMS;
-    for (size_t r = 0; r < quarter; ++r) {
-        dots_of(STREAMS, quarter, codes + r * stride, stride, query, dots + r);
-    }
-    for (size_t r = STREAMS * quarter; r < n_rows; ++r) {
-        dots_of(1, 0, codes + r * stride, stride, query, dots + r);
-    }
+    knn_in_streams(dots_of, codes, stride, n_rows, query, dots);
 }

@@ -2,16 +2,36 @@
 #ifndef LLMAAS_KNN_LANES_H
 #define LLMAAS_KNN_LANES_H
 
+#include "kernels.h"
+
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#define KNN_LANES 16u
-#define KNN_TILE  4096u /* logits that are summed in float before the sum goes on in double */
+#define KNN_LANES   16u
+#define KNN_STREAMS 4     /* rows that are read at once: one stream of reads does not get all that memory gives */
+#define KNN_TILE    4096u /* logits that are summed in float before the sum goes on in double */
 
 typedef float   knn_f32 __attribute__((vector_size(32)));
 typedef int32_t knn_i32 __attribute__((vector_size(32)));
 typedef uint32_t knn_u32 __attribute__((vector_size(32)));
+
+/* Products of a query with n rows, each ``apart`` after the one before. */
+typedef void knn_dots_of(int n, size_t apart, const uint8_t * codes, size_t stride, const llmaas_knn_query * query,
+                         uint32_t * dots);
+
+#define KNN_INLINE static inline __attribute__((always_inline))
+
+KNN_INLINE void knn_in_streams(knn_dots_of dots_of, const uint8_t * codes, size_t stride, size_t n_rows,
+                               const llmaas_knn_query * query, uint32_t * dots) {
+    const size_t apart = n_rows / KNN_STREAMS;
+    for (size_t r = 0; r < apart; ++r) {
+        dots_of(KNN_STREAMS, apart, codes + r * stride, stride, query, dots + r);
+    }
+    for (size_t r = KNN_STREAMS * apart; r < n_rows; ++r) {
+        dots_of(1, 0, codes + r * stride, stride, query, dots + r);
+    }
+}
 
 static inline float knn_sum(const float * lanes) {
     float sums[KNN_LANES];

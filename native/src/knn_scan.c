@@ -9,10 +9,10 @@
 #include <string.h>
 
 enum {
-    SCAN_ROWS       = 64,  /* of a kernel's call: few enough that distances stay in the nearest cache */
-    SCAN_STEP       = 16,  /* distances that are compared together */
-    SCAN_CANDIDATES = 256, /* rows that are looked at as a whole together */
-    SCAN_AHEAD      = 8,   /* of these, so far ahead they are asked for */
+    SCAN_ROWS  = 256, /* of a kernel's call: few enough that distances stay in the nearest cache */
+    SCAN_MANY  = 64,  /* of these, that many are too many to be looked at as a whole one by one */
+    SCAN_FEW   = 256, /* rows that are looked at as a whole one by one, together */
+    SCAN_AHEAD = 8,   /* of these, so far ahead they are asked for */
 };
 
 typedef struct prepared {
@@ -68,102 +68,146 @@ static bool prepare(const llmaas_knn_codes * codes, const float * query, prepare
     return true;
 }
 
-static float distance(const prepared * p, uint32_t dot, float scale, float norms) {
-    return -2 * p->unit * ((float) (int32_t) dot * scale) + norms;
-}
+/* A range of rows; the products of their dimensions in front, once they are known. */
+typedef struct range {
+    const llmaas_knn_codes * codes;
+    const prepared * p;
+    uint64_t first, n;
+    uint32_t * fronts;
+} range;
 
-/* Distances of at most SCAN_ROWS rows, in their dimensions in front; norms are those that belong to them. */
-static void front_distances(const llmaas_knn_codes * codes, const prepared * p, const float * norms, float norm, uint64_t row,
-                            uint32_t n, float * distances) {
-    uint32_t dots[SCAN_ROWS];
-    llmaas_k()->knn_dots(codes->front + row * codes->n_front, codes->n_front, n, &p->front, dots);
-    for (uint32_t i = 0; i < n; ++i) {
-        distances[i] = distance(p, dots[i] - p->front_offset, codes->scales[row + i], norms[row + i] + norm);
+static void front_dots(const range * r, uint64_t i, uint32_t n, uint32_t * dots) {
+    const uint32_t n_front = r->codes->n_front;
+    llmaas_k()->knn_dots(r->codes->front + (r->first + i) * n_front, n_front, n, &r->p->front, dots);
+    for (uint32_t j = 0; j < n; ++j) {
+        dots[j] -= r->p->front_offset;
     }
 }
 
-static float whole_distance(const llmaas_knn_codes * codes, const prepared * p, uint64_t row) {
-    const uint32_t n_rest = knn_n_rest(codes);
-    uint32_t front, rest;
-    llmaas_k()->knn_dots(codes->front + row * codes->n_front, codes->n_front, 1, &p->front, &front);
-    llmaas_k()->knn_dots(codes->rest + row * n_rest, n_rest, 1, &p->rest, &rest);
-    const uint32_t dot = front - p->front_offset + rest - p->rest_offset;
-    return distance(p, dot, codes->scales[row], codes->norms[row] + p->norm);
+/* What is added to the products in front. */
+static void rest_dots(const range * r, uint64_t i, uint32_t n, uint32_t * dots) {
+    const uint32_t n_rest = knn_n_rest(r->codes);
+    llmaas_k()->knn_dots(r->codes->rest + (r->first + i) * n_rest, n_rest, n, &r->p->rest, dots);
+    for (uint32_t j = 0; j < n; ++j) {
+        dots[j] += r->fronts[i + j] - r->p->rest_offset;
+    }
 }
 
-static void scan_whole(const llmaas_knn_codes * codes, const prepared * p, uint64_t first, uint64_t n, best * b) {
+static void distances_of(const range * r, const float * norms, float norm, uint64_t i, uint32_t n, const uint32_t * dots,
+                         float * distances) {
+    const float * scales = r->codes->scales + r->first + i;
+    for (uint32_t j = 0; j < n; ++j) {
+        distances[j] = -2 * r->p->unit * ((float) (int32_t) dots[j] * scales[j]) + (norms[r->first + i + j] + norm);
+    }
+}
+
+static void whole_distances(const range * r, uint64_t i, uint32_t n, const uint32_t * dots, float * distances) {
+    distances_of(r, r->codes->norms, r->p->norm, i, n, dots, distances);
+}
+
+static void front_distances(const range * r, uint64_t i, uint32_t n, float * distances) {
+    distances_of(r, r->codes->front_norms, r->p->front_norm, i, n, r->fronts + i, distances);
+}
+
+static float whole_distance(const range * r, uint64_t i) {
+    uint32_t dot;
+    float distance;
+    rest_dots(r, i, 1, &dot);
+    whole_distances(r, i, 1, &dot, &distance);
+    return distance;
+}
+
+static uint32_t block_at(const range * r, uint64_t i) { return (uint32_t) (r->n - i < SCAN_ROWS ? r->n - i : SCAN_ROWS); }
+
+static void scan_whole(const range * r, best * b) {
+    uint32_t dots[SCAN_ROWS];
     float distances[SCAN_ROWS];
-    for (uint64_t i = 0; i < n; i += SCAN_ROWS) {
-        const uint32_t n_rows = (uint32_t) (n - i < SCAN_ROWS ? n - i : SCAN_ROWS);
-        front_distances(codes, p, codes->norms, p->norm, first + i, n_rows, distances);
-        best_take_block(b, distances, n_rows, first + i);
+    for (uint64_t i = 0; i < r->n; i += SCAN_ROWS) {
+        const uint32_t n = block_at(r, i);
+        front_dots(r, i, n, dots);
+        whole_distances(r, i, n, dots, distances);
+        best_take_block(b, distances, n, r->first + i);
     }
 }
 
 /* How far away a row in front may be and yet be among the n_best: as far as the farthest of those nearest in front is as a
  * whole. A little more, for what rounding may have added. */
-static float front_limit(const llmaas_knn_codes * codes, const prepared * p, uint64_t first, uint64_t n, best * b,
-                         float * fronts) {
-    for (uint64_t i = 0; i < n; i += SCAN_ROWS) {
-        const uint32_t n_rows = (uint32_t) (n - i < SCAN_ROWS ? n - i : SCAN_ROWS);
-        front_distances(codes, p, codes->front_norms, p->front_norm, first + i, n_rows, fronts + i);
-        best_take_block(b, fronts + i, n_rows, first + i);
+static float front_limit(const range * r, best * b) {
+    float distances[SCAN_ROWS];
+    for (uint64_t i = 0; i < r->n; i += SCAN_ROWS) {
+        const uint32_t n = block_at(r, i);
+        front_dots(r, i, n, r->fronts + i);
+        front_distances(r, i, n, distances);
+        best_take_block(b, distances, n, r->first + i);
     }
     best_cut(b);
     float farthest = -INFINITY;
     for (uint32_t i = 0; i < b->n; ++i) {
-        const float whole = whole_distance(codes, p, (uint32_t) b->all[i]);
+        const float whole = whole_distance(r, (uint32_t) b->all[i] - r->first);
         farthest = whole > farthest ? whole : farthest;
     }
-    return b->n < b->n_best ? INFINITY : farthest + 1e-4f * (fabsf(farthest) + p->norm);
+    return b->n < b->n_best ? INFINITY : farthest + 1e-4f * (fabsf(farthest) + r->p->norm);
 }
 
-static void prefetch(const uint8_t * bytes, uint32_t n) {
-    for (uint32_t i = 0; i < n; i += LLMAAS_KNN_ALIGN) {
-        __builtin_prefetch(bytes + i);
+static void prefetch(const range * r, uint64_t i) {
+    const uint32_t n_rest = knn_n_rest(r->codes);
+    for (uint32_t at = 0; at < n_rest; at += LLMAAS_KNN_ALIGN) {
+        __builtin_prefetch(r->codes->rest + (r->first + i) * n_rest + at);
     }
 }
 
-static void take_candidates(const llmaas_knn_codes * codes, const prepared * p, const uint32_t * rows, uint32_t n, best * b) {
-    const uint32_t n_rest = knn_n_rest(codes);
+/* A few rows that are far from each other. */
+static void take_few(const range * r, const uint32_t * rows, uint32_t n, best * b) {
     for (uint32_t i = 0; i < n; ++i) {
         if (i + SCAN_AHEAD < n) {
-            prefetch(codes->rest + (uint64_t) rows[i + SCAN_AHEAD] * n_rest, n_rest);
-            prefetch(codes->front + (uint64_t) rows[i + SCAN_AHEAD] * codes->n_front, codes->n_front);
+            prefetch(r, rows[i + SCAN_AHEAD]);
         }
-        const float whole = whole_distance(codes, p, rows[i]);
+        const float whole = whole_distance(r, rows[i]);
         if (whole < b->threshold) {
-            best_take(b, whole, rows[i]);
+            best_take(b, whole, r->first + rows[i]);
         }
     }
 }
 
-/* Rows that are too far away in front already are not looked at again. */
-static void scan_front(const llmaas_knn_codes * codes, const prepared * p, uint64_t first, uint64_t n, best * b,
-                       float * fronts) {
-    const float limit = front_limit(codes, p, first, n, b, fronts);
-    uint32_t rows[SCAN_CANDIDATES + SCAN_STEP], n_rows = 0;
+static void take_block(const range * r, uint64_t i, uint32_t n, best * b) {
+    uint32_t dots[SCAN_ROWS];
+    float distances[SCAN_ROWS];
+    rest_dots(r, i, n, dots);
+    whole_distances(r, i, n, dots, distances);
+    best_take_block(b, distances, n, r->first + i);
+}
+
+/* Rows that are too far away in front already are not looked at as a whole. */
+static void scan_front(const range * r, best * b) {
+    const float limit = front_limit(r, b);
+    float distances[SCAN_ROWS];
+    uint32_t few[SCAN_FEW + SCAN_MANY], n_few = 0;
     best_clear(b);
-    for (uint64_t i = 0; i < n; i += SCAN_STEP) {
-        const uint32_t n_step = (uint32_t) (n - i < SCAN_STEP ? n - i : SCAN_STEP);
+    for (uint64_t i = 0; i < r->n; i += SCAN_ROWS) {
+        const uint32_t n = block_at(r, i);
         uint32_t n_near = 0;
-        for (uint32_t j = 0; j < n_step; ++j) {
-            n_near += fronts[i + j] <= limit;
+        front_distances(r, i, n, distances);
+        for (uint32_t j = 0; j < n; ++j) {
+            n_near += distances[j] <= limit;
         }
-        for (uint32_t j = 0; n_near && j < n_step; ++j) {
-            rows[n_rows] = (uint32_t) (first + i + j);
-            n_rows += fronts[i + j] <= limit;
+        const bool is_many = n_near >= SCAN_MANY;
+        for (uint32_t j = 0; n_near && !is_many && j < n; ++j) {
+            few[n_few] = (uint32_t) (i + j);
+            n_few += distances[j] <= limit;
         }
-        if (n_rows >= SCAN_CANDIDATES) {
-            take_candidates(codes, p, rows, n_rows, b);
-            n_rows = 0;
+        if (is_many || n_few >= SCAN_FEW) { /* rows are taken in rising order */
+            take_few(r, few, n_few, b);
+            n_few = 0;
+        }
+        if (is_many) {
+            take_block(r, i, n, b);
         }
     }
-    take_candidates(codes, p, rows, n_rows, b);
+    take_few(r, few, n_few, b);
 }
 
 llmaas_status llmaas_knn_scan(const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query,
-                              uint32_t n_best, float * scratch, int32_t * rows, float * distances, uint32_t * n_found) {
+                              uint32_t n_best, uint32_t * scratch, int32_t * rows, float * distances, uint32_t * n_found) {
     if (!knn_codes_valid(codes, first, n) || !query || n_best == 0 || n_best > LLMAAS_KNN_MAX_BEST || !rows || !distances ||
         !n_found || (!scratch && knn_n_rest(codes))) {
         return LLMAAS_EINVAL;
@@ -175,10 +219,11 @@ llmaas_status llmaas_knn_scan(const llmaas_knn_codes * codes, uint64_t first, ui
     best b;
     b.n_best = n_best;
     best_clear(&b);
+    const range r = {codes, &p, first, n, scratch};
     if (knn_n_rest(codes)) {
-        scan_front(codes, &p, first, n, &b, scratch);
+        scan_front(&r, &b);
     } else {
-        scan_whole(codes, &p, first, n, &b);
+        scan_whole(&r, &b);
     }
     best_give(&b, rows, distances, n_found);
     return LLMAAS_OK;

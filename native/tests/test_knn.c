@@ -251,7 +251,8 @@ static void check_split(uint32_t n_dims, uint32_t n_front, float slope, uint64_t
         const float *  query = i % 4 ? split.values + (size_t) rnd_below(ROWS) * n_dims : split.steps;
         const uint64_t first = i % 3 ? 0 : rnd_below(ROWS), n = rnd_below((uint32_t) (ROWS - first) + 1);
         const uint32_t n_best = 1 + rnd_below(300);
-        float * scratch = floats(n);
+        uint32_t * scratch = malloc((n + 1) * sizeof *scratch);
+        CHECK(scratch);
         for (int j = 0; j < 2; ++j) {
             const llmaas_knn_codes * codes = j ? &split.codes : &whole.codes;
             CHECK(llmaas_knn_scan(codes, first, n, query, n_best, scratch, rows[j], distances[j], &n_found[j]) == LLMAAS_OK);
@@ -292,6 +293,22 @@ static void check_alike(void) {
     free_keys(&k);
 }
 
+/* Few alike rows, then many: the first are the lower ones, though the many are the ones that fill the buffer. */
+static void check_alike_split(void) {
+    keys k = make_split_keys(128, 600, 64, 0);
+    uint32_t scratch[600], n_found;
+    int32_t  rows[20];
+    float    distances[20];
+    for (uint64_t r = 0; r < 600; r += r < 250 ? 25 : 1) {
+        CHECK(llmaas_knn_quantise(&k.codes, r, 1, k.values) == LLMAAS_OK);
+    }
+    CHECK(llmaas_knn_scan(&k.codes, 0, 600, k.values, 20, scratch, rows, distances, &n_found) == LLMAAS_OK);
+    for (int32_t i = 0; i < 20; ++i) {
+        CHECK(rows[i] == (i < 10 ? 25 * i : 240 + i));
+    }
+    free_keys(&k);
+}
+
 static void check_refusals(void) {
     static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f, -1e30f};
     keys k = make_keys(70, 10);
@@ -322,10 +339,11 @@ static void check_refusals(void) {
     }
     const llmaas_knn_codes none = {.n_dims = 70, .n_front = 128, .centre = k.centre, .steps = k.steps};
     CHECK(llmaas_knn_scan(&none, 0, 0, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
+    uint32_t scratch[10];
     static const uint32_t fronts[] = {0, 1, 63, 65, 192, UINT32_MAX, 64}; /* the last without a rest to read */
     for (size_t i = 0; i < sizeof fronts / sizeof *fronts; ++i) {
         k.codes.n_front = fronts[i];
-        CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, query, rows, distances, &n_found) == LLMAAS_EINVAL);
+        CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, scratch, rows, distances, &n_found) == LLMAAS_EINVAL);
     }
     k.codes.n_front = 128;
     for (int i = 0; i < 10; ++i) { /* what a damaged file might hold is no row's distance */
@@ -497,6 +515,7 @@ int main(void) {
     check_scans();
     check_splits();
     check_alike();
+    check_alike_split();
     check_refusals();
     check_rescore(33);
     check_rescore(2048);

@@ -40,7 +40,7 @@ LLMAAS_API llmaas_status llmaas_knn_quantise(
  * their approximate squared distances. They do not depend on n_front. *n_found: min(n, n_best). EUNSUPPORTED: the query is
  * not finite or too large. scratch: n numbers; anything where n_front is all. */
 LLMAAS_API llmaas_status llmaas_knn_scan(
-    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, float * scratch,
+    const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, uint32_t * scratch,
     int32_t * rows, float * distances, uint32_t * n_found);
 
 /* Keys as they were, in a file: n_rows of n_dims float16 values, one after another from offset on. */
