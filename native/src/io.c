@@ -1,0 +1,120 @@
+#include "io_backend.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { BLOCK = 4096 };
+
+struct llmaas_io {
+    const llmaas_io_backend * backend;
+    void *                    state;
+    uint32_t                  depth;
+    uint32_t                  n_in_flight;
+};
+
+/* -- for backends -------------------------------------------------------------------------------------------------- */
+
+uint32_t llmaas_io_resume_at(const llmaas_io_read * read) { return read->n_read / BLOCK * BLOCK; }
+
+/* ECANCELED: the thread that passed the read to io_uring has ended. */
+static bool is_passing(int64_t result) { return result == -EINTR || result == -EAGAIN || result == -ECANCELED; }
+
+bool llmaas_io_take(llmaas_io_read * read, int64_t result) {
+    if (is_passing(result)) {
+        return false;
+    }
+    if (result < 0) {
+        read->error = (int32_t) -result;
+        return true;
+    }
+    const uint32_t end      = llmaas_io_resume_at(read) + (uint32_t) result;
+    const bool     got_more = end > read->n_read;
+    read->n_read = got_more ? end : read->n_read;
+    read->error  = read->n_read < read->n_needed && !got_more ? ENODATA : 0;
+    return read->n_read >= read->n_needed || !got_more;
+}
+
+void llmaas_io_read_now(llmaas_io_read * read) {
+    ssize_t n;
+    do {
+        const uint32_t at = llmaas_io_resume_at(read);
+        n = pread(read->fd, (uint8_t *) read->buffer + at, read->n_bytes - at, (off_t) (read->offset + at));
+    } while (!llmaas_io_take(read, n < 0 ? -errno : n));
+}
+
+/* -- the engine ---------------------------------------------------------------------------------------------------- */
+
+llmaas_status llmaas_io_open(llmaas_io_kind kind, uint32_t depth, llmaas_io ** io) {
+    if (!io || depth == 0 || depth > LLMAAS_IO_MAX_DEPTH || (unsigned) kind > LLMAAS_IO_THREADS) {
+        return LLMAAS_EINVAL;
+    }
+    llmaas_io * made = calloc(1, sizeof *made);
+    if (!made) {
+        return LLMAAS_ESPACE;
+    }
+    made->depth   = depth;
+    made->backend = kind == LLMAAS_IO_THREADS ? &llmaas_io_threads : &llmaas_io_uring;
+    llmaas_status status = made->backend->open(depth, &made->state);
+    if (status != LLMAAS_OK && kind == LLMAAS_IO_BEST) {
+        made->backend = &llmaas_io_threads;
+        status = made->backend->open(depth, &made->state);
+    }
+    if (status != LLMAAS_OK) {
+        free(made);
+        return status;
+    }
+    *io = made;
+    return LLMAAS_OK;
+}
+
+void llmaas_io_close(llmaas_io * io) {
+    if (io) {
+        llmaas_io_drain(io);
+        io->backend->close(io->state);
+        free(io);
+    }
+}
+
+llmaas_io_kind llmaas_io_kind_of(const llmaas_io * io) { return io->backend->kind; }
+
+uint32_t llmaas_io_room(const llmaas_io * io) { return io->depth - io->n_in_flight; }
+
+llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_t n_bytes) {
+    if (io->n_in_flight > 0 || (!memory && n_bytes > 0)) {
+        return LLMAAS_EINVAL;
+    }
+    io->backend->use_region(io->state, memory, n_bytes);
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read) {
+    if (llmaas_io_room(io) == 0 || !read->buffer || read->n_bytes == 0 || read->n_needed > read->n_bytes ||
+        read->offset > INT64_MAX - UINT32_MAX) {
+        return LLMAAS_EINVAL;
+    }
+    read->error   = 0;
+    read->is_done = false;
+    read->n_read  = 0;
+    io->n_in_flight++;
+    io->backend->start(io->state, read);
+    return LLMAAS_OK;
+}
+
+void llmaas_io_poll(llmaas_io * io) {
+    if (io->n_in_flight > 0) {
+        io->n_in_flight -= io->backend->collect(io->state, false);
+    }
+}
+
+void llmaas_io_wait(llmaas_io * io, const llmaas_io_read * read) {
+    while (!read->is_done && io->n_in_flight > 0) {
+        io->n_in_flight -= io->backend->collect(io->state, true);
+    }
+}
+
+void llmaas_io_drain(llmaas_io * io) {
+    while (io->n_in_flight > 0) {
+        io->n_in_flight -= io->backend->collect(io->state, true);
+    }
+}
