@@ -349,8 +349,9 @@ static void check_kind(llmaas_io_kind kind, int fd, bool is_direct) {
     c.memory = aligned_alloc(BLOCK, DEPTH * SLOT);
     CHECK(c.memory != NULL);
     void (* const checks[])(context *) = {
-        check_random_reads, check_order,     check_polling,    check_room,         check_close_in_flight,  check_ends,       check_errors,
-        check_refusals,     check_depth_one, check_registered, check_large_region, check_threads_that_end, check_two_threads,
+        check_random_reads, check_order,            check_polling,     check_room,      check_close_in_flight,
+        check_ends,         check_errors,           check_refusals,    check_depth_one, check_registered,
+        check_large_region, check_threads_that_end, check_two_threads,
     };
     for (size_t i = 0; i < sizeof checks / sizeof *checks; ++i) {
         checks[i](&c);
