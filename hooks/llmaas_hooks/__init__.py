@@ -38,9 +38,11 @@ from llmaas_hooks.markers import NAME, hookimpl
 from llmaas_hooks.native import (
     AttentionDensity,
     CellMemory,
+    FileWeights,
     HiddenStates,
     NativeContext,
     Subscription,
+    TensorInfo,
     WeightClaim,
 )
 from llmaas_hooks.tokens import common_prefix
@@ -67,6 +69,7 @@ __all__ = [
     "ContextCreate",
     "DecodeStep",
     "Engine",
+    "FileWeights",
     "HiddenStates",
     "HookManager",
     "IncompatibleError",
@@ -82,6 +85,7 @@ __all__ = [
     "RequestStats",
     "StoreError",
     "Subscription",
+    "TensorInfo",
     "Tokens",
     "UnknownPluginError",
     "WeightClaim",

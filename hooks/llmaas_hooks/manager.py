@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pluggy
@@ -18,7 +18,7 @@ from llmaas_hooks.errors import PluginError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
-from llmaas_hooks.native import NativeContext, WeightClaim
+from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
 from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
@@ -89,9 +89,11 @@ class HookManager:
         """Fire ``llmaas_model_load``."""
         self._call("llmaas_model_load", load=load)
 
-    def weights(self, load: ModelLoad) -> list[tuple[str, WeightClaim]]:
+    def weights(
+        self, load: ModelLoad, tensors: Mapping[str, TensorInfo]
+    ) -> list[tuple[str, WeightClaim]]:
         """Fire ``llmaas_weights``; every claim, with its plugin's name."""
-        claims = self._call("llmaas_weights", load=load)
+        claims = self._call("llmaas_weights", load=load, tensors=tensors)
         return [(plugin, claim) for plugin, claimed in claims.items() for claim in claimed]
 
     def context_create(self, create: ContextCreate) -> None:

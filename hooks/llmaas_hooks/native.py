@@ -14,15 +14,40 @@ from numpy.typing import NDArray
 __all__ = [
     "AttentionDensity",
     "CellMemory",
+    "FileWeights",
     "HiddenStates",
     "NativeContext",
     "States",
     "Subscription",
+    "TensorInfo",
     "WeightClaim",
 ]
 
 States = Literal["ffn_input", "final_norm"]
 """What a layer's feed-forward block reads; what the output matrix reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor in a model's files.
+
+    Attributes:
+        type: Its ``ggml_type``, a number.
+        shape: Columns, rows, and matrices (experts).
+        n_bytes: Its size.
+        layout: How ggml-cpu repacks it on this processor: a number that differs where the layout
+            does; 0 if it leaves it as it is.
+    """
+
+    type: int
+    shape: tuple[int, int, int]
+    n_bytes: int
+    layout: int
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has more than one row; what is not is a vector, and never claimed."""
+        return self.shape[1] > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +57,12 @@ class WeightClaim:
     Attributes:
         pattern: Regular expression that whole tensor names must match.
         source: Where their bytes are: ``"tiles"``, in copies of the plugin host's own, cut at the
-            columns in use and in ggml-cpu's fastest layout; ``"file"``, only in the model file,
-            read for each use. None leaves that to another plugin, or to llama.cpp.
+            columns in use and in ggml-cpu's fastest layout; ``"file"``, in the model file, and in
+            memory as far as ``FileWeights.set_memory`` allows: the rest is read for each batch.
+            With ``path``, another file has them.
+            None leaves that to another plugin, or to llama.cpp.
+        path: For ``"file"``: a GGUF file with a tensor of the same name, type and shape whose bytes
+            are repacked as ggml-cpu does on this processor, if it does.
         rows: The part in use, by level: how many leading rows (outputs); 0 is all. What is left out
             gives zeros. Rounded up to where the weight can be cut (8 rows when repacked).
         columns: Likewise columns (inputs), rounded up to whole blocks of the weight's type.
@@ -41,6 +70,7 @@ class WeightClaim:
 
     pattern: str
     source: Literal["tiles", "file"] | None = None
+    path: str | None = None
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
 
@@ -147,6 +177,26 @@ class CellMemory(Protocol):
         """
 
 
+class FileWeights(Protocol):
+    """The memory of a model's weights that are claimed with the source ``"file"``."""
+
+    def set_memory(self, kept: int, arena: int) -> None:
+        """Change it, from the next batch on; waits for the one being evaluated.
+
+        Args:
+            kept: Bytes of weights that stay in memory; 0 at first.
+            arena: Bytes that the others pass through: read ahead, used, and overwritten. At least
+                two of the pieces they are read in, which are mostly 2 MiB.
+        """
+
+    def stats(self) -> dict[str, int]:
+        """``bytes`` of the weights, 0 if none is in a file; of memory, ``kept_bytes`` and ``arena_bytes``.
+
+        So far: ``read_bytes``; of them ``wasted_bytes``, read ahead in vain; and ``stalled_ns``, for
+        which batches waited.
+        """
+
+
 class NativeContext(Protocol):
     """A context whose graphs pass through the hook point in the engine.
 
@@ -204,6 +254,12 @@ class NativeContext(Protocol):
 
     def cells(self) -> CellMemory:
         """Memory of its KV cells."""
+
+    def file_weights(self) -> FileWeights:
+        """Memory of its model's weights that are in files; all contexts of a model share it."""
+
+    def untouched_bytes(self) -> int:
+        """Memory for what graphs compute that was reserved, but not written to yet."""
 
     def subscribe(self, tap: Any) -> Subscription:
         """Subscribe a tap of the plugin's own: the address of an ``llmaas_tap`` (llmaas/tap.h)."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks.markers import hookspec
 
 if TYPE_CHECKING:
-    from llmaas_hooks.native import NativeContext, WeightClaim
+    from collections.abc import Mapping
+
+    from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
     from llmaas_hooks.types import (
         ContextCreate,
         DecodeStep,
@@ -54,10 +56,11 @@ def llmaas_model_load(load: ModelLoad) -> None:
 
 
 @hookspec
-def llmaas_weights(load: ModelLoad) -> list[WeightClaim]:
+def llmaas_weights(load: ModelLoad, tensors: Mapping[str, TensorInfo]) -> list[WeightClaim]:
     """Claim weights of a model: where their bytes are, or which part of them is used.
 
-    When: after ``llmaas_model_load``, before libllama opens the file.
+    When: after ``llmaas_model_load``, before libllama opens the file. ``tensors`` are all that its
+    files have, by name; ``load.params`` may still be edited.
     Thread: the app's. Cost: once a model; may take milliseconds.
     Returns: the claims; none for a model the plugin leaves alone. Two plugins that claim the same
         property of a weight are a ``ConfigError`` to the app, which names both.

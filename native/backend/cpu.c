@@ -1,5 +1,6 @@
 #include "cpu.h"
 
+#include "abi.h"
 #include "ggml-cpu.h"
 
 #include <pthread.h>
@@ -12,6 +13,16 @@ ggml_backend_buffer_type_t * llmaas_cpu_extra_types(void) {
         (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
             ggml_backend_cpu_reg(), "ggml_backend_dev_get_extra_bufts");
     return types ? types(llmaas_cpu_device()) : NULL;
+}
+
+bool llmaas_cpu_multiplies(ggml_backend_buffer_type_t type, const struct ggml_tensor * weight) {
+    struct ggml_backend_buffer buffer  = {.buft = type};
+    struct ggml_tensor         there   = *weight;
+    struct ggml_tensor         x       = {.type = GGML_TYPE_F32, .ne = {weight->ne[0], 4, 1, 1}};
+    struct ggml_tensor         product = {.type = GGML_TYPE_F32, .ne = {weight->ne[1], 4, 1, 1}, .src = {&there, &x}};
+    there.buffer = &buffer;
+    product.op   = weight->ne[2] > 1 ? GGML_OP_MUL_MAT_ID : GGML_OP_MUL_MAT;
+    return ggml_backend_dev_supports_op(llmaas_cpu_device(), &product);
 }
 
 static ggml_backend_buffer_type_t repack_type;

@@ -83,12 +83,19 @@ static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struc
 
 static enum ggml_status compute_rewritten(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
     llmaas_weights_lock(engine->weights);
+    llmaas_stream * stream = llmaas_weights_stream(engine->weights);
+    if (stream) {
+        llmaas_stream_begin(stream, engine->graph);
+    }
     struct ggml_cgraph * graph  = rewrite(engine, level, original);
     enum ggml_status     status = GGML_STATUS_ALLOC_FAILED;
-    if (graph) {
+    if (graph && (!stream || llmaas_stream_start(stream))) {
         const bool is_same = llmaas_graph_is(engine->graph, original);
         status = engine->cpu->iface.graph_compute(&engine->base, is_same ? original : graph);
         status = llmaas_graph_failed(engine->graph) ? GGML_STATUS_FAILED : status;
+    }
+    if (stream) {
+        llmaas_stream_end(stream);
     }
     llmaas_weights_unlock(engine->weights);
     return status;
@@ -119,6 +126,7 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     enum ggml_status status;
     engine->n_graphs++;
     llmaas_cells_reach(&engine->cells);
+    llmaas_room_notice(&engine->room, graph);
     llmaas_narrow_forget(&engine->narrow);
     const bool is_narrowed = engine->is_narrow && llmaas_narrow_read(&engine->narrow, graph);
     if (is_narrowed || engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
@@ -216,6 +224,13 @@ llmaas_status llmaas_engine_release_cells(llmaas_engine * engine) {
     const llmaas_status status = llmaas_cells_release(&engine->cells);
     pthread_mutex_unlock(&engine->lock);
     return status;
+}
+
+uint64_t llmaas_engine_untouched(llmaas_engine * engine) {
+    pthread_mutex_lock(&engine->lock);
+    const uint64_t n_bytes = llmaas_room_untouched(&engine->room);
+    pthread_mutex_unlock(&engine->lock);
+    return n_bytes;
 }
 
 llmaas_status llmaas_engine_land(

@@ -5,6 +5,7 @@
 #include "cells.h"
 #include "graph.h"
 #include "narrow.h"
+#include "room.h"
 #include "taps.h"
 #include "weights.h"
 
@@ -22,6 +23,7 @@ struct llmaas_engine {
     llmaas_taps     taps;
     llmaas_graph *  graph;
     llmaas_cells    cells;
+    llmaas_room     room;
     llmaas_narrow   narrow;
 
     _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed;

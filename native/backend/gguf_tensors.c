@@ -10,7 +10,7 @@ static void describe(const struct gguf_context * gguf, int64_t i, llmaas_tensor_
     memset(info, 0, sizeof *info);
     strncpy(info->name, gguf_get_tensor_name(gguf, i), sizeof info->name - 1);
     info->type    = gguf_get_tensor_type(gguf, i);
-    info->n_rows  = gguf_get_tensor_ne(gguf, i)[1];
+    memcpy(info->ne, gguf_get_tensor_ne(gguf, i), sizeof info->ne);
     info->n_bytes = gguf_get_tensor_size(gguf, i);
     info->offset  = gguf_get_data_offset(gguf) + gguf_get_tensor_offset(gguf, i);
 }

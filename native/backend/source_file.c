@@ -1,96 +1,142 @@
-/* Weights that are nowhere in memory: what a product needs is read from the model file just before it. */
+/* Weights in a file. Memory holds as many of their pieces as it may, the others are read for each graph (stream.h). */
+#include "packed.h"
+#include "stream.h"
 #include "weights.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <unistd.h>
 
-#define PAGE 4096u
-
-struct state {
-    int      fd;
-    uint64_t offset;
+enum {
+    PIECE_BYTES = 2 << 20, /* at most, unless a weight cannot be cut */
+    STEP        = 16,      /* rows that ggml-cpu interleaves at most */
 };
 
-void * llmaas_file_state(int fd, uint64_t offset) {
-    struct state * state = malloc(sizeof *state);
+struct state {
+    llmaas_stream * stream;
+    int             fd;
+    uint64_t        offset;
+    bool            is_packed;
+    struct ggml_tensor as; /* the weight as products take its bytes: its buffer and extra */
+    int64_t         n_rows; /* of a piece; the last may have fewer */
+    size_t          n_pieces;
+    llmaas_piece ** pieces; /* NULL: not loaded, or no memory */
+};
+
+void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed) {
+    struct state * state = calloc(1, sizeof *state);
     if (state) {
-        *state = (struct state) {fd, offset};
+        *state = (struct state) {.stream = stream, .fd = fd, .offset = offset, .is_packed = is_packed};
     }
     return state;
 }
 
+/* Rows of a piece. A stack of matrices (experts) is not cut. */
+static int64_t rows_of_piece(const struct ggml_tensor * tensor) {
+    const int64_t n_rows = PIECE_BYTES / (int64_t) tensor->nb[1] / STEP * STEP;
+    if (ggml_nrows(tensor) > tensor->ne[1] || n_rows >= tensor->ne[1]) {
+        return tensor->ne[1];
+    }
+    return n_rows > STEP ? n_rows : STEP;
+}
+
+/* The bytes are dropped: the file has them. */
 static bool load(llmaas_weight * weight, const void * bytes) {
-    (void) weight, (void) bytes; /* dropped: the file has them */
-    return true;
+    const struct ggml_tensor * tensor = weight->tensor;
+    struct state *             state  = weight->state;
+    state->as       = *tensor;
+    state->as.buffer = NULL; /* plain memory to ggml-cpu */
+    state->as.extra  = NULL;
+    state->is_packed = state->is_packed && llmaas_packed_mark(&state->as);
+    state->n_rows   = rows_of_piece(tensor);
+    state->n_pieces = (size_t) ((tensor->ne[1] + state->n_rows - 1) / state->n_rows);
+    state->pieces   = calloc(state->n_pieces, sizeof *state->pieces);
+    bool ok         = state->pieces != NULL;
+    for (size_t i = 0; ok && i < state->n_pieces; i++) {
+        const size_t begin = i * (size_t) state->n_rows * tensor->nb[1], end = begin + (size_t) state->n_rows * tensor->nb[1];
+        const size_t n_bytes = ggml_nbytes(tensor);
+        state->pieces[i] = llmaas_stream_add(state->stream, &(llmaas_piece) {
+            .fd      = state->fd,
+            .offset  = state->offset + begin,
+            .n_bytes = (i + 1 == state->n_pieces ? n_bytes : end) - begin,
+            .home    = (char *) tensor->data + begin});
+        ok = state->pieces[i] != NULL;
+    }
+    (void) bytes;
+    return ok;
 }
 
 static void unload(llmaas_weight * weight) {
-    free(weight->state);
+    struct state * state = weight->state;
+    free(state->pieces);
+    free(state);
     weight->state = NULL;
 }
 
 static const char * problem(const llmaas_weight * weight) {
-    (void) weight;
+    const struct state * state = weight->state;
+    if (!state->pieces || !state->pieces[state->n_pieces - 1]) {
+        return "could not be cut into pieces: out of memory";
+    }
+    if (state->is_packed && weight->part == &llmaas_part_columns) {
+        return "is repacked in its file, so its columns cannot be cut; claim it in the model file";
+    }
     return NULL;
 }
 
 static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_t * n_columns) {
-    const int64_t block = ggml_blck_size(weight->tensor->type);
+    const struct state * state = weight->state;
+    const int64_t        block = ggml_blck_size(weight->tensor->type);
     *n_columns = (*n_columns + block - 1) / block * block;
-    (void) n_rows;
+    *n_rows    = state->is_packed ? (*n_rows + STEP - 1) / STEP * STEP : *n_rows;
 }
 
-/* Whole pages [begin, end) of the file go to `bytes`. */
-struct fetch {
-    llmaas_graph * graph;
-    int            fd;
-    uint64_t       begin;
-    uint64_t       end;
-    uint64_t       needed; /* the last page may reach beyond the end of the file; what a tensor needs does not */
+/* The product of rows [first, first + n) of the weight. Their bytes are at `bytes`, or there when the step that is appended
+ * before it is done. */
+struct rows {
+    int64_t        first, n, n_columns;
     char *         bytes;
+    llmaas_piece * piece; /* NULL: they are at `bytes` */
 };
 
-static void fetch(void * arg, int ith, int nth) {
-    const struct fetch * fetch   = arg;
-    const uint64_t       n_pages = (fetch->end - fetch->begin) / PAGE;
-    const uint64_t       stop    = fetch->begin + n_pages * (uint64_t) (ith + 1) / (uint64_t) nth * PAGE;
-    uint64_t             at      = fetch->begin + n_pages * (uint64_t) ith / (uint64_t) nth * PAGE;
-    while (at < stop) {
-        const ssize_t n = pread(fetch->fd, fetch->bytes + (at - fetch->begin), stop - at, (off_t) at);
-        if (n > 0) {
-            at += (uint64_t) n;
-        } else if (n == 0 || errno != EINTR) {
-            if (at < fetch->needed) {
-                llmaas_graph_fail(fetch->graph);
-            }
-            return;
-        }
+static bool multiply_rows(
+    const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, const struct rows * rows) {
+    const struct state * state    = weight->state;
+    struct ggml_tensor * part     = llmaas_graph_copy(graph, &state->as);
+    struct ggml_tensor * operands = llmaas_graph_copy(graph, node->src[1]);
+    struct ggml_tensor * product  = llmaas_graph_copy(graph, node);
+    if (!part || !operands || !product) {
+        return false;
     }
+    const bool   is_stack = ggml_nrows(part) > part->ne[1];
+    const size_t n_bytes  = is_stack ? ggml_nbytes(part) : (size_t) rows->n * part->nb[1];
+    part->data   = rows->bytes;
+    part->ne[0] = operands->ne[0] = rows->n_columns; /* strides stay, so the rest of each row is skipped */
+    part->ne[1] = product->ne[0] = rows->n;
+    product->data   = (char *) node->data + (size_t) rows->first * sizeof(float);
+    product->src[0] = part;
+    product->src[1] = operands;
+    const bool is_there = !rows->piece || llmaas_stream_use(state->stream, rows->piece, n_bytes, part);
+    llmaas_graph_append(graph, product);
+    return is_there;
 }
 
+/* Kept pieces that lie side by side are multiplied together. */
 static bool multiply(
     const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
-    const struct ggml_tensor * tensor = weight->tensor;
-    const struct state *       state  = weight->state;
-    /* The rows in use of a matrix lie together; of several matrices (experts), everything is read. */
-    const size_t   n_bytes = tensor->ne[2] == 1 ? (size_t) n_rows * tensor->nb[1] : ggml_nbytes(tensor);
-    const uint64_t begin   = state->offset / PAGE * PAGE;
-    const uint64_t end     = (state->offset + n_bytes + PAGE - 1) / PAGE * PAGE;
-    char *         memory  = llmaas_graph_scratch(graph, 0, end - begin + PAGE);
-    struct ggml_tensor * fetched = llmaas_graph_copy(graph, tensor);
-    if (!memory || !fetched) {
-        return false;
+    const struct state * state = weight->state;
+    for (int64_t first = 0; first < n_rows;) {
+        size_t         i     = (size_t) (first / state->n_rows);
+        llmaas_piece * piece = state->pieces[i];
+        while (piece->is_kept && i + 1 < state->n_pieces && state->pieces[i + 1]->is_kept) {
+            i++;
+        }
+        const int64_t end = ((int64_t) i + 1) * state->n_rows < n_rows ? ((int64_t) i + 1) * state->n_rows : n_rows;
+        const struct rows rows = {first, end - first, n_columns, piece->home, piece->is_kept ? NULL : piece};
+        if (!multiply_rows(weight, graph, node, &rows)) {
+            return false;
+        }
+        first = end;
     }
-    memory += (PAGE - (uintptr_t) memory % PAGE) % PAGE;
-    const struct fetch arg = {graph, state->fd, begin, end, state->offset + n_bytes, memory};
-    if (!llmaas_graph_step(graph, fetch, &arg, sizeof arg)) {
-        return false;
-    }
-    fetched->data   = memory + (state->offset - begin);
-    fetched->buffer = NULL; /* plain memory to ggml-cpu */
-    fetched->extra  = NULL;
-    return llmaas_append_product(graph, fetched, node, n_rows, n_columns);
+    return true;
 }
 
 const llmaas_source_ops llmaas_source_file = {

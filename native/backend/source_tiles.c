@@ -60,21 +60,10 @@ static bool cut(const llmaas_weight * weight, struct state * state) {
     return true;
 }
 
-/* Whether ggml-cpu multiplies with `tile` if it is in a buffer of `type`. */
-static bool multiplies(ggml_backend_buffer_type_t type, const struct ggml_tensor * tile) {
-    struct ggml_backend_buffer buffer  = {.buft = type};
-    struct ggml_tensor         weight  = *tile;
-    struct ggml_tensor         x       = {.type = GGML_TYPE_F32, .ne = {tile->ne[0], 4, 1, 1}};
-    struct ggml_tensor         product = {.type = GGML_TYPE_F32, .ne = {tile->ne[1], 4, 1, 1}, .src = {&weight, &x}};
-    weight.buffer = &buffer;
-    product.op    = tile->ne[2] > 1 ? GGML_OP_MUL_MAT_ID : GGML_OP_MUL_MAT;
-    return ggml_backend_dev_supports_op(llmaas_cpu_device(), &product);
-}
-
 /* The first of ggml-cpu's own buffer types that takes the tile, as llama.cpp's loader chooses; else plain memory. */
 static ggml_backend_buffer_type_t buffer_type(const struct ggml_tensor * tile) {
     for (ggml_backend_buffer_type_t * type = llmaas_cpu_extra_types(); type && *type; type++) {
-        if (multiplies(*type, tile)) {
+        if (llmaas_cpu_multiplies(*type, tile)) {
             return *type;
         }
     }

@@ -28,6 +28,7 @@ struct llmaas_weights {
     bool             own_buffers;
     struct file *    files;
     size_t           n_files;
+    llmaas_stream *  stream;
     char             problem[192];
 };
 
@@ -73,6 +74,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
         }
         free(weights->entries[i]);
     }
+    llmaas_stream_free(weights->stream);
     for (size_t i = 0; i < weights->n_files; i++) {
         close(weights->files[i].fd);
         free(weights->files[i].path);
@@ -236,13 +238,17 @@ static int descriptor(llmaas_weights * weights, const char * path) {
 }
 
 llmaas_status llmaas_weights_claim_file(
-    llmaas_weights * weights, const char * name, const char * path, uint64_t offset) {
+    llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed) {
     pthread_rwlock_wrlock(&weights->lock);
     const int fd = descriptor(weights, path);
+    weights->stream = weights->stream ? weights->stream : llmaas_stream_new();
     pthread_rwlock_unlock(&weights->lock);
-    void * state = fd < 0 ? NULL : llmaas_file_state(fd, offset);
-    if (!state) {
+    if (fd < 0) {
         return LLMAAS_EIO;
+    }
+    void * state = weights->stream ? llmaas_file_state(weights->stream, fd, offset, is_packed) : NULL;
+    if (!state) {
+        return LLMAAS_ESPACE;
     }
     const llmaas_status status = claim_source(weights, name, &llmaas_source_file, state);
     if (status != LLMAAS_OK) {
@@ -254,6 +260,23 @@ llmaas_status llmaas_weights_claim_file(
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
     const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
     return weights->own_buffers || (level >= 0 && (weights->narrow_levels >> bit & 1));
+}
+
+llmaas_stream * llmaas_weights_stream(const llmaas_weights * weights) { return weights->stream; }
+
+llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena) {
+    if (!weights->stream) {
+        return LLMAAS_EINVAL;
+    }
+    llmaas_stream_set_memory(weights->stream, n_kept, n_arena);
+    return LLMAAS_OK;
+}
+
+void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats) {
+    *stats = (llmaas_stream_stats) {0};
+    if (weights && weights->stream) {
+        llmaas_stream_read_stats(weights->stream, stats);
+    }
 }
 
 bool llmaas_weights_own_buffers(const llmaas_weights * weights) { return weights->own_buffers; }

@@ -7,6 +7,7 @@
 
 #include "graph.h"
 #include "llmaas/engine.h"
+#include "stream.h"
 
 #define LLMAAS_MAX_LEVELS 64
 
@@ -41,8 +42,8 @@ extern const llmaas_source_ops llmaas_source_in_place;
 extern const llmaas_source_ops llmaas_source_tiles;
 extern const llmaas_source_ops llmaas_source_file;
 
-/* State of a weight whose bytes are at `offset` of fd, which stays open longer than it. NULL: memory. */
-void * llmaas_file_state(int fd, uint64_t offset);
+/* State of a weight whose bytes are at `offset` of fd and come through `stream`; both live longer. NULL: memory. */
+void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed);
 
 struct llmaas_weight {
     char                       name[GGML_MAX_NAME];
@@ -59,6 +60,9 @@ struct llmaas_weight {
 };
 
 llmaas_weights * llmaas_weights_retain(llmaas_weights * weights);
+
+/* What its weights in files are read through; NULL: there are none. */
+llmaas_stream * llmaas_weights_stream(const llmaas_weights * weights);
 
 /* Whether graphs must be rewritten at this level. */
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level);

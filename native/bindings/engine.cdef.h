@@ -8,7 +8,7 @@ typedef struct llmaas_states llmaas_states;
 typedef struct llmaas_tensor_info {
     char name[64];
     int32_t type;
-    int64_t n_rows;
+    int64_t ne[3];
     uint64_t offset;
     uint64_t n_bytes;
 } llmaas_tensor_info;
@@ -42,7 +42,15 @@ void llmaas_gguf_tensors_free(llmaas_tensor_info * infos);
 int llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, int axis, const int64_t * extents, uint32_t n_levels);
 int llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
-int llmaas_weights_claim_file(llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
+int llmaas_weights_claim_file(llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed);
+int llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * packed);
+uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
+int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
+typedef struct llmaas_stream_stats {
+    uint64_t n_bytes, n_kept, n_arena, n_read, n_wasted, stalled_ns;
+} llmaas_stream_stats;
+void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
+uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
 void * llmaas_buffer_type(void);
 void llmaas_load_begin(llmaas_weights * weights);

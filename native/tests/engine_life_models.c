@@ -27,7 +27,7 @@ static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overr
         CHECK(llmaas_weights_claim_tiles(m->weights, info->name) == LLMAAS_OK);
     }
     if (m->claims & FROM_FILE) {
-        CHECK(llmaas_weights_claim_file(m->weights, info->name, m->path, info->offset) == LLMAAS_OK);
+        CHECK(llmaas_weights_claim_file(m->weights, info->name, m->path, info->offset, false) == LLMAAS_OK);
     }
     if (m->claims & (TILES | FROM_FILE)) {
         CHECK(*n_overrides < MAX_CLAIMED);

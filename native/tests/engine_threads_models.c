@@ -50,7 +50,7 @@ static void claim(model * m, const struct ggml_tensor * tensor, bool is_input, i
     if (m->kind == ON_DISK) {
         uint8_t * bytes = weight_bytes(tensor);
         CHECK(write(fd, bytes, ggml_nbytes(tensor)) == (ssize_t) ggml_nbytes(tensor));
-        CHECK(llmaas_weights_claim_file(m->weights, tensor->name, m->path, *offset) == LLMAAS_OK);
+        CHECK(llmaas_weights_claim_file(m->weights, tensor->name, m->path, *offset, false) == LLMAAS_OK);
         *offset += ggml_nbytes(tensor);
         free(bytes);
     }

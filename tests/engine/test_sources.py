@@ -140,8 +140,12 @@ def test_a_file_that_is_cut_off_fails_the_batch(family, tmp_path):
     with native(plugin=plugin), opened(path, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE) as ctx:
         expected = evaluate(ctx)
         os.truncate(path, last.data_offset)
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
-        assert decode(ctx, range(10, 20), 0) != 0
+        statuses = []
+        for _ in range(2):  # the first finds what was read ahead
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+            statuses.append(decode(ctx, range(10, 20), 0))
+        assert statuses[0] == 0
+        assert statuses[1] != 0
         shutil.copyfile(family("llama", "Q8_0"), path)
         assert path.stat().st_size == whole
         assert np.array_equal(evaluate(ctx), expected)

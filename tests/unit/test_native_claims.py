@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from llmaas_hooks import ConfigError, PluginError, WeightClaim
+from llmaas_hooks import ConfigError, PluginError, TensorInfo, WeightClaim
 from llmaas_patches.native.claims import Place, overrides, resolve, split_paths
 
 NAMES = [f"blk.{i}.{part}.weight" for i in range(12) for part in ("ffn_up", "ffn_up_exps")]
 ENDS = ["token_embd.weight", "output.weight"]
-PLACES = {name: Place("model.gguf", 0, is_matrix=True) for name in NAMES + ENDS}
+PLACES = {name: Place("model.gguf", 0, TensorInfo(0, (64, 64, 1), 16384, 0)) for name in NAMES + ENDS}
 UP = r"blk\.\d+\.ffn_up\.weight"
 
 
@@ -26,7 +26,7 @@ def test_a_pattern_means_whole_names():
 
 
 def test_a_vector_is_not_multiplied_with():
-    places = PLACES | {"blk.0.ffn_norm.weight": Place("model.gguf", 0, is_matrix=False)}
+    places = PLACES | {"blk.0.ffn_norm.weight": Place("model.gguf", 0, TensorInfo(0, (64, 1, 1), 256, 0))}
     claimed, wrong = resolve([("one", WeightClaim(r"blk\.0\.ffn_.*", rows=(8,)))], places)
     assert claimed == {}
     assert "blk.0.ffn_norm.weight is a vector" in str(wrong[0])
@@ -39,14 +39,14 @@ def test_each_property_has_its_owner():
     assert {len(claimed), len(wrong)} == {12, 0}
     each = claimed["blk.11.ffn_up.weight"]
     assert each.part == ("first", rows)
-    assert each.source == ("second", "file")
+    assert (each.source[0], each.source[1].source) == ("second", "file")
     assert each.owner == "second"
 
 
 def test_one_claim_may_have_both():
     claim = WeightClaim("output.*", source="tiles", columns=(32,))
     claimed, _ = found(claim)
-    assert claimed["output.weight"].source == ("one", "tiles")
+    assert claimed["output.weight"].source[1].source == "tiles"
     assert claimed["output.weight"].part == ("one", claim)
 
 

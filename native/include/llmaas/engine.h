@@ -23,7 +23,7 @@ LLMAAS_API void             llmaas_weights_release(llmaas_weights * weights);
 typedef struct llmaas_tensor_info {
     char     name[64];
     int32_t  type; /* enum ggml_type */
-    int64_t  n_rows; /* of a matrix; 1: a vector */
+    int64_t  ne[3]; /* columns, rows (1: a vector), matrices */
     uint64_t offset; /* of its bytes in the file */
     uint64_t n_bytes;
 } llmaas_tensor_info;
@@ -40,12 +40,27 @@ LLMAAS_API llmaas_status llmaas_weights_claim_part(
 
 /* Claim where a weight's bytes are, before the model is loaded. Such a weight must be loaded into
  * llmaas_buffer_type(). EINVAL: the source is claimed already.
- * EIO: `path` cannot be opened (errno).
+ * EIO: `path` cannot be opened (errno). ESPACE: out of memory.
  * tiles: own copies in ggml-cpu's fastest layout, cut at the columns of the claimed part.
- * file: nowhere in memory; read from `path` at `offset` each time it is used. */
+ * file: in memory as far as llmaas_weights_set_memory() allows; the rest is read from `path` at `offset` for each graph,
+ * ahead of its use. is_packed: the bytes there are what llmaas_repack() makes of the weight's, if it takes the weight. */
 LLMAAS_API llmaas_status llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
 LLMAAS_API llmaas_status llmaas_weights_claim_file(
-    llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
+    llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed);
+
+/* How much memory the weights in files take, from the next graph on: bytes of what is kept, 0 at first, and of the arena that
+ * the rest is read to, at least two of the pieces it is read in. EINVAL: none is in a file. */
+LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
+
+typedef struct llmaas_stream_stats {
+    uint64_t n_bytes;         /* of the weights */
+    uint64_t n_kept, n_arena; /* of memory */
+    uint64_t n_read;          /* bytes so far */
+    uint64_t n_wasted;        /* of them, read ahead in vain */
+    uint64_t stalled_ns;      /* that graphs waited for reads */
+} llmaas_stream_stats;
+/* All 0: no weights are in files, or `weights` is NULL. */
+LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
 
 /* What keeps a claim from being met: a weight's name and why, as one sentence that is valid until the next call; NULL:
  * nothing. is_created: a context was created, so what its graphs multiply is known, too. A context of a model that has a
@@ -54,6 +69,13 @@ LLMAAS_API const char * llmaas_weights_problem(llmaas_weights * weights, bool is
 
 /* The ggml_backend_buffer_type_t for llama_model_tensor_buft_override. */
 LLMAAS_API void * llmaas_buffer_type(void);
+
+/* ggml-cpu's repacked layout on this processor. ne: columns, rows, matrices. */
+
+/* Repack a weight's bytes, as many as they are. EUNSUPPORTED: ggml-cpu leaves such a weight as it is. EINVAL: there is none. */
+LLMAAS_API llmaas_status llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * packed);
+/* A number that differs where the layout does; 0: such a weight is not repacked. */
+LLMAAS_API uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 
 /* -- around libllama's calls, on the thread that makes them ------------------------------------------------------ */
 
@@ -112,6 +134,9 @@ typedef size_t (* llmaas_set_data)(void * ctx, const uint8_t * blob, size_t n_by
 LLMAAS_API llmaas_status llmaas_engine_land(
     llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
     llmaas_landing * landings, uint32_t n_landings);
+
+/* Memory for what its graphs compute that was reserved, but not written to yet: bytes that the process still grows by. */
+LLMAAS_API uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 
 /* How many engines exist, and whether the backend is registered with ggml now. */
 LLMAAS_API uint32_t llmaas_engine_count(void);

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import ConfigError, PluginError, WeightClaim
+from llmaas_hooks import ConfigError, PluginError, TensorInfo, WeightClaim
 from llmaas_patches.native.library import Library
 
 __all__ = [
@@ -29,18 +29,18 @@ _MAX_LEVELS = 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is: the file, the offset of its bytes in it, and whether it is a matrix."""
+    """Where a tensor is: the file, the offset of its bytes in it, and what it is."""
 
     path: str
     offset: int
-    is_matrix: bool
+    info: TensorInfo
 
 
 @dataclass(slots=True)
 class Resolved:
     """What is claimed of one tensor: each property, and whose it is."""
 
-    source: tuple[str, str] | None = None
+    source: tuple[str, WeightClaim] | None = None
     part: tuple[str, WeightClaim] | None = None
 
     @property
@@ -61,10 +61,16 @@ def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:
         for i in range(n[0]):
             info = infos[0][i]
             places[ffi.string(info.name).decode(errors="replace")] = Place(
-                path, int(info.offset), int(info.n_rows) > 1
+                path, int(info.offset), _info(library, info)
             )
         lib.llmaas_gguf_tensors_free(infos[0])
     return places
+
+
+def _info(library: Library, info: Any) -> TensorInfo:
+    shape = (int(info.ne[0]), int(info.ne[1]), int(info.ne[2]))
+    layout = int(library.lib.llmaas_repack_layout(info.type, info.ne))
+    return TensorInfo(int(info.type), shape, int(info.n_bytes), layout)
 
 
 def resolve(
@@ -108,7 +114,7 @@ def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
     matched = [name for name in places if pattern.fullmatch(name)]
     if not matched:
         raise ConfigError(f"{claim.pattern!r} matches no tensor of the model")
-    vectors = [name for name in matched if not places[name].is_matrix]
+    vectors = [name for name in matched if not places[name].info.is_matrix]
     if vectors:
         raise ConfigError(f"{vectors[0]} is a vector; only what is multiplied with can be claimed")
     looked_up = [name for name in matched if claim.source and name.startswith("token_embd.")]
@@ -121,7 +127,7 @@ def _claim(of: Resolved, plugin: str, claim: WeightClaim, name: str) -> None:
     if claim.source:
         if of.source:
             raise _conflict("source", name, of.source[0], plugin)
-        of.source = plugin, claim.source
+        of.source = plugin, claim
     if claim.rows or claim.columns:
         if of.part:
             raise _conflict("part", name, of.part[0], plugin)
@@ -143,22 +149,37 @@ def fill_table(
     """Enter the claims in a weight table.
 
     Raises:
-        OSError: A model file cannot be opened.
+        OSError: A file cannot be opened.
+        ConfigError: A file has other weights than the model.
     """
     ffi, lib = library
+    others: dict[str, dict[str, Place]] = {}
     for name, claimed in found.items():
         key = name.encode()
         if claimed.part:
             claim = claimed.part[1]
             extents = ffi.new("int64_t[]", list(claim.rows or claim.columns))
             lib.llmaas_weights_claim_part(table, key, int(not claim.rows), extents, len(extents))
-        if claimed.source and claimed.source[1] == "tiles":
+        if claimed.source and claimed.source[1].source == "tiles":
             lib.llmaas_weights_claim_tiles(table, key)
         elif claimed.source:
-            place = places[name]
-            path = os.fsencode(place.path)
-            if lib.llmaas_weights_claim_file(table, key, path, place.offset) != 0:
+            path, place = claimed.source[1].path, places[name]
+            if path is not None:
+                others[path] = others.get(path) or tensor_places(library, [path])
+                place = _same(name, place, others[path].get(name), path)
+            file = os.fsencode(place.path)
+            if lib.llmaas_weights_claim_file(table, key, file, place.offset, path is not None) != 0:
                 raise OSError(f"{place.path} cannot be opened to read {name} from it")
+
+
+def _same(name: str, source: Place, found: Place | None, path: str) -> Place:
+    if found is None or found.info != source.info:
+        what = "none" if found is None else f"type {found.info.type}, shape {found.info.shape}"
+        raise ConfigError(
+            f"{path} is not of this model: found {what} for {name}, expected type "
+            f"{source.info.type}, shape {source.info.shape}"
+        )
+    return found
 
 
 def overrides(names: Iterable[str]) -> list[str]:

@@ -196,6 +196,33 @@ class Cells:
             return self._library.lib.llmaas_engine_cells(engine)
 
 
+class Weights:
+    """Memory of a model's weights that are in files."""
+
+    def __init__(self, context: Context, library: Library) -> None:
+        """Attach to the model of ``context``."""
+        self._context, self._library = context, library
+
+    def set_memory(self, kept: int, arena: int) -> None:
+        """Change it."""
+        with self._context._alive():
+            self._library.lib.llmaas_weights_set_memory(self._context._table, kept, arena)
+
+    def stats(self) -> dict[str, int]:
+        """What it is, and what was read."""
+        stats = self._library.ffi.new("llmaas_stream_stats *")
+        with self._context._alive():
+            self._library.lib.llmaas_weights_read_stats(self._context._table, stats)
+        return {
+            "bytes": stats.n_bytes,
+            "kept_bytes": stats.n_kept,
+            "arena_bytes": stats.n_arena,
+            "read_bytes": stats.n_read,
+            "wasted_bytes": stats.n_wasted,
+            "stalled_ns": stats.stalled_ns,
+        }
+
+
 def _made(ffi: Any, made: Any) -> Any:
     if made == ffi.NULL:
         raise MemoryError("no memory for what a tap keeps")
@@ -210,9 +237,12 @@ class Context:
         model: Address of the ``llama_model``.
     """
 
-    def __init__(self, library: Library, engine: Any, ctx: int, model: int) -> None:
-        """Attach to ``engine``, which lives as long as the context."""
+    def __init__(
+        self, library: Library, engine: Any, ctx: int, model: int, table: Any
+    ) -> None:
+        """Attach to ``engine``, which lives as long as the context; ``table``: of its model."""
         self.ctx, self.model = ctx, model
+        self._table = table
         self._library = library
         self._engine: Any | None = engine
         self._taps: set[Tap] = set()
@@ -257,6 +287,15 @@ class Context:
     def cells(self) -> Cells:
         """Memory of the KV cells."""
         return Cells(self, self._library)
+
+    def file_weights(self) -> Weights:
+        """Memory of the model's weights that are in files."""
+        return Weights(self, self._library)
+
+    def untouched_bytes(self) -> int:
+        """Memory of graphs that was never written to."""
+        with self._alive() as engine:
+            return int(self._library.lib.llmaas_engine_untouched(engine))
 
     def subscribe(self, tap: Any) -> Tap:
         """Subscribe the ``llmaas_tap`` at address ``tap``."""

@@ -126,11 +126,13 @@ class NativeHost:
             self._lib.llmaas_load_end()
 
     def _claimed(self, load: ModelLoad, paths: list[str]) -> _Model | None:
-        claims = self._hooks.weights(load)
-        if not claims:
+        if not self._hooks.listens(HOOK):
             return None
         places = tensor_places(self._library, paths)
         if not places:
+            return None
+        claims = self._hooks.weights(load, {name: at.info for name, at in places.items()})
+        if not claims:
             return None
         claimed, wrong = resolve(claims, places)
         for error in wrong:
@@ -201,7 +203,9 @@ class NativeHost:
             ctx, engine = self._creating(self._ffi.NULL, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
             with self._lock:
-                self._contexts[int(ctx)] = Context(self._library, engine, int(ctx), model)
+                self._contexts[int(ctx)] = Context(
+                    self._library, engine, int(ctx), model, table
+                )
         return ctx
 
     def opened(self, ctx: int) -> None:

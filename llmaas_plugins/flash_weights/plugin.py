@@ -1,0 +1,203 @@
+"""The hooks: which models are streamed, and how much of them stays in memory."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import (
+    BudgetError,
+    ConfigError,
+    DecodeStep,
+    FileWeights,
+    ModelLoad,
+    NativeContext,
+    TensorInfo,
+    WeightClaim,
+    hookimpl,
+)
+from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.memory import available_bytes, resident_bytes
+from llmaas_plugins.flash_weights.packed import can_be_streamed, packed_path, packed_problem
+
+__all__ = ["FlashWeights"]
+
+_log = logging.getLogger("llmaas.flash_weights")
+
+_SHARE = 0.9
+"""Of what could be had: the rest is for whoever else wants memory."""
+_SPARE = 16 << 20
+"""For what grows beside weights: the app's own objects, a batch's logits."""
+_STEP = 8 << 20
+"""Smaller changes of what is kept are not worth the reading."""
+_OUTSIDE = 128 << 20
+"""A process around a model whose weights all fit: the interpreter, libraries, a short context."""
+_EVERY_S = 0.25
+
+
+@dataclass(slots=True)
+class _Model:
+    """A streamed model: its memory, its contexts, and when both were last looked at."""
+
+    weights: FileWeights
+    contexts: dict[int, NativeContext] = field(default_factory=dict)
+    kept: int = 0
+    looked_at: float = 0.0
+
+
+class FlashWeights:
+    """Streams the weights that the memory budget has no room for."""
+
+    Config: ClassVar[type[FlashWeightsConfig]] = FlashWeightsConfig
+
+    def __init__(self, config: FlashWeightsConfig) -> None:
+        """Claim nothing yet."""
+        self._config = config
+        self._budget = config.memory_budget
+        self._lock = threading.RLock()
+        self._models: dict[int, _Model] = {}
+        self._left_alone: dict[str, str] = {}
+
+    def set_memory_budget(self, n_bytes: int | None) -> None:
+        """Change the memory of the whole process; it holds from the next batch on.
+
+        Args:
+            n_bytes: As ``memory_budget`` of the configuration; ``None`` follows the system.
+
+        Raises:
+            BudgetError: Less than the process needs beside the weights. Nothing was changed.
+        """
+        with self._lock:
+            budget = self._budget_of(n_bytes)
+            for model in self._models.values():
+                self._room(model, budget)
+            self._budget = n_bytes
+            for model in self._models.values():
+                self._adapt(model)
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    @hookimpl
+    def llmaas_weights(
+        self, load: ModelLoad, tensors: Mapping[str, TensorInfo]
+    ) -> list[WeightClaim]:
+        """Claim all matrices of a model that does not fit."""
+        n_bytes = sum(info.n_bytes for info in tensors.values())
+        budget = self._budget_of(self._budget)
+        if resident_bytes() + n_bytes + _OUTSIDE <= budget:
+            self._left_alone[load.path] = (
+                f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it runs as without us"
+            )
+            return []
+        names = [name for name, info in tensors.items() if can_be_streamed(name, info)]
+        packed = self._packed(load.path, tensors)
+        if packed is None:  # what is in memory is what the file has, so nothing else is repacked
+            load.params.use_extra_bufts = False
+        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
+        pattern = "|".join(map(re.escape, names))
+        return [WeightClaim(pattern, source="file", path=packed)] if names else []
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Give a streamed model its arena; what is kept is decided after its first batch."""
+        weights = context.file_weights()
+        if weights.stats()["bytes"] == 0:
+            return
+        with self._lock:
+            model = self._models.setdefault(context.model, _Model(weights))
+            model.weights = weights
+            model.contexts[context.ctx] = context
+            weights.set_memory(model.kept, self._config.arena)
+            self._room(model, self._budget_of(self._budget))
+
+    @hookimpl
+    def llmaas_decode(self, step: DecodeStep) -> None:
+        """See what memory is left."""
+        with self._lock:
+            for model in self._models.values():
+                if step.ctx in model.contexts and time.monotonic() - model.looked_at > _EVERY_S:
+                    self._adapt(model)
+
+    @hookimpl
+    def llmaas_context_free(self, ctx: int) -> None:
+        """Let go of it."""
+        with self._lock:
+            for address, model in list(self._models.items()):
+                model.contexts.pop(ctx, None)
+                if not model.contexts:
+                    del self._models[address]
+                else:
+                    model.weights = next(iter(model.contexts.values())).file_weights()
+
+    @hookimpl
+    def llmaas_status(self) -> dict[str, Any]:
+        """Mode, memory, and what was read."""
+        with self._lock:
+            models = [model.weights.stats() for model in self._models.values()]
+            budget = self._budget_of(self._budget)
+            return {
+                "mode": "exact" if models else "off",
+                "memory_budget": budget,
+                "resident_bytes": resident_bytes(),
+                "models": models,
+                "left_alone": self._left_alone,
+            }
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def _budget_of(self, wanted: int | None) -> int:
+        return int(_SHARE * available_bytes()) if wanted is None else int(wanted)
+
+    def _adapt(self, model: _Model) -> None:
+        """Keep as many weights as there is room for."""
+        room = self._room(model, self._budget_of(self._budget))
+        model.looked_at = time.monotonic()
+        is_whole = room >= model.weights.stats()["bytes"] > model.kept
+        if room < model.kept or room - model.kept >= _STEP or is_whole:
+            model.kept = room
+            model.weights.set_memory(room, self._config.arena)
+
+    def _room(self, model: _Model, budget: int) -> int:
+        """Bytes of weights that fit beside everything else.
+
+        Raises:
+            BudgetError: None do, and the arena does not either.
+        """
+        stats = model.weights.stats()
+        others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] + _SPARE
+        others += sum(context.untouched_bytes() for context in model.contexts.values())
+        room = budget - others - self._config.arena
+        if room < 0:
+            least = -(-(others + self._config.arena) // (1 << 20))
+            raise BudgetError(
+                f"memory_budget is {budget >> 20} MiB, but without any weights this process takes "
+                f"{others >> 20} MiB, and {self._config.arena >> 20} MiB to stream them through; "
+                f"expected {least} MiB or more. A shorter n_ctx or a smaller n_batch takes less."
+            )
+        return room
+
+    def _packed(self, model: str, tensors: Mapping[str, TensorInfo]) -> str | None:
+        """A model's packed file; None without one: llama.cpp's faster kernels are lost then."""
+        path = packed_path(model)
+        if not path.exists():
+            _log.warning(
+                "%s is streamed from its own file, which is slower to compute with; "
+                "`llmaas flash pack %s` makes a faster one",
+                model,
+                model,
+            )
+            return None
+        problem = packed_problem(path, model, tensors)
+        if problem is not None:
+            raise ConfigError(
+                f"{path} cannot be used: {problem}. Run `llmaas flash pack {model}` again, or "
+                "remove it."
+            )
+        return str(path)

@@ -1,0 +1,21 @@
+/* The memory that a context's graphs compute in: llama.cpp reserves it for the largest graph, the system gives it as it is
+ * written to. */
+#ifndef LLMAAS_ROOM_H
+#define LLMAAS_ROOM_H
+
+#include "abi.h"
+
+enum { LLMAAS_ROOM_BUFFERS = 4 };
+
+typedef struct llmaas_room {
+    ggml_backend_buffer_t buffers[LLMAAS_ROOM_BUFFERS]; /* of the last graph; only to be compared */
+    uintptr_t             begins[LLMAAS_ROOM_BUFFERS], ends[LLMAAS_ROOM_BUFFERS];
+    int                   n_buffers;
+} llmaas_room;
+
+/* A graph is about to be computed. */
+void llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph);
+/* Bytes of what the last graph computed in that nothing was ever written to. */
+uint64_t llmaas_room_untouched(const llmaas_room * room);
+
+#endif

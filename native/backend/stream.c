@@ -1,0 +1,424 @@
+#include "stream.h"
+
+#include "llmaas/io.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#define PAGE      4096u
+#define HUGE_PAGE (2u << 20)
+
+enum {
+    READ_BYTES = 1 << 20,
+    DEPTH      = 16,
+    MAX_LOADS  = 256, /* pieces in the arena */
+};
+
+/* What a graph uses. */
+typedef struct use {
+    llmaas_piece * piece;
+    size_t         n_bytes;
+} use;
+
+/* A piece in the arena, or on its way to it. */
+typedef struct load {
+    use              of;
+    size_t           at; /* in the arena */
+    size_t           n_room;
+    llmaas_io_read * reads;
+    uint32_t         n_reads, n_started, n_capacity;
+} load;
+
+struct llmaas_stream {
+    pthread_mutex_t lock;
+    llmaas_io *     io;
+    llmaas_graph *  graph; /* being computed */
+
+    llmaas_piece ** pieces;
+    size_t          n_pieces, pieces_capacity;
+    size_t          n_turns; /* pieces that some graph has used */
+    uint64_t        n_kept_max, n_arena_min;
+    bool            is_stale; /* which pieces are wanted must be found out again */
+
+    char * arena;
+    size_t n_arena, n_widest; /* bytes; those of the longest piece that was used */
+    load   loads[MAX_LOADS]; /* in order of use; a ring */
+    size_t first, n_loads;
+
+    use *  plan; /* of the graph */
+    size_t n_plan, plan_capacity;
+    size_t n_used;   /* of the plan, those that are no longer needed */
+    size_t n_loaded; /* those whose loads were made */
+    size_t n_ahead;  /* those whose loads were made for the next graph, or are not to be */
+
+    llmaas_stream_stats stats;
+};
+
+/* -- life -------------------------------------------------------------------------------------------------------- */
+
+llmaas_stream * llmaas_stream_new(void) {
+    llmaas_stream * stream = calloc(1, sizeof *stream);
+    if (!stream || pthread_mutex_init(&stream->lock, NULL) != 0) {
+        free(stream);
+        return NULL;
+    }
+    if (llmaas_io_open(LLMAAS_IO_BEST, DEPTH, &stream->io) != LLMAAS_OK) {
+        pthread_mutex_destroy(&stream->lock);
+        free(stream);
+        return NULL;
+    }
+    return stream;
+}
+
+void llmaas_stream_free(llmaas_stream * stream) {
+    if (!stream) {
+        return;
+    }
+    llmaas_io_close(stream->io);
+    free(stream->arena);
+    for (size_t i = 0; i < MAX_LOADS; i++) {
+        free(stream->loads[i].reads);
+    }
+    for (size_t i = 0; i < stream->n_pieces; i++) {
+        free(stream->pieces[i]);
+    }
+    free(stream->pieces);
+    free(stream->plan);
+    pthread_mutex_destroy(&stream->lock);
+    free(stream);
+}
+
+/* Room for one element more; false: memory. */
+static bool grow(void ** array, size_t n, size_t * capacity, size_t size) {
+    if (n < *capacity) {
+        return true;
+    }
+    const size_t wider = *capacity ? 2 * *capacity : 256;
+    void *       moved = realloc(*array, wider * size);
+    if (moved) {
+        *array    = moved;
+        *capacity = wider;
+    }
+    return moved != NULL;
+}
+
+llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * piece) {
+    llmaas_piece * added = malloc(sizeof *added);
+    if (!added || !grow((void **) &stream->pieces, stream->n_pieces, &stream->pieces_capacity, sizeof *stream->pieces)) {
+        free(added);
+        return NULL;
+    }
+    *added      = *piece;
+    added->turn = -1;
+    stream->stats.n_bytes += piece->n_bytes;
+    return stream->pieces[stream->n_pieces++] = added;
+}
+
+void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
+    pthread_mutex_lock(&stream->lock);
+    stream->n_kept_max  = n_kept;
+    stream->n_arena_min = n_arena;
+    stream->is_stale    = true;
+    pthread_mutex_unlock(&stream->lock);
+}
+
+void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats) {
+    pthread_mutex_lock(&stream->lock);
+    *stats         = stream->stats;
+    stats->n_arena = stream->n_arena;
+    pthread_mutex_unlock(&stream->lock);
+}
+
+/* -- what is kept ------------------------------------------------------------------------------------------------ */
+
+static int by_turn(const void * a, const void * b) {
+    const llmaas_piece * x = *(llmaas_piece * const *) a, * y = *(llmaas_piece * const *) b;
+    return (x->turn > y->turn) - (x->turn < y->turn);
+}
+
+/* Pieces that no graph has used come first, and are not wanted. */
+static void choose_wanted(llmaas_stream * stream) {
+    uint64_t n_bytes = 0;
+    qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_turn);
+    for (size_t i = 0; i < stream->n_pieces; i++) {
+        llmaas_piece * piece = stream->pieces[i];
+        n_bytes += piece->turn < 0 ? 0 : piece->n_bytes;
+        piece->is_wanted = piece->turn >= 0 && n_bytes <= stream->n_kept_max;
+    }
+    stream->is_stale = false;
+}
+
+static void drop(llmaas_stream * stream, llmaas_piece * piece) {
+    const uintptr_t begin = ((uintptr_t) piece->home + PAGE - 1) / PAGE * PAGE;
+    const uintptr_t end   = ((uintptr_t) piece->home + piece->n_bytes) / PAGE * PAGE;
+    if (end > begin) {
+        madvise((void *) begin, end - begin, MADV_DONTNEED);
+    }
+    piece->is_kept = false;
+    stream->stats.n_kept -= piece->n_bytes;
+}
+
+static void drop_unwanted(llmaas_stream * stream) {
+    for (size_t i = 0; i < stream->n_pieces; i++) {
+        if (stream->pieces[i]->is_kept && !stream->pieces[i]->is_wanted) {
+            drop(stream, stream->pieces[i]);
+        }
+    }
+}
+
+static void keep(llmaas_stream * stream, llmaas_piece * piece, const char * bytes) {
+    memcpy(piece->home, bytes, piece->n_bytes);
+    piece->is_kept = true;
+    stream->stats.n_kept += piece->n_bytes;
+}
+
+/* -- the arena --------------------------------------------------------------------------------------------------- */
+
+static load * load_at(llmaas_stream * stream, size_t i) { return &stream->loads[(stream->first + i) % MAX_LOADS]; }
+
+/* Where a piece's bytes are. Whole pages are read, so they start as far into a page as in the file. */
+static char * bytes_of(const llmaas_stream * stream, const load * l) {
+    return stream->arena + l->at + l->of.piece->offset % PAGE;
+}
+
+static size_t room_for(const use * of) { return (of->piece->offset % PAGE + of->n_bytes + PAGE - 1) / PAGE * PAGE; }
+
+/* Find n bytes behind the last load; false: the first ones are in the way. */
+static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
+    if (stream->n_loads == 0) {
+        *at = 0;
+        return n <= stream->n_arena;
+    }
+    const load * last = load_at(stream, stream->n_loads - 1);
+    const size_t begin = load_at(stream, 0)->at, end = last->at + last->n_room;
+    if (last->at < begin) { /* it went back to the front before */
+        *at = end;
+        return n <= begin - end;
+    }
+    *at = n <= stream->n_arena - end ? end : 0;
+    return *at == end || n <= begin;
+}
+
+static bool set_reads(llmaas_stream * stream, load * l) {
+    const uint64_t begin = l->of.piece->offset / PAGE * PAGE, needed = l->of.piece->offset + l->of.n_bytes - begin;
+    const uint32_t n_reads = (uint32_t) ((l->n_room + READ_BYTES - 1) / READ_BYTES);
+    if (n_reads > l->n_capacity) {
+        llmaas_io_read * reads = realloc(l->reads, n_reads * sizeof *reads);
+        if (!reads) {
+            return false;
+        }
+        l->reads      = reads;
+        l->n_capacity = n_reads;
+    }
+    l->n_reads   = n_reads;
+    l->n_started = 0;
+    for (uint32_t i = 0; i < n_reads; i++) {
+        const uint64_t from = (uint64_t) i * READ_BYTES, left = l->n_room - from, left_needed = needed - from;
+        l->reads[i] = (llmaas_io_read) {
+            .fd       = l->of.piece->fd,
+            .offset   = begin + from,
+            .n_bytes  = (uint32_t) (left < READ_BYTES ? left : READ_BYTES),
+            .n_needed = (uint32_t) (left_needed < READ_BYTES ? left_needed : READ_BYTES),
+            .buffer   = stream->arena + l->at + from};
+    }
+    return true;
+}
+
+/* A load of what is used next after all loads there are: later in this graph, or in the one after it. NULL: no room. */
+static load * next_load(llmaas_stream * stream) {
+    while (stream->n_loaded == stream->n_plan && stream->n_ahead < stream->n_plan &&
+           stream->plan[stream->n_ahead].piece->is_wanted) {
+        stream->n_ahead++; /* kept by then */
+    }
+    const bool is_ahead = stream->n_loaded == stream->n_plan;
+    if ((is_ahead && stream->n_ahead == stream->n_plan) || stream->n_loads == MAX_LOADS) {
+        return NULL;
+    }
+    const use of = stream->plan[is_ahead ? stream->n_ahead : stream->n_loaded];
+    load *    l  = load_at(stream, stream->n_loads);
+    size_t    at;
+    if (!find_room(stream, room_for(&of), &at)) {
+        return NULL;
+    }
+    l->of     = of;
+    l->at     = at;
+    l->n_room = room_for(&of);
+    if (!set_reads(stream, l)) {
+        return NULL;
+    }
+    stream->n_loads++;
+    *(is_ahead ? &stream->n_ahead : &stream->n_loaded) += 1;
+    return l;
+}
+
+/* Have as much read as there is room for. */
+static void pump(llmaas_stream * stream) {
+    load * l = stream->n_loads ? load_at(stream, stream->n_loads - 1) : NULL;
+    l        = l && l->n_started < l->n_reads ? l : next_load(stream);
+    for (; l; l = next_load(stream)) {
+        for (; l->n_started < l->n_reads && llmaas_io_room(stream->io) > 0; l->n_started++) {
+            llmaas_io_start(stream->io, &l->reads[l->n_started]);
+            stream->stats.n_read += l->reads[l->n_started].n_bytes;
+        }
+        if (l->n_started < l->n_reads) {
+            break;
+        }
+    }
+    llmaas_io_poll(stream->io);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
+}
+
+/* Wait for the first load; false: a read failed. If it is not all started yet, no other is. */
+static bool await(llmaas_stream * stream, load * l) {
+    const uint64_t started = now_ns();
+    bool           is_ok   = true;
+    for (uint32_t i = 0; i < l->n_reads; i++) {
+        llmaas_io_wait(stream->io, &l->reads[i]);
+        is_ok = is_ok && l->reads[i].error == 0;
+        pump(stream);
+    }
+    stream->stats.stalled_ns += now_ns() - started;
+    return is_ok;
+}
+
+/* Forget all loads but the first n. Their reads must be over before others are made in their place. */
+static void cut_loads(llmaas_stream * stream, size_t n) {
+    if (n < stream->n_loads) {
+        llmaas_io_drain(stream->io);
+    }
+    while (stream->n_loads > n) {
+        const load * l = load_at(stream, --stream->n_loads);
+        stream->stats.n_wasted += l->n_room;
+    }
+}
+
+static void release(llmaas_stream * stream, load * l) {
+    llmaas_piece * piece = l->of.piece;
+    if (piece->is_wanted && !piece->is_kept && l->of.n_bytes == piece->n_bytes && !llmaas_graph_failed(stream->graph)) {
+        keep(stream, piece, bytes_of(stream, l));
+    }
+    stream->first = (stream->first + 1) % MAX_LOADS;
+    stream->n_loads--;
+    stream->n_used++;
+}
+
+/* -- a graph ----------------------------------------------------------------------------------------------------- */
+
+void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph) {
+    pthread_mutex_lock(&stream->lock);
+    stream->graph  = graph;
+    stream->n_plan = 0;
+    if (stream->is_stale) {
+        choose_wanted(stream);
+        drop_unwanted(stream);
+    }
+}
+
+/* Before a product: what earlier ones used is free, and what this one uses must be there. */
+struct fetch {
+    llmaas_stream *      stream;
+    size_t               index; /* in the plan */
+    struct ggml_tensor * weight;
+};
+
+static void fetch(void * arg, int ith, int nth) {
+    const struct fetch * f      = arg;
+    llmaas_stream *      stream = f->stream;
+    (void) nth;
+    if (ith != 0) {
+        return;
+    }
+    while (stream->n_used < f->index) {
+        release(stream, load_at(stream, 0));
+    }
+    pump(stream);
+    load * l = load_at(stream, 0);
+    if (!await(stream, l)) {
+        llmaas_graph_fail(stream->graph);
+    }
+    f->weight->data = bytes_of(stream, l);
+}
+
+bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight) {
+    if (!grow((void **) &stream->plan, stream->n_plan, &stream->plan_capacity, sizeof *stream->plan)) {
+        return false;
+    }
+    if (piece->turn < 0) { /* steps of the golden ratio: evenly spread, however many of them are taken */
+        piece->turn      = fmod((double) ++stream->n_turns * 0.6180339887498949, 1);
+        stream->is_stale = true;
+    }
+    const struct fetch arg = {stream, stream->n_plan, weight};
+    const use          of  = {piece, n_bytes};
+    stream->plan[stream->n_plan++] = of;
+    stream->n_widest = room_for(&of) > stream->n_widest ? room_for(&of) : stream->n_widest;
+    return llmaas_graph_step(stream->graph, fetch, &arg, sizeof arg);
+}
+
+/* At least two of the largest pieces, so that one is read while the other is used. */
+static bool make_arena(llmaas_stream * stream) {
+    const size_t n_least = stream->n_widest > stream->n_arena_min / 2 ? 2 * stream->n_widest : stream->n_arena_min;
+    const size_t n_bytes = (n_least + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (n_bytes == stream->n_arena) {
+        return true;
+    }
+    cut_loads(stream, 0);
+    char * arena = aligned_alloc(HUGE_PAGE, n_bytes);
+    if (!arena) {
+        return false;
+    }
+    madvise(arena, n_bytes, MADV_HUGEPAGE); /* a read pins its pages, one by one */
+    llmaas_io_register(stream->io, arena, n_bytes);
+    free(stream->arena);
+    stream->arena   = arena;
+    stream->n_arena = n_bytes;
+    return true;
+}
+
+/* How many loads were foreseen. */
+static size_t n_foreseen(llmaas_stream * stream) {
+    size_t i = 0;
+    while (i < stream->n_loads && i < stream->n_plan && load_at(stream, i)->of.piece == stream->plan[i].piece &&
+           load_at(stream, i)->of.n_bytes == stream->plan[i].n_bytes) {
+        i++;
+    }
+    return i;
+}
+
+bool llmaas_stream_start(llmaas_stream * stream) {
+    if (stream->n_plan == 0) {
+        return true;
+    }
+    if (!make_arena(stream)) {
+        return false;
+    }
+    cut_loads(stream, n_foreseen(stream));
+    if (stream->is_stale) {
+        choose_wanted(stream);
+        stream->is_stale = true; /* what is no longer wanted is part of this graph still */
+    }
+    stream->n_used = stream->n_ahead = 0;
+    stream->n_loaded = stream->n_loads;
+    pump(stream);
+    return true;
+}
+
+void llmaas_stream_end(llmaas_stream * stream) {
+    const bool is_whole = stream->n_used + 1 == stream->n_plan && !llmaas_graph_failed(stream->graph);
+    if (is_whole) {
+        release(stream, load_at(stream, 0));
+        pump(stream);
+    } else if (stream->n_plan > 0) { /* it was aborted, or a read failed */
+        cut_loads(stream, 0);
+    }
+    stream->graph = NULL;
+    pthread_mutex_unlock(&stream->lock);
+}

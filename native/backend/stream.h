@@ -1,0 +1,46 @@
+/* Weights in a file of which memory holds a part: pieces that are kept, and pieces that are read for each graph, ahead of
+ * their use.
+ *
+ * Graphs use pieces in the same order again and again, so the order of the last graph is what is read ahead for the next,
+ * also while nothing is computed. Kept pieces are spread evenly over that order: reading never waits for computing to
+ * reach a stretch of others, nor the other way round. */
+#ifndef LLMAAS_STREAM_H
+#define LLMAAS_STREAM_H
+
+#include "graph.h"
+#include "llmaas/engine.h"
+
+#include <stdbool.h>
+
+typedef struct llmaas_stream llmaas_stream;
+
+/* A run of a weight's rows. */
+typedef struct llmaas_piece {
+    int      fd;
+    uint64_t offset; /* of its bytes in the file */
+    size_t   n_bytes;
+    char *   home; /* where it is when it is kept: address space of its own, with memory under it only then */
+    bool     is_kept;
+    bool     is_wanted; /* it is to be kept */
+    double   turn;      /* pieces are kept in rising order of it; below 0: no graph has used it yet */
+} llmaas_piece;
+
+llmaas_stream * llmaas_stream_new(void);
+void            llmaas_stream_free(llmaas_stream * stream);
+
+/* One piece more, which lives as long as the stream. NULL: memory. */
+llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * piece);
+
+/* Bytes of pieces that may be kept, and of the ones that are read at a time; from the next graph on. */
+void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
+void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
+
+/* Around a graph: from begin to end the stream is its own, and no other thread's. */
+void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph);
+/* The graph uses the first n_bytes of `piece` next, as the data of `weight`, a tensor of the graph. False: memory. */
+bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight);
+/* All uses are known; the graph is computed next. False: memory. */
+bool llmaas_stream_start(llmaas_stream * stream);
+void llmaas_stream_end(llmaas_stream * stream);
+
+#endif
