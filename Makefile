@@ -9,9 +9,11 @@ NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_na
 demo: setup
 	$(BIN)/llmaas demo
 
-# The engine's threads sleep while they wait: the tests' engines are many and small.
+# The engine's threads sleep while they wait: the tests' engines are many and small. What must have the machine for itself
+# comes last.
 test: setup $(VENV)/.clients native-test
-	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --durations=10
+	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load -n auto --dist worksteal --durations=10
+	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
 
 # The long forms: a thousand kills, ten thousand damaged stores, half an hour of mixed load with faults.
 soak: setup $(VENV)/.clients

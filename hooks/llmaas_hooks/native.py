@@ -190,10 +190,10 @@ class FileWeights(Protocol):
         """
 
     def stats(self) -> dict[str, int]:
-        """``bytes`` of the weights, 0 if none is in a file; of memory, ``kept_bytes`` and ``arena_bytes``.
+        """``bytes`` of the weights (0: none is in a file), memory that they have, what was read.
 
-        So far: ``read_bytes``; of them ``wasted_bytes``, read ahead in vain; and ``stalled_ns``, for
-        which batches waited.
+        ``kept_bytes`` and ``arena_bytes`` are now; ``read_bytes``, of them ``wasted_bytes`` ahead
+        in vain, and ``stalled_ns``, for which batches waited, are so far.
         """
 
 

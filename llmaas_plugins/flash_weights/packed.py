@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, ReaderTensor
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
@@ -65,7 +65,8 @@ def _read_header(path: Path) -> tuple[str, dict[str, int]]:
         layouts = reader.fields[_LAYOUTS].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise StoreError(
-            f"{path} is not a packed file, or is damaged: {error}. Make it with `llmaas flash pack`."
+            f"{path} is not a packed file, or is damaged: {error}. Make one with `llmaas flash "
+            "pack`."
         ) from error
     names = [tensor.name for tensor in reader.tensors]
     if len(layouts) != len(names):
@@ -114,21 +115,20 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, info in infos.items():
-        plain = np.ascontiguousarray(reader[name].data).view(np.uint8).reshape(-1)
-        writer.write_tensor_data(repack(info, plain))
+        writer.write_tensor_data(repack(info, _bytes(reader[name])))
         yield info.n_bytes
     writer.close()
     _compare(path, reader, infos, repack)
 
 
 def _compare(
-    path: Path, model: Mapping[str, object], infos: Mapping[str, TensorInfo], repack: Repack
+    path: Path, model: Mapping[str, ReaderTensor], infos: Mapping[str, TensorInfo], repack: Repack
 ) -> None:
     written = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, info in infos.items():
-        plain, packed = (
-            np.ascontiguousarray(each.data).view(np.uint8).reshape(-1)  # type: ignore[attr-defined]
-            for each in (model[name], written[name])
-        )
-        if not np.array_equal(repack(info, plain), packed):
+        if not np.array_equal(repack(info, _bytes(model[name])), _bytes(written[name])):
             raise OSError(f"{name} was not read back as it was written")
+
+
+def _bytes(tensor: ReaderTensor) -> Bytes:
+    return np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)

@@ -60,7 +60,7 @@ class FlashWeights:
     def __init__(self, config: FlashWeightsConfig) -> None:
         """Claim nothing yet."""
         self._config = config
-        self._budget = config.memory_budget
+        self._budget: int | None = config.memory_budget
         self._lock = threading.RLock()
         self._models: dict[int, _Model] = {}
         self._left_alone: dict[str, str] = {}

@@ -401,7 +401,7 @@ def test_wrong_results_are_errors(hook, result, problem):
     call = {
         "llmaas_request_end": lambda hooks: hooks.request_end(request(), STATS),
         "llmaas_kv_evict": lambda hooks: hooks.kv_evict("chat-1"),
-        "llmaas_weights": lambda hooks: hooks.weights(ModelLoad("model.gguf", None)),
+        "llmaas_weights": lambda hooks: hooks.weights(ModelLoad("model.gguf", None), {}),
         "llmaas_status": lambda hooks: hooks.status(),
     }[hook]
     with pytest.raises(PluginError, match=f"'odd' failed in {hook}: .*{problem}"):
@@ -426,7 +426,7 @@ def test_hook_llmaas_weights_says_whose_each_claim_is():
     first, second = Claiming("output.weight", "blk.*"), Claiming("token_embd.weight")
     hooks = manager("log", a=first, bad=Failing(), b=second)
     claims = [("b", *second.claims), *(("a", claim) for claim in first.claims)]
-    assert hooks.weights(ModelLoad("model.gguf", None)) == claims
+    assert hooks.weights(ModelLoad("model.gguf", None), {}) == claims
     assert hooks.weights(ModelLoad("other.gguf", None)) == []
 
 

@@ -11,7 +11,9 @@ from llmaas_patches.native.claims import Place, overrides, resolve, split_paths
 
 NAMES = [f"blk.{i}.{part}.weight" for i in range(12) for part in ("ffn_up", "ffn_up_exps")]
 ENDS = ["token_embd.weight", "output.weight"]
-PLACES = {name: Place("model.gguf", 0, TensorInfo(0, (64, 64, 1), 16384, 0)) for name in NAMES + ENDS}
+MATRIX = Place("model.gguf", 0, TensorInfo(0, (64, 64, 1), 16384, 0))
+VECTOR = Place("model.gguf", 0, TensorInfo(0, (64, 1, 1), 256, 0))
+PLACES = dict.fromkeys(NAMES + ENDS, MATRIX)
 UP = r"blk\.\d+\.ffn_up\.weight"
 
 
@@ -26,7 +28,7 @@ def test_a_pattern_means_whole_names():
 
 
 def test_a_vector_is_not_multiplied_with():
-    places = PLACES | {"blk.0.ffn_norm.weight": Place("model.gguf", 0, TensorInfo(0, (64, 1, 1), 256, 0))}
+    places = PLACES | {"blk.0.ffn_norm.weight": VECTOR}
     claimed, wrong = resolve([("one", WeightClaim(r"blk\.0\.ffn_.*", rows=(8,)))], places)
     assert claimed == {}
     assert "blk.0.ffn_norm.weight is a vector" in str(wrong[0])

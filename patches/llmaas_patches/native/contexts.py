@@ -237,9 +237,7 @@ class Context:
         model: Address of the ``llama_model``.
     """
 
-    def __init__(
-        self, library: Library, engine: Any, ctx: int, model: int, table: Any
-    ) -> None:
+    def __init__(self, library: Library, engine: Any, ctx: int, model: int, table: Any) -> None:
         """Attach to ``engine``, which lives as long as the context; ``table``: of its model."""
         self.ctx, self.model = ctx, model
         self._table = table

@@ -203,9 +203,7 @@ class NativeHost:
             ctx, engine = self._creating(self._ffi.NULL, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
             with self._lock:
-                self._contexts[int(ctx)] = Context(
-                    self._library, engine, int(ctx), model, table
-                )
+                self._contexts[int(ctx)] = Context(self._library, engine, int(ctx), model, table)
         return ctx
 
     def opened(self, ctx: int) -> None:
