@@ -62,6 +62,14 @@ class Suite:
             **({} if native is None else {"native": native}),
         }
 
+    def plugin(self, name: str) -> Any:
+        """An enabled plugin, for what it offers beyond the hooks.
+
+        Raises:
+            LookupError: No plugin of this name is enabled.
+        """
+        return self.hooks.plugin(name)
+
     def settle(self) -> None:
         """Wait until contexts that were swapped out ahead of time are out of the engine."""
         self._installed.settle()

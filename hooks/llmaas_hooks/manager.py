@@ -72,6 +72,19 @@ class HookManager:
         """Names of the registered plugins."""
         return [name for name, _ in self._pm.list_name_plugin()]
 
+    def plugin(self, name: str) -> Any:
+        """A registered plugin.
+
+        Raises:
+            LookupError: There is none of this name.
+        """
+        found = self._pm.get_plugin(name)
+        if found is None:
+            raise LookupError(
+                f"no plugin {name!r} is enabled; those are: {', '.join(self.names())}"
+            )
+        return found
+
     def listens(self, hook: str) -> bool:
         """Whether any plugin implements ``hook``; the hot wrappers ask once and keep the answer."""
         return bool(self._found[hook])

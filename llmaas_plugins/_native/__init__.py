@@ -21,6 +21,7 @@ from .chunk import (
     chunks_land_at,
     landings_fit,
 )
+from .io import read_rate
 from .kernels import crc32c, kernels_name, kernels_select
 from .knn import (
     KNN_ALIGN,
@@ -89,6 +90,7 @@ __all__ = [
     "landings_fit",
     "logits_mix",
     "logits_peek",
+    "read_rate",
     "store_erase",
     "store_read",
     "store_write",

@@ -128,6 +128,17 @@ class _Lib:
         n_cells: int,
         n_done: Any,
     ) -> int: ...
+    LLMAAS_IO_BEST: int
+    def llmaas_io_measure(
+        self,
+        kind: int,
+        fd: int,
+        n_file: int,
+        n_bytes: int,
+        depth: int,
+        seconds: float,
+        rate: Any,
+    ) -> int: ...
     def llmaas_store_read(
         self,
         fd: int,

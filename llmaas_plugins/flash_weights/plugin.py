@@ -33,9 +33,9 @@ _log = logging.getLogger("llmaas.flash_weights")
 
 _SHARE = 0.9
 """Of what could be had: the rest is for whoever else wants memory."""
-_SPARE = 16 << 20
+_SPARE = 6 << 20
 """For what grows beside weights: the app's own objects, a batch's logits."""
-_STEP = 8 << 20
+_STEP = 2 << 20
 """Smaller changes of what is kept are not worth the reading."""
 _OUTSIDE = 128 << 20
 """A process around a model whose weights all fit: the interpreter, libraries, a short context."""
@@ -91,6 +91,8 @@ class FlashWeights:
         """Claim all matrices of a model that does not fit."""
         n_bytes = sum(info.n_bytes for info in tensors.values())
         budget = self._budget_of(self._budget)
+        # the model file's pages in the page cache would be memory beside that of the weights
+        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
         if resident_bytes() + n_bytes + _OUTSIDE <= budget:
             self._left_alone[load.path] = (
                 f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it runs as without us"
@@ -100,7 +102,6 @@ class FlashWeights:
         packed = self._packed(load.path, tensors)
         if packed is None:  # what is in memory is what the file has, so nothing else is repacked
             load.params.use_extra_bufts = False
-        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
         pattern = "|".join(map(re.escape, names))
         return [WeightClaim(pattern, source="file", path=packed)] if names else []
 

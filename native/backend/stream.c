@@ -279,14 +279,12 @@ static uint64_t now_ns(void) {
 
 /* Wait for the first load; false: a read failed. If it is not all started yet, no other is. */
 static bool await(llmaas_stream * stream, load * l) {
-    const uint64_t started = now_ns();
-    bool           is_ok   = true;
+    bool is_ok = true;
     for (uint32_t i = 0; i < l->n_reads; i++) {
         llmaas_io_wait(stream->io, &l->reads[i]);
         is_ok = is_ok && l->reads[i].error == 0;
         pump(stream);
     }
-    stream->stats.stalled_ns += now_ns() - started;
     return is_ok;
 }
 
@@ -340,11 +338,13 @@ static void fetch(void * arg, int ith, int nth) {
     while (stream->n_used < f->index) {
         release(stream, load_at(stream, 0));
     }
-    pump(stream);
+    const uint64_t started = now_ns();
+    pump(stream); /* which may wait, too: a device takes so many reads at a time */
     load * l = load_at(stream, 0);
     if (!await(stream, l)) {
         llmaas_graph_fail(stream->graph);
     }
+    stream->stats.stalled_ns += now_ns() - started;
     f->weight->data = bytes_of(stream, l);
 }
 

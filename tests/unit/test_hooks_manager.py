@@ -427,7 +427,7 @@ def test_hook_llmaas_weights_says_whose_each_claim_is():
     hooks = manager("log", a=first, bad=Failing(), b=second)
     claims = [("b", *second.claims), *(("a", claim) for claim in first.claims)]
     assert hooks.weights(ModelLoad("model.gguf", None), {}) == claims
-    assert hooks.weights(ModelLoad("other.gguf", None)) == []
+    assert hooks.weights(ModelLoad("other.gguf", None), {}) == []
 
 
 def test_hook_llmaas_native_context_reaches_all():

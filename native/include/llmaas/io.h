@@ -58,6 +58,12 @@ LLMAAS_API void llmaas_io_poll(llmaas_io * io);
 LLMAAS_API void llmaas_io_wait(llmaas_io * io, const llmaas_io_read * read);
 LLMAAS_API void llmaas_io_drain(llmaas_io * io);
 
+/* Bytes a second that reads of n_bytes, `depth` of them at a time, one behind the other, get from a file of n_file bytes in
+ * about so many seconds, into huge pages. EIO: a read failed (errno). EINVAL: n_bytes is no multiple of 4096, or more than the
+ * file has; or as llmaas_io_open(). */
+LLMAAS_API llmaas_status llmaas_io_measure(
+    llmaas_io_kind kind, int fd, uint64_t n_file, uint32_t n_bytes, uint32_t depth, double seconds, double * rate);
+
 /* Drains first; NULL is fine. */
 LLMAAS_API void llmaas_io_close(llmaas_io * io);
 

@@ -5,6 +5,7 @@
 #include "llmaas/base.h"
 #include "llmaas/budget.h"
 #include "llmaas/chunk.h"
+#include "llmaas/io.h"
 #include "llmaas/kernels.h"
 #include "llmaas/knn.h"
 #include "llmaas/kv.h"

@@ -1,0 +1,74 @@
+#include "llmaas/io.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+
+enum { HUGE_PAGE = 2 << 20 };
+
+typedef struct measured {
+    llmaas_io *      io;
+    char *           memory; /* of all reads */
+    llmaas_io_read * reads;
+    uint32_t         depth;
+} measured;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
+}
+
+static void close_all(measured * m) {
+    llmaas_io_close(m->io);
+    free(m->reads);
+    free(m->memory);
+}
+
+static llmaas_status open_all(measured * m, llmaas_io_kind kind, uint32_t n_bytes) {
+    const size_t n_memory = ((size_t) m->depth * n_bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    llmaas_status status = llmaas_io_open(kind, m->depth, &m->io);
+    if (status != LLMAAS_OK) {
+        return status;
+    }
+    m->memory = aligned_alloc(HUGE_PAGE, n_memory);
+    m->reads  = calloc(m->depth, sizeof *m->reads);
+    if (!m->memory || !m->reads) {
+        return LLMAAS_ESPACE;
+    }
+    madvise(m->memory, n_memory, MADV_HUGEPAGE);
+    return llmaas_io_register(m->io, m->memory, n_memory);
+}
+
+llmaas_status llmaas_io_measure(
+    llmaas_io_kind kind, int fd, uint64_t n_file, uint32_t n_bytes, uint32_t depth, double seconds, double * rate) {
+    if (n_bytes == 0 || n_bytes % 4096 != 0 || n_file < n_bytes || depth == 0 || depth > LLMAAS_IO_MAX_DEPTH || !rate) {
+        return LLMAAS_EINVAL;
+    }
+    measured      m      = {.depth = depth};
+    llmaas_status status = open_all(&m, kind, n_bytes);
+    const double  started = now();
+    uint64_t      n_done  = 0;
+    double        took    = 0;
+    for (uint64_t i = 0; status == LLMAAS_OK && took < seconds; i++) {
+        llmaas_io_read * read = &m.reads[i % depth];
+        if (i >= depth) {
+            llmaas_io_wait(m.io, read);
+            took   = now() - started;
+            n_done += n_bytes;
+            errno  = read->error;
+            status = read->error ? LLMAAS_EIO : LLMAAS_OK;
+        }
+        *read = (llmaas_io_read) {
+            .fd = fd, .offset = i % (n_file / n_bytes) * n_bytes, .n_bytes = n_bytes, .n_needed = n_bytes,
+            .buffer = m.memory + i % depth * n_bytes};
+        llmaas_io_start(m.io, read);
+        llmaas_io_poll(m.io);
+    }
+    *rate = took > 0 ? (double) n_done / took : 0;
+    const int error = errno;
+    close_all(&m);
+    errno = error;
+    return status;
+}
