@@ -49,6 +49,7 @@ class _Model:
     weights: FileWeights
     contexts: dict[int, NativeContext] = field(default_factory=dict)
     kept: int = 0
+    is_crowded: bool = False
     looked_at: float = 0.0
 
 
@@ -157,8 +158,14 @@ class FlashWeights:
         return int(_SHARE * available_bytes()) if wanted is None else int(wanted)
 
     def _adapt(self, model: _Model) -> None:
-        """Keep as many weights as there is room for."""
-        room = self._room(model, self._budget_of(self._budget))
+        """Keep as many weights as there is room for; none if others took it all."""
+        try:
+            room = self._room(model, self._budget_of(self._budget))
+        except BudgetError as error:
+            room = 0
+            if not model.is_crowded:
+                _log.warning("%s Every weight is streamed until there is more.", error)
+        model.is_crowded = room == 0
         model.looked_at = time.monotonic()
         is_whole = room >= model.weights.stats()["bytes"] > model.kept
         if room < model.kept or room - model.kept >= _STEP or is_whole:

@@ -1,0 +1,302 @@
+"""flash_weights: a model that does not fit generates what it generates in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from cgroups import memory_group
+from gguf import GGMLQuantizationType
+
+from llmaas_eval.models import Shape, write_random_model
+from llmaas_hooks import ConfigError
+from llmaas_plugins import activate
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.flash_weights.packed import packed_path
+
+SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
+"""75 MB of weights in Q8_0."""
+MIB = 1 << 20
+
+APP = """
+import json, sys
+path, packs, script = sys.argv[1:]
+from llama_cpp import Llama, llama_cpp
+from llmaas_plugins import activate
+from llmaas_plugins.flash_weights.memory import resident_bytes
+
+MIB = 1 << 20
+defaults = llama_cpp.llama_model_default_params
+def unrepacked():
+    params = defaults()
+    params.use_extra_bufts = False
+    return params
+
+def app(budget=None, **table):
+    if budget is None:
+        if packs != "packed":
+            llama_cpp.llama_model_default_params = unrepacked
+        suite = None
+    else:
+        llama_cpp.llama_model_default_params = defaults
+        table = {"memory_budget": budget, "arena": 8 * MIB} | table
+        suite = activate({"on_error": "raise", "plugins": {"flash_weights": table}})
+    return suite, Llama(path, n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
+
+def generator(llama):
+    llama.reset()
+    return llama.generate(list(range(300, 340)), temp=0.0)
+
+def tokens(llama, n=48):
+    return [token for token, _ in zip(generator(llama), range(n))]
+
+def streamed(suite):
+    return suite.status()["plugins"]["flash_weights"]
+
+def peak():
+    line = next(x for x in open("/proc/self/status") if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+exec(script)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flash") / "model.gguf"
+    return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
+
+
+@pytest.fixture(scope="module")
+def packed(model, tmp_path_factory):
+    """A copy of the model with a packed file beside it."""
+    path = shutil.copyfile(model, tmp_path_factory.mktemp("packed") / "model.gguf")
+    assert main(["flash", "pack", str(path)]) == 0
+    return path
+
+
+def run(path, script, *, is_packed=False, group=None):
+    """What a script prints as JSON, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", APP, str(path), "packed" if is_packed else "plain", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=group and group.join,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+GENERATES = """
+_, llama = app()
+expected = tokens(llama)
+llama.close()
+suite, llama = app(resident_bytes() + 50 * MIB)
+found = [tokens(llama) for _ in range(2)]
+print(json.dumps([expected, found, streamed(suite)]))
+"""
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["as it is", "packed"])
+def test_what_does_not_fit_generates_what_it_generates_in_memory(model, packed, is_packed):
+    path = packed if is_packed else model
+    expected, found, status = run(path, GENERATES, is_packed=is_packed)
+    assert found == [expected, expected]
+    (streamed,) = status["models"]
+    assert status["mode"] == "exact"
+    assert 0 < streamed["kept_bytes"] < streamed["bytes"]
+    assert streamed["read_bytes"] > 20 * (streamed["bytes"] - streamed["kept_bytes"])
+    assert streamed["wasted_bytes"] < 0.05 * streamed["read_bytes"]
+
+
+CHANGES = """
+_, llama = app()
+expected = tokens(llama, 120)
+llama.close()
+start = resident_bytes()
+suite, llama = app(start + 60 * MIB)
+flash = suite.plugin("flash_weights")
+found, kept, over = [], [], 0
+for i, token in zip(range(120), generator(llama)):
+    if i in (40, 80):
+        flash.set_memory_budget(start + (35 if i == 40 else 70) * MIB)
+    if i in (50, 90):
+        over = max(over, resident_bytes() - streamed(suite)["memory_budget"])
+    found.append(token)
+    kept.append(streamed(suite)["models"][0]["kept_bytes"])
+print(json.dumps([expected, found, [kept[i] for i in (39, 50, 79, 90, 119)], over]))
+"""
+
+
+def test_a_budget_that_changes_while_generating_takes_effect_within_ten_tokens(model):
+    expected, found, kept, over = run(model, CHANGES)
+    assert found == expected
+    first, after_shrinking, small, after_growing, large = kept
+    assert after_shrinking < first - 15 * MIB
+    assert small == pytest.approx(after_shrinking, abs=3 * MIB)
+    assert after_growing > small + 20 * MIB
+    assert large >= after_growing - 3 * MIB
+    assert over <= 0
+
+
+def test_a_budget_without_room_for_the_arena_is_refused_with_the_least_one(model):
+    script = """
+from llmaas_hooks import BudgetError
+suite, llama = app(resident_bytes() + 60 * MIB)
+flash = suite.plugin("flash_weights")
+expected = tokens(llama)
+try:
+    flash.set_memory_budget(10 * MIB)
+except BudgetError as error:
+    message = str(error)
+before = streamed(suite)["memory_budget"]
+import re
+least = int(re.search(r"expected (\\d+) MiB", message)[1]) * MIB
+flash.set_memory_budget(least + 2 * MIB)
+print(json.dumps([message, before, least, expected, tokens(llama), resident_bytes()]))
+"""
+    message, before, least, expected, found, resident = run(model, script)
+    assert message.startswith("memory_budget is 10 MiB, but without any weights this process takes")
+    assert before > least
+    assert found == expected
+    assert resident <= least + 2 * MIB
+
+
+def test_weights_make_room_for_the_app(model):
+    script = """
+import logging, numpy as np, time
+logging.basicConfig(filename="/dev/null")
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record): lines.append(record.getMessage())
+logging.getLogger("llmaas.flash_weights").addHandler(Lines())
+suite, llama = app(resident_bytes() + 60 * MIB)
+expected = tokens(llama, 100)
+kept, found, mine = [], [], None
+for i, token in zip(range(100), generator(llama)):
+    if i == 30: mine = np.ones(80 * MIB, np.uint8)
+    if i == 60: del mine
+    time.sleep(0.03)
+    found.append(token)
+    kept.append(streamed(suite)["models"][0]["kept_bytes"])
+print(json.dumps([expected, found, kept[29], kept[59], kept[99], lines]))
+"""
+    expected, found, before, meanwhile, after, lines = run(model, script)
+    assert found == expected
+    assert before > 20 * MIB
+    assert meanwhile == 0
+    assert after > 20 * MIB
+    (line,) = [line for line in lines if "Every weight is streamed" in line]
+    assert "expected" in line
+
+
+def test_an_app_that_cannot_fit_is_told_when_it_makes_its_context(model):
+    script = """
+try:
+    app(30 * MIB)
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+    assert "BudgetError: memory_budget is 30 MiB" in run(model, script)
+
+
+def test_a_model_that_fits_is_left_alone(model):
+    script = """
+suite, llama = app(resident_bytes() + 2000 * MIB)
+tokens(llama, 4)
+print(json.dumps(streamed(suite)))
+"""
+    status = run(model, script)
+    assert status["mode"] == "off"
+    assert status["models"] == []
+    assert "so it runs as without us" in status["left_alone"][str(model)]
+
+
+def test_a_process_in_a_cgroup_of_the_budget_is_not_killed(model):
+    script = """
+suite, llama = app(BUDGET)
+found = tokens(llama, 100)
+print(json.dumps([len(found), peak(), streamed(suite)["models"][0]["kept_bytes"]]))
+"""
+    budget = 150 * MIB
+    with memory_group() as group:
+        group.limit(budget)
+        n, peak, kept = run(model, script.replace("BUDGET", str(budget)), group=group)
+    assert n == 100
+    assert peak <= budget
+    assert kept > 0
+
+
+def test_without_a_setting_the_cgroups_limit_is_the_budget(model):
+    script = """
+suite, llama = app(10**12)
+suite.plugin("flash_weights").set_memory_budget(None)
+print(json.dumps(streamed(suite)["memory_budget"]))
+"""
+    with memory_group() as group:
+        group.limit(400 * MIB)
+        assert run(model, script, group=group) == pytest.approx(0.9 * 400 * MIB, rel=0.01)
+
+
+def test_a_packed_file_of_a_model_that_was_changed_is_refused(packed, tmp_path):
+    path = shutil.copyfile(packed, tmp_path / "model.gguf")
+    shutil.copyfile(packed_path(packed), packed_path(path))
+    with path.open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(b"\1" * 4096)
+    script = """
+try:
+    app(60 * MIB)
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+    message = run(path, script, is_packed=True)
+    assert "it was made from another model file, or the model file was changed since" in message
+    assert "Run `llmaas flash pack" in message
+
+
+@pytest.mark.parametrize("damage", ["cut off", "of nothing", "text"])
+def test_a_damaged_packed_file_is_refused(packed, tmp_path, damage):
+    path = shutil.copyfile(packed, tmp_path / "model.gguf")
+    whole = packed_path(packed).read_bytes()
+    content = {"cut off": whole[: len(whole) // 2], "of nothing": b"", "text": b"GGUF" * 999}
+    packed_path(path).write_bytes(content[damage])
+    script = """
+try:
+    app(60 * MIB)
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+    assert "is not a packed file, or is damaged" in run(path, script, is_packed=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "found no file"), (b"", "is not a GGUF file"), (b"GGUF", "is not a GGUF file")],
+)
+def test_what_cannot_be_packed(tmp_path, capsys, content, message):
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["flash", "pack", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not packed_path(path).exists()
+
+
+def test_packing_says_where_and_leaves_nothing_else(packed, capsys):
+    capsys.readouterr()
+    assert main(["flash", "pack", str(packed)]) == 0
+    assert str(packed_path(packed)) in capsys.readouterr().out
+    assert sorted(path.name for path in packed.parent.iterdir()) == ["model.gguf", "model.packed"]
+
+
+def test_a_setting_that_is_no_size_is_an_error():
+    with pytest.raises(ConfigError, match="memory_budget"):
+        activate({"plugins": {"flash_weights": {"memory_budget": "plenty"}}})
