@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY, write_random_model
+from llmaas_eval.models import (
+    SHAPE_1B,
+    SHAPE_200M,
+    SHAPE_MOE,
+    SHAPE_TINY,
+    write_random_model,
+)
 from llmaas_eval.quantise import quantise
 from llmaas_eval.stored import StoredContext
 
@@ -45,6 +51,12 @@ def model_1b_q4_k(bench_dir):
             source = write_random_model(Path(folder) / "f16.gguf", SHAPE_1B, F16)
             quantise(source, path, "Q4_K")
     return path
+
+
+@pytest.fixture(scope="session")
+def model_moe(bench_dir):
+    path = bench_dir / "random-moe-q4_0.gguf"
+    return path if path.exists() else write_random_model(path, SHAPE_MOE)
 
 
 @pytest.fixture(scope="session")

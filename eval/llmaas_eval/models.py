@@ -16,6 +16,7 @@ from llmaas_plugins.models import reference_model_path
 __all__ = [
     "SHAPE_1B",
     "SHAPE_200M",
+    "SHAPE_MOE",
     "SHAPE_TINY",
     "Shape",
     "copy_field",
@@ -35,8 +36,9 @@ class Shape:
         n_embd: Width.
         n_head: Query heads.
         n_head_kv: Key and value heads.
-        n_ff: Width of the feed-forward block.
+        n_ff: Width of the feed-forward block, or of each expert.
         n_ctx: Context length it claims to be trained at.
+        n_expert: Experts of each layer, of which two are used; 0: it is no mixture.
     """
 
     n_layer: int
@@ -45,6 +47,7 @@ class Shape:
     n_head_kv: int
     n_ff: int
     n_ctx: int
+    n_expert: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -56,6 +59,10 @@ SHAPE_1B = Shape(n_layer=16, n_embd=2048, n_head=32, n_head_kv=8, n_ff=8192, n_c
 """The block shape of a 1 B model: 32 KiB of f16 KV a token."""
 SHAPE_200M = Shape(n_layer=12, n_embd=1024, n_head=16, n_head_kv=8, n_ff=4096, n_ctx=4096)
 """The block shape of a 200 M model: 24 KiB of f16 KV a token."""
+SHAPE_MOE = Shape(
+    n_layer=16, n_embd=1024, n_head=16, n_head_kv=8, n_ff=2048, n_ctx=4096, n_expert=8
+)
+"""A mixture of 8 small experts: 0.8 B weights, of which a token uses 0.3 B."""
 SHAPE_TINY = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=128, n_ctx=512)
 """Next to nothing to compute: what a decode call costs around the model."""
 
@@ -82,9 +89,10 @@ def write_random_model(
     n_vocab = copy_tokenizer(writer)
     writer.add_vocab_size(n_vocab)
     rng = np.random.default_rng(seed)
-    for name, rows, columns in tqdm(_matrices(shape, n_vocab), desc=path.name, disable=None):
-        values = rng.standard_normal((rows, columns), dtype=np.float32) * columns**-0.5
-        writer.add_tensor(name, quants.quantize(values, weights), raw_dtype=weights)
+    for name, dims in tqdm(_matrices(shape, n_vocab).items(), desc=path.name, disable=None):
+        values = rng.standard_normal(dims, dtype=np.float32) * dims[-1] ** -0.5
+        kind = GGMLQuantizationType.F32 if name.endswith("ffn_gate_inp.weight") else weights
+        writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
     for name in _norms(shape):
         writer.add_tensor(name, np.ones(shape.n_embd, dtype=np.float32))
     return finish(writer, path)
@@ -101,6 +109,9 @@ def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10000.0)
+    if shape.n_expert:
+        writer.add_expert_count(shape.n_expert)
+        writer.add_expert_used_count(2)
 
 
 def copy_tokenizer(writer: GGUFWriter) -> int:
@@ -141,22 +152,28 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
     return Path(writer.path).replace(path)
 
 
-def _matrices(shape: Shape, n_vocab: int) -> list[tuple[str, int, int]]:
-    """Name, rows and columns of every matrix."""
-    d, kv, ff = shape.n_embd, shape.n_head_kv * shape.head_dim, shape.n_ff
-    block = {
-        "attn_q": (d, d),
-        "attn_k": (kv, d),
-        "attn_v": (kv, d),
-        "attn_output": (d, d),
-        "ffn_gate": (ff, d),
-        "ffn_up": (ff, d),
-        "ffn_down": (d, ff),
+def _matrices(shape: Shape, n_vocab: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every matrix, as NumPy has it, by name."""
+    d, kv = shape.n_embd, shape.n_head_kv * shape.head_dim
+    attention = {"attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d)}
+    layer: dict[str, tuple[int, ...]] = attention | _feed_forward(shape)
+    layers = {
+        f"blk.{i}.{name}.weight": dims for i in range(shape.n_layer) for name, dims in layer.items()
     }
-    matrices = [("token_embd.weight", n_vocab, d), ("output.weight", n_vocab, d)]
-    for i in range(shape.n_layer):
-        matrices += [(f"blk.{i}.{name}.weight", *size) for name, size in block.items()]
-    return matrices
+    return {"token_embd.weight": (n_vocab, d), "output.weight": (n_vocab, d)} | layers
+
+
+def _feed_forward(shape: Shape) -> dict[str, tuple[int, ...]]:
+    wide, narrow = (shape.n_ff, shape.n_embd), (shape.n_embd, shape.n_ff)
+    if not shape.n_expert:
+        return {"ffn_gate": wide, "ffn_up": wide, "ffn_down": narrow}
+    n = shape.n_expert
+    return {
+        "ffn_gate_inp": (n, shape.n_embd),
+        "ffn_gate_exps": (n, *wide),
+        "ffn_up_exps": (n, *wide),
+        "ffn_down_exps": (n, *narrow),
+    }
 
 
 def _norms(shape: Shape) -> list[str]:

@@ -11,6 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmaas_eval.switching.groups import MemoryGroup
 
 __all__ = ["LimitedApp"]
@@ -58,6 +60,13 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
     def tokens(self, n: int) -> list[int]:
         """The first ``n`` tokens behind the prompt, anew."""
         return self._process.submit(_tokens, n).result()
+
+    def generate_drafted(self, n: int, at_a_time: int, accepted: float) -> tuple[float, float]:
+        """Seconds a token without and with drafts, of which this share is what comes next.
+
+        The settings must have ``logits_all``.
+        """
+        return self._process.submit(_generate_drafted, n, at_a_time, accepted).result()
 
     def peak_bytes(self) -> int:
         """The most memory that it has had (RSS)."""
@@ -127,6 +136,30 @@ def _tokens(n: int) -> list[int]:
     _llama.reset()
     generator = _llama.generate(list(_PROMPT), temp=0.0)
     return [next(generator) for _ in range(n)]
+
+
+def _generate_drafted(n: int, at_a_time: int, accepted: float) -> tuple[float, float]:
+    from llama_cpp.llama_speculative import LlamaDraftModel
+
+    script, rng = [*_PROMPT, *_tokens(n + at_a_time)], np.random.default_rng(0)
+
+    class Scripted(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
+        def __call__(self, input_ids: Any, **_: Any) -> Any:
+            ahead = np.array(script[len(input_ids) :][:at_a_time], np.intc)
+            return np.where(rng.random(len(ahead)) < accepted, ahead, ahead ^ 1).astype(np.intc)
+
+    seconds = []
+    for draft in (None, Scripted()):
+        _llama.reset()
+        _llama.draft_model = draft
+        generator = _llama.generate(list(_PROMPT), temp=0.0)
+        next(generator)
+        started = time.perf_counter()
+        for _ in range(n):
+            next(generator)
+        seconds.append((time.perf_counter() - started) / n)
+    _llama.draft_model = None
+    return seconds[0], seconds[1]
 
 
 def _peak_bytes() -> int:

@@ -192,8 +192,9 @@ class FileWeights(Protocol):
     def stats(self) -> dict[str, int]:
         """``bytes`` of the weights (0: none is in a file), memory that they have, what was read.
 
-        ``kept_bytes`` and ``arena_bytes`` are now; ``read_bytes``, of them ``wasted_bytes`` ahead
-        in vain, and ``stalled_ns``, for which batches waited, are so far.
+        ``kept_bytes``, of them ``least_bytes`` for experts in any case, and ``arena_bytes`` are
+        now; ``read_bytes``, of them ``wasted_bytes`` ahead in vain, ``stalled_ns``, for which
+        batches waited, ``expert_hits`` and ``expert_misses`` are so far.
         """
 
 

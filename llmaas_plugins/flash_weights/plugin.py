@@ -182,12 +182,13 @@ class FlashWeights:
         others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] + _SPARE
         others += sum(context.untouched_bytes() for context in model.contexts.values())
         room = budget - others - self._config.arena
-        if room < 0:
-            least = -(-(others + self._config.arena) // (1 << 20))
+        if room < stats["least_bytes"]:
+            through = self._config.arena + stats["least_bytes"]
+            least = -(-(others + through) // (1 << 20))
             raise BudgetError(
                 f"memory_budget is {budget >> 20} MiB, but without any weights this process takes "
-                f"{others >> 20} MiB, and {self._config.arena >> 20} MiB to stream them through; "
-                f"expected {least} MiB or more. A shorter n_ctx or a smaller n_batch takes less."
+                f"{others >> 20} MiB, and {through >> 20} MiB to stream them through; expected "
+                f"{least} MiB or more. A shorter n_ctx or a smaller n_batch takes less."
             )
         return room
 

@@ -50,7 +50,9 @@ bool llmaas_weight_multiply(
     if (!weight->source->load && n_rows == all_rows && n_columns == all_columns) {
         return false;
     }
-    weight->source->multiply(weight, graph, node, n_rows, n_columns);
+    if (!weight->source->multiply(weight, graph, node, n_rows, n_columns)) {
+        llmaas_graph_fail(graph);
+    }
     if (n_rows < all_rows) {
         const struct rest rest = {node, n_rows};
         llmaas_graph_step(graph, clear_rest, &rest, sizeof rest);

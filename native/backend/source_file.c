@@ -18,7 +18,8 @@ struct state {
     struct ggml_tensor as; /* the weight as products take its bytes: its buffer and extra */
     int64_t         n_rows; /* of a piece; the last may have fewer */
     size_t          n_pieces;
-    llmaas_piece ** pieces; /* NULL: not loaded, or no memory */
+    llmaas_piece ** pieces; /* NULL: not loaded, or no memory; or there is a stack */
+    llmaas_stack *  stack;  /* its experts, if they can be read one by one; else NULL */
 };
 
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed) {
@@ -38,14 +39,12 @@ static int64_t rows_of_piece(const struct ggml_tensor * tensor) {
     return n_rows > STEP ? n_rows : STEP;
 }
 
-/* The bytes are dropped: the file has them. */
-static bool load(llmaas_weight * weight, const void * bytes) {
-    const struct ggml_tensor * tensor = weight->tensor;
-    struct state *             state  = weight->state;
-    state->as       = *tensor;
-    state->as.buffer = NULL; /* plain memory to ggml-cpu */
-    state->as.extra  = NULL;
-    state->is_packed = state->is_packed && llmaas_packed_mark(&state->as);
+static llmaas_stack * make_stack(const struct state * state, const struct ggml_tensor * tensor) {
+    llmaas_experts * experts = tensor->ne[2] > 1 ? llmaas_stream_experts(state->stream) : NULL;
+    return experts ? llmaas_experts_add(experts, state->fd, state->offset, tensor->nb[2], (int32_t) tensor->ne[2]) : NULL;
+}
+
+static bool make_pieces(struct state * state, const struct ggml_tensor * tensor) {
     state->n_rows   = rows_of_piece(tensor);
     state->n_pieces = (size_t) ((tensor->ne[1] + state->n_rows - 1) / state->n_rows);
     state->pieces   = calloc(state->n_pieces, sizeof *state->pieces);
@@ -60,8 +59,19 @@ static bool load(llmaas_weight * weight, const void * bytes) {
             .home    = (char *) tensor->data + begin});
         ok = state->pieces[i] != NULL;
     }
-    (void) bytes;
     return ok;
+}
+
+/* The bytes are dropped: the file has them. */
+static bool load(llmaas_weight * weight, const void * bytes) {
+    struct state * state = weight->state;
+    (void) bytes;
+    state->as        = *weight->tensor;
+    state->as.buffer = NULL; /* plain memory to ggml-cpu */
+    state->as.extra  = NULL;
+    state->is_packed = state->is_packed && llmaas_packed_mark(&state->as);
+    state->stack     = make_stack(state, weight->tensor);
+    return state->stack || make_pieces(state, weight->tensor);
 }
 
 static void unload(llmaas_weight * weight) {
@@ -73,7 +83,7 @@ static void unload(llmaas_weight * weight) {
 
 static const char * problem(const llmaas_weight * weight) {
     const struct state * state = weight->state;
-    if (!state->pieces || !state->pieces[state->n_pieces - 1]) {
+    if (!state->stack && (!state->pieces || !state->pieces[state->n_pieces - 1])) {
         return "could not be cut into pieces: out of memory";
     }
     if (state->is_packed && weight->part == &llmaas_part_columns) {
@@ -89,40 +99,58 @@ static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_
     *n_rows    = state->is_packed ? (*n_rows + STEP - 1) / STEP * STEP : *n_rows;
 }
 
-/* The product of rows [first, first + n) of the weight. Their bytes are at `bytes`, or there when the step that is appended
- * before it is done. */
-struct rows {
-    int64_t        first, n, n_columns;
-    char *         bytes;
-    llmaas_piece * piece; /* NULL: they are at `bytes` */
-};
-
-static bool multiply_rows(
-    const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, const struct rows * rows) {
-    const struct state * state    = weight->state;
+/* The product of rows [first, first + n) of the weight, not appended yet; its weight has no data. NULL: memory. */
+static struct ggml_tensor * product_of(
+    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, int64_t first, int64_t n, int64_t n_columns) {
     struct ggml_tensor * part     = llmaas_graph_copy(graph, &state->as);
     struct ggml_tensor * operands = llmaas_graph_copy(graph, node->src[1]);
     struct ggml_tensor * product  = llmaas_graph_copy(graph, node);
     if (!part || !operands || !product) {
-        return false;
+        return NULL;
     }
-    const bool   is_stack = ggml_nrows(part) > part->ne[1];
-    const size_t n_bytes  = is_stack ? ggml_nbytes(part) : (size_t) rows->n * part->nb[1];
-    part->data   = rows->bytes;
-    part->ne[0] = operands->ne[0] = rows->n_columns; /* strides stay, so the rest of each row is skipped */
-    part->ne[1] = product->ne[0] = rows->n;
-    product->data   = (char *) node->data + (size_t) rows->first * sizeof(float);
+    part->ne[0] = operands->ne[0] = n_columns; /* strides stay, so the rest of each row is skipped */
+    part->ne[1] = product->ne[0] = n;
+    product->data   = (char *) node->data + (size_t) first * sizeof(float);
     product->src[0] = part;
     product->src[1] = operands;
-    const bool is_there = !rows->piece || llmaas_stream_use(state->stream, rows->piece, n_bytes, part);
+    return product;
+}
+
+static bool multiply_experts(
+    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
+    struct ggml_tensor * product = product_of(state, graph, node, 0, n_rows, n_columns);
+    if (!product || !llmaas_experts_use(llmaas_stream_experts(state->stream), state->stack, product)) {
+        return false;
+    }
     llmaas_graph_append(graph, product);
-    return is_there;
+    return true;
+}
+
+/* With rows of a piece, or of several that are kept. */
+static bool multiply_rows(
+    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, llmaas_piece * piece, int64_t first, int64_t n,
+    int64_t n_columns) {
+    struct ggml_tensor * product = product_of(state, graph, node, first, n, n_columns);
+    if (!product) {
+        return false;
+    }
+    const bool   is_stack = ggml_nrows(&state->as) > state->as.ne[1];
+    const size_t n_bytes  = is_stack ? ggml_nbytes(&state->as) : (size_t) n * state->as.nb[1];
+    product->src[0]->data = piece->home;
+    if (!piece->is_kept && !llmaas_stream_use(state->stream, piece, n_bytes, product->src[0])) {
+        return false;
+    }
+    llmaas_graph_append(graph, product);
+    return true;
 }
 
 /* Kept pieces that lie side by side are multiplied together. */
 static bool multiply(
     const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
     const struct state * state = weight->state;
+    if (state->stack) {
+        return node->op == GGML_OP_MUL_MAT_ID && multiply_experts(state, graph, node, n_rows, n_columns);
+    }
     for (int64_t first = 0; first < n_rows;) {
         size_t         i     = (size_t) (first / state->n_rows);
         llmaas_piece * piece = state->pieces[i];
@@ -130,8 +158,7 @@ static bool multiply(
             i++;
         }
         const int64_t end = ((int64_t) i + 1) * state->n_rows < n_rows ? ((int64_t) i + 1) * state->n_rows : n_rows;
-        const struct rows rows = {first, end - first, n_columns, piece->home, piece->is_kept ? NULL : piece};
-        if (!multiply_rows(weight, graph, node, &rows)) {
+        if (!multiply_rows(state, graph, node, piece, first, end - first, n_columns)) {
             return false;
         }
         first = end;

@@ -38,6 +38,8 @@ struct llmaas_stream {
     llmaas_io *     io;
     llmaas_graph *  graph; /* being computed */
 
+    llmaas_experts * experts; /* NULL: there are none */
+
     llmaas_piece ** pieces;
     size_t          n_pieces, pieces_capacity;
     size_t          n_turns; /* pieces that some graph has used */
@@ -79,6 +81,7 @@ void llmaas_stream_free(llmaas_stream * stream) {
         return;
     }
     llmaas_io_close(stream->io);
+    llmaas_experts_free(stream->experts);
     free(stream->arena);
     for (size_t i = 0; i < MAX_LOADS; i++) {
         free(stream->loads[i].reads);
@@ -118,6 +121,11 @@ llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * pi
     return stream->pieces[stream->n_pieces++] = added;
 }
 
+llmaas_experts * llmaas_stream_experts(llmaas_stream * stream) {
+    stream->experts = stream->experts ? stream->experts : llmaas_experts_new();
+    return stream->experts;
+}
+
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
     pthread_mutex_lock(&stream->lock);
     stream->n_kept_max  = n_kept;
@@ -130,6 +138,16 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
     pthread_mutex_lock(&stream->lock);
     *stats         = stream->stats;
     stats->n_arena = stream->n_arena;
+    if (stream->experts) {
+        const llmaas_expert_stats experts = llmaas_experts_read_stats(stream->experts);
+        stats->n_bytes += experts.n_bytes;
+        stats->n_kept += experts.n_kept;
+        stats->n_read += experts.n_read;
+        stats->stalled_ns += experts.stalled_ns;
+        stats->n_least   = experts.n_least;
+        stats->n_hits    = experts.n_hits;
+        stats->n_misses  = experts.n_misses;
+    }
     pthread_mutex_unlock(&stream->lock);
 }
 
@@ -140,9 +158,16 @@ static int by_turn(const void * a, const void * b) {
     return (x->turn > y->turn) - (x->turn < y->turn);
 }
 
+/* Of the memory, what experts get: every token uses all pieces, but only some experts, so these come last. */
+static uint64_t experts_share(const llmaas_stream * stream) {
+    const uint64_t n_least = llmaas_experts_read_stats(stream->experts).n_least, n_pieces = stream->stats.n_bytes;
+    const uint64_t n_left  = stream->n_kept_max > n_pieces ? stream->n_kept_max - n_pieces : 0;
+    return n_left > n_least ? n_left : n_least;
+}
+
 /* Pieces that no graph has used come first, and are not wanted. */
 static void choose_wanted(llmaas_stream * stream) {
-    uint64_t n_bytes = 0;
+    uint64_t n_bytes = stream->experts ? experts_share(stream) : 0;
     qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_turn);
     for (size_t i = 0; i < stream->n_pieces; i++) {
         llmaas_piece * piece = stream->pieces[i];
@@ -315,9 +340,15 @@ void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph) {
     pthread_mutex_lock(&stream->lock);
     stream->graph  = graph;
     stream->n_plan = 0;
+    if (stream->is_stale && stream->experts) {
+        llmaas_experts_set_memory(stream->experts, experts_share(stream));
+    }
     if (stream->is_stale) {
         choose_wanted(stream);
         drop_unwanted(stream);
+    }
+    if (stream->experts) {
+        llmaas_experts_begin(stream->experts, graph);
     }
 }
 
@@ -418,6 +449,9 @@ void llmaas_stream_end(llmaas_stream * stream) {
         pump(stream);
     } else if (stream->n_plan > 0) { /* it was aborted, or a read failed */
         cut_loads(stream, 0);
+    }
+    if (stream->experts) {
+        llmaas_experts_end(stream->experts);
     }
     stream->graph = NULL;
     pthread_mutex_unlock(&stream->lock);

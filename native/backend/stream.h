@@ -7,6 +7,7 @@
 #ifndef LLMAAS_STREAM_H
 #define LLMAAS_STREAM_H
 
+#include "experts.h"
 #include "graph.h"
 #include "llmaas/engine.h"
 
@@ -31,7 +32,10 @@ void            llmaas_stream_free(llmaas_stream * stream);
 /* One piece more, which lives as long as the stream. NULL: memory. */
 llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * piece);
 
-/* Bytes of pieces that may be kept, and of the ones that are read at a time; from the next graph on. */
+/* The experts whose memory is the stream's, too. NULL: memory. */
+llmaas_experts * llmaas_stream_experts(llmaas_stream * stream);
+
+/* Bytes of pieces and experts that may be kept, and of the ones that are read at a time; from the next graph on. */
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
 

@@ -47,7 +47,7 @@ int llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * p
 uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 typedef struct llmaas_stream_stats {
-    uint64_t n_bytes, n_kept, n_arena, n_read, n_wasted, stalled_ns;
+    uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
 } llmaas_stream_stats;
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
 uint64_t llmaas_engine_untouched(llmaas_engine * engine);

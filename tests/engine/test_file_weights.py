@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import numpy as np
 import pytest
-from claiming import Claimer, claimed, created, evaluate, loaded, native, opened, vanilla
+from claiming import (
+    Claimer,
+    claimed,
+    created,
+    decode,
+    evaluate,
+    loaded,
+    native,
+    opened,
+    step,
+    vanilla,
+)
 from gguf import GGMLQuantizationType
+from llama_cpp import llama_cpp as raw
 from matrices import ROWS, TYPES, UP, zeroed
 
 from llmaas_eval.models import Shape, write_random_model
@@ -123,6 +136,32 @@ def test_contexts_of_a_model_share_its_weights(model):
         assert first.stats() == second.stats()
 
 
+@pytest.mark.parametrize("n_calls", [0, 5, 40])
+@pytest.mark.parametrize("name", ["llama", "llama-moe"])
+def test_a_graph_that_is_stopped_leaves_nothing_wrong(family, name, n_calls):
+    path, left = family(name, "F16"), [10**9]
+    claim, n_bytes = claim_all(path, is_packed=True)
+    expected = vanilla(path)
+
+    @raw.ggml_abort_callback
+    def abort(_user):
+        left[0] -= 1
+        return left[0] < 0
+
+    plugin = Claimer(claim)
+    with (
+        native(plugin=plugin),
+        loaded(path) as model,
+        created(model, abort_callback=abort) as ctx,
+    ):
+        plugin.contexts[0].file_weights().set_memory(n_bytes // 3, ARENA)
+        for _ in range(2):
+            assert np.array_equal(evaluate(ctx), expected)
+            left[0] = n_calls
+            assert decode(ctx, range(25, 30), 37) == 2
+            left[0] = 10**9
+
+
 def test_a_part_of_a_packed_weight(family, tmp_path):
     path = family("llama", "Q4_0")
     expected = vanilla(zeroed(path, tmp_path / "zeroed.gguf", UP, rows=64))
@@ -150,3 +189,67 @@ def test_a_packed_file_of_another_model_is_refused(family, model):
         opened(path),
     ):
         pass
+
+
+# -- mixtures of experts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["F32", "F16"])
+@pytest.mark.parametrize("name", ["llama-moe", "qwen3moe"])
+def test_any_share_of_the_experts_may_be_in_memory(family, name, weights):
+    path = family(name, weights)
+    claim, n_bytes = claim_all(path, is_packed=True)
+    expected, plugin = vanilla(path), Claimer(claim)
+    with native(plugin=plugin), opened(path) as ctx:
+        file_weights, kept = plugin.contexts[0].file_weights(), []
+        least = file_weights.stats()["least_bytes"]
+        assert least > 0
+        for share in (0, 0.8, 1, 0.6, 0):
+            file_weights.set_memory(int(share * n_bytes), ARENA)
+            for _ in range(3):
+                assert np.array_equal(evaluate(ctx), expected)
+            kept.append(file_weights.stats()["kept_bytes"])
+            assert kept[-1] <= max(share * n_bytes, least)
+        assert kept[0] == kept[4] <= least
+        assert kept[2] > kept[1] > kept[0]
+
+
+def test_only_experts_that_are_chosen_are_read(family):
+    path = family("llama-moe", "F16")
+    claim, _ = claim_all(path, is_packed=True)
+    plugin = Claimer(WeightClaim(r"blk\.\d+\.ffn_\w+_exps\.weight", source="file", path=claim.path))
+    infos = [info for name, info in model_tensors(path).items() if "_exps" in name]
+    (n_experts,) = {info.shape[2] for info in infos}
+    of_a_token = sum(info.n_bytes for info in infos) * 2 // n_experts  # two of them are used
+    with native(plugin=plugin), opened(path) as ctx:
+        weights = plugin.contexts[0].file_weights()
+        evaluate(ctx)
+        before = weights.stats()
+        step(ctx, [50], 37)
+        after = weights.stats()
+        assert after["read_bytes"] - before["read_bytes"] <= of_a_token
+        n_used = sum(after[name] - before[name] for name in ("expert_hits", "expert_misses"))
+        assert n_used == 2 * len(infos)
+        weights.set_memory(sum(info.n_bytes for info in infos), 0)
+        for _ in range(2):
+            evaluate(ctx)
+        before = weights.stats()
+        evaluate(ctx)
+        after = weights.stats()
+        assert after["read_bytes"] == before["read_bytes"]
+        assert after["expert_misses"] == before["expert_misses"]
+
+
+def test_experts_that_cannot_be_read_fail_the_batch(family, tmp_path):
+    path = family("llama-moe", "F16")
+    packed = tmp_path / "model.packed"
+    packed.write_bytes(pack(path).read_bytes())
+    whole = packed.stat().st_size
+    claim = WeightClaim(r"blk\.1\.ffn_down_exps\.weight", source="file", path=str(packed))
+    expected = vanilla(path)
+    with native(plugin=Claimer(claim)), opened(path) as ctx:
+        os.truncate(packed, 4096)
+        assert decode(ctx, range(10, 20), 0) != 0
+        packed.write_bytes(pack(path).read_bytes())
+        assert packed.stat().st_size == whole
+        assert np.array_equal(evaluate(ctx), expected)

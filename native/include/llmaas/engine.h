@@ -55,6 +55,8 @@ LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uin
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes;         /* of the weights */
     uint64_t n_kept, n_arena; /* of memory */
+    uint64_t n_least;         /* of n_kept, what the experts of one product take */
+    uint64_t n_hits, n_misses; /* experts that were there, and that had to be read, so far */
     uint64_t n_read;          /* bytes so far */
     uint64_t n_wasted;        /* of them, read ahead in vain */
     uint64_t stalled_ns;      /* that graphs waited for reads */

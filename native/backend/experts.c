@@ -1,0 +1,395 @@
+#include "experts.h"
+
+#include "llmaas/io.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#define PAGE 4096u
+
+enum {
+    READ_BYTES = 1 << 20,
+    DEPTH      = 16,
+    GROUP      = 3, /* products that one choice of experts serves, mostly: gate, up and down */
+};
+
+/* Memory for an expert. */
+typedef struct slot {
+    llmaas_stack *   owner; /* NULL: nobody's */
+    int32_t          expert;
+    uint64_t         turn; /* when it was used last, or will be next */
+    llmaas_io_read * reads;
+} slot;
+
+/* Slots of one size. */
+typedef struct size_class {
+    struct size_class * next;
+    size_t              n_bytes; /* of a slot */
+    size_t              n_all;   /* experts of that size */
+    size_t              n_least; /* of one weight, at most */
+    size_t              n_slots; /* of n_all that may be used */
+    size_t              n_touched;
+    char *              base; /* NULL until the first graph */
+    slot *              slots;
+} size_class;
+
+struct llmaas_stack {
+    llmaas_stack * next;
+    size_class *   size;
+    int            fd;
+    uint64_t       offset;
+    int32_t        n_experts;
+    int32_t        slots[]; /* of each expert; below 0: none */
+};
+
+/* A product of the graph. */
+typedef struct use {
+    llmaas_stack *             stack;
+    const struct ggml_tensor * ids;
+} use;
+
+struct llmaas_experts {
+    llmaas_io *    io;
+    llmaas_graph * graph;
+    size_class *   sizes;
+    llmaas_stack * stacks;
+    use *          uses;
+    size_t         n_uses, uses_capacity;
+    uint64_t       n_turns;
+
+    llmaas_expert_stats stats;
+};
+
+/* -- life -------------------------------------------------------------------------------------------------------- */
+
+llmaas_experts * llmaas_experts_new(void) {
+    llmaas_experts * experts = calloc(1, sizeof *experts);
+    if (experts && llmaas_io_open(LLMAAS_IO_BEST, DEPTH, &experts->io) != LLMAAS_OK) {
+        free(experts);
+        return NULL;
+    }
+    return experts;
+}
+
+static size_t reads_of(const size_class * size) { return (size->n_bytes + READ_BYTES - 1) / READ_BYTES; }
+
+static void free_slots(size_class * size) {
+    for (size_t i = 0; size->slots && i < size->n_all; i++) {
+        free(size->slots[i].reads);
+    }
+    free(size->slots);
+    if (size->base) {
+        munmap(size->base, size->n_all * size->n_bytes);
+    }
+}
+
+void llmaas_experts_free(llmaas_experts * experts) {
+    if (!experts) {
+        return;
+    }
+    llmaas_io_close(experts->io);
+    for (size_class * size = experts->sizes; size;) {
+        size_class * next = size->next;
+        free_slots(size);
+        free(size);
+        size = next;
+    }
+    for (llmaas_stack * stack = experts->stacks; stack;) {
+        llmaas_stack * next = stack->next;
+        free(stack);
+        stack = next;
+    }
+    free(experts->uses);
+    free(experts);
+}
+
+static size_class * class_of(llmaas_experts * experts, size_t n_bytes) {
+    for (size_class * size = experts->sizes; size; size = size->next) {
+        if (size->n_bytes == n_bytes) {
+            return size;
+        }
+    }
+    size_class * made = calloc(1, sizeof *made);
+    if (made) {
+        made->n_bytes  = n_bytes;
+        made->next     = experts->sizes;
+        experts->sizes = made;
+    }
+    return made;
+}
+
+llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t offset, size_t n_bytes, int32_t n_experts) {
+    if (n_bytes % PAGE != 0 || offset % PAGE != 0) {
+        return NULL;
+    }
+    size_class *   size  = class_of(experts, n_bytes);
+    llmaas_stack * stack = size ? malloc(sizeof *stack + (size_t) n_experts * sizeof *stack->slots) : NULL;
+    if (!stack) {
+        return NULL;
+    }
+    *stack = (llmaas_stack) {
+        .next = experts->stacks, .size = size, .fd = fd, .offset = offset, .n_experts = n_experts};
+    memset(stack->slots, -1, (size_t) n_experts * sizeof *stack->slots);
+    experts->stacks = stack;
+    size->n_all += (size_t) n_experts;
+    size->n_least = (size_t) n_experts > size->n_least ? (size_t) n_experts : size->n_least;
+    size->n_slots = size->n_least;
+    experts->stats.n_bytes += (uint64_t) n_experts * n_bytes;
+    return stack;
+}
+
+/* -- memory ------------------------------------------------------------------------------------------------------ */
+
+static bool make_slots(size_class * size) {
+    char * base  = mmap(NULL, size->n_all * size->n_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    slot * slots = calloc(size->n_all, sizeof *slots);
+    size->base   = base == MAP_FAILED ? NULL : base;
+    size->slots  = slots;
+    bool ok      = size->base && slots;
+    for (size_t i = 0; ok && i < size->n_all; i++) {
+        slots[i].reads = calloc(reads_of(size), sizeof *slots[i].reads);
+        ok             = slots[i].reads != NULL;
+    }
+    if (!ok) {
+        free_slots(size);
+        size->base  = NULL;
+        size->slots = NULL;
+    }
+    return ok;
+}
+
+static void disown(slot * s) {
+    if (s->owner) {
+        s->owner->slots[s->expert] = -1;
+        s->owner                   = NULL;
+    }
+}
+
+/* Slots beyond n give their memory back. */
+static void resize(size_class * size, size_t n) {
+    for (size_t i = n; i < size->n_touched; i++) {
+        disown(&size->slots[i]);
+    }
+    if (n < size->n_touched) {
+        madvise(size->base + n * size->n_bytes, (size->n_touched - n) * size->n_bytes, MADV_DONTNEED);
+        size->n_touched = n;
+    }
+    size->n_slots = n;
+}
+
+/* Each size gets the same share of its experts, but no less than a product may need. */
+void llmaas_experts_set_memory(llmaas_experts * experts, uint64_t n_bytes) {
+    const double share = (double) n_bytes / (double) experts->stats.n_bytes;
+    for (size_class * size = experts->sizes; size; size = size->next) {
+        const double n = share < 1 ? share * (double) size->n_all : (double) size->n_all;
+        resize(size, (size_t) n > size->n_least ? (size_t) n : size->n_least);
+    }
+}
+
+llmaas_expert_stats llmaas_experts_read_stats(const llmaas_experts * experts) {
+    llmaas_expert_stats stats = experts->stats;
+    for (const size_class * size = experts->sizes; size; size = size->next) {
+        stats.n_least += size->n_least * size->n_bytes;
+        stats.n_kept += size->n_touched * size->n_bytes;
+    }
+    return stats;
+}
+
+/* -- reading ----------------------------------------------------------------------------------------------------- */
+
+/* The slot that was used longest ago, before `turn`; NULL: all are needed. */
+static slot * free_slot(size_class * size, uint64_t turn) {
+    if (size->n_touched < size->n_slots) {
+        return &size->slots[size->n_touched++];
+    }
+    slot * oldest = NULL;
+    for (size_t i = 0; i < size->n_slots; i++) {
+        slot * s = &size->slots[i];
+        if (!s->owner) {
+            return s;
+        }
+        if (s->turn < turn && (!oldest || s->turn < oldest->turn)) {
+            oldest = s;
+        }
+    }
+    return oldest;
+}
+
+static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, slot * s) {
+    const size_class * size  = stack->size;
+    const uint64_t     begin = stack->offset + (uint64_t) s->expert * size->n_bytes;
+    char *             to    = size->base + (size_t) (s - size->slots) * size->n_bytes;
+    for (size_t i = 0; i < reads_of(size); i++) {
+        const size_t   from = i * READ_BYTES, left = size->n_bytes - from;
+        const uint32_t n    = (uint32_t) (left < READ_BYTES ? left : READ_BYTES);
+        if (llmaas_io_room(experts->io) == 0) {
+            llmaas_io_drain(experts->io);
+        }
+        s->reads[i] = (llmaas_io_read) {
+            .fd = stack->fd, .offset = begin + from, .n_bytes = n, .n_needed = n, .buffer = to + from};
+        llmaas_io_start(experts->io, &s->reads[i]);
+        experts->stats.n_read += n;
+    }
+}
+
+/* Have an expert in a slot until `turn`, or on its way to one. False: there is no slot. */
+static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn) {
+    size_class *  size = stack->size;
+    const int32_t at   = stack->slots[expert];
+    if (at >= 0) {
+        experts->stats.n_hits += size->slots[at].turn < turn;
+        size->slots[at].turn = turn;
+        return true;
+    }
+    slot * s = free_slot(size, turn);
+    if (!s) {
+        return false;
+    }
+    disown(s);
+    s->owner             = stack;
+    s->expert            = expert;
+    s->turn              = turn;
+    stack->slots[expert] = (int32_t) (s - size->slots);
+    experts->stats.n_misses++;
+    start_reads(experts, stack, s);
+    return true;
+}
+
+static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t expert) {
+    slot * s  = &stack->size->slots[stack->slots[expert]];
+    bool   ok = true;
+    for (size_t i = 0; i < reads_of(stack->size); i++) {
+        if (s->reads[i].n_bytes > 0 && !s->reads[i].is_done) {
+            llmaas_io_wait(experts->io, &s->reads[i]);
+        }
+        ok = ok && s->reads[i].error == 0;
+    }
+    return ok;
+}
+
+/* -- a graph ----------------------------------------------------------------------------------------------------- */
+
+void llmaas_experts_begin(llmaas_experts * experts, llmaas_graph * graph) {
+    experts->graph  = graph;
+    experts->n_uses = 0;
+}
+
+/* Before a product: the chosen experts are read, and those of the products after it that follow the same choice. */
+struct choice {
+    llmaas_experts *           experts;
+    size_t                     index; /* of the use */
+    uint64_t                   turn;
+    const struct ggml_tensor * ids;
+    int32_t *                  slots; /* in place of the ids, contiguous */
+};
+
+static int32_t id_at(const struct ggml_tensor * ids, int64_t i) {
+    const char * row = (const char *) ids->data + (size_t) (i / ids->ne[0]) * ids->nb[1];
+    return *(const int32_t *) (const void *) (row + (size_t) (i % ids->ne[0]) * ids->nb[0]);
+}
+
+static bool fetch_all(const struct choice * c, llmaas_stack * stack, uint64_t turn) {
+    for (int64_t i = 0; i < ggml_nelements(c->ids); i++) {
+        const int32_t expert = id_at(c->ids, i);
+        if (expert < 0 || expert >= stack->n_experts || !fetch(c->experts, stack, expert, turn)) {
+            return false;
+        }
+    }
+    llmaas_io_poll(c->experts->io);
+    return true;
+}
+
+static void fetch_later(const struct choice * c) {
+    const llmaas_experts * experts = c->experts;
+    for (size_t i = c->index + 1; i < experts->n_uses && experts->uses[i].ids == experts->uses[c->index].ids; i++) {
+        llmaas_stack * stack = experts->uses[i].stack;
+        if (stack->size->n_slots >= GROUP * stack->size->n_least) {
+            fetch_all(c, stack, c->turn + (i - c->index));
+        }
+    }
+}
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
+}
+
+static void choose(void * arg, int ith, int nth) {
+    const struct choice * c       = arg;
+    llmaas_experts *      experts = c->experts;
+    llmaas_stack *        stack   = experts->uses[c->index].stack;
+    (void) nth;
+    if (ith != 0) {
+        return;
+    }
+    const uint64_t started = now_ns();
+    bool           ok      = fetch_all(c, stack, c->turn);
+    if (ok) {
+        fetch_later(c);
+    }
+    for (int64_t i = 0; i < ggml_nelements(c->ids); i++) {
+        const int32_t expert = id_at(c->ids, i);
+        ok          = ok && await(experts, stack, expert);
+        c->slots[i] = ok ? stack->slots[expert] : 0;
+    }
+    if (!ok) {
+        llmaas_graph_fail(experts->graph);
+    }
+    experts->stats.stalled_ns += now_ns() - started;
+}
+
+static bool note_use(llmaas_experts * experts, llmaas_stack * stack, const struct ggml_tensor * ids) {
+    if (experts->n_uses == experts->uses_capacity) {
+        const size_t wider = experts->uses_capacity ? 2 * experts->uses_capacity : 64;
+        use *        moved = realloc(experts->uses, wider * sizeof *moved);
+        if (!moved) {
+            return false;
+        }
+        experts->uses          = moved;
+        experts->uses_capacity = wider;
+    }
+    experts->uses[experts->n_uses++] = (use) {stack, ids};
+    return true;
+}
+
+bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct ggml_tensor * product) {
+    size_class *         size   = stack->size;
+    struct ggml_tensor * weight = product->src[0];
+    struct ggml_tensor * ids    = product->src[2];
+    if (!size->slots && !make_slots(size)) {
+        return false;
+    }
+    int32_t * slots = llmaas_graph_scratch(experts->graph, 0, (size_t) ggml_nelements(ids) * sizeof *slots);
+    struct ggml_tensor * numbers = llmaas_graph_copy(experts->graph, ids);
+    if (!slots || !numbers || !note_use(experts, stack, ids)) {
+        return false;
+    }
+    numbers->data   = slots;
+    numbers->buffer = NULL;
+    numbers->nb[0]  = sizeof *slots;
+    for (int i = 1; i < GGML_MAX_DIMS; i++) {
+        numbers->nb[i] = numbers->nb[i - 1] * (size_t) numbers->ne[i - 1];
+    }
+    weight->data  = size->base;
+    weight->ne[2] = (int64_t) size->n_slots;
+    weight->nb[2] = size->n_bytes;
+    weight->nb[3] = size->n_bytes * size->n_slots;
+    product->src[2] = numbers;
+    const struct choice c = {experts, experts->n_uses - 1, ++experts->n_turns, ids, slots};
+    return llmaas_graph_step(experts->graph, choose, &c, sizeof c);
+}
+
+/* What was read for products that were not computed after all, or in vain, is forgotten. */
+void llmaas_experts_end(llmaas_experts * experts) {
+    llmaas_io_drain(experts->io);
+    for (size_class * size = experts->sizes; size && llmaas_graph_failed(experts->graph); size = size->next) {
+        for (size_t i = 0; i < size->n_touched; i++) {
+            disown(&size->slots[i]);
+        }
+    }
+    experts->graph = NULL;
+}
