@@ -131,10 +131,10 @@ def bench_drafted(benchmark, model_1b, share):
 
         def step():
             apps = (ours, stock) if len(taken) % 2 else (stock, ours)
-            seconds = {app: app.generate_drafted(24, at_a_time=4, accepted=0.8) for app in apps}
+            seconds = {app: app.generate_drafted(16, at_a_time=4, accepted=0.8) for app in apps}
             taken.append((*seconds[ours], *seconds[stock]))
 
-        benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
+        benchmark.pedantic(step, rounds=repeats(3))
     ours_s, drafted_s, vanilla_s, vanilla_drafted_s = np.array(taken).T
     for name, other in (
         ("ours_alone", ours_s), ("vanilla", vanilla_s), ("vanilla_drafted", vanilla_drafted_s)
