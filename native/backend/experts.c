@@ -3,7 +3,6 @@
 #include "llmaas/io.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -12,6 +11,7 @@
 enum {
     READ_BYTES = 1 << 20,
     DEPTH      = 16,
+    AGE        = 32, /* graphs after which uses count half */
     GROUP      = 3, /* products that one choice of experts serves, mostly: gate, up and down */
 };
 
@@ -41,7 +41,10 @@ struct llmaas_stack {
     int            fd;
     uint64_t       offset;
     int32_t        n_experts;
-    int32_t        slots[]; /* of each expert; below 0: none */
+    struct {
+        int32_t  slot;   /* below 0: none */
+        uint32_t n_uses; /* of late */
+    } experts[];
 };
 
 /* A product of the graph. */
@@ -57,7 +60,7 @@ struct llmaas_experts {
     llmaas_stack * stacks;
     use *          uses;
     size_t         n_uses, uses_capacity;
-    uint64_t       n_turns;
+    uint64_t       n_turns, n_graphs;
 
     llmaas_expert_stats stats;
 };
@@ -125,13 +128,15 @@ llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t off
         return NULL;
     }
     size_class *   size  = class_of(experts, n_bytes);
-    llmaas_stack * stack = size ? malloc(sizeof *stack + (size_t) n_experts * sizeof *stack->slots) : NULL;
+    llmaas_stack * stack = size ? calloc(1, sizeof *stack + (size_t) n_experts * sizeof *stack->experts) : NULL;
     if (!stack) {
         return NULL;
     }
     *stack = (llmaas_stack) {
         .next = experts->stacks, .size = size, .fd = fd, .offset = offset, .n_experts = n_experts};
-    memset(stack->slots, -1, (size_t) n_experts * sizeof *stack->slots);
+    for (int32_t i = 0; i < n_experts; i++) {
+        stack->experts[i].slot = -1;
+    }
     experts->stacks = stack;
     size->n_all += (size_t) n_experts;
     size->n_least = (size_t) n_experts > size->n_least ? (size_t) n_experts : size->n_least;
@@ -163,7 +168,7 @@ static bool make_slots(size_class * size) {
 
 static void disown(slot * s) {
     if (s->owner) {
-        s->owner->slots[s->expert] = -1;
+        s->owner->experts[s->expert].slot = -1;
         s->owner                   = NULL;
     }
 }
@@ -200,22 +205,27 @@ llmaas_expert_stats llmaas_experts_read_stats(const llmaas_experts * experts) {
 
 /* -- reading ----------------------------------------------------------------------------------------------------- */
 
-/* The slot that was used longest ago, before `turn`; NULL: all are needed. */
+static uint32_t uses_of(const slot * s) { return s->owner->experts[s->expert].n_uses; }
+
+/* Of slots that are not needed from `turn` on, the one whose expert was used least often of late; of several the one that was
+ * used last: where there are fewer slots than a token has uses, the others stay until they are used again. NULL: all are
+ * needed. */
 static slot * free_slot(size_class * size, uint64_t turn) {
     if (size->n_touched < size->n_slots) {
         return &size->slots[size->n_touched++];
     }
-    slot * oldest = NULL;
+    slot * found = NULL;
     for (size_t i = 0; i < size->n_slots; i++) {
         slot * s = &size->slots[i];
         if (!s->owner) {
             return s;
         }
-        if (s->turn < turn && (!oldest || s->turn < oldest->turn)) {
-            oldest = s;
+        if (s->turn < turn && (!found || uses_of(s) < uses_of(found) ||
+                               (uses_of(s) == uses_of(found) && s->turn > found->turn))) {
+            found = s;
         }
     }
-    return oldest;
+    return found;
 }
 
 static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, slot * s) {
@@ -235,31 +245,35 @@ static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, sl
     }
 }
 
-/* Have an expert in a slot until `turn`, or on its way to one. False: there is no slot. */
-static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn) {
-    size_class *  size = stack->size;
-    const int32_t at   = stack->slots[expert];
-    if (at >= 0) {
-        experts->stats.n_hits += size->slots[at].turn < turn;
-        size->slots[at].turn = turn;
-        return true;
+/* Have an expert stay until `turn`, if it is in a slot. */
+static bool stays(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn) {
+    const int32_t at = stack->experts[expert].slot;
+    slot *        s  = at >= 0 ? &stack->size->slots[at] : NULL;
+    if (s && s->turn < turn) {
+        s->turn = turn;
+        stack->experts[expert].n_uses++;
+        experts->stats.n_hits++;
     }
-    slot * s = free_slot(size, turn);
+    return s != NULL;
+}
+
+/* Have it on its way to a slot that is not needed from `now` on. False: there is none. */
+static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn, uint64_t now) {
+    slot * s = free_slot(stack->size, now);
     if (!s) {
         return false;
     }
     disown(s);
-    s->owner             = stack;
-    s->expert            = expert;
-    s->turn              = turn;
-    stack->slots[expert] = (int32_t) (s - size->slots);
+    *s = (slot) {.owner = stack, .expert = expert, .turn = turn, .reads = s->reads};
+    stack->experts[expert].slot = (int32_t) (s - stack->size->slots);
+    stack->experts[expert].n_uses++;
     experts->stats.n_misses++;
     start_reads(experts, stack, s);
     return true;
 }
 
 static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t expert) {
-    slot * s  = &stack->size->slots[stack->slots[expert]];
+    slot * s  = &stack->size->slots[stack->experts[expert].slot];
     bool   ok = true;
     for (size_t i = 0; i < reads_of(stack->size); i++) {
         if (s->reads[i].n_bytes > 0 && !s->reads[i].is_done) {
@@ -272,9 +286,21 @@ static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t 
 
 /* -- a graph ----------------------------------------------------------------------------------------------------- */
 
+/* What was used long ago counts less and less. */
+static void age(llmaas_experts * experts) {
+    for (llmaas_stack * stack = experts->stacks; stack; stack = stack->next) {
+        for (int32_t i = 0; i < stack->n_experts; i++) {
+            stack->experts[i].n_uses /= 2;
+        }
+    }
+}
+
 void llmaas_experts_begin(llmaas_experts * experts, llmaas_graph * graph) {
     experts->graph  = graph;
     experts->n_uses = 0;
+    if (++experts->n_graphs % AGE == 0) {
+        age(experts);
+    }
 }
 
 /* Before a product: the chosen experts are read, and those of the products after it that follow the same choice. */
@@ -291,10 +317,19 @@ static int32_t id_at(const struct ggml_tensor * ids, int64_t i) {
     return *(const int32_t *) (const void *) (row + (size_t) (i % ids->ne[0]) * ids->nb[0]);
 }
 
+/* What is there must stay before anything else may take its slot. */
 static bool fetch_all(const struct choice * c, llmaas_stack * stack, uint64_t turn) {
-    for (int64_t i = 0; i < ggml_nelements(c->ids); i++) {
+    const int64_t n = ggml_nelements(c->ids);
+    for (int64_t i = 0; i < n; i++) {
         const int32_t expert = id_at(c->ids, i);
-        if (expert < 0 || expert >= stack->n_experts || !fetch(c->experts, stack, expert, turn)) {
+        if (expert < 0 || expert >= stack->n_experts) {
+            return false;
+        }
+        stays(c->experts, stack, expert, turn);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t expert = id_at(c->ids, i);
+        if (!stays(c->experts, stack, expert, turn) && !fetch(c->experts, stack, expert, turn, c->turn)) {
             return false;
         }
     }
@@ -334,7 +369,7 @@ static void choose(void * arg, int ith, int nth) {
     for (int64_t i = 0; i < ggml_nelements(c->ids); i++) {
         const int32_t expert = id_at(c->ids, i);
         ok          = ok && await(experts, stack, expert);
-        c->slots[i] = ok ? stack->slots[expert] : 0;
+        c->slots[i] = ok ? stack->experts[expert].slot : 0;
     }
     if (!ok) {
         llmaas_graph_fail(experts->graph);

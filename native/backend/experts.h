@@ -1,6 +1,6 @@
 /* The experts of mixtures, in a file. Which ones a product needs is known when the router has chosen, so they cannot be read
- * ahead of that: a cache keeps those that were used last, in slots, and products are given the slots' numbers for the
- * experts'. */
+ * ahead of that: a cache keeps those that were used most often of late, in slots, and products are given the slots' numbers
+ * for the experts'. */
 #ifndef LLMAAS_EXPERTS_H
 #define LLMAAS_EXPERTS_H
 
