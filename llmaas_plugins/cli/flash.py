@@ -28,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
 
 def pack(args: argparse.Namespace) -> int:
     """Write a model's packed file."""
+    from llama_cpp._logger import set_verbose
     from tqdm import tqdm
 
     from llmaas_patches.native.packing import model_tensors, repack
@@ -36,6 +37,7 @@ def pack(args: argparse.Namespace) -> int:
     model, path = args.model, packed_path(args.model)
     if not model.is_file():
         raise ConfigError(f"found no file {model}; expected a model in GGUF.")
+    set_verbose(False)  # ggml tells of every weight
     tensors = model_tensors(model)
     if not tensors:
         raise ConfigError(f"{model} is not a GGUF file, or is damaged.")

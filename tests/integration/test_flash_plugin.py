@@ -293,7 +293,9 @@ def test_what_cannot_be_packed(tmp_path, capsys, content, message):
 def test_packing_says_where_and_leaves_nothing_else(packed, capsys):
     capsys.readouterr()
     assert main(["flash", "pack", str(packed)]) == 0
-    assert str(packed_path(packed)) in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert str(packed_path(packed)) in said.out
+    assert "repack" not in said.err
     assert sorted(path.name for path in packed.parent.iterdir()) == ["model.gguf", "model.packed"]
 
 
