@@ -52,7 +52,7 @@ class StoredPrompt(contextlib.ExitStack):
         )
         next(self.llama.generate(self.tokens.tolist(), temp=0.0))
         suite.settle()
-        plugin = suite.hooks._pm.get_plugin("kv_chunks")
+        plugin = suite.plugin("kv_chunks")
         plugin._store.flush()
         self.store = plugin._store
         self.engine = suite._installed._host.engine(self.llama)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["App", "Lengths", "Taken"]
+__all__ = ["App", "Lengths", "Taken", "peak_bytes"]
 
 _SYSTEM = {"role": "system", "content": "You help with everything."}
 
@@ -91,7 +91,7 @@ class App(contextlib.AbstractContextManager["App"]):
 
     def peak_bytes(self) -> int:
         """The most memory that the process has had."""
-        return self._process.submit(_peak_bytes).result()
+        return self._process.submit(peak_bytes).result()
 
     def status(self) -> dict[str, Any]:
         """The suite's own report, once it is idle; empty without it."""
@@ -163,8 +163,11 @@ def _random_tokens(seed: int, n: int) -> list[int]:
     return np.random.default_rng(seed).integers(300, 4000, n).tolist()
 
 
-def _peak_bytes() -> int:
-    """Not ``getrusage``: it begins with the peak of the process that started this one."""
+def peak_bytes() -> int:
+    """The most memory that this process has had (RSS).
+
+    Not ``getrusage``: it begins with the peak of the process that started this one.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["VmHWM"].split()[0]) << 10

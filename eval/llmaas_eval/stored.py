@@ -181,7 +181,7 @@ class StoredContext(contextlib.ExitStack):
 
     @property
     def _plugin(self) -> Any:
-        return self._suite.hooks._pm.get_plugin("kv_chunks")
+        return self._suite.plugin("kv_chunks")
 
     @property
     def _store(self) -> Any:

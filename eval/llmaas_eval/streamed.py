@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmaas_eval.inference import peak_bytes
 from llmaas_eval.switching.groups import MemoryGroup
 
 __all__ = ["LimitedApp"]
@@ -70,7 +70,7 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
 
     def peak_bytes(self) -> int:
         """The most memory that it has had (RSS)."""
-        return self._process.submit(_peak_bytes).result()
+        return self._process.submit(peak_bytes).result()
 
     def set_budget(self, n_bytes: int) -> None:
         """Change the memory budget of ``flash_weights``."""
@@ -160,12 +160,6 @@ def _generate_drafted(n: int, at_a_time: int, accepted: float) -> tuple[float, f
         seconds.append((time.perf_counter() - started) / n)
     _llama.draft_model = None
     return seconds[0], seconds[1]
-
-
-def _peak_bytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def _set_budget(n_bytes: int) -> None:

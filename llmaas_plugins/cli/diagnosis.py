@@ -13,8 +13,8 @@ from llmaas_hooks import ConfigError, HookManager, LlmaasError, UnknownPluginErr
 from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins import __version__
 from llmaas_plugins.activation import make_plugin
-from llmaas_plugins.cli.machine import memory_limit_bytes, room
 from llmaas_plugins.config import Config, load_config, validated
+from llmaas_plugins.machine import memory_limit_bytes, room
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -32,7 +32,7 @@ def pack(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from llmaas_patches.native.packing import model_tensors, repack
-    from llmaas_plugins.flash_weights.packed import can_be_streamed, packed_path, write_packed
+    from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
 
     model, path = args.model, packed_path(args.model)
     if not model.is_file():
@@ -41,7 +41,7 @@ def pack(args: argparse.Namespace) -> int:
     tensors = model_tensors(model)
     if not tensors:
         raise ConfigError(f"{model} is not a GGUF file, or is damaged.")
-    n_bytes = sum(info.n_bytes for name, info in tensors.items() if can_be_streamed(name, info))
+    n_bytes = sum(info.n_bytes for info in streamable(tensors).values())
     with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
         for n_done in write_packed(model, path, tensors, repack):
             bar.update(n_done)

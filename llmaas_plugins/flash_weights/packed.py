@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
 from llmaas_plugins.model_digest import file_digest
 
-__all__ = ["can_be_streamed", "packed_path", "packed_problem", "write_packed"]
+__all__ = ["packed_path", "packed_problem", "streamable", "write_packed"]
 
 _ARCHITECTURE = "llmaas-packed"
 _MODEL, _LAYOUTS = "llmaas.packed.model", "llmaas.packed.layouts"
@@ -28,9 +28,13 @@ Bytes = NDArray[np.uint8]
 Repack = Callable[[TensorInfo, Bytes], Bytes]
 
 
-def can_be_streamed(name: str, info: TensorInfo) -> bool:
+def streamable(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Matrices that are multiplied with; embeddings are looked up row by row."""
-    return info.is_matrix and not name.startswith("token_embd.")
+    return {
+        name: info
+        for name, info in tensors.items()
+        if info.is_matrix and not name.startswith("token_embd.")
+    }
 
 
 def packed_path(model: str | os.PathLike[str]) -> Path:
@@ -49,7 +53,7 @@ def packed_problem(
     found_model, found = _read_header(path)
     if found_model != file_digest(os.fspath(model)):
         return "it was made from another model file, or the model file was changed since"
-    expected = {name: info for name, info in tensors.items() if can_be_streamed(name, info)}
+    expected = streamable(tensors)
     if found.keys() != expected.keys():
         return "it has other tensors than the model"
     if any(found[name] != info.layout for name, info in expected.items()):
@@ -85,18 +89,24 @@ def write_packed(
         ConfigError: The model has no matrices.
         StoreError: It cannot be read or written.
     """
-    infos = {name: info for name, info in tensors.items() if can_be_streamed(name, info)}
+    infos = streamable(tensors)
     if not infos:
         raise ConfigError(f"{model} has no matrices to stream.")
+    partial = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as file:
-            yield from _write(model, Path(file.name), infos, repack)
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f"{path.name}.", delete=False
+        ) as file:
+            partial = Path(file.name)
+            yield from _write(model, partial, infos, repack)
             os.fsync(file.fileno())
-            Path(file.name).chmod(0o644)
-            os.link(file.name, f"{file.name}.done")
-            Path(f"{file.name}.done").replace(path)
+        partial.chmod(0o644)
+        partial.replace(path)
     except OSError as error:
         raise StoreError(f"cannot pack {model} to {path}: {error}.") from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
 
 
 def _write(

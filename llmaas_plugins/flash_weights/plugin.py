@@ -24,8 +24,8 @@ from llmaas_hooks import (
     hookimpl,
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
-from llmaas_plugins.flash_weights.memory import available_bytes, resident_bytes
-from llmaas_plugins.flash_weights.packed import can_be_streamed, packed_path, packed_problem
+from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, streamable
+from llmaas_plugins.machine import available_bytes, resident_bytes
 
 __all__ = ["FlashWeights"]
 
@@ -44,13 +44,17 @@ _EVERY_S = 0.25
 
 @dataclass(slots=True)
 class _Model:
-    """A streamed model: its memory, its contexts, and when both were last looked at."""
+    """A streamed model: its contexts, what is kept of it, and when that was last looked at."""
 
-    weights: FileWeights
     contexts: dict[int, NativeContext] = field(default_factory=dict)
     kept: int = 0
     is_crowded: bool = False
     looked_at: float = 0.0
+
+    @property
+    def weights(self) -> FileWeights:
+        """Its memory, which all contexts share."""
+        return next(iter(self.contexts.values())).file_weights()
 
 
 class FlashWeights:
@@ -99,7 +103,7 @@ class FlashWeights:
                 f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it runs as without us"
             )
             return []
-        names = [name for name, info in tensors.items() if can_be_streamed(name, info)]
+        names = streamable(tensors)
         packed = self._packed(load.path, tensors)
         if packed is None:  # what is in memory is what the file has, so nothing else is repacked
             load.params.use_extra_bufts = False
@@ -113,8 +117,7 @@ class FlashWeights:
         if weights.stats()["bytes"] == 0:
             return
         with self._lock:
-            model = self._models.setdefault(context.model, _Model(weights))
-            model.weights = weights
+            model = self._models.setdefault(context.model, _Model())
             model.contexts[context.ctx] = context
             weights.set_memory(model.kept, self._config.arena)
             self._room(model, self._budget_of(self._budget))
@@ -135,8 +138,6 @@ class FlashWeights:
                 model.contexts.pop(ctx, None)
                 if not model.contexts:
                     del self._models[address]
-                else:
-                    model.weights = next(iter(model.contexts.values())).file_weights()
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:

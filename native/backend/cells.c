@@ -2,11 +2,12 @@
  * zeros again, as it did then, and costs nothing until something is written there. */
 #include "cells.h"
 
+#include "pages.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 /* -- graphs -------------------------------------------------------------------------------------------------------- */
 
@@ -48,42 +49,19 @@ void llmaas_cells_reach(llmaas_cells * cells) {
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
-typedef struct range {
-    uintptr_t start, end;
-} range;
-
-/* The whole pages of the buffer. */
-static range pages_of(const llmaas_cells * cells) {
-    const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(cells->buffer);
-    const uintptr_t end   = base + ggml_backend_buffer_get_size(cells->buffer);
-    const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
-    const range     pages = {(base + page - 1) / page * page, end / page * page};
-    return pages.start < pages.end ? pages : (range){0, 0};
+static llmaas_pages pages_of(const llmaas_cells * cells) {
+    return llmaas_pages_in(ggml_backend_buffer_get_base(cells->buffer), ggml_backend_buffer_get_size(cells->buffer));
 }
 
 /* Bytes of the buffer that hold memory. */
 static uint64_t count_resident(const llmaas_cells * cells) {
-    enum { N_AT_ONCE = 4096 };
-    unsigned char   is_resident[N_AT_ONCE];
-    const range     pages      = pages_of(cells);
-    const uintptr_t page       = (uintptr_t) sysconf(_SC_PAGESIZE);
-    uint64_t        n_resident = 0;
-    for (uintptr_t at = pages.start; at < pages.end; at += N_AT_ONCE * page) {
-        const uintptr_t n_left = (pages.end - at) / page;
-        const uintptr_t n      = n_left < N_AT_ONCE ? n_left : N_AT_ONCE;
-        if (mincore((void *) at, n * page, is_resident)) {
-            return ggml_backend_buffer_get_size(cells->buffer);
-        }
-        for (uintptr_t i = 0; i < n; ++i) {
-            n_resident += (is_resident[i] & 1) * page;
-        }
-    }
-    return n_resident;
+    uint64_t n_bytes;
+    return llmaas_pages_resident(pages_of(cells), &n_bytes) ? n_bytes : ggml_backend_buffer_get_size(cells->buffer);
 }
 
 /* Whether these addresses are memory of this process alone, behind which there is no file: only such pages are zeros
  * when they come back. */
-static bool is_private_anonymous(range pages) {
+static bool is_private_anonymous(llmaas_pages pages) {
     FILE * maps = fopen("/proc/self/maps", "re");
     if (!maps) {
         return false;
@@ -131,17 +109,15 @@ llmaas_status llmaas_cells_release(llmaas_cells * cells) {
     if (!cells->buffer || !cells->is_whole || !ggml_backend_buffer_is_host(cells->buffer)) {
         return LLMAAS_EUNSUPPORTED;
     }
-    const range pages = pages_of(cells);
+    const llmaas_pages pages = pages_of(cells);
     if (!is_private_anonymous(pages)) {
         return LLMAAS_EUNSUPPORTED;
     }
-    if (pages.start < pages.end) {
-        void *       start   = (void *) pages.start;
-        const size_t n_bytes = pages.end - pages.start;
-        if (madvise(start, n_bytes, MADV_DONTNEED)) {
-            return LLMAAS_EIO; /* locked in memory, for one */
-        }
-        (void) madvise(start, n_bytes, MADV_NOHUGEPAGE); /* a few cells of each layer would touch far too much */
+    if (!llmaas_pages_release(pages)) {
+        return LLMAAS_EIO; /* locked in memory, for one */
+    }
+    if (pages.start < pages.end) { /* a few cells of each layer would touch far too much */
+        (void) madvise((void *) pages.start, pages.end - pages.start, MADV_NOHUGEPAGE);
     }
     cells->n_reached = cells->n_counted = 0; /* n_graph stays: llama.cpp may use its last graph again */
     cells->n_resident = 0;

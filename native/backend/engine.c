@@ -153,6 +153,7 @@ static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, v
     }
     pthread_mutex_lock(&engine->lock);
     llmaas_cells_notice(&engine->cells, graph, is_creation);
+    llmaas_room_forget(&engine->room);
     pthread_mutex_unlock(&engine->lock);
     (void) params;
 }

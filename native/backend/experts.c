@@ -1,10 +1,12 @@
 #include "experts.h"
 
+#include "../src/clock.h"
+#include "../src/grow.h"
 #include "llmaas/io.h"
+#include "pages.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #define PAGE 4096u
 
@@ -169,7 +171,7 @@ static bool make_slots(size_class * size) {
 static void disown(slot * s) {
     if (s->owner) {
         s->owner->experts[s->expert].slot = -1;
-        s->owner                   = NULL;
+        s->owner = NULL;
     }
 }
 
@@ -179,7 +181,7 @@ static void resize(size_class * size, size_t n) {
         disown(&size->slots[i]);
     }
     if (n < size->n_touched) {
-        madvise(size->base + n * size->n_bytes, (size->n_touched - n) * size->n_bytes, MADV_DONTNEED);
+        llmaas_pages_release(llmaas_pages_in(size->base + n * size->n_bytes, (size->n_touched - n) * size->n_bytes));
         size->n_touched = n;
     }
     size->n_slots = n;
@@ -347,12 +349,6 @@ static void fetch_later(const struct choice * c) {
     }
 }
 
-static uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
-}
-
 static void choose(void * arg, int ith, int nth) {
     const struct choice * c       = arg;
     llmaas_experts *      experts = c->experts;
@@ -361,7 +357,7 @@ static void choose(void * arg, int ith, int nth) {
     if (ith != 0) {
         return;
     }
-    const uint64_t started = now_ns();
+    const uint64_t started = llmaas_now_ns();
     bool           ok      = fetch_all(c, stack, c->turn);
     if (ok) {
         fetch_later(c);
@@ -374,21 +370,16 @@ static void choose(void * arg, int ith, int nth) {
     if (!ok) {
         llmaas_graph_fail(experts->graph);
     }
-    experts->stats.stalled_ns += now_ns() - started;
+    experts->stats.stalled_ns += llmaas_now_ns() - started;
 }
 
 static bool note_use(llmaas_experts * experts, llmaas_stack * stack, const struct ggml_tensor * ids) {
-    if (experts->n_uses == experts->uses_capacity) {
-        const size_t wider = experts->uses_capacity ? 2 * experts->uses_capacity : 64;
-        use *        moved = realloc(experts->uses, wider * sizeof *moved);
-        if (!moved) {
-            return false;
-        }
-        experts->uses          = moved;
-        experts->uses_capacity = wider;
+    use * uses = llmaas_grown(experts->uses, experts->n_uses, &experts->uses_capacity, sizeof *uses);
+    if (uses) {
+        experts->uses = uses;
+        experts->uses[experts->n_uses++] = (use) {stack, ids};
     }
-    experts->uses[experts->n_uses++] = (use) {stack, ids};
-    return true;
+    return uses != NULL;
 }
 
 bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct ggml_tensor * product) {

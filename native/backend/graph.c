@@ -1,6 +1,8 @@
 /* Graphs being rewritten. */
 #include "graph.h"
 
+#include "../src/grow.h"
+
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -104,16 +106,12 @@ static void * take(llmaas_graph * graph, size_t size) {
 }
 
 void llmaas_graph_append(llmaas_graph * graph, struct ggml_tensor * node) {
-    if (graph->n_nodes == graph->n_capacity) {
-        const size_t          capacity = graph->n_capacity ? 2 * graph->n_capacity : 1024;
-        struct ggml_tensor ** nodes    = realloc(graph->nodes, capacity * sizeof *nodes);
-        if (!nodes) {
-            graph->failed = true;
-            return;
-        }
-        graph->nodes      = nodes;
-        graph->n_capacity = capacity;
+    struct ggml_tensor ** nodes = llmaas_grown(graph->nodes, graph->n_nodes, &graph->n_capacity, sizeof *nodes);
+    if (!nodes) {
+        graph->failed = true;
+        return;
     }
+    graph->nodes = nodes;
     graph->nodes[graph->n_nodes++] = node;
 }
 

@@ -4,21 +4,21 @@
 
 #include <string.h>
 
-bool llmaas_append_product(
-    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows,
+struct ggml_tensor * llmaas_product_of(
+    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t first, int64_t n_rows,
     int64_t n_columns) {
     struct ggml_tensor * product  = llmaas_graph_copy(graph, node);
     struct ggml_tensor * narrow   = llmaas_graph_copy(graph, weight);
     struct ggml_tensor * operands = llmaas_graph_copy(graph, node->src[1]);
     if (!product || !narrow || !operands) {
-        return false;
+        return NULL;
     }
     narrow->ne[0] = operands->ne[0] = n_columns; /* strides stay, so the rest of each row is skipped */
     narrow->ne[1] = product->ne[0] = n_rows;
+    product->data   = (char *) node->data + (size_t) first * sizeof(float);
     product->src[0] = narrow;
     product->src[1] = operands;
-    llmaas_graph_append(graph, product);
-    return true;
+    return product;
 }
 
 /* Rows that were not computed are zero, as if the weight's other rows were. */

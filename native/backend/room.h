@@ -4,15 +4,18 @@
 #define LLMAAS_ROOM_H
 
 #include "abi.h"
+#include "pages.h"
 
 enum { LLMAAS_ROOM_BUFFERS = 4 };
 
 typedef struct llmaas_room {
     ggml_backend_buffer_t buffers[LLMAAS_ROOM_BUFFERS]; /* of the last graph; only to be compared */
-    uintptr_t             begins[LLMAAS_ROOM_BUFFERS], ends[LLMAAS_ROOM_BUFFERS];
-    int                   n_buffers;
+    llmaas_pages          pages[LLMAAS_ROOM_BUFFERS];
+    int                   n_buffers; /* 0: nobody looked at the graph yet */
 } llmaas_room;
 
+/* A new graph was made, which will be given memory. */
+void llmaas_room_forget(llmaas_room * room);
 /* A graph is about to be computed. */
 void llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph);
 /* Bytes of what the last graph computed in that nothing was ever written to. */

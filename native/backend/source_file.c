@@ -99,26 +99,9 @@ static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_
     *n_rows    = state->is_packed ? (*n_rows + STEP - 1) / STEP * STEP : *n_rows;
 }
 
-/* The product of rows [first, first + n) of the weight, not appended yet; its weight has no data. NULL: memory. */
-static struct ggml_tensor * product_of(
-    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, int64_t first, int64_t n, int64_t n_columns) {
-    struct ggml_tensor * part     = llmaas_graph_copy(graph, &state->as);
-    struct ggml_tensor * operands = llmaas_graph_copy(graph, node->src[1]);
-    struct ggml_tensor * product  = llmaas_graph_copy(graph, node);
-    if (!part || !operands || !product) {
-        return NULL;
-    }
-    part->ne[0] = operands->ne[0] = n_columns; /* strides stay, so the rest of each row is skipped */
-    part->ne[1] = product->ne[0] = n;
-    product->data   = (char *) node->data + (size_t) first * sizeof(float);
-    product->src[0] = part;
-    product->src[1] = operands;
-    return product;
-}
-
 static bool multiply_experts(
     const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
-    struct ggml_tensor * product = product_of(state, graph, node, 0, n_rows, n_columns);
+    struct ggml_tensor * product = llmaas_product_of(graph, &state->as, node, 0, n_rows, n_columns);
     if (!product || !llmaas_experts_use(llmaas_stream_experts(state->stream), state->stack, product)) {
         return false;
     }
@@ -130,7 +113,7 @@ static bool multiply_experts(
 static bool multiply_rows(
     const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, llmaas_piece * piece, int64_t first, int64_t n,
     int64_t n_columns) {
-    struct ggml_tensor * product = product_of(state, graph, node, first, n, n_columns);
+    struct ggml_tensor * product = llmaas_product_of(graph, &state->as, node, first, n, n_columns);
     if (!product) {
         return false;
     }

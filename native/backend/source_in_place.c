@@ -30,7 +30,11 @@ static bool multiply(
     if (n_columns < weight->tensor->ne[0] && llmaas_is_repacked(weight->tensor)) {
         return llmaas_repacked_columns(graph, weight->tensor, node, n_rows, n_columns);
     }
-    return llmaas_append_product(graph, weight->tensor, node, n_rows, n_columns);
+    struct ggml_tensor * product = llmaas_product_of(graph, weight->tensor, node, 0, n_rows, n_columns);
+    if (product) {
+        llmaas_graph_append(graph, product);
+    }
+    return product != NULL;
 }
 
 const llmaas_source_ops llmaas_source_in_place = {.problem = problem, .round = round_extents, .multiply = multiply};

@@ -1,16 +1,16 @@
 #include "stream.h"
 
+#include "../src/clock.h"
+#include "../src/grow.h"
 #include "llmaas/io.h"
+#include "pages.h"
 
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <time.h>
 
-#define PAGE      4096u
-#define HUGE_PAGE (2u << 20)
+#define PAGE 4096u
 
 enum {
     READ_BYTES = 1 << 20,
@@ -95,24 +95,11 @@ void llmaas_stream_free(llmaas_stream * stream) {
     free(stream);
 }
 
-/* Room for one element more; false: memory. */
-static bool grow(void ** array, size_t n, size_t * capacity, size_t size) {
-    if (n < *capacity) {
-        return true;
-    }
-    const size_t wider = *capacity ? 2 * *capacity : 256;
-    void *       moved = realloc(*array, wider * size);
-    if (moved) {
-        *array    = moved;
-        *capacity = wider;
-    }
-    return moved != NULL;
-}
-
 llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * piece) {
-    llmaas_piece * added = malloc(sizeof *added);
-    if (!added || !grow((void **) &stream->pieces, stream->n_pieces, &stream->pieces_capacity, sizeof *stream->pieces)) {
-        free(added);
+    llmaas_piece ** pieces = llmaas_grown(stream->pieces, stream->n_pieces, &stream->pieces_capacity, sizeof *pieces);
+    stream->pieces         = pieces ? pieces : stream->pieces;
+    llmaas_piece * added   = pieces ? malloc(sizeof *added) : NULL;
+    if (!added) {
         return NULL;
     }
     *added      = *piece;
@@ -174,15 +161,10 @@ static void choose_wanted(llmaas_stream * stream) {
         n_bytes += piece->turn < 0 ? 0 : piece->n_bytes;
         piece->is_wanted = piece->turn >= 0 && n_bytes <= stream->n_kept_max;
     }
-    stream->is_stale = false;
 }
 
 static void drop(llmaas_stream * stream, llmaas_piece * piece) {
-    const uintptr_t begin = ((uintptr_t) piece->home + PAGE - 1) / PAGE * PAGE;
-    const uintptr_t end   = ((uintptr_t) piece->home + piece->n_bytes) / PAGE * PAGE;
-    if (end > begin) {
-        madvise((void *) begin, end - begin, MADV_DONTNEED);
-    }
+    llmaas_pages_release(llmaas_pages_in(piece->home, piece->n_bytes));
     piece->is_kept = false;
     stream->stats.n_kept -= piece->n_bytes;
 }
@@ -193,6 +175,15 @@ static void drop_unwanted(llmaas_stream * stream) {
             drop(stream, stream->pieces[i]);
         }
     }
+}
+
+static void adapt(llmaas_stream * stream) {
+    if (stream->experts) {
+        llmaas_experts_set_memory(stream->experts, experts_share(stream));
+    }
+    choose_wanted(stream);
+    drop_unwanted(stream);
+    stream->is_stale = false;
 }
 
 static void keep(llmaas_stream * stream, llmaas_piece * piece, const char * bytes) {
@@ -296,12 +287,6 @@ static void pump(llmaas_stream * stream) {
     llmaas_io_poll(stream->io);
 }
 
-static uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
-}
-
 /* Wait for the first load; false: a read failed. If it is not all started yet, no other is. */
 static bool await(llmaas_stream * stream, load * l) {
     bool is_ok = true;
@@ -340,12 +325,8 @@ void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph) {
     pthread_mutex_lock(&stream->lock);
     stream->graph  = graph;
     stream->n_plan = 0;
-    if (stream->is_stale && stream->experts) {
-        llmaas_experts_set_memory(stream->experts, experts_share(stream));
-    }
     if (stream->is_stale) {
-        choose_wanted(stream);
-        drop_unwanted(stream);
+        adapt(stream);
     }
     if (stream->experts) {
         llmaas_experts_begin(stream->experts, graph);
@@ -369,20 +350,22 @@ static void fetch(void * arg, int ith, int nth) {
     while (stream->n_used < f->index) {
         release(stream, load_at(stream, 0));
     }
-    const uint64_t started = now_ns();
+    const uint64_t started = llmaas_now_ns();
     pump(stream); /* which may wait, too: a device takes so many reads at a time */
     load * l = load_at(stream, 0);
     if (!await(stream, l)) {
         llmaas_graph_fail(stream->graph);
     }
-    stream->stats.stalled_ns += now_ns() - started;
+    stream->stats.stalled_ns += llmaas_now_ns() - started;
     f->weight->data = bytes_of(stream, l);
 }
 
 bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight) {
-    if (!grow((void **) &stream->plan, stream->n_plan, &stream->plan_capacity, sizeof *stream->plan)) {
+    use * plan = llmaas_grown(stream->plan, stream->n_plan, &stream->plan_capacity, sizeof *plan);
+    if (!plan) {
         return false;
     }
+    stream->plan = plan;
     if (piece->turn < 0) { /* steps of the golden ratio: evenly spread, however many of them are taken */
         piece->turn      = fmod((double) ++stream->n_turns * 0.6180339887498949, 1);
         stream->is_stale = true;
@@ -397,16 +380,15 @@ bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_by
 /* At least two of the largest pieces, so that one is read while the other is used. */
 static bool make_arena(llmaas_stream * stream) {
     const size_t n_least = stream->n_widest > stream->n_arena_min / 2 ? 2 * stream->n_widest : stream->n_arena_min;
-    const size_t n_bytes = (n_least + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const size_t n_bytes = (n_least + LLMAAS_IO_HUGE_PAGE - 1) / LLMAAS_IO_HUGE_PAGE * LLMAAS_IO_HUGE_PAGE;
     if (n_bytes == stream->n_arena) {
         return true;
     }
     cut_loads(stream, 0);
-    char * arena = aligned_alloc(HUGE_PAGE, n_bytes);
+    char * arena = llmaas_io_memory(n_bytes);
     if (!arena) {
         return false;
     }
-    madvise(arena, n_bytes, MADV_HUGEPAGE); /* a read pins its pages, one by one */
     llmaas_io_register(stream->io, arena, n_bytes);
     free(stream->arena);
     stream->arena   = arena;
@@ -432,9 +414,8 @@ bool llmaas_stream_start(llmaas_stream * stream) {
         return false;
     }
     cut_loads(stream, n_foreseen(stream));
-    if (stream->is_stale) {
+    if (stream->is_stale) { /* still: what is no longer wanted is part of this graph */
         choose_wanted(stream);
-        stream->is_stale = true; /* what is no longer wanted is part of this graph still */
     }
     stream->n_used = stream->n_ahead = 0;
     stream->n_loaded = stream->n_loads;

@@ -1,6 +1,8 @@
 /* The weight table. */
 #include "weights.h"
 
+#include "../src/grow.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -101,15 +103,11 @@ static llmaas_weight * entry(llmaas_weights * weights, const char * name) {
     if (found || strlen(name) >= GGML_MAX_NAME) {
         return found;
     }
-    if (weights->n_entries == weights->n_capacity) {
-        const size_t     capacity = weights->n_capacity ? 2 * weights->n_capacity : 64;
-        llmaas_weight ** entries  = realloc(weights->entries, capacity * sizeof *entries);
-        if (!entries) {
-            return NULL;
-        }
-        weights->entries    = entries;
-        weights->n_capacity = capacity;
+    llmaas_weight ** entries = llmaas_grown(weights->entries, weights->n_entries, &weights->n_capacity, sizeof *entries);
+    if (!entries) {
+        return NULL;
     }
+    weights->entries = entries;
     llmaas_weight * made = calloc(1, sizeof *made);
     if (made) {
         strcpy(made->name, name);

@@ -82,9 +82,10 @@ void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph);
 bool llmaas_weight_multiply(
     const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node);
 
-/* `node` narrowed to the first rows of `weight` and the first columns of both operands, appended. */
-bool llmaas_append_product(
-    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows,
+/* `node` narrowed to n_rows of its rows, from `first` on, and to the first columns of both operands; `weight` starts with the
+ * first of these rows. It is not appended yet. NULL: memory. */
+struct ggml_tensor * llmaas_product_of(
+    llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t first, int64_t n_rows,
     int64_t n_columns);
 
 #endif

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 enum { BLOCK = 4096 };
@@ -77,6 +78,17 @@ void llmaas_io_close(llmaas_io * io) {
 }
 
 llmaas_io_kind llmaas_io_kind_of(const llmaas_io * io) { return io->backend->kind; }
+
+void * llmaas_io_memory(size_t n_bytes) {
+    const size_t n_rounded = (n_bytes + LLMAAS_IO_HUGE_PAGE - 1) / LLMAAS_IO_HUGE_PAGE * LLMAAS_IO_HUGE_PAGE;
+    void *       memory    = aligned_alloc(LLMAAS_IO_HUGE_PAGE, n_rounded);
+#ifdef MADV_HUGEPAGE
+    if (memory) {
+        madvise(memory, n_rounded, MADV_HUGEPAGE);
+    }
+#endif
+    return memory;
+}
 
 uint32_t llmaas_io_room(const llmaas_io * io) { return io->depth - io->n_in_flight; }
 

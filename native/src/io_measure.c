@@ -1,11 +1,8 @@
+#include "clock.h"
 #include "llmaas/io.h"
 
 #include <errno.h>
 #include <stdlib.h>
-#include <sys/mman.h>
-#include <time.h>
-
-enum { HUGE_PAGE = 2 << 20 };
 
 typedef struct measured {
     llmaas_io *      io;
@@ -14,12 +11,6 @@ typedef struct measured {
     uint32_t         depth;
 } measured;
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
-}
-
 static void close_all(measured * m) {
     llmaas_io_close(m->io);
     free(m->reads);
@@ -27,17 +18,16 @@ static void close_all(measured * m) {
 }
 
 static llmaas_status open_all(measured * m, llmaas_io_kind kind, uint32_t n_bytes) {
-    const size_t n_memory = ((size_t) m->depth * n_bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const size_t  n_memory = (size_t) m->depth * n_bytes;
     llmaas_status status = llmaas_io_open(kind, m->depth, &m->io);
     if (status != LLMAAS_OK) {
         return status;
     }
-    m->memory = aligned_alloc(HUGE_PAGE, n_memory);
+    m->memory = llmaas_io_memory(n_memory);
     m->reads  = calloc(m->depth, sizeof *m->reads);
     if (!m->memory || !m->reads) {
         return LLMAAS_ESPACE;
     }
-    madvise(m->memory, n_memory, MADV_HUGEPAGE);
     return llmaas_io_register(m->io, m->memory, n_memory);
 }
 
@@ -48,14 +38,14 @@ llmaas_status llmaas_io_measure(
     }
     measured      m      = {.depth = depth};
     llmaas_status status = open_all(&m, kind, n_bytes);
-    const double  started = now();
+    const uint64_t started = llmaas_now_ns();
     uint64_t      n_done  = 0;
     double        took    = 0;
     for (uint64_t i = 0; status == LLMAAS_OK && took < seconds; i++) {
         llmaas_io_read * read = &m.reads[i % depth];
         if (i >= depth) {
             llmaas_io_wait(m.io, read);
-            took   = now() - started;
+            took   = 1e-9 * (double) (llmaas_now_ns() - started);
             n_done += n_bytes;
             errno  = read->error;
             status = read->error ? LLMAAS_EIO : LLMAAS_OK;

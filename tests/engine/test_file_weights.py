@@ -26,7 +26,7 @@ from matrices import ROWS, TYPES, UP, zeroed
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ConfigError, PluginError, WeightClaim
 from llmaas_patches.native.packing import model_tensors, repack
-from llmaas_plugins.flash_weights.packed import can_be_streamed, packed_path, write_packed
+from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
 
 SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
 """Its wide matrices are two pieces each, of which the second is short."""
@@ -49,9 +49,7 @@ def pack(path):
 
 def claim_all(path, *, is_packed=False):
     """All that can be in a file, and how many bytes that is."""
-    infos = {
-        name: info for name, info in model_tensors(path).items() if can_be_streamed(name, info)
-    }
+    infos = streamable(model_tensors(path))
     pattern = "|".join(map(re.escape, infos))
     packed = str(pack(path)) if is_packed else None
     n_bytes = sum(info.n_bytes for info in infos.values())

@@ -27,7 +27,7 @@ import json, sys
 path, packs, script = sys.argv[1:]
 from llama_cpp import Llama, llama_cpp
 from llmaas_plugins import activate
-from llmaas_plugins.flash_weights.memory import resident_bytes
+from llmaas_plugins.machine import resident_bytes
 
 MIB = 1 << 20
 defaults = llama_cpp.llama_model_default_params

@@ -587,7 +587,7 @@ def post(server, path, body, headers):
 
 def mixer_of(suite):
     """Of the one engine there is."""
-    plugin = suite.hooks._pm.get_plugin("knn_lm")
+    plugin = suite.plugin("knn_lm")
     (served,) = plugin._served.values()
     return served.mixer
 

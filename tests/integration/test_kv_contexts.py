@@ -41,7 +41,7 @@ def ask(llama, tokens, n=6, context_id=None):
 
 def store_of(suite):
     suite.settle()
-    store = suite.hooks._pm.get_plugin("kv_chunks")._store
+    store = suite.plugin("kv_chunks")._store
     store.flush()  # waits for the one in the background
     return store
 

@@ -239,7 +239,7 @@ def test_full_disk_leaves_the_app_alone(make, suite, tmp_path, vanilla_answer):
     active = suite()
     llama = make()
     active.evict("x")  # opens the store
-    fd = active.hooks._pm.get_plugin("kv_chunks")._store._shelf.disk.fd
+    fd = active.plugin("kv_chunks")._store._shelf.disk.fd
     full, kept = os.open("/dev/full", os.O_RDWR), os.dup(fd)
     os.dup2(full, fd)
     for _ in range(2):

@@ -51,7 +51,7 @@ def mixed(request, make, suite):
 
 
 def transfer_of(suite):
-    (transfer,) = suite.hooks._pm.get_plugin("kv_chunks")._transfers.values()
+    (transfer,) = suite.plugin("kv_chunks")._transfers.values()
     return transfer
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 def chunks_at_rest(suite):
     """The chunk store, once nothing is saved, written or read back any more."""
     suite.settle()
-    plugin = suite.hooks._pm.get_plugin("kv_chunks")
+    plugin = suite.plugin("kv_chunks")
     plugin._workers.write.submit(int).result()
     plugin._store.flush()
     return plugin._store

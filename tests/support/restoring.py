@@ -18,7 +18,7 @@ def engine_of(suite, llama):
 
 def plugin_of(suite):
     """The plugin."""
-    return suite.hooks._pm.get_plugin("kv_chunks")
+    return suite.plugin("kv_chunks")
 
 
 def store_of(suite):

@@ -11,8 +11,8 @@ import llama_cpp
 import pytest
 
 from llmaas_plugins.cli import diagnosis
-from llmaas_plugins.cli.machine import memory_limit_bytes, room
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.machine import memory_limit_bytes, room
 
 
 @pytest.fixture(autouse=True)

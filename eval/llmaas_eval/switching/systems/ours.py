@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from llmaas_eval.switching.systems.one import OneContext, open_llama
 from llmaas_hooks import Request, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.recompute import evaluate
+from llmaas_plugins.machine import resident_bytes
 
 __all__ = ["Ours"]
 
@@ -58,7 +57,7 @@ class Ours(OneContext):
 
     @property
     def _plugin(self) -> Any:
-        return self._suite.hooks._pm.get_plugin("kv_chunks")
+        return self._suite.plugin("kv_chunks")
 
     @property
     def cell_bytes(self) -> int:
@@ -70,12 +69,12 @@ class Ours(OneContext):
         llama.cpp takes memory for all at once. The plugin may have given it back, and then they
         take it as they are written.
         """
-        n_cells, before = app_cells(self.setting.max_tokens), _resident_bytes()
+        n_cells, before = app_cells(self.setting.max_tokens), resident_bytes()
         for start in range(0, n_cells, PIECE_TOKENS):
             self._append(0, self._cells.blob(0, 0, start, PIECE_TOKENS))
         self._cut(0, 0)
         n_bytes = n_cells * self.setting.token_bytes
-        is_late = _resident_bytes() - before > n_bytes // 2
+        is_late = resident_bytes() - before > n_bytes // 2
         return n_bytes if is_late else super().cell_bytes
 
     def _pretend_attention(self) -> None:
@@ -181,8 +180,3 @@ class Ours(OneContext):
 
     def _request(self, step: Step, tokens: Tokens) -> Request:
         return Request(self._engine, tokens, f"context-{step.context}")
-
-
-def _resident_bytes() -> int:
-    """Of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

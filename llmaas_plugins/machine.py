@@ -1,4 +1,4 @@
-"""What the machine gives this process: memory limit, room in a directory."""
+"""What the machine gives this process: memory, its limit, room in a directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Room", "memory_limit_bytes", "room"]
+__all__ = ["Room", "available_bytes", "memory_limit_bytes", "resident_bytes", "room"]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes a number near 2**63 where there is no limit."""
@@ -33,6 +35,23 @@ def room(directory: Path) -> Room:
         place = place.parent
     is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
     return Room(is_writable, shutil.disk_usage(place).free)
+
+
+def resident_bytes() -> int:
+    """Memory of this process now (RSS)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def available_bytes() -> int:
+    """Memory that this process can have in all: its own, and what the system could still give.
+
+    No more than the limit of its cgroup, if there is one.
+    """
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+    limit = memory_limit_bytes()
+    wanted = resident_bytes() + free
+    return wanted if limit is None else min(wanted, limit)
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:

@@ -1,0 +1,14 @@
+/* The time, for what took how long. */
+#ifndef LLMAAS_CLOCK_H
+#define LLMAAS_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+static inline uint64_t llmaas_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
+}
+
+#endif
