@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import HookManager, Tokens
+from llmaas_hooks import HookManager, Tokens, common_prefix
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger
 
@@ -127,8 +127,11 @@ class LlamaEngine:
         """Tell ``Llama`` which tokens its cells hold now, so that it evaluates only the rest.
 
         ``_requires_eval`` makes it decode at least one token before it samples: restored cells
-        come without logits.
+        come without logits. Their rows of ``scores`` are zeros, not another prompt's logits or
+        memory that was never written: ``Llama`` computes with all rows, if only to slice them.
         """
+        if self.llama._logits_all:
+            self.llama.scores[common_prefix(self.resident_tokens(), tokens) : len(tokens)] = 0
         self._has_restored = True
         self._ledger.n_explained = len(tokens)
         self._set_resident(tokens)

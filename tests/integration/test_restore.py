@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from llmaas_hooks import KVRestored, PluginError, hookimpl
@@ -70,6 +71,21 @@ def test_echoed_logprobs_are_never_those_of_another_prompt(patched, make_llama):
     assert restorer.stats[-1].n_reused == 4
     assert llama.create_completion(text, **echoed)["choices"] == vanilla
     assert restorer.stats[-1].n_reused == 0
+
+
+def test_restored_tokens_have_no_scores_of_others(patched, make_llama):
+    text, settings = "I would like a quiet room.", {"max_tokens": 2, "temperature": 0}
+    patched(restorer=Restorer(4))
+    llama = make_llama(logits_all=True)
+    llama.create_completion(text, **settings)
+    own = llama.scores[:4].copy()
+    llama.create_completion(text, **settings)
+    np.testing.assert_array_equal(llama.scores[:4], own)
+    llama.create_completion("Once upon a time, far away", **settings)
+    llama.scores[:] = np.finfo(np.float32).max  # what was never written may be anything
+    llama.create_completion(text, **settings, logprobs=2)
+    assert not llama.scores[1:4].any()
+    assert np.isfinite(llama.scores[4:7]).all()
 
 
 class BrokenRestorer(Stats):
