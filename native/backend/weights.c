@@ -293,23 +293,24 @@ void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * 
 
 /* -- what a context multiplies ----------------------------------------------------------------------------------- */
 
-/* The feed-forward weights that read what the block reads. Of those a layer has, the first in a graph is tapped. */
-static bool reads_ffn_input(const char * name, int * layer) {
-    static const char * const suffixes[] = {
-        "ffn_gate_inp.weight", "ffn_gate.weight",    "ffn_up.weight",
-        "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight",
-    };
-    int end = 0;
-    if (sscanf(name, "blk.%d.%n", layer, &end) != 1 || end == 0) {
-        return false;
-    }
-    for (size_t i = 0; i < sizeof suffixes / sizeof *suffixes; i++) {
-        if (strcmp(name + end, suffixes[i]) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
+/* Weights of a layer by what they read. Of those that read the same, the first in a graph is tapped. */
+static const struct reader {
+    llmaas_tap_kind kind;
+    const char *    suffix;
+} readers[] = {
+    {LLMAAS_TAP_ATTN_INPUT, "attn_q.weight"},
+    {LLMAAS_TAP_ATTN_INPUT, "attn_k.weight"},
+    {LLMAAS_TAP_ATTN_INPUT, "attn_v.weight"},
+    {LLMAAS_TAP_ATTN_INPUT, "attn_qkv.weight"},
+    {LLMAAS_TAP_ATTN_RESULT, "attn_output.weight"},
+    {LLMAAS_TAP_FFN_INPUT, "ffn_gate_inp.weight"},
+    {LLMAAS_TAP_FFN_INPUT, "ffn_gate.weight"},
+    {LLMAAS_TAP_FFN_INPUT, "ffn_up.weight"},
+    {LLMAAS_TAP_FFN_INPUT, "ffn_gate_exps.weight"},
+    {LLMAAS_TAP_FFN_INPUT, "ffn_up_exps.weight"},
+    {LLMAAS_TAP_FFN_INPUT, "ffn_gate_up_exps.weight"},
+    {LLMAAS_TAP_FFN_MIDDLE, "ffn_down.weight"},
+};
 
 static bool is_tapped(const llmaas_weights * weights, int kind, int layer) {
     for (size_t i = 0; i < weights->n_entries; i++) {
@@ -327,8 +328,17 @@ static bool operand(const char * name, int * kind, int * layer) {
         *layer = -1;
         return true;
     }
-    *kind = LLMAAS_TAP_FFN_INPUT;
-    return reads_ffn_input(name, layer);
+    int end = 0;
+    if (sscanf(name, "blk.%d.%n", layer, &end) != 1 || end == 0) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof readers / sizeof *readers; i++) {
+        if (strcmp(name + end, readers[i].suffix) == 0) {
+            *kind = (int) readers[i].kind;
+            return true;
+        }
+    }
+    return false;
 }
 
 static void note(llmaas_weights * weights, const struct ggml_tensor * tensor) {

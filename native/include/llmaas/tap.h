@@ -11,9 +11,12 @@
 #include "ggml.h"
 
 typedef enum llmaas_tap_kind {
-    LLMAAS_TAP_ATTENTION  = 0, /* queries against keys; once a layer */
-    LLMAAS_TAP_FFN_INPUT  = 1, /* what the feed-forward block of a layer reads; once a layer */
-    LLMAAS_TAP_FINAL_NORM = 2, /* what the output matrix reads; once a graph */
+    LLMAAS_TAP_ATTENTION   = 0, /* queries against keys; once a layer */
+    LLMAAS_TAP_FFN_INPUT   = 1, /* what the feed-forward block of a layer reads; once a layer */
+    LLMAAS_TAP_FINAL_NORM  = 2, /* what the output matrix reads; once a graph */
+    LLMAAS_TAP_ATTN_INPUT  = 3, /* what the matrices of queries, keys and values read; once a layer */
+    LLMAAS_TAP_ATTN_RESULT = 4, /* what the attention's output matrix reads; once a layer */
+    LLMAAS_TAP_FFN_MIDDLE  = 5, /* what ffn_down reads; once a layer, never in a mixture of experts */
 } llmaas_tap_kind;
 
 /* One node of the subscribed kind. Tensors are valid during run() only, and must not be written to. */
@@ -22,7 +25,8 @@ typedef struct llmaas_tap_view {
     int             layer;    /* -1: FINAL_NORM */
     bool            is_first; /* the first node of this kind and tap in the graph */
 
-    /* FFN_INPUT, FINAL_NORM: F32 [n_embd, n_rows] or, for a mixture of experts, [n_embd, 1, n_rows]. */
+    /* All kinds but ATTENTION: F32 [n, n_rows], of as many columns as the matrix has that reads it; FFN_INPUT of a mixture of
+     * experts may be [n, 1, n_rows]. */
     const struct ggml_tensor * states;
 
     /* ATTENTION. With flash attention `node` is FLASH_ATTN_EXT: src[0] queries F32 [d, n_tokens, n_head, n_stream],
