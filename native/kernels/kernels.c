@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KERNELS(kernels_name, isa, crc, dots)                                                                            \
+#define KERNELS(kernels_name, isa, crc, products)                                                                        \
     {                                                                                                                    \
         /* .name          = */ kernels_name,                                                                             \
         /* .crc32c        = */ crc,                                                                                      \
@@ -19,20 +19,21 @@
         /* .planes_decode = */ llmaas_planes_decode_##isa,                                                               \
         /* .embed_encode  = */ llmaas_embed_encode_##isa,                                                                \
         /* .embed_decode  = */ llmaas_embed_decode_##isa,                                                                \
-        /* .knn_dots      = */ dots,                                                                                     \
+        /* .knn_dots      = */ llmaas_knn_dots_##products,                                                               \
         /* .knn_distance  = */ llmaas_knn_distance_##isa,                                                                \
         /* .logits_max    = */ llmaas_logits_max_##isa,                                                                  \
         /* .logits_sum    = */ llmaas_logits_sum_##isa,                                                                  \
+        /* .active_tile   = */ llmaas_active_tile_##products,                                                            \
     }
 
 /* Best first. */
 static const llmaas_kernels kernels_all[] = {
 #ifdef LLMAAS_X86
-    KERNELS("avx512vnni", avx512, llmaas_crc32c_sse42, llmaas_knn_dots_avx512vnni),
-    KERNELS("avx512", avx512, llmaas_crc32c_sse42, llmaas_knn_dots_avx512),
-    KERNELS("avx2", avx2, llmaas_crc32c_sse42, llmaas_knn_dots_avx2),
+    KERNELS("avx512vnni", avx512, llmaas_crc32c_sse42, avx512vnni),
+    KERNELS("avx512", avx512, llmaas_crc32c_sse42, avx512),
+    KERNELS("avx2", avx2, llmaas_crc32c_sse42, avx2),
 #endif
-    KERNELS("generic", generic, llmaas_crc32c_generic, llmaas_knn_dots_generic),
+    KERNELS("generic", generic, llmaas_crc32c_generic, generic),
 };
 
 static const size_t n_kernels = sizeof kernels_all / sizeof kernels_all[0];

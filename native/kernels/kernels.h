@@ -4,6 +4,7 @@
 #define LLMAAS_KERNELS_INTERNAL_H
 
 #include "llmaas/knn.h"
+#include "llmaas/sparse.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -88,6 +89,11 @@ typedef struct llmaas_kernels {
     /* n >= 16. The largest; *is_nan: whether any is NaN. Then the sum of exp(logit - max). */
     float (*logits_max)(const float * logits, size_t n, int * is_nan);
     double (*logits_sum)(const float * logits, size_t n, float max);
+
+    /* llmaas_active_multiply of whole chunks, whose bytes begin at columns[i] + offset and whose scales at scales. The sum
+     * of a block is exact; y = ((0 + scale × scales × sum) + ...), each step rounded, blocks in rising order. */
+    void (*active_tile)(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset,
+                        const uint16_t * scales, size_t n_scales, size_t n_chunks, float * y);
 } llmaas_kernels;
 
 const llmaas_kernels * llmaas_k(void);
@@ -104,13 +110,17 @@ const llmaas_kernels * llmaas_k(void);
     void llmaas_knn_dots_##isa(const uint8_t *, size_t, size_t, const llmaas_knn_query *, uint32_t *);                    \
     float llmaas_knn_distance_##isa(const uint8_t *, const float *, size_t);                                              \
     float llmaas_logits_max_##isa(const float *, size_t, int *);                                                          \
-    double llmaas_logits_sum_##isa(const float *, size_t, float)
+    double llmaas_logits_sum_##isa(const float *, size_t, float);                                                         \
+    void llmaas_active_tile_##isa(const llmaas_active *, uint32_t, const uint8_t * const *, size_t, const uint16_t *,      \
+                                  size_t, size_t, float *)
 
 LLMAAS_DECLARE_KERNELS(generic);
 LLMAAS_DECLARE_KERNELS(avx2);
 LLMAAS_DECLARE_KERNELS(avx512);
 
 void llmaas_knn_dots_avx512vnni(const uint8_t *, size_t, size_t, const llmaas_knn_query *, uint32_t *);
+void llmaas_active_tile_avx512vnni(const llmaas_active *, uint32_t, const uint8_t * const *, size_t, const uint16_t *,
+                                   size_t, size_t, float *);
 void llmaas_exponents_generic(const uint8_t *, size_t, size_t, size_t, uint32_t *);
 uint32_t llmaas_crc32c_generic(uint32_t crc, const uint8_t * data, size_t n);
 uint32_t llmaas_crc32c_sse42(uint32_t crc, const uint8_t * data, size_t n);

@@ -1,0 +1,92 @@
+/* What the sparse kernels share: the walk through blocks of active channels, four channels side by side. */
+#ifndef LLMAAS_SPARSE_BLOCKS_H
+#define LLMAAS_SPARSE_BLOCKS_H
+
+#include "kernels.h"
+
+#include <string.h>
+
+#define SPARSE_FOURS (LLMAAS_BLOCK_COLUMNS / 4)
+#define SPARSE_AHEAD 16u /* channels: so far ahead their bytes are asked for */
+
+#define SPARSE_INLINE static inline __attribute__((always_inline))
+
+/* The active channels of one block; the last four are filled up with a value of 0. */
+typedef struct sparse_block {
+    const uint8_t * columns[LLMAAS_BLOCK_COLUMNS];
+    int8_t   values[LLMAAS_BLOCK_COLUMNS];
+    uint32_t n_fours;
+    int32_t  zero;  /* the sum that a row of zeros has, negated */
+    float    scale;
+} sparse_block;
+
+/* Add a block to a chunk of 128 rows, whose bytes are at columns[i] + at: y += scale × scales × sum, in this order. */
+typedef void sparse_chunk_of(const sparse_block * block, size_t at, const uint16_t * scales, float * y);
+
+SPARSE_INLINE int32_t sparse_four(const sparse_block * block, uint32_t four) {
+    int32_t values;
+    memcpy(&values, block->values + 4 * four, sizeof values);
+    return values;
+}
+
+SPARSE_INLINE void sparse_gather(const llmaas_active * active, uint32_t b, const uint8_t * const * columns, size_t offset,
+                                 int32_t zero, sparse_block * block) {
+    const uint32_t first = active->first[b], n = active->first[b + 1] - first;
+    int32_t sum = 0;
+    memset(block->values, 0, sizeof block->values);
+    for (uint32_t i = 0; i < n; ++i) {
+        block->columns[i] = columns[first + i] + offset;
+        block->values[i]  = active->values[first + i];
+        sum += active->values[first + i];
+    }
+    for (uint32_t i = n; i % 4; ++i) {
+        block->columns[i] = block->columns[n - 1];
+    }
+    block->n_fours = (n + 3) / 4;
+    block->zero    = -zero * sum;
+    block->scale   = active->scales[b];
+}
+
+/* Of the channels that follow a block's. */
+SPARSE_INLINE void sparse_prefetch(const llmaas_active * active, uint32_t b, const uint8_t * const * columns, size_t at,
+                                   size_t n_bytes) {
+    const uint32_t last = active->first[b + 1] + SPARSE_AHEAD;
+    const uint32_t end  = last < active->n ? last : active->n;
+    for (uint32_t i = active->first[b] + SPARSE_AHEAD; i < end; ++i) {
+        for (size_t byte = 0; byte < n_bytes; byte += 64) {
+            __builtin_prefetch(columns[i] + at + byte);
+        }
+    }
+}
+
+SPARSE_INLINE void sparse_tile(sparse_chunk_of chunk_of, size_t chunk_bytes, int32_t zero, const llmaas_active * active,
+                               const uint8_t * const * columns, size_t offset, const uint16_t * scales, size_t n_scales,
+                               size_t n_chunks, float * y) {
+    memset(y, 0, n_chunks * LLMAAS_CHUNK_ROWS * sizeof *y);
+    for (uint32_t b = 0; b < active->n_channels / LLMAAS_BLOCK_COLUMNS; ++b) {
+        if (active->first[b] == active->first[b + 1]) {
+            continue;
+        }
+        sparse_block block;
+        sparse_gather(active, b, columns, offset, zero, &block);
+        for (size_t c = 0; c < n_chunks; ++c) {
+            sparse_prefetch(active, b, columns, offset + c * chunk_bytes, chunk_bytes);
+            chunk_of(&block, c * chunk_bytes, scales + b * n_scales + c * LLMAAS_CHUNK_ROWS, y + c * LLMAAS_CHUNK_ROWS);
+        }
+    }
+}
+
+#define SPARSE_CHUNK_BYTES(n_bits) (LLMAAS_CHUNK_ROWS * (n_bits) / 8)
+
+/* The kernel of an instruction set that has chunk4 and chunk8. */
+#define SPARSE_KERNEL(isa)                                                                                                \
+    void llmaas_active_tile_##isa(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns,         \
+                                  size_t offset, const uint16_t * scales, size_t n_scales, size_t n_chunks, float * y) {  \
+        if (n_bits == 4) {                                                                                                \
+            sparse_tile(chunk4, SPARSE_CHUNK_BYTES(4), 8, active, columns, offset, scales, n_scales, n_chunks, y);        \
+        } else {                                                                                                          \
+            sparse_tile(chunk8, SPARSE_CHUNK_BYTES(8), 128, active, columns, offset, scales, n_scales, n_chunks, y);      \
+        }                                                                                                                 \
+    }
+
+#endif

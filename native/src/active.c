@@ -1,0 +1,135 @@
+#include "llmaas/sparse.h"
+
+#include "../kernels/f16.h"
+#include "../kernels/kernels.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    TILE_CHUNKS = 8, /* of a kernel's call: their results and the bytes of a block's channels stay in the nearest cache */
+    TILE_ROWS   = TILE_CHUNKS * LLMAAS_CHUNK_ROWS,
+};
+
+#define LARGEST 127
+
+/* One piece of memory: the widest numbers first. */
+llmaas_status llmaas_active_new(uint32_t n_channels, llmaas_active ** active) {
+    const size_t n = n_channels, n_blocks = n / LLMAAS_BLOCK_COLUMNS;
+    if (!active || n == 0 || n % LLMAAS_BLOCK_COLUMNS) {
+        return LLMAAS_EINVAL;
+    }
+    llmaas_active * a = calloc(1, sizeof *a + (n + n_blocks + 1) * sizeof(uint32_t) + n_blocks * sizeof(float) + n);
+    if (!a) {
+        return LLMAAS_ESPACE;
+    }
+    a->n_channels = n_channels;
+    a->channels   = (void *) (a + 1);
+    a->first      = a->channels + n;
+    a->scales     = (void *) (a->first + n_blocks + 1);
+    a->values     = (void *) (a->scales + n_blocks);
+    *active       = a;
+    return LLMAAS_OK;
+}
+
+void llmaas_active_free(llmaas_active * active) { free(active); }
+
+/* To the nearest, halves away from zero; |x| < 2^31. */
+static int32_t rounded(float x) {
+    const int32_t whole = (int32_t) x;
+    const float   rest  = x - (float) whole;
+    return whole + (rest >= 0.5f) - (rest <= -0.5f);
+}
+
+/* Values so small that their scale has no inverse are zeros. */
+static void quantise_block(llmaas_active * active, const float * x, uint32_t b) {
+    const uint32_t first = active->first[b], end = active->first[b + 1];
+    bool  is_finite = true;
+    float largest   = 0;
+    for (uint32_t i = first; i < end; ++i) {
+        const float size = fabsf(x[active->channels[i]]);
+        largest = size > largest ? size : largest;
+        is_finite &= size < INFINITY;
+    }
+    const float scale = largest / LARGEST, inverse = 1 / scale;
+    const bool  is_zero = !is_finite || !(inverse < INFINITY);
+    active->scales[b] = is_finite ? scale : NAN;
+    for (uint32_t i = first; i < end; ++i) {
+        active->values[i] = (int8_t) (is_zero ? 0 : rounded(x[active->channels[i]] * inverse));
+    }
+}
+
+static void quantise(llmaas_active * active, const float * x) {
+    for (uint32_t b = 0; b < active->n_channels / LLMAAS_BLOCK_COLUMNS; ++b) {
+        quantise_block(active, x, b);
+    }
+}
+
+void llmaas_active_above(llmaas_active * active, const float * x, float threshold) {
+    uint32_t n = 0;
+    for (uint32_t j = 0; j < active->n_channels; ++j) {
+        if (j % LLMAAS_BLOCK_COLUMNS == 0) {
+            active->first[j / LLMAAS_BLOCK_COLUMNS] = n;
+        }
+        active->channels[n] = j;
+        n += !(fabsf(x[j]) < threshold);
+    }
+    active->first[active->n_channels / LLMAAS_BLOCK_COLUMNS] = active->n = n;
+    quantise(active, x);
+}
+
+/* In the order of |x|, NaN after infinity. */
+static uint32_t size_bits(float x) { return f32_bits(x) & 0x7fffffffu; }
+
+/* The k-th largest size of n, 0 < k <= n, digit after digit; *n_equal: how many of that size are among the k largest. */
+static uint32_t kth_largest(const float * x, uint32_t n, uint32_t k, uint32_t * n_equal) {
+    static const uint32_t shifts[] = {31, 20, 10, 0};
+    uint32_t size = 0;
+    for (int i = 1; i < 4; ++i) {
+        const uint32_t n_digits = 1u << (shifts[i - 1] - shifts[i]);
+        uint32_t counts[1 << 11] = {0}, digit = n_digits - 1;
+        for (uint32_t j = 0; j < n; ++j) {
+            if (size_bits(x[j]) >> shifts[i - 1] == size) {
+                ++counts[size_bits(x[j]) >> shifts[i] & (n_digits - 1)];
+            }
+        }
+        while (counts[digit] < k) {
+            k -= counts[digit--];
+        }
+        size = size * n_digits + digit;
+    }
+    *n_equal = k;
+    return size;
+}
+
+void llmaas_active_top(llmaas_active * active, const float * x, uint32_t k) {
+    const uint32_t n_channels = active->n_channels;
+    uint32_t n = 0, n_equal = 0;
+    const uint32_t least = k == 0 ? UINT32_MAX : kth_largest(x, n_channels, k < n_channels ? k : n_channels, &n_equal);
+    for (uint32_t j = 0; j < n_channels; ++j) {
+        if (j % LLMAAS_BLOCK_COLUMNS == 0) {
+            active->first[j / LLMAAS_BLOCK_COLUMNS] = n;
+        }
+        const uint32_t size = size_bits(x[j]), is_equal = size == least && n_equal > 0;
+        n_equal -= is_equal;
+        active->channels[n] = j;
+        n += is_equal || size > least;
+    }
+    active->first[n_channels / LLMAAS_BLOCK_COLUMNS] = active->n = n;
+    quantise(active, x);
+}
+
+void llmaas_active_multiply(
+    const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset, const uint16_t * scales,
+    uint32_t n_scales, uint32_t row_begin, uint32_t row_end, float * y) {
+    const llmaas_kernels * k = llmaas_k();
+    _Alignas(64) float tile[TILE_ROWS];
+    for (uint32_t row = row_begin; row < row_end; row += TILE_ROWS) {
+        const uint32_t n_rows   = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
+        const size_t   n_chunks = (n_rows + LLMAAS_CHUNK_ROWS - 1) / LLMAAS_CHUNK_ROWS;
+        k->active_tile(active, n_bits, columns, offset + row * n_bits / 8, scales + row, n_scales, n_chunks, tile);
+        memcpy(y + row, tile, n_rows * sizeof *y);
+    }
+}
