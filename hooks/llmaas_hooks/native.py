@@ -5,6 +5,7 @@ The work itself is done in C, on the threads that compute the graph; see docs/en
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -12,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Activation",
     "AttentionDensity",
     "CellMemory",
     "FileWeights",
     "HiddenStates",
+    "Magnitudes",
     "NativeContext",
     "States",
     "Subscription",
@@ -25,6 +28,11 @@ __all__ = [
 
 States = Literal["ffn_input", "final_norm"]
 """What a layer's feed-forward block reads; what the output matrix reads."""
+
+
+Activation = Literal["attn_input", "attn_result", "ffn_input", "ffn_middle"]
+"""What a layer's matrices read: queries', keys' and values'; attention's output matrix; the
+feed-forward block; its ``ffn_down``, which must not be of a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,17 @@ class HiddenStates(Subscription, Protocol):
     @property
     def n_lost(self) -> int:
         """Rows that were overwritten before anybody took them."""
+
+
+class Magnitudes(Subscription, Protocol):
+    """How large an activation's values are, counted while it is open."""
+
+    def read(self, layer: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+        """Of a layer that is counted: values by magnitude, and the sum of magnitudes by channel.
+
+        Value x counts for the bucket whose number is ``abs(x)``'s bits as float32, shifted right by
+        17: each is 1.6 % wide or less. What is not finite is in no bucket.
+        """
 
 
 class CellMemory(Protocol):
@@ -251,6 +270,14 @@ class NativeContext(Protocol):
             states: Which ones.
             layer: Whose ``"ffn_input"``; the last layer's when None.
             capacity: Rows that are kept until they are taken.
+        """
+
+    def magnitudes(self, activation: Activation, n_channels: Mapping[int, int]) -> Magnitudes:
+        """Count how large activations are.
+
+        Args:
+            activation: Which one.
+            n_channels: Its values in each layer that is to be counted, by the layer's number.
         """
 
     def cells(self) -> CellMemory:

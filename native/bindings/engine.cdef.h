@@ -4,6 +4,7 @@ typedef struct llmaas_weights llmaas_weights;
 typedef struct llmaas_engine llmaas_engine;
 typedef struct llmaas_density llmaas_density;
 typedef struct llmaas_states llmaas_states;
+typedef struct llmaas_magnitudes llmaas_magnitudes;
 
 typedef struct llmaas_tensor_info {
     char name[64];
@@ -83,3 +84,7 @@ llmaas_states * llmaas_states_new(int kind, int layer, uint32_t n_embd, uint32_t
 void llmaas_states_free(llmaas_states * states);
 llmaas_tap llmaas_states_tap(llmaas_states * states);
 int llmaas_states_take(llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
+llmaas_magnitudes * llmaas_magnitudes_new(int kind, uint32_t n_layers, const uint32_t * n_channels);
+void llmaas_magnitudes_free(llmaas_magnitudes * magnitudes);
+llmaas_tap llmaas_magnitudes_tap(llmaas_magnitudes * magnitudes);
+int llmaas_magnitudes_read(llmaas_magnitudes * magnitudes, int layer, uint64_t * counts, double * sums);

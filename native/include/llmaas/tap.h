@@ -108,4 +108,22 @@ LLMAAS_API llmaas_tap      llmaas_states_tap(llmaas_states * states);
 LLMAAS_API llmaas_status llmaas_states_take(
     llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
 
+/* Magnitudes of the activations that a kind's nodes read: how often they are how large, and by channel. */
+typedef struct llmaas_magnitudes llmaas_magnitudes;
+
+/* |x| lies in bucket bits(|x|) >> 17, so a bucket is 1.6 % wide or less. What is not finite is in none. */
+enum { LLMAAS_MAGNITUDE_BUCKETS = 16320 };
+
+/* kind: any but ATTENTION and FINAL_NORM. n_channels[n_layers]: values of a row; 0: the layer is not counted. Rows of another
+ * width are not counted either. NULL: out of memory, another kind, or no layers. */
+LLMAAS_API llmaas_magnitudes * llmaas_magnitudes_new(
+    llmaas_tap_kind kind, uint32_t n_layers, const uint32_t * n_channels);
+LLMAAS_API void       llmaas_magnitudes_free(llmaas_magnitudes * magnitudes); /* after its subscription ended */
+LLMAAS_API llmaas_tap llmaas_magnitudes_tap(llmaas_magnitudes * magnitudes);
+
+/* Copy out a layer's counts[LLMAAS_MAGNITUDE_BUCKETS], and its sums[n_channels] of |x| over all rows. EINVAL: the layer is
+ * not counted, or a pointer is NULL. */
+LLMAAS_API llmaas_status llmaas_magnitudes_read(
+    llmaas_magnitudes * magnitudes, int layer, uint64_t * counts, double * sums);
+
 #endif

@@ -5,144 +5,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks.native import States
+from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.library import Library
+from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Rows, Tap
 
 __all__ = ["Context"]
 
-_KINDS = {"ffn_input": 1, "final_norm": 2}
 _LANDING_FIELDS = 4
-_ROWS = 16
 _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
-
-
-class Tap:
-    """A subscription. Its consumer's C object is freed once no graph can reach it any more."""
-
-    def __init__(self, context: Context, tap: Any, user: Any) -> None:
-        """Subscribe ``tap``, whose consumer is ``user``."""
-        self._context = context
-        self._user = user
-        context._subscribe(tap, self)
-
-    def close(self) -> None:
-        """End it."""
-        self._context._unsubscribe(self._user, self)
-
-    def __enter__(self) -> Self:
-        """Use as a context manager."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End it."""
-        self.close()
-
-
-class Density(Tap):
-    """``llmaas_density`` of a context."""
-
-    def __init__(self, context: Context, library: Library, row_step: int, layer_step: int) -> None:
-        """Count positions up to the context's length."""
-        if min(row_step, layer_step) < 1:
-            raise ValueError(f"steps must be 1 or more, found {row_step} and {layer_step}")
-        self._n_pos = int(llama_cpp.llama_n_ctx(context.ctx))
-        self._n_layer = int(llama_cpp.llama_model_n_layer(context.model))
-        ffi, lib = self._library = library
-        density = lib.llmaas_density_new(self._n_pos, self._n_layer, row_step, layer_step)
-        self._density = ffi.gc(_made(ffi, density), lib.llmaas_density_free)
-        super().__init__(context, lib.llmaas_density_tap(density), density)
-
-    def read(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """Sums and counts of positions 0…n-1."""
-        return self._copy_out(self._library.lib.llmaas_density_read, n)
-
-    def take(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """Sums and counts of positions 0…n-1, which start again."""
-        return self._copy_out(self._library.lib.llmaas_density_take, n)
-
-    def _copy_out(self, function: Any, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        self._check(n)
-        sums, counts = np.zeros(n), np.zeros(n, dtype=np.uint64)
-        cast = self._library.ffi.cast
-        function(
-            self._density,
-            n,
-            cast("double *", sums.ctypes.data),
-            cast("uint64_t *", counts.ctypes.data),
-        )
-        return sums, counts
-
-    def cells(self, n: int) -> NDArray[np.int32]:
-        """Cells of positions 0…n-1, by layer."""
-        self._check(n)
-        cells = np.empty((self._n_layer, n), dtype=np.int32)
-        pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
-        self._library.lib.llmaas_density_cells(self._density, n, pointer)
-        return cells
-
-    def place(self, kept: int, n: int, cells: NDArray[np.int32] | None = None) -> None:
-        """Positions kept…n-1 are restored next, or are in ``cells``."""
-        self._check(n)
-        if not 0 <= kept <= n:
-            raise ValueError(f"{kept} positions of {n} cannot be kept")
-        pointer = self._library.ffi.NULL
-        if cells is not None:
-            cells = np.ascontiguousarray(cells, dtype=np.int32)
-            if cells.shape != (self._n_layer, n):
-                raise ValueError(f"cells are of shape {cells.shape}, not {(self._n_layer, n)}")
-            pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
-        self._library.lib.llmaas_density_place(self._density, kept, n, pointer)
-
-    def _check(self, n: int) -> None:
-        if not 0 <= n <= self._n_pos:
-            raise ValueError(f"{n} positions asked for; the context has {self._n_pos}")
-
-    def reset(self) -> None:
-        """Count everything from 0."""
-        self._library.lib.llmaas_density_reset(self._density)
-
-
-class Rows(Tap):
-    """``llmaas_states`` of a context."""
-
-    def __init__(
-        self, context: Context, library: Library, states: States, layer: int | None, capacity: int
-    ) -> None:
-        """Keep ``capacity`` rows."""
-        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
-        layer = n_layer - 1 if layer is None else layer
-        if not 0 <= layer < n_layer:
-            raise ValueError(f"layer {layer} asked for; the model has {n_layer}")
-        if capacity < 1:
-            raise ValueError(f"capacity must be 1 or more, found {capacity}")
-        self._n_embd = int(llama_cpp.llama_model_n_embd(context.model))
-        ffi, lib = self._library = library
-        made = lib.llmaas_states_new(_KINDS[states], layer, self._n_embd, capacity)
-        self._states = ffi.gc(_made(ffi, made), lib.llmaas_states_free)
-        self.n_lost = 0
-        super().__init__(context, lib.llmaas_states_tap(made), made)
-
-    def take(self) -> NDArray[np.float32]:
-        """Take out the rows that are there; nearly always few."""
-        parts = [self._take()]
-        while len(parts[-1]) == _ROWS:
-            parts.append(self._take())
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _take(self) -> NDArray[np.float32]:
-        rows = np.empty((_ROWS, self._n_embd), dtype=np.float32)
-        n_taken, n_lost = self._library.ffi.new("uint32_t *"), self._library.ffi.new("uint64_t *")
-        pointer = self._library.ffi.cast("float *", rows.ctypes.data)
-        self._library.lib.llmaas_states_take(self._states, _ROWS, pointer, n_taken, n_lost)
-        self.n_lost += int(n_lost[0])
-        return rows[: n_taken[0]]
 
 
 class Cells:
@@ -226,12 +103,6 @@ class Weights:
         }
 
 
-def _made(ffi: Any, made: Any) -> Any:
-    if made == ffi.NULL:
-        raise MemoryError("no memory for what a tap keeps")
-    return made
-
-
 class Context:
     """One ``llama_context`` and its engine.
 
@@ -280,10 +151,19 @@ class Context:
         self, states: States, *, layer: int | None = None, capacity: int = 4096
     ) -> Rows:
         """Capture hidden states."""
-        if states not in _KINDS:
-            raise ValueError(f"states must be one of {', '.join(_KINDS)}, found {states!r}")
+        if states not in STATES:
+            raise ValueError(f"states must be one of {', '.join(STATES)}, found {states!r}")
         with self._alive():
             return Rows(self, self._library, states, layer, capacity)
+
+    def magnitudes(self, activation: Activation, n_channels: Mapping[int, int]) -> Magnitudes:
+        """Count how large activations are."""
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, found {activation!r}"
+            )
+        with self._alive():
+            return Magnitudes(self, self._library, activation, n_channels)
 
     def cells(self) -> Cells:
         """Memory of the KV cells."""

@@ -1,0 +1,191 @@
+"""Taps of a context, as plugins see them (implements ``llmaas_hooks.native``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.typing import NDArray
+
+from llmaas_hooks.native import Activation, States
+from llmaas_patches.native.library import Library
+
+if TYPE_CHECKING:
+    from llmaas_patches.native.contexts import Context
+
+__all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Rows", "Tap"]
+
+STATES = {"ffn_input": 1, "final_norm": 2}
+"""``llmaas_tap_kind`` of what rows are captured of."""
+ACTIVATIONS = {"attn_input": 3, "attn_result": 4, "ffn_input": 1, "ffn_middle": 5}
+"""Of what magnitudes are counted of."""
+_BUCKETS = 16320
+_ROWS = 16
+
+
+class Tap:
+    """A subscription. Its consumer's C object is freed once no graph can reach it any more."""
+
+    def __init__(self, context: Context, tap: Any, user: Any) -> None:
+        """Subscribe ``tap``, whose consumer is ``user``."""
+        self._context = context
+        self._user = user
+        context._subscribe(tap, self)
+
+    def close(self) -> None:
+        """End it."""
+        self._context._unsubscribe(self._user, self)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.close()
+
+
+class Density(Tap):
+    """``llmaas_density`` of a context."""
+
+    def __init__(self, context: Context, library: Library, row_step: int, layer_step: int) -> None:
+        """Count positions up to the context's length."""
+        if min(row_step, layer_step) < 1:
+            raise ValueError(f"steps must be 1 or more, found {row_step} and {layer_step}")
+        self._n_pos = int(llama_cpp.llama_n_ctx(context.ctx))
+        self._n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        ffi, lib = self._library = library
+        density = lib.llmaas_density_new(self._n_pos, self._n_layer, row_step, layer_step)
+        self._density = ffi.gc(_made(ffi, density), lib.llmaas_density_free)
+        super().__init__(context, lib.llmaas_density_tap(density), density)
+
+    def read(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Sums and counts of positions 0…n-1."""
+        return self._copy_out(self._library.lib.llmaas_density_read, n)
+
+    def take(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Sums and counts of positions 0…n-1, which start again."""
+        return self._copy_out(self._library.lib.llmaas_density_take, n)
+
+    def _copy_out(self, function: Any, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        self._check(n)
+        sums, counts = np.zeros(n), np.zeros(n, dtype=np.uint64)
+        cast = self._library.ffi.cast
+        function(
+            self._density,
+            n,
+            cast("double *", sums.ctypes.data),
+            cast("uint64_t *", counts.ctypes.data),
+        )
+        return sums, counts
+
+    def cells(self, n: int) -> NDArray[np.int32]:
+        """Cells of positions 0…n-1, by layer."""
+        self._check(n)
+        cells = np.empty((self._n_layer, n), dtype=np.int32)
+        pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
+        self._library.lib.llmaas_density_cells(self._density, n, pointer)
+        return cells
+
+    def place(self, kept: int, n: int, cells: NDArray[np.int32] | None = None) -> None:
+        """Positions kept…n-1 are restored next, or are in ``cells``."""
+        self._check(n)
+        if not 0 <= kept <= n:
+            raise ValueError(f"{kept} positions of {n} cannot be kept")
+        pointer = self._library.ffi.NULL
+        if cells is not None:
+            cells = np.ascontiguousarray(cells, dtype=np.int32)
+            if cells.shape != (self._n_layer, n):
+                raise ValueError(f"cells are of shape {cells.shape}, not {(self._n_layer, n)}")
+            pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
+        self._library.lib.llmaas_density_place(self._density, kept, n, pointer)
+
+    def _check(self, n: int) -> None:
+        if not 0 <= n <= self._n_pos:
+            raise ValueError(f"{n} positions asked for; the context has {self._n_pos}")
+
+    def reset(self) -> None:
+        """Count everything from 0."""
+        self._library.lib.llmaas_density_reset(self._density)
+
+
+class Rows(Tap):
+    """``llmaas_states`` of a context."""
+
+    def __init__(
+        self, context: Context, library: Library, states: States, layer: int | None, capacity: int
+    ) -> None:
+        """Keep ``capacity`` rows."""
+        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        layer = n_layer - 1 if layer is None else layer
+        if not 0 <= layer < n_layer:
+            raise ValueError(f"layer {layer} asked for; the model has {n_layer}")
+        if capacity < 1:
+            raise ValueError(f"capacity must be 1 or more, found {capacity}")
+        self._n_embd = int(llama_cpp.llama_model_n_embd(context.model))
+        ffi, lib = self._library = library
+        made = lib.llmaas_states_new(STATES[states], layer, self._n_embd, capacity)
+        self._states = ffi.gc(_made(ffi, made), lib.llmaas_states_free)
+        self.n_lost = 0
+        super().__init__(context, lib.llmaas_states_tap(made), made)
+
+    def take(self) -> NDArray[np.float32]:
+        """Take out the rows that are there; nearly always few."""
+        parts = [self._take()]
+        while len(parts[-1]) == _ROWS:
+            parts.append(self._take())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _take(self) -> NDArray[np.float32]:
+        rows = np.empty((_ROWS, self._n_embd), dtype=np.float32)
+        n_taken, n_lost = self._library.ffi.new("uint32_t *"), self._library.ffi.new("uint64_t *")
+        pointer = self._library.ffi.cast("float *", rows.ctypes.data)
+        self._library.lib.llmaas_states_take(self._states, _ROWS, pointer, n_taken, n_lost)
+        self.n_lost += int(n_lost[0])
+        return rows[: n_taken[0]]
+
+
+class Magnitudes(Tap):
+    """``llmaas_magnitudes`` of a context."""
+
+    def __init__(
+        self,
+        context: Context,
+        library: Library,
+        activation: Activation,
+        n_channels: Mapping[int, int],
+    ) -> None:
+        """Count these layers."""
+        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        if not n_channels or not n_channels.keys() <= set(range(n_layer)):
+            raise ValueError(f"layers {list(n_channels)} asked for; the model has {n_layer}")
+        if min(n_channels.values()) < 1:
+            raise ValueError(f"layers have 1 channel or more, found {min(n_channels.values())}")
+        self._n_channels = dict(n_channels)
+        ffi, lib = self._library = library
+        counted = ffi.new("uint32_t[]", [n_channels.get(layer, 0) for layer in range(n_layer)])
+        made = lib.llmaas_magnitudes_new(ACTIVATIONS[activation], n_layer, counted)
+        self._magnitudes = ffi.gc(_made(ffi, made), lib.llmaas_magnitudes_free)
+        super().__init__(context, lib.llmaas_magnitudes_tap(made), made)
+
+    def read(self, layer: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+        """Counts by bucket, and sums by channel."""
+        if layer not in self._n_channels:
+            raise ValueError(f"layer {layer} is not counted, only {list(self._n_channels)}")
+        counts, sums = np.empty(_BUCKETS, dtype=np.uint64), np.empty(self._n_channels[layer])
+        cast = self._library.ffi.cast
+        self._library.lib.llmaas_magnitudes_read(
+            self._magnitudes,
+            layer,
+            cast("uint64_t *", counts.ctypes.data),
+            cast("double *", sums.ctypes.data),
+        )
+        return counts, sums
+
+
+def _made(ffi: Any, made: Any) -> Any:
+    if made == ffi.NULL:
+        raise MemoryError("no memory for what a tap keeps")
+    return made
