@@ -38,6 +38,8 @@ from llmaas_hooks.markers import NAME, hookimpl
 from llmaas_hooks.native import (
     AttentionDensity,
     CellMemory,
+    ChannelColumns,
+    ChannelOperand,
     FileWeights,
     HiddenStates,
     NativeContext,
@@ -64,6 +66,8 @@ __all__ = [
     "AttentionDensity",
     "BudgetError",
     "CellMemory",
+    "ChannelColumns",
+    "ChannelOperand",
     "CodecError",
     "ConfigError",
     "ContextCreate",

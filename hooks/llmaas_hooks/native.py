@@ -16,6 +16,8 @@ __all__ = [
     "Activation",
     "AttentionDensity",
     "CellMemory",
+    "ChannelColumns",
+    "ChannelOperand",
     "FileWeights",
     "HiddenStates",
     "Magnitudes",
@@ -28,7 +30,6 @@ __all__ = [
 
 States = Literal["ffn_input", "final_norm"]
 """What a layer's feed-forward block reads; what the output matrix reads."""
-
 
 Activation = Literal["attn_input", "attn_result", "ffn_input", "ffn_middle"]
 """What a layer's matrices read: queries', keys' and values'; attention's output matrix; the
@@ -196,6 +197,48 @@ class CellMemory(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelColumns:
+    """A matrix whose columns are in the channels of an operand.
+
+    Attributes:
+        weight: Its name.
+        n_bits: 4 or 8, of a number in a column.
+        offset: Of its column in a channel, in bytes.
+        scales: float16, of shape ``(n_channels / 32, rows rounded up to 128)``.
+    """
+
+    weight: str
+    n_bits: int
+    offset: int
+    scales: NDArray[np.float16]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOperand:
+    """An activation, and where a file has the columns that its values are multiplied with.
+
+    Attributes:
+        pool: Operands of one pool, and with channels of one size, share memory.
+        n_bytes: Of a channel: the columns of all its matrices (llmaas/sparse.h).
+        offset: In the file, of the first channel.
+        stride: From one to the next.
+        order: Which channel is where: uint32, ``(n_channels,)``.
+        threshold: Values are used from this size on.
+        n_top: If not 0, as many are used instead: the largest.
+        columns: The matrices.
+    """
+
+    pool: int
+    n_bytes: int
+    offset: int
+    stride: int
+    order: NDArray[np.uint32]
+    threshold: float
+    n_top: int
+    columns: tuple[ChannelColumns, ...]
+
+
 class FileWeights(Protocol):
     """The memory of a model's weights that are claimed with the source ``"file"``."""
 
@@ -213,7 +256,20 @@ class FileWeights(Protocol):
 
         ``kept_bytes``, of them ``least_bytes`` for experts in any case, and ``arena_bytes`` are
         now; ``read_bytes``, of them ``wasted_bytes`` ahead in vain, ``stalled_ns``, for which
-        batches waited, ``expert_hits`` and ``expert_misses`` are so far.
+        batches waited, ``expert_hits`` and ``expert_misses`` are so far. With channels, ``bytes``
+        and ``kept_bytes`` count them; ``passing_bytes`` is memory that they pass through, and
+        ``channel_hits`` and ``channel_misses`` are so far.
+        """
+
+    def add_operand(self, path: str, operand: ChannelOperand) -> None:
+        """Multiply with the largest values of an activation only, when a batch is one token.
+
+        The columns of the matrices that read it come from another file, from the next batch on;
+        those used most often of late stay in memory. Longer batches read the matrices as a whole.
+
+        Raises:
+            ConfigError: The file's matrices are not the model's.
+            OSError: It cannot be opened, or there is no memory.
         """
 
 

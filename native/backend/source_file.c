@@ -1,9 +1,11 @@
 /* Weights in a file. Memory holds as many of their pieces as it may, the others are read for each graph (stream.h). */
 #include "packed.h"
+#include "llmaas/sparse.h"
 #include "stream.h"
 #include "weights.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     PIECE_BYTES = 2 << 20, /* at most, unless a weight cannot be cut */
@@ -20,6 +22,8 @@ struct state {
     size_t          n_pieces;
     llmaas_piece ** pieces; /* NULL: not loaded, or no memory; or there is a stack */
     llmaas_stack *  stack;  /* its experts, if they can be read one by one; else NULL */
+    llmaas_columns  columns; /* for products with one token; without an operand: there are none */
+    uint16_t *      scales; /* of these */
 };
 
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed) {
@@ -77,8 +81,31 @@ static bool load(llmaas_weight * weight, const void * bytes) {
 static void unload(llmaas_weight * weight) {
     struct state * state = weight->state;
     free(state->pieces);
+    free(state->scales);
     free(state);
     weight->state = NULL;
+}
+
+llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns * columns) {
+    struct state *             state  = weight->state;
+    const struct ggml_tensor * tensor = weight->tensor;
+    const size_t               width  = llmaas_operand_width(columns->operand), n_rows = columns->n_scales;
+    if (state->stack || state->columns.operand || ggml_nrows(tensor) != tensor->ne[1] || (size_t) tensor->ne[0] != width ||
+        n_rows % LLMAAS_CHUNK_ROWS != 0 || n_rows < (size_t) tensor->ne[1] || (columns->n_bits != 4 && columns->n_bits != 8)) {
+        return LLMAAS_EINVAL;
+    }
+    const size_t n_bytes = width / LLMAAS_BLOCK_COLUMNS * n_rows * sizeof *state->scales;
+    state->scales        = malloc(n_bytes);
+    if (!state->scales) {
+        return LLMAAS_ESPACE;
+    }
+    memcpy(state->scales, columns->scales, n_bytes);
+    state->columns        = *columns;
+    state->columns.scales = state->scales;
+    for (size_t i = 0; i < state->n_pieces; i++) {
+        llmaas_stream_pass(state->stream, state->pieces[i]);
+    }
+    return LLMAAS_OK;
 }
 
 static const char * problem(const llmaas_weight * weight) {
@@ -133,6 +160,9 @@ static bool multiply(
     const struct state * state = weight->state;
     if (state->stack) {
         return node->op == GGML_OP_MUL_MAT_ID && multiply_experts(state, graph, node, n_rows, n_columns);
+    }
+    if (state->columns.operand && n_rows == state->as.ne[1] && n_columns == state->as.ne[0] && llmaas_columns_fit(node)) {
+        return llmaas_columns_multiply(&state->columns, graph, node);
     }
     for (int64_t first = 0; first < n_rows;) {
         size_t         i     = (size_t) (first / state->n_rows);

@@ -38,7 +38,8 @@ struct llmaas_stream {
     llmaas_io *     io;
     llmaas_graph *  graph; /* being computed */
 
-    llmaas_experts * experts; /* NULL: there are none */
+    llmaas_experts *  experts;  /* NULL: there are none */
+    llmaas_channels * channels; /* likewise */
 
     llmaas_piece ** pieces;
     size_t          n_pieces, pieces_capacity;
@@ -82,6 +83,7 @@ void llmaas_stream_free(llmaas_stream * stream) {
     }
     llmaas_io_close(stream->io);
     llmaas_experts_free(stream->experts);
+    llmaas_channels_free(stream->channels);
     free(stream->arena);
     for (size_t i = 0; i < MAX_LOADS; i++) {
         free(stream->loads[i].reads);
@@ -113,6 +115,19 @@ llmaas_experts * llmaas_stream_experts(llmaas_stream * stream) {
     return stream->experts;
 }
 
+llmaas_channels * llmaas_stream_channels(llmaas_stream * stream) {
+    stream->channels = stream->channels ? stream->channels : llmaas_channels_new();
+    return stream->channels;
+}
+
+void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece) {
+    pthread_mutex_lock(&stream->lock);
+    stream->stats.n_bytes -= piece->is_passing ? 0 : piece->n_bytes;
+    stream->is_stale  = true;
+    piece->is_passing = true;
+    pthread_mutex_unlock(&stream->lock);
+}
+
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
     pthread_mutex_lock(&stream->lock);
     stream->n_kept_max  = n_kept;
@@ -135,6 +150,16 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
         stats->n_hits    = experts.n_hits;
         stats->n_misses  = experts.n_misses;
     }
+    if (stream->channels) {
+        const llmaas_channel_stats channels = llmaas_channels_read_stats(stream->channels);
+        stats->n_bytes += channels.n_bytes;
+        stats->n_kept += channels.n_kept;
+        stats->n_read += channels.n_read;
+        stats->stalled_ns += channels.stalled_ns;
+        stats->n_passing        = channels.n_passing;
+        stats->n_channel_hits   = channels.n_hits;
+        stats->n_channel_misses = channels.n_misses;
+    }
     pthread_mutex_unlock(&stream->lock);
 }
 
@@ -145,10 +170,14 @@ static int by_turn(const void * a, const void * b) {
     return (x->turn > y->turn) - (x->turn < y->turn);
 }
 
-/* Of the memory, what experts get: every token uses all pieces, but only some experts, so these come last. */
+/* Of the memory, what is left beside pieces: every token uses all of those, but only some experts and channels. */
+static uint64_t rest_of_memory(const llmaas_stream * stream) {
+    const uint64_t n_pieces = stream->stats.n_bytes;
+    return stream->n_kept_max > n_pieces ? stream->n_kept_max - n_pieces : 0;
+}
+
 static uint64_t experts_share(const llmaas_stream * stream) {
-    const uint64_t n_least = llmaas_experts_read_stats(stream->experts).n_least, n_pieces = stream->stats.n_bytes;
-    const uint64_t n_left  = stream->n_kept_max > n_pieces ? stream->n_kept_max - n_pieces : 0;
+    const uint64_t n_least = llmaas_experts_read_stats(stream->experts).n_least, n_left = rest_of_memory(stream);
     return n_left > n_least ? n_left : n_least;
 }
 
@@ -158,8 +187,9 @@ static void choose_wanted(llmaas_stream * stream) {
     qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_turn);
     for (size_t i = 0; i < stream->n_pieces; i++) {
         llmaas_piece * piece = stream->pieces[i];
-        n_bytes += piece->turn < 0 ? 0 : piece->n_bytes;
-        piece->is_wanted = piece->turn >= 0 && n_bytes <= stream->n_kept_max;
+        const bool     may_be = piece->turn >= 0 && !piece->is_passing;
+        n_bytes += may_be ? piece->n_bytes : 0;
+        piece->is_wanted = may_be && n_bytes <= stream->n_kept_max;
     }
 }
 
@@ -180,6 +210,9 @@ static void drop_unwanted(llmaas_stream * stream) {
 static void adapt(llmaas_stream * stream) {
     if (stream->experts) {
         llmaas_experts_set_memory(stream->experts, experts_share(stream));
+    }
+    if (stream->channels) {
+        llmaas_channels_set_memory(stream->channels, rest_of_memory(stream));
     }
     choose_wanted(stream);
     drop_unwanted(stream);
@@ -331,6 +364,9 @@ void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph) {
     if (stream->experts) {
         llmaas_experts_begin(stream->experts, graph);
     }
+    if (stream->channels) {
+        llmaas_channels_begin(stream->channels, graph);
+    }
 }
 
 /* Before a product: what earlier ones used is free, and what this one uses must be there. */
@@ -433,6 +469,9 @@ void llmaas_stream_end(llmaas_stream * stream) {
     }
     if (stream->experts) {
         llmaas_experts_end(stream->experts);
+    }
+    if (stream->channels) {
+        llmaas_channels_end(stream->channels);
     }
     stream->graph = NULL;
     pthread_mutex_unlock(&stream->lock);

@@ -7,6 +7,7 @@
 #ifndef LLMAAS_STREAM_H
 #define LLMAAS_STREAM_H
 
+#include "channels.h"
 #include "experts.h"
 #include "graph.h"
 #include "llmaas/engine.h"
@@ -23,6 +24,7 @@ typedef struct llmaas_piece {
     char *   home; /* where it is when it is kept: address space of its own, with memory under it only then */
     bool     is_kept;
     bool     is_wanted; /* it is to be kept */
+    bool     is_passing; /* it never is: its channels are, instead (channels.h) */
     double   turn;      /* pieces are kept in rising order of it; below 0: no graph has used it yet */
 } llmaas_piece;
 
@@ -35,7 +37,12 @@ llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * pi
 /* The experts whose memory is the stream's, too. NULL: memory. */
 llmaas_experts * llmaas_stream_experts(llmaas_stream * stream);
 
-/* Bytes of pieces and experts that may be kept, and of the ones that are read at a time; from the next graph on. */
+/* The channels whose memory is the stream's, too. NULL: memory. */
+llmaas_channels * llmaas_stream_channels(llmaas_stream * stream);
+/* From the next graph on, a piece is only read for graphs that use it as a whole. */
+void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece);
+
+/* Bytes of pieces, experts and channels that may be kept, and of the ones that are read at a time; from the next graph on. */
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
 

@@ -2,6 +2,7 @@
 #include "weights.h"
 
 #include "../src/grow.h"
+#include "llmaas/sparse.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,10 +13,18 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { MAX_CHANNELS = 1 << 20, MAX_CHANNEL_BYTES = 1 << 26 };
+
 /* A model file that weights are read from. */
 struct file {
     char * path;
     int    fd;
+};
+
+/* An operand whose channels weights have. */
+struct read_operand {
+    llmaas_operand * channels;
+    uint32_t         n_bytes; /* of a channel */
 };
 
 struct llmaas_weights {
@@ -31,6 +40,8 @@ struct llmaas_weights {
     struct file *    files;
     size_t           n_files;
     llmaas_stream *  stream;
+    struct read_operand * operands;
+    size_t           n_operands, operands_capacity;
     char             problem[192];
 };
 
@@ -82,6 +93,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
         free(weights->files[i].path);
     }
     free(weights->files);
+    free(weights->operands);
     free(weights->entries);
     free(weights->slots);
     pthread_rwlock_destroy(&weights->lock);
@@ -252,6 +264,75 @@ llmaas_status llmaas_weights_claim_file(
     if (status != LLMAAS_OK) {
         free(state);
     }
+    return status;
+}
+
+/* -- channels ---------------------------------------------------------------------------------------------------- */
+
+static bool is_permutation(const uint32_t * order, uint32_t n) {
+    bool * is_there = calloc(n, sizeof *is_there);
+    bool   ok       = is_there != NULL;
+    for (uint32_t i = 0; ok && i < n; i++) {
+        ok = order[i] < n && !is_there[order[i]];
+        if (ok) {
+            is_there[order[i]] = true;
+        }
+    }
+    free(is_there);
+    return ok;
+}
+
+static bool is_sound(const llmaas_operand_spec * spec) {
+    return spec->n_channels > 0 && spec->n_channels % LLMAAS_BLOCK_COLUMNS == 0 && spec->n_channels <= MAX_CHANNELS &&
+           spec->n_bytes > 0 && spec->n_bytes <= MAX_CHANNEL_BYTES && spec->stride >= spec->n_bytes &&
+           spec->stride <= INT64_MAX / MAX_CHANNELS / 2 && spec->offset <= INT64_MAX / 2 && spec->threshold >= 0 &&
+           spec->n_top <= spec->n_channels && is_permutation(spec->order, spec->n_channels);
+}
+
+static llmaas_status add_operand(
+    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * number) {
+    const int fd = descriptor(weights, path);
+    if (fd < 0) {
+        return LLMAAS_EIO;
+    }
+    struct read_operand * operands =
+        llmaas_grown(weights->operands, weights->n_operands, &weights->operands_capacity, sizeof *operands);
+    weights->operands  = operands ? operands : weights->operands;
+    llmaas_channels * channels = operands ? llmaas_stream_channels(weights->stream) : NULL;
+    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, fd, spec) : NULL;
+    if (!added) {
+        return LLMAAS_ESPACE;
+    }
+    *number = (uint32_t) weights->n_operands;
+    weights->operands[weights->n_operands++] = (struct read_operand) {added, spec->n_bytes};
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_weights_add_operand(
+    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * number) {
+    if (!weights->stream || !is_sound(spec)) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_rwlock_wrlock(&weights->lock);
+    const llmaas_status status = add_operand(weights, path, spec, number);
+    pthread_rwlock_unlock(&weights->lock);
+    return status;
+}
+
+llmaas_status llmaas_weights_add_columns(
+    llmaas_weights * weights, const char * name, uint32_t number, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
+    const uint16_t * scales) {
+    llmaas_status status = LLMAAS_EINVAL;
+    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weight * weight = by_name(weights, name);
+    const uint64_t  n_bytes = (uint64_t) n_scales * n_bits / 8;
+    if (weight && weight->source == &llmaas_source_file && weight->tensor && number < weights->n_operands &&
+        offset <= weights->operands[number].n_bytes && n_bytes <= weights->operands[number].n_bytes - offset) {
+        status = llmaas_file_columns(weight, &(llmaas_columns) {
+            .operand = weights->operands[number].channels, .n_bits = n_bits, .offset = offset, .n_scales = n_scales,
+            .scales = scales});
+    }
+    pthread_rwlock_unlock(&weights->lock);
     return status;
 }
 

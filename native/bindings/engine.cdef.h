@@ -49,8 +49,21 @@ uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
+    uint64_t n_passing, n_channel_hits, n_channel_misses;
 } llmaas_stream_stats;
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
+typedef struct llmaas_operand_spec {
+    uint32_t pool, n_channels, n_bytes;
+    uint64_t offset, stride;
+    const uint32_t * order;
+    float threshold;
+    uint32_t n_top;
+} llmaas_operand_spec;
+int llmaas_weights_add_operand(
+    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
+int llmaas_weights_add_columns(
+    llmaas_weights * weights, const char * name, uint32_t operand, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
+    const uint16_t * scales);
 uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
 void * llmaas_buffer_type(void);

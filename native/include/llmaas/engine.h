@@ -53,16 +53,44 @@ LLMAAS_API llmaas_status llmaas_weights_claim_file(
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
 typedef struct llmaas_stream_stats {
-    uint64_t n_bytes;         /* of the weights */
+    uint64_t n_bytes;         /* of the weights, or of their channels: what may be kept */
     uint64_t n_kept, n_arena; /* of memory */
     uint64_t n_least;         /* of n_kept, what the experts of one product take */
     uint64_t n_hits, n_misses; /* experts that were there, and that had to be read, so far */
     uint64_t n_read;          /* bytes so far */
     uint64_t n_wasted;        /* of them, read ahead in vain */
     uint64_t stalled_ns;      /* that graphs waited for reads */
+    uint64_t n_passing;       /* of memory, beside the arena, that channels pass through */
+    uint64_t n_channel_hits, n_channel_misses; /* active channels that were there, and that had to be read, so far */
 } llmaas_stream_stats;
 /* All 0: no weights are in files, or `weights` is NULL. */
 LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
+
+/* An activation that some weights in files read, and a file that has their columns (sparse.h), channel by channel: what a
+ * token's largest values are multiplied with. */
+typedef struct llmaas_operand_spec {
+    uint32_t         pool;       /* operands of one pool, and with channels of one size, share memory */
+    uint32_t         n_channels; /* values of the activation; a multiple of 32 */
+    uint32_t         n_bytes;    /* of a channel: the columns of all its weights, behind each other */
+    uint64_t         offset;     /* in the file, of the first channel */
+    uint64_t         stride;     /* from one to the next */
+    const uint32_t * order;      /* [n_channels]: which channel is where */
+    float            threshold;  /* a value is used from this size on; unless */
+    uint32_t         n_top;      /* so many are: the largest */
+} llmaas_operand_spec;
+
+/* Products with one token read only the columns that are used, and keep those that are used most; from the next graph on.
+ * Products with several tokens are dense: read for each graph, never kept. *operand: its number. EINVAL: the spec contradicts
+ * itself, or no weights are in files. EIO, ESPACE: as llmaas_weights_claim_file(). */
+LLMAAS_API llmaas_status llmaas_weights_add_operand(
+    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
+
+/* A loaded weight in a file reads that operand; `offset` of each channel has its column, of n_bits a row. scales: F16
+ * [n_channels / 32][n_scales], copied; n_scales: its rows, rounded up to 128. EINVAL: it is no such weight, has another shape,
+ * or an operand already. ESPACE: out of memory. */
+LLMAAS_API llmaas_status llmaas_weights_add_columns(
+    llmaas_weights * weights, const char * name, uint32_t operand, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
+    const uint16_t * scales);
 
 /* What keeps a claim from being met: a weight's name and why, as one sentence that is valid until the next call; NULL:
  * nothing. is_created: a context was created, so what its graphs multiply is known, too. A context of a model that has a

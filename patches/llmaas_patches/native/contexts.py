@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
+from llmaas_hooks import ChannelOperand, ConfigError
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.library import Library
 from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Rows, Tap
@@ -19,6 +21,7 @@ from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes,
 __all__ = ["Context"]
 
 _LANDING_FIELDS = 4
+_EINVAL = 1
 _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
 
 
@@ -100,7 +103,43 @@ class Weights:
             "read_bytes": stats.n_read,
             "wasted_bytes": stats.n_wasted,
             "stalled_ns": stats.stalled_ns,
+            "passing_bytes": stats.n_passing,
+            "channel_hits": stats.n_channel_hits,
+            "channel_misses": stats.n_channel_misses,
         }
+
+    def add_operand(self, path: str, operand: ChannelOperand) -> None:
+        """Read products of an activation with one token from its channels."""
+        ffi, lib = self._library
+        order = np.ascontiguousarray(operand.order, dtype=np.uint32)
+        spec, number = ffi.new("llmaas_operand_spec *"), ffi.new("uint32_t *")
+        spec.pool, spec.n_channels, spec.n_bytes = operand.pool, len(order), operand.n_bytes
+        spec.offset, spec.stride = operand.offset, operand.stride
+        spec.threshold, spec.n_top = operand.threshold, operand.n_top
+        spec.order = ffi.from_buffer("uint32_t[]", order)
+        with self._context._alive():
+            table = self._context._table
+            status = lib.llmaas_weights_add_operand(table, os.fsencode(path), spec, number)
+            _check_added(status, path, "its layout contradicts itself")
+            for columns in operand.columns:
+                scales = np.ascontiguousarray(columns.scales, dtype=np.float16)
+                status = lib.llmaas_weights_add_columns(
+                    table,
+                    columns.weight.encode(),
+                    number[0],
+                    columns.n_bits,
+                    columns.offset,
+                    scales.shape[1],
+                    ffi.from_buffer("uint16_t[]", scales.view(np.uint16)),
+                )
+                _check_added(status, path, f"{columns.weight} has another shape")
+
+
+def _check_added(status: int, path: str, problem: str) -> None:
+    if status == _EINVAL:
+        raise ConfigError(f"{path} does not go with this model: {problem}.")
+    if status != 0:
+        raise OSError(f"the channels in {path} cannot be used (status {status})")
 
 
 class Context:

@@ -1,0 +1,55 @@
+/* Sparse products: of a matrix, only the channels (columns) that the largest values of the activation are multiplied with, which
+ * memory holds as far as they were used often of late, and a file has all of (ActiveFlow, sections 3 and 4).
+ *
+ * Matrices that read the same activation have the same active channels. So a channel of such an operand is the columns of all of
+ * them, behind each other. */
+#ifndef LLMAAS_CHANNELS_H
+#define LLMAAS_CHANNELS_H
+
+#include "graph.h"
+#include "llmaas/engine.h"
+
+#include <stdbool.h>
+
+typedef struct llmaas_channels llmaas_channels; /* of a model */
+typedef struct llmaas_operand  llmaas_operand;  /* an activation of a layer */
+
+/* A matrix as an operand's channels have it. */
+typedef struct llmaas_columns {
+    llmaas_operand * operand;
+    uint32_t         n_bits;
+    size_t           offset;   /* in a channel */
+    uint32_t         n_scales; /* rows, and what fills them up */
+    const uint16_t * scales;   /* F16 [n_channels / 32][n_scales] */
+} llmaas_columns;
+
+typedef struct llmaas_channel_stats {
+    uint64_t n_bytes;   /* of all channels */
+    uint64_t n_kept;    /* of slots that have memory */
+    uint64_t n_passing; /* of memory that channels without a slot, and reads, take */
+    uint64_t n_read;    /* so far */
+    uint64_t n_hits, n_misses; /* active channels that were there, and that had to be read */
+    uint64_t stalled_ns;
+} llmaas_channel_stats;
+
+llmaas_channels * llmaas_channels_new(void);
+void              llmaas_channels_free(llmaas_channels * channels);
+
+/* An operand whose channels are in fd; lives as long as `channels`. Before the first graph. NULL: memory. */
+llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec);
+uint32_t         llmaas_operand_width(const llmaas_operand * operand);
+
+/* Bytes of slots; outside of graphs. */
+void                 llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes);
+llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels);
+
+/* Around a graph. */
+void llmaas_channels_begin(llmaas_channels * channels, llmaas_graph * graph);
+void llmaas_channels_end(llmaas_channels * channels);
+
+/* Whether `node` is a product that its operand's active channels stand for: MUL_MAT for one token. */
+bool llmaas_columns_fit(const struct ggml_tensor * node);
+/* Append the product of active columns in place of `node`. False: memory. */
+bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * graph, struct ggml_tensor * node);
+
+#endif
