@@ -1,0 +1,143 @@
+"""What the channel file says of itself: model, operands, thresholds."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import TensorInfo
+from llmaas_plugins.flash_weights.channel_layout import Group, OperandKey, groups_of, key_of
+from llmaas_plugins.flash_weights.container import Header, Value
+from llmaas_plugins.flash_weights.container_file import Kind
+
+__all__ = [
+    "CHANNEL_FILE",
+    "MODEL",
+    "MOST_GROUP_LAYERS",
+    "SPARSITIES",
+    "Activity",
+    "contents_of",
+    "header_of",
+    "is_permutation",
+]
+
+CHANNEL_FILE = Kind("channel file", "llmaas-channels", 1, "llmaas flash pack --sparse")
+SPARSITIES: NDArray[np.float64] = np.arange(1, 20) / 20
+"""Shares of channels that are left out, for which a file has thresholds."""
+MOST_GROUP_LAYERS = 64
+MODEL = "llmaas.model"
+
+_FORMAT, _GROUP_LAYERS = "llmaas.format", "llmaas.channels.group_layers"
+_LAYERS, _FAMILIES = "llmaas.channels.layers", "llmaas.channels.families"
+_QUANTILES, _ACTIVITY = "llmaas.channels.quantiles", "llmaas.channels.activity"
+_BITS = "llmaas.channels.bits"
+
+_T = TypeVar("_T", int, float, str)
+Quantiles = Mapping[OperandKey, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """How large the values of an activation are.
+
+    Attributes:
+        quantiles: Of the sizes of all values, at ``SPARSITIES``.
+        order: Channels, those first that are large most often.
+    """
+
+    quantiles: NDArray[np.float32]
+    order: NDArray[np.int32]
+
+
+def header_of(
+    model: str,
+    groups: Sequence[Group],
+    group_layers: int,
+    activities: Mapping[OperandKey, Activity],
+) -> Header:
+    """The header of a file.
+
+    Raises:
+        ValueError: These are no activities of those operands.
+    """
+    quantiles: dict[OperandKey, NDArray[np.float32]] = {}
+    hashed = hashlib.blake2b(digest_size=16)
+    for operand in itertools.chain(*(group.operands for group in groups)):
+        found = activities[key_of(operand)]
+        if not _are_rising(found.quantiles) or not is_permutation(found.order, operand.n_channels):
+            raise ValueError(f"{key_of(operand)} has no rising quantiles, or no order of channels")
+        quantiles[key_of(operand)] = found.quantiles
+        hashed.update(found.quantiles.tobytes() + found.order.tobytes())
+    return _header(model, groups, group_layers, quantiles, hashed.hexdigest())
+
+
+def contents_of(
+    header: Header, tensors: Mapping[str, TensorInfo]
+) -> tuple[int, list[Group], Quantiles]:
+    """Layers of a group, the groups, and each operand's quantiles, of a file of this model.
+
+    Raises:
+        ValueError: It is nothing that was written for such a model.
+    """
+    fields = header.fields
+    group_layers, quantiles = fields.get(_GROUP_LAYERS), _quantiles_in(fields)
+    if not isinstance(group_layers, int) or not 1 <= group_layers <= MOST_GROUP_LAYERS:
+        raise ValueError(f"its groups are of {group_layers} layers")
+    groups = groups_of(quantiles, tensors, group_layers)
+    if {key_of(one) for group in groups for one in group.operands} != quantiles.keys():
+        raise ValueError("it has other operands than the model")
+    model, activity = str(fields.get(MODEL)), str(fields.get(_ACTIVITY))
+    if header != _header(model, groups, group_layers, quantiles, activity):
+        raise ValueError("it has other tensors than the model")
+    return group_layers, groups, quantiles
+
+
+def _header(
+    model: str, groups: Sequence[Group], group_layers: int, quantiles: Quantiles, activity: str
+) -> Header:
+    keys = [key_of(operand) for group in groups for operand in group.operands]
+    pieces = itertools.chain(*(pieces for group in groups for pieces in group.pieces))
+    fields: dict[str, Value] = {
+        _FORMAT: CHANNEL_FILE.version,
+        MODEL: model,
+        _GROUP_LAYERS: group_layers,
+        _LAYERS: tuple(layer for layer, _ in keys),
+        _FAMILIES: tuple(family for _, family in keys),
+        _QUANTILES: tuple(np.concatenate([quantiles[key] for key in keys]).tolist()),
+        _ACTIVITY: activity,
+        _BITS: tuple(piece.n_bits for piece in pieces),
+    }
+    parts = itertools.chain(*(group.parts for group in groups))
+    return Header(CHANNEL_FILE.architecture, fields, tuple(parts))
+
+
+def _quantiles_in(fields: Mapping[str, Value]) -> Quantiles:
+    layers, families = _array(fields.get(_LAYERS), int), _array(fields.get(_FAMILIES), str)
+    values = _array(fields.get(_QUANTILES), float)
+    if len(layers) != len(families) or len(values) != len(layers) * len(SPARSITIES):
+        raise ValueError("it does not say of which operands it is")
+    rows = np.asarray(values, np.float32).reshape(-1, len(SPARSITIES))
+    if not all(map(_are_rising, rows)):
+        raise ValueError("its thresholds do not rise")
+    return dict(zip(zip(layers, families, strict=True), rows, strict=True))
+
+
+def _array(value: Value | None, kind: type[_T]) -> list[_T]:
+    """An array's values of this type."""
+    return [one for one in value if isinstance(one, kind)] if isinstance(value, tuple) else []
+
+
+def _are_rising(quantiles: NDArray[np.float32]) -> bool:
+    is_usable = quantiles.shape == SPARSITIES.shape and np.isfinite(quantiles).all()
+    return bool(is_usable and quantiles[0] >= 0 and (np.diff(quantiles) >= 0).all())
+
+
+def is_permutation(order: NDArray[np.int32], n: int) -> bool:
+    """Whether it has each of 0 to n - 1 once."""
+    return order.shape == (n,) and bool((np.sort(order) == np.arange(n)).all())

@@ -1,0 +1,229 @@
+"""The channel file: a model's matrices by columns, so that a token reads those that matter to it.
+
+It is a GGUF file of an architecture that stock llama.cpp does not load. A channel is a value of an
+activation, and the column of each matrix that it is multiplied with. A record has a channel's
+columns in a group of layers, one after the other; those come first that matter most often.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import ConfigError, TensorInfo
+from llmaas_plugins.flash_weights.channel_header import (
+    CHANNEL_FILE,
+    MODEL,
+    MOST_GROUP_LAYERS,
+    SPARSITIES,
+    Activity,
+    contents_of,
+    header_of,
+    is_permutation,
+)
+from llmaas_plugins.flash_weights.channel_layout import (
+    Group,
+    OperandKey,
+    Piece,
+    groups_of,
+    key_of,
+)
+from llmaas_plugins.flash_weights.columns import pack_columns
+from llmaas_plugins.flash_weights.container_file import ContainerFile
+from llmaas_plugins.flash_weights.container_writer import Step, write_container
+from llmaas_plugins.flash_weights.model_weights import ModelWeights, digest_of
+from llmaas_plugins.flash_weights.operands import Operand
+
+__all__ = [
+    "CHANNEL_FILE",
+    "SPARSITIES",
+    "Activity",
+    "ChannelFile",
+    "Channels",
+    "channel_path",
+    "open_channels",
+    "write_channels",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """An activation's channels in the file.
+
+    Attributes:
+        operand: Whose they are.
+        group: Key of the records that they are in, which other layers may share.
+        order: The channel of each record.
+        first: Where in the file this layer's bytes of the first record begin.
+        stride: From there to those of the next record.
+        n_bytes: What this layer has of a record.
+        pieces: Its matrices, in the order in which a record has them.
+        scales: Of each matrix, by blocks of 32 channels and padded rows.
+        quantiles: Of the sizes of its values, at ``SPARSITIES``.
+    """
+
+    operand: Operand
+    group: tuple[int, str]
+    order: NDArray[np.int32]
+    first: int
+    stride: int
+    n_bytes: int
+    pieces: tuple[Piece, ...]
+    scales: tuple[NDArray[np.float16], ...]
+    quantiles: NDArray[np.float32]
+
+    def threshold(self, sparsity: float) -> float:
+        """Size below which this share of the values was, between 0 and 0.95."""
+        if not 0 <= sparsity <= SPARSITIES[-1]:
+            raise ValueError(f"sparsity is {sparsity}, expected 0 to {SPARSITIES[-1]}")
+        known = np.concatenate([[0.0], self.quantiles])
+        return float(np.interp(sparsity, np.concatenate([[0.0], SPARSITIES]), known))
+
+
+class ChannelFile(NamedTuple):
+    """A model's channel file.
+
+    Attributes:
+        path: Where it is.
+        group_layers: Layers that share records.
+        operands: By layer and family.
+    """
+
+    path: Path
+    group_layers: int
+    operands: dict[OperandKey, Channels]
+
+
+def channel_path(model: str | os.PathLike[str]) -> Path:
+    """Where a model's channel file is: beside it."""
+    return Path(model).with_suffix(".channels")
+
+
+def write_channels(
+    model: Path,
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    activities: Mapping[OperandKey, Activity],
+    *,
+    group_layers: int = 1,
+) -> Iterator[int]:
+    """Write the channel file of a model, in place of the one that is there.
+
+    It can be stopped: called again with the same arguments, it goes on from there.
+
+    Args:
+        model: The model's file.
+        path: The file to write.
+        tensors: What the model has.
+        activities: Of the operands that the file is to have, by layer and family.
+        group_layers: Consecutive layers whose channels are read at once.
+
+    Yields:
+        Bytes of the model that are done.
+
+    Raises:
+        ConfigError: The model has no such operands.
+        StoreError: It cannot be read or written.
+    """
+    if not 1 <= group_layers <= MOST_GROUP_LAYERS:
+        raise ConfigError(
+            f"groups are of {group_layers} layers, expected 1 to {MOST_GROUP_LAYERS}."
+        )
+    groups = groups_of(activities, tensors, group_layers)
+    if not groups:
+        raise ConfigError(
+            f"{model} has no matrices whose channels could be read one by one: those of mixtures "
+            "of experts, and those with other names than Llama's, are not known."
+        )
+    with ModelWeights(model) as weights:
+        header = header_of(weights.digest, groups, group_layers, activities)
+        steps = (_step(group, weights, tensors, activities) for group in groups)
+        yield from write_container(path, header, weights.unchanged(steps))
+
+
+def open_channels(
+    path: Path, model: str | os.PathLike[str], tensors: Mapping[str, TensorInfo]
+) -> ChannelFile:
+    """A model's channel file; all of it but the records is read and checked.
+
+    Raises:
+        ConfigError: It is of another model.
+        StoreError: It is no channel file, or is damaged.
+    """
+    with ContainerFile(path, CHANNEL_FILE) as file:
+        if file.header.fields.get(MODEL) != digest_of(model):
+            raise ConfigError(
+                f"{path} cannot be used: it was made from another model file, or the model file "
+                f"was changed since. Run `{CHANNEL_FILE.command} {model}` again, or remove it."
+            )
+        try:
+            group_layers, groups, quantiles = contents_of(file.header, tensors)
+        except ValueError as error:
+            raise file.damaged(error) from error
+        found = itertools.chain(*(_read_group(file, group, quantiles) for group in groups))
+        return ChannelFile(path, group_layers, {key_of(one.operand): one for one in found})
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def _step(
+    group: Group,
+    weights: ModelWeights,
+    tensors: Mapping[str, TensorInfo],
+    activities: Mapping[OperandKey, Activity],
+) -> Step:
+    def make() -> list[NDArray[np.generic]]:
+        order = _shared_order([activities[key_of(one)].order for one in group.operands])
+        records = np.empty((group.n_channels, sum(group.layer_bytes)), np.uint8)
+        scales, at = [], 0
+        for piece in itertools.chain(*group.pieces):
+            room = records[:, at : at + piece.n_bytes]
+            scales.append(pack_columns(tensors[piece.name], weights.read(piece.name), order, room))
+            at += piece.n_bytes
+        return [order, records, *scales]
+
+    n_bytes = sum(tensors[piece.name].n_bytes for piece in itertools.chain(*group.pieces))
+    return Step(tuple(part.name for part in group.parts), make, n_bytes)
+
+
+def _shared_order(orders: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """By the mean of a channel's places."""
+    places = sum(np.argsort(order) for order in orders)
+    return np.argsort(places, kind="stable").astype(np.int32)
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def _read_group(
+    file: ContainerFile, group: Group, quantiles: Mapping[OperandKey, NDArray[np.float32]]
+) -> list[Channels]:
+    order = file.read(f"order.{group.name}").view(np.int32)
+    if not is_permutation(order, group.n_channels):
+        raise file.damaged(f"the order of {group.name} is none")
+    first, found = file.header.places[f"group.{group.name}"], []
+    for operand, pieces, n_bytes in zip(
+        group.operands, group.pieces, group.layer_bytes, strict=True
+    ):
+        scales = tuple(_read_scales(file, piece) for piece in pieces)
+        found.append(
+            Channels(
+                operand, (group.index, operand.family), order, first, sum(group.layer_bytes),
+                n_bytes, pieces, scales, quantiles[key_of(operand)],
+            )
+        )  # fmt: skip
+        first += n_bytes
+    return found
+
+
+def _read_scales(file: ContainerFile, piece: Piece) -> NDArray[np.float16]:
+    content = file.read(f"scales.{piece.name}")
+    return content.view(np.float16).reshape(-1, piece.n_padded_rows)

@@ -1,0 +1,171 @@
+"""GGUF files of this plugin: reading them, and checking what is read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import StoreError
+from llmaas_plugins._native import crc32c
+from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header, parse_header
+
+__all__ = [
+    "OPEN_FLAGS",
+    "Bytes",
+    "ContainerFile",
+    "Kind",
+    "as_store_error",
+    "read_array",
+    "read_start",
+    "sum_of",
+]
+
+Bytes = NDArray[np.uint8]
+
+_BLOCK = 16 << 20
+OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
+"""A pipe would otherwise wait for its other end."""
+
+
+class Kind(NamedTuple):
+    """One of the plugin's files.
+
+    Attributes:
+        name: What messages call it.
+        architecture: What its header says.
+        version: Of its format.
+        command: What makes one.
+    """
+
+    name: str
+    architecture: str
+    version: int
+    command: str
+
+
+class ContainerFile:
+    """A whole file, open for reading."""
+
+    def __init__(self, path: Path, kind: Kind) -> None:
+        """Open it, and check all but the tensors' bytes.
+
+        Raises:
+            StoreError: It cannot be opened, or is another file, or is damaged.
+        """
+        self.path, self._kind = path, kind
+        with as_store_error(f"cannot read {path}"):
+            self._fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+        try:
+            self.header, self._sums = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def damaged(self, why: object) -> StoreError:
+        """The error to raise."""
+        return StoreError(
+            f"{self.path} is not a {self._kind.name}, or is damaged: {why}. Make one with "
+            f"`{self._kind.command}`."
+        )
+
+    def read(self, name: str) -> Bytes:
+        """A tensor's bytes.
+
+        Raises:
+            StoreError: They are damaged, or cannot be read.
+        """
+        (part,) = (part for part in self.header.parts if part.name == name)
+        content = np.empty(part.n_bytes, np.uint8)
+        with as_store_error(f"cannot read {self.path}"):
+            n_read = read_array(self._fd, content, self.header.places[name])
+        if n_read < part.n_bytes or crc32c(content) != self._sums[name]:
+            raise self.damaged(f"its {name} is not what was written")
+        return content
+
+    def check(self) -> Iterator[tuple[str, int, bool]]:
+        """Whether each tensor is whole: its name, its bytes, and that."""
+        for part in self.header.parts:
+            with as_store_error(f"cannot read {self.path}"):
+                found = sum_of(self._fd, self.header.places[part.name], part.n_bytes)
+            yield part.name, part.n_bytes, found == self._sums[part.name]
+
+    def close(self) -> None:
+        """Close it; more than once is the same as once."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        """Open already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _read_header(self) -> tuple[Header, dict[str, int]]:
+        with as_store_error(f"cannot read {self.path}"):
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise self.damaged("it is no file")
+            content = read_start(self._fd, min(status.st_size, MOST_HEADER_BYTES))
+        try:
+            header, sums = parse_header(content)
+        except ValueError as error:
+            raise self.damaged(error) from error
+        if header.architecture != self._kind.architecture:
+            raise self.damaged(f"it is {header.architecture!r}")
+        if header.fields.get("llmaas.format") != self._kind.version:
+            raise self.damaged(
+                f"it has format {header.fields.get('llmaas.format')}, expected {self._kind.version}"
+            )
+        if status.st_size != header.n_bytes:
+            raise self.damaged(f"it has {status.st_size:,} bytes, expected {header.n_bytes:,}")
+        return header, {part.name: s for part, s in zip(header.parts, sums, strict=True)}
+
+
+@contextlib.contextmanager
+def as_store_error(what: str, then: str = "") -> Iterator[None]:
+    """What the system refuses as our own error.
+
+    Args:
+        what: What it refuses.
+        then: What to know about it, or to do.
+
+    Raises:
+        StoreError: Any ``OSError`` inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror or error}.{then}") from error
+
+
+def read_array(fd: int, into: Bytes, at: int) -> int:
+    """Fill an array from a file; how many bytes of it, fewer only where the file ends."""
+    view, n_read = into.data, 0
+    while n_read < len(view) and (n := os.preadv(fd, [view[n_read:]], at + n_read)):
+        n_read += n
+    return n_read
+
+
+def read_start(fd: int, n_bytes: int) -> bytes:
+    """The first bytes of a file; fewer only if it has no more."""
+    content = np.empty(n_bytes, np.uint8)
+    return content[: read_array(fd, content, 0)].tobytes()
+
+
+def sum_of(fd: int, at: int, n_bytes: int) -> int:
+    """Checksum of a part of a file, or of what there is of it."""
+    block, found = np.empty(min(n_bytes, _BLOCK), np.uint8), 0
+    for done in range(0, n_bytes, _BLOCK):
+        n_read = read_array(fd, block[: n_bytes - done], at + done)
+        found = crc32c(block[:n_read], found)
+    return found

@@ -1,0 +1,157 @@
+"""GGUF files of this plugin: writing them, in several runs if need be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import StoreError
+from llmaas_plugins._native import crc32c
+from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header
+from llmaas_plugins.flash_weights.container_file import (
+    OPEN_FLAGS,
+    as_store_error,
+    read_start,
+    sum_of,
+)
+from llmaas_plugins.store_lock import try_lock
+
+__all__ = ["Step", "write_container"]
+
+
+class Step(NamedTuple):
+    """Tensors that are made together.
+
+    Attributes:
+        names: Their names.
+        make: What makes their bytes, in this order.
+        n_bytes: Progress that this is.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[[], Sequence[NDArray[Any]]]
+    n_bytes: int
+
+
+def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterator[int]:
+    """Write a whole file, in place of the one that is there; yields progress.
+
+    If it is stopped, what was written stays beside it for the next run: the header there has the
+    checksums of tensors that are complete.
+
+    Raises:
+        StoreError: It cannot be written, or somebody else writes it.
+    """
+    if len(header.blank) > MOST_HEADER_BYTES:
+        raise StoreError(f"cannot write {path}: {len(header.parts):,} tensors are too many.")
+    partial = path.with_name(f"{path.name}.partial")
+    then = f" What was written stays in {partial}: the same command goes on from there."
+    with as_store_error(f"cannot write {path}", then), _taken(partial) as fd:
+        journal = _Journal(fd, header)
+        for step in steps:
+            if not journal.has(step.names):
+                journal.write(step.names, step.make())
+            yield step.n_bytes
+        journal.finish()
+        partial.replace(path)
+        _sync_directory(path.parent)
+
+
+class _Journal:
+    """A file that is being written, and which of its tensors are complete."""
+
+    def __init__(self, fd: int, header: Header) -> None:
+        self._fd, self._header = fd, header
+        self._sizes = {part.name: part.n_bytes for part in header.parts}
+        sums = header.sums_in(read_start(fd, len(header.blank)))
+        if sums is None:  # of another model, or of other settings
+            os.ftruncate(fd, 0)
+            _write(fd, header.blank, 0)
+        self._sums = dict(zip(self._sizes, sums or [0] * len(self._sizes), strict=True))
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether these are there, as they were written."""
+        return all(self._sums[name] and self._found(name) == self._sums[name] for name in names)
+
+    def write(self, names: Iterable[str], arrays: Iterable[NDArray[Any]]) -> None:
+        for name, array in zip(names, arrays, strict=True):
+            content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if content.size != self._sizes[name]:
+                raise ValueError(f"{name} has {content.size} bytes, not {self._sizes[name]}")
+            _write(self._fd, content.data, self._header.places[name])
+            self._sums[name] = crc32c(content)
+        self._note()
+
+    def finish(self) -> None:
+        """Bring it all to the disk, and read it back."""
+        os.ftruncate(self._fd, self._header.n_bytes)
+        os.fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        for name, expected in self._sums.items():
+            if self._found(name) != expected:
+                self._sums[name] = 0
+                self._note()
+                raise OSError(f"{name} was not read back as it was written")
+        _write(self._fd, self._header.with_sums(self._sums.values()), 0)
+        os.fsync(self._fd)
+
+    def _found(self, name: str) -> int:
+        return sum_of(self._fd, self._header.places[name], self._sizes[name])
+
+    def _note(self) -> None:
+        values = struct.pack(f"<{len(self._sums)}I", *self._sums.values())
+        _write(self._fd, values, self._header.sums_at)
+
+
+@contextlib.contextmanager
+def _taken(partial: Path) -> Iterator[int]:
+    """A file that nobody else writes as long as this has it."""
+    fd = _locked(partial)
+    while not _is_named(fd, partial):  # whoever had it has just finished it
+        os.close(fd)
+        fd = _locked(partial)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _locked(partial: Path) -> int:
+    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | OPEN_FLAGS, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreError(f"{partial} is no file; remove it.")
+    if not try_lock(fd):
+        os.close(fd)
+        raise StoreError(f"{partial} is being written by another process: wait for it, or stop it.")
+    return fd
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _write(fd: int, content: bytes | memoryview, at: int) -> None:
+    view = memoryview(content)
+    while view:
+        n_written = os.pwrite(fd, view, at)
+        view, at = view[n_written:], at + n_written
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

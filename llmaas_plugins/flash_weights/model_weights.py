@@ -1,0 +1,93 @@
+"""A model's weights as its file has them, one at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Self, TypeVar
+
+import numpy as np
+from gguf import GGUFReader
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.flash_weights.container_file import Bytes, as_store_error, read_array
+from llmaas_plugins.model_digest import file_digest
+
+__all__ = ["ModelWeights", "digest_of"]
+
+_T = TypeVar("_T")
+
+
+def digest_of(model: str | os.PathLike[str]) -> str:
+    """Which model a file is.
+
+    Raises:
+        StoreError: It cannot be read.
+    """
+    with as_store_error(f"cannot read {model}"):
+        return file_digest(os.fspath(model))
+
+
+class ModelWeights:
+    """A model file, open for reading.
+
+    Attributes:
+        digest: Which model it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it, and find where its weights are.
+
+        Raises:
+            StoreError: It cannot be read, or is no GGUF.
+        """
+        self._path = path
+        self.digest = digest_of(path)
+        with as_store_error(f"cannot read {path}"):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._places = {
+                tensor.name: (int(tensor.data_offset), int(tensor.n_bytes))
+                for tensor in GGUFReader(path).tensors
+            }
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            self.close()
+            raise StoreError(f"cannot read {path}: {error}.") from error
+
+    def read(self, name: str) -> Bytes:
+        """A weight's bytes.
+
+        Raises:
+            StoreError: They cannot be read.
+        """
+        place, n_bytes = self._places[name]
+        content = np.empty(n_bytes, np.uint8)
+        with as_store_error(f"cannot read {name} of {self._path}"):
+            n_read = read_array(self._fd, content, place)
+            os.posix_fadvise(self._fd, place, n_bytes, os.POSIX_FADV_DONTNEED)
+        if n_read < n_bytes:
+            raise StoreError(f"cannot read {name} of {self._path}: the file ends in it.")
+        return content
+
+    def unchanged(self, steps: Iterable[_T]) -> Iterator[_T]:
+        """Pass on what is done with the weights, and see to it that they were the same throughout.
+
+        Raises:
+            StoreError: The file was changed meanwhile.
+        """
+        yield from steps
+        if digest_of(self._path) != self.digest:
+            raise StoreError(f"{self._path} was changed while it was read.")
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        """Open already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()

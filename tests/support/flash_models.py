@@ -1,0 +1,74 @@
+"""Small model files of random matrices, what they have, and activities of their operands."""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+
+from llmaas_hooks import TensorInfo
+from llmaas_plugins.flash_weights.channel_layout import channel_operands, key_of
+from llmaas_plugins.flash_weights.channels import SPARSITIES, Activity
+
+WIDTH, N_FF, N_KV = 64, 160, 32
+"""Rows that are whole chunks of 128, and those that are not."""
+
+
+def write_model(path, kind, n_layers=3, *, names=None, seed=0):
+    """A file of ``n_layers`` layers of the llama architecture, without anything else."""
+    rng = np.random.default_rng(seed)
+    writer = GGUFWriter(path, "llama")
+    for name, dims in (names or matrices(n_layers)).items():
+        values = rng.standard_normal(dims, dtype=np.float32)
+        writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
+    writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def matrices(n_layers):
+    """Shapes, rows first."""
+    layer = {
+        "attn_q": (WIDTH, WIDTH),
+        "attn_k": (N_KV, WIDTH),
+        "attn_v": (N_KV, WIDTH),
+        "attn_output": (WIDTH, WIDTH),
+        "ffn_gate": (N_FF, WIDTH),
+        "ffn_up": (N_FF, WIDTH),
+        "ffn_down": (WIDTH, N_FF),
+    }
+    blocks = {
+        f"blk.{i}.{name}.weight": dims for i in range(n_layers) for name, dims in layer.items()
+    }
+    return {"token_embd.weight": (256, WIDTH), **blocks}
+
+
+def tensors_of(path):
+    """What the plugin is told of a model."""
+    found = {}
+    for tensor in GGUFReader(path).tensors:
+        shape = (*(int(n) for n in tensor.shape), 1, 1)[:3]
+        found[tensor.name] = TensorInfo(int(tensor.tensor_type), shape, int(tensor.n_bytes), 0)
+    return found
+
+
+def weights_of(path):
+    """The values of each matrix, rows first."""
+    return {
+        tensor.name: quants.dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
+        for tensor in GGUFReader(path).tensors
+    }
+
+
+def activities_of(tensors, seed=0):
+    """Random ones."""
+    rng = np.random.default_rng(seed)
+    return {
+        key_of(operand): Activity(
+            np.sort(rng.random(len(SPARSITIES), np.float32)),
+            rng.permutation(operand.n_channels).astype(np.int32),
+        )
+        for operand in channel_operands(tensors)
+    }

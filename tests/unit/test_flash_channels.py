@@ -1,0 +1,395 @@
+"""The channel file: what is in it is what the model has, and nothing else is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import numpy as np
+import pytest
+from flash_models import (
+    N_FF,
+    WIDTH,
+    activities_of,
+    matrices,
+    tensors_of,
+    weights_of,
+    write_model,
+)
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader, quants
+
+from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins._native import crc32c
+from llmaas_plugins.flash_weights import container
+from llmaas_plugins.flash_weights.channels import (
+    SPARSITIES,
+    Activity,
+    channel_path,
+    open_channels,
+    write_channels,
+)
+
+KINDS = {"Q4_0": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
+
+
+def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
+    """A model, what it has, and its channel file."""
+    path = write_model(tmp_path / "model.gguf", Type[kind], **model)
+    tensors = tensors_of(path)
+    activities = activities_of(tensors)
+    done = write_channels(path, channel_path(path), tensors, activities, group_layers=group_layers)
+    assert sum(done) == sum(
+        info.n_bytes for name, info in tensors.items() if name.startswith("blk.")
+    )
+    return path, tensors, open_channels(channel_path(path), path, tensors)
+
+
+def decoded(channels, content, i):
+    """A matrix of an operand, value by value from its records, rows first."""
+    piece, scales = channels.pieces[i], channels.scales[i]
+    matrix = np.empty((piece.n_rows, channels.operand.n_channels), np.float32)
+    for position, channel in enumerate(channels.order):
+        at = channels.first + position * channels.stride + piece.offset
+        column = content[at : at + piece.n_bytes]
+        for row in range(piece.n_rows):
+            chunk, k = divmod(row, 128)
+            if piece.n_bits == 4:
+                byte = column[chunk * 64 + k % 64]
+                number = (byte >> 4 if k >= 64 else byte & 15) - 8
+            else:
+                number = column[chunk * 128 + k] - 128
+            matrix[row, channel] = np.float32(scales[channel // 32, row]) * np.float32(number)
+    return matrix
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_have_the_models_weights(tmp_path, kind):
+    path, tensors, file = packed(tmp_path, kind, n_layers=1)
+    content, weights = file.path.read_bytes(), weights_of(path)
+    names = [piece.name for channels in file.operands.values() for piece in channels.pieces]
+    assert sorted(names) == sorted(name for name in tensors if name.startswith("blk."))
+    for channels in file.operands.values():
+        for i, piece in enumerate(channels.pieces):
+            expected = weights[piece.name]
+            if not kind.startswith("Q"):
+                eight = quants.quantize(expected, Type.Q8_0)
+                expected = quants.dequantize(eight, Type.Q8_0)
+            assert piece.n_bits == KINDS[kind]
+            np.testing.assert_array_equal(decoded(channels, content, i), expected)
+
+
+@pytest.mark.parametrize("group_layers", [1, 2, 3, 64])
+def test_layers_of_a_group_are_in_one_record(tmp_path, group_layers):
+    path, _, file = packed(tmp_path, group_layers=group_layers, n_layers=4)
+    content, weights = file.path.read_bytes(), weights_of(path)
+    assert file.group_layers == group_layers
+    for (layer, family), channels in file.operands.items():
+        assert channels.group == (layer // group_layers, family)
+        members = [one for one in file.operands.values() if one.group == channels.group]
+        assert channels.stride == sum(one.n_bytes for one in members)
+        start = min(one.first for one in members)
+        assert start % 4096 == 0
+        offset = (layer % group_layers) * channels.n_bytes
+        assert channels.first == start + offset
+        assert all(one.order is channels.order for one in members)
+        for i, piece in enumerate(channels.pieces):
+            np.testing.assert_array_equal(decoded(channels, content, i), weights[piece.name])
+
+
+def test_matrices_of_a_record_are_in_the_order_of_their_family(tmp_path):
+    _, _, file = packed(tmp_path, n_layers=1)
+    (_, up) = (file.operands[0, family] for family in ("attn_qkv", "ffn_up"))
+    assert [piece.name for piece in up.pieces] == ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"]
+    n_bytes = 2 * 64  # 160 rows are two chunks
+    assert [(piece.offset, piece.n_bytes) for piece in up.pieces] == [(0, n_bytes), (n_bytes,) * 2]
+    assert [scales.shape for scales in up.scales] == [(WIDTH // 32, 256)] * 2
+    assert not up.scales[0][:, N_FF:].any()
+
+
+def test_what_pads_a_column_is_zero(tmp_path):
+    for kind, zero in (("Q4_0", 0x88), ("Q8_0", 0x80)):
+        _, _, file = packed(tmp_path, kind, n_layers=1)
+        down = file.operands[0, "ffn_down"]
+        column = file.path.read_bytes()[down.first : down.first + down.n_bytes]
+        if kind == "Q4_0":
+            assert all(byte >> 4 == zero >> 4 for byte in column)  # 64 rows
+        else:
+            assert set(column[WIDTH:]) == {zero}
+
+
+def test_the_order_of_a_group_is_that_of_its_layers_together(tmp_path):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=2)
+    tensors = tensors_of(path)
+    activities = activities_of(tensors)
+    orders = np.arange(WIDTH, dtype=np.int32), np.arange(WIDTH, dtype=np.int32)
+    orders[1][[0, 5]] = 5, 0  # in layer 1, channel 0 comes sixth
+    for layer, order in enumerate(orders):
+        key = layer, "attn_qkv"
+        activities[key] = Activity(activities[key].quantiles, order)
+    target = channel_path(path)
+    list(write_channels(path, target, tensors, activities, group_layers=2))
+    found = open_channels(target, path, tensors).operands[1, "attn_qkv"].order
+    # mean places: 0 and 5 have 2.5
+    assert found.tolist() == [1, 2, 0, 5, 3, 4, *range(6, WIDTH)]
+    list(write_channels(path, target, tensors, activities))
+    alone = open_channels(target, path, tensors).operands[1, "attn_qkv"].order
+    assert alone.tolist() == orders[1].tolist()
+
+
+def test_thresholds_are_between_those_measured(tmp_path):
+    _, tensors, file = packed(tmp_path, n_layers=1)
+    quantiles = activities_of(tensors)[0, "ffn_down"].quantiles
+    channels = file.operands[0, "ffn_down"]
+    assert channels.threshold(0) == 0
+    for sparsity, expected in zip(SPARSITIES, quantiles, strict=True):
+        assert channels.threshold(sparsity) == pytest.approx(expected)
+    assert channels.threshold(0.025) == pytest.approx(quantiles[0] / 2)
+    assert channels.threshold(0.525) == pytest.approx((quantiles[9] + quantiles[10]) / 2)
+    for sparsity in (-0.01, 0.96, float("nan")):
+        with pytest.raises(ValueError, match="sparsity is"):
+            channels.threshold(sparsity)
+
+
+def test_other_programs_can_read_it(tmp_path):
+    _, _, file = packed(tmp_path, "Q8_0", n_layers=2, group_layers=2)
+    reader = GGUFReader(file.path)
+    assert reader.fields["general.architecture"].contents() == "llmaas-channels"
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    channels = file.operands[1, "ffn_down"]
+    np.testing.assert_array_equal(found["order.0.ffn_down"].data, channels.order)
+    assert found["group.0.ffn_down"].data.shape == (N_FF, channels.stride)
+    assert found["group.0.ffn_down"].data_offset == channels.first - channels.n_bytes
+    np.testing.assert_array_equal(found["scales.blk.1.ffn_down.weight"].data, channels.scales[0])
+    assert file.path.stat().st_size % 4096 == 0
+
+
+# -- models that have only some of it ------------------------------------------------------------
+
+
+def test_only_what_can_be_read_by_channels_is_in_it(tmp_path):
+    names = matrices(2)
+    del names["blk.0.ffn_up.weight"]  # no operand without it
+    names["blk.1.ffn_down.weight"] = (WIDTH, 48)  # no whole blocks
+    names = {name: dims for name, dims in names.items() if dims[1] % 32 == 0}
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, names=names)
+    tensors = tensors_of(path)
+    uneven = dataclasses.replace(tensors["blk.0.ffn_down.weight"], shape=(48, WIDTH, 1))
+    activities = activities_of(tensors | {"blk.1.ffn_down.weight": uneven})
+    list(write_channels(path, channel_path(path), tensors, activities, group_layers=2))
+    found = open_channels(channel_path(path), path, tensors).operands
+    assert sorted(found) == [
+        (0, "attn_output"),
+        (0, "attn_qkv"),
+        (0, "ffn_down"),
+        (1, "attn_output"),
+        (1, "attn_qkv"),
+        (1, "ffn_up"),
+    ]
+
+
+def test_layers_of_other_widths_do_not_share_records(tmp_path):
+    names = matrices(2) | {"blk.1.ffn_down.weight": (WIDTH, 96)}
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, names=names)
+    tensors = tensors_of(path)
+    target = channel_path(path)
+    list(write_channels(path, target, tensors, activities_of(tensors), group_layers=2))
+    assert (1, "ffn_down") not in open_channels(target, path, tensors).operands
+    list(write_channels(path, target, tensors, activities_of(tensors)))
+    assert open_channels(target, path, tensors).operands[1, "ffn_down"].operand.n_channels == 96
+
+
+def test_a_model_without_such_matrices_is_refused(tmp_path):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, names={"blk.0.qkv.weight": (64, 64)})
+    target = channel_path(path)
+    with pytest.raises(ConfigError, match="no matrices whose channels"):
+        list(write_channels(path, target, tensors_of(path), {}))
+    assert not target.exists()
+
+
+def test_a_type_that_cannot_be_decoded_stays_out(tmp_path):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
+    tensors = tensors_of(path)
+    name = "blk.0.ffn_down.weight"
+    tensors[name] = dataclasses.replace(tensors[name], type=int(Type.Q8_K))
+    assert (0, "ffn_down") not in activities_of(tensors)
+    assert (0, "ffn_up") in activities_of(tensors)
+
+
+@pytest.mark.parametrize("group_layers", [0, 65])
+def test_groups_have_sizes(tmp_path, group_layers):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
+    with pytest.raises(ConfigError, match=f"groups are of {group_layers} layers"):
+        list(write_channels(path, channel_path(path), {}, {}, group_layers=group_layers))
+
+
+# -- files that are not what was written ---------------------------------------------------------
+
+
+@pytest.fixture
+def sound(tmp_path):
+    return packed(tmp_path, n_layers=1)
+
+
+def opened(sound):
+    path, tensors, file = sound
+    return open_channels(file.path, path, tensors)
+
+
+@pytest.mark.parametrize("name", ["order.0.ffn_up", "scales.blk.0.attn_k.weight"])
+def test_damage_in_what_is_read_is_found(sound, name):
+    place = {each.name: int(each.data_offset) for each in GGUFReader(sound[2].path).tensors}[name]
+    flip(sound[2].path, place)
+    with pytest.raises(StoreError, match=f"its {name} is not what was written"):
+        opened(sound)
+
+
+def test_damage_anywhere_in_the_metadata_is_found(sound):
+    target = sound[2].path
+    end = min(int(tensor.data_offset) for tensor in GGUFReader(target).tensors)
+    header = len(target.read_bytes()[:end].rstrip(b"\0"))
+    for at in range(0, header, 7):
+        flip(target, at)
+        with pytest.raises(StoreError, match="not a channel file, or is damaged"):
+            opened(sound)
+        flip(target, at)
+    opened(sound)
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x41]))
+
+
+@pytest.mark.parametrize("n_bytes", [0, 3, 24, 100, 4096, -4096, -1])
+def test_a_file_that_is_cut_off_is_refused(sound, n_bytes):
+    target = sound[2].path
+    content = target.read_bytes()
+    target.write_bytes(content[:n_bytes])
+    with pytest.raises(StoreError, match="not a channel file, or is damaged"):
+        opened(sound)
+    target.write_bytes(content + bytes(4096))
+    with pytest.raises(StoreError, match="bytes, expected"):
+        opened(sound)
+
+
+def hostile(**changes):
+    """A header as it should be, but for some of what it says, with checksums that are right."""
+
+    def write(target):
+        header, sums = container.parse_header(target.read_bytes())
+        fields = dict(header.fields) | {
+            f"llmaas.channels.{name}": value for name, value in changes.items()
+        }
+        fields = {name: value for name, value in fields.items() if value is not None}
+        changed = container.Header(header.architecture, fields, header.parts)
+        content = changed.with_sums(sums)
+        first = min(header.places.values())
+        rest = target.read_bytes()[first:]
+        target.write_bytes(content.ljust(min(changed.places.values()), b"\0") + rest)
+
+    return write
+
+
+QUANTILES = [0.1] * 18 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_layers": 0}, "groups are of 0 layers"),
+        ({"group_layers": 2**32 - 1}, "groups are of 4294967295 layers"),
+        ({"group_layers": "1"}, "groups are of 1 layers"),
+        ({"group_layers": None}, "groups are of None layers"),
+        ({"layers": (0,)}, "of which operands"),
+        ({"layers": (0, 0, 0, 7)}, "other operands"),
+        ({"layers": ("0",) * 4}, "of which operands"),
+        ({"layers": (float("inf"),) * 4}, "of which operands"),
+        ({"families": ("attn_qkv",) * 4}, "other"),
+        ({"families": ("a", "b", "c", "d")}, "other operands"),
+        ({"bits": (8,) * 7}, "other tensors"),
+        ({"quantiles": (0.1,) * 75}, "of which operands"),
+        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, 0.0)}, "do not rise"),
+        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("nan"))}, "do not rise"),
+        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("inf"))}, "do not rise"),
+        ({"quantiles": (-0.1, *QUANTILES, 0.1, 0.1, 0.1)}, "do not rise"),
+        ({"unknown": 1}, "other tensors"),
+    ],
+    ids=str,
+)
+def test_metadata_that_cannot_be_is_refused(sound, changes, message):
+    hostile(**changes)(sound[2].path)
+    with pytest.raises(StoreError, match=message):
+        opened(sound)
+
+
+def test_tensors_of_other_shapes_are_refused(sound):
+    target = sound[2].path
+    header, sums = container.parse_header(target.read_bytes())
+    parts = list(header.parts)
+    i = [part.name for part in parts].index("group.0.attn_qkv")
+    parts[i] = dataclasses.replace(parts[i], shape=parts[i].shape[::-1])
+    changed = container.Header(header.architecture, header.fields, tuple(parts))
+    with target.open("r+b") as file:
+        file.write(changed.with_sums(sums))
+    with pytest.raises(StoreError, match="other tensors than the model"):
+        opened(sound)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [np.zeros(WIDTH), np.arange(WIDTH) + 1, -np.arange(WIDTH)],
+    ids=["same", "far", "below"],
+)
+def test_an_order_that_is_none_is_refused(sound, order):
+    path, tensors, file = sound
+    key, order = (0, "attn_qkv"), order.astype(np.int32)
+    activities = activities_of(tensors)
+    activities[key] = Activity(activities[key].quantiles, order)
+    with pytest.raises(ValueError, match="no order of channels"):
+        list(write_channels(path, file.path, tensors, activities))
+    header, sums = container.parse_header(file.path.read_bytes())
+    sums[0] = crc32c(order.tobytes())
+    assert header.parts[0].name == "order.0.attn_qkv"
+    with file.path.open("r+b") as raw:
+        raw.write(header.with_sums(sums))
+        raw.seek(header.places["order.0.attn_qkv"])
+        raw.write(order.tobytes())
+    with pytest.raises(StoreError, match=r"the order of 0\.attn_qkv is none"):
+        opened(sound)
+
+
+def test_impossible_sizes_are_refused_before_anything_is_made_of_them(sound):
+    target = sound[2].path
+    start = b"GGUF" + struct.pack("<I", 3)
+    key = struct.pack("<Q", 1) + b"a"
+    for content in (
+        start + struct.pack("<QQ", 2**64 - 1, 0),
+        start + struct.pack("<QQ", 0, 2**64 - 1),
+        start + struct.pack("<QQQ", 0, 1, 2**63),
+        start + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 4, 2**62),
+        start + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 8, 2**62),
+        start + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 9, 2**62),
+        start + struct.pack("<QQ", 1, 0) + key + struct.pack("<I", 2**32 - 1),
+        start + struct.pack("<QQ", 1, 0) + key + struct.pack("<IQQIQ", 2, 2**63, 2**63, 24, 0),
+    ):
+        target.write_bytes(content.ljust(8192, b"\0"))
+        with pytest.raises(StoreError, match="not a channel file, or is damaged"):
+            opened(sound)
+
+
+def test_a_file_of_another_model_is_refused(sound, tmp_path):
+    _, tensors, file = sound
+    other = write_model(tmp_path / "other.gguf", Type.Q4_0, n_layers=1, seed=1)
+    with pytest.raises(ConfigError, match="another model file"):
+        open_channels(file.path, other, tensors)
+
+
+def test_what_is_no_file_is_refused(sound):
+    path, tensors, file = sound
+    for place in (file.path.parent, file.path.parent / "none"):
+        with pytest.raises(StoreError, match=r"channel file, or is damaged|cannot read"):
+            open_channels(place, path, tensors)
