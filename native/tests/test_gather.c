@@ -1,0 +1,87 @@
+/* Gathering: each piece gets its own bytes, however they are read. */
+#include "check.h"
+
+#include "gather.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { FILE_BYTES = 24 << 20, MAX_PIECES = 4096 };
+
+static char * content;
+static char * got;
+
+static int file_new(void) {
+    char name[] = "/tmp/llmaas-gather-XXXXXX";
+    const int made = mkstemp(name);
+    CHECK(made >= 0 && write(made, content, FILE_BYTES) == FILE_BYTES);
+    int fd = open(name, O_RDONLY | O_DIRECT | O_CLOEXEC);
+    fd = fd < 0 ? open(name, O_RDONLY | O_CLOEXEC) : fd;
+    CHECK(fd >= 0 && close(made) == 0 && unlink(name) == 0);
+    return fd;
+}
+
+/* Pieces of `size` bytes, `step` apart on average; the bytes that were read. */
+static uint64_t check_pieces(llmaas_gather * gather, int fd, uint32_t size, uint32_t step) {
+    static llmaas_gathered pieces[MAX_PIECES];
+    uint64_t at = rnd() % 5000, n_read = 0;
+    size_t   n = 0;
+    while (n < MAX_PIECES && at + size <= FILE_BYTES) {
+        pieces[n] = (llmaas_gathered) {at, size, got + at};
+        at += size + rnd() % (2 * (step - size) + 1);
+        n++;
+    }
+    memset(got, 0, FILE_BYTES);
+    CHECK(llmaas_gather_read(gather, fd, pieces, n, &n_read));
+    for (size_t i = 0; i < n; i++) {
+        CHECK(memcmp(content + pieces[i].offset, pieces[i].to, size) == 0);
+    }
+    return n_read;
+}
+
+static void test_pieces(int fd) {
+    llmaas_gather * gather = llmaas_gather_new();
+    CHECK(gather);
+    CHECK(check_pieces(gather, fd, 1024, 1024) < 4096 * 1024 + 64 * 4096); /* side by side: once */
+    CHECK(check_pieces(gather, fd, 1000, 5000) > 4000ull * 4900);          /* small gaps are read along */
+    CHECK(check_pieces(gather, fd, 1000, 60000) < 420 * 24000);            /* large ones are not */
+    CHECK(check_pieces(gather, fd, 300000, 400000) > 300000);              /* longer than a read is otherwise */
+    CHECK(check_pieces(gather, fd, 5 << 20, 6 << 20) > 5 << 20);           /* than the ring was */
+    llmaas_gather_set_gap(gather, 0);
+    CHECK(check_pieces(gather, fd, 512, 9000) < 3000 * 8192ull);
+    llmaas_gather_free(gather);
+    llmaas_gather_free(NULL);
+}
+
+/* A file that ends too early; what comes after is read as ever. */
+static void test_short_file(int fd) {
+    llmaas_gather * gather = llmaas_gather_new();
+    llmaas_gathered pieces[100];
+    uint64_t        n_read = 0;
+    for (size_t i = 0; i < 100; i++) {
+        pieces[i] = (llmaas_gathered) {FILE_BYTES - 50 * 20000 + i * 20000, 100, got};
+    }
+    CHECK(gather && !llmaas_gather_read(gather, fd, pieces, 100, &n_read));
+    CHECK(check_pieces(gather, fd, 100, 20000) > 0);
+    CHECK(!llmaas_gather_read(gather, -1, pieces, 1, &n_read));
+    CHECK(llmaas_gather_read(gather, fd, NULL, 0, &n_read));
+    llmaas_gather_free(gather);
+}
+
+int main(void) {
+    content = malloc(FILE_BYTES);
+    got     = malloc(FILE_BYTES);
+    CHECK(content && got);
+    for (size_t i = 0; i < FILE_BYTES; i++) {
+        content[i] = (char) rnd();
+    }
+    const int fd = file_new();
+    test_pieces(fd);
+    test_short_file(fd);
+    close(fd);
+    free(content);
+    free(got);
+    return 0;
+}

@@ -1,0 +1,93 @@
+/* Slots: who gets one, and who has to go. */
+#include "check.h"
+
+#include "slots.h"
+
+#include <string.h>
+
+enum { N = 8, BYTES = 4096 };
+
+static llmaas_channel channels[N];
+
+static llmaas_slots * slots_new(size_t n_slots) {
+    llmaas_slots * slots = llmaas_slots_new(BYTES);
+    CHECK(slots);
+    for (int i = 0; i < N; i++) {
+        channels[i] = (llmaas_channel) {.slot = -1};
+    }
+    llmaas_slots_expect(slots, N);
+    llmaas_slots_resize(slots, n_slots);
+    return slots;
+}
+
+/* As a token does: those that are there first. Bit i: channel i has a slot in the end. */
+static unsigned turn(llmaas_slots * slots, unsigned used) {
+    CHECK(llmaas_slots_turn(slots));
+    for (int i = 0; i < N; i++) {
+        channels[i].n_uses += used >> i & 1;
+        if (used >> i & 1 && channels[i].slot >= 0) {
+            CHECK(*llmaas_slots_use(slots, &channels[i]) == 'a' + i);
+        }
+    }
+    unsigned there = 0;
+    for (int i = 0; i < N; i++) {
+        char * memory = used >> i & 1 && channels[i].slot < 0 ? llmaas_slots_take(slots, &channels[i]) : NULL;
+        if (memory) {
+            memset(memory, 'a' + i, BYTES);
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        there |= (unsigned) (channels[i].slot >= 0) << i;
+    }
+    return there;
+}
+
+static void test_the_least_used_goes(void) {
+    llmaas_slots * slots = slots_new(3);
+    CHECK(turn(slots, 0x07) == 0x07); /* free ones first */
+    CHECK(turn(slots, 0x0e) == 0x07); /* 3 was used no more often than 0 */
+    CHECK(turn(slots, 0x0c) == 0x0e); /* now it was */
+    CHECK(turn(slots, 0x10) == 0x0e);
+    CHECK(turn(slots, 0x30) == 0x0e);
+    CHECK(turn(slots, 0x10) == 0x1c); /* 1 was used twice, 4 three times */
+    CHECK(llmaas_slots_kept(slots) == 3 * BYTES && llmaas_slots_all(slots) == N * BYTES);
+    llmaas_slots_free(slots);
+}
+
+static void test_nobody_goes_who_is_used_now(void) {
+    llmaas_slots * slots = slots_new(2);
+    CHECK(turn(slots, 0x03) == 0x03);
+    channels[2].n_uses = 9;
+    CHECK(turn(slots, 0x07) == 0x03);
+    CHECK(turn(slots, 0x06) == 0x06); /* but 0 is not */
+    llmaas_slots_free(slots);
+}
+
+static void test_fewer_slots_then_more(void) {
+    llmaas_slots * slots = slots_new(N);
+    CHECK(turn(slots, 0xff) == 0xff);
+    llmaas_slots_resize(slots, 2);
+    CHECK(llmaas_slots_kept(slots) == 2 * BYTES && channels[1].slot >= 0 && channels[2].slot < 0);
+    CHECK(turn(slots, 0x0f) == 0x03);
+    llmaas_slots_resize(slots, 100);
+    CHECK(turn(slots, 0xff) == 0xff);
+    llmaas_slots_clear(slots);
+    CHECK(turn(slots, 0) == 0);
+    CHECK(turn(slots, 0xff) == 0xff); /* what was cleared is free */
+    llmaas_slots_free(slots);
+}
+
+static void test_none(void) {
+    llmaas_slots * slots = slots_new(0);
+    CHECK(turn(slots, 0xff) == 0 && turn(slots, 0xff) == 0 && llmaas_slots_kept(slots) == 0);
+    llmaas_slots_free(slots);
+    llmaas_slots_free(NULL);
+}
+
+int main(void) {
+    test_the_least_used_goes();
+    test_nobody_goes_who_is_used_now();
+    test_fewer_slots_then_more();
+    test_none();
+    return 0;
+}
