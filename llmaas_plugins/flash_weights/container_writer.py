@@ -53,8 +53,9 @@ def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterat
     if len(header.blank) > MOST_HEADER_BYTES:
         raise StoreError(f"cannot write {path}: {len(header.parts):,} tensors are too many.")
     partial = path.with_name(f"{path.name}.partial")
+    what = f"cannot write {path}"
     then = f" What was written stays in {partial}: the same command goes on from there."
-    with as_store_error(f"cannot write {path}", then), _taken(partial) as fd:
+    with as_store_error(what), _taken(partial) as fd, as_store_error(what, then):
         journal = _Journal(fd, header)
         for step in steps:
             if not journal.has(step.names):

@@ -7,24 +7,22 @@ multiple of 4 KiB, so that reads need no copy, and has the name, type and shape 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, ReaderTensor
-from numpy.typing import NDArray
+from llmaas_hooks import ConfigError, TensorInfo
+from llmaas_plugins.flash_weights.container import Header, Part, Value
+from llmaas_plugins.flash_weights.container_file import Bytes, ContainerFile, Kind
+from llmaas_plugins.flash_weights.container_writer import Step, write_container
+from llmaas_plugins.flash_weights.model_weights import ModelWeights, digest_of
 
-from llmaas_hooks import ConfigError, StoreError, TensorInfo
-from llmaas_plugins.model_digest import file_digest
+__all__ = ["PACKED_FILE", "packed_path", "packed_problem", "streamable", "write_packed"]
 
-__all__ = ["packed_path", "packed_problem", "streamable", "write_packed"]
+PACKED_FILE = Kind("packed file", "llmaas-packed", 2, "llmaas flash pack")
 
-_ARCHITECTURE = "llmaas-packed"
-_MODEL, _LAYOUTS = "llmaas.packed.model", "llmaas.packed.layouts"
-_ALIGNMENT = 4096
+_FORMAT, _MODEL, _LAYOUTS = "llmaas.format", "llmaas.model", "llmaas.packed.layouts"
 
-Bytes = NDArray[np.uint8]
 Repack = Callable[[TensorInfo, Bytes], Bytes]
 
 
@@ -50,32 +48,16 @@ def packed_problem(
     Raises:
         StoreError: It is no packed file, or is damaged.
     """
-    found_model, found = _read_header(path)
-    if found_model != file_digest(os.fspath(model)):
+    with ContainerFile(path, PACKED_FILE) as file:
+        found = file.header
+    if found.fields.get(_MODEL) != digest_of(model):
         return "it was made from another model file, or the model file was changed since"
-    expected = streamable(tensors)
-    if found.keys() != expected.keys():
+    expected = _header(digest_of(model), streamable(tensors))
+    if found.parts != expected.parts:
         return "it has other tensors than the model"
-    if any(found[name] != info.layout for name, info in expected.items()):
+    if found != expected:
         return "it was made on another kind of processor, or for another version of llama.cpp"
     return None
-
-
-def _read_header(path: Path) -> tuple[str, dict[str, int]]:
-    """Which model it is of, and each tensor's layout."""
-    try:
-        reader = GGUFReader(path)
-        model = reader.fields[_MODEL].contents()
-        layouts = reader.fields[_LAYOUTS].contents()
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise StoreError(
-            f"{path} is not a packed file, or is damaged: {error}. Make one with `llmaas flash "
-            "pack`."
-        ) from error
-    names = [tensor.name for tensor in reader.tensors]
-    if len(layouts) != len(names):
-        raise StoreError(f"{path} has {len(names)} tensors and {len(layouts)} layouts.")
-    return model, {name: int(layout, 16) for name, layout in zip(names, layouts, strict=True)}
 
 
 def write_packed(
@@ -83,62 +65,39 @@ def write_packed(
 ) -> Iterator[int]:
     """Write the packed file of a model, in place of the one that is there; yields bytes done.
 
-    Nothing is there before all of it is written, read back and compared.
+    It can be stopped: called again, it goes on from there. Nothing is in the file's place before
+    all of it is written, read back and compared.
 
     Raises:
         ConfigError: The model has no matrices.
-        StoreError: It cannot be read or written.
+        StoreError: It cannot be read or written, or somebody else writes it.
     """
     infos = streamable(tensors)
     if not infos:
         raise ConfigError(f"{model} has no matrices to stream.")
-    partial = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f"{path.name}.", delete=False
-        ) as file:
-            partial = Path(file.name)
-            yield from _write(model, partial, infos, repack)
-            os.fsync(file.fileno())
-        partial.chmod(0o644)
-        partial.replace(path)
-    except OSError as error:
-        raise StoreError(f"cannot pack {model} to {path}: {error}.") from error
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+    with ModelWeights(model) as weights:
+        steps = (
+            Step((name,), partial(_repacked, name, info, weights, repack), info.n_bytes)
+            for name, info in infos.items()
+        )
+        header = _header(weights.digest, infos)
+        yield from write_container(path, header, weights.unchanged(steps))
 
 
-def _write(
-    model: Path, path: Path, infos: Mapping[str, TensorInfo], repack: Repack
-) -> Iterator[int]:
-    reader = {tensor.name: tensor for tensor in GGUFReader(model).tensors}
-    writer = GGUFWriter(path, _ARCHITECTURE)
-    writer.add_custom_alignment(_ALIGNMENT)
-    writer.add_string(_MODEL, file_digest(os.fspath(model)))
-    writer.add_array(_LAYOUTS, [f"{info.layout:016x}" for info in infos.values()])
-    for name, info in infos.items():
-        quantised = GGMLQuantizationType(info.type)
-        data = reader[name].data
-        writer.add_tensor_info(name, data.shape, data.dtype, info.n_bytes, quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for name, info in infos.items():
-        writer.write_tensor_data(repack(info, _bytes(reader[name])))
-        yield info.n_bytes
-    writer.close()
-    _compare(path, reader, infos, repack)
+def _repacked(name: str, info: TensorInfo, weights: ModelWeights, repack: Repack) -> list[Bytes]:
+    return [repack(info, weights.read(name))]
 
 
-def _compare(
-    path: Path, model: Mapping[str, ReaderTensor], infos: Mapping[str, TensorInfo], repack: Repack
-) -> None:
-    written = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    for name, info in infos.items():
-        if not np.array_equal(repack(info, _bytes(model[name])), _bytes(written[name])):
-            raise OSError(f"{name} was not read back as it was written")
+def _header(model: str, infos: Mapping[str, TensorInfo]) -> Header:
+    fields: dict[str, Value] = {
+        _FORMAT: PACKED_FILE.version,
+        _MODEL: model,
+        _LAYOUTS: tuple(f"{info.layout:016x}" for info in infos.values()),
+    }
+    parts = tuple(Part(name, info.type, _shape(info)) for name, info in infos.items())
+    return Header(PACKED_FILE.architecture, fields, parts)
 
 
-def _bytes(tensor: ReaderTensor) -> Bytes:
-    return np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
+def _shape(info: TensorInfo) -> tuple[int, ...]:
+    columns, rows, matrices = info.shape
+    return (matrices, rows, columns) if matrices > 1 else (rows, columns)
