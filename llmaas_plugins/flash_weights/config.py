@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 __all__ = ["FlashWeightsConfig"]
@@ -12,6 +14,28 @@ class FlashWeightsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    mode: Literal["exact", "sparse"] = Field(
+        default="exact",
+        description="`exact` computes with every weight. `sparse` multiplies tokens with the "
+        "largest values of each activation only, and reads what those need: faster, and no longer "
+        "the same text. Prompts stay exact. It needs `llmaas flash pack --sparse`.",
+    )
+    sparsity: float = Field(
+        default=0.5,
+        ge=0,
+        le=0.95,
+        description="Share of an activation's values that tokens leave out in the sparse mode.",
+    )
+    selection: Literal["threshold", "top_k"] = Field(
+        default="threshold",
+        description="Which values a token uses: those from a size on that was calibrated once, or "
+        "exactly as many as `sparsity` says.",
+    )
+    cache: Literal["shared", "layer"] = Field(
+        default="shared",
+        description="Whether channels of all layers compete for memory, or each layer has as much "
+        "as the others (ActiveFlow's way).",
+    )
     memory_budget: ByteSize | None = Field(
         default=None,
         description="Memory of the whole process. Weights that do not fit are streamed from the "

@@ -15,6 +15,7 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import (
     BudgetError,
     ConfigError,
+    ContextCreate,
     DecodeStep,
     FileWeights,
     ModelLoad,
@@ -25,6 +26,7 @@ from llmaas_hooks import (
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, streamable
+from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import available_bytes, resident_bytes
 
 __all__ = ["FlashWeights"]
@@ -69,6 +71,8 @@ class FlashWeights:
         self._lock = threading.RLock()
         self._models: dict[int, _Model] = {}
         self._left_alone: dict[str, str] = {}
+        self._tensors: dict[str, Mapping[str, TensorInfo]] = {}
+        self._paths: dict[int, str] = {}
 
     def set_memory_budget(self, n_bytes: int | None) -> None:
         """Change the memory of the whole process; it holds from the next batch on.
@@ -93,15 +97,13 @@ class FlashWeights:
     def llmaas_weights(
         self, load: ModelLoad, tensors: Mapping[str, TensorInfo]
     ) -> list[WeightClaim]:
-        """Claim all matrices of a model that does not fit."""
-        n_bytes = sum(info.n_bytes for info in tensors.values())
-        budget = self._budget_of(self._budget)
+        """Claim all matrices of a model that does not fit; in the sparse mode of any."""
         # the model file's pages in the page cache would be memory beside that of the weights
         load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
-        if resident_bytes() + n_bytes + _OUTSIDE <= budget:
-            self._left_alone[load.path] = (
-                f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it runs as without us"
-            )
+        if self._config.mode == "sparse":
+            model_channels(load.path, tensors)  # before the model is read, not after
+            self._tensors[load.path] = tensors
+        elif self._fits(load.path, tensors):
             return []
         names = streamable(tensors)
         packed = self._packed(load.path, tensors)
@@ -111,12 +113,21 @@ class FlashWeights:
         return [WeightClaim(pattern, source="file", path=packed)] if names else []
 
     @hookimpl
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Note which file its model is from."""
+        self._paths[create.model] = "" if create.load is None else create.load.path
+
+    @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Give a streamed model its arena; what is kept is decided after its first batch."""
         weights = context.file_weights()
-        if weights.stats()["bytes"] == 0:
+        stats = weights.stats()
+        if stats["bytes"] == 0:
             return
         with self._lock:
+            path = self._paths.get(context.model, "")
+            if path in self._tensors and stats["passing_bytes"] == 0:  # its first context
+                add_channels(weights, model_channels(path, self._tensors[path]), self._config)
             model = self._models.setdefault(context.model, _Model())
             model.contexts[context.ctx] = context
             weights.set_memory(model.kept, self._config.arena)
@@ -146,7 +157,7 @@ class FlashWeights:
             models = [model.weights.stats() for model in self._models.values()]
             budget = self._budget_of(self._budget)
             return {
-                "mode": "exact" if models else "off",
+                "mode": self._config.mode if models else "off",
                 "memory_budget": budget,
                 "resident_bytes": resident_bytes(),
                 "models": models,
@@ -180,11 +191,12 @@ class FlashWeights:
             BudgetError: None do, and the arena does not either.
         """
         stats = model.weights.stats()
-        others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] + _SPARE
+        passing = stats["passing_bytes"]
+        others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] - passing + _SPARE
         others += sum(context.untouched_bytes() for context in model.contexts.values())
-        room = budget - others - self._config.arena
+        room = budget - others - self._config.arena - passing
         if room < stats["least_bytes"]:
-            through = self._config.arena + stats["least_bytes"]
+            through = self._config.arena + passing + stats["least_bytes"]
             least = -(-(others + through) // (1 << 20))
             raise BudgetError(
                 f"memory_budget is {budget >> 20} MiB, but without any weights this process takes "
@@ -192,6 +204,16 @@ class FlashWeights:
                 f"{least} MiB or more. A shorter n_ctx or a smaller n_batch takes less."
             )
         return room
+
+    def _fits(self, model: str, tensors: Mapping[str, TensorInfo]) -> bool:
+        n_bytes = sum(info.n_bytes for info in tensors.values())
+        budget = self._budget_of(self._budget)
+        fits = resident_bytes() + n_bytes + _OUTSIDE <= budget
+        if fits:
+            self._left_alone[model] = (
+                f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it runs as without us"
+            )
+        return fits
 
     def _packed(self, model: str, tensors: Mapping[str, TensorInfo]) -> str | None:
         """A model's packed file; None without one: llama.cpp's faster kernels are lost then."""

@@ -1,0 +1,62 @@
+"""The sparse mode: a token multiplies with the largest values of each activation only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, FileWeights, TensorInfo
+from llmaas_plugins.flash_weights.channels import (
+    ChannelFile,
+    Channels,
+    channel_path,
+    open_channels,
+)
+from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.operands import FAMILIES
+
+__all__ = ["add_channels", "model_channels"]
+
+
+def model_channels(model: str, tensors: Mapping[str, TensorInfo]) -> ChannelFile:
+    """A model's channel file.
+
+    Raises:
+        ConfigError: There is none, or it is another model's.
+        StoreError: It is damaged.
+    """
+    path = channel_path(model)
+    if not path.exists():
+        raise ConfigError(
+            f"the sparse mode needs {path}, which is not there. Run `llmaas flash pack --sparse "
+            f"{model}`, or set mode to exact."
+        )
+    return open_channels(path, model, tensors)
+
+
+def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsConfig) -> None:
+    """Have tokens multiplied with active channels, from the next batch on.
+
+    Raises:
+        ConfigError: The file does not go with the model.
+    """
+    for channels in file.operands.values():
+        weights.add_operand(str(file.path), _operand(channels, config))
+
+
+def _operand(channels: Channels, config: FlashWeightsConfig) -> ChannelOperand:
+    layer, families = channels.operand.layer, list(FAMILIES)
+    family = families.index(channels.operand.family)
+    is_exact = config.selection == "top_k"
+    return ChannelOperand(
+        pool=family if config.cache == "shared" else layer * len(families) + family,
+        n_bytes=channels.n_bytes,
+        offset=channels.first,
+        stride=channels.stride,
+        order=channels.order.astype("uint32"),
+        threshold=0.0 if is_exact else channels.threshold(config.sparsity),
+        n_top=round(len(channels.order) * (1 - config.sparsity)) if is_exact else 0,
+        columns=tuple(
+            ChannelColumns(piece.name, piece.n_bits, piece.offset, scales)
+            for piece, scales in zip(channels.pieces, channels.scales, strict=True)
+        ),
+    )

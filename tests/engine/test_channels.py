@@ -1,0 +1,266 @@
+"""Sparse products: tokens read the channels that matter to them, wherever those are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+import numpy as np
+import pytest
+from claiming import Claimer, created, decode, evaluate, loaded, native, opened, step, vanilla
+from masked_llama import MaskedLlama
+
+from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, WeightClaim
+from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.flash_weights.calibration import Activity
+from llmaas_plugins.flash_weights.channel_layout import channel_operands
+from llmaas_plugins.flash_weights.channels import SPARSITIES, open_channels, write_channels
+from llmaas_plugins.flash_weights.operands import FAMILIES
+from llmaas_plugins.flash_weights.packed import streamable
+
+ARENA = 8 << 20
+TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
+
+
+@pytest.fixture(scope="module")
+def channels(reference_model, tmp_path_factory):
+    """The reference model's channel file, by layers in a group; written once."""
+    folder = tmp_path_factory.mktemp("channels")
+
+    def find(group_layers):
+        path, tensors = folder / f"{group_layers}.channels", model_tensors(reference_model)
+        if not path.exists():
+            calibration = _calibration(tensors)
+            list(
+                write_channels(
+                    reference_model, path, tensors, calibration, group_layers=group_layers
+                )
+            )
+        return open_channels(path, reference_model, tensors)
+
+    return find
+
+
+def _calibration(tensors):
+    """Of nothing: thresholds that are never reached, and some order of the channels."""
+    rng = np.random.default_rng(5)
+    quantiles = np.linspace(1, 2, len(SPARSITIES), dtype=np.float32)
+    return {
+        operand: Activity(quantiles, rng.random(operand.n_channels, np.float32))
+        for operand in channel_operands(tensors)
+    }
+
+
+def operands(file, *, threshold=None, share=None, by_layer=False):
+    """Those of a channel file; values are used from a threshold on, or a share of them."""
+    for number, found in enumerate(file.operands.values()):
+        yield ChannelOperand(
+            pool=number if by_layer else list(FAMILIES).index(found.operand.family),
+            n_bytes=found.n_bytes,
+            offset=found.first,
+            stride=found.stride,
+            order=found.order.astype(np.uint32),
+            threshold=threshold or 0.0,
+            n_top=round(share * found.operand.n_channels) if share is not None else 0,
+            columns=tuple(
+                ChannelColumns(piece.name, piece.n_bits, piece.offset, scales)
+                for piece, scales in zip(found.pieces, found.scales, strict=True)
+            ),
+        )
+
+
+def claim_all(path):
+    return WeightClaim("|".join(map(re.escape, streamable(model_tensors(path)))), source="file")
+
+
+def attach(plugin, file, kept=1 << 30, **selection):
+    weights = plugin.contexts[0].file_weights()
+    for operand in operands(file, **selection):
+        weights.add_operand(str(file.path), operand)
+    weights.set_memory(kept, ARENA)
+    return weights
+
+
+def one_by_one(ctx, tokens=TOKENS, start=0):
+    return np.concatenate([step(ctx, [token], start + i) for i, token in enumerate(tokens)])
+
+
+def sparse(path, file, kept=1 << 30, **selection):
+    """Logits of tokens that are evaluated one by one."""
+    plugin = Claimer(claim_all(path))
+    with native(plugin=plugin), opened(path, use_extra_bufts=False) as ctx:
+        attach(plugin, file, kept, **selection)
+        return one_by_one(ctx)
+
+
+def divergence(expected, found):
+    """Mean Kullback-Leibler divergence of next-token distributions, in nats."""
+    p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (expected, found))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def largest(share):
+    """Mask all but the largest values of each activation."""
+
+    def masked(_layer, _family, x):
+        n = round(share * x.shape[-1])
+        order = np.argsort(-np.abs(x), axis=-1, kind="stable")[:, :n]
+        kept = np.zeros_like(x)
+        np.put_along_axis(kept, order, np.take_along_axis(x, order, -1), -1)
+        return kept
+
+    return masked
+
+
+@pytest.mark.parametrize("share", [1, 0.7, 0.5])
+def test_the_largest_values_are_what_an_independent_model_masks(reference_model, channels, share):
+    model = MaskedLlama(reference_model)
+    dense, expected = (model.logits(TOKENS, largest(of)) for of in (1, share))
+    found = sparse(reference_model, channels(1), share=share)
+    assert divergence(expected, found) < 0.03
+    assert share == 1 or divergence(dense, found) > 5 * divergence(expected, found)
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3])
+def test_values_from_a_threshold_on(reference_model, channels, threshold):
+    model = MaskedLlama(reference_model)
+    dense = model.logits(TOKENS, lambda _layer, _family, x: x)
+    expected = model.logits(TOKENS, lambda _l, _f, x: np.where(np.abs(x) >= threshold, x, 0))
+    found = sparse(reference_model, channels(1), threshold=threshold)
+    assert divergence(expected, found) < 0.03
+    assert divergence(dense, found) > 3 * divergence(expected, found)
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["shared", "by layer"])
+@pytest.mark.parametrize("group_layers", [1, 3])
+def test_where_channels_are_does_not_matter(reference_model, channels, group_layers, by_layer):
+    expected = sparse(reference_model, channels(1), share=0.5)
+    file = channels(group_layers)
+    for kept in (0, 1 << 20, 3 << 20, 1 << 30):
+        found = sparse(reference_model, file, kept, share=0.5, by_layer=by_layer)
+        assert np.array_equal(found, expected)
+
+
+def test_memory_may_change_between_tokens(reference_model, channels):
+    expected = sparse(reference_model, channels(1), share=0.5)
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        weights, rows = attach(plugin, channels(1), share=0.5), []
+        for i, token in enumerate(TOKENS):
+            kept = (i * 7919) % 13 * (1 << 19)
+            weights.set_memory(kept, ARENA)
+            rows.append(step(ctx, [token], i))
+            assert weights.stats()["kept_bytes"] <= kept
+        assert np.array_equal(np.concatenate(rows), expected)
+
+
+def test_several_threads_make_no_difference(reference_model, channels):
+    expected = sparse(reference_model, channels(1), share=0.5)
+    plugin = Claimer(claim_all(reference_model))
+    with (
+        native(plugin=plugin),
+        loaded(reference_model, use_extra_bufts=False) as model,
+        created(model, n_threads=3, n_threads_batch=3) as ctx,
+    ):
+        attach(plugin, channels(1), 1 << 20, share=0.5)
+        found = one_by_one(ctx)
+    assert divergence(expected, found) < 1e-9  # attention is shared out differently
+
+
+def test_prompts_are_dense(reference_model, channels):
+    expected = vanilla(reference_model, use_extra_bufts=False)
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        attach(plugin, channels(1), share=0.5)
+        found = evaluate(ctx)  # 35 tokens, and two
+    assert np.array_equal(found[:35], expected[:35])
+    assert not np.array_equal(found[35:], expected[35:])
+
+
+def test_nothing_is_read_once_all_channels_are_in_memory(reference_model, channels):
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model) as ctx:
+        weights = attach(plugin, channels(1), share=1)
+        assert weights.stats()["passing_bytes"] > 0
+        one_by_one(ctx, TOKENS[:2])
+        before = weights.stats()
+        assert before["kept_bytes"] == before["bytes"]
+        step(ctx, [5], 2)
+        after = weights.stats()
+        assert after["read_bytes"] == before["read_bytes"]
+        assert after["channel_misses"] == before["channel_misses"]
+        assert after["channel_hits"] > before["channel_hits"]
+
+
+def test_hot_channels_stay(reference_model, channels):
+    """With memory for half of them, more than half of what is used is there."""
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model) as ctx:
+        weights = attach(plugin, channels(1), 3 << 20, share=0.3)
+        one_by_one(ctx, [TOKENS[i % 13] for i in range(60)])
+        before = weights.stats()
+        one_by_one(ctx, TOKENS, 60)
+        after = weights.stats()
+        hits, misses = (after[name] - before[name] for name in ("channel_hits", "channel_misses"))
+        assert hits > 1.5 * misses
+
+
+def test_contexts_of_a_model_share_its_channels(reference_model, channels):
+    expected = sparse(reference_model, channels(1), share=0.5)
+    plugin = Claimer(claim_all(reference_model))
+    with (
+        native(plugin=plugin),
+        loaded(reference_model, use_extra_bufts=False) as model,
+        created(model) as one,
+        created(model) as two,
+    ):
+        attach(plugin, channels(1), 2 << 20, share=0.5)
+        for i, token in enumerate(TOKENS):
+            for ctx in (one, two):
+                assert np.array_equal(step(ctx, [token], i)[0], expected[i])
+
+
+def test_channels_that_cannot_be_read_fail_the_batch(reference_model, channels, tmp_path):
+    file, path = channels(1), tmp_path / "cut.channels"
+    path.write_bytes(file.path.read_bytes())
+    expected = sparse(reference_model, file, share=0.5)
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        attach(plugin, file._replace(path=path), 2 << 20, share=0.5)
+        os.truncate(path, 8192)
+        assert decode(ctx, [1], 0) != 0
+        path.write_bytes(file.path.read_bytes())
+        assert np.array_equal(one_by_one(ctx), expected)
+
+
+WRONG = {
+    "an order that is none": {"order": np.zeros(256, np.uint32)},
+    "too many at the top": {"n_top": 257},
+    "a negative threshold": {"threshold": -1.0},
+    "channels that overlap": {"stride": 1},
+    "no whole blocks": {"order": np.arange(250, dtype=np.uint32)},
+    "columns behind the channel": {"n_bytes": 300, "stride": 300},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_operands_that_contradict_themselves_are_refused(reference_model, channels, wrong):
+    operand = dataclasses.replace(next(operands(channels(1), share=0.5)), **wrong)
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model):
+        weights = plugin.contexts[0].file_weights()
+        with pytest.raises(ConfigError, match="does not go with this model"):
+            weights.add_operand(str(channels(1).path), operand)
+
+
+def test_a_weight_has_one_operand(reference_model, channels):
+    operand = next(operands(channels(1), share=0.5))
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model):
+        weights = plugin.contexts[0].file_weights()
+        weights.add_operand(str(channels(1).path), operand)
+        with pytest.raises(ConfigError, match="has another shape"):
+            weights.add_operand(str(channels(1).path), operand)
+        with pytest.raises(OSError, match="cannot be used"):
+            weights.add_operand("/nowhere/model.channels", operand)
