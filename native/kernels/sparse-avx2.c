@@ -1,44 +1,59 @@
-/* AVX2, F16C; a bit-for-bit match of sparse-generic.c. 32 rows are four vectors of eight. */
+/* AVX2, F16C; a bit-for-bit match of sparse-generic.c. */
 #include "kernels.h"
 #include "sparse_blocks.h"
 
 #include <immintrin.h>
 
-SPARSE_INLINE __m256i load(const uint8_t * p) { return _mm256_loadu_si256((const void *) p); }
+/* 32 bits for each of 32 rows: of the 16 rows of a 128-bit lane, a has the first four, b the next. */
+typedef struct rows_32 {
+    __m256i a, b, c, d;
+} rows_32;
 
-/* 32 bytes of each of four channels, the four bytes of a row side by side: of the 16 rows of a 128-bit lane, vector i has
- * the rows from 4 i on. */
-SPARSE_INLINE void load_fours(const uint8_t * const * columns, size_t at, __m256i fours[4]) {
-    const __m256i a = load(columns[0] + at), b = load(columns[1] + at);
-    const __m256i c = load(columns[2] + at), d = load(columns[3] + at);
-    const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
-    const __m256i cd_low = _mm256_unpacklo_epi8(c, d), cd_high = _mm256_unpackhi_epi8(c, d);
-    fours[0] = _mm256_unpacklo_epi16(ab_low, cd_low);
-    fours[1] = _mm256_unpackhi_epi16(ab_low, cd_low);
-    fours[2] = _mm256_unpacklo_epi16(ab_high, cd_high);
-    fours[3] = _mm256_unpackhi_epi16(ab_high, cd_high);
+SPARSE_INLINE rows_32 zeros(void) {
+    const __m256i zero = _mm256_setzero_si256();
+    return (rows_32) {zero, zero, zero, zero};
 }
 
-/* Sums of the lower and of the upper halves of 32 bytes. A block's sums of pairs stay in 16 bits: 8 × 2 × 15 × 127. */
-SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, __m256i low[4], __m256i high[4]) {
-    const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (int i = 0; i < 4; ++i) {
-        low[i] = high[i] = _mm256_setzero_si256();
-    }
-    for (uint32_t four = 0; four < block->n_fours; ++four) {
+SPARSE_INLINE __m256i load32(const uint8_t * p) { return _mm256_loadu_si256((const void *) p); }
+
+/* A byte of each of four channels. */
+SPARSE_INLINE rows_32 load(const uint8_t * const * columns, size_t at) {
+    const __m256i a = load32(columns[0] + at), b = load32(columns[1] + at);
+    const __m256i c = load32(columns[2] + at), d = load32(columns[3] + at);
+    const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
+    const __m256i cd_low = _mm256_unpacklo_epi8(c, d), cd_high = _mm256_unpackhi_epi8(c, d);
+    return (rows_32) {_mm256_unpacklo_epi16(ab_low, cd_low), _mm256_unpackhi_epi16(ab_low, cd_low),
+                      _mm256_unpacklo_epi16(ab_high, cd_high), _mm256_unpackhi_epi16(ab_high, cd_high)};
+}
+
+/* Of halves of bytes, with two sums of 16 bits a row, which a block cannot fill: 8 × 2 × 15 × 127. */
+SPARSE_INLINE __m256i dot16(__m256i sums, __m256i x, __m256i values) {
+    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(x, values));
+}
+
+SPARSE_INLINE rows_32 dot(rows_32 sums, rows_32 x, __m256i values) {
+    return (rows_32) {dot16(sums.a, x.a, values), dot16(sums.b, x.b, values), dot16(sums.c, x.c, values),
+                      dot16(sums.d, x.d, values)};
+}
+
+SPARSE_INLINE __m256i lower(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+
+SPARSE_INLINE __m256i upper(__m256i bytes) { return lower(_mm256_srli_epi16(bytes, 4)); }
+
+SPARSE_INLINE __m256i in_pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+
+/* Sums of the lower and of the upper halves of 32 bytes. */
+SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, rows_32 * lowers, rows_32 * uppers) {
+    rows_32 low = zeros(), high = zeros();
+    uint32_t four = 0;
+    do {
+        const rows_32 x = load(block->columns + 4 * four, at);
         const __m256i values = _mm256_set1_epi32(sparse_four(block, four));
-        __m256i fours[4];
-        load_fours(block->columns + 4 * four, at, fours);
-        for (int i = 0; i < 4; ++i) {
-            const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(fours[i], 4), mask);
-            low[i]  = _mm256_add_epi16(low[i], _mm256_maddubs_epi16(_mm256_and_si256(fours[i], mask), values));
-            high[i] = _mm256_add_epi16(high[i], _mm256_maddubs_epi16(upper, values));
-        }
-    }
-    for (int i = 0; i < 4; ++i) {
-        low[i]  = _mm256_madd_epi16(low[i], ones);
-        high[i] = _mm256_madd_epi16(high[i], ones);
-    }
+        low  = dot(low, (rows_32) {lower(x.a), lower(x.b), lower(x.c), lower(x.d)}, values);
+        high = dot(high, (rows_32) {upper(x.a), upper(x.b), upper(x.c), upper(x.d)}, values);
+    } while (++four < block->n_fours);
+    *lowers = (rows_32) {in_pairs(low.a), in_pairs(low.b), in_pairs(low.c), in_pairs(low.d)};
+    *uppers = (rows_32) {in_pairs(high.a), in_pairs(high.b), in_pairs(high.c), in_pairs(high.d)};
 }
 
 SPARSE_INLINE void add8(const sparse_block * block, __m256i sums, const uint16_t * scales, float * y) {
@@ -48,31 +63,30 @@ SPARSE_INLINE void add8(const sparse_block * block, __m256i sums, const uint16_t
     _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), product));
 }
 
-/* Sums in the order of load_fours. */
-SPARSE_INLINE void add32(const sparse_block * block, const __m256i sums[4], const uint16_t * scales, float * y) {
-    add8(block, _mm256_permute2x128_si256(sums[0], sums[1], 0x20), scales, y);
-    add8(block, _mm256_permute2x128_si256(sums[2], sums[3], 0x20), scales + 8, y + 8);
-    add8(block, _mm256_permute2x128_si256(sums[0], sums[1], 0x31), scales + 16, y + 16);
-    add8(block, _mm256_permute2x128_si256(sums[2], sums[3], 0x31), scales + 24, y + 24);
+SPARSE_INLINE void add32(const sparse_block * block, rows_32 sums, const uint16_t * scales, float * y) {
+    add8(block, _mm256_permute2x128_si256(sums.a, sums.b, 0x20), scales, y);
+    add8(block, _mm256_permute2x128_si256(sums.c, sums.d, 0x20), scales + 8, y + 8);
+    add8(block, _mm256_permute2x128_si256(sums.a, sums.b, 0x31), scales + 16, y + 16);
+    add8(block, _mm256_permute2x128_si256(sums.c, sums.d, 0x31), scales + 24, y + 24);
 }
 
-SPARSE_INLINE void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
     for (size_t r = 0; r < LLMAAS_CHUNK_ROWS / 2; r += 32) {
-        __m256i low[4], high[4];
-        half_sums(block, at + r, low, high);
+        rows_32 low, high;
+        half_sums(block, at + r, &low, &high);
         add32(block, low, scales + r, y + r);
         add32(block, high, scales + 64 + r, y + 64 + r);
     }
 }
 
-SPARSE_INLINE void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+SPARSE_INLINE __m256i whole(__m256i low, __m256i high) { return _mm256_add_epi32(low, _mm256_slli_epi32(high, 4)); }
+
+SPARSE_CHUNK void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
     for (size_t r = 0; r < LLMAAS_CHUNK_ROWS; r += 32) {
-        __m256i low[4], high[4];
-        half_sums(block, at + r, low, high);
-        for (int i = 0; i < 4; ++i) {
-            low[i] = _mm256_add_epi32(low[i], _mm256_slli_epi32(high[i], 4));
-        }
-        add32(block, low, scales + r, y + r);
+        rows_32 low, high;
+        half_sums(block, at + r, &low, &high);
+        const rows_32 sums = {whole(low.a, high.a), whole(low.b, high.b), whole(low.c, high.c), whole(low.d, high.d)};
+        add32(block, sums, scales + r, y + r);
     }
 }
 

@@ -2,44 +2,39 @@
 #include "kernels.h"
 #include "sparse_avx512.h"
 
-SPARSE_INLINE void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    __m512i low[4], both[4]; /* sums of the lower halves of bytes, and of whole bytes */
-    for (int i = 0; i < 4; ++i) {
-        low[i] = both[i] = _mm512_setzero_si512();
-    }
-    for (uint32_t four = 0; four < block->n_fours; ++four) {
+SPARSE_INLINE sparse_64 dot(sparse_64 sums, sparse_64 x, __m512i values) {
+    return (sparse_64) {_mm512_dpbusd_epi32(sums.a, x.a, values), _mm512_dpbusd_epi32(sums.b, x.b, values),
+                        _mm512_dpbusd_epi32(sums.c, x.c, values), _mm512_dpbusd_epi32(sums.d, x.d, values)};
+}
+
+/* Sums of the upper halves of bytes, from those of whole bytes and of the lower halves. */
+SPARSE_INLINE __m512i upper(__m512i whole, __m512i low) { return _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 4); }
+
+SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    sparse_64 low = sparse_zeros(), whole = sparse_zeros();
+    uint32_t four = 0;
+    do {
+        const sparse_64 x = sparse_load(block->columns + 4 * four, at);
         const __m512i values = _mm512_set1_epi32(sparse_four(block, four));
-        __m512i fours[4];
-        sparse_load_fours(block->columns + 4 * four, at, fours);
-        for (int i = 0; i < 4; ++i) {
-            low[i]  = _mm512_dpbusd_epi32(low[i], _mm512_and_si512(fours[i], _mm512_set1_epi8(15)), values);
-            both[i] = _mm512_dpbusd_epi32(both[i], fours[i], values);
-        }
-    }
-    for (int i = 0; i < 4; ++i) {
-        both[i] = _mm512_srai_epi32(_mm512_sub_epi32(both[i], low[i]), 4);
-    }
+        low   = dot(low, sparse_lowers(x), values);
+        whole = dot(whole, x, values);
+    } while (++four < block->n_fours);
+    const sparse_64 high = {upper(whole.a, low.a), upper(whole.b, low.b), upper(whole.c, low.c), upper(whole.d, low.d)};
     sparse_add64(block, low, scales, y);
-    sparse_add64(block, both, scales + 64, y + 64);
+    sparse_add64(block, high, scales + 64, y + 64);
 }
 
 SPARSE_INLINE void half8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    __m512i sums[4];
-    for (int i = 0; i < 4; ++i) {
-        sums[i] = _mm512_setzero_si512();
-    }
-    for (uint32_t four = 0; four < block->n_fours; ++four) {
+    sparse_64 sums = sparse_zeros();
+    uint32_t four = 0;
+    do {
         const __m512i values = _mm512_set1_epi32(sparse_four(block, four));
-        __m512i fours[4];
-        sparse_load_fours(block->columns + 4 * four, at, fours);
-        for (int i = 0; i < 4; ++i) {
-            sums[i] = _mm512_dpbusd_epi32(sums[i], fours[i], values);
-        }
-    }
+        sums = dot(sums, sparse_load(block->columns + 4 * four, at), values);
+    } while (++four < block->n_fours);
     sparse_add64(block, sums, scales, y);
 }
 
-SPARSE_INLINE void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+SPARSE_CHUNK void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
     half8(block, at, scales, y);
     half8(block, at + 64, scales + 64, y + 64);
 }

@@ -12,7 +12,7 @@ static void add_rows(const sparse_block * block, const int32_t * sums, const uin
     }
 }
 
-SPARSE_INLINE void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
     int32_t sums[LLMAAS_CHUNK_ROWS] = {0};
     for (uint32_t i = 0; i < 4 * block->n_fours; ++i) {
         for (uint32_t r = 0; r < HALF_ROWS; ++r) {
@@ -24,7 +24,7 @@ SPARSE_INLINE void chunk4(const sparse_block * block, size_t at, const uint16_t 
     add_rows(block, sums, scales, y);
 }
 
-SPARSE_INLINE void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+SPARSE_CHUNK void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
     int32_t sums[LLMAAS_CHUNK_ROWS] = {0};
     for (uint32_t i = 0; i < 4 * block->n_fours; ++i) {
         for (uint32_t r = 0; r < LLMAAS_CHUNK_ROWS; ++r) {

@@ -1,4 +1,4 @@
-/* What the two AVX-512 sparse kernels share. 64 rows are four vectors of 16. */
+/* What the two AVX-512 sparse kernels share. */
 #ifndef LLMAAS_SPARSE_AVX512_H
 #define LLMAAS_SPARSE_AVX512_H
 
@@ -6,17 +6,30 @@
 
 #include <immintrin.h>
 
-/* 64 bytes of each of four channels, the four bytes of a row side by side: of the 16 rows of a 128-bit lane, vector i has
- * the rows from 4 i on. */
-SPARSE_INLINE void sparse_load_fours(const uint8_t * const * columns, size_t at, __m512i fours[4]) {
+/* 32 bits for each of 64 rows: of the 16 rows of a 128-bit lane, a has the first four, b the next. */
+typedef struct sparse_64 {
+    __m512i a, b, c, d;
+} sparse_64;
+
+SPARSE_INLINE sparse_64 sparse_zeros(void) {
+    const __m512i zero = _mm512_setzero_si512();
+    return (sparse_64) {zero, zero, zero, zero};
+}
+
+/* A byte of each of four channels. */
+SPARSE_INLINE sparse_64 sparse_load(const uint8_t * const * columns, size_t at) {
     const __m512i a = _mm512_loadu_si512(columns[0] + at), b = _mm512_loadu_si512(columns[1] + at);
     const __m512i c = _mm512_loadu_si512(columns[2] + at), d = _mm512_loadu_si512(columns[3] + at);
     const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
     const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
-    fours[0] = _mm512_unpacklo_epi16(ab_low, cd_low);
-    fours[1] = _mm512_unpackhi_epi16(ab_low, cd_low);
-    fours[2] = _mm512_unpacklo_epi16(ab_high, cd_high);
-    fours[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
+    return (sparse_64) {_mm512_unpacklo_epi16(ab_low, cd_low), _mm512_unpackhi_epi16(ab_low, cd_low),
+                        _mm512_unpacklo_epi16(ab_high, cd_high), _mm512_unpackhi_epi16(ab_high, cd_high)};
+}
+
+SPARSE_INLINE __m512i sparse_lower(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+
+SPARSE_INLINE sparse_64 sparse_lowers(sparse_64 x) {
+    return (sparse_64) {sparse_lower(x.a), sparse_lower(x.b), sparse_lower(x.c), sparse_lower(x.d)};
 }
 
 SPARSE_INLINE void sparse_add16(const sparse_block * block, __m512i sums, const uint16_t * scales, float * y) {
@@ -26,10 +39,9 @@ SPARSE_INLINE void sparse_add16(const sparse_block * block, __m512i sums, const 
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), product));
 }
 
-/* Sums in the order of sparse_load_fours. */
-SPARSE_INLINE void sparse_add64(const sparse_block * block, const __m512i sums[4], const uint16_t * scales, float * y) {
-    const __m512i a = _mm512_shuffle_i32x4(sums[0], sums[1], 0x44), b = _mm512_shuffle_i32x4(sums[2], sums[3], 0x44);
-    const __m512i c = _mm512_shuffle_i32x4(sums[0], sums[1], 0xee), d = _mm512_shuffle_i32x4(sums[2], sums[3], 0xee);
+SPARSE_INLINE void sparse_add64(const sparse_block * block, sparse_64 sums, const uint16_t * scales, float * y) {
+    const __m512i a = _mm512_shuffle_i32x4(sums.a, sums.b, 0x44), b = _mm512_shuffle_i32x4(sums.c, sums.d, 0x44);
+    const __m512i c = _mm512_shuffle_i32x4(sums.a, sums.b, 0xee), d = _mm512_shuffle_i32x4(sums.c, sums.d, 0xee);
     sparse_add16(block, _mm512_shuffle_i32x4(a, b, 0x88), scales, y);
     sparse_add16(block, _mm512_shuffle_i32x4(a, b, 0xdd), scales + 16, y + 16);
     sparse_add16(block, _mm512_shuffle_i32x4(c, d, 0x88), scales + 32, y + 32);

@@ -6,10 +6,10 @@
 
 #include <string.h>
 
-#define SPARSE_FOURS (LLMAAS_BLOCK_COLUMNS / 4)
-#define SPARSE_AHEAD 16u /* channels: so far ahead their bytes are asked for */
+#define SPARSE_AHEAD 8u /* chunks of a block: so far ahead their bytes are asked for */
 
 #define SPARSE_INLINE static inline __attribute__((always_inline))
+#define SPARSE_CHUNK  static __attribute__((noinline)) /* inside loops, more addresses would be kept than there are registers */
 
 /* The active channels of one block; the last four are filled up with a value of 0. */
 typedef struct sparse_block {
@@ -47,32 +47,48 @@ SPARSE_INLINE void sparse_gather(const llmaas_active * active, uint32_t b, const
     block->scale   = active->scales[b];
 }
 
-/* Of the channels that follow a block's. */
-SPARSE_INLINE void sparse_prefetch(const llmaas_active * active, uint32_t b, const uint8_t * const * columns, size_t at,
-                                   size_t n_bytes) {
-    const uint32_t last = active->first[b + 1] + SPARSE_AHEAD;
-    const uint32_t end  = last < active->n ? last : active->n;
-    for (uint32_t i = active->first[b] + SPARSE_AHEAD; i < end; ++i) {
+/* Into the second cache: the first takes few at a time. */
+SPARSE_INLINE void sparse_prefetch(const sparse_block * block, size_t at, size_t n_bytes) {
+    for (uint32_t i = 0; i < 4 * block->n_fours; ++i) {
         for (size_t byte = 0; byte < n_bytes; byte += 64) {
-            __builtin_prefetch(columns[i] + at + byte);
+            __builtin_prefetch(block->columns[i] + at + byte, 0, 2);
         }
     }
+}
+
+/* The next block from b on that has active channels; returns which. */
+SPARSE_INLINE uint32_t sparse_next(const llmaas_active * active, uint32_t b, const uint8_t * const * columns, size_t offset,
+                                   int32_t zero, sparse_block * block) {
+    const uint32_t n_blocks = active->n_channels / LLMAAS_BLOCK_COLUMNS;
+    while (b < n_blocks && active->first[b] == active->first[b + 1]) {
+        ++b;
+    }
+    if (b < n_blocks) {
+        sparse_gather(active, b, columns, offset, zero, block);
+    } else {
+        block->n_fours = 0;
+    }
+    return b;
 }
 
 SPARSE_INLINE void sparse_tile(sparse_chunk_of chunk_of, size_t chunk_bytes, int32_t zero, const llmaas_active * active,
                                const uint8_t * const * columns, size_t offset, const uint16_t * scales, size_t n_scales,
                                size_t n_chunks, float * y) {
+    const size_t ahead = n_chunks < SPARSE_AHEAD ? n_chunks : SPARSE_AHEAD;
+    sparse_block blocks[2]; /* this one and the next, in turn */
     memset(y, 0, n_chunks * LLMAAS_CHUNK_ROWS * sizeof *y);
-    for (uint32_t b = 0; b < active->n_channels / LLMAAS_BLOCK_COLUMNS; ++b) {
-        if (active->first[b] == active->first[b + 1]) {
-            continue;
-        }
-        sparse_block block;
-        sparse_gather(active, b, columns, offset, zero, &block);
+    uint32_t b = sparse_next(active, 0, columns, offset, zero, &blocks[0]);
+    for (uint32_t i = 0; blocks[i].n_fours; i = 1 - i) {
+        const uint32_t next = sparse_next(active, b + 1, columns, offset, zero, &blocks[1 - i]);
         for (size_t c = 0; c < n_chunks; ++c) {
-            sparse_prefetch(active, b, columns, offset + c * chunk_bytes, chunk_bytes);
-            chunk_of(&block, c * chunk_bytes, scales + b * n_scales + c * LLMAAS_CHUNK_ROWS, y + c * LLMAAS_CHUNK_ROWS);
+            if (c + ahead < n_chunks) {
+                sparse_prefetch(&blocks[i], (c + ahead) * chunk_bytes, chunk_bytes);
+            } else {
+                sparse_prefetch(&blocks[1 - i], (c + ahead - n_chunks) * chunk_bytes, chunk_bytes);
+            }
+            chunk_of(&blocks[i], c * chunk_bytes, scales + b * n_scales + c * LLMAAS_CHUNK_ROWS, y + c * LLMAAS_CHUNK_ROWS);
         }
+        b = next;
     }
 }
 

@@ -125,7 +125,7 @@ static void check_products(const matrix * m, const llmaas_active * active, const
         if (llmaas_kernels_select(check_isas[i]) != LLMAAS_OK) {
             continue; /* this CPU lacks it */
         }
-        for (uint32_t n_together = 1; n_together < 20; n_together = 2 * n_together + 1) {
+        for (uint32_t n_together = 1; n_together < 200; n_together = 3 * n_together + 2) {
             float * y = multiply(m, active, n_together);
             CHECK(memcmp(y, want, n) == 0);
             free(y);
@@ -134,7 +134,7 @@ static void check_products(const matrix * m, const llmaas_active * active, const
     free(want);
 }
 
-static const uint32_t rows_list[] = {1, 63, 64, 65, 127, 128, 129, 200, 1024, 1025, 2100};
+static const uint32_t rows_list[] = {1, 63, 64, 65, 127, 128, 129, 200, 1024, 1025, 2100, 8192, 8193, 17000};
 
 static void check_sizes(uint32_t n_bits) {
     for (size_t i = 0; i < sizeof rows_list / sizeof *rows_list; ++i) {
@@ -147,7 +147,7 @@ static void check_sizes(uint32_t n_bits) {
             llmaas_active_above(active, x, thresholds[t]);
             check_products(&m, active, x);
         }
-        for (uint32_t k = 0; k <= n_channels; k += 1 + rnd_below(n_channels)) {
+        for (uint32_t k = 0; k <= n_channels; k += 1 + rnd_below(2 * n_channels)) {
             llmaas_active_top(active, x, k);
             check_products(&m, active, x);
         }
