@@ -4,7 +4,6 @@
 #include "../kernels/kernels.h"
 
 #include <math.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -36,6 +35,9 @@ llmaas_status llmaas_active_new(uint32_t n_channels, llmaas_active ** active) {
 
 void llmaas_active_free(llmaas_active * active) { free(active); }
 
+/* In the order of |x|, NaN after infinity. */
+static int32_t size_bits(float x) { return (int32_t) (f32_bits(x) & 0x7fffffffu); }
+
 /* To the nearest, halves away from zero; |x| < 2^31. */
 static int32_t rounded(float x) {
     const int32_t whole = (int32_t) x;
@@ -43,56 +45,63 @@ static int32_t rounded(float x) {
     return whole + (rest >= 0.5f) - (rest <= -0.5f);
 }
 
-/* Values so small that their scale has no inverse are zeros. */
-static void quantise_block(llmaas_active * active, const float * x, uint32_t b) {
-    const uint32_t first = active->first[b], end = active->first[b + 1];
-    bool  is_finite = true;
-    float largest   = 0;
-    for (uint32_t i = first; i < end; ++i) {
-        const float size = fabsf(x[active->channels[i]]);
-        largest = size > largest ? size : largest;
-        is_finite &= size < INFINITY;
+/* Returns the scale of a block. Where it has no inverse, or is none, the values are zeros. */
+static float quantise(const float * x, int32_t * values) {
+    int32_t largest = 0;
+    for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
+        largest = size_bits(x[j]) > largest ? size_bits(x[j]) : largest;
     }
-    const float scale = largest / LARGEST, inverse = 1 / scale;
-    const bool  is_zero = !is_finite || !(inverse < INFINITY);
-    active->scales[b] = is_finite ? scale : NAN;
-    for (uint32_t i = first; i < end; ++i) {
-        active->values[i] = (int8_t) (is_zero ? 0 : rounded(x[active->channels[i]] * inverse));
+    const float scale = f32_from_bits((uint32_t) largest) / LARGEST, inverse = 1 / scale;
+    if (!(scale < INFINITY && inverse < INFINITY)) {
+        memset(values, 0, LLMAAS_BLOCK_COLUMNS * sizeof *values);
+        return scale < INFINITY ? scale : NAN;
     }
+    for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
+        values[j] = rounded(x[j] * inverse);
+    }
+    return scale;
 }
 
-static void quantise(llmaas_active * active, const float * x) {
-    for (uint32_t b = 0; b < active->n_channels / LLMAAS_BLOCK_COLUMNS; ++b) {
-        quantise_block(active, x, b);
+/* Blocks are used one after the other. A mask is ~0 for a channel that is used, and 0 for another. */
+static void use_block(llmaas_active * active, uint32_t b, const float * x, const uint32_t * masks) {
+    float      kept[LLMAAS_BLOCK_COLUMNS];
+    int32_t    values[LLMAAS_BLOCK_COLUMNS];
+    uint32_t   n = active->first[b];
+    uint32_t * channels = active->channels;
+    int8_t *   used = active->values;
+    for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
+        kept[j] = f32_from_bits(f32_bits(x[j]) & masks[j]);
     }
+    active->scales[b] = quantise(kept, values);
+    for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
+        channels[n] = b * LLMAAS_BLOCK_COLUMNS + j;
+        used[n]     = (int8_t) values[j];
+        n -= masks[j];
+    }
+    active->first[b + 1] = active->n = n;
 }
 
 void llmaas_active_above(llmaas_active * active, const float * x, float threshold) {
-    uint32_t n = 0;
-    for (uint32_t j = 0; j < active->n_channels; ++j) {
-        if (j % LLMAAS_BLOCK_COLUMNS == 0) {
-            active->first[j / LLMAAS_BLOCK_COLUMNS] = n;
+    for (uint32_t b = 0; b < active->n_channels / LLMAAS_BLOCK_COLUMNS; ++b, x += LLMAAS_BLOCK_COLUMNS) {
+        uint32_t masks[LLMAAS_BLOCK_COLUMNS];
+        for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
+            masks[j] = fabsf(x[j]) < threshold ? 0 : ~0u;
         }
-        active->channels[n] = j;
-        n += !(fabsf(x[j]) < threshold);
+        use_block(active, b, x, masks);
     }
-    active->first[active->n_channels / LLMAAS_BLOCK_COLUMNS] = active->n = n;
-    quantise(active, x);
 }
 
-/* In the order of |x|, NaN after infinity. */
-static uint32_t size_bits(float x) { return f32_bits(x) & 0x7fffffffu; }
-
 /* The k-th largest size of n, 0 < k <= n, digit after digit; *n_equal: how many of that size are among the k largest. */
-static uint32_t kth_largest(const float * x, uint32_t n, uint32_t k, uint32_t * n_equal) {
+static int32_t kth_largest(const float * x, uint32_t n, uint32_t k, uint32_t * n_equal) {
     static const uint32_t shifts[] = {31, 20, 10, 0};
     uint32_t size = 0;
     for (int i = 1; i < 4; ++i) {
         const uint32_t n_digits = 1u << (shifts[i - 1] - shifts[i]);
         uint32_t counts[1 << 11] = {0}, digit = n_digits - 1;
         for (uint32_t j = 0; j < n; ++j) {
-            if (size_bits(x[j]) >> shifts[i - 1] == size) {
-                ++counts[size_bits(x[j]) >> shifts[i] & (n_digits - 1)];
+            const uint32_t bits = (uint32_t) size_bits(x[j]);
+            if (bits >> shifts[i - 1] == size) {
+                ++counts[bits >> shifts[i] & (n_digits - 1)];
             }
         }
         while (counts[digit] < k) {
@@ -101,24 +110,25 @@ static uint32_t kth_largest(const float * x, uint32_t n, uint32_t k, uint32_t * 
         size = size * n_digits + digit;
     }
     *n_equal = k;
-    return size;
+    return (int32_t) size;
 }
 
 void llmaas_active_top(llmaas_active * active, const float * x, uint32_t k) {
-    const uint32_t n_channels = active->n_channels;
-    uint32_t n = 0, n_equal = 0;
-    const uint32_t least = k == 0 ? UINT32_MAX : kth_largest(x, n_channels, k < n_channels ? k : n_channels, &n_equal);
-    for (uint32_t j = 0; j < n_channels; ++j) {
-        if (j % LLMAAS_BLOCK_COLUMNS == 0) {
-            active->first[j / LLMAAS_BLOCK_COLUMNS] = n;
+    const uint32_t n = active->n_channels;
+    uint32_t n_equal = 0;
+    const int32_t least = k == 0 ? INT32_MAX : kth_largest(x, n, k < n ? k : n, &n_equal);
+    for (uint32_t b = 0; b < n / LLMAAS_BLOCK_COLUMNS; ++b, x += LLMAAS_BLOCK_COLUMNS) {
+        uint32_t masks[LLMAAS_BLOCK_COLUMNS];
+        for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
+            masks[j] = size_bits(x[j]) > least ? ~0u : 0;
         }
-        const uint32_t size = size_bits(x[j]), is_equal = size == least && n_equal > 0;
-        n_equal -= is_equal;
-        active->channels[n] = j;
-        n += is_equal || size > least;
+        for (uint32_t j = 0; n_equal > 0 && j < LLMAAS_BLOCK_COLUMNS; ++j) {
+            const uint32_t is_equal = size_bits(x[j]) == least;
+            masks[j] |= 0 - is_equal;
+            n_equal -= is_equal;
+        }
+        use_block(active, b, x, masks);
     }
-    active->first[n_channels / LLMAAS_BLOCK_COLUMNS] = active->n = n;
-    quantise(active, x);
 }
 
 /* In tiles of about the same size: short runs are slow. */
