@@ -1,0 +1,145 @@
+"""Evaluating tokens, only for what happens inside: of a text, or of what the model itself says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.typing import NDArray
+
+from llmaas_hooks import LlmaasError, Tokens
+
+__all__ = ["Evaluator"]
+
+_LENGTH = 512
+"""Of a text's windows, and of what the model says: attention's results shrink as contexts grow."""
+_N_SEQUENCES = 4
+_MOST_LOGITS_BYTES = 64 << 20
+"""Of every token logits are wanted: the last layer leaves the others out."""
+
+
+class Evaluator:
+    """A context of its own; ``close`` it, or use ``with``.
+
+    Attributes:
+        ctx: Address of the ``llama_context``.
+    """
+
+    def __init__(self, model: Any, n_threads: int = 0) -> None:
+        """Make the context of a ``llama_model``, with all processors' threads if 0.
+
+        Raises:
+            LlmaasError: There is no memory for it.
+        """
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        self._length = min(_LENGTH, int(llama_cpp.llama_model_n_ctx_train(model)))
+        self._n_batch = min(self._length, max(1, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max, params.n_ctx = _N_SEQUENCES, _N_SEQUENCES * self._length
+        params.n_batch = params.n_ubatch = self._n_batch
+        params.n_threads = params.n_threads_batch = n_threads or os.cpu_count()
+        self.ctx = llama_cpp.llama_init_from_model(model, params)
+        if self.ctx is None:
+            raise LlmaasError(
+                f"no memory for a context of {params.n_ctx} tokens to calibrate with. Close other "
+                "programs, or use a smaller model."
+            )
+        self._memory = llama_cpp.llama_get_memory(self.ctx)
+        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
+
+    def close(self) -> None:
+        """Free the context; idempotent."""
+        if self.ctx is not None:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self.ctx)
+            self.ctx = None
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def evaluate(self, text: Tokens, n_tokens: int) -> Iterator[int]:
+        """Evaluate windows from all over a text; yields tokens done."""
+        start = self._start if llama_cpp.llama_vocab_get_add_bos(self._vocab) else []
+        for window in _windows(text, n_tokens, self._length - len(start)):
+            llama_cpp.llama_memory_clear(self._memory, True)
+            tokens = [*start, *window.tolist()]
+            for at in range(0, len(tokens), self._n_batch):
+                part = tokens[at : at + self._n_batch]
+                self._decode(part, range(at, at + len(part)), [0] * len(part))
+                yield len(part)
+
+    def generate(self, n_tokens: int, seed: int = 0) -> Iterator[int]:
+        """Evaluate what the model says from nothing, at temperature 1; yields tokens done."""
+        chance = np.random.default_rng(seed)
+        tokens, positions = np.empty((2, _N_SEQUENCES), np.int32)
+        self._restart(range(_N_SEQUENCES), tokens, positions, chance)
+        for done in range(0, n_tokens, _N_SEQUENCES):
+            n = min(_N_SEQUENCES, n_tokens - done)
+            logits = self._decode(tokens[:n].tolist(), positions[:n].tolist(), range(n))
+            yield n
+            tokens[:n], positions = _sampled(logits, chance), positions + 1
+            ended = [i for i in range(n) if self._is_end(int(tokens[i]), int(positions[i]))]
+            self._restart(ended, tokens, positions, chance)
+
+    @property
+    def _start(self) -> list[int]:
+        """What a text begins with; some models have nothing."""
+        bos = int(llama_cpp.llama_vocab_bos(self._vocab))
+        return [bos] if bos >= 0 else []
+
+    def _is_end(self, token: int, position: int) -> bool:
+        return position == self._length or bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def _restart(
+        self,
+        sequences: Sequence[int],
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        chance: np.random.Generator,
+    ) -> None:
+        for i in sequences:
+            llama_cpp.llama_memory_seq_rm(self._memory, i, -1, -1)
+            tokens[i] = self._start[0] if self._start else chance.integers(self._n_vocab)
+            positions[i] = 0
+
+    def _decode(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Logits of a batch, which hold until the next one."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(
+            zip(tokens, positions, sequences, strict=True)
+        ):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = True
+        status = llama_cpp.llama_decode(self.ctx, batch)
+        if status:
+            raise LlmaasError(f"llama_decode returned {status} while the model was calibrated")
+        pointer = llama_cpp.llama_get_logits(self.ctx)
+        return np.ctypeslib.as_array(pointer, shape=(len(tokens), self._n_vocab))
+
+
+def _windows(text: Tokens, n_tokens: int, length: int) -> Iterator[Tokens]:
+    """As many windows as that takes, at equal distances; all of a text that has no more."""
+    starts = range(0, len(text), length)
+    n_windows = -(-n_tokens // length)
+    for start in starts[:: max(1, len(starts) // n_windows)][:n_windows]:
+        yield text[start : start + length]
+
+
+def _sampled(logits: NDArray[np.float32], chance: np.random.Generator) -> NDArray[np.int32]:
+    """A token of each row."""
+    sums = np.exp(logits - logits.max(axis=1, keepdims=True)).cumsum(axis=1, dtype=np.float64)
+    drawn = chance.random(len(sums)) * sums[:, -1]
+    return (sums <= drawn[:, None]).sum(axis=1, dtype=np.int32)
