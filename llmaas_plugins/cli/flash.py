@@ -6,44 +6,69 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.flash_check import check
+from llmaas_plugins.cli.flash_pack import pack
 
 __all__ = ["add_parser"]
+
+_MOST_GROUP_LAYERS = 64
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command and its own ones."""
     parser = subparsers.add_parser("flash", help="prepare models that are larger than memory")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    pack_ = actions.add_parser(
+    pack_ = _add_action(
+        actions,
         "pack",
-        help="write a model's weights as this processor multiplies them fastest",
-        description="Write a model's weights to a file beside it, in the layout that llama.cpp "
+        pack,
+        "write a model's weights as this processor multiplies them fastest",
+        "Write a model's weights to a file beside it, in the layout that llama.cpp "
         "repacks them to on this processor. `flash_weights` streams them from there then, and "
-        "computes as fast as llama.cpp does with a model in memory. The model file stays needed.",
+        "computes as fast as llama.cpp does with a model in memory. The model file stays needed. "
+        "If it is stopped, the same command goes on from there.",
     )
-    pack_.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
-    pack_.set_defaults(func=pack)
+    pack_.add_argument(
+        "--sparse",
+        action="store_true",
+        help="also write them by columns, for the sparse mode, which reads some of them for each "
+        "token; the packed file is written if there is none of this model",
+    )
+    pack_.add_argument(
+        "--group-layers",
+        type=_group_layers,
+        default=1,
+        metavar="N",
+        help="with --sparse: layers whose columns are side by side, and read at once (default 1)",
+    )
+    pack_.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="with --sparse: text to see with which columns matter (default: what the model says)",
+    )
+    check_ = _add_action(
+        actions,
+        "check",
+        check,
+        "verify the files that `pack` wrote",
+        "Read the files that `llmaas flash pack` wrote for a model, and compare them with their "
+        "checksums. Exit status 1: one is damaged, or another model's.",
+    )
+    check_.add_argument("--json", action="store_true", help="print JSON")
 
 
-def pack(args: argparse.Namespace) -> int:
-    """Write a model's packed file."""
-    from llama_cpp._logger import set_verbose
-    from tqdm import tqdm
+def _add_action(
+    actions: Any, name: str, func: Any, text: str, description: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
+    parser.set_defaults(func=func)
+    return parser
 
-    from llmaas_patches.native.packing import model_tensors, repack
-    from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
 
-    model, path = args.model, packed_path(args.model)
-    if not model.is_file():
-        raise ConfigError(f"found no file {model}; expected a model in GGUF.")
-    set_verbose(False)  # ggml tells of every weight
-    tensors = model_tensors(model)
-    if not tensors:
-        raise ConfigError(f"{model} is not a GGUF file, or is damaged.")
-    n_bytes = sum(info.n_bytes for info in streamable(tensors).values())
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
-        for n_done in write_packed(model, path, tensors, repack):
-            bar.update(n_done)
-    print(f"{path}: {n_bytes / 1e6:,.0f} MB.")
-    return 0
+def _group_layers(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= _MOST_GROUP_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST_GROUP_LAYERS}")
+    return number

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import TensorInfo
+from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibration, channel_order
 from llmaas_plugins.flash_weights.channel_layout import Group, OperandKey, groups_of, key_of
 from llmaas_plugins.flash_weights.container import Header, Value
 from llmaas_plugins.flash_weights.container_file import Kind
@@ -20,16 +20,13 @@ __all__ = [
     "CHANNEL_FILE",
     "MODEL",
     "MOST_GROUP_LAYERS",
-    "SPARSITIES",
-    "Activity",
     "contents_of",
+    "group_order",
     "header_of",
     "is_permutation",
 ]
 
 CHANNEL_FILE = Kind("channel file", "llmaas-channels", 1, "llmaas flash pack --sparse")
-SPARSITIES: NDArray[np.float64] = np.arange(1, 20) / 20
-"""Shares of channels that are left out, for which a file has thresholds."""
 MOST_GROUP_LAYERS = 64
 MODEL = "llmaas.model"
 
@@ -42,39 +39,31 @@ _T = TypeVar("_T", int, float, str)
 Quantiles = Mapping[OperandKey, NDArray[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """How large the values of an activation are.
-
-    Attributes:
-        quantiles: Of the sizes of all values, at ``SPARSITIES``.
-        order: Channels, those first that are large most often.
-    """
-
-    quantiles: NDArray[np.float32]
-    order: NDArray[np.int32]
-
-
 def header_of(
-    model: str,
-    groups: Sequence[Group],
-    group_layers: int,
-    activities: Mapping[OperandKey, Activity],
+    model: str, groups: Sequence[Group], group_layers: int, calibration: Calibration
 ) -> Header:
     """The header of a file.
 
     Raises:
-        ValueError: These are no activities of those operands.
+        ValueError: The calibration is of other operands.
     """
     quantiles: dict[OperandKey, NDArray[np.float32]] = {}
     hashed = hashlib.blake2b(digest_size=16)
-    for operand in itertools.chain(*(group.operands for group in groups)):
-        found = activities[key_of(operand)]
-        if not _are_rising(found.quantiles) or not is_permutation(found.order, operand.n_channels):
-            raise ValueError(f"{key_of(operand)} has no rising quantiles, or no order of channels")
-        quantiles[key_of(operand)] = found.quantiles
-        hashed.update(found.quantiles.tobytes() + found.order.tobytes())
+    for group in groups:
+        for operand in group.operands:
+            quantiles[key_of(operand)] = calibration[operand].quantiles
+            if not _are_rising(calibration[operand].quantiles):
+                raise ValueError(f"{key_of(operand)} has quantiles that do not rise")
+        order = group_order(group, calibration)
+        if not is_permutation(order, group.n_channels):
+            raise ValueError(f"{group.name} has other channels than were calibrated")
+        hashed.update(order.tobytes())
     return _header(model, groups, group_layers, quantiles, hashed.hexdigest())
+
+
+def group_order(group: Group, calibration: Calibration) -> NDArray[np.int32]:
+    """The channel of each of a group's records."""
+    return channel_order([calibration[operand] for operand in group.operands])
 
 
 def contents_of(
@@ -134,7 +123,7 @@ def _array(value: Value | None, kind: type[_T]) -> list[_T]:
 
 
 def _are_rising(quantiles: NDArray[np.float32]) -> bool:
-    is_usable = quantiles.shape == SPARSITIES.shape and np.isfinite(quantiles).all()
+    is_usable = quantiles.shape == (len(SPARSITIES),) and np.isfinite(quantiles).all()
     return bool(is_usable and quantiles[0] >= 0 and (np.diff(quantiles) >= 0).all())
 
 

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, TensorInfo
+from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibration
 from llmaas_plugins.flash_weights.channel_header import (
     CHANNEL_FILE,
     MODEL,
     MOST_GROUP_LAYERS,
-    SPARSITIES,
-    Activity,
     contents_of,
+    group_order,
     header_of,
     is_permutation,
 )
@@ -43,8 +43,6 @@ from llmaas_plugins.flash_weights.operands import Operand
 
 __all__ = [
     "CHANNEL_FILE",
-    "SPARSITIES",
-    "Activity",
     "ChannelFile",
     "Channels",
     "channel_path",
@@ -110,7 +108,7 @@ def write_channels(
     model: Path,
     path: Path,
     tensors: Mapping[str, TensorInfo],
-    activities: Mapping[OperandKey, Activity],
+    calibration: Calibration,
     *,
     group_layers: int = 1,
 ) -> Iterator[int]:
@@ -122,7 +120,7 @@ def write_channels(
         model: The model's file.
         path: The file to write.
         tensors: What the model has.
-        activities: Of the operands that the file is to have, by layer and family.
+        calibration: Of the operands that the file is to have.
         group_layers: Consecutive layers whose channels are read at once.
 
     Yields:
@@ -136,15 +134,15 @@ def write_channels(
         raise ConfigError(
             f"groups are of {group_layers} layers, expected 1 to {MOST_GROUP_LAYERS}."
         )
-    groups = groups_of(activities, tensors, group_layers)
+    groups = groups_of({key_of(operand) for operand in calibration}, tensors, group_layers)
     if not groups:
         raise ConfigError(
             f"{model} has no matrices whose channels could be read one by one: those of mixtures "
             "of experts, and those with other names than Llama's, are not known."
         )
     with ModelWeights(model) as weights:
-        header = header_of(weights.digest, groups, group_layers, activities)
-        steps = (_step(group, weights, tensors, activities) for group in groups)
+        header = header_of(weights.digest, groups, group_layers, calibration)
+        steps = (_step(group, weights, tensors, calibration) for group in groups)
         yield from write_container(path, header, weights.unchanged(steps))
 
 
@@ -178,10 +176,10 @@ def _step(
     group: Group,
     weights: ModelWeights,
     tensors: Mapping[str, TensorInfo],
-    activities: Mapping[OperandKey, Activity],
+    calibration: Calibration,
 ) -> Step:
     def make() -> list[NDArray[np.generic]]:
-        order = _shared_order([activities[key_of(one)].order for one in group.operands])
+        order = group_order(group, calibration)
         records = np.empty((group.n_channels, sum(group.layer_bytes)), np.uint8)
         scales, at = [], 0
         for piece in itertools.chain(*group.pieces):
@@ -192,12 +190,6 @@ def _step(
 
     n_bytes = sum(tensors[piece.name].n_bytes for piece in itertools.chain(*group.pieces))
     return Step(tuple(part.name for part in group.parts), make, n_bytes)
-
-
-def _shared_order(orders: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """By the mean of a channel's places."""
-    places = sum(np.argsort(order) for order in orders)
-    return np.argsort(places, kind="stable").astype(np.int32)
 
 
 # -- reading -------------------------------------------------------------------------------------

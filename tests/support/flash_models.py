@@ -1,4 +1,4 @@
-"""Small model files of random matrices, what they have, and activities of their operands."""
+"""Small model files of random matrices, what they have, and calibrations of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from llmaas_hooks import TensorInfo
-from llmaas_plugins.flash_weights.channel_layout import channel_operands, key_of
-from llmaas_plugins.flash_weights.channels import SPARSITIES, Activity
+from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
+from llmaas_plugins.flash_weights.channel_layout import channel_operands
 
 WIDTH, N_FF, N_KV = 64, 160, 32
 """Rows that are whole chunks of 128, and those that are not."""
@@ -62,13 +62,13 @@ def weights_of(path):
     }
 
 
-def activities_of(tensors, seed=0):
-    """Random ones."""
+def calibration_of(tensors, seed=0):
+    """A random one."""
     rng = np.random.default_rng(seed)
     return {
-        key_of(operand): Activity(
+        operand: Activity(
             np.sort(rng.random(len(SPARSITIES), np.float32)),
-            rng.permutation(operand.n_channels).astype(np.int32),
+            rng.random(operand.n_channels, np.float32),
         )
         for operand in channel_operands(tensors)
     }

@@ -10,7 +10,7 @@ import pytest
 from flash_models import (
     N_FF,
     WIDTH,
-    activities_of,
+    calibration_of,
     matrices,
     tensors_of,
     weights_of,
@@ -22,9 +22,9 @@ from gguf import GGUFReader, quants
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.flash_weights import container
+from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
+from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import (
-    SPARSITIES,
-    Activity,
     channel_path,
     open_channels,
     write_channels,
@@ -37,8 +37,8 @@ def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
     """A model, what it has, and its channel file."""
     path = write_model(tmp_path / "model.gguf", Type[kind], **model)
     tensors = tensors_of(path)
-    activities = activities_of(tensors)
-    done = write_channels(path, channel_path(path), tensors, activities, group_layers=group_layers)
+    calibration = calibration_of(tensors)
+    done = write_channels(path, channel_path(path), tensors, calibration, group_layers=group_layers)
     assert sum(done) == sum(
         info.n_bytes for name, info in tensors.items() if name.startswith("blk.")
     )
@@ -120,27 +120,25 @@ def test_what_pads_a_column_is_zero(tmp_path):
 
 def test_the_order_of_a_group_is_that_of_its_layers_together(tmp_path):
     path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=2)
-    tensors = tensors_of(path)
-    activities = activities_of(tensors)
-    orders = np.arange(WIDTH, dtype=np.int32), np.arange(WIDTH, dtype=np.int32)
-    orders[1][[0, 5]] = 5, 0  # in layer 1, channel 0 comes sixth
-    for layer, order in enumerate(orders):
-        key = layer, "attn_qkv"
-        activities[key] = Activity(activities[key].quantiles, order)
-    target = channel_path(path)
-    list(write_channels(path, target, tensors, activities, group_layers=2))
-    found = open_channels(target, path, tensors).operands[1, "attn_qkv"].order
-    # mean places: 0 and 5 have 2.5
-    assert found.tolist() == [1, 2, 0, 5, 3, 4, *range(6, WIDTH)]
-    list(write_channels(path, target, tensors, activities))
-    alone = open_channels(target, path, tensors).operands[1, "attn_qkv"].order
-    assert alone.tolist() == orders[1].tolist()
+    tensors, target = tensors_of(path), channel_path(path)
+    calibration = calibration_of(tensors)
+    means = np.stack([np.arange(WIDTH, 0, -1), np.ones(WIDTH)]).astype(np.float32)
+    means[1, 9] = 1000
+    for operand in calibration:
+        if operand.family == "attn_qkv":
+            quantiles = calibration[operand].quantiles
+            calibration[operand] = Activity(quantiles, means[operand.layer])
+    rest = [channel for channel in range(WIDTH) if channel != 9]
+    for group_layers, orders in ((2, [[9, *rest]] * 2), (1, [list(range(WIDTH)), [9, *rest]])):
+        list(write_channels(path, target, tensors, calibration, group_layers=group_layers))
+        found = open_channels(target, path, tensors).operands
+        assert [found[i, "attn_qkv"].order.tolist() for i in range(2)] == orders
 
 
 def test_thresholds_are_between_those_measured(tmp_path):
     _, tensors, file = packed(tmp_path, n_layers=1)
-    quantiles = activities_of(tensors)[0, "ffn_down"].quantiles
     channels = file.operands[0, "ffn_down"]
+    quantiles = calibration_of(tensors)[channels.operand].quantiles
     assert channels.threshold(0) == 0
     for sparsity, expected in zip(SPARSITIES, quantiles, strict=True):
         assert channels.threshold(sparsity) == pytest.approx(expected)
@@ -169,14 +167,13 @@ def test_other_programs_can_read_it(tmp_path):
 
 def test_only_what_can_be_read_by_channels_is_in_it(tmp_path):
     names = matrices(2)
-    del names["blk.0.ffn_up.weight"]  # no operand without it
-    names["blk.1.ffn_down.weight"] = (WIDTH, 48)  # no whole blocks
-    names = {name: dims for name, dims in names.items() if dims[1] % 32 == 0}
+    del names["blk.0.ffn_up.weight"]
     path = write_model(tmp_path / "model.gguf", Type.Q4_0, names=names)
     tensors = tensors_of(path)
-    uneven = dataclasses.replace(tensors["blk.0.ffn_down.weight"], shape=(48, WIDTH, 1))
-    activities = activities_of(tensors | {"blk.1.ffn_down.weight": uneven})
-    list(write_channels(path, channel_path(path), tensors, activities, group_layers=2))
+    calibration = calibration_of(tensors)
+    (left_out,) = (one for one in calibration if (one.layer, one.family) == (1, "ffn_down"))
+    del calibration[left_out]
+    list(write_channels(path, channel_path(path), tensors, calibration, group_layers=2))
     found = open_channels(channel_path(path), path, tensors).operands
     assert sorted(found) == [
         (0, "attn_output"),
@@ -188,14 +185,22 @@ def test_only_what_can_be_read_by_channels_is_in_it(tmp_path):
     ]
 
 
+def test_channels_come_in_whole_blocks(tmp_path):
+    tensors = tensors_of(write_model(tmp_path / "model.gguf", Type.F16, n_layers=1))
+    name = "blk.0.ffn_down.weight"
+    tensors[name] = dataclasses.replace(tensors[name], shape=(N_FF - 16, WIDTH, 1))
+    found = [operand.family for operand in channel_operands(tensors)]
+    assert found == ["attn_qkv", "attn_output", "ffn_up"]
+
+
 def test_layers_of_other_widths_do_not_share_records(tmp_path):
     names = matrices(2) | {"blk.1.ffn_down.weight": (WIDTH, 96)}
     path = write_model(tmp_path / "model.gguf", Type.Q4_0, names=names)
     tensors = tensors_of(path)
     target = channel_path(path)
-    list(write_channels(path, target, tensors, activities_of(tensors), group_layers=2))
+    list(write_channels(path, target, tensors, calibration_of(tensors), group_layers=2))
     assert (1, "ffn_down") not in open_channels(target, path, tensors).operands
-    list(write_channels(path, target, tensors, activities_of(tensors)))
+    list(write_channels(path, target, tensors, calibration_of(tensors)))
     assert open_channels(target, path, tensors).operands[1, "ffn_down"].operand.n_channels == 96
 
 
@@ -208,12 +213,30 @@ def test_a_model_without_such_matrices_is_refused(tmp_path):
 
 
 def test_a_type_that_cannot_be_decoded_stays_out(tmp_path):
-    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
-    tensors = tensors_of(path)
+    tensors = tensors_of(write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1))
     name = "blk.0.ffn_down.weight"
     tensors[name] = dataclasses.replace(tensors[name], type=int(Type.Q8_K))
-    assert (0, "ffn_down") not in activities_of(tensors)
-    assert (0, "ffn_up") in activities_of(tensors)
+    found = [operand.family for operand in channel_operands(tensors)]
+    assert found == ["attn_qkv", "attn_output", "ffn_up"]
+
+
+@pytest.mark.parametrize(
+    ("activity", "message"),
+    [
+        (Activity(np.full(19, np.nan, np.float32), np.ones(WIDTH)), "do not rise"),
+        (Activity(np.ones(18, np.float32), np.ones(WIDTH)), "do not rise"),
+        (Activity(np.ones(19, np.float32), np.ones(WIDTH - 1)), "other channels"),
+    ],
+    ids=["nan", "short", "narrow"],
+)
+def test_a_calibration_of_something_else_is_refused(tmp_path, activity, message):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
+    tensors = tensors_of(path)
+    calibration = calibration_of(tensors)
+    calibration[next(iter(calibration))] = activity
+    with pytest.raises(ValueError, match=message):
+        list(write_channels(path, channel_path(path), tensors, calibration))
+    assert not list(tmp_path.glob("*.channels*"))
 
 
 @pytest.mark.parametrize("group_layers", [0, 65])
@@ -345,12 +368,8 @@ def test_tensors_of_other_shapes_are_refused(sound):
     ids=["same", "far", "below"],
 )
 def test_an_order_that_is_none_is_refused(sound, order):
-    path, tensors, file = sound
-    key, order = (0, "attn_qkv"), order.astype(np.int32)
-    activities = activities_of(tensors)
-    activities[key] = Activity(activities[key].quantiles, order)
-    with pytest.raises(ValueError, match="no order of channels"):
-        list(write_channels(path, file.path, tensors, activities))
+    file = sound[2]
+    order = order.astype(np.int32)
     header, sums = container.parse_header(file.path.read_bytes())
     sums[0] = crc32c(order.tobytes())
     assert header.parts[0].name == "order.0.attn_qkv"

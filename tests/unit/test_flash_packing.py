@@ -13,7 +13,7 @@ from pathlib import Path
 import flash_models
 import numpy as np
 import pytest
-from flash_models import activities_of, tensors_of, write_model
+from flash_models import calibration_of, tensors_of, write_model
 from gguf import GGMLQuantizationType as Type
 
 from llmaas_hooks import ConfigError, StoreError
@@ -54,8 +54,8 @@ class Channelled:
     @staticmethod
     def write(model, seed=0, **options):
         tensors = tensors_of(model)
-        activities = activities_of(tensors, seed)
-        return write_channels(model, channel_path(model), tensors, activities, **options)
+        calibration = calibration_of(tensors, seed)
+        return write_channels(model, channel_path(model), tensors, calibration, **options)
 
 
 @pytest.fixture(params=[Packed, Channelled], ids=["packed", "channels"])

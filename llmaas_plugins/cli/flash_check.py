@@ -1,0 +1,82 @@
+"""``llmaas flash check``: whether what was packed is still what was written."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError, LlmaasError, TensorInfo
+from llmaas_plugins.cli.flash_pack import tensors_of
+from llmaas_plugins.cli.store_actions import print_report, printable, progress_bar, size_text
+
+if TYPE_CHECKING:
+    from llmaas_plugins.flash_weights.container_file import Kind
+
+__all__ = ["check"]
+
+Problem = Callable[[Path, Path, Mapping[str, TensorInfo]], str | None]
+
+
+def check(args: argparse.Namespace) -> int:
+    """Verify a model's packed file and channel file; 0 when they are sound, else 1."""
+    from llmaas_plugins.flash_weights.channels import CHANNEL_FILE, channel_path
+    from llmaas_plugins.flash_weights.packed import PACKED_FILE, packed_path, packed_problem
+
+    model = args.model
+    tensors = tensors_of(model)
+    files: list[tuple[Path, Kind, Problem]] = [
+        (packed_path(model), PACKED_FILE, packed_problem),
+        (channel_path(model), CHANNEL_FILE, _channel_problem),
+    ]
+    reports = [
+        _checked(path, kind, functools.partial(problem, path, model, tensors))
+        for path, kind, problem in files
+        if path.exists()
+    ]
+    if not reports:
+        raise ConfigError(
+            f"{model} has no packed file and no channel file. `llmaas flash pack` makes them."
+        )
+    print_report(args, {"model": str(model), "files": reports}, _text(reports))
+    return 1 if any(report["problems"] for report in reports) else 0
+
+
+def _checked(path: Path, kind: Kind, problem: Callable[[], str | None]) -> dict[str, Any]:
+    from llmaas_plugins.flash_weights.container_file import ContainerFile
+
+    report = {"file": str(path), "kind": kind.name, "bytes": path.stat().st_size, "tensors": 0}
+    try:
+        with ContainerFile(path, kind) as file:
+            report["tensors"] = len(file.header.parts)
+            with progress_bar(f"checking {path.name}", "B", file.header.n_bytes) as bar:
+                problems = list(_damaged(file, bar))
+        problems += filter(None, [] if problems else [problem()])
+    except LlmaasError as error:
+        problems = [str(error)]
+    return report | {"problems": problems}
+
+
+def _damaged(file: Any, bar: Any) -> Iterator[str]:
+    for name, n_bytes, is_whole in file.check():
+        bar.update(n_bytes)
+        if not is_whole:
+            yield f"{printable(name)} is not what was written"
+
+
+def _channel_problem(path: Path, model: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Opening it raises what is wrong."""
+    from llmaas_plugins.flash_weights.channels import open_channels
+
+    open_channels(path, model, tensors)
+
+
+def _text(reports: list[dict[str, Any]]) -> Iterator[str]:
+    for report in reports:
+        n_problems = len(report["problems"])
+        verdict = "sound" if not n_problems else f"{n_problems} problems"
+        of = f"{report['tensors']} tensors, {size_text(report['bytes'])}"
+        yield f"{report['file']}: {of}: {verdict}"
+        yield from (f"  {problem}" for problem in report["problems"])

@@ -1,0 +1,151 @@
+"""``llmaas flash pack``: a model's weights as they are streamed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError, LlmaasError, StoreError, TensorInfo
+
+if TYPE_CHECKING:
+    from llmaas_plugins.flash_weights.calibration import Calibration
+    from llmaas_plugins.flash_weights.operands import Operand
+
+__all__ = ["pack", "tensors_of"]
+
+_N_TOKENS = 2048
+
+
+def pack(args: argparse.Namespace) -> int:
+    """Write a model's packed file, and with ``--sparse`` its channel file."""
+    if args.text is not None and not args.sparse:
+        raise ConfigError("--text is for --sparse: nothing else depends on it.")
+    tensors = tensors_of(args.model)
+    with _stoppable():
+        if not args.sparse or not _is_packed(args.model, tensors):
+            _pack(args.model, tensors)
+        if args.sparse:
+            _pack_channels(args, tensors)
+    return 0
+
+
+def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
+    """What a model has.
+
+    Raises:
+        ConfigError: It is not there, or no GGUF.
+    """
+    from llama_cpp._logger import set_verbose
+
+    from llmaas_patches.native.packing import model_tensors
+
+    if not model.is_file():
+        raise ConfigError(f"found no file {model}; expected a model in GGUF.")
+    set_verbose(False)  # ggml tells of every weight
+    tensors = model_tensors(model)
+    if not tensors:
+        raise ConfigError(f"{model} is not a GGUF file, or is damaged.")
+    return tensors
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether it has a packed file that can be used here."""
+    from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
+
+    try:
+        return packed_problem(packed_path(model), model, tensors) is None
+    except StoreError:
+        return False
+
+
+def _pack(model: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    from llmaas_patches.native.packing import repack
+    from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
+
+    path, names = packed_path(model), streamable(tensors)
+    _write(path, "packing", names, tensors, write_packed(model, path, tensors, repack))
+
+
+def _pack_channels(args: argparse.Namespace, tensors: Mapping[str, TensorInfo]) -> None:
+    from llmaas_plugins.flash_weights.channel_layout import channel_operands
+    from llmaas_plugins.flash_weights.channels import channel_path, write_channels
+
+    model, path, found = args.model, channel_path(args.model), channel_operands(tensors)
+    activities = _calibrated(args, found) if found else {}
+    names = [name for operand in found for name in operand.weights]
+    writing = write_channels(model, path, tensors, activities, group_layers=args.group_layers)
+    _write(path, "packing columns", names, tensors, writing)
+
+
+def _write(
+    path: Path,
+    what: str,
+    names: Iterable[str],
+    tensors: Mapping[str, TensorInfo],
+    writing: Iterator[int],
+) -> None:
+    n_bytes = sum(tensors[name].n_bytes for name in names)
+    with _bar(what, "B", n_bytes) as bar:
+        for n_done in writing:
+            bar.update(n_done)
+    print(f"{path}: {path.stat().st_size / 1e6:,.0f} MB.")
+
+
+def _calibrated(args: argparse.Namespace, operands: list[Operand]) -> Calibration:
+    """What a model's operands are like, by evaluating a text with it."""
+    import numpy as np
+
+    from llmaas_plugins.activation import activate
+    from llmaas_plugins.flash_weights.calibration import Calibrator
+
+    calibrator, text = Calibrator(), _content(args.text) if args.text else None
+    config = {"on_error": "raise", "plugins": {"flash_weights": {}}}
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(activate(config, {"calibrator": calibrator}))
+        model = opened.enter_context(_loaded(args.model))
+        tokens = None if text is None else np.array(model.tokenize(text, False, False), np.int32)
+        bar = opened.enter_context(_bar("calibrating", "token", _N_TOKENS))
+        return calibrator.calibrate(
+            model.model, operands, tokens, n_tokens=_N_TOKENS, progress=bar.update
+        )
+
+
+@contextlib.contextmanager
+def _loaded(path: Path) -> Iterator[Any]:
+    from llama_cpp import _internals, llama_cpp
+
+    params = llama_cpp.llama_model_default_params()
+    try:
+        model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
+    except ValueError as error:
+        raise ConfigError(f"cannot load model {path}: {error}") from error
+    with contextlib.closing(model):
+        yield model
+
+
+def _content(text: Path) -> bytes:
+    try:
+        return text.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C is no accident."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise LlmaasError("stopped; the same command goes on with what is not written") from error
+
+
+def _bar(what: str, unit: str, total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=what, disable=None)
