@@ -6,9 +6,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, ReaderField, quants
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from llmaas_plugins.models import reference_model_path
@@ -72,14 +74,20 @@ def write_random_model(
     shape: Shape,
     weights: GGMLQuantizationType = GGMLQuantizationType.Q4_0,
     seed: int = 0,
+    spread: Mapping[str, float] = MappingProxyType({}),
 ) -> Path:
     """Write a model of ``shape`` with random weights and the reference model's vocabulary.
+
+    Random activations have no channels that are larger than others all the time. ``spread`` gives
+    them some: channels' scales are lognormal, with that standard deviation of their logarithm.
 
     Args:
         path: Where; replaced atomically.
         shape: Its dimensions.
         weights: Type of every matrix; norms are F32.
         seed: Of the weights.
+        spread: By family (``"attn_qkv"``, ``"attn_output"``, ``"ffn_up"``, ``"ffn_down"``), that of
+            what its matrices read.
 
     Returns:
         ``path``.
@@ -91,11 +99,29 @@ def write_random_model(
     rng = np.random.default_rng(seed)
     for name, dims in tqdm(_matrices(shape, n_vocab).items(), desc=path.name, disable=None):
         values = rng.standard_normal(dims, dtype=np.float32) * dims[-1] ** -0.5
+        values *= _scales(rng, _WRITERS.get(name.split(".")[-2], ""), spread, dims[0])[:, None]
         kind = GGMLQuantizationType.F32 if name.endswith("ffn_gate_inp.weight") else weights
         writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
     for name in _norms(shape):
-        writer.add_tensor(name, np.ones(shape.n_embd, dtype=np.float32))
+        family = _WRITERS.get(name.split(".")[-2], "")
+        writer.add_tensor(name, _scales(rng, family, spread, shape.n_embd))
     return finish(writer, path)
+
+
+_WRITERS = {
+    "attn_norm": "attn_qkv", "attn_v": "attn_output", "ffn_norm": "ffn_up", "ffn_up": "ffn_down",
+}  # fmt: skip
+"""What makes an operand: a row or value of it for each channel."""
+
+
+def _scales(
+    rng: np.random.Generator, family: str, spread: Mapping[str, float], n: int
+) -> NDArray[np.float32]:
+    """Of channels; their mean square is 1."""
+    sigma = spread.get(family, 0.0)
+    if not sigma:
+        return np.ones(n, np.float32)
+    return np.exp(sigma * rng.standard_normal(n) - sigma**2).astype(np.float32)
 
 
 def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:

@@ -57,6 +57,13 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
         """
         return self._process.submit(_generate, n).result()
 
+    def read(self, n: int) -> float:
+        """Seconds a token of reading ``n`` random ones, one by one.
+
+        What a random model generates soon repeats itself, and so does what it reads of its weights.
+        """
+        return self._process.submit(_read, n).result()
+
     def tokens(self, n: int) -> list[int]:
         """The first ``n`` tokens behind the prompt, anew."""
         return self._process.submit(_tokens, n).result()
@@ -91,6 +98,7 @@ _stack = contextlib.ExitStack()
 _llama: Any = None
 _suite: Any = None
 _generator: Any = None
+_rng = np.random.default_rng(0)
 
 
 def _open(
@@ -129,6 +137,16 @@ def _generate(n: int) -> float:
     started = time.perf_counter()
     for _ in range(n):
         next(_generator)
+    return (time.perf_counter() - started) / n
+
+
+def _read(n: int) -> float:
+    if _llama.n_tokens + n > _llama.n_ctx():
+        _llama.reset()
+    tokens = _rng.integers(300, _llama.n_vocab(), n).tolist()
+    started = time.perf_counter()
+    for token in tokens:
+        _llama.eval([token])
     return (time.perf_counter() - started) / n
 
 
