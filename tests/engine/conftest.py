@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import os
+
 import pytest
 from batches import CONTEXT
 from claiming import Claimer, created, loaded, native
@@ -12,17 +16,31 @@ from llmaas_eval.quantise import quantise
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory):
-    """Path of a family's model, by name and type of its matrices; written once."""
-    folder = tmp_path_factory.mktemp("families")
+def families(tmp_path_factory):
+    """Folder of the models, one for all of xdist's workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "families"
+    folder.mkdir(exist_ok=True)
+    return folder
 
-    def find(name, weights="Q8_0"):
-        path = folder / f"{name}-{weights}.gguf"
+
+@pytest.fixture(scope="session")
+def family(families):
+    """Path of a family's model, by name and type of its matrices; written once."""
+
+    def write(name, weights):
+        path = families / f"{name}-{weights}.gguf"
         if path.exists():
             return path
         if weights in ("F32", "F16"):
             return write_family(name, path, weights=GGMLQuantizationType[weights])
-        return quantise(find(name, "F16"), path, weights)
+        return quantise(write(name, "F16"), path, weights)
+
+    @functools.cache
+    def find(name, weights="Q8_0"):
+        with (families / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return write(name, weights)
 
     return find
 
