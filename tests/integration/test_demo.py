@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from llmaas_plugins.cli.main import main
+
 SYSTEMS = ["recompute", "state files", "LlamaDiskCache", "llmaas"]
 
 
@@ -100,10 +102,15 @@ def turns(*subjects):
         (["--contexts", "x"], "invalid int value: 'x'"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(demo, tmp_path, options, message):
+def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options, message):
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": turns("dogs")}))
-    done = demo(*options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr.splitlines()[-1]
-    assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["demo", "--tokens", "4", *options])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert message in said.err.splitlines()[-1]
+    assert said.err.count("error: ") == 1
+    assert "Traceback" not in said.err
