@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from llama_cpp import Llama
 
 from llmaas_hooks import HookManager, KVRestored, PluginError, hookimpl, specs
 from llmaas_hooks.discovery import load_plugin
@@ -109,10 +110,17 @@ def use(make):
     return tokens, text
 
 
+@pytest.fixture(scope="module")
+def vanilla(reference_model):
+    """What an app gets without plugins."""
+    settings = {"n_ctx": 256, "seed": 1, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
+    with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
+        return use(lambda: llama)
+
+
 @pytest.mark.parametrize("failure", [fail, wrong_type])
 @pytest.mark.parametrize("hook", ENGINE_HOOKS)
-def test_logged(trial, make, hook, failure, caplog):
-    vanilla = use(make)
+def test_logged(trial, make, vanilla, caplog, *, hook, failure):
     sound = trial("log", hook, None)
     use(make)
     sound.installed.revert()
@@ -133,8 +141,7 @@ def test_logged(trial, make, hook, failure, caplog):
 
 @pytest.mark.parametrize("failure", [fail, wrong_type])
 @pytest.mark.parametrize("hook", ENGINE_HOOKS)
-def test_raised(trial, make, hook, failure):
-    vanilla = use(make)
+def test_raised(trial, make, vanilla, hook, failure):
     found = trial("raise", hook, failure)
     with pytest.raises(PluginError, match=f"plugin 'bad' failed in {hook}") as caught:
         use(make)
@@ -146,8 +153,7 @@ def test_raised(trial, make, hook, failure):
 
 @pytest.mark.parametrize("on_error", ["log", "raise"])
 @pytest.mark.parametrize("hook", ENGINE_HOOKS)
-def test_ctrl_c_reaches_the_app(trial, make, hook, on_error):
-    vanilla = use(make)
+def test_ctrl_c_reaches_the_app(trial, make, vanilla, hook, on_error):
     found = trial(on_error, hook, interrupt)
     with pytest.raises(KeyboardInterrupt):
         use(make)
@@ -274,8 +280,7 @@ class Checking:
         return self.check()
 
 
-def test_a_check_of_a_context_that_fails_is_one_that_says_no(patched, make, caplog):
-    vanilla = use(make)
+def test_a_check_of_a_context_that_fails_is_one_that_says_no(patched, make, vanilla, caplog):
     patched(bad=Checking(fail), on_error="log")
     assert use(make) == vanilla
     assert "plugin 'bad' failed in llmaas_context_create (check): ZeroDiv" in caplog.text
