@@ -56,7 +56,7 @@ def run(model, plugins, n_calls=40, own_files=None):
 
 @pytest.fixture(scope="module")
 def vanilla_peak(reference_model):
-    return run(reference_model, {}, 9)[0]
+    return run(reference_model, {}, 2)[0]
 
 
 def overhead(settings):
