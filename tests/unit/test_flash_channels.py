@@ -381,6 +381,20 @@ def test_an_order_that_is_none_is_refused(sound, order):
         opened(sound)
 
 
+@pytest.mark.parametrize("n", [0, 2])
+def test_tensors_have_names_of_their_own(n):
+    parts = (container.Part("one", int(Type.F16), (64, 64)),)
+    content = container.Header("some", {"a": 1}, parts).with_sums([5])
+    info = content[content.index(struct.pack("<Q", 3) + b"one") :]
+    if n == 2:
+        header = container.Header("some", {"a": 1}, parts * 2)
+        content = header.with_sums([5, 5])
+    else:
+        content = content[:8] + bytes(8) + content[16 : -len(info)]
+    with pytest.raises(ValueError, match="no tensors, or two of the same name"):
+        container.parse_header(content)
+
+
 def test_impossible_sizes_are_refused_before_anything_is_made_of_them(sound):
     target = sound[2].path
     start = b"GGUF" + struct.pack("<I", 3)
