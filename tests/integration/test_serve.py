@@ -13,6 +13,7 @@ import pytest
 from served import ENGINE, LLMAAS, drain, serving
 
 from llmaas_hooks import LimitError, LlmaasError
+from llmaas_plugins.cli.main import main
 from llmaas_plugins.service.client import LLMClient
 
 openai = pytest.importorskip("openai")
@@ -340,19 +341,19 @@ def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
 
 
 @pytest.fixture
-def refused(tmp_path):
+def refused(tmp_path, monkeypatch, capsys):
+    """Serve with options that are refused; the last line of what is said."""
+    monkeypatch.chdir(tmp_path)
+
     def refused(*options):
-        done = subprocess.run(
-            [*LLMAAS, "serve", *options],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "Traceback" not in done.stderr
-        return done.stderr.splitlines()[-1]
+        try:
+            code = main(["serve", *options])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        assert (code, said.out) == (2, "")
+        assert "Traceback" not in said.err
+        return said.err.splitlines()[-1]
 
     return refused
 
