@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +16,11 @@ from llmaas_eval.traces.__main__ import main
 
 SYNTHETIC = [pattern for pattern in PATTERNS if pattern != "azure"]
 LONG = 5000  # hours
+
+
+@functools.cache
+def long_trace(pattern, **settings):
+    return generate(Settings(pattern, hours=LONG, **settings)).calls
 
 
 @pytest.mark.parametrize("pattern", SYNTHETIC)
@@ -36,7 +42,7 @@ FIRST_THREE = [(558.182, 6, 319, 7), (648.075, 1, 1265, 140), (1107.538, 6, 336,
 
 @pytest.mark.parametrize("pattern", SYNTHETIC)
 def test_calls_arrive_as_a_poisson_process(pattern):
-    times = [call.time_s for call in generate(Settings(pattern=pattern, hours=LONG)).calls]
+    times = [call.time_s for call in long_trace(pattern)]
     gaps = np.diff([0.0, *times])
     assert gaps.min() >= 0
     assert times[-1] <= LONG * 3600
@@ -46,7 +52,7 @@ def test_calls_arrive_as_a_poisson_process(pattern):
 
 
 def test_contexts_belong_to_families_in_turn_and_grow_as_table_3_says():
-    calls = generate(Settings(pattern="random", hours=LONG)).calls
+    calls = long_trace("random")
     names = list(FAMILIES)
     assert all(call.family == names[call.context % len(names)] for call in calls)
     for name, family in FAMILIES.items():
@@ -62,13 +68,13 @@ def test_no_call_adds_more_than_a_context_holds():
 
 
 def test_random_calls_all_contexts_alike():
-    counts = Counter(call.context for call in generate(Settings("random", hours=LONG)).calls)
+    counts = Counter(call.context for call in long_trace("random"))
     assert min(counts.values()) == pytest.approx(max(counts.values()), rel=0.1)
 
 
 def test_markov_calls_the_one_used_kth_last_k_times_as_seldom():
     order, ranks = list(range(8)), Counter()
-    for call in generate(Settings("markov", contexts=8, hours=LONG)).calls:
+    for call in long_trace("markov", contexts=8):
         rank = order.index(call.context)
         ranks[rank + 1] += 1
         order.insert(0, order.pop(rank))
@@ -77,7 +83,7 @@ def test_markov_calls_the_one_used_kth_last_k_times_as_seldom():
 
 
 def test_gaussian_prefers_moderate_calls():
-    calls = generate(Settings("gaussian", contexts=6, hours=LONG)).calls
+    calls = long_trace("gaussian", contexts=6)
     counts = Counter(call.family for call in calls)
     by_length = sorted(FAMILIES, key=lambda name: FAMILIES[name].mean)
     mean = np.mean([FAMILIES[name].mean for name in FAMILIES])
