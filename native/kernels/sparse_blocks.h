@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-#define SPARSE_AHEAD 8u /* chunks of a block: so far ahead their bytes are asked for */
+#define SPARSE_AHEAD 16u /* chunks of a block: so far ahead their bytes are asked for */
 
 #define SPARSE_INLINE static inline __attribute__((always_inline))
 #define SPARSE_CHUNK  static __attribute__((noinline)) /* inside loops, more addresses would be kept than there are registers */

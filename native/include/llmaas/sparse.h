@@ -33,8 +33,10 @@ LLMAAS_API void llmaas_active_above(llmaas_active * active, const float * x, flo
 LLMAAS_API void llmaas_active_top(llmaas_active * active, const float * x, uint32_t k);
 
 /* y[r] for rows r of row_begin..row_end-1, begin a multiple of 128, and end too, or the number of rows.
- * columns[i] + offset: bytes of active channel i, 64-byte aligned or not. scales: F16 [n_channels / 32][n_scales], of which a
- * row has n_scales, a multiple of 128. n_bits: 4 or 8. The result does not depend on how rows are shared out. Thread-safe. */
+ * columns[i] + offset: bytes of active channel i from row 0 on, 64-byte aligned or not. scales: F16
+ * [n_channels / 32][n_scales], of which a row has n_scales, a multiple of 128. n_bits: 4 or 8. The result does not depend on
+ * how rows are shared out, nor on the instruction set (NaNs may differ). Memory is fastest where a call takes 1 KiB of each
+ * channel or more: 2048 rows at 4 bits. Thread-safe. */
 LLMAAS_API void llmaas_active_multiply(
     const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset, const uint16_t * scales,
     uint32_t n_scales, uint32_t row_begin, uint32_t row_end, float * y);
