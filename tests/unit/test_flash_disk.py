@@ -1,0 +1,131 @@
+"""What reads cost: two numbers that come close to what was measured, on a disk that is noisy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmaas_hooks import StoreError
+from llmaas_plugins.flash_weights import disk
+from llmaas_plugins.flash_weights.disk import DEPTHS, SIZES, Disk, Rate, fit_disk, measure_disk
+
+READ_S, RATE = 10e-6, 1.5e9
+
+
+def rate_of(n_bytes, read_s=READ_S, rate=RATE):
+    return n_bytes / (read_s + n_bytes / rate)
+
+
+def measured(*, best_depth=16, noise=0.0, seed=0):
+    """Of a disk that is slower at other depths; some rounds are disturbed."""
+    rng = np.random.default_rng(seed)
+    return [
+        Rate(n_bytes, depth, rate_of(n_bytes) * (1 if depth == best_depth else 0.5) * disturbed)
+        for _ in range(5)
+        for n_bytes in SIZES
+        for depth in DEPTHS
+        for disturbed in [1 - 0.9 * (rng.random() < noise)]
+    ]
+
+
+def test_the_two_numbers_are_found():
+    found = fit_disk(measured())
+    assert found.read_s == pytest.approx(READ_S)
+    assert found.bytes_per_s == pytest.approx(RATE)
+    assert found.gap_bytes == pytest.approx(READ_S * RATE, abs=2)
+    assert (found.small_depth, found.large_depth) == (16, 16)
+    assert found.seconds(4096, 100) == pytest.approx(100 * (READ_S + 4096 / RATE))
+    assert len(found.rates) == len(SIZES) * len(DEPTHS)
+
+
+def test_disturbed_rounds_do_not_matter():
+    found = fit_disk(measured(noise=0.2, seed=1))
+    assert found.read_s == pytest.approx(READ_S, rel=0.2)
+    assert found.bytes_per_s == pytest.approx(RATE, rel=0.2)
+
+
+def test_depths_that_are_as_fast_are_not_taken():
+    taken = [
+        Rate(n_bytes, depth, rate_of(n_bytes) * (0.98 if depth < best else 1))
+        for n_bytes, best in zip(SIZES, [64, 16, 16, 1, 1], strict=True)
+        for depth in DEPTHS
+    ]
+    taken[:3] = [Rate(*rate[:2], rate.bytes_per_s / 4) for rate in taken[:3]]
+    found = fit_disk(taken)
+    assert (found.small_depth, found.large_depth) == (64, 1)
+
+
+def test_reads_that_cost_nothing_beside_their_bytes():
+    found = fit_disk([Rate(n, 1, 1e9 / (1 + n / 1e7)) for n in SIZES])  # long ones are slower
+    assert found.read_s == 0
+    assert 0.85e9 < found.bytes_per_s < 1e9
+
+
+def test_bytes_that_cost_nothing():
+    found = fit_disk([Rate(n, 1, n / (1e-3 - n * 1e-11)) for n in SIZES])
+    assert found.seconds(4096, 1) == pytest.approx(1e-3, rel=0.3)
+    assert found.bytes_per_s > 0
+    assert found.read_s >= 0
+
+
+def test_one_size_tells_nothing():
+    with pytest.raises(ValueError, match="one size"):
+        fit_disk([Rate(4096, 1, 1e9)])
+
+
+def test_as_text_and_back():
+    found = fit_disk(measured())
+    assert Disk.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"rates": [1]}', '{"rates": [], "read": 1}', "x"])
+def test_other_texts(text):
+    with pytest.raises(ValueError):
+        Disk.from_json(text)
+
+
+def test_a_file_is_read_in_turns(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(300 << 10))  # too short for the longest reads
+    asked, passed = [], []
+
+    def rate(path, n_bytes, depth, seconds):
+        assert path == tmp_path / "file"
+        asked.append((n_bytes, depth))
+        assert seconds > 0
+        return rate_of(n_bytes)
+
+    monkeypatch.setattr(disk, "read_rate", rate)
+    found = measure_disk(tmp_path / "file", 10, passed.append)
+    turn = [(n_bytes, depth) for n_bytes in SIZES[:-1] for depth in DEPTHS]
+    assert asked == turn * (len(asked) // len(turn))
+    assert len(asked) > len(turn)
+    assert len(passed) == len(asked)
+    assert found.read_s == pytest.approx(READ_S)
+
+
+def test_time_that_is_up_ends_it_after_a_turn(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(2 << 20))
+    clock = iter(range(1000))
+    monkeypatch.setattr(disk.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(disk, "read_rate", lambda _path, n_bytes, *_: rate_of(n_bytes))
+    found = measure_disk(tmp_path / "file", 3)
+    assert next(clock) == len(SIZES) * len(DEPTHS) + 1
+    assert len(found.rates) == len(SIZES) * len(DEPTHS)
+
+
+def test_a_real_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    found = measure_disk(path, 0.1)
+    assert found.bytes_per_s > 0
+    assert found.read_s >= 0
+    assert {rate.n_bytes for rate in found.rates} == set(SIZES)
+    assert path.read_bytes() == bytes(4 << 20)
+
+
+@pytest.mark.parametrize("content", [None, bytes(5000)], ids=["none", "short"])
+def test_files_that_tell_nothing(tmp_path, content):
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(StoreError):
+        measure_disk(tmp_path / "file", 0.1)
