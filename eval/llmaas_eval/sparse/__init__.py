@@ -1,0 +1,1 @@
+"""What sparse decoding costs in quality, and how local the channels are that it reads."""

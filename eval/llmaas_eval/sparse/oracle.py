@@ -1,0 +1,136 @@
+"""Sparse decoding in torch: a GGUF's forward pass with inputs of every block's matrices masked.
+
+Every position is computed as if it were decoded alone: its own small inputs are left out, and it
+attends to what earlier positions left. ``threshold`` leaves out what is below an operand's
+quantile (TEAL), ``top-k`` all but each token's largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from llmaas_eval.sparse.texts import Tokens
+from llmaas_eval.tolerance.train_recall import Llama
+from llmaas_plugins.flash_weights.operands import FAMILIES
+
+__all__ = ["SELECTIONS", "Activations", "Key", "Oracle", "Selection", "perplexities"]
+
+Key = tuple[int, str]
+"""Layer and family of an operand."""
+
+Selection = Literal["threshold", "top-k"]
+SELECTIONS: tuple[Selection, ...] = ("threshold", "top-k")
+
+_FAMILY = {matrix: family for family, matrices in FAMILIES.items() for matrix in matrices}
+
+_SHARES = np.linspace(0, 1, 201)
+
+Activations = Mapping[Key, NDArray[np.float32]]
+"""By operand: shape ``(n_tokens, n_channels)``."""
+
+
+class _Mask(NamedTuple):
+    """What is left out.
+
+    Attributes:
+        sparsity: Share of the channels.
+        selection: How they are chosen.
+        n_dense: Tokens at the beginning that are computed with all channels: a prompt.
+    """
+
+    sparsity: float
+    selection: Selection
+    n_dense: int
+
+
+class Oracle(Llama):
+    """A llama-architecture model that can leave channels out, and keeps operands."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the weights of a GGUF."""
+        super().__init__(path)
+        self._mask = _Mask(0, "top-k", 0)
+        self._sizes: dict[Key, NDArray[np.float32]] = {}
+        self._quantiles: dict[Key, NDArray[np.float32]] = {}
+        self._operands: dict[Key, Tensor] | None = None
+
+    def calibrate(self, windows: Tokens) -> None:
+        """Take the thresholds from what operands are on these, densely."""
+        found: dict[Key, list[NDArray[np.float32]]] = {}
+        for window in tqdm(windows, desc="calibration", unit="window", disable=None):
+            for key, x in self.read(window).items():
+                found.setdefault(key, []).append(np.abs(x))
+        self._sizes = {key: np.concatenate(parts) for key, parts in found.items()}
+        self._quantiles = {key: np.quantile(x, _SHARES) for key, x in self._sizes.items()}
+
+    def threshold(self, key: Key, sparsity: float) -> float:
+        """Of an operand: what this share of its values is below, on the calibration text."""
+        return float(np.interp(sparsity, _SHARES, self._quantiles[key]))
+
+    def busy(self, key: Key, sparsity: float) -> NDArray[np.float64]:
+        """How often each channel of an operand was active on the calibration text."""
+        return (self._sizes[key] >= self.threshold(key, sparsity)).mean(axis=0)
+
+    def mask(self, sparsity: float, selection: Selection, n_dense: int = 0) -> None:
+        """Leave channels out from now on."""
+        self._mask = _Mask(sparsity, selection, n_dense)
+
+    def read(self, tokens: NDArray[np.int64]) -> Activations:
+        """Operands of one row of tokens, before anything is left out of them."""
+        self._operands = {}
+        with torch.no_grad():
+            self(torch.from_numpy(tokens)[None])
+        found, self._operands = self._operands, None
+        return {key: x[0].numpy() for key, x in found.items()}
+
+    def nats(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Surprise at each token of a row but the first."""
+        row = torch.from_numpy(tokens)
+        with torch.no_grad():
+            logits = self(row[None, :-1])[0]
+        return functional.cross_entropy(logits, row[1:], reduction="none").numpy()
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        _, layer, matrix = name.split(".")
+        key = int(layer), _FAMILY[matrix]
+        if self._operands is not None:
+            self._operands[key] = x
+        return super()._product(self._masked(x, key) if self._mask.sparsity else x, name)
+
+    def _masked(self, x: Tensor, key: Key) -> Tensor:
+        sparsity, selection, n_dense = self._mask
+        sizes = x.abs()
+        if selection == "threshold":
+            least = torch.tensor(self.threshold(key, sparsity))
+        else:
+            n_left_out = round(sparsity * x.shape[-1])
+            least = sizes.kthvalue(n_left_out + 1, dim=-1, keepdim=True).values
+        kept = sizes >= least
+        kept[:, :n_dense] = True
+        return x * kept
+
+
+def perplexities(
+    oracle: Oracle,
+    windows: Tokens,
+    sparsities: Iterable[float],
+    selection: Selection,
+    n_dense: int = 0,
+) -> dict[float, float]:
+    """By sparsity, of every token after the ``n_dense`` first of each window."""
+    found = {}
+    for sparsity in tqdm(list(sparsities), desc=f"perplexity, {selection}", disable=None):
+        oracle.mask(sparsity, selection, n_dense)
+        nats = np.concatenate([oracle.nats(window)[n_dense:] for window in windows])
+        found[sparsity] = float(np.exp(nats.mean()))
+    oracle.mask(0, "top-k")
+    return found
