@@ -51,7 +51,7 @@ void llmaas_gather_free(llmaas_gather * gather) {
 }
 
 void   llmaas_gather_set_gap(llmaas_gather * gather, uint32_t n_bytes) { gather->gap = n_bytes; }
-size_t llmaas_gather_memory(const llmaas_gather * gather) { return gather->n_ring; }
+size_t llmaas_gather_memory(const llmaas_gather * gather) { return gather->n_ring ? gather->n_ring : RING_BYTES; }
 
 static window * window_at(llmaas_gather * gather, size_t i) { return &gather->windows[(gather->first + i) % DEPTH]; }
 

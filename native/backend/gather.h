@@ -21,7 +21,7 @@ void            llmaas_gather_free(llmaas_gather * gather);
 /* Bytes between two pieces that are read along rather than left out, as another read takes longer. */
 void llmaas_gather_set_gap(llmaas_gather * gather, uint32_t n_bytes);
 
-/* Memory that reads pass through. */
+/* Memory that reads pass through, now or once there are any. */
 size_t llmaas_gather_memory(const llmaas_gather * gather);
 
 /* Read pieces[0..n), which are in rising order and do not overlap. *n_read grows by the bytes that were read. False: a read

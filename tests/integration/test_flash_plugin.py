@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from cgroups import memory_group
+from flash_apps import MIB, run
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.models import Shape, write_random_model
@@ -20,49 +18,6 @@ from llmaas_plugins.flash_weights.packed import packed_path
 
 SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
 """75 MB of weights in Q8_0."""
-MIB = 1 << 20
-
-APP = """
-import json, sys
-path, packs, script = sys.argv[1:]
-from llama_cpp import Llama, llama_cpp
-from llmaas_plugins import activate
-from llmaas_plugins.machine import resident_bytes
-
-MIB = 1 << 20
-defaults = llama_cpp.llama_model_default_params
-def unrepacked():
-    params = defaults()
-    params.use_extra_bufts = False
-    return params
-
-def app(budget=None, **table):
-    if budget is None:
-        if packs != "packed":
-            llama_cpp.llama_model_default_params = unrepacked
-        suite = None
-    else:
-        llama_cpp.llama_model_default_params = defaults
-        table = {"memory_budget": budget, "arena": 8 * MIB} | table
-        suite = activate({"on_error": "raise", "plugins": {"flash_weights": table}})
-    return suite, Llama(path, n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
-
-def generator(llama):
-    llama.reset()
-    return llama.generate(list(range(300, 340)), temp=0.0)
-
-def tokens(llama, n=48):
-    return [token for token, _ in zip(generator(llama), range(n))]
-
-def streamed(suite):
-    return suite.status()["plugins"]["flash_weights"]
-
-def peak():
-    line = next(x for x in open("/proc/self/status") if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-exec(script)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +32,6 @@ def packed(model, tmp_path_factory):
     path = shutil.copyfile(model, tmp_path_factory.mktemp("packed") / "model.gguf")
     assert main(["flash", "pack", str(path)]) == 0
     return path
-
-
-def run(path, script, *, is_packed=False, group=None):
-    """What a script prints as JSON, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", APP, str(path), "packed" if is_packed else "plain", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        preexec_fn=group and group.join,
-        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 GENERATES = """

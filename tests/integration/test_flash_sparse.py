@@ -1,0 +1,171 @@
+"""flash_weights, sparse: tokens of the largest values, whatever the budget is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from flash_apps import MIB, run
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins import activate
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.flash_weights.channels import channel_path
+
+
+@pytest.fixture(scope="module")
+def model(reference_model, tmp_path_factory):
+    """The reference model, with a packed file and a channel file beside it."""
+    path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("sparse") / "model.gguf")
+    assert main(["flash", "pack", "--sparse", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def opened(model):
+    """A ``Llama`` and its suite, for a block."""
+    import contextlib
+
+    from llama_cpp import Llama
+
+    @contextlib.contextmanager
+    def make(path=model, **table):
+        table = {"mode": "sparse", "arena": 4 * MIB} | table
+        settings = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+        with (
+            activate({"on_error": "raise", "plugins": {"flash_weights": table}}) as suite,
+            contextlib.closing(Llama(str(path), logits_all=True, **settings)) as llama,
+        ):
+            yield llama, suite
+
+    return make
+
+
+def read(llama, tokens, *, n_prompt=8):
+    """Logits of tokens that are read one by one behind a prompt."""
+    llama.reset()
+    llama.eval(tokens[:n_prompt])
+    for token in tokens[n_prompt:]:
+        llama.eval([token])
+    return np.array(llama.scores[: len(tokens)])
+
+
+def status(suite):
+    return suite.status()["plugins"]["flash_weights"]
+
+
+TEXT = "My name is Anna and I live in a small house near the station. I have a dog. His name is"
+
+
+def test_sparse_tokens_and_dense_prompts(opened, make_llama):
+    stock = make_llama(logits_all=True, n_threads_batch=1)
+    tokens = stock.tokenize(TEXT.encode())
+    expected = read(stock, tokens)
+    with opened() as (llama, suite):
+        found, report = read(llama, tokens), status(suite)
+    assert report["mode"] == "sparse"
+    (streamed,) = report["models"]
+    assert streamed["channel_hits"] + streamed["channel_misses"] > 0
+    assert np.array_equal(found[:8], expected[:8])
+    assert not np.array_equal(found[8:], expected[8:])
+    best = expected[8:].argmax(-1) == found[8:].argmax(-1)
+    assert best.mean() > 0.5
+
+
+@pytest.mark.parametrize("selection", ["threshold", "top_k"])
+def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selection):
+    stock = make_llama(logits_all=True, n_threads_batch=1)
+    tokens = stock.tokenize(TEXT.encode())
+    expected, errors, used = read(stock, tokens)[8:], [], []
+    for sparsity in (0.0, 0.3, 0.7):
+        with opened(sparsity=sparsity, selection=selection) as (llama, suite):
+            errors.append(np.abs(read(llama, tokens)[8:] - expected).mean())
+            (streamed,) = status(suite)["models"]
+        used.append(streamed["channel_hits"] + streamed["channel_misses"])
+    assert errors[0] < 0.1 < errors[1] < errors[2]
+    assert used[1] == pytest.approx(0.7 * used[0], rel=0.1)
+    assert used[2] == pytest.approx(0.3 * used[0], rel=0.2)
+
+
+BUDGETS = """
+start, runs, kept = resident_bytes(), [], []
+for n, cache in ((100, "shared"), (3, "shared"), (3, "layer")):
+    suite, llama = app(start + 300 * MIB, mode="sparse", arena=4 * MIB, cache=cache)
+    tokens(llama, 2)
+    beside = resident_bytes() - streamed(suite)["models"][0]["kept_bytes"]
+    suite.plugin("flash_weights").set_memory_budget(beside + (n + 16) * MIB)
+    runs.append(tokens(llama, 60))
+    kept.append(streamed(suite)["models"][0]["kept_bytes"] / streamed(suite)["models"][0]["bytes"])
+    llama.close()
+    suite.deactivate()
+print(json.dumps([runs, kept]))
+"""
+
+
+def test_what_is_generated_does_not_depend_on_the_budget(model):
+    (first, *others), kept = run(model, BUDGETS, is_packed=True)
+    assert others == [first, first]
+    assert kept[0] > 0.95  # but for channels that were never used
+    assert max(kept[1:]) < 0.9
+
+
+def test_a_budget_that_changes_while_generating(model):
+    script = """
+start = resident_bytes()
+suite, llama = app(start + 300 * MIB, mode="sparse", arena=4 * MIB)
+expected = tokens(llama, 100)
+flash = suite.plugin("flash_weights")
+found, kept = [], []
+llama.reset()
+for i, token in zip(range(100), generator(llama)):
+    if i in (30, 60):
+        stats = streamed(suite)["models"][0]
+        beside = resident_bytes() - stats["kept_bytes"]
+        flash.set_memory_budget(beside + (12 if i == 30 else 300) * MIB)
+    found.append(token)
+    kept.append(streamed(suite)["models"][0]["kept_bytes"])
+print(json.dumps([expected, found, kept[29], kept[40], kept[99]]))
+"""
+    expected, found, before, less, after = run(model, script, is_packed=True)
+    assert found == expected
+    assert less < before
+    assert after == pytest.approx(before, rel=0.05)
+
+
+def test_a_second_context_and_one_after_the_first(opened):
+    from llama_cpp import Llama
+
+    with opened() as (llama, suite):
+        tokens = llama.tokenize(TEXT.encode())
+        expected = read(llama, tokens)
+        other = Llama(llama.model_path, n_ctx=256, n_threads=1, logits_all=True, verbose=False)
+        assert np.array_equal(read(other, tokens), expected)
+        assert len(status(suite)["models"]) == 2
+        other.close()
+        assert np.array_equal(read(llama, tokens), expected)
+
+
+def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, tmp_path):
+    path = shutil.copyfile(model, tmp_path / "model.gguf")
+    with pytest.raises(Exception, match="llmaas flash pack --sparse"), opened(path):
+        pass
+
+
+def test_a_channel_file_of_another_model_is_refused(model, opened, tmp_path):
+    path = shutil.copyfile(model, tmp_path / "model.gguf")
+    shutil.copyfile(channel_path(model), channel_path(path))
+    with path.open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(b"\1" * 4096)
+    with pytest.raises(Exception, match="made from another model file"), opened(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "setting", [{"mode": "fast"}, {"sparsity": 1}, {"selection": "best"}, {"cache": "none"}]
+)
+def test_settings_that_are_none(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        activate({"plugins": {"flash_weights": setting}})
