@@ -91,32 +91,37 @@ void llmaas_active_above(llmaas_active * active, const float * x, float threshol
     }
 }
 
-/* The k-th largest size of n, 0 < k <= n, digit after digit; *n_equal: how many of that size are among the k largest. */
-static int32_t kth_largest(const float * x, uint32_t n, uint32_t k, uint32_t * n_equal) {
-    static const uint32_t shifts[] = {31, 20, 10, 0};
-    uint32_t size = 0;
-    for (int i = 1; i < 4; ++i) {
-        const uint32_t n_digits = 1u << (shifts[i - 1] - shifts[i]);
-        uint32_t counts[1 << 11] = {0}, digit = n_digits - 1;
+/* The k-th largest of n sizes, 0 < k <= n, digit after digit, of which only sizes that have the same stay. *n_equal: how many
+ * of that size are among the k largest. */
+static int32_t kth_largest(uint32_t * sizes, uint32_t n, uint32_t k, uint32_t * n_equal) {
+    enum { DIGITS = 1 << 11 };
+    static const uint32_t shifts[] = {20, 9, 0};
+    for (int i = 0; i < 3; ++i) {
+        uint32_t counts[DIGITS] = {0}, digit = DIGITS - 1, n_kept = 0;
         for (uint32_t j = 0; j < n; ++j) {
-            const uint32_t bits = (uint32_t) size_bits(x[j]);
-            if (bits >> shifts[i - 1] == size) {
-                ++counts[bits >> shifts[i] & (n_digits - 1)];
-            }
+            ++counts[sizes[j] >> shifts[i] & (DIGITS - 1)];
         }
         while (counts[digit] < k) {
             k -= counts[digit--];
         }
-        size = size * n_digits + digit;
+        for (uint32_t j = 0; j < n; ++j) {
+            const uint32_t size = sizes[j];
+            sizes[n_kept] = size;
+            n_kept += (size >> shifts[i] & (DIGITS - 1)) == digit;
+        }
+        n = n_kept;
     }
     *n_equal = k;
-    return (int32_t) size;
+    return (int32_t) sizes[0];
 }
 
 void llmaas_active_top(llmaas_active * active, const float * x, uint32_t k) {
     const uint32_t n = active->n_channels;
     uint32_t n_equal = 0;
-    const int32_t least = k == 0 ? INT32_MAX : kth_largest(x, n, k < n ? k : n, &n_equal);
+    for (uint32_t j = 0; j < n; ++j) {
+        active->channels[j] = (uint32_t) size_bits(x[j]);
+    }
+    const int32_t least = k == 0 ? INT32_MAX : kth_largest(active->channels, n, k < n ? k : n, &n_equal);
     for (uint32_t b = 0; b < n / LLMAAS_BLOCK_COLUMNS; ++b, x += LLMAAS_BLOCK_COLUMNS) {
         uint32_t masks[LLMAAS_BLOCK_COLUMNS];
         for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
