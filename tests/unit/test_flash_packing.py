@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import flash_models
@@ -372,6 +373,19 @@ def test_a_packed_file_has_what_repacking_makes_of_each_matrix(model):
         for name in names:
             np.testing.assert_array_equal(file.read(name), ~weights.read(name))
             assert file.header.places[name] % 4096 == 0
+
+
+def test_what_a_packed_file_is_not_for_is_said(model):
+    list(Packed.write(model))
+    tensors, name = tensors_of(model), "blk.0.ffn_up.weight"
+    others = {
+        "has other tensors": {each: info for each, info in tensors.items() if each != name},
+        "another kind of processor": tensors | {name: replace(tensors[name], layout=7)},
+    }
+    for reason, changed in others.items():
+        assert reason in packed_problem(packed_path(model), model, changed)
+    write_model(model, Type.Q4_0, n_layers=2, seed=5)
+    assert "another model file" in packed_problem(packed_path(model), model, tensors)
 
 
 def test_each_damaged_tensor_is_found(model, how):
