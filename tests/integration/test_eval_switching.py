@@ -43,11 +43,14 @@ def trace(**changes):
     return generate(Settings(**{**settings, **changes}))
 
 
+@pytest.fixture(scope="module")
+def n_token_bytes(reference_model):
+    return token_bytes(reference_model)
+
+
 @pytest.fixture
-def setting(reference_model, tmp_path):
-    return Setting(
-        reference_model, token_bytes(reference_model), tmp_path, BUDGET, CONTEXTS, MAX_TOKENS
-    )
+def setting(reference_model, n_token_bytes, tmp_path):
+    return Setting(reference_model, n_token_bytes, tmp_path, BUDGET, CONTEXTS, MAX_TOKENS)
 
 
 # -- what is replayed ---------------------------------------------------------------------------
@@ -104,7 +107,7 @@ def expected(cells, step, blob):
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_after_a_switch_a_context_has_its_cells(name, setting):
-    steps = plan(trace().calls, MAX_TOKENS, scale(50, 400))
+    steps = plan(trace().calls, MAX_TOKENS, scale(30, 400))
     system = SYSTEMS[name](replace(setting, options=OPTIONS.get(name, {})))
     away = 0
     try:
