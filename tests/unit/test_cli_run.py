@@ -172,7 +172,9 @@ def test_plugins_are_shut_down_also_after_a_failure(llmaas, folder):
         (("run", "--plugin", "x", "active.py"), "unrecognized arguments: --plugin"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(folder, dist_plugins, monkeypatch, capsys, args, message):
+def test_mistakes_are_one_line_and_code_2(
+    folder, dist_plugins, monkeypatch, capsys, *, args, message
+):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # the first one becomes the app's
