@@ -45,13 +45,13 @@ def numbers(value):
 
 def test_the_packaged_conversations(demo, tmp_path):
     plot = importlib.util.find_spec("matplotlib") is not None
-    options = ["--calls", "14", "--contexts", "3", "--json", "all.json"]
+    options = ["--calls", "10", "--contexts", "3", "--json", "all.json"]
     done = demo(*options, *(["--plot", "all.png"] if plot else []))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "all.json").read_text())
-    assert (found["n_calls"], found["n_contexts"]) == (14, 3)
+    assert (found["n_calls"], found["n_contexts"]) == (10, 3)
     assert list(found["systems"]) == list(found["calls"]) == SYSTEMS
-    assert {len(calls) for calls in found["calls"].values()} == {14}
+    assert {len(calls) for calls in found["calls"].values()} == {10}
     for kind in ("systems", "speedup"):
         assert all(math.isfinite(number) for number in numbers(found[kind]))
     assert len({summary["n_switches"] for summary in found["systems"].values()}) == 1
