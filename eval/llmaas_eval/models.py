@@ -99,7 +99,7 @@ def write_random_model(
     rng = np.random.default_rng(seed)
     for name, dims in tqdm(_matrices(shape, n_vocab).items(), desc=path.name, disable=None):
         values = rng.standard_normal(dims, dtype=np.float32) * dims[-1] ** -0.5
-        values *= _scales(rng, _WRITERS.get(name.split(".")[-2], ""), spread, dims[0])[:, None]
+        values *= _scales(rng, _WRITERS.get(name.split(".")[-2], ""), spread, dims[-2])[:, None]
         kind = GGMLQuantizationType.F32 if name.endswith("ffn_gate_inp.weight") else weights
         writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
     for name in _norms(shape):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 import threading
 import time
 from collections.abc import Mapping
@@ -46,10 +47,12 @@ _EVERY_S = 0.25
 
 @dataclass(slots=True)
 class _Model:
-    """A streamed model: its contexts, what is kept of it, and when that was last looked at."""
+    """A streamed model: its contexts, what is kept of it, and what it was used for so far."""
 
     contexts: dict[int, NativeContext] = field(default_factory=dict)
     kept: int = 0
+    n_batches: int = 0
+    n_tokens: int = 0
     is_crowded: bool = False
     looked_at: float = 0.0
 
@@ -135,10 +138,14 @@ class FlashWeights:
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
-        """See what memory is left."""
+        """Count it, and see what memory is left."""
         with self._lock:
             for model in self._models.values():
-                if step.ctx in model.contexts and time.monotonic() - model.looked_at > _EVERY_S:
+                if step.ctx not in model.contexts:
+                    continue
+                model.n_batches += 1
+                model.n_tokens += step.n_tokens
+                if time.monotonic() - model.looked_at > _EVERY_S:
                     self._adapt(model)
 
     @hookimpl
@@ -154,12 +161,18 @@ class FlashWeights:
     def llmaas_status(self) -> dict[str, Any]:
         """Mode, memory, and what was read."""
         with self._lock:
-            models = [model.weights.stats() for model in self._models.values()]
+            models = [
+                {"batches": model.n_batches, "tokens": model.n_tokens} | model.weights.stats()
+                for model in self._models.values()
+            ]
             budget = self._budget_of(self._budget)
+            faults = resource.getrusage(resource.RUSAGE_SELF)
             return {
                 "mode": self._config.mode if models else "off",
                 "memory_budget": budget,
                 "resident_bytes": resident_bytes(),
+                "major_faults": faults.ru_majflt,
+                "minor_faults": faults.ru_minflt,
                 "models": models,
                 "left_alone": self._left_alone,
             }

@@ -67,7 +67,9 @@ def test_sparse_tokens_and_dense_prompts(opened, make_llama):
         found, report = read(llama, tokens), status(suite)
     assert report["mode"] == "sparse"
     (streamed,) = report["models"]
+    assert (streamed["batches"], streamed["tokens"]) == (1 + len(tokens) - 8, len(tokens))
     assert streamed["channel_hits"] + streamed["channel_misses"] > 0
+    assert report["minor_faults"] > 0
     assert np.array_equal(found[:8], expected[:8])
     assert not np.array_equal(found[8:], expected[8:])
     best = expected[8:].argmax(-1) == found[8:].argmax(-1)

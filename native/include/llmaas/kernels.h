@@ -4,7 +4,7 @@
 
 #include "llmaas/base.h"
 
-/* "generic", "avx2", "avx512" or "avx512vnni" (which differs from avx512 in the scan for nearest neighbours only). */
+/* "generic", "avx2", "avx512" or "avx512vnni" (which differs from avx512 in the scan for nearest neighbours and in sparse products). */
 LLMAAS_API const char * llmaas_kernels_name(void);
 
 /* For tests and benches; not while other threads are encoding. EINVAL: unknown name. EUNSUPPORTED: this CPU lacks it. */
