@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ N = 24
 ONE_BY_ONE = {"n_ubatch": 1}  # the same kernels, whatever a batch holds
 
 
-@pytest.fixture
-def store(tmp_path, reference_model):
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory, reference_model):
     """An archive of what the model says itself, so that it is proposed and accepted."""
     with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
         said = {q: llama.detokenize(ask(llama, q)).decode() for q in QUESTIONS}
@@ -32,8 +33,15 @@ def store(tmp_path, reference_model):
         Conversation(q, "chat", (Message("user", q), Message("assistant", said[q].strip())))
         for q in QUESTIONS
     ]
-    fill(tmp_path, reference_model, chats)
-    return tmp_path
+    folder = tmp_path_factory.mktemp("filled")
+    fill(folder, reference_model, chats)
+    return folder
+
+
+@pytest.fixture
+def store(filled, tmp_path):
+    """A copy of the archive for one test."""
+    return shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
 
 
 def fill(store, model, chats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -9,6 +10,7 @@ import weakref
 import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import Llama
 from soak import scale
 from stored_chunks import encoder
 from switching import ask
@@ -22,6 +24,7 @@ from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
 
 N_CTX, STEP = 256, 256
+ENGINE = {"n_ctx": N_CTX, "flash_attn": True}
 N_STATIC = 6 * STEP
 N_SPARE = 32 * STEP  # 32 MiB: malloc takes so much from the system, not from what was used before
 CHUNK = KVGeometry(1, False, 1, 1, (4096,), (4096,))
@@ -102,7 +105,7 @@ class Spares:
 
 @pytest.fixture
 def make(make):
-    return functools.partial(make, n_ctx=N_CTX, flash_attn=True)
+    return functools.partial(make, **ENGINE)
 
 
 @pytest.fixture
@@ -122,15 +125,16 @@ def spares(patched):
     return start
 
 
-@pytest.fixture
-def vanilla(make):
+@pytest.fixture(scope="module")
+def vanilla(reference_model):
     """First token and logits of every prompt, each evaluated alone."""
-    llama = make()
+    settings = ENGINE | {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
     expected = []
-    for prompt in PROMPTS:
-        llama.reset()
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), True)
-        expected.append(ask(llama, prompt, 1))
+    with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
+        for prompt in PROMPTS:
+            llama.reset()
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), True)
+            expected.append(ask(llama, prompt, 1))
     return expected
 
 
