@@ -160,6 +160,16 @@ def test_check_reports_and_changes_nothing(engine):
     assert engine.module.decode is engine.decode
 
 
+@pytest.fixture
+def hurried():
+    """Threads take turns fifty times as often as they would."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 50)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hurried")
 def test_threads_may_call_while_patches_come_and_go(engine):
     stop, seen = threading.Event(), set()
 
