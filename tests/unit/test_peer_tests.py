@@ -13,7 +13,6 @@ import pytest
 
 from llmaas_eval.peer_tests.__main__ import main
 from llmaas_eval.peer_tests.compare import as_table, problems
-from llmaas_eval.peer_tests.models import write_models
 from llmaas_eval.peer_tests.runs import MODES, Outcome, Run, read_record, run_tests
 from llmaas_eval.peer_tests.sdist import extract
 from llmaas_hooks.errors import ConfigError, LlmaasError
@@ -194,12 +193,12 @@ def test_download():
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("peer")
-    write_models(folder / "models")
-    (folder / "tests").mkdir()
-    return folder
+@pytest.fixture
+def folder(tmp_path):
+    """For tests that ask no model."""
+    for name in ("models", "tests"):
+        (tmp_path / name).mkdir()
+    return tmp_path
 
 
 def test_a_test_that_kills_the_process_is_recorded(folder):
