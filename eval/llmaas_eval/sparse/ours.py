@@ -1,0 +1,81 @@
+"""The engine's own sparse tokens: what they cost in perplexity, to be held against the oracle's."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from llmaas_eval.sparse.texts import Tokens
+from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins import activate
+from llmaas_plugins.flash_weights.calibration import Calibration, Calibrator
+from llmaas_plugins.flash_weights.channel_layout import channel_operands
+from llmaas_plugins.flash_weights.channels import channel_path, write_channels
+
+__all__ = ["engine_perplexity", "with_channels"]
+
+
+def with_channels(model: Path, folder: Path, calibration: Tokens) -> Path:
+    """A copy of a model in ``folder``, with a channel file that is calibrated on these windows."""
+    path = Path(shutil.copyfile(model, folder / model.name))
+    tensors = model_tensors(path)
+    list(write_channels(path, channel_path(path), tensors, _calibrated(path, calibration)))
+    return path
+
+
+def _calibrated(path: Path, windows: Tokens) -> Calibration:
+    from llama_cpp import _internals, llama_cpp
+
+    calibrator = Calibrator()
+    params = llama_cpp.llama_model_default_params()
+    with (
+        activate({"on_error": "raise", "plugins": {}}, {"calibrator": calibrator}),
+        contextlib.closing(
+            _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
+        ) as model,
+    ):
+        operands = channel_operands(model_tensors(path))
+        text = windows.reshape(-1).astype(np.int32)
+        return calibrator.calibrate(model.model, operands, text, n_tokens=len(text))
+
+
+def engine_perplexity(
+    model: Path, windows: Tokens, sparsity: float, selection: str, n_dense: int = 1
+) -> float:
+    """Of every token after the ``n_dense`` first of each window, which are a batch."""
+    table = {"mode": "sparse", "sparsity": sparsity, "selection": selection.replace("-", "_")}
+    what = f"engine, {selection} {sparsity}"
+    with _opened(model, table, windows.shape[1]) as llama:
+        each = tqdm(windows, desc=what, unit="window", disable=None)
+        nats = np.array([_nats(llama, window, n_dense)[n_dense:] for window in each])
+    return float(np.exp(nats.mean()))
+
+
+@contextlib.contextmanager
+def _opened(model: Path, table: dict[str, Any], n_ctx: int) -> Iterator[Any]:
+    from llama_cpp import Llama
+
+    config = {"on_error": "raise", "plugins": {"flash_weights": table}}
+    settings = {"n_ctx": n_ctx, "n_threads": 1, "n_threads_batch": 1, "logits_all": True}
+    with (
+        activate(config),
+        contextlib.closing(Llama(str(model), verbose=False, **settings)) as llama,
+    ):
+        yield llama
+
+
+def _nats(llama: Any, window: NDArray[np.int64], n_dense: int) -> NDArray[np.float64]:
+    llama.reset()
+    llama.eval(window[:n_dense].tolist())
+    for token in window[n_dense:-1].tolist():
+        llama.eval([token])
+    logits = np.array(llama.scores[: len(window) - 1], np.float64)
+    own = logits[np.arange(len(logits)), window[1:]]
+    return np.asarray(np.logaddexp.reduce(logits, axis=-1) - own)
