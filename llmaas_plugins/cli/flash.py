@@ -8,6 +8,7 @@ from typing import Any
 
 from llmaas_plugins.cli.flash_check import check
 from llmaas_plugins.cli.flash_pack import pack
+from llmaas_plugins.cli.flash_plan import add_plan_options, plan
 
 __all__ = ["add_parser"]
 
@@ -56,6 +57,15 @@ def add_parser(subparsers: Any) -> None:
         "checksums. Exit status 1: one is damaged, or another model's.",
     )
     check_.add_argument("--json", action="store_true", help="print JSON")
+    plan_ = _add_action(
+        actions,
+        "plan",
+        plan,
+        "predict what a token takes with a memory budget, and recommend settings",
+        "Measure the disk, and predict from that and the sizes of the model what a token takes "
+        "with a memory budget: in the exact mode, in the sparse one, and in ActiveFlow's pipeline.",
+    )
+    add_plan_options(plan_)
 
 
 def _add_action(

@@ -36,7 +36,7 @@ _READ_BYTES, _GAP_BYTES = 256 << 10, 12 << 10
 """Of the engine: at most so much at once, also what lies between two channels."""
 _HISTORY_TOKENS = 48
 """On average, that uses are counted over: they count half after every 32 tokens."""
-_STEPS = 50
+_STEPS = 32
 """Of bisection."""
 _MOST_SIGMAS = 8.0
 

@@ -44,7 +44,7 @@ def test_channels_are_used_as_often_as_drawn_values_pass_the_threshold(family):
 def test_all_are_used_without_sparsity_and_as_often_when_alike():
     assert (use_rates(typical_means("ffn_up", 64), 0) == 1).all()
     assert use_rates(np.full(64, 3.0), 0.5) == pytest.approx(0.5, abs=1e-3)
-    assert use_rates(np.array([1.0, 0.0]), 0.5)[1] == pytest.approx(0, abs=1e-6)
+    assert use_rates(np.array([1.0, 0.0]), 0.6)[1] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_cache_has_the_share_it_is_given_and_the_busiest():
@@ -57,7 +57,7 @@ def test_a_cache_has_the_share_it_is_given_and_the_busiest():
         hits.append(rates @ cached / rates.sum())
     assert hits == sorted(hits)
     assert hits[0] == 0
-    assert hits[-1] == 1
+    assert hits[-1] == pytest.approx(1)
     assert hits[2] > 0.6
 
 

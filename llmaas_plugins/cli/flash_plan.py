@@ -1,0 +1,314 @@
+"""``llmaas flash plan``: which mode is faster with a memory budget, and what it would take."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from llmaas_hooks import StoreError, TensorInfo
+from llmaas_plugins.cli.flash_pack import tensors_of
+from llmaas_plugins.cli.store_actions import print_report, progress_bar
+
+if TYPE_CHECKING:
+    from llmaas_plugins.flash_weights.disk import Disk
+    from llmaas_plugins.flash_weights.planner import Machine, Plan, Row
+
+__all__ = ["add_plan_options", "plan"]
+
+_MIB = 1 << 20
+_COMPUTING_S = 0.5
+_WARM_TOKENS, _TOKENS = 32, 16
+"""Of ``--measure``: those that fill what is kept, and those that are timed."""
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Those of its own."""
+    parser.add_argument(
+        "--memory-budget",
+        type=_size,
+        required=True,
+        metavar="SIZE",
+        help="memory of the whole process, as in llmaas.toml: 3 GiB",
+    )
+    parser.add_argument(
+        "--sparsity",
+        type=_sparsity,
+        metavar="S",
+        help="share of values that the sparse mode leaves out (default: what ActiveFlow takes for "
+        "the budget, 1 - budget / size)",
+    )
+    parser.add_argument(
+        "--context",
+        type=_positive(int),
+        default=512,
+        metavar="N",
+        help="tokens of the context (default 512)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_positive(float),
+        default=10.0,
+        help="how long the disk is measured (default 10)",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="then open the model as recommended, and print what it takes beside the prediction",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Predict what a token takes in each mode, and recommend one."""
+    from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
+    from llmaas_plugins.flash_weights.planner import make_plan
+
+    tensors = tensors_of(args.model)
+    source, notes = _source(args.model, tensors)
+    group_layers, sparse_note = _group_layers(args.model, tensors)
+    machine = _machine(source, args.seconds)
+    sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
+    made = make_plan(sizes, machine, args.memory_budget, args.sparsity)
+    if made.sparse is None:
+        notes.append("The model has no matrices whose channels could be read one by one.")
+    elif sparse_note:
+        notes.append(sparse_note)
+    measured = _measured(args, made) if args.measure else None
+    report = {
+        "model": str(args.model),
+        "planned_from": str(source),
+        "machine": asdict(machine),
+        **asdict(made),
+        "settings": _settings(made),
+        "notes": notes,
+        "measured": measured,
+    }
+    lines = _text(args, made, machine, source=source, notes=notes, measured=measured)
+    print_report(args, report, lines)
+    return 0
+
+
+# -- what is planned from ------------------------------------------------------------------------
+
+
+def _source(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[Path, list[str]]:
+    """The file that the exact mode would read, and what is to be said of that."""
+    from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
+
+    path = packed_path(model)
+    advice = f"`llmaas flash pack {model}` writes one, and products are faster with it."
+    if not path.exists():
+        return model, [f"There is no packed file, so this is of the GGUF. {advice}"]
+    try:
+        problem = packed_problem(path, model, tensors)
+    except StoreError as error:
+        problem = str(error)
+    if problem is None:
+        return path, []
+    return model, [f"{path} cannot be used, so this is of the GGUF: {problem}. {advice}"]
+
+
+def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, str | None]:
+    """How the channel file is laid out, and what is to be said if there is none."""
+    from llmaas_plugins.flash_weights.channel_header import CHANNEL_FILE, MODEL, contents_of
+    from llmaas_plugins.flash_weights.channels import channel_path
+    from llmaas_plugins.flash_weights.container_file import ContainerFile
+    from llmaas_plugins.flash_weights.model_weights import digest_of
+
+    path = channel_path(model)
+    advice = f"`llmaas flash pack --sparse {model}` writes what the sparse mode needs."
+    if not path.exists():
+        return 1, f"There is no channel file yet: {advice}"
+    try:
+        with ContainerFile(path, CHANNEL_FILE) as file:
+            if file.header.fields.get(MODEL) == digest_of(model):
+                return contents_of(file.header, tensors)[0], None
+        problem = "it is of another model file"
+    except (StoreError, ValueError) as error:
+        problem = str(error)
+    return 1, f"{path} cannot be used: {problem}. {advice}"
+
+
+def _machine(source: Path, seconds: float) -> Machine:
+    from llmaas_plugins.flash_weights.computing import memory_rate
+    from llmaas_plugins.flash_weights.planner import Machine
+    from llmaas_plugins.machine import resident_bytes
+
+    process = resident_bytes()
+    disk = _disk(source, seconds)
+    return Machine(disk, memory_rate(_n_threads(), _COMPUTING_S), process)
+
+
+def _disk(source: Path, seconds: float) -> Disk:
+    from llmaas_plugins.flash_weights.disk import measure_disk
+
+    with progress_bar("measuring the disk", "s", math.ceil(seconds)) as bar:
+        return measure_disk(source, seconds, bar.update)
+
+
+def _n_threads() -> int:
+    """What ``Llama`` takes by default for single tokens."""
+    return max((os.cpu_count() or 1) // 2, 1)
+
+
+# -- what is recommended -------------------------------------------------------------------------
+
+
+def _settings(made: Plan) -> dict[str, Any]:
+    """A table of ``llmaas.toml``."""
+    budget = made.budget
+    settings: dict[str, Any] = {
+        "memory_budget": f"{budget // _MIB} MiB" if budget % _MIB == 0 else budget
+    }
+    if made.recommended.mode == "sparse":
+        settings |= {"mode": "sparse", "sparsity": round(made.sparsity, 3)}
+    return settings
+
+
+def _measured(args: argparse.Namespace, made: Plan) -> dict[str, float]:
+    """What tokens take with those settings: seconds and bytes that are read, of one."""
+    from llama_cpp import Llama
+
+    from llmaas_plugins.activation import activate
+
+    n_warm = min(_WARM_TOKENS, args.context // 2)
+    n_timed = min(_TOKENS, args.context // 4)
+    config = {"on_error": "raise", "plugins": {"flash_weights": _settings(made)}}
+    with contextlib.ExitStack() as opened:
+        suite = opened.enter_context(activate(config))
+        llama = opened.enter_context(
+            contextlib.closing(Llama(str(args.model), n_ctx=args.context, verbose=False))
+        )
+        bar = opened.enter_context(progress_bar("measuring tokens", "token", n_warm + n_timed))
+        tokens = llama.generate([max(llama.token_bos(), 0)], temp=0.0)
+        for _ in range(n_warm):
+            next(tokens)
+            bar.update()
+        before, taken = _read_bytes(suite), []
+        for _ in range(n_timed):
+            began = time.perf_counter()
+            next(tokens)
+            taken.append(time.perf_counter() - began)
+            bar.update()
+        read = (_read_bytes(suite) - before) / n_timed
+    return {"token_s": statistics.median(taken), "read": read}
+
+
+def _read_bytes(suite: Any) -> int:
+    models = suite.status()["plugins"]["flash_weights"]["models"]
+    return sum(model["read_bytes"] for model in models)
+
+
+# -- how it is shown -----------------------------------------------------------------------------
+
+
+def _text(  # noqa: PLR0913 -- all that there is to show
+    args: argparse.Namespace,
+    made: Plan,
+    machine: Machine,
+    *,
+    source: Path,
+    notes: list[str],
+    measured: Mapping[str, float] | None,
+) -> Iterator[str]:
+    disk = machine.disk
+    yield f"{args.model}, read from {source.name}"
+    yield (
+        f"disk: {1e6 * disk.read_s:.0f} µs a read and {disk.bytes_per_s / 1e9:.2f} GB/s; short "
+        f"reads {disk.small_depth} at a time, long ones {disk.large_depth}; channels up to "
+        f"{disk.gap_bytes >> 10} KiB apart are better read at once"
+    )
+    yield f"memory: {machine.bytes_per_s / 1e9:.1f} GB/s with as many threads as Llama uses"
+    yield ""
+    yield from _table(made)
+    yield ""
+    if made.search is not None:
+        yield (
+            "pipeline: what ActiveFlow's equations give for reading groups of N layers ahead, which"
+            f" the engine does not do; {_ended(made)}."
+        )
+    yield from notes
+    yield f"Recommended: {made.recommended.mode}."
+    yield "[plugins.flash_weights]"
+    for name, value in _settings(made).items():
+        yield f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
+    if measured is not None:
+        row = made.recommended
+        yield (
+            f"Measured: {1e3 * measured['token_s']:.1f} ms a token (predicted "
+            f"{1e3 * row.token_s:.1f}), {measured['read'] / 1e6:.1f} MB read (predicted "
+            f"{row.read / 1e6:.1f})."
+        )
+
+
+def _ended(made: Plan) -> str:
+    """Why the search did."""
+    assert made.search is not None
+    best = made.search.best
+    return made.search.reason + (f", and the best is N = {best.n}" if best else "")
+
+
+def _table(made: Plan) -> Iterator[str]:
+    head = ("mode", "sparsity", "N", "cache", "ms a token", "read a token", "least budget")
+    found = filter(None, (made.exact, made.sparse, *made.pipeline))
+    rows = [head, *(_cells(row, made.budget) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for mode, *cells in rows:
+        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join([mode.ljust(widths[0]), *shown])
+
+
+def _cells(row: Row, budget: int) -> tuple[str, ...]:
+    works = budget >= row.least_budget
+    return (
+        row.mode,
+        f"{100 * row.sparsity:.0f} %",
+        str(row.group_layers or "-"),
+        f"{row.cache // _MIB} MiB" if works else "-",
+        f"{1e3 * row.token_s:.1f}" if works else "-",
+        f"{row.read / 1e6:.1f} MB" if works else "-",
+        f"{math.ceil(row.least_budget / _MIB)} MiB",
+    )
+
+
+# -- what is asked for ---------------------------------------------------------------------------
+
+
+def _size(text: str) -> int:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected one as 3 GiB") from error
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
+    return size
+
+
+def _sparsity(text: str) -> float:
+    from llmaas_plugins.flash_weights.planner import MOST_SPARSITY
+
+    number = float(text)
+    if not 0 <= number <= MOST_SPARSITY:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_SPARSITY}")
+    return number
+
+
+def _positive(kind: type[Any]) -> Any:
+    def parsed(text: str) -> Any:
+        number = kind(text)
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return number
+
+    parsed.__name__ = kind.__name__  # what argparse calls a value that it cannot be made of
+    return parsed

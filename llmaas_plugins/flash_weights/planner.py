@@ -1,0 +1,303 @@
+"""Which mode is faster with a memory budget: what each would take for a token, before it is tried.
+
+The rows `exact` and `sparse` are of what the engine does; those of `pipeline` are ActiveFlow's cost
+model (cost_model.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from llmaas_hooks import BudgetError
+from llmaas_plugins.flash_weights.cost_model import Cost, Search, System, search_group
+from llmaas_plugins.flash_weights.disk import Disk
+from llmaas_plugins.flash_weights.locality import (
+    Reads,
+    cached_shares,
+    expected_reads,
+    use_rates,
+)
+from llmaas_plugins.flash_weights.model_sizes import ModelSizes
+
+__all__ = [
+    "MOST_SPARSITY",
+    "SIMILARITY",
+    "Machine",
+    "Plan",
+    "Row",
+    "hit_rate_between",
+    "make_plan",
+    "system_of",
+]
+
+Mode = Literal["exact", "sparse", "pipeline"]
+HitRate = Callable[[float, float], float]
+"""Of a cache with this share of the channels, at this sparsity."""
+
+SIMILARITY: Mapping[str, float] = MappingProxyType(
+    {"attn_qkv": 0.77, "attn_output": 0.5, "ffn_up": 0.77, "ffn_down": 0.5}
+)
+"""Share of a layer's active channels that the layer before has, at half sparsity: as measured in a
+small model; for two families that is what chance would have."""
+MOST_SPARSITY = 0.95
+
+_SPARE = 6 << 20
+_ARENA = 32 << 20
+_RING = 4 << 20
+"""Of the engine, as are the next two."""
+_LEAST_SPEEDUP = 1.25
+"""Of the sparse mode, which changes the text: less is not worth that."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a model runs on.
+
+    Attributes:
+        disk: Under its files.
+        bytes_per_s: Of weights in memory that are computed with.
+        process: Bytes of a process without a model.
+    """
+
+    disk: Disk
+    bytes_per_s: float
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a token would take.
+
+    Attributes:
+        mode: ``exact`` and ``sparse`` are the engine's; ``pipeline`` is ActiveFlow's.
+        sparsity: Share of an activation's values that is left out.
+        group_layers: N: layers whose channels are read at once; 0: no channels are read.
+        cache: Bytes of weights that stay in memory.
+        token_s: Seconds for a token.
+        read: Bytes that are read for it.
+        least_budget: Memory of the process with which it works at all.
+    """
+
+    mode: Mode
+    sparsity: float
+    group_layers: int
+    cache: int
+    token_s: float
+    read: float
+    least_budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was compared.
+
+    Attributes:
+        budget: Memory of the process.
+        sparsity: That was asked for, or ActiveFlow's for the budget.
+        exact: The exact mode.
+        sparse: The sparse one; None where the model has no channels.
+        pipeline: Each group size that was tried, up to where the search stopped.
+        search: Which is ActiveFlow's choice, and why no more were tried; None without channels.
+        recommended: One of the engine's.
+    """
+
+    budget: int
+    sparsity: float
+    exact: Row
+    sparse: Row | None
+    pipeline: tuple[Row, ...]
+    search: Search | None
+    recommended: Row
+
+
+def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is known of it
+    sizes: ModelSizes,
+    machine: Machine,
+    budget: int,
+    sparsity: float | None = None,
+    *,
+    similarity: Mapping[str, float] = SIMILARITY,
+    hit_rate: HitRate | None = None,
+) -> Plan:
+    """Compare what the engine can do with a budget, and what ActiveFlow would.
+
+    Args:
+        sizes: Of the model.
+        machine: That it runs on.
+        budget: Memory of the process.
+        sparsity: Share of values left out; the paper's ``1 - M_max / S_m`` when None.
+        similarity: Of neighbouring layers' active channels, by family.
+        hit_rate: What is known of the cache (``hit_rate_between``); else what follows from how
+            large channels are.
+
+    Raises:
+        BudgetError: Neither mode works with so little.
+    """
+    exact = _exact(sizes, machine, budget)
+    if not sizes.channels:
+        return Plan(budget, 0.0, exact, None, (), None, _recommended(budget, exact, None))
+    system = system_of(sizes, machine, budget, similarity, hit_rate)
+    chosen = min(system.sp, MOST_SPARSITY) if sparsity is None else sparsity
+    sparse = _sparse(sizes, machine, budget, chosen)
+    recommended = _recommended(budget, exact, sparse)
+    search = search_group(system, chosen)
+    pipeline = tuple(_pipeline(sizes, machine, system, cost) for cost in search.tried)
+    return Plan(budget, chosen, exact, sparse, pipeline, search, recommended)
+
+
+def system_of(
+    sizes: ModelSizes,
+    machine: Machine,
+    budget: int,
+    similarity: Mapping[str, float] = SIMILARITY,
+    hit_rate: HitRate | None = None,
+) -> System:
+    """A model on a machine in the symbols of ActiveFlow's Table 1."""
+    in_channels = sizes.in_channels
+
+    def bw_flash(n: int) -> float:
+        seconds = sum(
+            one.n_layers / n * one.n_channels * machine.disk.seconds(n * one.n_bytes, 1)
+            for one in sizes.channels
+        )
+        return in_channels / seconds
+
+    return System(
+        s_m=in_channels,
+        n_layers=sizes.n_layers,
+        m_max=budget,
+        m_kv=_fixed(sizes, machine) + _ARENA + sizes.scales + sizes.dense + sizes.experts,
+        si=sum(one.all_bytes * similarity[one.family] for one in sizes.channels) / in_channels,
+        bw_mem=machine.bytes_per_s,
+        bw_flash=bw_flash,
+        hit_rate=hit_rate or (lambda share, sparsity: _hit_rate(sizes, share, sparsity)),
+    )
+
+
+def hit_rate_between(points: Mapping[float, float]) -> HitRate:
+    """The hit rate of a cache from what was measured.
+
+    Args:
+        points: Hit rates by the cache's share of the channels. Nothing is found in no cache, and
+            all in one that has them all.
+    """
+    known = {0.0: 0.0, 1.0: 1.0} | dict(points)
+    shares = sorted(known)
+    rates = [known[share] for share in shares]
+    return lambda share, _sparsity: float(np.interp(share, shares, rates))
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+def _fixed(sizes: ModelSizes, machine: Machine) -> int:
+    """What the process has beside streamed weights."""
+    own = sizes.resident + sizes.kv + sizes.buffers + sizes.app
+    return machine.process + own + _SPARE
+
+
+def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
+    """Reading and computing overlap: the longer of both counts."""
+    through = _fixed(sizes, machine) + _ARENA
+    room = max(0, budget - through)
+    read = _streamed(sizes.streamed - sizes.experts, sizes, room)
+    return Row(
+        mode="exact",
+        sparsity=0.0,
+        group_layers=0,
+        cache=min(room, sizes.streamed),
+        token_s=max(sizes.used / machine.bytes_per_s, read / machine.disk.bytes_per_s),
+        read=read,
+        least_budget=through + sizes.least_experts,
+    )
+
+
+def _sparse(sizes: ModelSizes, machine: Machine, budget: int, sparsity: float) -> Row:
+    """Channels are read when they are known; only other weights are read ahead."""
+    widest = max(one.layer_bytes for one in sizes.channels)
+    through = _fixed(sizes, machine) + _ARENA + sizes.scales + _RING + widest // 2
+    room = max(0, budget - through)
+    cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
+    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity)
+    dense = _streamed(sizes.dense, sizes, room)
+    used = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
+    used += sizes.in_channels * (1 - sparsity)
+    disk = machine.disk
+    waiting_s = reads.n_reads * disk.read_s + reads.n_bytes / disk.bytes_per_s
+    return Row(
+        mode="sparse",
+        sparsity=sparsity,
+        group_layers=round(sizes.channels[0].stride / sizes.channels[0].n_bytes),
+        cache=min(room, sizes.dense + sizes.experts + cache),
+        token_s=waiting_s + max(used / machine.bytes_per_s, dense / disk.bytes_per_s),
+        read=reads.n_bytes + dense,
+        least_budget=through + sizes.least_experts,
+    )
+
+
+def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
+    """Bytes read for a token when so many are kept: experts get what other weights leave."""
+    missing = max(0, plain - room)
+    if sizes.experts:
+        kept = min(1.0, max(sizes.least_experts, room - plain) / sizes.experts)
+        return missing + sizes.experts * sizes.expert_share * (1 - kept)
+    return missing
+
+
+def _channel_reads(sizes: ModelSizes, share: float, sparsity: float) -> Reads:
+    total = Reads(0, 0)
+    for one in sizes.channels:
+        rates = use_rates(one.means, sparsity)
+        missing = rates * (1 - cached_shares(rates, share))
+        reads = expected_reads(missing, one.n_bytes, one.stride)
+        total += Reads(*(one.n_layers * number for number in reads))
+    return total
+
+
+def _recommended(budget: int, exact: Row, sparse: Row | None) -> Row:
+    works = [row for row in (exact, sparse) if row and budget >= row.least_budget]
+    if not works:
+        least = min(row.least_budget for row in (exact, sparse) if row)
+        raise BudgetError(
+            f"a budget of {budget // _MIB} MiB is too small for this model and context; expected "
+            f"{math.ceil(least / _MIB)} MiB or more. A shorter context takes less."
+        )
+    if sparse in works and exact in works:
+        return sparse if exact.token_s > _LEAST_SPEEDUP * sparse.token_s else exact
+    return works[0]
+
+
+# -- ActiveFlow ----------------------------------------------------------------------------------
+
+
+def _hit_rate(sizes: ModelSizes, share: float, sparsity: float) -> float:
+    """Of what is used, the bytes that a cache of the busiest channels has."""
+    used = found = 0.0
+    for one in sizes.channels:
+        rates = use_rates(one.means, sparsity)
+        n_bytes = one.n_layers * one.n_bytes
+        used += n_bytes * float(rates.sum())
+        found += n_bytes * float(rates @ cached_shares(rates, share))
+    return found / used
+
+
+def _pipeline(sizes: ModelSizes, machine: Machine, system: System, cost: Cost) -> Row:
+    """A size of groups; weights without channels are in memory, and computed with, as well."""
+    others = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
+    missed = system.s_m * (1 - cost.sp) * (1 - cost.hr)
+    return Row(
+        mode="pipeline",
+        sparsity=cost.sp,
+        group_layers=cost.n,
+        cache=int(cost.m_cache),
+        token_s=cost.t_decode + others / machine.bytes_per_s,
+        read=missed * (1 + (1 - system.si) / cost.n),
+        least_budget=int(cost.m_cl + system.m_kv),
+    )

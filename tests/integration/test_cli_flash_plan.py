@@ -1,0 +1,213 @@
+"""``llmaas flash plan`` tells what each mode would take, and what it really takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from llmaas_eval.models import Shape, write_random_model
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.flash_weights.channels import channel_path
+from llmaas_plugins.flash_weights.disk import Disk
+from llmaas_plugins.flash_weights.packed import packed_path
+
+SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=4096, n_ctx=512)
+"""45 MB of weights in Q8_0."""
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model with both files."""
+    path = tmp_path_factory.mktemp("plan") / "model.gguf"
+    write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("llmaas_plugins.cli.flash_pack._N_TOKENS", 64)
+        assert main(["flash", "pack", "--sparse", "--group-layers", "2", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def alone(made, tmp_path):
+    """The model without its files."""
+    return shutil.copyfile(made, tmp_path / made.name)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A disk and a memory that are always as fast, and a process of 60 MiB."""
+    asked = []
+
+    def disk(path, seconds, progress):
+        asked.append((path, seconds))
+        progress(seconds)
+        return Disk(8e-6, 1.5e9, 64, 4, ())
+
+    monkeypatch.setattr("llmaas_plugins.flash_weights.disk.measure_disk", disk)
+    monkeypatch.setattr("llmaas_plugins.flash_weights.computing.memory_rate", lambda *_: 10e9)
+    monkeypatch.setattr("llmaas_plugins.machine.resident_bytes", lambda: 60 * MIB)
+    return asked
+
+
+def run(capsys, model, *options, budget="180 MiB"):
+    """Exit status, output and errors."""
+    capsys.readouterr()
+    status = main(["flash", "plan", str(model), "--memory-budget", budget, *map(str, options)])
+    return status, *capsys.readouterr()
+
+
+def report(capsys, model, *options, **settings):
+    status, out, _ = run(capsys, model, "--json", *options, **settings)
+    assert status == 0
+    return json.loads(out)
+
+
+def test_a_table_and_settings(made, capsys, machine):
+    status, out, err = run(capsys, made, "--sparsity", "0.6", "--seconds", "3")
+    assert (status, err) == (0, "")
+    assert machine == [(packed_path(made), 3.0)]
+    lines = out.splitlines()
+    assert "8 µs a read and 1.50 GB/s" in out
+    assert "channels up to 11 KiB apart" in out
+    head = next(i for i, line in enumerate(lines) if line.startswith("mode"))
+    table = [
+        line.split()[:2] for line in lines[head + 1 :] if line[:5] in {"exact", "spars", "pipel"}
+    ]
+    assert table[:3] == [["exact", "0"], ["sparse", "60"], ["pipeline", "60"]]
+    assert out.endswith('[plugins.flash_weights]\nmemory_budget = "180 MiB"\n')
+    assert "Recommended: exact." in out
+    assert "There is no" not in out
+
+
+def test_for_programs(made, capsys, machine):
+    found = report(capsys, made, "--sparsity", "0.9", budget="180 MiB")
+    assert found["machine"]["disk"]["read_s"] == 8e-6
+    assert found["sparse"]["group_layers"] == 2
+    assert found["exact"]["read"] > found["sparse"]["read"] > 0
+    assert [row["group_layers"] for row in found["pipeline"]] == list(
+        range(1, len(found["pipeline"]) + 1)
+    )
+    assert found["planned_from"] == str(packed_path(made))
+    assert found["measured"] is None
+    assert found["notes"] == []
+    assert found["settings"] == {"memory_budget": "180 MiB"} | (
+        {} if found["recommended"]["mode"] == "exact" else {"mode": "sparse", "sparsity": 0.9}
+    )
+
+
+def test_the_context_takes_memory(made, capsys, machine):
+    short, long = (report(capsys, made, "--context", n)["exact"] for n in (256, 1024))
+    cells = 768 * 6 * 2 * 2 * 4 * 64
+    assert long["least_budget"] - short["least_budget"] >= cells
+
+
+def test_without_a_packed_file(alone, capsys, machine):
+    found = report(capsys, alone)
+    assert machine[0][0] == alone
+    assert found["planned_from"] == str(alone)
+    assert any("no packed file" in note and "flash pack" in note for note in found["notes"])
+    assert any(f"flash pack --sparse {alone}" in note for note in found["notes"])
+    assert found["sparse"]["group_layers"] == 1
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("place", [packed_path, channel_path], ids=["packed", "channels"])
+@pytest.mark.parametrize("content", [b"broken", None], ids=["broken", "other"])
+def test_files_that_cannot_be_used(alone, made, capsys, place, content):
+    if content is None:
+        shutil.copyfile(place(made), place(alone))
+        with alone.open("r+b") as file:
+            file.seek(-100, 2)
+            file.write(b"changed!")
+    else:
+        place(alone).write_bytes(content)
+    notes = report(capsys, alone)["notes"]
+    assert any(f"{place(alone)} cannot be used" in note for note in notes)
+
+
+def test_a_budget_that_is_too_small(made, capsys, machine):
+    status, out, err = run(capsys, made, budget="20 MiB")
+    assert (status, out) == (2, "")
+    assert "a budget of 20 MiB is too small" in err
+    least = int(err.partition("expected ")[2].split()[0])
+    assert run(capsys, made, budget=f"{least} MiB")[0] == 0
+    assert run(capsys, made, budget=f"{least - 1} MiB")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory-budget", "much"], "is no size"),
+        (["--memory-budget", "0"], "no memory at all"),
+        (["--sparsity", "0.96"], "not between 0 and 0.95"),
+        (["--sparsity", "half"], "half"),
+        (["--context", "0"], "not above 0"),
+        (["--context", "1.5"], "1.5"),
+        (["--seconds", "inf"], "not above 0"),
+    ],
+)
+def test_what_cannot_be_asked_for(made, capsys, options, message):
+    with pytest.raises(SystemExit) as error:
+        run(capsys, made, *options)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_no_model(tmp_path, capsys):
+    status, _, err = run(capsys, tmp_path / "none.gguf")
+    assert status == 2
+    assert "found no file" in err
+
+
+MEASURES = """
+import sys
+import llama_cpp
+from llmaas_plugins.cli import flash_plan
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.flash_weights import planner
+from llmaas_plugins.machine import resident_bytes
+
+flash_plan._WARM_TOKENS, flash_plan._TOKENS = 12, 8
+model, planner._LEAST_SPEEDUP, *options = sys.argv[1], float(sys.argv[2]), *sys.argv[3:]
+budget = f"{(resident_bytes() >> 20) + 105} MiB"
+common = ["--seconds", "0.2", "--sparsity", "0.7", "--context", "256", "--measure"]
+sys.exit(main(["flash", "plan", model, "--memory-budget", budget, *common, *options]))
+"""
+
+
+def measure(model, least_speedup, *options):
+    """What it prints in a process of its own: what that has in memory already is no model's."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURES, str(model), str(least_speedup), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("mode", "least_speedup"), [("exact", "inf"), ("sparse", "0")])
+def test_what_it_really_takes(made, mode, least_speedup):
+    """Real disk, real model; half of the weights do not fit."""
+    found = json.loads(measure(made, least_speedup, "--json"))
+    predicted, measured = found["recommended"], found["measured"]
+    assert predicted["mode"] == mode
+    assert 0 < predicted["cache"] < 40 * MIB
+    assert measured["token_s"] > 0
+    # what a process takes is known to some MiB only
+    assert measured["read"] == pytest.approx(predicted["read"], abs=12 * MIB)
+
+
+def test_what_it_really_takes_in_words(made):
+    out = measure(made, "inf")
+    assert re.search(
+        r"^Measured: [\d.]+ ms a token \(predicted [\d.]+\), [\d.]+ MB read", out, re.MULTILINE
+    )

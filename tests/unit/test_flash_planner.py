@@ -1,0 +1,295 @@
+"""Plans: sizes are those of the model, and what is predicted follows memory, disk and sparsity."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flash_models import N_FF, N_KV, WIDTH, tensors_of, write_model
+from gguf import GGMLQuantizationType
+
+from llmaas_hooks import BudgetError, StoreError, TensorInfo
+from llmaas_plugins.flash_weights import planner
+from llmaas_plugins.flash_weights.computing import memory_rate
+from llmaas_plugins.flash_weights.cost_model import pipeline_cost
+from llmaas_plugins.flash_weights.disk import Disk
+from llmaas_plugins.flash_weights.locality import typical_means
+from llmaas_plugins.flash_weights.model_sizes import (
+    ChannelBytes,
+    Metadata,
+    ModelSizes,
+    metadata_of,
+    sizes_of,
+)
+from llmaas_plugins.flash_weights.planner import (
+    SIMILARITY,
+    Machine,
+    hit_rate_between,
+    make_plan,
+    system_of,
+)
+
+MIB = 1 << 20
+MACHINE = Machine(Disk(8e-6, 1.5e9, 64, 4, ()), 10e9, 60 * MIB)
+FIXED = (60 + 10 + 16 + 33 + 20 + 6) * MIB
+"""Process, weights that are resident, cells, buffers, a Llama, and what is spare."""
+
+
+def channels(family, n_channels, n_bytes, n_layers=16):
+    means = typical_means(family, n_channels)
+    return ChannelBytes(family, n_layers, n_channels, n_bytes, n_bytes, means)
+
+
+PARTS = (
+    channels("attn_qkv", 2048, 1536),
+    channels("attn_output", 2048, 1024),
+    channels("ffn_up", 2048, 8192),
+    channels("ffn_down", 8192, 1024),
+)
+IN_CHANNELS = sum(part.all_bytes for part in PARTS)
+SIZES = ModelSizes(
+    n_layers=16,
+    streamed=530 * MIB,
+    experts=0,
+    expert_share=1.0,
+    least_experts=0,
+    resident=10 * MIB,
+    kv=16 * MIB,
+    buffers=33 * MIB,
+    app=20 * MIB,
+    channels=PARTS,
+    dense=8 * MIB,
+    scales=58 * MIB,
+)
+
+
+def plan(budget_mib, sparsity=0.5, sizes=SIZES, machine=MACHINE, **known):
+    return make_plan(sizes, machine, budget_mib * MIB, sparsity, **known)
+
+
+# -- sizes ---------------------------------------------------------------------------------------
+
+
+def test_sizes_of_a_model(tmp_path):
+    tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 3))
+    found = sizes_of(tensors, Metadata(4, 1.0), 512)
+    per_layer = WIDTH * (2 * WIDTH + 2 * N_KV + 3 * N_FF)
+    assert found.n_layers == 3
+    assert found.streamed == 3 * per_layer * 18 // 32
+    assert found.resident == 256 * WIDTH * 18 // 32 + 4 * WIDTH
+    assert found.kv == 512 * 3 * 2 * N_KV * 2
+    assert found.dense == found.experts == 0
+    assert found.used == found.streamed
+    assert {part.family: part.n_bytes for part in found.channels} == {
+        "attn_qkv": 3 * 64, "attn_output": 64, "ffn_up": 2 * 2 * 64, "ffn_down": 64,
+    }  # fmt: skip
+    assert all(part.n_layers == 3 and part.stride == part.n_bytes for part in found.channels)
+    assert found.scales == 2 * 3 * (2 * 3 * 128 + 2 * 128 + 2 * 2 * 256 + 5 * 128)
+    assert found.app == (15 << 20) + 400 * 256
+    of_attention, of_logits = 4 * 512 + 6 * WIDTH, 256 + 2 * WIDTH
+    assert of_attention > of_logits
+    assert found.buffers == 4 * 512 * (512 + of_attention)
+
+
+def test_layers_of_a_group_are_further_apart(tmp_path):
+    tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 3))
+    found = sizes_of(tensors, Metadata(4, 1.0), 512, group_layers=2)
+    by_stride = {
+        one.stride // one.n_bytes: one.n_layers
+        for one in found.channels
+        if one.family == "ffn_down"
+    }
+    assert by_stride == {2: 2, 1: 1}
+
+
+def test_experts_and_merged_keys_and_what_has_no_channels():
+    def info(rows, columns, experts=1):
+        return TensorInfo(2, (columns, rows, experts), rows * columns * experts * 18 // 32, 0)
+
+    tensors = {
+        "token_embd.weight": info(256, 64),
+        "output.weight": info(256, 64),
+        "blk.0.attn_qkv.weight": info(64 + 2 * 32, 64),
+        "blk.0.attn_output.weight": info(64, 64),
+        "blk.0.ffn_gate_exps.weight": info(128, 64, 8),
+        "blk.0.ffn_down_exps.weight": info(64, 128, 8),
+    }
+    found = sizes_of(tensors, Metadata(2, 0.25), 256)
+    assert found.kv == 256 * 2 * 64
+    assert found.experts == 2 * 8 * 128 * 64 * 18 // 32
+    assert found.least_experts == found.experts // 2
+    assert found.dense == (256 + 128) * 64 * 18 // 32
+    assert [one.family for one in found.channels] == ["attn_output"]
+    assert found.used == found.streamed - 0.75 * found.experts
+
+
+def test_metadata(reference_model, tmp_path):
+    assert metadata_of(reference_model).expert_share == 1
+    assert metadata_of(reference_model).n_heads > 1
+    (tmp_path / "x").write_bytes(b"no model")
+    with pytest.raises(StoreError):
+        metadata_of(tmp_path / "x")
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+def test_the_exact_mode_takes_the_longer_of_both():
+    found = plan(377).exact
+    assert found.cache == 377 * MIB - FIXED - 32 * MIB
+    assert found.read == 530 * MIB - found.cache
+    assert found.token_s == found.read / 1.5e9
+    assert found.least_budget == FIXED + 32 * MIB
+    slow = dataclasses.replace(MACHINE, bytes_per_s=1e9)
+    assert plan(377, machine=slow).exact.token_s == 530 * MIB / 1e9
+    fits = plan(1000).exact
+    assert (fits.cache, fits.read, fits.token_s) == (530 * MIB, 0, 530 * MIB / 10e9)
+
+
+def test_the_sparse_mode_waits_for_channels():
+    found = plan(377).sparse
+    passing = (4 + 8) * MIB
+    assert found.least_budget == FIXED + 32 * MIB + 58 * MIB + passing
+    assert found.cache == 377 * MIB - found.least_budget
+    assert found.group_layers == 1
+    computing_s = (8 * MIB + 58 * MIB + IN_CHANNELS / 2) / 10e9
+    assert found.token_s > computing_s + found.read / 1.5e9
+    whole = plan(2000).sparse
+    assert whole.read == 0
+    assert whole.token_s == pytest.approx(computing_s)
+
+
+@pytest.mark.parametrize(("share", "measured_s"), [(0.2, 0.262), (0.3, 0.244), (0.4, 0.223)])
+def test_reads_of_channels_take_what_was_measured(share, measured_s):
+    """Of traces of a small model's channels, on a disk of 9 µs a read and 1.5 GB/s."""
+    reads = planner._channel_reads(SIZES, share, 0.5)
+    seconds = Disk(9e-6, 1.5e9, 64, 4, ()).seconds(reads.n_bytes / reads.n_reads, reads.n_reads)
+    assert seconds == pytest.approx(measured_s, rel=0.05)
+
+
+def test_more_memory_is_never_slower():
+    plans = [plan(budget) for budget in range(280, 900, 80)]
+    for mode in ("exact", "sparse"):
+        rows = [getattr(found, mode) for found in plans]
+        for name in ("token_s", "read"):
+            values = [getattr(row, name) for row in rows]
+            assert values == sorted(values, reverse=True), (mode, name)
+            assert values[0] > values[-1]
+
+
+def test_more_sparsity_reads_less_and_a_faster_disk_is_faster():
+    rows = [plan(377, sparsity).sparse for sparsity in (0.3, 0.5, 0.7, 0.9)]
+    assert [row.read for row in rows] == sorted((row.read for row in rows), reverse=True)
+    fast = dataclasses.replace(MACHINE, disk=Disk(1e-6, 6e9, 64, 4, ()))
+    assert plan(377, machine=fast).sparse.token_s < rows[1].token_s
+    assert plan(377, machine=fast).exact.token_s < plan(377).exact.token_s
+
+
+def test_what_has_no_channels_is_read_as_well():
+    dense = dataclasses.replace(SIZES, dense=100 * MIB)
+    with_room, without = plan(500, sizes=dense).sparse, plan(277, sizes=dense).sparse
+    assert without.cache == 277 * MIB - without.least_budget < dense.dense
+    assert without.read - plan(277).sparse.read > 70 * MIB  # and none of its channels is kept
+    assert with_room.cache > dense.dense
+
+
+def test_experts_get_what_is_left():
+    mixture = dataclasses.replace(
+        SIZES, experts=400 * MIB, expert_share=0.25, least_experts=10 * MIB
+    )
+    found = plan(277, sizes=mixture).exact
+    room = 277 * MIB - FIXED - 32 * MIB
+    assert room < 130 * MIB
+    assert found.read == 130 * MIB - room + 100 * MIB * (1 - 10 / 400)
+    assert found.least_budget == FIXED + 42 * MIB
+    half = plan(177 + 130 + 200, sizes=mixture).exact
+    assert half.read == pytest.approx(100 * MIB * 0.5)
+    assert plan(1000, sizes=mixture).exact.token_s == 230 * MIB / 10e9
+
+
+# -- what is recommended -------------------------------------------------------------------------
+
+
+def test_the_sparse_mode_has_to_be_worth_it():
+    assert plan(377, 0.5).recommended.mode == "exact"
+    found = plan(377, 0.9)
+    assert found.sparse.token_s * 1.25 < found.exact.token_s
+    assert found.recommended is found.sparse
+    assert plan(2000, 0.9).recommended.mode == "sparse"
+    assert plan(2000, 0.0).recommended.mode == "exact"
+
+
+def test_only_what_works_is_recommended():
+    found = plan(220, 0.9)
+    assert found.sparse.least_budget > 220 * MIB
+    assert found.recommended is found.exact
+    with pytest.raises(BudgetError, match="expected 177 MiB or more"):
+        plan(176)
+    assert plan(177).recommended.mode == "exact"
+
+
+def test_a_model_without_channels():
+    found = plan(377, sizes=dataclasses.replace(SIZES, channels=(), scales=0, dense=530 * MIB))
+    assert (found.sparse, found.pipeline, found.search) == (None, (), None)
+    assert found.recommended is found.exact
+
+
+# -- ActiveFlow ----------------------------------------------------------------------------------
+
+
+def test_the_symbols_of_a_model():
+    system = system_of(SIZES, MACHINE, 377 * MIB)
+    assert system.s_m == IN_CHANNELS
+    assert system.m_kv == FIXED + (32 + 58 + 8) * MIB
+    weights = [part.all_bytes / IN_CHANNELS for part in PARTS]
+    assert system.si == pytest.approx(sum(
+        weight * SIMILARITY[part.family] for weight, part in zip(weights, PARTS, strict=True)
+    ))  # fmt: skip
+    one = channels("ffn_up", 2048, 8192)
+    alone = system_of(dataclasses.replace(SIZES, channels=(one,)), MACHINE, 377 * MIB)
+    for n in (1, 4):
+        assert alone.bw_flash(n) == pytest.approx(n * 8192 / (8e-6 + n * 8192 / 1.5e9))
+    assert alone.si == SIMILARITY["ffn_up"]
+
+
+def test_the_pipeline_is_the_paper():
+    found = plan(700, 0.5)
+    system = system_of(SIZES, MACHINE, 700 * MIB)
+    assert [row.group_layers for row in found.pipeline] == [cost.n for cost in found.search.tried]
+    for row, cost in zip(found.pipeline, found.search.tried, strict=True):
+        assert cost == pipeline_cost(system, 0.5, cost.n)
+        others_s = (8 + 58) * MIB / 10e9
+        assert row.token_s == pytest.approx(cost.t_decode + others_s)
+        assert row.cache + row.least_budget == pytest.approx(700 * MIB, abs=2)
+        assert row.read < IN_CHANNELS
+
+
+@pytest.mark.parametrize(("budget_mib", "expected"), [(300, None), (600, 0.0)])
+def test_its_sparsity(budget_mib, expected):
+    found = plan(budget_mib, None)
+    expected = 1 - budget_mib * MIB / IN_CHANNELS if expected is None else expected
+    assert found.sparsity == pytest.approx(expected)
+    assert found.sparse.sparsity == found.sparsity
+
+
+def test_what_is_known_better_is_taken():
+    known = hit_rate_between({0.2: 0.6, 0.5: 0.9})
+    assert [known(share, 0.5) for share in (0, 0.1, 0.2, 0.5, 1)] == [0, 0.3, 0.6, 0.9, 1]
+    better, usual = plan(400, hit_rate=known), plan(400)
+    assert better.search.tried[0].hr > usual.search.tried[0].hr
+    assert better.pipeline[0].token_s < usual.pipeline[0].token_s
+    alike = plan(400, similarity=dict.fromkeys(SIMILARITY, 1.0))
+    assert alike.search.tried[0].t_onload == 0
+
+
+def test_the_caches_hit_rate_follows_from_how_large_channels_are():
+    flat = [dataclasses.replace(part, means=np.ones(part.n_channels)) for part in PARTS]
+    same = dataclasses.replace(SIZES, channels=tuple(flat))
+    assert planner._hit_rate(same, 0.3, 0.5) == pytest.approx(0.3, abs=0.01)
+    assert planner._hit_rate(SIZES, 0.3, 0.5) > 0.34
+    assert planner._hit_rate(SIZES, 1, 0.5) == pytest.approx(1)
+
+
+def test_memory_is_read_by_threads():
+    assert memory_rate(2, 0.0) > 0
