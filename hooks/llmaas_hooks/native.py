@@ -224,6 +224,7 @@ class ChannelOperand:
         offset: In the file, of the first channel.
         stride: From one to the next.
         order: Which channel is where: uint32, ``(n_channels,)``.
+        is_fixed: The first ones there stay in memory, rather than those used most often of late.
         threshold: Values are used from this size on.
         n_top: If not 0, as many are used instead: the largest.
         columns: The matrices.
@@ -234,6 +235,7 @@ class ChannelOperand:
     offset: int
     stride: int
     order: NDArray[np.uint32]
+    is_fixed: bool
     threshold: float
     n_top: int
     columns: tuple[ChannelColumns, ...]

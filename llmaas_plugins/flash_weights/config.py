@@ -31,10 +31,11 @@ class FlashWeightsConfig(BaseModel):
         description="Which values a token uses: those from a size on that was calibrated once, or "
         "exactly as many as `sparsity` says.",
     )
-    cache: Literal["shared", "layer"] = Field(
-        default="shared",
-        description="Whether channels of all layers compete for memory, or each layer has as much "
-        "as the others (ActiveFlow's way).",
+    cache: Literal["busiest", "shared", "layer"] = Field(
+        default="busiest",
+        description="Which columns stay in memory: those that were busiest when the channel file "
+        "was calibrated, or those that were used most often of late, for which all layers compete "
+        "(`shared`) or of which each layer has as many as the others (`layer`, ActiveFlow's way).",
     )
     memory_budget: ByteSize | None = Field(
         default=None,

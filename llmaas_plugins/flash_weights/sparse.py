@@ -48,11 +48,12 @@ def _operand(channels: Channels, config: FlashWeightsConfig) -> ChannelOperand:
     family = families.index(channels.operand.family)
     is_exact = config.selection == "top_k"
     return ChannelOperand(
-        pool=family if config.cache == "shared" else layer * len(families) + family,
+        pool=layer * len(families) + family if config.cache == "layer" else family,
         n_bytes=channels.n_bytes,
         offset=channels.first,
         stride=channels.stride,
         order=channels.order.astype("uint32"),
+        is_fixed=config.cache == "busiest",
         threshold=0.0 if is_exact else channels.threshold(config.sparsity),
         n_top=round(len(channels.order) * (1 - config.sparsity)) if is_exact else 0,
         columns=tuple(

@@ -29,6 +29,7 @@ struct llmaas_operand {
     float             threshold;
     uint32_t          n_top; /* 0: by the threshold */
     uint32_t *        order;
+    bool              is_fixed;
     llmaas_channel    channels[];
 };
 
@@ -140,6 +141,9 @@ static bool make_room(llmaas_channels * channels, uint32_t n_channels) {
     return true;
 }
 
+/* What stands for the uses of channel i of the n in the file: those in front have more. */
+static uint32_t rank(size_t i, size_t n) { return (uint32_t) ((n - i) * LLMAAS_SLOTS_COUNTS / n); }
+
 llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec) {
     const size_t     n       = spec->n_channels;
     pool *           of      = make_room(channels, spec->n_channels) ? pool_of(channels, spec->pool, spec->n_bytes) : NULL;
@@ -151,10 +155,10 @@ llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const l
     }
     *operand = (llmaas_operand) {
         .next = channels->operands, .of = channels, .pool = of, .fd = fd, .offset = spec->offset, .stride = spec->stride,
-        .n_channels = spec->n_channels, .threshold = spec->threshold, .n_top = spec->n_top,
+        .n_channels = spec->n_channels, .threshold = spec->threshold, .n_top = spec->n_top, .is_fixed = spec->is_fixed,
         .order = memcpy(order, spec->order, n * sizeof *order)};
     for (size_t i = 0; i < n; i++) {
-        operand->channels[i].slot = -1;
+        operand->channels[order[i]] = (llmaas_channel) {-1, spec->is_fixed ? rank(i, n) : 0};
     }
     llmaas_slots_expect(of->slots, n);
     channels->n_stage = n * spec->n_bytes > channels->n_stage ? n * spec->n_bytes : channels->n_stage;
@@ -219,7 +223,7 @@ static uint32_t find(llmaas_channels * channels, llmaas_operand * operand) {
     uint32_t              n_missing = 0;
     for (uint32_t i = 0; i < active->n; i++) {
         llmaas_channel * channel = &operand->channels[active->channels[i]];
-        channel->n_uses++;
+        channel->n_uses += !operand->is_fixed;
         if (channel->slot >= 0) {
             channels->columns[i] = (const uint8_t *) llmaas_slots_use(operand->pool->slots, channel);
         } else {
@@ -322,7 +326,7 @@ bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * grap
 /* What was used long ago counts less and less. */
 static void age(llmaas_channels * channels) {
     for (llmaas_operand * operand = channels->operands; operand; operand = operand->next) {
-        for (uint32_t i = 0; i < operand->n_channels; i++) {
+        for (uint32_t i = 0; i < operand->n_channels && !operand->is_fixed; i++) {
             operand->channels[i].n_uses /= 2;
         }
     }

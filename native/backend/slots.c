@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { N_COUNTS = 256 }; /* uses are told apart up to here */
+enum { N_COUNTS = LLMAAS_SLOTS_COUNTS + 1 };
 
 struct slot {
     llmaas_channel * owner; /* NULL: nobody's */

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define LLMAAS_SLOTS_COUNTS 1024 /* uses are told apart up to here */
+
 /* A channel of an operand, as its slot and others know it. */
 typedef struct llmaas_channel {
     int32_t  slot;   /* below 0: none */

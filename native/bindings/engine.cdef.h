@@ -56,6 +56,7 @@ typedef struct llmaas_operand_spec {
     uint32_t pool, n_channels, n_bytes;
     uint64_t offset, stride;
     const uint32_t * order;
+    bool is_fixed;
     float threshold;
     uint32_t n_top;
 } llmaas_operand_spec;

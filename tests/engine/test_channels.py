@@ -52,7 +52,7 @@ def _calibration(tensors):
     }
 
 
-def operands(file, *, threshold=None, share=None, by_layer=False):
+def operands(file, *, threshold=None, share=None, by_layer=False, is_fixed=False):
     """Those of a channel file; values are used from a threshold on, or a share of them."""
     for number, found in enumerate(file.operands.values()):
         yield ChannelOperand(
@@ -61,6 +61,7 @@ def operands(file, *, threshold=None, share=None, by_layer=False):
             offset=found.first,
             stride=found.stride,
             order=found.order.astype(np.uint32),
+            is_fixed=is_fixed,
             threshold=threshold or 0.0,
             n_top=round(share * found.operand.n_channels) if share is not None else 0,
             columns=tuple(
@@ -132,14 +133,31 @@ def test_values_from_a_threshold_on(reference_model, channels, threshold):
     assert divergence(dense, found) > 3 * divergence(expected, found)
 
 
-@pytest.mark.parametrize("by_layer", [False, True], ids=["shared", "by layer"])
+CACHES = {"shared": {}, "by layer": {"by_layer": True}, "fixed": {"is_fixed": True}}
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("group_layers", [1, 3])
-def test_where_channels_are_does_not_matter(reference_model, channels, group_layers, by_layer):
+def test_where_channels_are_does_not_matter(reference_model, channels, group_layers, cache):
     expected = sparse(reference_model, channels(1), share=0.5)
-    file = channels(group_layers)
-    for kept in (0, 1 << 20, 3 << 20, 1 << 30):
-        found = sparse(reference_model, file, kept, share=0.5, by_layer=by_layer)
+    for kept in (0, 3 << 20):
+        found = sparse(reference_model, channels(group_layers), kept, share=0.5, **cache)
         assert np.array_equal(found, expected)
+
+
+def test_the_first_channels_of_the_file_stay(reference_model, channels):
+    """Once they are there, others are read and forgotten: the same ones again and again."""
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model) as ctx:
+        weights, reads = attach(plugin, channels(1), 3 << 20, share=1, is_fixed=True), []
+        for i in range(6):
+            before = weights.stats()["channel_hits"]
+            step(ctx, [TOKENS[i]], i)
+            reads.append(weights.stats()["channel_hits"] - before)
+        assert reads[0] == 0
+        assert len(set(reads[2:])) == 1
+        n_channels = 8 * (3 * 256 + 768)
+        assert reads[-1] == pytest.approx(n_channels / 2, rel=0.1)
 
 
 def test_memory_may_change_between_tokens(reference_model, channels):

@@ -93,7 +93,7 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
 
 BUDGETS = """
 start, runs, kept = resident_bytes(), [], []
-for n, cache in ((100, "shared"), (9, "shared"), (9, "layer")):
+for n, cache in ((100, "shared"), (9, "shared"), (9, "layer"), (9, "busiest")):
     suite, llama = app(start + 300 * MIB, mode="sparse", arena=4 * MIB, cache=cache)
     tokens(llama, 2)
     beside = resident_bytes() - streamed(suite)["models"][0]["kept_bytes"]
@@ -108,7 +108,7 @@ print(json.dumps([runs, kept]))
 
 def test_what_is_generated_does_not_depend_on_the_budget(model):
     (first, *others), kept = run(model, BUDGETS, is_packed=True)
-    assert others == [first, first]
+    assert others == [first] * 3
     assert kept[0] > 0.95  # but for channels that were never used
     assert max(kept[1:]) < 0.9
 

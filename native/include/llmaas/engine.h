@@ -75,6 +75,7 @@ typedef struct llmaas_operand_spec {
     uint64_t         offset;     /* in the file, of the first channel */
     uint64_t         stride;     /* from one to the next */
     const uint32_t * order;      /* [n_channels]: which channel is where */
+    bool             is_fixed;   /* the first ones there stay in memory, rather than those used most often of late */
     float            threshold;  /* a value is used from this size on; unless */
     uint32_t         n_top;      /* so many are: the largest */
 } llmaas_operand_spec;

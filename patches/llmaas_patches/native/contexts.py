@@ -115,6 +115,7 @@ class Weights:
         spec, number = ffi.new("llmaas_operand_spec *"), ffi.new("uint32_t *")
         spec.pool, spec.n_channels, spec.n_bytes = operand.pool, len(order), operand.n_bytes
         spec.offset, spec.stride = operand.offset, operand.stride
+        spec.is_fixed = operand.is_fixed
         spec.threshold, spec.n_top = operand.threshold, operand.n_top
         spec.order = ffi.from_buffer("uint32_t[]", order)
         with self._context._alive():
