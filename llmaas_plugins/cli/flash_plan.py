@@ -238,7 +238,7 @@ def _text(  # noqa: PLR0913 -- all that there is to show
             f" the engine does not do; {_ended(made)}."
         )
     yield from notes
-    yield f"Recommended: {made.recommended.mode}."
+    yield f"Recommended: {_recommendation(made)}."
     yield "[plugins.flash_weights]"
     for name, value in _settings(made).items():
         yield f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
@@ -249,6 +249,19 @@ def _text(  # noqa: PLR0913 -- all that there is to show
             f"{1e3 * row.token_s:.1f}), {measured['read'] / 1e6:.1f} MB read (predicted "
             f"{row.read / 1e6:.1f})."
         )
+
+
+def _recommendation(made: Plan) -> str:
+    """Which mode, and why."""
+    exact, sparse, chosen = made.exact, made.sparse, made.recommended
+    if exact.read == 0:
+        return "exact; all weights fit"
+    if sparse is None or made.budget < max(exact.least_budget, sparse.least_budget):
+        return f"{chosen.mode}; nothing else works with so little"
+    times = f"{exact.token_s / sparse.token_s:.1f} times as fast"
+    if chosen is sparse:
+        return f"sparse; {times} as the exact mode, but it changes the text"
+    return f"exact; the sparse mode would be {times}, and change the text"
 
 
 def _ended(made: Plan) -> str:

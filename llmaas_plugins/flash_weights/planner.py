@@ -52,7 +52,7 @@ _ARENA = 32 << 20
 _RING = 4 << 20
 """Of the engine, as are the next two."""
 _LEAST_SPEEDUP = 1.25
-"""Of the sparse mode, which changes the text: less is not worth that."""
+"""Of the sparse mode, which changes the text: less is not worth that, nor when all weights fit."""
 _MIB = 1 << 20
 
 
@@ -270,7 +270,8 @@ def _recommended(budget: int, exact: Row, sparse: Row | None) -> Row:
             f"{math.ceil(least / _MIB)} MiB or more. A shorter context takes less."
         )
     if sparse in works and exact in works:
-        return sparse if exact.token_s > _LEAST_SPEEDUP * sparse.token_s else exact
+        is_worth_it = exact.read > 0 and exact.token_s >= _LEAST_SPEEDUP * sparse.token_s
+        return sparse if is_worth_it else exact
     return works[0]
 
 

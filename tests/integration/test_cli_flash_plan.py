@@ -81,8 +81,30 @@ def test_a_table_and_settings(made, capsys, machine):
     ]
     assert table[:3] == [["exact", "0"], ["sparse", "60"], ["pipeline", "60"]]
     assert out.endswith('[plugins.flash_weights]\nmemory_budget = "180 MiB"\n')
-    assert "Recommended: exact." in out
+    assert "Recommended: exact; " in out
     assert "There is no" not in out
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        (("1 GiB", 0), r"exact; all weights fit\."),
+        (("least", 0), r"exact; nothing else works with so little\."),
+        (("180 MiB", 1e9), r"exact; the sparse mode would be [\d.]+ times as fast, and change"),
+        (("180 MiB", 0), r"sparse; [\d.]+ times as fast as the exact mode, but it changes"),
+    ],
+)
+def test_why(made, capsys, monkeypatch, planned, expected):
+    budget, least_speedup = planned
+    monkeypatch.setattr("llmaas_plugins.flash_weights.planner._LEAST_SPEEDUP", least_speedup)
+    if budget == "least":
+        budget = str(report(capsys, made)["exact"]["least_budget"])
+    status, out, _ = run(capsys, made, "--sparsity", "0.5", budget=budget)
+    assert status == 0
+    assert re.search(f"^Recommended: {expected}", out, re.MULTILINE)
+    mode = 'mode = "sparse"\nsparsity = 0.5\n'
+    assert out.endswith(mode) == expected.startswith("sparse")
 
 
 def test_for_programs(made, capsys, machine):
