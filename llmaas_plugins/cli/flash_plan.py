@@ -71,13 +71,16 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Predict what a token takes in each mode, and recommend one."""
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
-    from llmaas_plugins.flash_weights.planner import make_plan
+    from llmaas_plugins.flash_weights.planner import check_budget, make_plan
+    from llmaas_plugins.machine import resident_bytes
 
     tensors = tensors_of(args.model)
     source, notes = _source(args.model, tensors)
     group_layers, sparse_note = _group_layers(args.model, tensors)
-    machine = _machine(source, args.seconds)
+    process = resident_bytes()
     sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
+    check_budget(sizes, process, args.memory_budget)  # before anybody waits
+    machine = _machine(source, args.seconds, process)
     made = make_plan(sizes, machine, args.memory_budget, args.sparsity)
     if made.sparse is None:
         notes.append("The model has no matrices whose channels could be read one by one.")
@@ -139,12 +142,10 @@ def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, 
     return 1, f"{path} cannot be used: {problem}. {advice}"
 
 
-def _machine(source: Path, seconds: float) -> Machine:
+def _machine(source: Path, seconds: float, process: int) -> Machine:
     from llmaas_plugins.flash_weights.computing import memory_rate
     from llmaas_plugins.flash_weights.planner import Machine
-    from llmaas_plugins.machine import resident_bytes
 
-    process = resident_bytes()
     disk = _disk(source, seconds)
     return Machine(disk, memory_rate(_n_threads(), _COMPUTING_S), process)
 
@@ -256,8 +257,8 @@ def _recommendation(made: Plan) -> str:
     exact, sparse, chosen = made.exact, made.sparse, made.recommended
     if exact.read == 0:
         return "exact; all weights fit"
-    if sparse is None or made.budget < max(exact.least_budget, sparse.least_budget):
-        return f"{chosen.mode}; nothing else works with so little"
+    if sparse is None or made.budget < sparse.least_budget:
+        return "exact; nothing else works here"
     times = f"{exact.token_s / sparse.token_s:.1f} times as fast"
     if chosen is sparse:
         return f"sparse; {times} as the exact mode, but it changes the text"

@@ -177,7 +177,7 @@ def sizes_of(
         resident=all_bytes - n_streamed,
         kv=n_ctx * _CELL_BYTES * _kv_values(tensors),
         buffers=_buffers(tensors, metadata.n_heads, n_ctx),
-        app=_LLAMA_BYTES + _TOKEN_BYTES * tensors["token_embd.weight"].shape[1],
+        app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
         channels=_channels(groups),
         dense=n_streamed - sum(experts) - sum(tensors[name].n_bytes for name in with_channels),
         scales=_SCALE_BYTES * n_blocks,
@@ -206,9 +206,15 @@ def _kv_values(tensors: Mapping[str, TensorInfo]) -> int:
     return apart + sum(rows - columns for columns, rows, _ in merged)
 
 
+def _embeddings(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """Their width, and how many there are."""
+    info = tensors.get("token_embd.weight")
+    return (info.shape[0], info.shape[1]) if info else (0, 0)
+
+
 def _buffers(tensors: Mapping[str, TensorInfo], n_heads: int, n_ctx: int) -> int:
     """Of the largest of attention, the feed-forward block and logits; as it was seen to be."""
-    width, n_vocab, _ = tensors["token_embd.weight"].shape
+    width, n_vocab = _embeddings(tensors)
     ups = [info.shape[1] for name, info in tensors.items() if ".ffn_up" in name]
     attention, forward = n_heads * n_ctx + 6 * width, 3 * max(ups, default=0) + 4 * width
     largest = max(attention, forward, n_vocab + 2 * width)

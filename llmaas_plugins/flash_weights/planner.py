@@ -31,6 +31,7 @@ __all__ = [
     "Machine",
     "Plan",
     "Row",
+    "check_budget",
     "hit_rate_between",
     "make_plan",
     "system_of",
@@ -138,8 +139,9 @@ def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is kn
             large channels are.
 
     Raises:
-        BudgetError: Neither mode works with so little.
+        BudgetError: No mode works with so little.
     """
+    check_budget(sizes, machine.process, budget)
     exact = _exact(sizes, machine, budget)
     if not sizes.channels:
         return Plan(budget, 0.0, exact, None, (), None, _recommended(budget, exact, None))
@@ -150,6 +152,25 @@ def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is kn
     search = search_group(system, chosen)
     pipeline = tuple(_pipeline(sizes, machine, system, cost) for cost in search.tried)
     return Plan(budget, chosen, exact, sparse, pipeline, search, recommended)
+
+
+def check_budget(sizes: ModelSizes, process: int, budget: int) -> None:
+    """See whether a model runs at all in so much memory: in the exact mode, which needs less.
+
+    Args:
+        sizes: Of the model.
+        process: Bytes of a process without it.
+        budget: Memory of the process with it.
+
+    Raises:
+        BudgetError: It does not.
+    """
+    least = _least_exact(sizes, process)
+    if budget < least:
+        raise BudgetError(
+            f"a budget of {budget // _MIB} MiB is too small for this model and context; expected "
+            f"{math.ceil(least / _MIB)} MiB or more. A shorter context takes less."
+        )
 
 
 def system_of(
@@ -173,7 +194,7 @@ def system_of(
         s_m=in_channels,
         n_layers=sizes.n_layers,
         m_max=budget,
-        m_kv=_fixed(sizes, machine) + _ARENA + sizes.scales + sizes.dense + sizes.experts,
+        m_kv=_fixed(sizes, machine.process) + _ARENA + sizes.scales + sizes.dense + sizes.experts,
         si=sum(one.all_bytes * similarity[one.family] for one in sizes.channels) / in_channels,
         bw_mem=machine.bytes_per_s,
         bw_flash=bw_flash,
@@ -197,16 +218,20 @@ def hit_rate_between(points: Mapping[float, float]) -> HitRate:
 # -- the engine ----------------------------------------------------------------------------------
 
 
-def _fixed(sizes: ModelSizes, machine: Machine) -> int:
+def _fixed(sizes: ModelSizes, process: int) -> int:
     """What the process has beside streamed weights."""
     own = sizes.resident + sizes.kv + sizes.buffers + sizes.app
-    return machine.process + own + _SPARE
+    return process + own + _SPARE
+
+
+def _least_exact(sizes: ModelSizes, process: int) -> int:
+    return _fixed(sizes, process) + _ARENA + sizes.least_experts
 
 
 def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
     """Reading and computing overlap: the longer of both counts."""
-    through = _fixed(sizes, machine) + _ARENA
-    room = max(0, budget - through)
+    least = _least_exact(sizes, machine.process)
+    room = max(0, budget - least + sizes.least_experts)
     read = _streamed(sizes.streamed - sizes.experts, sizes, room)
     return Row(
         mode="exact",
@@ -215,14 +240,14 @@ def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
         cache=min(room, sizes.streamed),
         token_s=max(sizes.used / machine.bytes_per_s, read / machine.disk.bytes_per_s),
         read=read,
-        least_budget=through + sizes.least_experts,
+        least_budget=least,
     )
 
 
 def _sparse(sizes: ModelSizes, machine: Machine, budget: int, sparsity: float) -> Row:
     """Channels are read when they are known; only other weights are read ahead."""
     widest = max(one.layer_bytes for one in sizes.channels)
-    through = _fixed(sizes, machine) + _ARENA + sizes.scales + _RING + widest // 2
+    through = _fixed(sizes, machine.process) + _ARENA + sizes.scales + _RING + widest // 2
     room = max(0, budget - through)
     cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
     reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity)
@@ -262,17 +287,9 @@ def _channel_reads(sizes: ModelSizes, share: float, sparsity: float) -> Reads:
 
 
 def _recommended(budget: int, exact: Row, sparse: Row | None) -> Row:
-    works = [row for row in (exact, sparse) if row and budget >= row.least_budget]
-    if not works:
-        least = min(row.least_budget for row in (exact, sparse) if row)
-        raise BudgetError(
-            f"a budget of {budget // _MIB} MiB is too small for this model and context; expected "
-            f"{math.ceil(least / _MIB)} MiB or more. A shorter context takes less."
-        )
-    if sparse in works and exact in works:
-        is_worth_it = exact.read > 0 and exact.token_s >= _LEAST_SPEEDUP * sparse.token_s
-        return sparse if is_worth_it else exact
-    return works[0]
+    if exact.read == 0 or sparse is None or budget < sparse.least_budget:
+        return exact
+    return sparse if exact.token_s >= _LEAST_SPEEDUP * sparse.token_s else exact
 
 
 # -- ActiveFlow ----------------------------------------------------------------------------------
@@ -297,7 +314,7 @@ def _pipeline(sizes: ModelSizes, machine: Machine, system: System, cost: Cost) -
         mode="pipeline",
         sparsity=cost.sp,
         group_layers=cost.n,
-        cache=int(cost.m_cache),
+        cache=int(min(cost.m_cache, system.s_m)),
         token_s=cost.t_decode + others / machine.bytes_per_s,
         read=missed * (1 + (1 - system.si) / cost.n),
         least_budget=int(cost.m_cl + system.m_kv),
