@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from llmaas_eval.paired import quartiles, repeats
+from llmaas_eval.sparse.ours import add_channels
 from llmaas_eval.streamed import LimitedApp
 from llmaas_eval.switching.groups import can_limit_memory, memory_group
 from llmaas_patches.native.packing import model_tensors, repack
 from llmaas_plugins._native import read_rate
 from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.page_cache import drop_pages
+from llmaas_plugins.flash_weights.channels import channel_path
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, write_packed
 
 SHARES = (0.4, 0.5, 0.65, 0.8, 1.0, 1.6)
@@ -142,3 +144,80 @@ def bench_drafted(benchmark, model_1b, share):
         speedup, low, high = median_interval(other / drafted_s)
         benchmark.extra_info[f"over_{name}"] = f"{speedup:.2f} ({low:.2f} to {high:.2f})"
     benchmark.extra_info["drafted_ms"] = quartiles(1e3 * drafted_s)
+
+
+@pytest.fixture(params=["random", "local"], scope="module")
+def sparse_model(request):
+    """Without channels that are busier than others, and with as many as a trained model has."""
+    names = {"random": "model_1b", "local": "model_1b_local"}
+    path = request.getfixturevalue(names[request.param])
+    packed(path)
+    if not channel_path(path).exists():
+        add_channels(path, np.random.default_rng(1).integers(300, 4096, (4, 512)))
+    return path
+
+
+@contextlib.contextmanager
+def limited(model, share, tables):
+    """Apps in groups of their own, by name: of vanilla (None), or with these settings of ours."""
+    budget = int(share * model.stat().st_size) // MIB * MIB
+    drop_pages(model)
+    with contextlib.ExitStack() as stack:
+        apps = {}
+        for name, table in tables.items():
+            group = stack.enter_context(memory_group())
+            group.limit(budget)
+            own = {"memory_budget": budget, "arena": "16 MiB"}
+            plugins = {"flash_weights": own | table} if table is not None else None
+            config = {"on_error": "raise", "plugins": plugins} if plugins else None
+            app = LimitedApp(model, group, config, SETTINGS, repacks=bool(plugins) or share > 1)
+            apps[name] = stack.enter_context(app)
+        yield apps, budget
+
+
+SPARSE_TABLES = {
+    "vanilla": None,
+    "exact": {},
+    "sparse": {"mode": "sparse"},
+    "shared": {"mode": "sparse", "cache": "shared"},
+    "busiest": {"mode": "sparse", "cache": "busiest"},
+    "layer": {"mode": "sparse", "cache": "layer"},
+    "top_k": {"mode": "sparse", "selection": "top_k"},
+}
+
+
+@pytest.mark.parametrize("share", [0.6, 1.8])
+def bench_sparse(benchmark, sparse_model, share):
+    """Random tokens at half of the channels, vanilla and exact beside; 1.8 has all in memory."""
+    with limited(sparse_model, share, SPARSE_TABLES) as (apps, budget):
+        for app in apps.values():
+            app.read(24)
+        ours = {name: app for name, app in apps.items() if SPARSE_TABLES[name] is not None}
+        before, taken = {name: app.report()["models"] for name, app in ours.items()}, []
+
+        def step():
+            order = list(apps)[:: 1 if len(taken) % 2 else -1]
+            seconds = {name: apps[name].read(N_TOKENS) for name in order}
+            taken.append([seconds[name] for name in apps])
+
+        benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
+        after = {name: app.report()["models"] for name, app in ours.items()}
+        peaks = {name: app.peak_bytes() for name, app in ours.items()}
+    seconds = dict(zip(apps, np.array(taken).T, strict=True))
+    benchmark.extra_info["budget_mib"] = budget // MIB
+    for name, own in seconds.items():
+        speedup, low, high = median_interval(seconds["vanilla"] / own)
+        info = {"ms": quartiles(1e3 * own), "speedup": f"{speedup:.2f} ({low:.2f} to {high:.2f})"}
+        if after.get(name):
+            used = [
+                _per_token(before[name], after[name], what, len(taken))
+                for what in ("channel_hits", "channel_misses", "read_bytes", "stalled_ns")
+            ]
+            info |= {
+                "hits": used[0] / max(1, used[0] + used[1]),
+                "read_mb": used[2] / 1e6,
+                "stalled_ms": used[3] / 1e6,
+                "peak_mib": peaks[name] // MIB,
+            }
+        benchmark.extra_info[name] = info
+    assert max(peaks.values()) <= budget

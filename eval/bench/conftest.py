@@ -44,6 +44,14 @@ def model_1b(bench_dir):
 
 
 @pytest.fixture(scope="session")
+def model_1b_local(bench_dir):
+    """With channels as busy as those of the reference model (``python -m llmaas_eval.sparse``)."""
+    path = bench_dir / "random-1b-local-q4_0.gguf"
+    spread = {"attn_qkv": 0.27, "attn_output": 0.62, "ffn_up": 0.18, "ffn_down": 0.35}
+    return path if path.exists() else write_random_model(path, SHAPE_1B, spread=spread)
+
+
+@pytest.fixture(scope="session")
 def model_1b_q4_k(bench_dir):
     path = bench_dir / "random-1b-q4_k.gguf"
     if not path.exists():

@@ -222,9 +222,11 @@ class ChannelOperand:
         pool: Operands of one pool, and with channels of one size, share memory.
         n_bytes: Of a channel: the columns of all its matrices (llmaas/sparse.h).
         offset: In the file, of the first channel.
-        stride: From one to the next.
+        stride: From one to the next; ``n_bytes`` if they are streamed.
         order: Which channel is where: uint32, ``(n_channels,)``.
-        is_fixed: The first ones there stay in memory, rather than those used most often of late.
+        cache: Which channels stay in memory: with ``"streamed"`` some, and all others are read
+            ahead; with ``"busiest"`` the first ones there and with ``"recent"`` those used most
+            often of late, and others are read when they turn out to be used.
         threshold: Values are used from this size on.
         n_top: If not 0, as many are used instead: the largest.
         columns: The matrices.
@@ -235,7 +237,7 @@ class ChannelOperand:
     offset: int
     stride: int
     order: NDArray[np.uint32]
-    is_fixed: bool
+    cache: Literal["streamed", "busiest", "recent"]
     threshold: float
     n_top: int
     columns: tuple[ChannelColumns, ...]
@@ -259,8 +261,8 @@ class FileWeights(Protocol):
         ``kept_bytes``, of them ``least_bytes`` for experts in any case, and ``arena_bytes`` are
         now; ``read_bytes``, of them ``wasted_bytes`` ahead in vain, ``stalled_ns``, for which
         batches waited, ``expert_hits`` and ``expert_misses`` are so far. With channels, ``bytes``
-        and ``kept_bytes`` count them; ``passing_bytes`` is memory that they pass through, and
-        ``channel_hits`` and ``channel_misses`` are so far.
+        and ``kept_bytes`` count them; ``operands`` says how many have some, ``passing_bytes`` is
+        memory that they pass through, and ``channel_hits`` and ``channel_misses`` are so far.
         """
 
     def add_operand(self, path: str, operand: ChannelOperand) -> None:

@@ -31,11 +31,13 @@ class FlashWeightsConfig(BaseModel):
         description="Which values a token uses: those from a size on that was calibrated once, or "
         "exactly as many as `sparsity` says.",
     )
-    cache: Literal["busiest", "shared", "layer"] = Field(
-        default="busiest",
-        description="Which columns stay in memory: those that were busiest when the channel file "
-        "was calibrated, or those that were used most often of late, for which all layers compete "
-        "(`shared`) or of which each layer has as many as the others (`layer`, ActiveFlow's way).",
+    cache: Literal["streamed", "busiest", "shared", "layer"] = Field(
+        default="streamed",
+        description="Which columns stay in memory when not all fit. `streamed`: some, and all "
+        "others are read ahead for each token. Or only those are read that a token turns out to "
+        "need, and what stays are the `busiest` of the calibration, or those used most often of "
+        "late, for which all layers compete (`shared`) or of which each layer has as many as the "
+        "others (`layer`, ActiveFlow's way).",
     )
     memory_budget: ByteSize | None = Field(
         default=None,

@@ -129,7 +129,7 @@ class FlashWeights:
             return
         with self._lock:
             path = self._paths.get(context.model, "")
-            if path in self._tensors and stats["passing_bytes"] == 0:  # its first context
+            if path in self._tensors and stats["operands"] == 0:  # its first context
                 add_channels(weights, model_channels(path, self._tensors[path]), self._config)
             model = self._models.setdefault(context.model, _Model())
             model.contexts[context.ctx] = context
@@ -207,9 +207,10 @@ class FlashWeights:
         passing = stats["passing_bytes"]
         others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] - passing + _SPARE
         others += sum(context.untouched_bytes() for context in model.contexts.values())
-        room = budget - others - self._config.arena - passing
+        arena = max(self._config.arena, stats["arena_bytes"])
+        room = budget - others - arena - passing
         if room < stats["least_bytes"]:
-            through = self._config.arena + passing + stats["least_bytes"]
+            through = arena + passing + stats["least_bytes"]
             least = -(-(others + through) // (1 << 20))
             raise BudgetError(
                 f"memory_budget is {budget >> 20} MiB, but without any weights this process takes "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, FileWeights, TensorInfo
 from llmaas_plugins.flash_weights.channels import (
@@ -15,6 +16,13 @@ from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.operands import FAMILIES
 
 __all__ = ["add_channels", "model_channels"]
+
+_CACHES: dict[str, Literal["streamed", "busiest", "recent"]] = {
+    "streamed": "streamed",
+    "busiest": "busiest",
+    "shared": "recent",
+    "layer": "recent",
+}
 
 
 def model_channels(model: str, tensors: Mapping[str, TensorInfo]) -> ChannelFile:
@@ -37,8 +45,14 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
     """Have tokens multiplied with active channels, from the next batch on.
 
     Raises:
-        ConfigError: The file does not go with the model.
+        ConfigError: The file does not go with the model, or with the configuration.
     """
+    if config.cache == "streamed" and file.group_layers > 1:
+        raise ConfigError(
+            f"{file.path} has columns of {file.group_layers} layers side by side, and with the "
+            "cache `streamed` whole layers are read. Run `llmaas flash pack --sparse` without "
+            "--group-layers, or choose another cache."
+        )
     for channels in file.operands.values():
         weights.add_operand(str(file.path), _operand(channels, config))
 
@@ -53,7 +67,7 @@ def _operand(channels: Channels, config: FlashWeightsConfig) -> ChannelOperand:
         offset=channels.first,
         stride=channels.stride,
         order=channels.order.astype("uint32"),
-        is_fixed=config.cache == "busiest",
+        cache=_CACHES[config.cache],
         threshold=0.0 if is_exact else channels.threshold(config.sparsity),
         n_top=round(len(channels.order) * (1 - config.sparsity)) if is_exact else 0,
         columns=tuple(

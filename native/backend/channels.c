@@ -4,6 +4,7 @@
 #include "gather.h"
 #include "llmaas/sparse.h"
 #include "slots.h"
+#include "stream.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -19,17 +20,30 @@ typedef struct pool {
     llmaas_slots * slots;
 } pool;
 
+/* Channels that are streamed: in pieces of so many, each where a tensor's data says. */
+typedef struct streamed {
+    llmaas_stream *      stream;
+    char *               home;
+    uint32_t *           places; /* by channel, in the order of the file */
+    uint32_t             n_each; /* channels of a piece */
+    size_t               n_pieces;
+    llmaas_piece **      pieces;
+    struct ggml_tensor * data; /* [n_pieces] */
+} streamed;
+
 struct llmaas_operand {
     llmaas_operand *  next;
     llmaas_channels * of;
-    pool *            pool;
+    pool *            pool; /* NULL: they are streamed */
+    size_t            n_bytes; /* of a channel */
+    streamed          streamed;
     int               fd;
     uint64_t          offset, stride;
     uint32_t          n_channels;
     float             threshold;
     uint32_t          n_top; /* 0: by the threshold */
     uint32_t *        order;
-    bool              is_fixed;
+    bool              is_fixed; /* the first ones have slots, not those used most often of late */
     llmaas_channel    channels[];
 };
 
@@ -81,6 +95,17 @@ static void free_room(llmaas_channels * channels) {
     channels->n_room  = 0;
 }
 
+static void free_operand(llmaas_operand * operand) {
+    if (operand->streamed.home) {
+        munmap(operand->streamed.home, operand->n_channels * operand->n_bytes);
+    }
+    free(operand->streamed.places);
+    free(operand->streamed.pieces);
+    free(operand->streamed.data);
+    free(operand->order);
+    free(operand);
+}
+
 void llmaas_channels_free(llmaas_channels * channels) {
     if (!channels) {
         return;
@@ -89,8 +114,7 @@ void llmaas_channels_free(llmaas_channels * channels) {
     free_room(channels);
     for (llmaas_operand * operand = channels->operands; operand;) {
         llmaas_operand * next = operand->next;
-        free(operand->order);
-        free(operand);
+        free_operand(operand);
         operand = next;
     }
     for (pool * p = channels->pools; p;) {
@@ -144,25 +168,71 @@ static bool make_room(llmaas_channels * channels, uint32_t n_channels) {
 /* What stands for the uses of channel i of the n in the file: those in front have more. */
 static uint32_t rank(size_t i, size_t n) { return (uint32_t) ((n - i) * LLMAAS_SLOTS_COUNTS / n); }
 
-llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec) {
+/* Memory under it only where something is kept. */
+static char * reserve(size_t n_bytes) {
+    char * memory = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+/* The pieces belong to the stream, also if there are too few in the end. */
+static bool make_streamed(llmaas_operand * operand, llmaas_stream * stream) {
+    const size_t n = operand->n_channels, n_fit = LLMAAS_PIECE_BYTES / operand->n_bytes, n_each = n_fit ? n_fit : 1;
+    streamed *   s = &operand->streamed;
+    *s = (streamed) {
+        .stream = stream, .home = reserve(n * operand->n_bytes), .places = malloc(n * sizeof *s->places),
+        .n_each = (uint32_t) n_each, .n_pieces = (n + n_each - 1) / n_each};
+    s->pieces = calloc(s->n_pieces, sizeof *s->pieces);
+    s->data   = calloc(s->n_pieces, sizeof *s->data);
+    bool ok   = s->home && s->places && s->pieces && s->data;
+    for (uint32_t i = 0; ok && i < n; i++) {
+        s->places[operand->order[i]] = i;
+    }
+    for (size_t i = 0; ok && i < s->n_pieces; i++) {
+        const size_t begin = i * n_each * operand->n_bytes, n_left = n * operand->n_bytes - begin;
+        const size_t n_piece = n_each * operand->n_bytes;
+        s->pieces[i] = llmaas_stream_add(stream, &(llmaas_piece) {
+            .fd = operand->fd, .offset = operand->offset + begin, .n_bytes = n_left < n_piece ? n_left : n_piece,
+            .home = s->home + begin});
+        ok = s->pieces[i] != NULL;
+    }
+    return ok;
+}
+
+static bool make_pooled(llmaas_channels * channels, llmaas_operand * operand, uint32_t number) {
+    const size_t n = operand->n_channels, n_bytes = n * operand->n_bytes;
+    operand->pool = pool_of(channels, number, operand->n_bytes);
+    if (!operand->pool) {
+        return false;
+    }
+    for (size_t i = 0; i < n; i++) {
+        operand->channels[operand->order[i]] = (llmaas_channel) {-1, operand->is_fixed ? rank(i, n) : 0};
+    }
+    llmaas_slots_expect(operand->pool->slots, n);
+    channels->n_stage = n_bytes > channels->n_stage ? n_bytes : channels->n_stage;
+    channels->stats.n_bytes += n_bytes;
+    return true;
+}
+
+llmaas_operand * llmaas_channels_add(
+    llmaas_channels * channels, struct llmaas_stream * stream, int fd, const llmaas_operand_spec * spec) {
     const size_t     n       = spec->n_channels;
-    pool *           of      = make_room(channels, spec->n_channels) ? pool_of(channels, spec->pool, spec->n_bytes) : NULL;
-    llmaas_operand * operand = of ? calloc(1, sizeof *operand + n * sizeof *operand->channels) : NULL;
+    llmaas_operand * operand = calloc(1, sizeof *operand + n * sizeof *operand->channels);
     uint32_t *       order   = operand ? malloc(n * sizeof *order) : NULL;
     if (!order) {
         free(operand);
         return NULL;
     }
     *operand = (llmaas_operand) {
-        .next = channels->operands, .of = channels, .pool = of, .fd = fd, .offset = spec->offset, .stride = spec->stride,
-        .n_channels = spec->n_channels, .threshold = spec->threshold, .n_top = spec->n_top, .is_fixed = spec->is_fixed,
-        .order = memcpy(order, spec->order, n * sizeof *order)};
-    for (size_t i = 0; i < n; i++) {
-        operand->channels[order[i]] = (llmaas_channel) {-1, spec->is_fixed ? rank(i, n) : 0};
+        .next = channels->operands, .of = channels, .n_bytes = spec->n_bytes, .fd = fd, .offset = spec->offset,
+        .stride = spec->stride, .n_channels = spec->n_channels, .threshold = spec->threshold, .n_top = spec->n_top,
+        .is_fixed = spec->cache == LLMAAS_CHANNELS_BUSIEST, .order = memcpy(order, spec->order, n * sizeof *order)};
+    const bool is_streamed = spec->cache == LLMAAS_CHANNELS_STREAMED;
+    if (!make_room(channels, spec->n_channels) ||
+        !(is_streamed ? make_streamed(operand, stream) : make_pooled(channels, operand, spec->pool))) {
+        free_operand(operand);
+        return NULL;
     }
-    llmaas_slots_expect(of->slots, n);
-    channels->n_stage = n * spec->n_bytes > channels->n_stage ? n * spec->n_bytes : channels->n_stage;
-    channels->stats.n_bytes += n * spec->n_bytes;
+    channels->stats.n_operands++;
     return channels->operands = operand;
 }
 
@@ -182,7 +252,10 @@ void llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes) {
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels) {
     llmaas_channel_stats stats = channels->stats;
     const size_t         n_likely = channels->n_stage / 2; /* no more are active, mostly, and some of them have slots */
-    stats.n_passing = llmaas_gather_memory(channels->gather) + (channels->n_touched > n_likely ? channels->n_touched : n_likely);
+    if (channels->pools) {
+        stats.n_passing = llmaas_gather_memory(channels->gather);
+        stats.n_passing += channels->n_touched > n_likely ? channels->n_touched : n_likely;
+    }
     for (const pool * p = channels->pools; p; p = p->next) {
         stats.n_kept += llmaas_slots_kept(p->slots);
     }
@@ -190,11 +263,7 @@ llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels
 }
 
 static bool make_stage(llmaas_channels * channels) {
-    if (!channels->stage) {
-        char * stage = mmap(NULL, channels->n_stage, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        channels->stage = stage == MAP_FAILED ? NULL : stage;
-    }
+    channels->stage = channels->stage ? channels->stage : reserve(channels->n_stage);
     return channels->stage != NULL;
 }
 
@@ -203,7 +272,7 @@ static char * memory_for(llmaas_channels * channels, const llmaas_operand * oper
     char * memory = llmaas_slots_take(operand->pool->slots, channel);
     if (!memory) {
         memory = channels->stage + channels->n_staged;
-        channels->n_staged += operand->pool->n_bytes;
+        channels->n_staged += operand->n_bytes;
         channels->n_touched = channels->n_staged > channels->n_touched ? channels->n_staged : channels->n_touched;
     }
     return memory;
@@ -246,7 +315,7 @@ static bool fetch(llmaas_channels * channels, llmaas_operand * operand, uint32_t
             channels->missing[channel] = 0;
             channels->columns[i - 1]   = (const uint8_t *) to;
             channels->pieces[n++]      = (llmaas_gathered) {
-                operand->offset + at * operand->stride, (uint32_t) operand->pool->n_bytes, to};
+                operand->offset + at * operand->stride, (uint32_t) operand->n_bytes, to};
         }
     }
     return llmaas_gather_read(channels->gather, operand->fd, channels->pieces, n, &channels->stats.n_read);
@@ -261,27 +330,45 @@ static void select_channels(llmaas_channels * channels, const llmaas_operand * o
     }
 }
 
+/* All are there by now. */
+static void find_streamed(llmaas_channels * channels, const llmaas_operand * operand) {
+    const streamed * s = &operand->streamed;
+    for (uint32_t i = 0; i < channels->active->n; i++) {
+        const uint32_t place = s->places[channels->active->channels[i]], piece = place / s->n_each;
+        const char *   data  = s->data[piece].data;
+        channels->columns[i] = (const uint8_t *) data + (size_t) (place - piece * s->n_each) * operand->n_bytes;
+        *(s->pieces[piece]->is_kept ? &channels->stats.n_hits : &channels->stats.n_misses) += 1;
+    }
+}
+
+static bool find_pooled(llmaas_channels * channels, llmaas_operand * operand) {
+    channels->n_staged = 0;
+    if (!llmaas_slots_turn(operand->pool->slots) || !make_stage(channels)) {
+        channels->active->n = 0;
+        return false;
+    }
+    const uint32_t n_missing = find(channels, operand);
+    if (n_missing == 0) {
+        return true;
+    }
+    const uint64_t started = llmaas_now_ns();
+    const bool     ok      = fetch(channels, operand, n_missing);
+    channels->stats.stalled_ns += llmaas_now_ns() - started;
+    return ok;
+}
+
 static void have_channels(void * arg, int ith, int nth) {
     const struct selection * s        = arg;
     llmaas_channels *        channels = s->operand->of;
     (void) nth;
-    if (ith != 0) {
+    if (ith != 0 || llmaas_graph_failed(channels->graph)) {
         return;
     }
     select_channels(channels, s->operand, s->x->data);
-    channels->n_staged = 0;
-    if (!llmaas_slots_turn(s->operand->pool->slots) || !make_stage(channels)) {
+    if (!s->operand->pool) {
+        find_streamed(channels, s->operand);
+    } else if (!find_pooled(channels, s->operand)) {
         llmaas_graph_fail(channels->graph);
-        channels->active->n = 0;
-        return;
-    }
-    const uint32_t n_missing = find(channels, s->operand);
-    if (n_missing > 0) {
-        const uint64_t started = llmaas_now_ns();
-        if (!fetch(channels, s->operand, n_missing)) {
-            llmaas_graph_fail(channels->graph);
-        }
-        channels->stats.stalled_ns += llmaas_now_ns() - started;
     }
 }
 
@@ -307,6 +394,19 @@ bool llmaas_columns_fit(const struct ggml_tensor * node) {
     return node->op == GGML_OP_MUL_MAT && ggml_nrows(node->src[1]) == 1 && node->src[1]->type == GGML_TYPE_F32;
 }
 
+/* Those of its pieces that are not kept are read by then, and stay. */
+static bool use_pieces(const llmaas_operand * operand) {
+    const streamed * s = &operand->streamed;
+    size_t           n = 0;
+    for (size_t i = 0; i < s->n_pieces; i++) {
+        s->data[i].data = s->pieces[i]->home;
+        if (!s->pieces[i]->is_kept && !llmaas_stream_use(s->stream, s->pieces[i], s->pieces[i]->n_bytes, &s->data[i], n++)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * graph, struct ggml_tensor * node) {
     llmaas_channels *    channels = columns->operand->of;
     const struct product product  = {*columns, node};
@@ -314,7 +414,7 @@ bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * grap
         const struct selection selection = {columns->operand, node->src[1]};
         channels->operand = columns->operand;
         channels->x       = node->src[1];
-        if (!llmaas_graph_step(graph, have_channels, &selection, sizeof selection)) {
+        if (!use_pieces(columns->operand) || !llmaas_graph_step(graph, have_channels, &selection, sizeof selection)) {
             return false;
         }
     }

@@ -24,7 +24,8 @@ typedef struct llmaas_columns {
 } llmaas_columns;
 
 typedef struct llmaas_channel_stats {
-    uint64_t n_bytes;   /* of all channels */
+    uint32_t n_operands;
+    uint64_t n_bytes;   /* of all channels that have slots */
     uint64_t n_kept;    /* of slots that have memory */
     uint64_t n_passing; /* of memory that channels without a slot, and reads, take */
     uint64_t n_read;    /* so far */
@@ -35,8 +36,11 @@ typedef struct llmaas_channel_stats {
 llmaas_channels * llmaas_channels_new(void);
 void              llmaas_channels_free(llmaas_channels * channels);
 
-/* An operand whose channels are in fd; lives as long as `channels`. Before the first graph. NULL: memory. */
-llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec);
+/* An operand whose channels are in fd, and that reads them through `stream` if they are streamed; lives as long as `channels`.
+ * Outside of graphs. NULL: memory. */
+struct llmaas_stream;
+llmaas_operand * llmaas_channels_add(
+    llmaas_channels * channels, struct llmaas_stream * stream, int fd, const llmaas_operand_spec * spec);
 uint32_t         llmaas_operand_width(const llmaas_operand * operand);
 
 /* Bytes of slots; outside of graphs. */

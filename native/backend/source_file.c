@@ -8,7 +8,6 @@
 #include <string.h>
 
 enum {
-    PIECE_BYTES = 2 << 20, /* at most, unless a weight cannot be cut */
     STEP        = 16,      /* rows that ggml-cpu interleaves at most */
 };
 
@@ -36,7 +35,7 @@ void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool i
 
 /* Rows of a piece. A stack of matrices (experts) is not cut. */
 static int64_t rows_of_piece(const struct ggml_tensor * tensor) {
-    const int64_t n_rows = PIECE_BYTES / (int64_t) tensor->nb[1] / STEP * STEP;
+    const int64_t n_rows = LLMAAS_PIECE_BYTES / (int64_t) tensor->nb[1] / STEP * STEP;
     if (ggml_nrows(tensor) > tensor->ne[1] || n_rows >= tensor->ne[1]) {
         return tensor->ne[1];
     }
@@ -147,7 +146,7 @@ static bool multiply_rows(
     const bool   is_stack = ggml_nrows(&state->as) > state->as.ne[1];
     const size_t n_bytes  = is_stack ? ggml_nbytes(&state->as) : (size_t) n * state->as.nb[1];
     product->src[0]->data = piece->home;
-    if (!piece->is_kept && !llmaas_stream_use(state->stream, piece, n_bytes, product->src[0])) {
+    if (!piece->is_kept && !llmaas_stream_use(state->stream, piece, n_bytes, product->src[0], 0)) {
         return false;
     }
     llmaas_graph_append(graph, product);

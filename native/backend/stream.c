@@ -48,13 +48,14 @@ struct llmaas_stream {
     bool            is_stale; /* which pieces are wanted must be found out again */
 
     char * arena;
-    size_t n_arena, n_widest; /* bytes; those of the longest piece that was used */
+    size_t n_arena, n_widest, n_together; /* bytes; those of the longest piece that was used, and of pieces together */
     load   loads[MAX_LOADS]; /* in order of use; a ring */
     size_t first, n_loads;
 
     use *  plan; /* of the graph */
     size_t n_plan, plan_capacity;
     size_t n_used;   /* of the plan, those that are no longer needed */
+    size_t n_fetched; /* those that were there when they were needed */
     size_t n_loaded; /* those whose loads were made */
     size_t n_ahead;  /* those whose loads were made for the next graph, or are not to be */
 
@@ -156,6 +157,7 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
         stats->n_kept += channels.n_kept;
         stats->n_read += channels.n_read;
         stats->stalled_ns += channels.stalled_ns;
+        stats->n_operands       = channels.n_operands;
         stats->n_passing        = channels.n_passing;
         stats->n_channel_hits   = channels.n_hits;
         stats->n_channel_misses = channels.n_misses;
@@ -373,6 +375,7 @@ void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph) {
 struct fetch {
     llmaas_stream *      stream;
     size_t               index; /* in the plan */
+    size_t               first; /* that stays until then */
     struct ggml_tensor * weight;
 };
 
@@ -383,20 +386,23 @@ static void fetch(void * arg, int ith, int nth) {
     if (ith != 0) {
         return;
     }
-    while (stream->n_used < f->index) {
+    while (stream->n_used < f->first) {
         release(stream, load_at(stream, 0));
     }
     const uint64_t started = llmaas_now_ns();
     pump(stream); /* which may wait, too: a device takes so many reads at a time */
-    load * l = load_at(stream, 0);
-    if (!await(stream, l)) {
+    const size_t i = f->index - stream->n_used;
+    load *       l = load_at(stream, i);
+    if (i >= stream->n_loads || !await(stream, l)) {
         llmaas_graph_fail(stream->graph);
     }
+    stream->n_fetched = f->index + 1;
     stream->stats.stalled_ns += llmaas_now_ns() - started;
     f->weight->data = bytes_of(stream, l);
 }
 
-bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight) {
+bool llmaas_stream_use(
+    llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight, size_t n_before) {
     use * plan = llmaas_grown(stream->plan, stream->n_plan, &stream->plan_capacity, sizeof *plan);
     if (!plan) {
         return false;
@@ -406,16 +412,24 @@ bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_by
         piece->turn      = fmod((double) ++stream->n_turns * 0.6180339887498949, 1);
         stream->is_stale = true;
     }
-    const struct fetch arg = {stream, stream->n_plan, weight};
+    const struct fetch arg = {stream, stream->n_plan, stream->n_plan - n_before, weight};
     const use          of  = {piece, n_bytes};
     stream->plan[stream->n_plan++] = of;
-    stream->n_widest = room_for(&of) > stream->n_widest ? room_for(&of) : stream->n_widest;
+    size_t n_together = 0;
+    for (size_t i = arg.first; i < stream->n_plan; i++) {
+        n_together += room_for(&stream->plan[i]);
+    }
+    stream->n_widest   = room_for(&of) > stream->n_widest ? room_for(&of) : stream->n_widest;
+    stream->n_together = n_together > stream->n_together ? n_together : stream->n_together;
     return llmaas_graph_step(stream->graph, fetch, &arg, sizeof arg);
 }
 
-/* At least two of the largest pieces, so that one is read while the other is used. */
+/* At least what is used together and one of the largest pieces, so that this is read meanwhile; and as much again where more
+ * than one are used, for what is lost at the ring's end. */
 static bool make_arena(llmaas_stream * stream) {
-    const size_t n_least = stream->n_widest > stream->n_arena_min / 2 ? 2 * stream->n_widest : stream->n_arena_min;
+    const size_t n_end    = stream->n_together > stream->n_widest ? stream->n_widest : 0;
+    const size_t n_wanted = stream->n_together + stream->n_widest + n_end;
+    const size_t n_least  = n_wanted > stream->n_arena_min ? n_wanted : stream->n_arena_min;
     const size_t n_bytes = (n_least + LLMAAS_IO_HUGE_PAGE - 1) / LLMAAS_IO_HUGE_PAGE * LLMAAS_IO_HUGE_PAGE;
     if (n_bytes == stream->n_arena) {
         return true;
@@ -453,16 +467,18 @@ bool llmaas_stream_start(llmaas_stream * stream) {
     if (stream->is_stale) { /* still: what is no longer wanted is part of this graph */
         choose_wanted(stream);
     }
-    stream->n_used = stream->n_ahead = 0;
+    stream->n_used = stream->n_ahead = stream->n_fetched = 0;
     stream->n_loaded = stream->n_loads;
     pump(stream);
     return true;
 }
 
 void llmaas_stream_end(llmaas_stream * stream) {
-    const bool is_whole = stream->n_used + 1 == stream->n_plan && !llmaas_graph_failed(stream->graph);
-    if (is_whole) {
-        release(stream, load_at(stream, 0));
+    const bool is_whole = stream->n_fetched == stream->n_plan && !llmaas_graph_failed(stream->graph);
+    if (stream->n_plan > 0 && is_whole) {
+        while (stream->n_used < stream->n_plan) {
+            release(stream, load_at(stream, 0));
+        }
         pump(stream);
     } else if (stream->n_plan > 0) { /* it was aborted, or a read failed */
         cut_loads(stream, 0);

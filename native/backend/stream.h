@@ -16,7 +16,9 @@
 
 typedef struct llmaas_stream llmaas_stream;
 
-/* A run of a weight's rows. */
+#define LLMAAS_PIECE_BYTES (2 << 20) /* at most, unless something cannot be cut */
+
+/* A run of a weight's rows, or of an operand's channels. */
 typedef struct llmaas_piece {
     int      fd;
     uint64_t offset; /* of its bytes in the file */
@@ -48,8 +50,10 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
 
 /* Around a graph: from begin to end the stream is its own, and no other thread's. */
 void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph);
-/* The graph uses the first n_bytes of `piece` next, as the data of `weight`, a tensor of the graph. False: memory. */
-bool llmaas_stream_use(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight);
+/* The graph uses the first n_bytes of `piece` next, as the data of `weight`, together with those that it used in the n_before
+ * calls before. False: memory. */
+bool llmaas_stream_use(
+    llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight, size_t n_before);
 /* All uses are known; the graph is computed next. False: memory. */
 bool llmaas_stream_start(llmaas_stream * stream);
 void llmaas_stream_end(llmaas_stream * stream);

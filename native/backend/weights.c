@@ -286,7 +286,8 @@ static bool is_sound(const llmaas_operand_spec * spec) {
     return spec->n_channels > 0 && spec->n_channels % LLMAAS_BLOCK_COLUMNS == 0 && spec->n_channels <= MAX_CHANNELS &&
            spec->n_bytes > 0 && spec->n_bytes <= MAX_CHANNEL_BYTES && spec->stride >= spec->n_bytes &&
            spec->stride <= INT64_MAX / MAX_CHANNELS / 2 && spec->offset <= INT64_MAX / 2 && spec->threshold >= 0 &&
-           spec->n_top <= spec->n_channels && is_permutation(spec->order, spec->n_channels);
+           (spec->cache != LLMAAS_CHANNELS_STREAMED || spec->stride == spec->n_bytes) &&
+           (unsigned) spec->cache <= LLMAAS_CHANNELS_RECENT && spec->n_top <= spec->n_channels && is_permutation(spec->order, spec->n_channels);
 }
 
 static llmaas_status add_operand(
@@ -299,7 +300,7 @@ static llmaas_status add_operand(
         llmaas_grown(weights->operands, weights->n_operands, &weights->operands_capacity, sizeof *operands);
     weights->operands  = operands ? operands : weights->operands;
     llmaas_channels * channels = operands ? llmaas_stream_channels(weights->stream) : NULL;
-    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, fd, spec) : NULL;
+    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, weights->stream, fd, spec) : NULL;
     if (!added) {
         return LLMAAS_ESPACE;
     }

@@ -49,14 +49,14 @@ uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
-    uint64_t n_passing, n_channel_hits, n_channel_misses;
+    uint64_t n_passing, n_channel_hits, n_channel_misses, n_operands;
 } llmaas_stream_stats;
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
 typedef struct llmaas_operand_spec {
     uint32_t pool, n_channels, n_bytes;
     uint64_t offset, stride;
     const uint32_t * order;
-    bool is_fixed;
+    int cache;
     float threshold;
     uint32_t n_top;
 } llmaas_operand_spec;

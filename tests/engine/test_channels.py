@@ -52,7 +52,7 @@ def _calibration(tensors):
     }
 
 
-def operands(file, *, threshold=None, share=None, by_layer=False, is_fixed=False):
+def operands(file, *, threshold=None, share=None, by_layer=False, cache="recent"):
     """Those of a channel file; values are used from a threshold on, or a share of them."""
     for number, found in enumerate(file.operands.values()):
         yield ChannelOperand(
@@ -61,7 +61,7 @@ def operands(file, *, threshold=None, share=None, by_layer=False, is_fixed=False
             offset=found.first,
             stride=found.stride,
             order=found.order.astype(np.uint32),
-            is_fixed=is_fixed,
+            cache=cache,
             threshold=threshold or 0.0,
             n_top=round(share * found.operand.n_channels) if share is not None else 0,
             columns=tuple(
@@ -133,15 +133,22 @@ def test_values_from_a_threshold_on(reference_model, channels, threshold):
     assert divergence(dense, found) > 3 * divergence(expected, found)
 
 
-CACHES = {"shared": {}, "by layer": {"by_layer": True}, "fixed": {"is_fixed": True}}
+CACHES = {
+    "shared": {},
+    "by layer": {"by_layer": True},
+    "busiest": {"cache": "busiest"},
+    "streamed": {"cache": "streamed"},
+}
 
 
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("group_layers", [1, 3])
+@pytest.mark.parametrize(
+    ("group_layers", "cache"),
+    [(1, cache) for cache in CACHES] + [(3, "shared"), (3, "busiest")],
+)
 def test_where_channels_are_does_not_matter(reference_model, channels, group_layers, cache):
     expected = sparse(reference_model, channels(1), share=0.5)
     for kept in (0, 3 << 20):
-        found = sparse(reference_model, channels(group_layers), kept, share=0.5, **cache)
+        found = sparse(reference_model, channels(group_layers), kept, share=0.5, **CACHES[cache])
         assert np.array_equal(found, expected)
 
 
@@ -149,7 +156,7 @@ def test_the_first_channels_of_the_file_stay(reference_model, channels):
     """Once they are there, others are read and forgotten: the same ones again and again."""
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model) as ctx:
-        weights, reads = attach(plugin, channels(1), 3 << 20, share=1, is_fixed=True), []
+        weights, reads = attach(plugin, channels(1), 3 << 20, share=1, cache="busiest"), []
         for i in range(6):
             before = weights.stats()["channel_hits"]
             step(ctx, [TOKENS[i]], i)
@@ -253,6 +260,7 @@ def test_channels_that_cannot_be_read_fail_the_batch(reference_model, channels, 
 
 
 WRONG = {
+    "streamed, and not side by side": {"cache": "streamed", "stride": 4096},
     "an order that is none": {"order": np.zeros(256, np.uint32)},
     "too many at the top": {"n_top": 257},
     "a negative threshold": {"threshold": -1.0},

@@ -93,7 +93,7 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
 
 BUDGETS = """
 start, runs, kept = resident_bytes(), [], []
-for n, cache in ((100, "shared"), (9, "shared"), (9, "layer"), (9, "busiest")):
+for n, cache in ((100, "shared"), (9, "shared"), (9, "layer"), (9, "busiest"), (9, "streamed")):
     suite, llama = app(start + 300 * MIB, mode="sparse", arena=4 * MIB, cache=cache)
     tokens(llama, 2)
     beside = resident_bytes() - streamed(suite)["models"][0]["kept_bytes"]
@@ -108,7 +108,7 @@ print(json.dumps([runs, kept]))
 
 def test_what_is_generated_does_not_depend_on_the_budget(model):
     (first, *others), kept = run(model, BUDGETS, is_packed=True)
-    assert others == [first] * 3
+    assert others == [first] * 4
     assert kept[0] > 0.95  # but for channels that were never used
     assert max(kept[1:]) < 0.9
 
@@ -153,6 +153,16 @@ def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, 
     path = shutil.copyfile(model, tmp_path / "model.gguf")
     with pytest.raises(Exception, match="llmaas flash pack --sparse"), opened(path):
         pass
+
+
+def test_layers_side_by_side_are_not_streamed(model, opened, tmp_path):
+    path = shutil.copyfile(model, tmp_path / "model.gguf")
+    assert main(["flash", "pack", "--sparse", "--group-layers", "2", str(path)]) == 0
+    with pytest.raises(Exception, match="without --group-layers"), opened(path):
+        pass
+    with opened(path, cache="busiest") as (llama, _), opened(cache="busiest") as (other, _):
+        tokens = llama.tokenize(TEXT.encode())
+        assert np.array_equal(read(llama, tokens), read(other, tokens))
 
 
 def test_a_channel_file_of_another_model_is_refused(model, opened, tmp_path):

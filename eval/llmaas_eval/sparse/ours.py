@@ -19,15 +19,21 @@ from llmaas_plugins.flash_weights.calibration import Calibration, Calibrator
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import channel_path, write_channels
 
-__all__ = ["engine_perplexity", "with_channels"]
+__all__ = ["add_channels", "engine_perplexity", "with_channels"]
 
 
 def with_channels(model: Path, folder: Path, calibration: Tokens) -> Path:
     """A copy of a model in ``folder``, with a channel file that is calibrated on these windows."""
     path = Path(shutil.copyfile(model, folder / model.name))
-    tensors = model_tensors(path)
-    list(write_channels(path, channel_path(path), tensors, _calibrated(path, calibration)))
+    add_channels(path, calibration)
     return path
+
+
+def add_channels(model: Path, calibration: Tokens) -> None:
+    """Write a model's channel file, calibrated on these windows."""
+    found = _calibrated(model, calibration)
+    for _ in write_channels(model, channel_path(model), model_tensors(model), found):
+        pass
 
 
 def _calibrated(path: Path, windows: Tokens) -> Calibration:

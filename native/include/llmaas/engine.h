@@ -61,10 +61,18 @@ typedef struct llmaas_stream_stats {
     uint64_t n_wasted;        /* of them, read ahead in vain */
     uint64_t stalled_ns;      /* that graphs waited for reads */
     uint64_t n_passing;       /* of memory, beside the arena, that channels pass through */
-    uint64_t n_channel_hits, n_channel_misses; /* active channels that were there, and that had to be read, so far */
+    uint64_t n_channel_hits, n_channel_misses; /* active channels that were kept, and that had to be read, so far */
+    uint64_t n_operands;      /* whose channels tokens are multiplied with */
 } llmaas_stream_stats;
 /* All 0: no weights are in files, or `weights` is NULL. */
 LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
+
+/* Which channels stay in memory, and how others are read. */
+typedef enum llmaas_channel_cache {
+    LLMAAS_CHANNELS_STREAMED = 0, /* some, evenly spread over a token; all others are read ahead, whether they are used or not */
+    LLMAAS_CHANNELS_BUSIEST  = 1, /* the first ones in the file; others are read when they turn out to be used */
+    LLMAAS_CHANNELS_RECENT   = 2, /* those used most often of late; others likewise */
+} llmaas_channel_cache;
 
 /* An activation that some weights in files read, and a file that has their columns (sparse.h), channel by channel: what a
  * token's largest values are multiplied with. */
@@ -75,14 +83,14 @@ typedef struct llmaas_operand_spec {
     uint64_t         offset;     /* in the file, of the first channel */
     uint64_t         stride;     /* from one to the next */
     const uint32_t * order;      /* [n_channels]: which channel is where */
-    bool             is_fixed;   /* the first ones there stay in memory, rather than those used most often of late */
+    llmaas_channel_cache cache;
     float            threshold;  /* a value is used from this size on; unless */
     uint32_t         n_top;      /* so many are: the largest */
 } llmaas_operand_spec;
 
 /* Products with one token read only the columns that are used, and keep those that are used most; from the next graph on.
  * Products with several tokens are dense: read for each graph, never kept. *operand: its number. EINVAL: the spec contradicts
- * itself, or no weights are in files. EIO, ESPACE: as llmaas_weights_claim_file(). */
+ * itself (streamed channels lie side by side), or no weights are in files. EIO, ESPACE: as llmaas_weights_claim_file(). */
 LLMAAS_API llmaas_status llmaas_weights_add_operand(
     llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
 

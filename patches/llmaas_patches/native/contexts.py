@@ -22,6 +22,7 @@ __all__ = ["Context"]
 
 _LANDING_FIELDS = 4
 _EINVAL = 1
+_CACHES = ("streamed", "busiest", "recent")
 _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
 
 
@@ -104,6 +105,7 @@ class Weights:
             "wasted_bytes": stats.n_wasted,
             "stalled_ns": stats.stalled_ns,
             "passing_bytes": stats.n_passing,
+            "operands": stats.n_operands,
             "channel_hits": stats.n_channel_hits,
             "channel_misses": stats.n_channel_misses,
         }
@@ -115,7 +117,7 @@ class Weights:
         spec, number = ffi.new("llmaas_operand_spec *"), ffi.new("uint32_t *")
         spec.pool, spec.n_channels, spec.n_bytes = operand.pool, len(order), operand.n_bytes
         spec.offset, spec.stride = operand.offset, operand.stride
-        spec.is_fixed = operand.is_fixed
+        spec.cache = _CACHES.index(operand.cache)
         spec.threshold, spec.n_top = operand.threshold, operand.n_top
         spec.order = ffi.from_buffer("uint32_t[]", order)
         with self._context._alive():
