@@ -92,6 +92,12 @@ def test_sizes_of_a_model(tmp_path):
     assert found.buffers == 4 * 512 * (512 + of_attention)
 
 
+def test_a_short_contexts_batches_are_short(tmp_path):
+    tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 1))
+    found = sizes_of(tensors, Metadata(4, 1.0), 128)
+    assert found.buffers == 4 * 128 * (128 + 4 * 128 + 6 * WIDTH)
+
+
 def test_layers_of_a_group_are_further_apart(tmp_path):
     tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 3))
     found = sizes_of(tensors, Metadata(4, 1.0), 512, group_layers=2)
@@ -159,7 +165,10 @@ def test_the_sparse_mode_waits_for_channels():
     assert found.cache == 377 * MIB - found.least_budget
     assert found.group_layers == 1
     computing_s = (8 * MIB + 58 * MIB + IN_CHANNELS / 2) / 10e9
-    assert found.token_s > computing_s + found.read / 1.5e9
+    reads = planner._channel_reads(SIZES, (found.cache - SIZES.dense) / IN_CHANNELS, 0.5)
+    assert found.read == reads.n_bytes
+    reading_s = reads.n_reads * 8e-6 + reads.n_bytes / 1.5e9
+    assert found.token_s == pytest.approx(reading_s + computing_s)
     whole = plan(2000).sparse
     assert whole.read == 0
     assert whole.token_s == pytest.approx(computing_s)
@@ -267,7 +276,8 @@ def test_the_pipeline_is_the_paper():
         assert row.token_s == pytest.approx(cost.t_decode + others_s)
         assert row.cache == min(int(cost.m_cache), IN_CHANNELS)
         assert row.least_budget == pytest.approx(700 * MIB - cost.m_cache, abs=2)
-        assert row.read < IN_CHANNELS
+        missed = IN_CHANNELS / 2 * (1 - cost.hr)
+        assert row.read == pytest.approx(missed * (1 + (1 - system.si) / cost.n))
 
 
 @pytest.mark.parametrize(("budget_mib", "expected"), [(300, None), (600, 0.0)])
@@ -276,6 +286,11 @@ def test_its_sparsity(budget_mib, expected):
     expected = 1 - budget_mib * MIB / IN_CHANNELS if expected is None else expected
     assert found.sparsity == pytest.approx(expected)
     assert found.sparse.sparsity == found.sparsity
+
+
+def test_its_sparsity_has_a_limit():
+    large = [dataclasses.replace(part, n_layers=20 * part.n_layers) for part in PARTS]
+    assert plan(220, None, sizes=dataclasses.replace(SIZES, channels=tuple(large))).sparsity == 0.95
 
 
 def test_what_is_known_better_is_taken():
