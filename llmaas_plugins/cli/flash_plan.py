@@ -82,7 +82,7 @@ def plan(args: argparse.Namespace) -> int:
     check_budget(sizes, process, args.memory_budget)  # before anybody waits
     machine = _machine(source, args.seconds, process)
     made = make_plan(sizes, machine, args.memory_budget, args.sparsity)
-    if made.sparse is None:
+    if not made.sparse:
         notes.append("The model has no matrices whose channels could be read one by one.")
     elif sparse_note:
         notes.append(sparse_note)
@@ -172,7 +172,8 @@ def _settings(made: Plan) -> dict[str, Any]:
         "memory_budget": f"{budget // _MIB} MiB" if budget % _MIB == 0 else budget
     }
     if made.recommended.mode == "sparse":
-        settings |= {"mode": "sparse", "sparsity": round(made.sparsity, 3)}
+        keeps = made.recommended.keeps
+        settings |= {"mode": "sparse", "sparsity": round(made.sparsity, 3), "cache": keeps}
     return settings
 
 
@@ -254,13 +255,13 @@ def _text(  # noqa: PLR0913 -- all that there is to show
 
 def _recommendation(made: Plan) -> str:
     """Which mode, and why."""
-    exact, sparse, chosen = made.exact, made.sparse, made.recommended
+    exact, sparse, chosen = made.exact, made.fastest_sparse, made.recommended
     if exact.read == 0:
         return "exact; all weights fit"
-    if sparse is None or made.budget < sparse.least_budget:
+    if sparse is None:
         return "exact; nothing else works here"
     times = f"{exact.token_s / sparse.token_s:.1f} times as fast"
-    if chosen is sparse:
+    if chosen.mode == "sparse":
         return f"sparse; {times} as the exact mode, but it changes the text"
     return f"exact; the sparse mode would be {times}, and change the text"
 
@@ -273,8 +274,17 @@ def _ended(made: Plan) -> str:
 
 
 def _table(made: Plan) -> Iterator[str]:
-    head = ("mode", "sparsity", "N", "cache", "ms a token", "read a token", "least budget")
-    found = filter(None, (made.exact, made.sparse, *made.pipeline))
+    head = (
+        "mode",
+        "sparsity",
+        "N",
+        "keeps",
+        "in memory",
+        "ms a token",
+        "read a token",
+        "least budget",
+    )
+    found = (made.exact, *made.sparse, *made.pipeline)
     rows = [head, *(_cells(row, made.budget) for row in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for mode, *cells in rows:
@@ -288,6 +298,7 @@ def _cells(row: Row, budget: int) -> tuple[str, ...]:
         row.mode,
         f"{100 * row.sparsity:.0f} %",
         str(row.group_layers or "-"),
+        row.keeps or "-",
         f"{row.cache // _MIB} MiB" if works else "-",
         f"{1e3 * row.token_s:.1f}" if works else "-",
         f"{row.read / 1e6:.1f} MB" if works else "-",

@@ -7,7 +7,7 @@ model (cost_model.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Mode = Literal["exact", "sparse", "pipeline"]
+Keeps = Literal["streamed", "busiest", "shared"]
 HitRate = Callable[[float, float], float]
 """Of a cache with this share of the channels, at this sparsity."""
 
@@ -51,7 +52,8 @@ MOST_SPARSITY = 0.95
 _SPARE = 6 << 20
 _ARENA = 32 << 20
 _RING = 4 << 20
-"""Of the engine, as are the next two."""
+_PIECE = 2 << 20
+"""Of the engine, as are those before."""
 _LEAST_SPEEDUP = 1.25
 """Of the sparse mode, which changes the text: less is not worth that, nor when all weights fit."""
 _MIB = 1 << 20
@@ -81,6 +83,7 @@ class Row:
         sparsity: Share of an activation's values that is left out.
         group_layers: N: layers whose channels are read at once; 0: no channels are read.
         cache: Bytes of weights that stay in memory.
+        keeps: ``cache`` of the sparse mode: which channels stay; None: of another mode.
         token_s: Seconds for a token.
         read: Bytes that are read for it.
         least_budget: Memory of the process with which it works at all.
@@ -89,6 +92,7 @@ class Row:
     mode: Mode
     sparsity: float
     group_layers: int
+    keeps: Keeps | None
     cache: int
     token_s: float
     read: float
@@ -103,7 +107,7 @@ class Plan:
         budget: Memory of the process.
         sparsity: That was asked for, or ActiveFlow's for the budget.
         exact: The exact mode.
-        sparse: The sparse one; None where the model has no channels.
+        sparse: The sparse one, by what it keeps; none where the model has no channels.
         pipeline: Each group size that was tried, up to where the search stopped.
         search: Which is ActiveFlow's choice, and why no more were tried; None without channels.
         recommended: One of the engine's.
@@ -112,10 +116,15 @@ class Plan:
     budget: int
     sparsity: float
     exact: Row
-    sparse: Row | None
+    sparse: tuple[Row, ...]
     pipeline: tuple[Row, ...]
     search: Search | None
     recommended: Row
+
+    @property
+    def fastest_sparse(self) -> Row | None:
+        """Of those that work with the budget."""
+        return _fastest(self.budget, self.sparse)
 
 
 def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is known of it
@@ -144,11 +153,14 @@ def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is kn
     check_budget(sizes, machine.process, budget)
     exact = _exact(sizes, machine, budget)
     if not sizes.channels:
-        return Plan(budget, 0.0, exact, None, (), None, _recommended(budget, exact, None))
+        return Plan(budget, 0.0, exact, (), (), None, exact)
     system = system_of(sizes, machine, budget, similarity, hit_rate)
     chosen = min(system.sp, MOST_SPARSITY) if sparsity is None else sparsity
-    sparse = _sparse(sizes, machine, budget, chosen)
-    recommended = _recommended(budget, exact, sparse)
+    kinds: tuple[Keeps, ...] = ("busiest", "shared")
+    sparse = tuple(_sparse(sizes, machine, budget, chosen, keeps=keeps) for keeps in kinds)
+    if sparse[0].group_layers == 1:  # else channels of one layer alone are not read at once
+        sparse = (_read_ahead(sizes, machine, budget, chosen), *sparse)
+    recommended = _recommended(exact, _fastest(budget, sparse))
     search = search_group(system, chosen)
     pipeline = tuple(_pipeline(sizes, machine, system, cost) for cost in search.tried)
     return Plan(budget, chosen, exact, sparse, pipeline, search, recommended)
@@ -237,6 +249,7 @@ def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
         mode="exact",
         sparsity=0.0,
         group_layers=0,
+        keeps=None,
         cache=min(room, sizes.streamed),
         token_s=max(sizes.used / machine.bytes_per_s, read / machine.disk.bytes_per_s),
         read=read,
@@ -244,27 +257,56 @@ def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
     )
 
 
-def _sparse(sizes: ModelSizes, machine: Machine, budget: int, sparsity: float) -> Row:
+def _read_ahead(sizes: ModelSizes, machine: Machine, budget: int, sparsity: float) -> Row:
+    """All channels that are not kept are read, as the exact mode reads weights."""
+    widest = max(one.layer_bytes for one in sizes.channels)
+    arena = max(_ARENA, widest + 2 * _PIECE)  # an activation's channels are used together
+    through = _fixed(sizes, machine.process) + arena + sizes.scales
+    room = max(0, budget - through)
+    plain = sizes.dense + sizes.in_channels
+    read = _streamed(plain, sizes, room)
+    computing_s = _used_sparse(sizes, sparsity) / machine.bytes_per_s
+    return Row(
+        mode="sparse",
+        sparsity=sparsity,
+        group_layers=1,
+        keeps="streamed",
+        cache=min(room, plain + sizes.experts),
+        token_s=max(computing_s, read / machine.disk.bytes_per_s),
+        read=read,
+        least_budget=through + sizes.least_experts,
+    )
+
+
+def _sparse(
+    sizes: ModelSizes, machine: Machine, budget: int, sparsity: float, *, keeps: Keeps
+) -> Row:
     """Channels are read when they are known; only other weights are read ahead."""
     widest = max(one.layer_bytes for one in sizes.channels)
     through = _fixed(sizes, machine.process) + _ARENA + sizes.scales + _RING + widest // 2
     room = max(0, budget - through)
     cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
-    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity)
+    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity, keeps)
     dense = _streamed(sizes.dense, sizes, room)
-    used = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
-    used += sizes.in_channels * (1 - sparsity)
     disk = machine.disk
     waiting_s = reads.n_reads * disk.read_s + reads.n_bytes / disk.bytes_per_s
+    computing_s = _used_sparse(sizes, sparsity) / machine.bytes_per_s
     return Row(
         mode="sparse",
         sparsity=sparsity,
         group_layers=round(sizes.channels[0].stride / sizes.channels[0].n_bytes),
+        keeps=keeps,
         cache=min(room, sizes.dense + sizes.experts + cache),
-        token_s=waiting_s + max(used / machine.bytes_per_s, dense / disk.bytes_per_s),
+        token_s=waiting_s + max(computing_s, dense / disk.bytes_per_s),
         read=reads.n_bytes + dense,
         least_budget=through + sizes.least_experts,
     )
+
+
+def _used_sparse(sizes: ModelSizes, sparsity: float) -> float:
+    """Bytes that a token computes with."""
+    others = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
+    return others + sizes.in_channels * (1 - sparsity)
 
 
 def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
@@ -276,18 +318,24 @@ def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
     return missing
 
 
-def _channel_reads(sizes: ModelSizes, share: float, sparsity: float) -> Reads:
+def _channel_reads(sizes: ModelSizes, share: float, sparsity: float, keeps: Keeps) -> Reads:
     total = Reads(0, 0)
     for one in sizes.channels:
         rates = use_rates(one.means, sparsity)
-        missing = rates * (1 - cached_shares(rates, share))
-        reads = expected_reads(missing, one.n_bytes, one.stride)
+        busiest = np.arange(one.n_channels) < share * one.n_channels
+        cached = busiest if keeps == "busiest" else cached_shares(rates, share)
+        reads = expected_reads(rates * (1 - cached), one.n_bytes, one.stride)
         total += Reads(*(one.n_layers * number for number in reads))
     return total
 
 
-def _recommended(budget: int, exact: Row, sparse: Row | None) -> Row:
-    if exact.read == 0 or sparse is None or budget < sparse.least_budget:
+def _fastest(budget: int, rows: Iterable[Row]) -> Row | None:
+    works = (row for row in rows if budget >= row.least_budget)
+    return min(works, key=lambda row: row.token_s, default=None)
+
+
+def _recommended(exact: Row, sparse: Row | None) -> Row:
+    if exact.read == 0 or sparse is None:
         return exact
     return sparse if exact.token_s >= _LEAST_SPEEDUP * sparse.token_s else exact
 
@@ -314,6 +362,7 @@ def _pipeline(sizes: ModelSizes, machine: Machine, system: System, cost: Cost) -
         mode="pipeline",
         sparsity=cost.sp,
         group_layers=cost.n,
+        keeps=None,
         cache=int(min(cost.m_cache, system.s_m)),
         token_s=cost.t_decode + others / machine.bytes_per_s,
         read=missed * (1 + (1 - system.si) / cost.n),

@@ -79,7 +79,7 @@ def test_a_table_and_settings(made, capsys, machine):
     table = [
         line.split()[:2] for line in lines[head + 1 :] if line[:5] in {"exact", "spars", "pipel"}
     ]
-    assert table[:3] == [["exact", "0"], ["sparse", "60"], ["pipeline", "60"]]
+    assert table[:4] == [["exact", "0"], *2 * [["sparse", "60"]], ["pipeline", "60"]]
     assert out.endswith('[plugins.flash_weights]\nmemory_budget = "180 MiB"\n')
     assert "Recommended: exact; " in out
     assert "There is no" not in out
@@ -103,15 +103,15 @@ def test_why(made, capsys, monkeypatch, planned, expected):
     status, out, _ = run(capsys, made, "--sparsity", "0.5", budget=budget)
     assert status == 0
     assert re.search(f"^Recommended: {expected}", out, re.MULTILINE)
-    mode = 'mode = "sparse"\nsparsity = 0.5\n'
+    mode = 'mode = "sparse"\nsparsity = 0.5\ncache = "busiest"\n'
     assert out.endswith(mode) == expected.startswith("sparse")
 
 
 def test_for_programs(made, capsys, machine):
     found = report(capsys, made, "--sparsity", "0.9", budget="180 MiB")
     assert found["machine"]["disk"]["read_s"] == 8e-6
-    assert found["sparse"]["group_layers"] == 2
-    assert found["exact"]["read"] > found["sparse"]["read"] > 0
+    assert [row["group_layers"] for row in found["sparse"]] == [2, 2]
+    assert all(found["exact"]["read"] > row["read"] > 0 for row in found["sparse"])
     assert [row["group_layers"] for row in found["pipeline"]] == list(
         range(1, len(found["pipeline"]) + 1)
     )
@@ -119,7 +119,9 @@ def test_for_programs(made, capsys, machine):
     assert found["measured"] is None
     assert found["notes"] == []
     assert found["settings"] == {"memory_budget": "180 MiB"} | (
-        {} if found["recommended"]["mode"] == "exact" else {"mode": "sparse", "sparsity": 0.9}
+        {}
+        if found["recommended"]["mode"] == "exact"
+        else {"mode": "sparse", "sparsity": 0.9, "cache": found["recommended"]["keeps"]}
     )
 
 
@@ -135,7 +137,7 @@ def test_without_a_packed_file(alone, capsys, machine):
     assert found["planned_from"] == str(alone)
     assert any("no packed file" in note and "flash pack" in note for note in found["notes"])
     assert any(f"flash pack --sparse {alone}" in note for note in found["notes"])
-    assert found["sparse"]["group_layers"] == 1
+    assert [row["keeps"] for row in found["sparse"]] == ["streamed", "busiest", "shared"]
 
 
 @pytest.mark.usefixtures("machine")
