@@ -28,7 +28,7 @@ from llmaas_hooks import (
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, streamable
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
-from llmaas_plugins.machine import available_bytes, resident_bytes
+from llmaas_plugins.machine import available_bytes, release_memory, resident_bytes
 
 __all__ = ["FlashWeights"]
 
@@ -131,6 +131,7 @@ class FlashWeights:
             path = self._paths.get(context.model, "")
             if path in self._tensors and stats["operands"] == 0:  # its first context
                 add_channels(weights, model_channels(path, self._tensors[path]), self._config)
+                release_memory()  # of the scales, which were copied
             model = self._models.setdefault(context.model, _Model())
             model.contexts[context.ctx] = context
             weights.set_memory(model.kept, self._config.arena)

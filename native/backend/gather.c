@@ -45,7 +45,7 @@ llmaas_gather * llmaas_gather_new(void) {
 void llmaas_gather_free(llmaas_gather * gather) {
     if (gather) {
         llmaas_io_close(gather->io);
-        free(gather->ring);
+        llmaas_io_memory_free(gather->ring, gather->n_ring);
         free(gather);
     }
 }
@@ -126,7 +126,7 @@ static bool make_ring(llmaas_gather * gather, const llmaas_gathered * pieces, si
         return false;
     }
     llmaas_io_register(gather->io, ring, n_ring);
-    free(gather->ring);
+    llmaas_io_memory_free(gather->ring, gather->n_ring);
     gather->ring   = ring;
     gather->n_ring = n_ring;
     return true;

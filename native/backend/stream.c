@@ -85,7 +85,7 @@ void llmaas_stream_free(llmaas_stream * stream) {
     llmaas_io_close(stream->io);
     llmaas_experts_free(stream->experts);
     llmaas_channels_free(stream->channels);
-    free(stream->arena);
+    llmaas_io_memory_free(stream->arena, stream->n_arena);
     for (size_t i = 0; i < MAX_LOADS; i++) {
         free(stream->loads[i].reads);
     }
@@ -440,7 +440,7 @@ static bool make_arena(llmaas_stream * stream) {
         return false;
     }
     llmaas_io_register(stream->io, arena, n_bytes);
-    free(stream->arena);
+    llmaas_io_memory_free(stream->arena, stream->n_arena);
     stream->arena   = arena;
     stream->n_arena = n_bytes;
     return true;

@@ -79,15 +79,32 @@ void llmaas_io_close(llmaas_io * io) {
 
 llmaas_io_kind llmaas_io_kind_of(const llmaas_io * io) { return io->backend->kind; }
 
+static size_t in_huge_pages(size_t n_bytes) {
+    return (n_bytes + LLMAAS_IO_HUGE_PAGE - 1) / LLMAAS_IO_HUGE_PAGE * LLMAAS_IO_HUGE_PAGE;
+}
+
+/* Not the allocator's memory: that may be made of small pages already. */
 void * llmaas_io_memory(size_t n_bytes) {
-    const size_t n_rounded = (n_bytes + LLMAAS_IO_HUGE_PAGE - 1) / LLMAAS_IO_HUGE_PAGE * LLMAAS_IO_HUGE_PAGE;
-    void *       memory    = aligned_alloc(LLMAAS_IO_HUGE_PAGE, n_rounded);
-#ifdef MADV_HUGEPAGE
-    if (memory) {
-        madvise(memory, n_rounded, MADV_HUGEPAGE);
+    const size_t n = in_huge_pages(n_bytes), n_more = n + LLMAAS_IO_HUGE_PAGE;
+    char *       base = mmap(NULL, n_more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) {
+        return NULL;
     }
+    char * memory = base + (LLMAAS_IO_HUGE_PAGE - (uintptr_t) base % LLMAAS_IO_HUGE_PAGE) % LLMAAS_IO_HUGE_PAGE;
+    if (memory > base) {
+        munmap(base, (size_t) (memory - base));
+    }
+    munmap(memory + n, (size_t) (base + n_more - (memory + n)));
+#ifdef MADV_HUGEPAGE
+    madvise(memory, n, MADV_HUGEPAGE);
 #endif
     return memory;
+}
+
+void llmaas_io_memory_free(void * memory, size_t n_bytes) {
+    if (memory) {
+        munmap(memory, in_huge_pages(n_bytes));
+    }
 }
 
 uint32_t llmaas_io_room(const llmaas_io * io) { return io->depth - io->n_in_flight; }

@@ -7,6 +7,7 @@
 typedef struct measured {
     llmaas_io *      io;
     char *           memory; /* of all reads */
+    size_t           n_memory;
     llmaas_io_read * reads;
     uint32_t         depth;
 } measured;
@@ -14,21 +15,21 @@ typedef struct measured {
 static void close_all(measured * m) {
     llmaas_io_close(m->io);
     free(m->reads);
-    free(m->memory);
+    llmaas_io_memory_free(m->memory, m->n_memory);
 }
 
 static llmaas_status open_all(measured * m, llmaas_io_kind kind, uint32_t n_bytes) {
-    const size_t  n_memory = (size_t) m->depth * n_bytes;
     llmaas_status status = llmaas_io_open(kind, m->depth, &m->io);
     if (status != LLMAAS_OK) {
         return status;
     }
-    m->memory = llmaas_io_memory(n_memory);
-    m->reads  = calloc(m->depth, sizeof *m->reads);
+    m->n_memory = (size_t) m->depth * n_bytes;
+    m->memory   = llmaas_io_memory(m->n_memory);
+    m->reads    = calloc(m->depth, sizeof *m->reads);
     if (!m->memory || !m->reads) {
         return LLMAAS_ESPACE;
     }
-    return llmaas_io_register(m->io, m->memory, n_memory);
+    return llmaas_io_register(m->io, m->memory, m->n_memory);
 }
 
 llmaas_status llmaas_io_measure(

@@ -44,10 +44,11 @@ LLMAAS_API llmaas_io_kind llmaas_io_kind_of(const llmaas_io * io); /* never BEST
  * have no use for it: that is OK too, and changes nothing. EINVAL: reads are in flight. */
 LLMAAS_API llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_t n_bytes);
 
-/* Memory to read to, for free(): huge pages where the system has them, as a read pins its pages one by one. n_bytes is rounded
- * up to LLMAAS_IO_HUGE_PAGE. NULL: out of memory. */
+/* Memory to read to: huge pages where the system has them, as a read pins its pages one by one, and one to scattered pages is cut
+ * up on its way to the disk. n_bytes is rounded up to LLMAAS_IO_HUGE_PAGE. NULL: out of memory. */
 #define LLMAAS_IO_HUGE_PAGE ((size_t) 2 << 20)
 LLMAAS_API void * llmaas_io_memory(size_t n_bytes);
+LLMAAS_API void   llmaas_io_memory_free(void * memory, size_t n_bytes); /* as many as it was made with; NULL is fine */
 
 /* Reads that can be started now. */
 LLMAAS_API uint32_t llmaas_io_room(const llmaas_io * io);
