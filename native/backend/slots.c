@@ -6,7 +6,10 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { N_COUNTS = LLMAAS_SLOTS_COUNTS + 1 };
+enum {
+    N_COUNTS   = LLMAAS_SLOTS_COUNTS + 1,
+    HUGE_BYTES = 64 << 20, /* of smaller memory, half a huge page that is not used is too much */
+};
 
 struct slot {
     llmaas_channel * owner; /* NULL: nobody's */
@@ -83,7 +86,7 @@ static bool make(llmaas_slots * slots) {
     slots->slots   = calloc(slots->n_all, sizeof *slots->slots);
     slots->order   = calloc(slots->n_all, sizeof *slots->order);
 #ifdef MADV_HUGEPAGE
-    if (slots->base) {
+    if (slots->base && n >= HUGE_BYTES) {
         madvise(slots->base, n, MADV_HUGEPAGE);
     }
 #endif
