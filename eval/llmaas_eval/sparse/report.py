@@ -123,6 +123,7 @@ def _list(values: Iterable[float]) -> str:
 
 _TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "perplexity": ("Perplexity by sparsity", _perplexity),
+    "engine": ("The engine's", _perplexity),
     "likeness": ("Layers that are alike", _likeness),
     "selection": ("Probability that hot channels are selected", _selection),
     "spread": ("How unevenly channels are used", _spread),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from llmaas_eval.sparse.locality import likeness, selection, spread, traces
+from llmaas_eval.sparse.ours import engine_perplexity, with_channels
 from llmaas_eval.sparse.policies import POLICIES, Scores, Trace, hit_rate, simulate
 from llmaas_eval.sparse.reads import ONE_BILLION, Flash, Order, busiest_first, predicted, read_cost
 from llmaas_eval.sparse.scales import DRAWS, fit_sigma
@@ -56,6 +58,7 @@ def study(model: Path, texts: Texts, plan: Plan) -> dict[str, list[Row]]:
     oracle = Oracle(model)
     oracle.calibrate(texts.calibration)
     found: dict[str, list[Row]] = {"perplexity": _perplexities(oracle, texts.windows, plan)}
+    found["engine"] = _engine(model, texts, plan)
     found["likeness"] = _likeness(oracle, np.concatenate(list(texts.contexts.values())), plan)
     for name in ("hits", "selection", "spread", "reads"):
         found[name] = []
@@ -78,6 +81,18 @@ def _perplexities(oracle: Oracle, windows: Tokens, plan: Plan) -> list[Row]:
         for n_dense in (0, plan.n_prompt)
         for sparsity, value in perplexities(oracle, windows, plan.sparsities, way, n_dense).items()
     ]
+
+
+def _engine(model: Path, texts: Texts, plan: Plan) -> list[Row]:
+    """Perplexity of our own sparse tokens, to be held against the oracle's."""
+    ways = ("threshold", "top-k")
+    with tempfile.TemporaryDirectory() as folder:
+        path = with_channels(model, Path(folder), texts.calibration)
+        return [
+            {"selection": way, "dense": plan.n_prompt, "sparsity": _SPARSE, "perplexity": value}
+            for way in ways
+            for value in [engine_perplexity(path, texts.windows, _SPARSE, way, plan.n_prompt)]
+        ]
 
 
 def _likeness(oracle: Oracle, contexts: Tokens, plan: Plan) -> list[Row]:
