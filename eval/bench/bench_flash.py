@@ -175,6 +175,30 @@ def limited(model, share, tables):
         yield apps, budget
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def bench_prompt(benchmark, model_1b, share):
+    """Prompts of 384 tokens in batches of 128; vanilla and ours in turn."""
+    packed(model_1b)
+    with both(model_1b, share) as (ours, stock, _):
+        taken = []
+
+        def step():
+            order = (ours, stock) if len(taken) % 2 else (stock, ours)
+            seconds = {app: app.prompt(384) for app in order}
+            taken.append((seconds[ours], seconds[stock]))
+
+        step()
+        taken.clear()
+        benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
+    ours_s, vanilla_s = np.array(taken).T
+    speedup, low, high = median_interval(vanilla_s / ours_s)
+    benchmark.extra_info.update(
+        ours_s=quartiles(ours_s),
+        vanilla_s=quartiles(vanilla_s),
+        speedup=f"{speedup:.2f} ({low:.2f} to {high:.2f})",
+    )
+
+
 SPARSE_TABLES = {
     "vanilla": None,
     "exact": {},

@@ -64,6 +64,10 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
         """
         return self._process.submit(_read, n).result()
 
+    def prompt(self, n: int) -> float:
+        """Seconds for ``n`` random tokens at once, from an empty context."""
+        return self._process.submit(_prompt, n).result()
+
     def tokens(self, n: int) -> list[int]:
         """The first ``n`` tokens behind the prompt, anew."""
         return self._process.submit(_tokens, n).result()
@@ -148,6 +152,14 @@ def _read(n: int) -> float:
     for token in tokens:
         _llama.eval([token])
     return (time.perf_counter() - started) / n
+
+
+def _prompt(n: int) -> float:
+    _llama.reset()
+    tokens = _rng.integers(300, _llama.n_vocab(), n).tolist()
+    started = time.perf_counter()
+    _llama.eval(tokens)
+    return time.perf_counter() - started
 
 
 def _tokens(n: int) -> list[int]:
