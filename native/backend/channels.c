@@ -242,7 +242,7 @@ uint32_t llmaas_operand_width(const llmaas_operand * operand) { return operand->
 
 /* Each pool gets the same share of its channels. */
 void llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes) {
-    const double share = (double) n_bytes / (double) channels->stats.n_bytes;
+    const double share = channels->stats.n_bytes ? (double) n_bytes / (double) channels->stats.n_bytes : 0;
     for (pool * p = channels->pools; p; p = p->next) {
         const double n = (double) (llmaas_slots_all(p->slots) / p->n_bytes);
         llmaas_slots_resize(p->slots, (size_t) (share < 1 ? share * n : n));

@@ -178,14 +178,26 @@ static uint64_t rest_of_memory(const llmaas_stream * stream) {
     return stream->n_kept_max > n_pieces ? stream->n_kept_max - n_pieces : 0;
 }
 
+/* Experts and channels share it by their sizes; a product's experts have room in any case. */
 static uint64_t experts_share(const llmaas_stream * stream) {
-    const uint64_t n_least = llmaas_experts_read_stats(stream->experts).n_least, n_left = rest_of_memory(stream);
-    return n_left > n_least ? n_left : n_least;
+    if (!stream->experts) {
+        return 0;
+    }
+    const llmaas_expert_stats experts = llmaas_experts_read_stats(stream->experts);
+    const uint64_t n_channels = stream->channels ? llmaas_channels_read_stats(stream->channels).n_bytes : 0;
+    const double   share      = (double) experts.n_bytes / (double) (experts.n_bytes + n_channels);
+    const uint64_t n_bytes    = (uint64_t) (share * (double) rest_of_memory(stream));
+    return n_bytes > experts.n_least ? n_bytes : experts.n_least;
+}
+
+static uint64_t channels_share(const llmaas_stream * stream) {
+    const uint64_t n_left = rest_of_memory(stream), n_experts = experts_share(stream);
+    return n_left > n_experts ? n_left - n_experts : 0;
 }
 
 /* Pieces that no graph has used come first, and are not wanted. */
 static void choose_wanted(llmaas_stream * stream) {
-    uint64_t n_bytes = stream->experts ? experts_share(stream) : 0;
+    uint64_t n_bytes = experts_share(stream);
     qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_turn);
     for (size_t i = 0; i < stream->n_pieces; i++) {
         llmaas_piece * piece = stream->pieces[i];
@@ -214,7 +226,7 @@ static void adapt(llmaas_stream * stream) {
         llmaas_experts_set_memory(stream->experts, experts_share(stream));
     }
     if (stream->channels) {
-        llmaas_channels_set_memory(stream->channels, rest_of_memory(stream));
+        llmaas_channels_set_memory(stream->channels, channels_share(stream));
     }
     choose_wanted(stream);
     drop_unwanted(stream);

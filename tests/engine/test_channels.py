@@ -12,12 +12,12 @@ from claiming import Claimer, created, decode, evaluate, loaded, native, opened,
 from masked_llama import MaskedLlama
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, WeightClaim
-from llmaas_patches.native.packing import model_tensors
+from llmaas_patches.native.packing import model_tensors, repack
 from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import SPARSITIES, open_channels, write_channels
 from llmaas_plugins.flash_weights.operands import FAMILIES
-from llmaas_plugins.flash_weights.packed import streamable
+from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
 
 ARENA = 8 << 20
 TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
@@ -290,3 +290,28 @@ def test_a_weight_has_one_operand(reference_model, channels):
             weights.add_operand(str(channels(1).path), operand)
         with pytest.raises(OSError, match="cannot be used"):
             weights.add_operand("/nowhere/model.channels", operand)
+
+
+@pytest.mark.parametrize("cache", ["recent", "busiest", "streamed"])
+def test_experts_and_channels_share_the_memory(family, tmp_path, cache):
+    path, file = family("llama-moe", "F16"), tmp_path / "model.channels"
+    tensors = model_tensors(path)
+    packed = packed_path(path)
+    if not packed.exists():
+        list(write_packed(path, packed, tensors, repack))
+    list(write_channels(path, file, tensors, _calibration(tensors)))
+    found = []
+    for share in (1, 0.6, 0.3):
+        claim = dataclasses.replace(claim_all(path), path=str(packed))
+        plugin = Claimer(claim)
+        with native(plugin=plugin), opened(path) as ctx:
+            weights = attach(plugin, open_channels(file, path, tensors), share=0.5, cache=cache)
+            stats = weights.stats()
+            assert stats["least_bytes"] > 0
+            assert stats["operands"] > 0
+            kept = int(share * stats["bytes"])
+            weights.set_memory(kept, ARENA)
+            found.append(one_by_one(ctx, range(5, 25)))
+            assert weights.stats()["kept_bytes"] <= max(kept, stats["least_bytes"])
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
