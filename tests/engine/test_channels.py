@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from claiming import Claimer, created, decode, evaluate, loaded, native, opened, step, vanilla
 from masked_llama import MaskedLlama
+from packed_models import pack
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, WeightClaim
-from llmaas_patches.native.packing import model_tensors, repack
+from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import SPARSITIES, open_channels, write_channels
 from llmaas_plugins.flash_weights.operands import FAMILIES
-from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
+from llmaas_plugins.flash_weights.packed import streamable
 
 ARENA = 8 << 20
 TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
@@ -296,13 +297,10 @@ def test_a_weight_has_one_operand(reference_model, channels):
 def test_experts_and_channels_share_the_memory(family, tmp_path, cache):
     path, file = family("llama-moe", "F16"), tmp_path / "model.channels"
     tensors = model_tensors(path)
-    packed = packed_path(path)
-    if not packed.exists():
-        list(write_packed(path, packed, tensors, repack))
     list(write_channels(path, file, tensors, _calibration(tensors)))
     found = []
     for share in (1, 0.6, 0.3):
-        claim = dataclasses.replace(claim_all(path), path=str(packed))
+        claim = dataclasses.replace(claim_all(path), path=str(pack(path)))
         plugin = Claimer(claim)
         with native(plugin=plugin), opened(path) as ctx:
             weights = attach(plugin, open_channels(file, path, tensors), share=0.5, cache=cache)

@@ -22,11 +22,12 @@ from claiming import (
 from gguf import GGMLQuantizationType
 from llama_cpp import llama_cpp as raw
 from matrices import ROWS, TYPES, UP, zeroed
+from packed_models import pack
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ConfigError, PluginError, WeightClaim
-from llmaas_patches.native.packing import model_tensors, repack
-from llmaas_plugins.flash_weights.packed import packed_path, streamable, write_packed
+from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.flash_weights.packed import streamable
 
 SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
 """Its wide matrices are two pieces each, of which the second is short."""
@@ -37,14 +38,6 @@ ARENA = 8 << 20
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("wide") / "model.gguf"
     return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
-
-
-def pack(path):
-    """The packed file of a model, made unless it is there."""
-    packed = packed_path(path)
-    if not packed.exists():
-        list(write_packed(path, packed, model_tensors(path), repack))
-    return packed
 
 
 def claim_all(path, *, is_packed=False):
