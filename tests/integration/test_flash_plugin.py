@@ -66,7 +66,7 @@ flash = suite.plugin("flash_weights")
 found, kept, over = [], [], 0
 for i, token in zip(range(120), generator(llama)):
     if i in (40, 80):
-        flash.set_memory_budget(start + (35 if i == 40 else 70) * MIB)
+        flash.set_memory_budget(start + (40 if i == 40 else 75) * MIB)
     if i in (50, 90):
         over = max(over, resident_bytes() - streamed(suite)["memory_budget"])
     found.append(token)
