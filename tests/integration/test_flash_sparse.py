@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flash_apps import MIB, run
 
+from llmaas_eval.tolerance.texts import packaged_lines
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
 from llmaas_plugins.cli.main import main
@@ -19,8 +20,15 @@ from llmaas_plugins.flash_weights.channels import channel_path
 def model(reference_model, tmp_path_factory):
     """The reference model, with a packed file and a channel file beside it."""
     path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("sparse") / "model.gguf")
-    assert main(["flash", "pack", "--sparse", str(path)]) == 0
+    assert main(["flash", "pack", "--sparse", "--text", str(text_of(path)), str(path)]) == 0
     return path
+
+
+def text_of(path):
+    """A file beside a model to calibrate it with."""
+    text = path.with_suffix(".txt")
+    text.write_text("\n".join(line for lines in packaged_lines() for line in lines))
+    return text
 
 
 @pytest.fixture
@@ -156,8 +164,10 @@ def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, 
 
 
 def test_layers_side_by_side_are_not_streamed(model, opened, tmp_path):
-    path = shutil.copyfile(model, tmp_path / "model.gguf")
-    assert main(["flash", "pack", "--sparse", "--group-layers", "2", str(path)]) == 0
+    path, text = shutil.copyfile(model, tmp_path / "model.gguf"), str(text_of(model))
+    assert (
+        main(["flash", "pack", "--sparse", "--group-layers", "2", "--text", text, str(path)]) == 0
+    )
     with pytest.raises(Exception, match="without --group-layers"), opened(path):
         pass
     with opened(path, cache="busiest") as (llama, _), opened(cache="busiest") as (other, _):
