@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
+from llmaas_plugins.file_bytes import read_into
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header, parse_header
 
 __all__ = [
@@ -150,10 +151,7 @@ def as_store_error(what: str, then: str = "") -> Iterator[None]:
 
 def read_array(fd: int, into: Bytes, at: int) -> int:
     """Fill an array from a file; how many bytes of it, fewer only where the file ends."""
-    view, n_read = into.data, 0
-    while n_read < len(view) and (n := os.preadv(fd, [view[n_read:]], at + n_read)):
-        n_read += n
-    return n_read
+    return read_into(fd, into.data, at)
 
 
 def read_start(fd: int, n_bytes: int) -> bytes:

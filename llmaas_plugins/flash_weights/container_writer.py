@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
+from llmaas_plugins.file_bytes import sync_directory, write
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header
 from llmaas_plugins.flash_weights.container_file import (
     OPEN_FLAGS,
@@ -63,7 +64,7 @@ def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterat
             yield step.n_bytes
         journal.finish()
         partial.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
 class _Journal:
@@ -75,7 +76,7 @@ class _Journal:
         sums = header.sums_in(read_start(fd, len(header.blank)))
         if sums is None:  # of another model, or of other settings
             os.ftruncate(fd, 0)
-            _write(fd, header.blank, 0)
+            write(fd, header.blank, 0)
         self._sums = dict(zip(self._sizes, sums or [0] * len(self._sizes), strict=True))
 
     def has(self, names: Iterable[str]) -> bool:
@@ -87,7 +88,7 @@ class _Journal:
             content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if content.size != self._sizes[name]:
                 raise ValueError(f"{name} has {content.size} bytes, not {self._sizes[name]}")
-            _write(self._fd, content.data, self._header.places[name])
+            write(self._fd, content.data, self._header.places[name])
             self._sums[name] = crc32c(content)
         self._note()
 
@@ -101,7 +102,7 @@ class _Journal:
                 self._sums[name] = 0
                 self._note()
                 raise OSError(f"{name} was not read back as it was written")
-        _write(self._fd, self._header.with_sums(self._sums.values()), 0)
+        write(self._fd, self._header.with_sums(self._sums.values()), 0)
         os.fsync(self._fd)
 
     def _found(self, name: str) -> int:
@@ -109,7 +110,7 @@ class _Journal:
 
     def _note(self) -> None:
         values = struct.pack(f"<{len(self._sums)}I", *self._sums.values())
-        _write(self._fd, values, self._header.sums_at)
+        write(self._fd, values, self._header.sums_at)
 
 
 @contextlib.contextmanager
@@ -141,18 +142,3 @@ def _is_named(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _write(fd: int, content: bytes | memoryview, at: int) -> None:
-    view = memoryview(content)
-    while view:
-        n_written = os.pwrite(fd, view, at)
-        view, at = view[n_written:], at + n_written
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.file_bytes import read_into, sync_directory, write
 from llmaas_plugins.private_files import PrivateFiles
 
 __all__ = [
@@ -25,11 +26,9 @@ __all__ = [
     "SegmentName",
     "erase",
     "read",
-    "read_into",
     "require_datastore",
     "retire",
     "segment_files",
-    "write",
     "write_whole",
 ]
 
@@ -110,14 +109,14 @@ def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
     finally:
         os.close(fd)
     partial.rename(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def retire(path: Path) -> None:
     """Make a file a leftover, so that nobody takes it for a damaged one, and erase it."""
     if path.name == _stem(path.name):
         path = path.rename(path.with_name(path.name + _DROPPED))
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     erase(path)
 
 
@@ -132,7 +131,7 @@ def erase(path: Path) -> None:
     finally:
         os.close(fd)
     path.unlink()
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def read(fd: int, n_bytes: int, at: int) -> bytes:
@@ -141,30 +140,5 @@ def read(fd: int, n_bytes: int, at: int) -> bytes:
     return bytes(room[: read_into(fd, room, at)])
 
 
-def read_into(fd: int, room: memoryview, at: int) -> int:
-    """Fill ``room``; how many bytes of it, fewer only where the file ends."""
-    n_read = 0
-    while n_read < len(room) and (n := os.preadv(fd, [room[n_read:]], at + n_read)):
-        n_read += n
-    return n_read
-
-
-def write(fd: int, data: bytes, at: int) -> None:
-    """Write all of ``data``."""
-    view = memoryview(data)
-    while view:
-        n_written = os.pwrite(fd, view, at)
-        view = view[n_written:]
-        at += n_written
-
-
 def _stem(name: str) -> str:
     return name.removesuffix(_PARTIAL).removesuffix(_DROPPED)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.knn_lm.archive_files import FILES, erase, read, read_into, write_whole
+from llmaas_plugins.file_bytes import read_into
+from llmaas_plugins.knn_lm.archive_files import FILES, erase, read, write_whole
 from llmaas_plugins.knn_lm.datastore_layout import Counts, whole_pages
 
 __all__ = [

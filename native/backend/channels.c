@@ -3,6 +3,7 @@
 #include "../src/clock.h"
 #include "gather.h"
 #include "llmaas/sparse.h"
+#include "pages.h"
 #include "slots.h"
 #include "stream.h"
 
@@ -22,7 +23,6 @@ typedef struct pool {
 
 /* Channels that are streamed: in pieces of so many, each where a tensor's data says. */
 typedef struct streamed {
-    llmaas_stream *      stream;
     char *               home;
     uint32_t *           places; /* by channel, in the order of the file */
     uint32_t             n_each; /* channels of a piece */
@@ -48,8 +48,9 @@ struct llmaas_operand {
 };
 
 struct llmaas_channels {
+    llmaas_stream *  stream; /* whose they are */
     llmaas_graph *   graph;
-    llmaas_gather *  gather;
+    llmaas_gather *  gather; /* NULL: all are streamed */
     llmaas_operand * operands;
     pool *           pools;
     uint64_t         n_graphs;
@@ -71,14 +72,10 @@ struct llmaas_channels {
 
 /* -- life -------------------------------------------------------------------------------------------------------- */
 
-llmaas_channels * llmaas_channels_new(void) {
+llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream) {
     llmaas_channels * channels = calloc(1, sizeof *channels);
     if (channels) {
-        channels->gather = llmaas_gather_new();
-    }
-    if (channels && !channels->gather) {
-        free(channels);
-        return NULL;
+        channels->stream = stream;
     }
     return channels;
 }
@@ -168,18 +165,12 @@ static bool make_room(llmaas_channels * channels, uint32_t n_channels) {
 /* What stands for the uses of channel i of the n in the file: those in front have more. */
 static uint32_t rank(size_t i, size_t n) { return (uint32_t) ((n - i) * LLMAAS_SLOTS_COUNTS / n); }
 
-/* Memory under it only where something is kept. */
-static char * reserve(size_t n_bytes) {
-    char * memory = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return memory == MAP_FAILED ? NULL : memory;
-}
-
 /* The pieces belong to the stream, also if there are too few in the end. */
-static bool make_streamed(llmaas_operand * operand, llmaas_stream * stream) {
+static bool make_streamed(llmaas_operand * operand) {
     const size_t n = operand->n_channels, n_fit = LLMAAS_PIECE_BYTES / operand->n_bytes, n_each = n_fit ? n_fit : 1;
     streamed *   s = &operand->streamed;
     *s = (streamed) {
-        .stream = stream, .home = reserve(n * operand->n_bytes), .places = malloc(n * sizeof *s->places),
+        .home = llmaas_pages_reserve(n * operand->n_bytes), .places = malloc(n * sizeof *s->places),
         .n_each = (uint32_t) n_each, .n_pieces = (n + n_each - 1) / n_each};
     s->pieces = calloc(s->n_pieces, sizeof *s->pieces);
     s->data   = calloc(s->n_pieces, sizeof *s->data);
@@ -190,7 +181,7 @@ static bool make_streamed(llmaas_operand * operand, llmaas_stream * stream) {
     for (size_t i = 0; ok && i < s->n_pieces; i++) {
         const size_t begin = i * n_each * operand->n_bytes, n_left = n * operand->n_bytes - begin;
         const size_t n_piece = n_each * operand->n_bytes;
-        s->pieces[i] = llmaas_stream_add(stream, &(llmaas_piece) {
+        s->pieces[i] = llmaas_stream_add(operand->of->stream, &(llmaas_piece) {
             .fd = operand->fd, .offset = operand->offset + begin, .n_bytes = n_left < n_piece ? n_left : n_piece,
             .home = s->home + begin});
         ok = s->pieces[i] != NULL;
@@ -200,8 +191,9 @@ static bool make_streamed(llmaas_operand * operand, llmaas_stream * stream) {
 
 static bool make_pooled(llmaas_channels * channels, llmaas_operand * operand, uint32_t number) {
     const size_t n = operand->n_channels, n_bytes = n * operand->n_bytes;
-    operand->pool = pool_of(channels, number, operand->n_bytes);
-    if (!operand->pool) {
+    channels->gather = channels->gather ? channels->gather : llmaas_gather_new();
+    operand->pool    = pool_of(channels, number, operand->n_bytes);
+    if (!channels->gather || !operand->pool) {
         return false;
     }
     for (size_t i = 0; i < n; i++) {
@@ -213,8 +205,7 @@ static bool make_pooled(llmaas_channels * channels, llmaas_operand * operand, ui
     return true;
 }
 
-llmaas_operand * llmaas_channels_add(
-    llmaas_channels * channels, struct llmaas_stream * stream, int fd, const llmaas_operand_spec * spec) {
+llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec) {
     const size_t     n       = spec->n_channels;
     llmaas_operand * operand = calloc(1, sizeof *operand + n * sizeof *operand->channels);
     uint32_t *       order   = operand ? malloc(n * sizeof *order) : NULL;
@@ -228,7 +219,7 @@ llmaas_operand * llmaas_channels_add(
         .is_fixed = spec->cache == LLMAAS_CHANNELS_BUSIEST, .order = memcpy(order, spec->order, n * sizeof *order)};
     const bool is_streamed = spec->cache == LLMAAS_CHANNELS_STREAMED;
     if (!make_room(channels, spec->n_channels) ||
-        !(is_streamed ? make_streamed(operand, stream) : make_pooled(channels, operand, spec->pool))) {
+        !(is_streamed ? make_streamed(operand) : make_pooled(channels, operand, spec->pool))) {
         free_operand(operand);
         return NULL;
     }
@@ -252,7 +243,7 @@ void llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes) {
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels) {
     llmaas_channel_stats stats = channels->stats;
     const size_t         n_likely = channels->n_stage / 2; /* no more are active, mostly, and some of them have slots */
-    if (channels->pools) {
+    if (channels->gather) {
         stats.n_passing = llmaas_gather_memory(channels->gather);
         stats.n_passing += channels->n_touched > n_likely ? channels->n_touched : n_likely;
     }
@@ -263,7 +254,7 @@ llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels
 }
 
 static bool make_stage(llmaas_channels * channels) {
-    channels->stage = channels->stage ? channels->stage : reserve(channels->n_stage);
+    channels->stage = channels->stage ? channels->stage : llmaas_pages_reserve(channels->n_stage);
     return channels->stage != NULL;
 }
 
@@ -400,7 +391,7 @@ static bool use_pieces(const llmaas_operand * operand) {
     size_t           n = 0;
     for (size_t i = 0; i < s->n_pieces; i++) {
         s->data[i].data = s->pieces[i]->home;
-        if (!s->pieces[i]->is_kept && !llmaas_stream_use(s->stream, s->pieces[i], s->pieces[i]->n_bytes, &s->data[i], n++)) {
+        if (!s->pieces[i]->is_kept && !llmaas_stream_use(operand->of->stream, s->pieces[i], s->pieces[i]->n_bytes, &s->data[i], n++)) {
             return false;
         }
     }

@@ -33,14 +33,13 @@ typedef struct llmaas_channel_stats {
     uint64_t stalled_ns;
 } llmaas_channel_stats;
 
-llmaas_channels * llmaas_channels_new(void);
+/* Of a stream, which lives longer. NULL: memory. */
+struct llmaas_stream;
+llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream);
 void              llmaas_channels_free(llmaas_channels * channels);
 
-/* An operand whose channels are in fd, and that reads them through `stream` if they are streamed; lives as long as `channels`.
- * Outside of graphs. NULL: memory. */
-struct llmaas_stream;
-llmaas_operand * llmaas_channels_add(
-    llmaas_channels * channels, struct llmaas_stream * stream, int fd, const llmaas_operand_spec * spec);
+/* An operand whose channels are in fd; lives as long as `channels`. Outside of graphs. NULL: memory. */
+llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec);
 uint32_t         llmaas_operand_width(const llmaas_operand * operand);
 
 /* Bytes of slots; outside of graphs. */

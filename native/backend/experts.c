@@ -150,10 +150,8 @@ llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t off
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
 static bool make_slots(size_class * size) {
-    char * base  = mmap(NULL, size->n_all * size->n_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     slot * slots = calloc(size->n_all, sizeof *slots);
-    size->base   = base == MAP_FAILED ? NULL : base;
+    size->base   = llmaas_pages_reserve(size->n_all * size->n_bytes);
     size->slots  = slots;
     bool ok      = size->base && slots;
     for (size_t i = 0; ok && i < size->n_all; i++) {

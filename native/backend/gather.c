@@ -1,5 +1,6 @@
 #include "gather.h"
 
+#include "../src/ring.h"
 #include "llmaas/io.h"
 
 #include <stdlib.h>
@@ -81,14 +82,9 @@ static bool place(llmaas_gather * gather, window * w) {
         w->at = 0;
         return true;
     }
-    const window * last  = window_at(gather, gather->n - 1);
-    const size_t   begin = window_at(gather, 0)->at, end = last->at + last->n_room;
-    if (last->at < begin) {
-        w->at = end;
-        return w->n_room <= begin - end;
-    }
-    w->at = w->n_room <= gather->n_ring - end ? end : 0;
-    return w->at == end || w->n_room <= begin;
+    const window * last = window_at(gather, gather->n - 1);
+    return llmaas_ring_place(
+        gather->n_ring, window_at(gather, 0)->at, last->at, last->at + last->n_room, w->n_room, &w->at);
 }
 
 static void start(llmaas_gather * gather, const window * made, uint64_t * n_read) {

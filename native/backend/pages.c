@@ -32,3 +32,8 @@ bool llmaas_pages_resident(llmaas_pages pages, uint64_t * n_bytes) {
 bool llmaas_pages_release(llmaas_pages pages) {
     return pages.start == pages.end || madvise((void *) pages.start, pages.end - pages.start, MADV_DONTNEED) == 0;
 }
+
+void * llmaas_pages_reserve(size_t n_bytes) {
+    void * memory = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}

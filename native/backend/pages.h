@@ -16,6 +16,9 @@ llmaas_pages llmaas_pages_in(const void * base, size_t n_bytes);
 /* Bytes of them that hold memory. False: the system does not tell, or they are nobody's. */
 bool llmaas_pages_resident(llmaas_pages pages, uint64_t * n_bytes);
 
+/* Address space for n_bytes, for munmap(), with memory under it only where something is written. NULL: there is none. */
+void * llmaas_pages_reserve(size_t n_bytes);
+
 /* Give their memory back: they hold zeros then. False: the system refused. */
 bool llmaas_pages_release(llmaas_pages pages);
 

@@ -81,8 +81,7 @@ void llmaas_slots_clear(llmaas_slots * slots) {
 
 static bool make(llmaas_slots * slots) {
     const size_t n = llmaas_slots_all(slots);
-    char * base    = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    slots->base    = base == MAP_FAILED ? NULL : base;
+    slots->base    = llmaas_pages_reserve(n);
     slots->slots   = calloc(slots->n_all, sizeof *slots->slots);
     slots->order   = calloc(slots->n_all, sizeof *slots->order);
 #ifdef MADV_HUGEPAGE

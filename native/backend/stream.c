@@ -2,6 +2,7 @@
 
 #include "../src/clock.h"
 #include "../src/grow.h"
+#include "../src/ring.h"
 #include "llmaas/io.h"
 #include "pages.h"
 
@@ -117,7 +118,7 @@ llmaas_experts * llmaas_stream_experts(llmaas_stream * stream) {
 }
 
 llmaas_channels * llmaas_stream_channels(llmaas_stream * stream) {
-    stream->channels = stream->channels ? stream->channels : llmaas_channels_new();
+    stream->channels = stream->channels ? stream->channels : llmaas_channels_new(stream);
     return stream->channels;
 }
 
@@ -257,13 +258,7 @@ static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
         return n <= stream->n_arena;
     }
     const load * last = load_at(stream, stream->n_loads - 1);
-    const size_t begin = load_at(stream, 0)->at, end = last->at + last->n_room;
-    if (last->at < begin) { /* it went back to the front before */
-        *at = end;
-        return n <= begin - end;
-    }
-    *at = n <= stream->n_arena - end ? end : 0;
-    return *at == end || n <= begin;
+    return llmaas_ring_place(stream->n_arena, load_at(stream, 0)->at, last->at, last->at + last->n_room, n, at);
 }
 
 static bool set_reads(llmaas_stream * stream, load * l) {

@@ -300,7 +300,7 @@ static llmaas_status add_operand(
         llmaas_grown(weights->operands, weights->n_operands, &weights->operands_capacity, sizeof *operands);
     weights->operands  = operands ? operands : weights->operands;
     llmaas_channels * channels = operands ? llmaas_stream_channels(weights->stream) : NULL;
-    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, weights->stream, fd, spec) : NULL;
+    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, fd, spec) : NULL;
     if (!added) {
         return LLMAAS_ESPACE;
     }
