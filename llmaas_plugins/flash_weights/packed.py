@@ -27,11 +27,12 @@ Repack = Callable[[TensorInfo, Bytes], Bytes]
 
 
 def streamable(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Matrices that are multiplied with; embeddings are looked up row by row."""
+    """Matrices that are multiplied with: embeddings only if they are the output matrix, too."""
+    is_tied = "output.weight" not in tensors
     return {
         name: info
         for name, info in tensors.items()
-        if info.is_matrix and not name.startswith("token_embd.")
+        if info.is_matrix and (is_tied or not name.startswith("token_embd."))
     }
 
 

@@ -26,7 +26,7 @@ from llmaas_hooks import (
     hookimpl,
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
-from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, streamable
+from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import available_bytes, release_memory, resident_bytes
 
@@ -108,7 +108,7 @@ class FlashWeights:
             self._tensors[load.path] = tensors
         elif self._fits(load.path, tensors):
             return []
-        names = streamable(tensors)
+        names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
         if packed is None:  # what is in memory is what the file has, so nothing else is repacked
             load.params.use_extra_bufts = False

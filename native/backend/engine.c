@@ -48,11 +48,24 @@ static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, 
     }
 }
 
+/* A row that is not in memory is read first. */
+static void rewrite_lookup(llmaas_engine * engine, struct ggml_tensor * node) {
+    const llmaas_weight * weight = llmaas_weights_find(engine->weights, node->src[0]);
+    if (!weight || !weight->lookup) {
+        llmaas_graph_append(engine->graph, node);
+    } else if (!llmaas_lookup_rows(weight->lookup, engine->graph, node)) {
+        llmaas_graph_fail(engine->graph);
+    }
+}
+
 static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
     switch (node->op) {
         case GGML_OP_MUL_MAT:
         case GGML_OP_MUL_MAT_ID:
             rewrite_product(engine, level, node);
+            break;
+        case GGML_OP_GET_ROWS:
+            rewrite_lookup(engine, node);
             break;
         case GGML_OP_FLASH_ATTN_EXT:
             rewrite_flash(engine, node);

@@ -104,7 +104,9 @@ static bool supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
     struct ggml_tensor weight = *op->src[0], plain = *op;
     weight.buffer = NULL;
     plain.src[0]  = &weight;
-    return (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID) && op->src[1]->type == GGML_TYPE_F32 &&
+    const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;
+    const bool is_lookup  = op->op == GGML_OP_GET_ROWS && op->src[1]->type == GGML_TYPE_I32 && ggml_is_vector(op->src[1]);
+    return ((is_product && op->src[1]->type == GGML_TYPE_F32) || is_lookup) &&
            ggml_backend_dev_supports_op(llmaas_cpu_device(), &plain);
 }
 

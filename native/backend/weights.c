@@ -85,6 +85,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
         if (weights->entries[i]->source->unload) {
             weights->entries[i]->source->unload(weights->entries[i]);
         }
+        llmaas_lookup_free(weights->entries[i]->lookup);
         free(weights->entries[i]);
     }
     llmaas_stream_free(weights->stream);
@@ -267,6 +268,43 @@ llmaas_status llmaas_weights_claim_file(
     return status;
 }
 
+/* The bytes are dropped: the file has them. */
+static bool drop(llmaas_weight * weight, const void * bytes) {
+    (void) weight, (void) bytes;
+    return true;
+}
+
+static const char * is_looked_up(const llmaas_weight * weight) {
+    (void) weight;
+    return NULL;
+}
+
+const llmaas_source_ops llmaas_source_rows = {.load = drop, .problem = is_looked_up};
+
+static llmaas_status look_up(llmaas_weights * weights, const char * name, int fd, uint64_t offset) {
+    llmaas_weight * weight = entry(weights, name);
+    if (!weight || weight->lookup || weight->tensor || weight->source == &llmaas_source_tiles) {
+        return LLMAAS_EINVAL;
+    }
+    weights->stream = weights->stream ? weights->stream : llmaas_stream_new(); /* graphs take turns by it */
+    weight->lookup  = weights->stream ? llmaas_lookup_new(fd, offset) : NULL;
+    if (!weight->lookup) {
+        return LLMAAS_ESPACE;
+    }
+    weight->source       = weight->source == &llmaas_source_in_place ? &llmaas_source_rows : weight->source;
+    weight->is_claimed   = true;
+    weights->own_buffers = true;
+    return LLMAAS_OK;
+}
+
+llmaas_status llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const char * path, uint64_t offset) {
+    pthread_rwlock_wrlock(&weights->lock);
+    const int           fd     = descriptor(weights, path);
+    const llmaas_status status = fd < 0 ? LLMAAS_EIO : look_up(weights, name, fd, offset);
+    pthread_rwlock_unlock(&weights->lock);
+    return status;
+}
+
 /* -- channels ---------------------------------------------------------------------------------------------------- */
 
 static bool is_permutation(const uint32_t * order, uint32_t n) {
@@ -356,6 +394,9 @@ void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * s
     *stats = (llmaas_stream_stats) {0};
     if (weights && weights->stream) {
         llmaas_stream_read_stats(weights->stream, stats);
+        for (size_t i = 0; i < weights->n_entries; i++) {
+            stats->n_read += weights->entries[i]->lookup ? llmaas_lookup_read(weights->entries[i]->lookup) : 0;
+        }
     }
 }
 
@@ -430,11 +471,18 @@ static void note(llmaas_weights * weights, const struct ggml_tensor * tensor) {
     if (!weight) {
         return;
     }
-    weight->tensor        = tensor;
-    weight->is_multiplied = true;
+    weight->tensor  = tensor;
+    weight->is_used = true;
     if (tappable) {
         weight->tap_kind  = kind;
         weight->tap_layer = layer;
+    }
+}
+
+static void note_lookup(llmaas_weights * weights, const struct ggml_tensor * tensor) {
+    llmaas_weight * weight = by_name(weights, tensor->name);
+    if (weight && weight->lookup) {
+        weight->is_used = true;
     }
 }
 
@@ -446,10 +494,13 @@ void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph) {
             ggml_backend_buffer_get_usage(node->src[0]->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
             note(weights, node->src[0]);
         }
+        if (node->op == GGML_OP_GET_ROWS) {
+            note_lookup(weights, node->src[0]);
+        }
     }
     const bool is_indexed = index_tensors(weights);
     for (size_t i = 0; i < weights->n_entries && !is_indexed; i++) {
-        weights->entries[i]->is_multiplied = false; /* no graph would find it; problem() tells */
+        weights->entries[i]->is_used = false; /* no graph would find it; problem() tells */
     }
     pthread_rwlock_unlock(&weights->lock);
 }
@@ -459,7 +510,7 @@ static const char * problem(const llmaas_weight * weight, bool is_created) {
     if (weight->source->load && !weight->tensor) {
         return "is claimed, but was not loaded into our buffers";
     }
-    if (is_created && !weight->is_multiplied) {
+    if (is_created && !weight->is_used) {
         return "is claimed, but no graph multiplies with it on this backend";
     }
     return is_created || weight->source->load ? weight->source->problem(weight) : NULL;

@@ -7,6 +7,7 @@
 
 #include "graph.h"
 #include "llmaas/engine.h"
+#include "lookup.h"
 #include "stream.h"
 
 #define LLMAAS_MAX_LEVELS 64
@@ -41,6 +42,7 @@ typedef struct llmaas_source_ops {
 extern const llmaas_source_ops llmaas_source_in_place;
 extern const llmaas_source_ops llmaas_source_tiles;
 extern const llmaas_source_ops llmaas_source_file;
+extern const llmaas_source_ops llmaas_source_rows; /* looked up only */
 
 /* State of a weight whose bytes are at `offset` of fd and come through `stream`; both live longer. NULL: memory. */
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed);
@@ -58,7 +60,8 @@ struct llmaas_weight {
     uint32_t                   n_levels;
     int64_t                    extents[LLMAAS_MAX_LEVELS];
     bool                       is_claimed;
-    bool                       is_multiplied; /* by some graph of a context's creation */
+    llmaas_lookup *            lookup;     /* of its rows; NULL: they are looked up where it is */
+    bool                       is_used;    /* by some graph of a context's creation */
     int                        tap_kind; /* llmaas_tap_kind of its operand, or -1 */
     int                        tap_layer;
 };
@@ -79,7 +82,7 @@ const llmaas_weight * llmaas_weights_find(const llmaas_weights * weights, const 
 
 /* A tensor was allocated in our buffer type: from now on it is the weight that is claimed under its name, if one is. */
 void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor);
-/* Note the weights that a new context's graph multiplies, and the operands that taps may want. */
+/* Note the weights that a new context's graph uses, and the operands that taps may want. */
 void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph);
 
 /* The product of `weight` at `level`, in place of `node`; false: it is all of a weight in place, so keep `node`. */

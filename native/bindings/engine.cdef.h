@@ -44,6 +44,7 @@ int llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, int axis, const int64_t * extents, uint32_t n_levels);
 int llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
 int llmaas_weights_claim_file(llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed);
+int llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
 int llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * packed);
 uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);

@@ -74,7 +74,7 @@ WRONG = {
     "claims nothing": WeightClaim(UP),
     "64 extents": WeightClaim(UP, rows=(8,) * 65),
     "0 or more": WeightClaim(UP, rows=(-8,)),
-    "token_embd.weight": WeightClaim(r"token_embd\.weight", source="file"),
+    "token_embd.weight": WeightClaim(r"token_embd\.weight", source="tiles"),
 }
 
 

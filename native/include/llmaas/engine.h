@@ -48,6 +48,11 @@ LLMAAS_API llmaas_status llmaas_weights_claim_tiles(llmaas_weights * weights, co
 LLMAAS_API llmaas_status llmaas_weights_claim_file(
     llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed);
 
+/* Claim where rows of a weight that graphs look up (embeddings) are read, for each graph those that it asks for. For one that is
+ * multiplied with as well claim a file for that first. Errors as above. */
+LLMAAS_API llmaas_status llmaas_weights_claim_rows(
+    llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
+
 /* How much memory the weights in files take, from the next graph on: bytes of what is kept, 0 at first, and of the arena that
  * the rest is read to, at least two of the pieces it is read in. EINVAL: none is in a file. */
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);

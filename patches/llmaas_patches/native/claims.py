@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +117,9 @@ def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
     vectors = [name for name in matched if not places[name].info.is_matrix]
     if vectors:
         raise ConfigError(f"{vectors[0]} is a vector; only what is multiplied with can be claimed")
-    looked_up = [name for name in matched if claim.source and name.startswith("token_embd.")]
+    looked_up = [name for name in matched if claim.source == "tiles" and _is_looked_up(name)]
     if looked_up:
-        raise ConfigError(f"{looked_up[0]} is looked up row by row; its source stays llama.cpp's")
+        raise ConfigError(f"{looked_up[0]} is looked up row by row, which tiles are not made for")
     return matched
 
 
@@ -164,12 +164,35 @@ def fill_table(
             lib.llmaas_weights_claim_tiles(table, key)
         elif claimed.source:
             path, place = claimed.source[1].path, places[name]
-            if path is not None:
+            if path is not None and _is_multiplied(name, places):
                 others[path] = others.get(path) or tensor_places(library, [path])
                 place = _same(name, place, others[path].get(name), path)
-            file = os.fsencode(place.path)
-            if lib.llmaas_weights_claim_file(table, key, file, place.offset, path is not None) != 0:
-                raise OSError(f"{place.path} cannot be opened to read {name} from it")
+            _claim_file(library, table, name, places, place)
+
+
+def _claim_file(
+    library: Library, table: Any, name: str, places: Mapping[str, Place], packed: Place
+) -> None:
+    """Products read packed bytes, if there are any; looked-up rows are those of the model file."""
+    lib, key, plain = library.lib, name.encode(), places[name]
+    status = 0
+    if _is_multiplied(name, places):
+        file = os.fsencode(packed.path), packed.offset
+        status = lib.llmaas_weights_claim_file(table, key, *file, packed is not plain)
+    if _is_looked_up(name):
+        file = os.fsencode(plain.path), plain.offset
+        status = status or lib.llmaas_weights_claim_rows(table, key, *file)
+    if status != 0:
+        raise OSError(f"{packed.path} cannot be opened to read {name} from it")
+
+
+def _is_looked_up(name: str) -> bool:
+    return name.startswith("token_embd.")
+
+
+def _is_multiplied(name: str, names: Container[str]) -> bool:
+    """Embeddings are where no output matrix is beside them."""
+    return not _is_looked_up(name) or "output.weight" not in names
 
 
 def _same(name: str, source: Place, found: Place | None, path: str) -> Place:
