@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from claiming import Claimer, decode, evaluate, native, opened, step, vanilla
 from gguf import GGMLQuantizationType
+from llama_cpp import llama_cpp as raw
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import WeightClaim
 from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.machine import release_memory
 
 SHAPE = Shape(n_layer=2, n_embd=544, n_head=17, n_head_kv=17, n_ff=512, n_ctx=512)
 """Rows of which some lie across pages."""
@@ -50,16 +52,20 @@ def test_no_memory_is_held_for_them(tmp_path):
     shape = Shape(n_layer=1, n_embd=1024, n_head=16, n_head_kv=16, n_ff=256, n_ctx=512)
     path = write_random_model(tmp_path / "model.gguf", shape, GGMLQuantizationType.F16)
     n_bytes = model_tensors(path)["token_embd.weight"].n_bytes
-    with native(plugin=Claimer()), opened(path, use_mmap=False) as ctx:
+    with native(plugin=Claimer()), opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx:
         evaluate(ctx)
         with_them = anonymous_bytes()
-    with native(plugin=Claimer(EMBEDDINGS)), opened(path, use_mmap=False) as ctx:
+    with (
+        native(plugin=Claimer(EMBEDDINGS)),
+        opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx,
+    ):
         evaluate(ctx)
         assert anonymous_bytes() < with_them - 0.8 * n_bytes
 
 
 def anonymous_bytes():
     """Memory of this process that no file has."""
+    release_memory()
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
@@ -69,7 +75,10 @@ def test_a_row_that_cannot_be_read_fails_the_batch(model, tmp_path):
     whole = model.read_bytes()
     path.write_bytes(whole)
     expected = vanilla(model)
-    with native(plugin=Claimer(EMBEDDINGS)), opened(path, use_mmap=False) as ctx:
+    with (
+        native(plugin=Claimer(EMBEDDINGS)),
+        opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx,
+    ):
         os.truncate(path, PAGE)
         assert decode(ctx, range(10, 20), 0) != 0
         path.write_bytes(whole)
