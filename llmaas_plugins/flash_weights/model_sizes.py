@@ -90,7 +90,7 @@ class ModelSizes:
         experts: Of them, those of experts.
         expert_share: Of the experts, how many a token uses.
         least_experts: Of experts that stay in memory in any case.
-        resident: Of all other weights.
+        resident: Of all other weights, except embeddings: their rows are read one by one.
         kv: Of the KV cache.
         buffers: Of llama.cpp's for a batch.
         app: Of a ``Llama`` beside all these: its vocabulary, graphs, templates.
@@ -166,7 +166,6 @@ def sizes_of(
     n_blocks = sum(
         tensors[piece.name].shape[0] // BLOCK_COLUMNS * piece.n_padded_rows for piece in pieces
     )
-    all_bytes = sum(info.n_bytes for info in tensors.values())
     n_streamed = sum(info.n_bytes for info in streamed.values())
     return ModelSizes(
         n_layers=len({name.split(".")[1] for name in tensors if name.startswith("blk.")}),
@@ -174,7 +173,7 @@ def sizes_of(
         experts=sum(experts),
         expert_share=metadata.expert_share,
         least_experts=max(experts, default=0),
-        resident=all_bytes - n_streamed,
+        resident=sum(info.n_bytes for info in tensors.values() if not info.is_matrix),
         kv=n_ctx * _CELL_BYTES * _kv_values(tensors),
         buffers=_buffers(tensors, metadata.n_heads, n_ctx),
         app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
