@@ -1,6 +1,7 @@
 #include "io_backend.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -11,8 +12,19 @@ struct llmaas_io {
     const llmaas_io_backend * backend;
     void *                    state;
     uint32_t                  depth;
+    uint32_t                  n_at_once;
     uint32_t                  n_in_flight;
+    uint32_t                  n_ahead; /* of these */
+    uint32_t                  n_held;  /* of these, those that the backend does not have yet */
+    llmaas_io_read *          held;    /* a list; the next one to go comes first */
+    bool                      is_waited_for;
 };
+
+/* Threads of the process that wait for reads, whichever library's: a GNU unique symbol is one variable for all of them. */
+__attribute__((visibility("default"))) atomic_uint llmaas_io_n_waiting;
+#ifdef __linux__
+__asm__(".type llmaas_io_n_waiting, %gnu_unique_object");
+#endif
 
 /* -- for backends -------------------------------------------------------------------------------------------------- */
 
@@ -65,7 +77,8 @@ llmaas_status llmaas_io_open(llmaas_io_kind kind, uint32_t depth, llmaas_io ** i
         free(made);
         return status;
     }
-    *io = made;
+    made->n_at_once = depth < made->backend->n_at_once ? depth : made->backend->n_at_once;
+    *io             = made;
     return LLMAAS_OK;
 }
 
@@ -107,8 +120,6 @@ void llmaas_io_memory_free(void * memory, size_t n_bytes) {
     }
 }
 
-uint32_t llmaas_io_room(const llmaas_io * io) { return io->depth - io->n_in_flight; }
-
 llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_t n_bytes) {
     if (io->n_in_flight > 0 || (!memory && n_bytes > 0)) {
         return LLMAAS_EINVAL;
@@ -117,33 +128,105 @@ llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_t n_bytes) 
     return LLMAAS_OK;
 }
 
+/* -- reads --------------------------------------------------------------------------------------------------------- */
+
+uint32_t llmaas_io_room(const llmaas_io * io) { return io->depth - io->n_in_flight; }
+
+uint32_t llmaas_io_room_ahead(const llmaas_io * io) {
+    const uint32_t most = io->n_at_once > 1 ? io->n_at_once - (io->n_at_once + 3) / 4 : 1, room = llmaas_io_room(io);
+    return most - io->n_ahead < room ? most - io->n_ahead : room;
+}
+
+static void hold(llmaas_io * io, llmaas_io_read * read) {
+    llmaas_io_read ** end = &io->held;
+    while (*end) {
+        end = &(*end)->next;
+    }
+    *end = read;
+    io->n_held++;
+}
+
+static void pass(llmaas_io * io, llmaas_io_read ** held) {
+    llmaas_io_read * read = *held;
+    *held                 = read->next;
+    io->n_held--;
+    io->backend->start(io->state, read);
+}
+
+static bool others_wait(const llmaas_io * io) { return atomic_load(&llmaas_io_n_waiting) > (io->is_waited_for ? 1u : 0u); }
+
+/* One can always be under way: others may wait all the time. */
+static void pass_held(llmaas_io * io) {
+    while (io->held && io->n_in_flight - io->n_held < io->n_at_once && (io->n_ahead == io->n_held || !others_wait(io))) {
+        pass(io, &io->held);
+    }
+}
+
 llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read) {
-    if (llmaas_io_room(io) == 0 || !read->buffer || read->n_bytes == 0 || read->n_needed > read->n_bytes ||
+    const uint32_t room = read->is_ahead ? llmaas_io_room_ahead(io) : llmaas_io_room(io);
+    if (room == 0 || !read->buffer || read->n_bytes == 0 || read->n_needed > read->n_bytes ||
         read->offset > INT64_MAX - UINT32_MAX) {
         return LLMAAS_EINVAL;
     }
     read->error   = 0;
     read->is_done = false;
     read->n_read  = 0;
+    read->next    = NULL;
     io->n_in_flight++;
-    io->backend->start(io->state, read);
+    if (read->is_ahead) {
+        io->n_ahead++;
+        hold(io, read);
+    } else {
+        io->backend->start(io->state, read);
+    }
     return LLMAAS_OK;
 }
 
+static void collect(llmaas_io * io, bool is_patient) {
+    pass_held(io);
+    llmaas_io_read * next;
+    for (llmaas_io_read * read = io->backend->collect(io->state, is_patient); read; read = next) {
+        next          = read->next;
+        read->is_done = true;
+        io->n_ahead -= read->is_ahead ? 1 : 0;
+        io->n_in_flight--;
+    }
+}
+
+void llmaas_io_begin_waiting(void) { atomic_fetch_add(&llmaas_io_n_waiting, 1); }
+void llmaas_io_end_waiting(void) { atomic_fetch_sub(&llmaas_io_n_waiting, 1); }
+
 void llmaas_io_poll(llmaas_io * io) {
     if (io->n_in_flight > 0) {
-        io->n_in_flight -= io->backend->collect(io->state, false);
+        collect(io, false);
     }
+}
+
+/* Until a read is done; NULL: all. */
+static void wait_for(llmaas_io * io, const llmaas_io_read * read) {
+    io->is_waited_for = true;
+    llmaas_io_begin_waiting();
+    while (io->n_in_flight > 0 && !(read && read->is_done)) {
+        collect(io, true);
+    }
+    llmaas_io_end_waiting();
+    io->is_waited_for = false;
 }
 
 void llmaas_io_wait(llmaas_io * io, const llmaas_io_read * read) {
-    while (!read->is_done && io->n_in_flight > 0) {
-        io->n_in_flight -= io->backend->collect(io->state, true);
+    llmaas_io_read ** at = &io->held;
+    while (*at && *at != read) {
+        at = &(*at)->next;
     }
+    if (*at) {
+        pass(io, at);
+    }
+    wait_for(io, read);
 }
 
 void llmaas_io_drain(llmaas_io * io) {
-    while (io->n_in_flight > 0) {
-        io->n_in_flight -= io->backend->collect(io->state, true);
+    while (io->held) {
+        pass(io, &io->held);
     }
+    wait_for(io, NULL);
 }

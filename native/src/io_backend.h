@@ -6,12 +6,13 @@
 
 typedef struct llmaas_io_backend {
     llmaas_io_kind kind;
+    uint32_t       n_at_once; /* reads that are under way at a time, at most */
     llmaas_status (* open)(uint32_t depth, void ** state);
     void (* close)(void * state); /* nothing is in flight */
     void (* start)(void * state, llmaas_io_read * read);
 
-    /* Mark reads that are done, and count them. A patient call waits for one if there is none; some read is in flight. */
-    uint32_t (* collect)(void * state, bool is_patient);
+    /* Reads that are done, as a list. A patient call waits for one if there is none; some read is in flight. */
+    llmaas_io_read * (* collect)(void * state, bool is_patient);
 
     /* Nothing is in flight. */
     void (* use_region)(void * state, void * memory, size_t n_bytes);

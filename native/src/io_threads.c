@@ -13,13 +13,14 @@ typedef struct queue {
 } queue;
 
 typedef struct crew {
-    pthread_mutex_t lock; /* of what follows it, but for ids: those are the engine's user's */
-    pthread_cond_t  has_work, has_result;
-    queue           waiting, complete;
-    uint32_t        n_idle;
-    bool            is_closing;
-    uint32_t        max_threads, n_threads;
-    pthread_t       ids[MAX_THREADS];
+    pthread_mutex_t  lock; /* of what follows it, but for ids: those are the engine's user's */
+    pthread_cond_t   has_work, has_result;
+    queue            waiting;
+    llmaas_io_read * done; /* a list */
+    uint32_t         n_idle;
+    bool             is_closing;
+    uint32_t         max_threads, n_threads;
+    pthread_t        ids[MAX_THREADS];
 } crew;
 
 static void push(queue * q, llmaas_io_read * read) { q->reads[(q->first + q->n++) % LLMAAS_IO_MAX_DEPTH] = read; }
@@ -29,6 +30,11 @@ static llmaas_io_read * pop(queue * q) {
     q->first = (q->first + 1) % LLMAAS_IO_MAX_DEPTH;
     q->n--;
     return read;
+}
+
+static void add_done(crew * c, llmaas_io_read * read) {
+    read->next = c->done;
+    c->done    = read;
 }
 
 /* -- workers ------------------------------------------------------------------------------------------------------- */
@@ -50,7 +56,7 @@ static void * work(void * context) {
         pthread_mutex_unlock(&c->lock);
         llmaas_io_read_now(read);
         pthread_mutex_lock(&c->lock);
-        push(&c->complete, read);
+        add_done(c, read);
         pthread_cond_signal(&c->has_result);
     }
     pthread_mutex_unlock(&c->lock);
@@ -107,30 +113,29 @@ static void threads_start(void * state, llmaas_io_read * read) {
     }
     if (c->n_threads == 0) { /* the system gives none: read here */
         llmaas_io_read_now(pop(&c->waiting));
-        push(&c->complete, read);
+        add_done(c, read);
     }
     pthread_cond_signal(&c->has_work);
     pthread_mutex_unlock(&c->lock);
 }
 
-static uint32_t threads_collect(void * state, bool is_patient) {
+static llmaas_io_read * threads_collect(void * state, bool is_patient) {
     crew * c = state;
     pthread_mutex_lock(&c->lock);
-    while (is_patient && c->complete.n == 0) {
+    while (is_patient && !c->done) {
         pthread_cond_wait(&c->has_result, &c->lock);
     }
-    const uint32_t n = c->complete.n;
-    while (c->complete.n > 0) {
-        pop(&c->complete)->is_done = true;
-    }
+    llmaas_io_read * done = c->done;
+    c->done               = NULL;
     pthread_mutex_unlock(&c->lock);
-    return n;
+    return done;
 }
 
 static void threads_use_region(void * state, void * memory, size_t n_bytes) { (void) state, (void) memory, (void) n_bytes; }
 
 const llmaas_io_backend llmaas_io_threads = {
     .kind       = LLMAAS_IO_THREADS,
+    .n_at_once  = MAX_THREADS,
     .open       = threads_open,
     .close      = threads_close,
     .start      = threads_start,

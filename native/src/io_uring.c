@@ -161,62 +161,63 @@ static void uring_start(void * state, llmaas_io_read * read) {
     __atomic_store_n(u->sq_tail, tail + 1, __ATOMIC_RELEASE);
 }
 
-/* Short reads are queued again. */
-static uint32_t reap(uring * u) {
-    uint32_t       n = 0, head = *u->cq_head;
+/* Add what is done to a list. Short reads are queued again. */
+static llmaas_io_read * reap(uring * u, llmaas_io_read * done) {
+    uint32_t       head = *u->cq_head;
     const uint32_t tail = __atomic_load_n(u->cq_tail, __ATOMIC_ACQUIRE);
     for (; head != tail; ++head) {
         const struct io_uring_cqe * cqe  = &u->cqes[head & u->cq_mask];
         llmaas_io_read *            read = (llmaas_io_read *) (uintptr_t) cqe->user_data;
-        read->is_done = llmaas_io_take(read, cqe->res);
-        if (read->is_done) {
-            ++n;
+        if (llmaas_io_take(read, cqe->res)) {
+            read->next = done;
+            done       = read;
         } else {
             uring_start(u, read);
         }
     }
     __atomic_store_n(u->cq_head, head, __ATOMIC_RELEASE);
-    return n;
+    return done;
 }
 
 static uint32_t n_queued(const uring * u) { return *u->sq_tail - __atomic_load_n(u->sq_head, __ATOMIC_ACQUIRE); }
 
 /* For a kernel that has come to forbid io_uring, as one does when a process confines itself. */
-static uint32_t read_queued(uring * u) {
-    const uint32_t n = n_queued(u);
-    for (uint32_t i = 0; i < n; ++i) {
+static llmaas_io_read * read_queued(uring * u, llmaas_io_read * done) {
+    while (n_queued(u) > 0) {
         const uint32_t   tail = *u->sq_tail - 1;
         llmaas_io_read * read = (llmaas_io_read *) (uintptr_t) u->sqes[tail & u->sq_mask].user_data;
         llmaas_io_read_now(read);
-        read->is_done = true;
+        read->next = done;
+        done       = read;
         __atomic_store_n(u->sq_tail, tail, __ATOMIC_RELEASE);
     }
-    return n;
+    return done;
 }
 
-/* Pass what is queued to the kernel, and wait for a result if told to. Reads done here instead. */
-static uint32_t submit(uring * u, bool is_patient) {
+/* Pass what is queued to the kernel, and wait for a result if told to. What was done here instead is added to the list. */
+static llmaas_io_read * submit(uring * u, bool is_patient, llmaas_io_read * done) {
     const long rc = syscall(__NR_io_uring_enter, u->fd, n_queued(u), is_patient ? 1 : 0,
                             is_patient ? IORING_ENTER_GETEVENTS : 0, NULL, 0);
-    return rc >= 0 || errno == EINTR || errno == EAGAIN || errno == EBUSY ? 0 : read_queued(u);
+    return rc >= 0 || errno == EINTR || errno == EAGAIN || errno == EBUSY ? done : read_queued(u, done);
 }
 
-static uint32_t uring_collect(void * state, bool is_patient) {
-    uring *  u = state;
-    uint32_t n = reap(u);
+static llmaas_io_read * uring_collect(void * state, bool is_patient) {
+    uring *          u    = state;
+    llmaas_io_read * done = reap(u, NULL);
     if (n_queued(u) > 0) {
-        n += submit(u, is_patient && n == 0);
-        n += reap(u);
+        done = submit(u, is_patient && !done, done);
+        done = reap(u, done);
     }
-    while (is_patient && n == 0) {
-        n += submit(u, true);
-        n += reap(u);
+    while (is_patient && !done) {
+        done = submit(u, true, done);
+        done = reap(u, done);
     }
-    return n;
+    return done;
 }
 
 const llmaas_io_backend llmaas_io_uring = {
     .kind       = LLMAAS_IO_URING,
+    .n_at_once  = LLMAAS_IO_MAX_DEPTH,
     .open       = uring_open,
     .close      = uring_close,
     .start      = uring_start,

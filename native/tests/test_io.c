@@ -1,4 +1,5 @@
-/* Asynchronous reads, of each kind: contents, ends of files, errors, order, registered memory, more than one thread. */
+/* Asynchronous reads, of each kind: contents, ends of files, errors, order, reads ahead, registered memory, more than one
+ * thread. */
 #include "check.h"
 
 #include "io_backend.h"
@@ -14,7 +15,7 @@ enum { BLOCK = 4096, N_BLOCKS = 300, TAIL = 777, FILE_BYTES = N_BLOCKS * BLOCK +
 typedef struct context {
     llmaas_io_kind kind;
     int            fd;
-    bool           is_direct;
+    bool           is_direct, is_ahead;
     llmaas_io *    io;
     uint8_t *      memory; /* SLOT bytes for each read */
     llmaas_io_read reads[DEPTH];
@@ -47,6 +48,7 @@ static llmaas_io_read * start(context * c, uint32_t slot, uint64_t offset, uint3
         .n_bytes  = n_bytes,
         .n_needed = there < n_bytes ? (uint32_t) there : n_bytes,
         .buffer   = c->memory + (size_t) slot * SLOT,
+        .is_ahead = c->is_ahead,
         .error    = -1,
         .is_done  = true,
     };
@@ -128,6 +130,69 @@ static void check_room(context * c) {
     CHECK(llmaas_io_room(c->io) == 0 && llmaas_io_start(c->io, &more) == LLMAAS_EINVAL);
     CHECK(llmaas_io_register(c->io, c->memory, SLOT) == LLMAAS_EINVAL);
     check_drained(c, DEPTH);
+}
+
+/* -- reads ahead --------------------------------------------------------------------------------------------------- */
+
+/* As many as there may be. */
+static uint32_t start_ahead(context * c) {
+    uint32_t n = 0;
+    for (c->is_ahead = true; llmaas_io_room_ahead(c->io) > 0; ++n) {
+        start_any(c, n);
+    }
+    c->is_ahead = false;
+    return n;
+}
+
+static uint32_t n_done(const context * c, uint32_t n) {
+    uint32_t n_done = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        n_done += c->reads[i].is_done;
+    }
+    return n_done;
+}
+
+static void check_room_ahead(context * c) {
+    const uint32_t most = start_ahead(c);
+    CHECK(most == (c->kind == LLMAAS_IO_URING ? DEPTH : 16) * 3 / 4 && llmaas_io_room(c->io) == DEPTH - most);
+    llmaas_io_read more = c->reads[0];
+    CHECK(llmaas_io_start(c->io, &more) == LLMAAS_EINVAL);
+    llmaas_io_wait(c->io, start_any(c, most));
+    check_got(&c->reads[most]);
+    check_drained(c, most + 1);
+    CHECK(llmaas_io_room_ahead(c->io) == most);
+}
+
+/* While others wait they come one by one, but they come; and all at once when nobody does. */
+static void check_ahead_gives_way(context * c) {
+    enum { N_POLLS = 5 };
+    llmaas_io_begin_waiting();
+    const uint32_t n = start_ahead(c);
+    for (uint32_t i = 1; i <= N_POLLS; ++i) {
+        llmaas_io_poll(c->io);
+        CHECK(n_done(c, n) <= i);
+    }
+    while (n_done(c, n) < N_POLLS) {
+        llmaas_io_poll(c->io);
+    }
+    llmaas_io_end_waiting();
+    while (n_done(c, n) < n) {
+        llmaas_io_poll(c->io);
+    }
+    check_drained(c, n);
+}
+
+/* The one that is waited for overtakes others. Sooner or later: threads may sleep. */
+static void check_ahead_is_waited_for(context * c) {
+    llmaas_io_begin_waiting();
+    for (bool has_overtaken = false; !has_overtaken;) {
+        const uint32_t n = start_ahead(c);
+        llmaas_io_wait(c->io, &c->reads[n - 1]);
+        check_got(&c->reads[n - 1]);
+        has_overtaken = n_done(c, n) < n;
+        check_drained(c, n);
+    }
+    llmaas_io_end_waiting();
 }
 
 static void check_close_in_flight(context * c) {
@@ -352,6 +417,7 @@ static void check_kind(llmaas_io_kind kind, int fd, bool is_direct) {
         check_random_reads, check_order,            check_polling,     check_room,      check_close_in_flight,
         check_ends,         check_errors,           check_refusals,    check_depth_one, check_registered,
         check_large_region, check_threads_that_end, check_two_threads,
+        check_room_ahead,   check_ahead_gives_way,  check_ahead_is_waited_for,
     };
     for (size_t i = 0; i < sizeof checks / sizeof *checks; ++i) {
         checks[i](&c);

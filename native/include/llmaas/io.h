@@ -1,7 +1,10 @@
 /* Asynchronous reads of files, many at a time: through io_uring, or by threads where the kernel has none to give.
  *
  * One thread at a time uses an engine; it need not be always the same one. Reads get done within the calls of whoever uses
- * the engine, never behind its back. A process that forks with an engine open does not use it in the child. */
+ * the engine, never behind its back. A process that forks with an engine open does not use it in the child.
+ *
+ * Reads ahead give way to those that somebody waits for: they get on their way behind all others of their engine, and one at a
+ * time while any other thread of the process waits for a read. */
 #ifndef LLMAAS_IO_H
 #define LLMAAS_IO_H
 
@@ -28,9 +31,11 @@ typedef struct llmaas_io_read {
     uint32_t n_bytes;
     uint32_t n_needed; /* at most n_bytes */
     void *   buffer;
+    bool     is_ahead; /* nobody waits for it yet; once somebody does it gives way no more */
     int32_t  error;    /* when done: 0, or an errno; ENODATA: the file ends before n_needed */
     bool     is_done;
-    uint32_t n_read;   /* the engine's own */
+    uint32_t n_read;   /* the engine's own, as is what follows */
+    struct llmaas_io_read * next;
 } llmaas_io_read;
 
 /* An engine for up to depth reads in flight, 1..LLMAAS_IO_MAX_DEPTH. EINVAL: depth or kind. EUNSUPPORTED: io_uring was asked
@@ -50,8 +55,9 @@ LLMAAS_API llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_
 LLMAAS_API void * llmaas_io_memory(size_t n_bytes);
 LLMAAS_API void   llmaas_io_memory_free(void * memory, size_t n_bytes); /* as many as it was made with; NULL is fine */
 
-/* Reads that can be started now. */
+/* Reads that can be started now; and those of them that can be reads ahead, which leave a quarter of the depth to others. */
 LLMAAS_API uint32_t llmaas_io_room(const llmaas_io * io);
+LLMAAS_API uint32_t llmaas_io_room_ahead(const llmaas_io * io);
 
 /* Start a read, which may wait for the next poll or wait to get on its way: those pass all that were started to the kernel in
  * one system call. EINVAL: no room, no bytes, more needed than read, or no place that a file can have. */
@@ -63,6 +69,10 @@ LLMAAS_API void llmaas_io_poll(llmaas_io * io);
 /* Wait until a started read is done, or all are; others may get done as well. */
 LLMAAS_API void llmaas_io_wait(llmaas_io * io, const llmaas_io_read * read);
 LLMAAS_API void llmaas_io_drain(llmaas_io * io);
+
+/* Around reads that this thread waits for without an engine: reads ahead of others give way to them, too. */
+LLMAAS_API void llmaas_io_begin_waiting(void);
+LLMAAS_API void llmaas_io_end_waiting(void);
 
 /* Bytes a second that reads of n_bytes, `depth` of them at a time, one behind the other, get from a file of n_file bytes in
  * about so many seconds, into huge pages. EIO: a read failed (errno). EINVAL: n_bytes is no multiple of 4096, or more than the
