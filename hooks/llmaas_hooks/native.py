@@ -206,12 +206,15 @@ class ChannelColumns:
         n_bits: 4 or 8, of a number in a column.
         offset: Of its column in a channel, in bytes.
         scales: float16, of shape ``(n_channels / 32, rows rounded up to 128)``.
+        mins: Likewise: what is subtracted from a number times its scale, as in Q4_K; only with
+            4 bits. None: nothing is, and 8 or 128 stands for 0.
     """
 
     weight: str
     n_bits: int
     offset: int
     scales: NDArray[np.float16]
+    mins: NDArray[np.float16] | None = None
 
 
 @dataclass(frozen=True, slots=True)

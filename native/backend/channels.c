@@ -376,8 +376,8 @@ static void multiply(void * arg, int ith, int nth) {
     const uint32_t begin = n_chunks * (uint32_t) ith / (uint32_t) nth * LLMAAS_CHUNK_ROWS;
     const uint32_t end   = n_chunks * ((uint32_t) ith + 1) / (uint32_t) nth * LLMAAS_CHUNK_ROWS;
     if (begin < end && !llmaas_graph_failed(channels->graph)) {
-        llmaas_active_multiply(channels->active, c->n_bits, channels->columns, c->offset, c->scales, c->n_scales, begin,
-                               end < n_rows ? end : n_rows, p->node->data);
+        llmaas_active_multiply(channels->active, c->n_bits, channels->columns, c->offset, c->scales, c->mins, c->n_scales,
+                               begin, end < n_rows ? end : n_rows, p->node->data);
     }
 }
 

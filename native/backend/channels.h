@@ -21,6 +21,7 @@ typedef struct llmaas_columns {
     size_t           offset;   /* in a channel */
     uint32_t         n_scales; /* rows, and what fills them up */
     const uint16_t * scales;   /* F16 [n_channels / 32][n_scales] */
+    const uint16_t * mins;     /* likewise; NULL: there are none */
 } llmaas_columns;
 
 typedef struct llmaas_channel_stats {

@@ -22,7 +22,7 @@ struct state {
     llmaas_piece ** pieces; /* NULL: not loaded, or no memory; or there is a stack */
     llmaas_stack *  stack;  /* its experts, if they can be read one by one; else NULL */
     llmaas_columns  columns; /* for products with one token; without an operand: there are none */
-    uint16_t *      scales; /* of these */
+    uint16_t *      scales; /* of these; then their mins, if they have any */
 };
 
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed) {
@@ -90,17 +90,20 @@ llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns *
     const struct ggml_tensor * tensor = weight->tensor;
     const size_t               width  = llmaas_operand_width(columns->operand), n_rows = columns->n_scales;
     if (state->stack || state->columns.operand || ggml_nrows(tensor) != tensor->ne[1] || (size_t) tensor->ne[0] != width ||
-        n_rows % LLMAAS_CHUNK_ROWS != 0 || n_rows < (size_t) tensor->ne[1] || (columns->n_bits != 4 && columns->n_bits != 8)) {
+        n_rows % LLMAAS_CHUNK_ROWS != 0 || n_rows < (size_t) tensor->ne[1] || (columns->n_bits != 4 && (columns->n_bits != 8 || columns->mins))) {
         return LLMAAS_EINVAL;
     }
-    const size_t n_bytes = width / LLMAAS_BLOCK_COLUMNS * n_rows * sizeof *state->scales;
-    state->scales        = malloc(n_bytes);
+    const size_t n = width / LLMAAS_BLOCK_COLUMNS * n_rows, n_bytes = n * sizeof *state->scales;
+    state->scales  = malloc(columns->mins ? 2 * n_bytes : n_bytes);
     if (!state->scales) {
         return LLMAAS_ESPACE;
     }
     memcpy(state->scales, columns->scales, n_bytes);
     state->columns        = *columns;
     state->columns.scales = state->scales;
+    if (columns->mins) {
+        state->columns.mins = memcpy(state->scales + n, columns->mins, n_bytes);
+    }
     for (size_t i = 0; i < state->n_pieces; i++) {
         llmaas_stream_pass(state->stream, state->pieces[i]);
     }

@@ -360,7 +360,7 @@ llmaas_status llmaas_weights_add_operand(
 
 llmaas_status llmaas_weights_add_columns(
     llmaas_weights * weights, const char * name, uint32_t number, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
-    const uint16_t * scales) {
+    const uint16_t * scales, const uint16_t * mins) {
     llmaas_status status = LLMAAS_EINVAL;
     pthread_rwlock_wrlock(&weights->lock);
     llmaas_weight * weight = by_name(weights, name);
@@ -369,7 +369,7 @@ llmaas_status llmaas_weights_add_columns(
         offset <= weights->operands[number].n_bytes && n_bytes <= weights->operands[number].n_bytes - offset) {
         status = llmaas_file_columns(weight, &(llmaas_columns) {
             .operand = weights->operands[number].channels, .n_bits = n_bits, .offset = offset, .n_scales = n_scales,
-            .scales = scales});
+            .scales = scales, .mins = mins});
     }
     pthread_rwlock_unlock(&weights->lock);
     return status;

@@ -48,7 +48,7 @@ extern const llmaas_source_ops llmaas_source_rows; /* looked up only */
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed);
 
 /* From the next graph on, products of such a weight with one token are those of its columns (channels.h), which its operand
- * has; it copies the scales. EINVAL: it has another shape, or columns already. ESPACE: memory. */
+ * has; it copies scales and mins. EINVAL: it has another shape, or columns already. ESPACE: memory. */
 llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns * columns);
 
 struct llmaas_weight {

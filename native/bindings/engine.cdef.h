@@ -65,7 +65,7 @@ int llmaas_weights_add_operand(
     llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
 int llmaas_weights_add_columns(
     llmaas_weights * weights, const char * name, uint32_t operand, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
-    const uint16_t * scales);
+    const uint16_t * scales, const uint16_t * mins);
 uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
 void * llmaas_buffer_type(void);

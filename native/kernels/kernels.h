@@ -90,10 +90,11 @@ typedef struct llmaas_kernels {
     float (*logits_max)(const float * logits, size_t n, int * is_nan);
     double (*logits_sum)(const float * logits, size_t n, float max);
 
-    /* llmaas_active_multiply of whole chunks, whose bytes begin at columns[i] + offset and whose scales at scales. The sum
-     * of a block is exact; y = ((0 + scale × scales × sum) + ...), each step rounded, blocks in rising order. */
+    /* llmaas_active_multiply of whole chunks, whose bytes begin at columns[i] + offset, and whose scales and mins at these. The
+     * sum of a block is exact; y = ((0 + scale × scales × sum) + ...), with mins ((0 + scale × (scales × sum - mins × sum of
+     * values)) + ...), each step rounded, blocks in rising order. */
     void (*active_tile)(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset,
-                        const uint16_t * scales, size_t n_scales, size_t n_chunks, float * y);
+                        const uint16_t * scales, const uint16_t * mins, size_t n_scales, size_t n_chunks, float * y);
 } llmaas_kernels;
 
 const llmaas_kernels * llmaas_k(void);
@@ -112,7 +113,7 @@ const llmaas_kernels * llmaas_k(void);
     float llmaas_logits_max_##isa(const float *, size_t, int *);                                                          \
     double llmaas_logits_sum_##isa(const float *, size_t, float);                                                         \
     void llmaas_active_tile_##isa(const llmaas_active *, uint32_t, const uint8_t * const *, size_t, const uint16_t *,      \
-                                  size_t, size_t, float *)
+                                  const uint16_t *, size_t, size_t, float *)
 
 LLMAAS_DECLARE_KERNELS(generic);
 LLMAAS_DECLARE_KERNELS(avx2);
@@ -120,7 +121,7 @@ LLMAAS_DECLARE_KERNELS(avx512);
 
 void llmaas_knn_dots_avx512vnni(const uint8_t *, size_t, size_t, const llmaas_knn_query *, uint32_t *);
 void llmaas_active_tile_avx512vnni(const llmaas_active *, uint32_t, const uint8_t * const *, size_t, const uint16_t *,
-                                   size_t, size_t, float *);
+                                   const uint16_t *, size_t, size_t, float *);
 void llmaas_exponents_generic(const uint8_t *, size_t, size_t, size_t, uint32_t *);
 uint32_t llmaas_crc32c_generic(uint32_t crc, const uint8_t * data, size_t n);
 uint32_t llmaas_crc32c_sse42(uint32_t crc, const uint8_t * data, size_t n);

@@ -63,11 +63,36 @@ SPARSE_INLINE void add8(const sparse_block * block, __m256i sums, const uint16_t
     _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), product));
 }
 
+SPARSE_INLINE void add8_mins(const sparse_block * block, __m256i sums, const uint16_t * scales, const uint16_t * mins,
+                             float * y) {
+    const __m256 d = _mm256_cvtph_ps(_mm_loadu_si128((const void *) scales));
+    const __m256 m = _mm256_cvtph_ps(_mm_loadu_si128((const void *) mins));
+    const __m256 least = _mm256_mul_ps(m, _mm256_set1_ps(block->sum));
+    const __m256 rest  = _mm256_sub_ps(_mm256_mul_ps(d, _mm256_cvtepi32_ps(sums)), least);
+    _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), _mm256_mul_ps(_mm256_set1_ps(block->scale), rest)));
+}
+
+/* Eight rows each, one after the other. */
+SPARSE_INLINE rows_32 in_order(rows_32 x) {
+    return (rows_32) {_mm256_permute2x128_si256(x.a, x.b, 0x20), _mm256_permute2x128_si256(x.c, x.d, 0x20),
+                      _mm256_permute2x128_si256(x.a, x.b, 0x31), _mm256_permute2x128_si256(x.c, x.d, 0x31)};
+}
+
 SPARSE_INLINE void add32(const sparse_block * block, rows_32 sums, const uint16_t * scales, float * y) {
-    add8(block, _mm256_permute2x128_si256(sums.a, sums.b, 0x20), scales, y);
-    add8(block, _mm256_permute2x128_si256(sums.c, sums.d, 0x20), scales + 8, y + 8);
-    add8(block, _mm256_permute2x128_si256(sums.a, sums.b, 0x31), scales + 16, y + 16);
-    add8(block, _mm256_permute2x128_si256(sums.c, sums.d, 0x31), scales + 24, y + 24);
+    const rows_32 s = in_order(sums);
+    add8(block, s.a, scales, y);
+    add8(block, s.b, scales + 8, y + 8);
+    add8(block, s.c, scales + 16, y + 16);
+    add8(block, s.d, scales + 24, y + 24);
+}
+
+SPARSE_INLINE void add32_mins(const sparse_block * block, rows_32 sums, const uint16_t * scales, const uint16_t * mins,
+                              float * y) {
+    const rows_32 s = in_order(sums);
+    add8_mins(block, s.a, scales, mins, y);
+    add8_mins(block, s.b, scales + 8, mins + 8, y + 8);
+    add8_mins(block, s.c, scales + 16, mins + 16, y + 16);
+    add8_mins(block, s.d, scales + 24, mins + 24, y + 24);
 }
 
 SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
@@ -76,6 +101,16 @@ SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t *
         half_sums(block, at + r, &low, &high);
         add32(block, low, scales + r, y + r);
         add32(block, high, scales + 64 + r, y + 64 + r);
+    }
+}
+
+SPARSE_CHUNK void chunk4_mins(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    const uint16_t * mins = sparse_mins(block, at);
+    for (size_t r = 0; r < LLMAAS_CHUNK_ROWS / 2; r += 32) {
+        rows_32 low, high;
+        half_sums(block, at + r, &low, &high);
+        add32_mins(block, low, scales + r, mins + r, y + r);
+        add32_mins(block, high, scales + 64 + r, mins + 64 + r, y + 64 + r);
     }
 }
 

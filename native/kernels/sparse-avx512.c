@@ -45,6 +45,14 @@ SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t *
     sparse_add64(block, high, scales + 64, y + 64);
 }
 
+SPARSE_CHUNK void chunk4_mins(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    const uint16_t * mins = sparse_mins(block, at);
+    sparse_64 low, high;
+    half_sums(block, at, &low, &high);
+    sparse_add64_mins(block, low, scales, mins, y);
+    sparse_add64_mins(block, high, scales + 64, mins + 64, y + 64);
+}
+
 SPARSE_INLINE __m512i whole(__m512i low, __m512i high) { return _mm512_add_epi32(low, _mm512_slli_epi32(high, 4)); }
 
 SPARSE_INLINE void half8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {

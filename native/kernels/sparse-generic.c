@@ -12,8 +12,16 @@ static void add_rows(const sparse_block * block, const int32_t * sums, const uin
     }
 }
 
-SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    int32_t sums[LLMAAS_CHUNK_ROWS] = {0};
+static void add_rows_mins(const sparse_block * block, const int32_t * sums, const uint16_t * scales, const uint16_t * mins,
+                          float * y) {
+    for (uint32_t r = 0; r < LLMAAS_CHUNK_ROWS; ++r) {
+        y[r] += block->scale * (f16_to_f32(scales[r]) * (float) sums[r] - f16_to_f32(mins[r]) * block->sum);
+    }
+}
+
+/* Of the lower and of the upper halves of bytes. */
+static void half_sums(const sparse_block * block, size_t at, int32_t * sums) {
+    memset(sums, 0, LLMAAS_CHUNK_ROWS * sizeof *sums);
     for (uint32_t i = 0; i < 4 * block->n_fours; ++i) {
         for (uint32_t r = 0; r < HALF_ROWS; ++r) {
             const uint8_t both = block->columns[i][at + r];
@@ -21,7 +29,18 @@ SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t *
             sums[HALF_ROWS + r] += block->values[i] * (both >> 4);
         }
     }
+}
+
+SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    int32_t sums[LLMAAS_CHUNK_ROWS];
+    half_sums(block, at, sums);
     add_rows(block, sums, scales, y);
+}
+
+SPARSE_CHUNK void chunk4_mins(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    int32_t sums[LLMAAS_CHUNK_ROWS];
+    half_sums(block, at, sums);
+    add_rows_mins(block, sums, scales, sparse_mins(block, at), y);
 }
 
 SPARSE_CHUNK void chunk8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {

@@ -39,13 +39,38 @@ SPARSE_INLINE void sparse_add16(const sparse_block * block, __m512i sums, const 
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), product));
 }
 
+SPARSE_INLINE void sparse_add16_mins(const sparse_block * block, __m512i sums, const uint16_t * scales,
+                                     const uint16_t * mins, float * y) {
+    const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256((const void *) scales));
+    const __m512 m = _mm512_cvtph_ps(_mm256_loadu_si256((const void *) mins));
+    const __m512 least = _mm512_mul_ps(m, _mm512_set1_ps(block->sum));
+    const __m512 rest  = _mm512_sub_ps(_mm512_mul_ps(d, _mm512_cvtepi32_ps(sums)), least);
+    _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), _mm512_mul_ps(_mm512_set1_ps(block->scale), rest)));
+}
+
+/* 16 rows each, one after the other. */
+SPARSE_INLINE sparse_64 sparse_in_order(sparse_64 x) {
+    const __m512i a = _mm512_shuffle_i32x4(x.a, x.b, 0x44), b = _mm512_shuffle_i32x4(x.c, x.d, 0x44);
+    const __m512i c = _mm512_shuffle_i32x4(x.a, x.b, 0xee), d = _mm512_shuffle_i32x4(x.c, x.d, 0xee);
+    return (sparse_64) {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
+                        _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
+}
+
 SPARSE_INLINE void sparse_add64(const sparse_block * block, sparse_64 sums, const uint16_t * scales, float * y) {
-    const __m512i a = _mm512_shuffle_i32x4(sums.a, sums.b, 0x44), b = _mm512_shuffle_i32x4(sums.c, sums.d, 0x44);
-    const __m512i c = _mm512_shuffle_i32x4(sums.a, sums.b, 0xee), d = _mm512_shuffle_i32x4(sums.c, sums.d, 0xee);
-    sparse_add16(block, _mm512_shuffle_i32x4(a, b, 0x88), scales, y);
-    sparse_add16(block, _mm512_shuffle_i32x4(a, b, 0xdd), scales + 16, y + 16);
-    sparse_add16(block, _mm512_shuffle_i32x4(c, d, 0x88), scales + 32, y + 32);
-    sparse_add16(block, _mm512_shuffle_i32x4(c, d, 0xdd), scales + 48, y + 48);
+    const sparse_64 s = sparse_in_order(sums);
+    sparse_add16(block, s.a, scales, y);
+    sparse_add16(block, s.b, scales + 16, y + 16);
+    sparse_add16(block, s.c, scales + 32, y + 32);
+    sparse_add16(block, s.d, scales + 48, y + 48);
+}
+
+SPARSE_INLINE void sparse_add64_mins(const sparse_block * block, sparse_64 sums, const uint16_t * scales,
+                                     const uint16_t * mins, float * y) {
+    const sparse_64 s = sparse_in_order(sums);
+    sparse_add16_mins(block, s.a, scales, mins, y);
+    sparse_add16_mins(block, s.b, scales + 16, mins + 16, y + 16);
+    sparse_add16_mins(block, s.c, scales + 32, mins + 32, y + 32);
+    sparse_add16_mins(block, s.d, scales + 48, mins + 48, y + 48);
 }
 
 #endif

@@ -18,9 +18,12 @@ typedef struct sparse_block {
     uint32_t n_fours;
     int32_t  zero;  /* the sum that a row of zeros has, negated */
     float    scale;
+    float    sum;   /* of values */
+    const uint16_t * mins; /* of all rows; NULL: there are none */
 } sparse_block;
 
-/* Add a block to a chunk of 128 rows, whose bytes are at columns[i] + at: y += scale × scales × sum, in this order. */
+/* Add a block to a chunk of 128 rows, whose bytes are at columns[i] + at: y += scale × scales × sum, in this order. With mins
+ * y += scale × (scales × sum - mins × sum of values). */
 typedef void sparse_chunk_of(const sparse_block * block, size_t at, const uint16_t * scales, float * y);
 
 SPARSE_INLINE int32_t sparse_four(const sparse_block * block, uint32_t four) {
@@ -45,7 +48,11 @@ SPARSE_INLINE void sparse_gather(const llmaas_active * active, uint32_t b, const
     block->n_fours = (n + 3) / 4;
     block->zero    = -zero * sum;
     block->scale   = active->scales[b];
+    block->sum     = (float) sum;
 }
+
+/* Of a chunk whose 4-bit numbers are at columns[i] + at. */
+SPARSE_INLINE const uint16_t * sparse_mins(const sparse_block * block, size_t at) { return block->mins + 2 * at; }
 
 /* Into the second cache: the first takes few at a time. */
 SPARSE_INLINE void sparse_prefetch(const sparse_block * block, size_t at, size_t n_bytes) {
@@ -72,14 +79,15 @@ SPARSE_INLINE uint32_t sparse_next(const llmaas_active * active, uint32_t b, con
 }
 
 SPARSE_INLINE void sparse_tile(sparse_chunk_of chunk_of, size_t chunk_bytes, int32_t zero, const llmaas_active * active,
-                               const uint8_t * const * columns, size_t offset, const uint16_t * scales, size_t n_scales,
-                               size_t n_chunks, float * y) {
+                               const uint8_t * const * columns, size_t offset, const uint16_t * scales,
+                               const uint16_t * mins, size_t n_scales, size_t n_chunks, float * y) {
     const size_t ahead = n_chunks < SPARSE_AHEAD ? n_chunks : SPARSE_AHEAD;
     sparse_block blocks[2]; /* this one and the next, in turn */
     memset(y, 0, n_chunks * LLMAAS_CHUNK_ROWS * sizeof *y);
     uint32_t b = sparse_next(active, 0, columns, offset, zero, &blocks[0]);
     for (uint32_t i = 0; blocks[i].n_fours; i = 1 - i) {
         const uint32_t next = sparse_next(active, b + 1, columns, offset, zero, &blocks[1 - i]);
+        blocks[i].mins = mins ? mins + b * n_scales : NULL;
         for (size_t c = 0; c < n_chunks; ++c) {
             if (c + ahead < n_chunks) {
                 sparse_prefetch(&blocks[i], (c + ahead) * chunk_bytes, chunk_bytes);
@@ -94,14 +102,18 @@ SPARSE_INLINE void sparse_tile(sparse_chunk_of chunk_of, size_t chunk_bytes, int
 
 #define SPARSE_CHUNK_BYTES(n_bits) (LLMAAS_CHUNK_ROWS * (n_bits) / 8)
 
-/* The kernel of an instruction set that has chunk4 and chunk8. */
+/* The kernel of an instruction set that has chunk4, chunk4_mins and chunk8. */
 #define SPARSE_KERNEL(isa)                                                                                                \
     void llmaas_active_tile_##isa(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns,         \
-                                  size_t offset, const uint16_t * scales, size_t n_scales, size_t n_chunks, float * y) {  \
-        if (n_bits == 4) {                                                                                                \
-            sparse_tile(chunk4, SPARSE_CHUNK_BYTES(4), 8, active, columns, offset, scales, n_scales, n_chunks, y);        \
+                                  size_t offset, const uint16_t * scales, const uint16_t * mins, size_t n_scales,         \
+                                  size_t n_chunks, float * y) {                                                           \
+        if (n_bits == 8) {                                                                                                \
+            sparse_tile(chunk8, SPARSE_CHUNK_BYTES(8), 128, active, columns, offset, scales, NULL, n_scales, n_chunks, y); \
+        } else if (mins) {                                                                                                \
+            sparse_tile(chunk4_mins, SPARSE_CHUNK_BYTES(4), 0, active, columns, offset, scales, mins, n_scales, n_chunks, \
+                        y);                                                                                               \
         } else {                                                                                                          \
-            sparse_tile(chunk8, SPARSE_CHUNK_BYTES(8), 128, active, columns, offset, scales, n_scales, n_chunks, y);      \
+            sparse_tile(chunk4, SPARSE_CHUNK_BYTES(4), 8, active, columns, offset, scales, NULL, n_scales, n_chunks, y);  \
         }                                                                                                                 \
     }
 

@@ -139,7 +139,7 @@ void llmaas_active_top(llmaas_active * active, const float * x, uint32_t k) {
 /* In tiles of about the same size: short runs are slow. */
 void llmaas_active_multiply(
     const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset, const uint16_t * scales,
-    uint32_t n_scales, uint32_t row_begin, uint32_t row_end, float * y) {
+    const uint16_t * mins, uint32_t n_scales, uint32_t row_begin, uint32_t row_end, float * y) {
     const llmaas_kernels * k = llmaas_k();
     const uint32_t n_chunks = (row_end - row_begin + LLMAAS_CHUNK_ROWS - 1) / LLMAAS_CHUNK_ROWS;
     const uint32_t n_tiles  = (n_chunks + TILE_CHUNKS - 1) / TILE_CHUNKS;
@@ -147,7 +147,8 @@ void llmaas_active_multiply(
     for (uint32_t t = 0; t < n_tiles; ++t) {
         const uint32_t first = n_chunks * t / n_tiles, n = n_chunks * (t + 1) / n_tiles - first;
         const uint32_t row = row_begin + first * LLMAAS_CHUNK_ROWS, rest = row_end - row;
-        k->active_tile(active, n_bits, columns, offset + (size_t) row * n_bits / 8, scales + row, n_scales, n, tile);
+        k->active_tile(active, n_bits, columns, offset + (size_t) row * n_bits / 8, scales + row, mins ? mins + row : NULL,
+                       n_scales, n, tile);
         memcpy(y + row, tile, (rest < n * LLMAAS_CHUNK_ROWS ? rest : n * LLMAAS_CHUNK_ROWS) * sizeof *y);
     }
 }

@@ -10,12 +10,20 @@
 
 enum { CHUNK = LLMAAS_CHUNK_ROWS, BLOCK = LLMAAS_BLOCK_COLUMNS };
 
+typedef struct kind {
+    uint32_t n_bits;
+    bool     has_mins;
+} kind;
+
+static const kind kinds[] = {{4, false}, {4, true}, {8, false}};
+
 /* A matrix as it lies on flash: a piece of memory a channel, of exactly its size, at an odd offset. */
 typedef struct matrix {
     uint32_t    n_bits, n_rows, n_padded, n_channels;
     size_t      offset;
     uint8_t **  channels; /* [n_channels] */
     uint16_t *  scales;   /* [n_channels / 32][n_padded] */
+    uint16_t *  mins;     /* likewise, or NULL */
 } matrix;
 
 static size_t channel_bytes(const matrix * m) { return (size_t) m->n_padded * m->n_bits / 8; }
@@ -33,26 +41,35 @@ static void set_number(const matrix * m, uint32_t channel, uint32_t row, uint32_
 static int32_t number_of(const matrix * m, uint32_t channel, uint32_t row) {
     const uint8_t * chunk = m->channels[channel] + m->offset + (size_t) (row / CHUNK) * (CHUNK * m->n_bits / 8);
     const uint32_t r = row % CHUNK;
-    return m->n_bits == 8 ? chunk[r] - 128 : (r < 64 ? chunk[r] & 15 : chunk[r - 64] >> 4) - 8;
+    const int32_t zero = m->mins ? 0 : 1 << (m->n_bits - 1);
+    return (m->n_bits == 8 ? chunk[r] : r < 64 ? chunk[r] & 15 : chunk[r - 64] >> 4) - zero;
 }
 
-static double scale_of(const matrix * m, uint32_t channel, uint32_t row) {
-    return (double) f16_to_f32(m->scales[(size_t) (channel / BLOCK) * m->n_padded + row]);
+/* Of a weight's scale or minimum. */
+static double of_block(const matrix * m, const uint16_t * values, uint32_t channel, uint32_t row) {
+    return values ? (double) f16_to_f32(values[(size_t) (channel / BLOCK) * m->n_padded + row]) : 0;
+}
+
+static uint16_t * random_f16(const matrix * m) {
+    uint16_t * values = (void *) exact((size_t) m->n_channels / BLOCK * m->n_padded * sizeof *values);
+    for (size_t i = 0; i < (size_t) m->n_channels / BLOCK * m->n_padded; ++i) {
+        values[i] = i % m->n_padded < m->n_rows ? (uint16_t) ((rnd() & 0x83ff) | (8 + rnd_below(8)) << 10) : 0;
+    }
+    return values;
 }
 
 /* Numbers: random, or all of them the same. */
-static matrix matrix_new(uint32_t n_bits, uint32_t n_rows, uint32_t n_channels, int number) {
-    matrix m = {n_bits, n_rows, (n_rows + CHUNK - 1) / CHUNK * CHUNK, n_channels, rnd_below(3) * 21, NULL, NULL};
+static matrix matrix_new(kind of, uint32_t n_rows, uint32_t n_channels, int number) {
+    const uint32_t n_bits = of.n_bits;
+    matrix m = {n_bits, n_rows, (n_rows + CHUNK - 1) / CHUNK * CHUNK, n_channels, rnd_below(3) * 21, NULL, NULL, NULL};
     m.channels = (void *) exact(n_channels * sizeof *m.channels);
-    m.scales = (void *) exact((size_t) n_channels / BLOCK * m.n_padded * sizeof *m.scales);
+    m.scales = random_f16(&m);
+    m.mins = of.has_mins ? random_f16(&m) : NULL;
     for (uint32_t j = 0; j < n_channels; ++j) {
         m.channels[j] = exact(m.offset + channel_bytes(&m));
         for (uint32_t r = 0; r < m.n_padded; ++r) {
             set_number(&m, j, r, r >= n_rows ? 1u << (n_bits - 1) : number < 0 ? rnd_below(1u << n_bits) : (uint32_t) number);
         }
-    }
-    for (size_t i = 0; i < (size_t) n_channels / BLOCK * m.n_padded; ++i) {
-        m.scales[i] = i % m.n_padded < n_rows ? (uint16_t) ((rnd() & 0x83ff) | (8 + rnd_below(8)) << 10) : 0;
     }
     return m;
 }
@@ -61,7 +78,7 @@ static void matrix_free(matrix * m) {
     for (uint32_t j = 0; j < m->n_channels; ++j) {
         free(m->channels[j]);
     }
-    free(m->channels), free(m->scales);
+    free(m->channels), free(m->scales), free(m->mins);
 }
 
 static llmaas_active * active_new(uint32_t n_channels) {
@@ -94,7 +111,7 @@ static float * multiply(const matrix * m, const llmaas_active * active, uint32_t
     const uint8_t ** columns = columns_of(m, active);
     for (uint32_t row = 0; row < m->n_rows; row += n_together * CHUNK) {
         const uint32_t end = m->n_rows - row < n_together * CHUNK ? m->n_rows : row + n_together * CHUNK;
-        llmaas_active_multiply(active, m->n_bits, columns, m->offset, m->scales, m->n_padded, row, end, y);
+        llmaas_active_multiply(active, m->n_bits, columns, m->offset, m->scales, m->mins, m->n_padded, row, end, y);
     }
     free(columns);
     return y;
@@ -105,10 +122,11 @@ static void check_near(const matrix * m, const llmaas_active * active, const flo
         double coded = 0, exact_sum = 0, size = 0, error = 0;
         for (uint32_t i = 0; i < active->n; ++i) {
             const uint32_t j = active->channels[i];
-            const double w = scale_of(m, j, r) * number_of(m, j, r), d = (double) active->scales[j / BLOCK];
+            const double scaled = of_block(m, m->scales, j, r) * number_of(m, j, r), least = of_block(m, m->mins, j, r);
+            const double w = scaled - least, d = (double) active->scales[j / BLOCK];
             coded     += w * d * active->values[i];
             exact_sum += w * (double) x[j];
-            size      += fabs(w * d) * 127;
+            size      += (fabs(scaled) + fabs(least)) * d * 127;
             error     += fabs(w * d) * 0.5001;
         }
         CHECK(fabs((double) y[r] - coded) <= 1e-6 * size);
@@ -136,10 +154,10 @@ static void check_products(const matrix * m, const llmaas_active * active, const
 
 static const uint32_t rows_list[] = {1, 63, 64, 65, 127, 128, 129, 200, 1024, 1025, 2100, 8192, 8193, 17000};
 
-static void check_sizes(uint32_t n_bits) {
+static void check_sizes(kind of) {
     for (size_t i = 0; i < sizeof rows_list / sizeof *rows_list; ++i) {
         const uint32_t n_channels = BLOCK * (1 + rnd_below(6));
-        matrix          m = matrix_new(n_bits, rows_list[i], n_channels, -1);
+        matrix          m = matrix_new(of, rows_list[i], n_channels, -1);
         float *         x = random_activation(n_channels);
         llmaas_active * active = active_new(n_channels);
         static const float thresholds[] = {0, 0.5f, 2, 3, 1e9f}; /* from all to none */
@@ -156,10 +174,10 @@ static void check_sizes(uint32_t n_bits) {
 }
 
 /* The largest sums that a block can have, of either sign. */
-static void check_extremes(uint32_t n_bits) {
+static void check_extremes(kind of) {
     static const int signs[][2] = {{1, 1}, {-1, -1}, {1, -1}};
     for (int last = 0; last < 2; ++last) {
-        matrix          m = matrix_new(n_bits, 300, 2 * BLOCK, last ? (1 << n_bits) - 1 : 0);
+        matrix          m = matrix_new(of, 300, 2 * BLOCK, last ? (1 << of.n_bits) - 1 : 0);
         llmaas_active * active = active_new(2 * BLOCK);
         for (size_t s = 0; s < sizeof signs / sizeof *signs; ++s) {
             float x[2 * BLOCK];
@@ -271,8 +289,8 @@ static void check_not_finite(float odd) {
             llmaas_active_above(active, x, 1e30f);
         }
         CHECK(active->n == 1 && active->channels[0] == 40 && isnan(active->scales[1]) && active->scales[0] == 0);
-        for (uint32_t n_bits = 4; n_bits <= 8; n_bits += 4) {
-            matrix m = matrix_new(n_bits, 200, N, -1);
+        for (size_t of = 0; of < sizeof kinds / sizeof *kinds; ++of) {
+            matrix m = matrix_new(kinds[of], 200, N, -1);
             for (size_t i = 0; i < sizeof check_isas / sizeof *check_isas; ++i) {
                 if (llmaas_kernels_select(check_isas[i]) == LLMAAS_OK) {
                     float * y = multiply(&m, active, 1);
@@ -312,9 +330,9 @@ int main(void) {
     check_tiny();
     check_top(BLOCK, 2), check_top(4 * BLOCK, 5), check_top(1024, 3000), check_top(1024, 1u << 29);
     check_not_finite(NAN), check_not_finite(-INFINITY), check_not_finite(INFINITY);
-    for (uint32_t n_bits = 4; n_bits <= 8; n_bits += 4) {
-        check_sizes(n_bits);
-        check_extremes(n_bits);
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; ++i) {
+        check_sizes(kinds[i]);
+        check_extremes(kinds[i]);
     }
     return 0;
 }

@@ -100,11 +100,11 @@ LLMAAS_API llmaas_status llmaas_weights_add_operand(
     llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
 
 /* A loaded weight in a file reads that operand; `offset` of each channel has its column, of n_bits a row. scales: F16
- * [n_channels / 32][n_scales], copied; n_scales: its rows, rounded up to 128. EINVAL: it is no such weight, has another shape,
- * or an operand already. ESPACE: out of memory. */
+ * [n_channels / 32][n_scales], copied, as are mins, unless NULL; n_scales: its rows, rounded up to 128. EINVAL: it is no such
+ * weight, has another shape, or an operand already. ESPACE: out of memory. */
 LLMAAS_API llmaas_status llmaas_weights_add_columns(
     llmaas_weights * weights, const char * name, uint32_t operand, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
-    const uint16_t * scales);
+    const uint16_t * scales, const uint16_t * mins);
 
 /* What keeps a claim from being met: a weight's name and why, as one sentence that is valid until the next call; NULL:
  * nothing. is_created: a context was created, so what its graphs multiply is known, too. A context of a model that has a

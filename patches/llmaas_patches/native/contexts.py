@@ -13,7 +13,7 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import ChannelOperand, ConfigError
+from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.library import Library
 from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Rows, Tap
@@ -22,6 +22,7 @@ __all__ = ["Context"]
 
 _LANDING_FIELDS = 4
 _EINVAL = 1
+_BLOCK_COLUMNS = 32
 _CACHES = ("streamed", "busiest", "recent")
 _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
 
@@ -125,17 +126,32 @@ class Weights:
             status = lib.llmaas_weights_add_operand(table, os.fsencode(path), spec, number)
             _check_added(status, path, "its layout contradicts itself")
             for columns in operand.columns:
-                scales = np.ascontiguousarray(columns.scales, dtype=np.float16)
-                status = lib.llmaas_weights_add_columns(
-                    table,
-                    columns.weight.encode(),
-                    number[0],
-                    columns.n_bits,
-                    columns.offset,
-                    scales.shape[1],
-                    ffi.from_buffer("uint16_t[]", scales.view(np.uint16)),
-                )
+                status = self._add_columns(number[0], len(order) // _BLOCK_COLUMNS, columns)
                 _check_added(status, path, f"{columns.weight} has another shape")
+
+    def _add_columns(self, operand: int, n_blocks: int, columns: ChannelColumns) -> int:
+        """The engine's status; it takes for granted how many numbers there are."""
+        scales, mins = columns.scales, columns.mins
+        shape = n_blocks, scales.shape[-1]
+        if scales.shape != shape or (mins is not None and mins.shape != shape):
+            return _EINVAL
+        ffi, lib = self._library
+        status: int = lib.llmaas_weights_add_columns(
+            self._context._table,
+            columns.weight.encode(),
+            operand,
+            columns.n_bits,
+            columns.offset,
+            shape[1],
+            _halves(ffi, scales),
+            ffi.NULL if mins is None else _halves(ffi, mins),
+        )
+        return status
+
+
+def _halves(ffi: Any, values: NDArray[np.float16]) -> Any:
+    content = np.ascontiguousarray(values, dtype=np.float16)
+    return ffi.from_buffer("uint16_t[]", content.view(np.uint16))
 
 
 def _check_added(status: int, path: str, problem: str) -> None:
