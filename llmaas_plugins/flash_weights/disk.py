@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import read_rate
 
-__all__ = ["DEPTHS", "SIZES", "Disk", "Rate", "fit_disk", "measure_disk"]
+__all__ = ["DEPTHS", "MOST_BYTES", "SIZES", "Disk", "Rate", "fit_disk", "measure_disk"]
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 """Bytes of a read."""
-DEPTHS = (1, 4, 16, 64)
+DEPTHS = (1, 4, 16, 64, 256)
 """Reads at a time."""
+MOST_BYTES = 64 << 20
+"""Of all reads under way: memory that measuring takes."""
 _ROUNDS = 5
 _LEAST_S = 1e-3
 _ALIKE = 0.95
@@ -52,6 +54,12 @@ class Disk:
     small_depth: int
     large_depth: int
     rates: tuple[Rate, ...]
+
+    @property
+    def read_bytes(self) -> int:
+        """The size from which on longer reads are no faster."""
+        rates = {rate.n_bytes: _best(self.rates, rate.n_bytes).bytes_per_s for rate in self.rates}
+        return min(size for size, rate in rates.items() if rate >= _ALIKE * max(rates.values()))
 
     @property
     def gap_bytes(self) -> int:
@@ -98,7 +106,9 @@ def measure_disk(
     """
     sizes = _sizes_of(path)
     began = last = time.monotonic()
-    pairs = [(n_bytes, depth) for n_bytes in sizes for depth in DEPTHS]
+    pairs = [
+        (n_bytes, depth) for n_bytes in sizes for depth in DEPTHS if n_bytes * depth <= MOST_BYTES
+    ]
     taken = []
     for n in range(_ROUNDS * len(pairs)):
         left = seconds - (last - began)
