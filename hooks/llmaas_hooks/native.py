@@ -258,6 +258,22 @@ class FileWeights(Protocol):
                 two of the pieces they are read in, which are mostly 2 MiB.
         """
 
+    def set_reading(
+        self, *, queue_depth: int = 0, read_size: int = 0, read_gap: int | None = None
+    ) -> None:
+        """Change how files are read, from the next batch on.
+
+        Args:
+            queue_depth: Reads under way at most: 1 to 256; 0 leaves that to the engine.
+            read_size: Bytes of a read at most: a multiple of 4096 up to 16 MiB; 0 likewise.
+            read_gap: Bytes between two channels that are read along rather than left out; None
+                likewise.
+
+        Raises:
+            ValueError: Depth or size is out of range.
+            OSError: There is no memory.
+        """
+
     def stats(self) -> dict[str, int]:
         """``bytes`` of the weights (0: none is in a file), memory that they have, what was read.
 

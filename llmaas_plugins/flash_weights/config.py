@@ -50,3 +50,23 @@ class FlashWeightsConfig(BaseModel):
         ge=1 << 20,
         description="Memory that streamed weights pass through. A part of the budget.",
     )
+    queue_depth: int | None = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="Reads under way at a time. When unset 16, and 64 of columns that are read "
+        "when a token turns out to need them.",
+    )
+    read_size: ByteSize | None = Field(
+        default=None,
+        ge=4096,
+        le=16 << 20,
+        multiple_of=4096,
+        description="Longest read. When unset 1 MiB, and 256 KiB of such columns.",
+    )
+    read_gap: ByteSize | None = Field(
+        default=None,
+        le=1 << 20,
+        description="Longest gap between two such columns that is read along with them rather "
+        "than left out. When unset 12 KiB.",
+    )

@@ -132,6 +132,12 @@ class FlashWeights:
             if path in self._tensors and stats["operands"] == 0:  # its first context
                 add_channels(weights, model_channels(path, self._tensors[path]), self._config)
                 release_memory()  # of the scales, which were copied
+            if context.model not in self._models:
+                weights.set_reading(
+                    queue_depth=self._config.queue_depth or 0,
+                    read_size=self._config.read_size or 0,
+                    read_gap=self._config.read_gap,
+                )
             model = self._models.setdefault(context.model, _Model())
             model.contexts[context.ctx] = context
             weights.set_memory(model.kept, self._config.arena)

@@ -11,7 +11,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { AGE = 32 }; /* tokens after which uses count half */
+enum {
+    AGE        = 32, /* tokens after which uses count half */
+    DEPTH      = 64,
+    READ_BYTES = 256 << 10, /* more does not read faster */
+    GAP_BYTES  = 12 << 10,  /* what a disk of 1 to 2 GB/s reads while it gets another read on its way */
+};
 
 /* The slots that operands with the same `pool` share. */
 typedef struct pool {
@@ -50,7 +55,8 @@ struct llmaas_operand {
 struct llmaas_channels {
     llmaas_stream *  stream; /* whose they are */
     llmaas_graph *   graph;
-    llmaas_gather *  gather; /* NULL: all are streamed */
+    llmaas_reading   reading;
+    llmaas_windows * windows; /* that they are read through on demand; NULL: all are streamed */
     llmaas_operand * operands;
     pool *           pools;
     uint64_t         n_graphs;
@@ -72,12 +78,33 @@ struct llmaas_channels {
 
 /* -- life -------------------------------------------------------------------------------------------------------- */
 
-llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream) {
+static llmaas_reading without_defaults(const llmaas_reading * reading) {
+    return (llmaas_reading) {
+        .depth = reading->depth ? reading->depth : DEPTH, .n_bytes = reading->n_bytes ? reading->n_bytes : READ_BYTES,
+        .n_gap = reading->n_gap >= 0 ? reading->n_gap : GAP_BYTES};
+}
+
+llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream, const llmaas_reading * reading) {
     llmaas_channels * channels = calloc(1, sizeof *channels);
     if (channels) {
-        channels->stream = stream;
+        channels->stream  = stream;
+        channels->reading = without_defaults(reading);
     }
     return channels;
+}
+
+static bool make_windows(llmaas_channels * channels) {
+    llmaas_windows * windows = llmaas_windows_new(&channels->reading, channels->reading.depth);
+    if (windows) {
+        llmaas_windows_free(channels->windows);
+        channels->windows = windows;
+    }
+    return windows != NULL;
+}
+
+bool llmaas_channels_set_reading(llmaas_channels * channels, const llmaas_reading * reading) {
+    channels->reading = without_defaults(reading);
+    return !channels->windows || make_windows(channels);
 }
 
 static void free_room(llmaas_channels * channels) {
@@ -107,7 +134,7 @@ void llmaas_channels_free(llmaas_channels * channels) {
     if (!channels) {
         return;
     }
-    llmaas_gather_free(channels->gather);
+    llmaas_windows_free(channels->windows);
     free_room(channels);
     for (llmaas_operand * operand = channels->operands; operand;) {
         llmaas_operand * next = operand->next;
@@ -191,9 +218,8 @@ static bool make_streamed(llmaas_operand * operand) {
 
 static bool make_pooled(llmaas_channels * channels, llmaas_operand * operand, uint32_t number) {
     const size_t n = operand->n_channels, n_bytes = n * operand->n_bytes;
-    channels->gather = channels->gather ? channels->gather : llmaas_gather_new();
-    operand->pool    = pool_of(channels, number, operand->n_bytes);
-    if (!channels->gather || !operand->pool) {
+    operand->pool = pool_of(channels, number, operand->n_bytes);
+    if (!operand->pool || (!channels->windows && !make_windows(channels))) {
         return false;
     }
     for (size_t i = 0; i < n; i++) {
@@ -243,8 +269,8 @@ void llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes) {
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels) {
     llmaas_channel_stats stats = channels->stats;
     const size_t         n_likely = channels->n_stage / 2; /* no more are active, mostly, and some of them have slots */
-    if (channels->gather) {
-        stats.n_passing = llmaas_gather_memory(channels->gather);
+    if (channels->windows) {
+        stats.n_passing = llmaas_gather_memory(channels->windows);
         stats.n_passing += channels->n_touched > n_likely ? channels->n_touched : n_likely;
     }
     for (const pool * p = channels->pools; p; p = p->next) {
@@ -309,7 +335,7 @@ static bool fetch(llmaas_channels * channels, llmaas_operand * operand, uint32_t
                 operand->offset + at * operand->stride, (uint32_t) operand->n_bytes, to};
         }
     }
-    return llmaas_gather_read(channels->gather, operand->fd, channels->pieces, n, &channels->stats.n_read);
+    return llmaas_gather(channels->windows, operand->fd, channels->pieces, n, &channels->stats.n_read);
 }
 
 static void select_channels(llmaas_channels * channels, const llmaas_operand * operand, const float * x) {

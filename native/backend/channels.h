@@ -36,7 +36,7 @@ typedef struct llmaas_channel_stats {
 
 /* Of a stream, which lives longer. NULL: memory. */
 struct llmaas_stream;
-llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream);
+llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream, const llmaas_reading * reading);
 void              llmaas_channels_free(llmaas_channels * channels);
 
 /* An operand whose channels are in fd; lives as long as `channels`. Outside of graphs. NULL: memory. */
@@ -44,6 +44,8 @@ llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const l
 uint32_t         llmaas_operand_width(const llmaas_operand * operand);
 
 /* Bytes of slots; outside of graphs. */
+/* How those are read that are read on demand; outside of graphs. False: memory. */
+bool llmaas_channels_set_reading(llmaas_channels * channels, const llmaas_reading * reading);
 void                 llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes);
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels);
 

@@ -23,6 +23,7 @@ typedef struct slot {
     int32_t          expert;
     uint64_t         turn; /* when it was used last, or will be next */
     llmaas_io_read * reads;
+    size_t           n_reads, n_capacity;
 } slot;
 
 /* Slots of one size. */
@@ -57,6 +58,7 @@ typedef struct use {
 
 struct llmaas_experts {
     llmaas_io *    io;
+    uint32_t       n_read_most; /* bytes of a read */
     llmaas_graph * graph;
     size_class *   sizes;
     llmaas_stack * stacks;
@@ -69,16 +71,25 @@ struct llmaas_experts {
 
 /* -- life -------------------------------------------------------------------------------------------------------- */
 
-llmaas_experts * llmaas_experts_new(void) {
+llmaas_experts * llmaas_experts_new(const llmaas_reading * reading) {
     llmaas_experts * experts = calloc(1, sizeof *experts);
-    if (experts && llmaas_io_open(LLMAAS_IO_BEST, DEPTH, &experts->io) != LLMAAS_OK) {
+    if (experts && !llmaas_experts_set_reading(experts, reading)) {
         free(experts);
         return NULL;
     }
     return experts;
 }
 
-static size_t reads_of(const size_class * size) { return (size->n_bytes + READ_BYTES - 1) / READ_BYTES; }
+bool llmaas_experts_set_reading(llmaas_experts * experts, const llmaas_reading * reading) {
+    llmaas_io * io;
+    if (llmaas_io_open(LLMAAS_IO_BEST, reading->depth ? reading->depth : DEPTH, &io) != LLMAAS_OK) {
+        return false;
+    }
+    llmaas_io_close(experts->io);
+    experts->io          = io;
+    experts->n_read_most = reading->n_bytes ? reading->n_bytes : READ_BYTES;
+    return true;
+}
 
 static void free_slots(size_class * size) {
     for (size_t i = 0; size->slots && i < size->n_all; i++) {
@@ -150,20 +161,15 @@ llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t off
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
 static bool make_slots(size_class * size) {
-    slot * slots = calloc(size->n_all, sizeof *slots);
-    size->base   = llmaas_pages_reserve(size->n_all * size->n_bytes);
-    size->slots  = slots;
-    bool ok      = size->base && slots;
-    for (size_t i = 0; ok && i < size->n_all; i++) {
-        slots[i].reads = calloc(reads_of(size), sizeof *slots[i].reads);
-        ok             = slots[i].reads != NULL;
+    size->base    = llmaas_pages_reserve(size->n_all * size->n_bytes);
+    size->slots   = calloc(size->n_all, sizeof *size->slots);
+    if (size->base && size->slots) {
+        return true;
     }
-    if (!ok) {
-        free_slots(size);
-        size->base  = NULL;
-        size->slots = NULL;
-    }
-    return ok;
+    free_slots(size);
+    size->base  = NULL;
+    size->slots = NULL;
+    return false;
 }
 
 static void disown(slot * s) {
@@ -228,13 +234,28 @@ static slot * free_slot(size_class * size, uint64_t turn) {
     return found;
 }
 
+/* Room for the reads of an expert, none of which is under way. False: memory. */
+static bool size_reads(const llmaas_experts * experts, const size_class * size, slot * s) {
+    const size_t n = (size->n_bytes + experts->n_read_most - 1) / experts->n_read_most;
+    if (n > s->n_capacity) {
+        llmaas_io_read * reads = realloc(s->reads, n * sizeof *reads);
+        if (!reads) {
+            return false;
+        }
+        s->reads      = reads;
+        s->n_capacity = n;
+    }
+    s->n_reads = n;
+    return true;
+}
+
 static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, slot * s) {
     const size_class * size  = stack->size;
     const uint64_t     begin = stack->offset + (uint64_t) s->expert * size->n_bytes;
     char *             to    = size->base + (size_t) (s - size->slots) * size->n_bytes;
-    for (size_t i = 0; i < reads_of(size); i++) {
-        const size_t   from = i * READ_BYTES, left = size->n_bytes - from;
-        const uint32_t n    = (uint32_t) (left < READ_BYTES ? left : READ_BYTES);
+    for (size_t i = 0; i < s->n_reads; i++) {
+        const size_t   from = i * experts->n_read_most, left = size->n_bytes - from;
+        const uint32_t n    = (uint32_t) (left < experts->n_read_most ? left : experts->n_read_most);
         if (llmaas_io_room(experts->io) == 0) {
             llmaas_io_drain(experts->io);
         }
@@ -260,11 +281,13 @@ static bool stays(llmaas_experts * experts, llmaas_stack * stack, int32_t expert
 /* Have it on its way to a slot that is not needed from `now` on. False: there is none. */
 static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn, uint64_t now) {
     slot * s = free_slot(stack->size, now);
-    if (!s) {
+    if (!s || !size_reads(experts, stack->size, s)) {
         return false;
     }
     disown(s);
-    *s = (slot) {.owner = stack, .expert = expert, .turn = turn, .reads = s->reads};
+    s->owner  = stack;
+    s->expert = expert;
+    s->turn   = turn;
     stack->experts[expert].slot = (int32_t) (s - stack->size->slots);
     stack->experts[expert].n_uses++;
     experts->stats.n_misses++;
@@ -275,8 +298,8 @@ static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert
 static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t expert) {
     slot * s  = &stack->size->slots[stack->experts[expert].slot];
     bool   ok = true;
-    for (size_t i = 0; i < reads_of(stack->size); i++) {
-        if (s->reads[i].n_bytes > 0 && !s->reads[i].is_done) {
+    for (size_t i = 0; i < s->n_reads; i++) {
+        if (!s->reads[i].is_done) {
             llmaas_io_wait(experts->io, &s->reads[i]);
         }
         ok = ok && s->reads[i].error == 0;

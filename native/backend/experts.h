@@ -5,6 +5,7 @@
 #define LLMAAS_EXPERTS_H
 
 #include "graph.h"
+#include "llmaas/engine.h"
 
 #include <stdbool.h>
 
@@ -20,13 +21,15 @@ typedef struct llmaas_expert_stats {
     uint64_t stalled_ns;
 } llmaas_expert_stats;
 
-llmaas_experts * llmaas_experts_new(void);
+llmaas_experts * llmaas_experts_new(const llmaas_reading * reading);
 void             llmaas_experts_free(llmaas_experts * experts);
 
 /* n_experts that follow each other from `offset` of fd on, n_bytes each: a multiple of 4 KiB. Before the first graph; lives as
  * long as `experts`. NULL: another size, or memory. */
 llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t offset, size_t n_bytes, int32_t n_experts);
 
+/* How they are read; outside of graphs. False: memory. */
+bool llmaas_experts_set_reading(llmaas_experts * experts, const llmaas_reading * reading);
 /* Bytes of slots, at least what a product may need; outside of graphs. */
 void                llmaas_experts_set_memory(llmaas_experts * experts, uint64_t n_bytes);
 llmaas_expert_stats llmaas_experts_read_stats(const llmaas_experts * experts);

@@ -37,6 +37,7 @@ typedef struct load {
 struct llmaas_stream {
     pthread_mutex_t lock;
     llmaas_io *     io;
+    llmaas_reading  reading;
     llmaas_graph *  graph; /* being computed */
 
     llmaas_experts *  experts;  /* NULL: there are none */
@@ -65,13 +66,27 @@ struct llmaas_stream {
 
 /* -- life -------------------------------------------------------------------------------------------------------- */
 
+/* Loads that are not all read yet go on where they are. */
+static bool open_io(llmaas_stream * stream) {
+    llmaas_io *    io;
+    const uint32_t depth = stream->reading.depth ? stream->reading.depth : DEPTH;
+    if (llmaas_io_open(LLMAAS_IO_BEST, depth, &io) != LLMAAS_OK) {
+        return false;
+    }
+    llmaas_io_close(stream->io);
+    llmaas_io_register(io, stream->arena, stream->n_arena);
+    stream->io = io;
+    return true;
+}
+
 llmaas_stream * llmaas_stream_new(void) {
     llmaas_stream * stream = calloc(1, sizeof *stream);
     if (!stream || pthread_mutex_init(&stream->lock, NULL) != 0) {
         free(stream);
         return NULL;
     }
-    if (llmaas_io_open(LLMAAS_IO_BEST, DEPTH, &stream->io) != LLMAAS_OK) {
+    stream->reading.n_gap = -1;
+    if (!open_io(stream)) {
         pthread_mutex_destroy(&stream->lock);
         free(stream);
         return NULL;
@@ -113,12 +128,12 @@ llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * pi
 }
 
 llmaas_experts * llmaas_stream_experts(llmaas_stream * stream) {
-    stream->experts = stream->experts ? stream->experts : llmaas_experts_new();
+    stream->experts = stream->experts ? stream->experts : llmaas_experts_new(&stream->reading);
     return stream->experts;
 }
 
 llmaas_channels * llmaas_stream_channels(llmaas_stream * stream) {
-    stream->channels = stream->channels ? stream->channels : llmaas_channels_new(stream);
+    stream->channels = stream->channels ? stream->channels : llmaas_channels_new(stream, &stream->reading);
     return stream->channels;
 }
 
@@ -136,6 +151,15 @@ void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t 
     stream->n_arena_min = n_arena;
     stream->is_stale    = true;
     pthread_mutex_unlock(&stream->lock);
+}
+
+bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading) {
+    pthread_mutex_lock(&stream->lock);
+    stream->reading = *reading;
+    const bool ok   = open_io(stream) && (!stream->experts || llmaas_experts_set_reading(stream->experts, reading)) &&
+                      (!stream->channels || llmaas_channels_set_reading(stream->channels, reading));
+    pthread_mutex_unlock(&stream->lock);
+    return ok;
 }
 
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats) {
@@ -263,7 +287,8 @@ static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
 
 static bool set_reads(llmaas_stream * stream, load * l) {
     const uint64_t begin = l->of.piece->offset / PAGE * PAGE, needed = l->of.piece->offset + l->of.n_bytes - begin;
-    const uint32_t n_reads = (uint32_t) ((l->n_room + READ_BYTES - 1) / READ_BYTES);
+    const uint32_t n_most  = stream->reading.n_bytes ? stream->reading.n_bytes : READ_BYTES;
+    const uint32_t n_reads = (uint32_t) ((l->n_room + n_most - 1) / n_most);
     if (n_reads > l->n_capacity) {
         llmaas_io_read * reads = realloc(l->reads, n_reads * sizeof *reads);
         if (!reads) {
@@ -275,12 +300,12 @@ static bool set_reads(llmaas_stream * stream, load * l) {
     l->n_reads   = n_reads;
     l->n_started = 0;
     for (uint32_t i = 0; i < n_reads; i++) {
-        const uint64_t from = (uint64_t) i * READ_BYTES, left = l->n_room - from, left_needed = needed - from;
+        const uint64_t from = (uint64_t) i * n_most, left = l->n_room - from, left_needed = needed - from;
         l->reads[i] = (llmaas_io_read) {
             .fd       = l->of.piece->fd,
             .offset   = begin + from,
-            .n_bytes  = (uint32_t) (left < READ_BYTES ? left : READ_BYTES),
-            .n_needed = (uint32_t) (left_needed < READ_BYTES ? left_needed : READ_BYTES),
+            .n_bytes  = (uint32_t) (left < n_most ? left : n_most),
+            .n_needed = (uint32_t) (left_needed < n_most ? left_needed : n_most),
             .buffer   = stream->arena + l->at + from};
     }
     return true;

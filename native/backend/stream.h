@@ -46,6 +46,8 @@ void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece);
 
 /* Bytes of pieces, experts and channels that may be kept, and of the ones that are read at a time; from the next graph on. */
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
+/* How pieces, experts and channels are read, from the next graph on. False: memory; some are, then. */
+bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading);
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
 
 /* Around a graph: from begin to end the stream is its own, and no other thread's. */

@@ -2,6 +2,7 @@
 #include "weights.h"
 
 #include "../src/grow.h"
+#include "llmaas/io.h"
 #include "llmaas/sparse.h"
 
 #include <errno.h>
@@ -13,7 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { MAX_CHANNELS = 1 << 20, MAX_CHANNEL_BYTES = 1 << 26 };
+enum { MAX_CHANNELS = 1 << 20, MAX_CHANNEL_BYTES = 1 << 26, READ_ALIGN = 4096 };
 
 /* A model file that weights are read from. */
 struct file {
@@ -388,6 +389,14 @@ llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kep
     }
     llmaas_stream_set_memory(weights->stream, n_kept, n_arena);
     return LLMAAS_OK;
+}
+
+llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading) {
+    if (!weights->stream || reading->depth > LLMAAS_IO_MAX_DEPTH || reading->n_bytes > LLMAAS_MAX_READ_BYTES ||
+        reading->n_bytes % READ_ALIGN != 0) {
+        return LLMAAS_EINVAL;
+    }
+    return llmaas_stream_set_reading(weights->stream, reading) ? LLMAAS_OK : LLMAAS_ESPACE;
 }
 
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats) {

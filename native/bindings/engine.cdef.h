@@ -48,6 +48,11 @@ int llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const
 int llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * packed);
 uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
+typedef struct llmaas_reading {
+    uint32_t depth, n_bytes;
+    int32_t n_gap;
+} llmaas_reading;
+int llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading);
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
     uint64_t n_passing, n_channel_hits, n_channel_misses, n_operands;

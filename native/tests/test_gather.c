@@ -24,7 +24,7 @@ static int file_new(void) {
 }
 
 /* Pieces of `size` bytes, `step` apart on average; the bytes that were read. */
-static uint64_t check_pieces(llmaas_gather * gather, int fd, uint32_t size, uint32_t step) {
+static uint64_t check_pieces(llmaas_windows * windows, int fd, uint32_t size, uint32_t step) {
     static llmaas_gathered pieces[MAX_PIECES];
     uint64_t at = rnd() % 5000, n_read = 0;
     size_t   n = 0;
@@ -34,40 +34,53 @@ static uint64_t check_pieces(llmaas_gather * gather, int fd, uint32_t size, uint
         n++;
     }
     memset(got, 0, FILE_BYTES);
-    CHECK(llmaas_gather_read(gather, fd, pieces, n, &n_read));
+    CHECK(llmaas_gather(windows, fd, pieces, n, &n_read));
     for (size_t i = 0; i < n; i++) {
         CHECK(memcmp(content + pieces[i].offset, pieces[i].to, size) == 0);
     }
     return n_read;
 }
 
+static llmaas_windows * windows_new(uint32_t depth, uint32_t n_bytes, int32_t n_gap) {
+    llmaas_windows * windows = llmaas_windows_new(&(llmaas_reading) {depth, n_bytes, n_gap}, depth);
+    CHECK(windows);
+    return windows;
+}
+
 static void test_pieces(int fd) {
-    llmaas_gather * gather = llmaas_gather_new();
-    CHECK(gather);
-    CHECK(check_pieces(gather, fd, 1024, 1024) < 4096 * 1024 + 64 * 4096); /* side by side: once */
-    CHECK(check_pieces(gather, fd, 1000, 5000) > 4000ull * 4900);          /* small gaps are read along */
-    CHECK(check_pieces(gather, fd, 1000, 60000) < 420 * 24000);            /* large ones are not */
-    CHECK(check_pieces(gather, fd, 300000, 400000) > 300000);              /* longer than a read is otherwise */
-    CHECK(check_pieces(gather, fd, 5 << 20, 6 << 20) > 5 << 20);           /* than the ring was */
-    llmaas_gather_set_gap(gather, 0);
-    CHECK(check_pieces(gather, fd, 512, 9000) < 3000 * 8192ull);
-    llmaas_gather_free(gather);
-    llmaas_gather_free(NULL);
+    llmaas_windows * windows = windows_new(64, 256 << 10, 12 << 10);
+    CHECK(check_pieces(windows, fd, 1024, 1024) < 4096 * 1024 + 64 * 4096); /* side by side: once */
+    CHECK(check_pieces(windows, fd, 1000, 5000) > 4000ull * 4900);          /* small gaps are read along */
+    CHECK(check_pieces(windows, fd, 1000, 60000) < 420 * 24000);            /* large ones are not */
+    CHECK(check_pieces(windows, fd, 300000, 400000) > 300000);              /* longer than a read is otherwise */
+    CHECK(check_pieces(windows, fd, 5 << 20, 6 << 20) > 5 << 20);           /* than the ring was */
+    llmaas_windows_free(windows);
+    windows = windows_new(3, 256 << 10, 0);
+    CHECK(check_pieces(windows, fd, 512, 9000) < 3000 * 8192ull); /* nothing in between */
+    llmaas_windows_free(windows);
+    windows = windows_new(LLMAAS_IO_MAX_DEPTH, 4096, 1 << 20);
+    CHECK(check_pieces(windows, fd, 4000, 4096) > 4096 * 4096ull); /* each by itself, of one page or two */
+    llmaas_windows_free(windows);
+    windows = windows_new(2, 16 << 20, 12 << 10);
+    CHECK(check_pieces(windows, fd, 5000, 5000) <= (20 << 20) + 4 * 4096); /* two reads, longer than the ring is otherwise */
+    CHECK(llmaas_gather_memory(windows) == 16 << 20);
+    llmaas_windows_free(windows);
+    llmaas_windows_free(NULL);
 }
 
 /* A file that ends too early; what comes after is read as ever. */
 static void test_short_file(int fd) {
-    llmaas_gather * gather = llmaas_gather_new();
-    llmaas_gathered pieces[100];
-    uint64_t        n_read = 0;
+    llmaas_windows * windows = windows_new(64, 256 << 10, 12 << 10);
+    llmaas_gathered  pieces[100];
+    uint64_t         n_read = 0;
     for (size_t i = 0; i < 100; i++) {
         pieces[i] = (llmaas_gathered) {FILE_BYTES - 50 * 20000 + i * 20000, 100, got};
     }
-    CHECK(gather && !llmaas_gather_read(gather, fd, pieces, 100, &n_read));
-    CHECK(check_pieces(gather, fd, 100, 20000) > 0);
-    CHECK(!llmaas_gather_read(gather, -1, pieces, 1, &n_read));
-    CHECK(llmaas_gather_read(gather, fd, NULL, 0, &n_read));
-    llmaas_gather_free(gather);
+    CHECK(!llmaas_gather(windows, fd, pieces, 100, &n_read));
+    CHECK(check_pieces(windows, fd, 100, 20000) > 0);
+    CHECK(!llmaas_gather(windows, -1, pieces, 1, &n_read));
+    CHECK(llmaas_gather(windows, fd, NULL, 0, &n_read));
+    llmaas_windows_free(windows);
 }
 
 int main(void) {

@@ -73,7 +73,9 @@ def operands(file, *, threshold=None, share=None, by_layer=False, cache="recent"
 
 
 def claim_all(path):
-    return WeightClaim("|".join(map(re.escape, streamable(model_tensors(path)))), source="file")
+    """The matrices that graphs multiply with."""
+    names = [name for name in streamable(model_tensors(path)) if name != "token_embd.weight"]
+    return WeightClaim("|".join(map(re.escape, names)), source="file")
 
 
 def attach(plugin, file, kept=1 << 30, **selection):
@@ -179,6 +181,33 @@ def test_memory_may_change_between_tokens(reference_model, channels):
             rows.append(step(ctx, [token], i))
             assert weights.stats()["kept_bytes"] <= kept
         assert np.array_equal(np.concatenate(rows), expected)
+
+
+@pytest.mark.parametrize("cache", ["recent", "streamed"])
+def test_reads_may_change_between_tokens(reference_model, channels, cache):
+    expected = sparse(reference_model, channels(1), share=0.5)
+    plugin, gaps = Claimer(claim_all(reference_model)), (None, 0, 1 << 20)
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        weights, rows = attach(plugin, channels(1), 1 << 20, share=0.5, cache=cache), []
+        for i, token in enumerate(TOKENS):
+            weights.set_reading(
+                queue_depth=(i * 97) % 257, read_size=4096 << i, read_gap=gaps[i % 3]
+            )
+            rows.append(step(ctx, [token], i))
+        assert np.array_equal(np.concatenate(rows), expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"queue_depth": 257}, {"read_size": 5000}, {"read_size": 32 << 20}], ids=str
+)
+def test_reads_that_are_not_possible(reference_model, wrong):
+    plugin = Claimer(claim_all(reference_model))
+    with (
+        native(plugin=plugin),
+        opened(reference_model),
+        pytest.raises(ValueError, match="not possible"),
+    ):
+        plugin.contexts[0].file_weights().set_reading(**wrong)
 
 
 def test_several_threads_make_no_difference(reference_model, channels):
@@ -309,6 +338,7 @@ def test_experts_and_channels_share_the_memory(family, tmp_path, cache):
             assert stats["operands"] > 0
             kept = int(share * stats["bytes"])
             weights.set_memory(kept, ARENA)
+            weights.set_reading(queue_depth=5, read_size=8192 if share < 0.5 else 0)
             found.append(one_by_one(ctx, range(5, 25)))
             assert weights.stats()["kept_bytes"] <= max(kept, stats["least_bytes"])
     assert np.array_equal(found[0], found[1])

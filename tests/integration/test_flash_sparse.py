@@ -99,6 +99,24 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
     assert used[2] == pytest.approx(0.3 * used[0], rel=0.2)
 
 
+def test_how_columns_are_read_can_be_set(opened):
+    runs, read_bytes = [], []
+    for read_gap in (0, MIB):
+        reading = {"queue_depth": 4, "read_size": 64 << 10, "read_gap": read_gap}
+        with opened(cache="busiest", **reading) as (llama, suite):
+            tokens = llama.tokenize(TEXT.encode())
+            llama.eval(tokens[:8])
+            (model,) = suite.plugin("flash_weights")._models.values()
+            model.weights.set_memory(0, 4 * MIB)
+            llama.eval(tokens[8:9])
+            before = model.weights.stats()["read_bytes"]
+            llama.eval(tokens[9:10])
+            read_bytes.append(model.weights.stats()["read_bytes"] - before)
+            runs.append(np.array(llama.scores[8:10]))
+    assert np.array_equal(*runs)
+    assert read_bytes[0] > 1.2 * read_bytes[1]  # neighbours that share a page read it twice
+
+
 BUDGETS = """
 start, runs, kept = resident_bytes(), [], []
 for n, cache in ((100, "shared"), (9, "shared"), (9, "layer"), (9, "busiest"), (9, "streamed")):
@@ -186,7 +204,16 @@ def test_a_channel_file_of_another_model_is_refused(model, opened, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"mode": "fast"}, {"sparsity": 1}, {"selection": "best"}, {"cache": "none"}]
+    "setting",
+    [
+        {"mode": "fast"},
+        {"sparsity": 1},
+        {"selection": "best"},
+        {"cache": "none"},
+        {"queue_depth": 0},
+        {"read_size": 5000},
+        {"read_gap": -1},
+    ],
 )
 def test_settings_that_are_none(setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):

@@ -57,6 +57,18 @@ LLMAAS_API llmaas_status llmaas_weights_claim_rows(
  * the rest is read to, at least two of the pieces it is read in. EINVAL: none is in a file. */
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
+/* How weights in files are read. */
+typedef struct llmaas_reading {
+    uint32_t depth;   /* reads under way at most, up to LLMAAS_IO_MAX_DEPTH; 0: 16, and 64 of channels that are read on demand */
+    uint32_t n_bytes; /* of a read at most, up to LLMAAS_MAX_READ_BYTES and a multiple of 4096; 0: 1 MiB, and 256 KiB of such
+                       * channels. One that is longer is read as a whole */
+    int32_t  n_gap;   /* bytes between two such channels that are read along rather than left out; below 0: 12 KiB */
+} llmaas_reading;
+#define LLMAAS_MAX_READ_BYTES (16u << 20)
+
+/* From the next graph on. EINVAL: out of range, or none is in a file. ESPACE: out of memory; some are read so then. */
+LLMAAS_API llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading);
+
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes;         /* of the weights, or of their channels: what may be kept */
     uint64_t n_kept, n_arena; /* of memory */

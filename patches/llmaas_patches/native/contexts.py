@@ -90,6 +90,23 @@ class Weights:
         with self._context._alive():
             self._library.lib.llmaas_weights_set_memory(self._context._table, kept, arena)
 
+    def set_reading(
+        self, *, queue_depth: int = 0, read_size: int = 0, read_gap: int | None = None
+    ) -> None:
+        """Change how files are read."""
+        gap = -1 if read_gap is None else read_gap
+        reading = self._library.ffi.new("llmaas_reading *", (queue_depth, read_size, gap))
+        with self._context._alive():
+            table = self._context._table
+            status = self._library.lib.llmaas_weights_set_reading(table, reading)
+        if status == _EINVAL:
+            raise ValueError(
+                f"{queue_depth} reads of {read_size} bytes are not possible: expected 1 to 256, "
+                "and a multiple of 4096 up to 16 MiB"
+            )
+        if status != 0:
+            raise OSError(f"there is no memory for {queue_depth} reads of {read_size} bytes")
+
     def stats(self) -> dict[str, int]:
         """What it is, and what was read."""
         stats = self._library.ffi.new("llmaas_stream_stats *")
