@@ -26,7 +26,7 @@ __all__ = [
     "is_permutation",
 ]
 
-CHANNEL_FILE = Kind("channel file", "llmaas-channels", 1, "llmaas flash pack --sparse")
+CHANNEL_FILE = Kind("channel file", "llmaas-channels", 2, "llmaas flash pack --sparse")
 MOST_GROUP_LAYERS = 64
 MODEL = "llmaas.model"
 

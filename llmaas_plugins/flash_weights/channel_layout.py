@@ -13,6 +13,7 @@ from llmaas_plugins.flash_weights.columns import (
     BLOCK_COLUMNS,
     column_bits,
     column_bytes,
+    has_mins,
     padded_rows,
 )
 from llmaas_plugins.flash_weights.container import Part
@@ -50,6 +51,7 @@ class Piece:
         n_bits: Of each number.
         offset: Where it begins in what its layer has of the channel.
         n_bytes: Its size.
+        has_mins: Whether it has mins beside scales.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Piece:
     n_bits: int
     offset: int
     n_bytes: int
+    has_mins: bool
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,19 @@ class Group:
         order = Part(f"order.{self.name}", GGMLQuantizationType.I32, (self.n_channels,))
         shape = self.n_channels, sum(self.layer_bytes)
         channels = Part(f"group.{self.name}", GGMLQuantizationType.I8, shape)
-        return [order, channels, *map(self._scales, itertools.chain(*self.pieces))]
+        return [order, channels, *self.scales]
 
-    def _scales(self, piece: Piece) -> Part:
-        shape = self.n_channels // BLOCK_COLUMNS, piece.n_padded_rows
-        return Part(f"scales.{piece.name}", GGMLQuantizationType.F16, shape)
+    @property
+    def scales(self) -> list[Part]:
+        """Of them, the scales of each matrix, followed by its mins if it has any."""
+        parts = []
+        for piece in itertools.chain(*self.pieces):
+            shape = self.n_channels // BLOCK_COLUMNS, piece.n_padded_rows
+            names = ("scales", "mins") if piece.has_mins else ("scales",)
+            parts += [
+                Part(f"{name}.{piece.name}", GGMLQuantizationType.F16, shape) for name in names
+            ]
+        return parts
 
 
 def groups_of(
@@ -128,5 +139,6 @@ def _pieces(names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Iterator
         info = tensors[name]
         n_bits = column_bits(info) or 0
         n_bytes = column_bytes(info, n_bits)
-        yield Piece(name, info.shape[1], padded_rows(info), n_bits, offset, n_bytes)
+        shape = info.shape[1], padded_rows(info)
+        yield Piece(name, *shape, n_bits, offset, n_bytes, has_mins(info))
         offset += n_bytes

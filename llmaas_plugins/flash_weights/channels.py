@@ -7,9 +7,11 @@ columns in a group of layers, one after the other; those come first that matter 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +37,7 @@ from llmaas_plugins.flash_weights.channel_layout import (
     groups_of,
     key_of,
 )
-from llmaas_plugins.flash_weights.columns import pack_columns
+from llmaas_plugins.flash_weights.columns import Scales, pack_columns
 from llmaas_plugins.flash_weights.container_file import ContainerFile
 from llmaas_plugins.flash_weights.container_writer import Step, write_container
 from llmaas_plugins.flash_weights.model_weights import ModelWeights, digest_of
@@ -47,6 +49,7 @@ __all__ = [
     "Channels",
     "channel_path",
     "open_channels",
+    "open_scales",
     "write_channels",
 ]
 
@@ -63,7 +66,6 @@ class Channels:
         stride: From there to those of the next record.
         n_bytes: What this layer has of a record.
         pieces: Its matrices, in the order in which a record has them.
-        scales: Of each matrix, by blocks of 32 channels and padded rows.
         quantiles: Of the sizes of its values, at ``SPARSITIES``.
     """
 
@@ -74,7 +76,6 @@ class Channels:
     stride: int
     n_bytes: int
     pieces: tuple[Piece, ...]
-    scales: tuple[NDArray[np.float16], ...]
     quantiles: NDArray[np.float32]
 
     def threshold(self, sparsity: float) -> float:
@@ -149,7 +150,7 @@ def write_channels(
 def open_channels(
     path: Path, model: str | os.PathLike[str], tensors: Mapping[str, TensorInfo]
 ) -> ChannelFile:
-    """A model's channel file; all of it but the records is read and checked.
+    """A model's channel file; all of it but records and scales is read and checked.
 
     Raises:
         ConfigError: It is of another model.
@@ -169,6 +170,17 @@ def open_channels(
         return ChannelFile(path, group_layers, {key_of(one.operand): one for one in found})
 
 
+@contextlib.contextmanager
+def open_scales(file: ChannelFile) -> Iterator[Callable[[Piece], Scales]]:
+    """What reads a matrix's scales from a channel file: they are large together.
+
+    Raises:
+        StoreError: It is damaged; or when scales are read, those are.
+    """
+    with ContainerFile(file.path, CHANNEL_FILE) as content:
+        yield functools.partial(_read_scales, content)
+
+
 # -- writing -------------------------------------------------------------------------------------
 
 
@@ -181,10 +193,12 @@ def _step(
     def make() -> list[NDArray[np.generic]]:
         order = group_order(group, calibration)
         records = np.empty((group.n_channels, sum(group.layer_bytes)), np.uint8)
-        scales, at = [], 0
+        scales: list[NDArray[np.generic]] = []
+        at = 0
         for piece in itertools.chain(*group.pieces):
             room = records[:, at : at + piece.n_bytes]
-            scales.append(pack_columns(tensors[piece.name], weights.read(piece.name), order, room))
+            packed = pack_columns(tensors[piece.name], weights.read(piece.name), order, room)
+            scales += [each for each in packed if each is not None]
             at += piece.n_bytes
         return [order, records, *scales]
 
@@ -205,17 +219,19 @@ def _read_group(
     for operand, pieces, n_bytes in zip(
         group.operands, group.pieces, group.layer_bytes, strict=True
     ):
-        scales = tuple(_read_scales(file, piece) for piece in pieces)
         found.append(
             Channels(
                 operand, (group.index, operand.family), order, first, sum(group.layer_bytes),
-                n_bytes, pieces, scales, quantiles[key_of(operand)],
+                n_bytes, pieces, quantiles[key_of(operand)],
             )
         )  # fmt: skip
         first += n_bytes
     return found
 
 
-def _read_scales(file: ContainerFile, piece: Piece) -> NDArray[np.float16]:
-    content = file.read(f"scales.{piece.name}")
-    return content.view(np.float16).reshape(-1, piece.n_padded_rows)
+def _read_scales(file: ContainerFile, piece: Piece) -> Scales:
+    def read(name: str) -> NDArray[np.float16]:
+        content = file.read(f"{name}.{piece.name}")
+        return content.view(np.float16).reshape(-1, piece.n_padded_rows)
+
+    return Scales(read("scales"), read("mins") if piece.has_mins else None)

@@ -1,8 +1,9 @@
 """A matrix's columns, each in one piece: what products with some of them read.
 
-A column has its numbers for all rows in chunks of 128 rows, the last one padded with zeros of the
-matrix. Numbers have 4 bits (rows k and 64 + k of a chunk in byte k, 8 is zero) or 8 (128 is zero).
-They are those of Q4_0 and Q8_0; a matrix of another type is quantised to Q8_0. Its scales, one of
+A column has its numbers for all rows in chunks of 128 rows, the last one padded. Numbers have 4
+bits (rows k and 64 + k of a chunk in byte k, 8 is zero) or 8 (128 is zero). They are those of Q4_0
+and Q8_0; or those of Q4_1 and Q4_K, which are not negative, as a minimum is subtracted from their
+products with scales; a matrix of another type is quantised to Q8_0. Scales and minimums, one of
 each row and block of 32 columns, are not in the columns.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType, quants
@@ -19,19 +21,46 @@ from numpy.typing import NDArray
 from llmaas_hooks import TensorInfo
 from llmaas_plugins.flash_weights.container_file import Bytes
 
-__all__ = ["BLOCK_COLUMNS", "column_bits", "column_bytes", "pack_columns", "padded_rows"]
+__all__ = [
+    "BLOCK_COLUMNS",
+    "Scales",
+    "column_bits",
+    "column_bytes",
+    "has_mins",
+    "pack_columns",
+    "padded_rows",
+]
 
 BLOCK_COLUMNS = 32
 _CHUNK_ROWS = 128
-_SCALE_BYTES = 2
 _LINE_BYTES = 64
+
+_WITH_MINS = (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
+_Halves = NDArray[np.float16]
+
+
+class Scales(NamedTuple):
+    """What makes values of a matrix's numbers, by blocks of columns and padded rows.
+
+    Attributes:
+        scales: What they are multiplied with.
+        mins: What is then subtracted; None for types that have no such thing.
+    """
+
+    scales: _Halves
+    mins: _Halves | None
 
 
 def column_bits(info: TensorInfo) -> int | None:
     """Bits of each number; None for a type that cannot be quantised anew."""
-    if info.type == GGMLQuantizationType.Q4_0:
+    if info.type in (GGMLQuantizationType.Q4_0, *_WITH_MINS):
         return 4
     return 8 if _is_readable(info.type) else None
+
+
+def has_mins(info: TensorInfo) -> bool:
+    """Whether something is subtracted from numbers times scales."""
+    return info.type in _WITH_MINS
 
 
 def padded_rows(info: TensorInfo) -> int:
@@ -44,9 +73,7 @@ def column_bytes(info: TensorInfo, n_bits: int) -> int:
     return padded_rows(info) * n_bits // 8
 
 
-def pack_columns(
-    info: TensorInfo, content: Bytes, order: NDArray[np.int32], into: Bytes
-) -> NDArray[np.float16]:
+def pack_columns(info: TensorInfo, content: Bytes, order: NDArray[np.int32], into: Bytes) -> Scales:
     """Put a matrix's columns into the rows of an array.
 
     Args:
@@ -56,40 +83,70 @@ def pack_columns(
         into: Room of ``column_bytes`` for each column.
 
     Returns:
-        Scales, by blocks of columns and padded rows.
+        What is not in the columns.
     """
     n_columns, n_rows, _ = info.shape
     rows = content.reshape(n_rows, -1)
-    scales = np.zeros((n_columns // BLOCK_COLUMNS, padded_rows(info)), np.float16)
-    columns_of = _columns_of_4 if info.type == GGMLQuantizationType.Q4_0 else _columns_of_8
+    n_blocks = n_columns // BLOCK_COLUMNS
+    factors = np.zeros((2 if has_mins(info) else 1, n_blocks, padded_rows(info)), np.float16)
+    columns_of = _columns_of_4 if column_bits(info) == 4 else _columns_of_8
     chunk_bytes = into.shape[1] * _CHUNK_ROWS // padded_rows(info)
     for i, first in enumerate(range(0, n_rows, _CHUNK_ROWS)):
-        blocks = _blocks(info, rows[first : first + _CHUNK_ROWS])
-        of_rows = blocks[..., :_SCALE_BYTES].copy().view(np.float16)[..., 0]
-        scales[:, first : first + len(blocks)] = of_rows.T
-        columns = columns_of(blocks[..., _SCALE_BYTES:])
-        into[:, i * chunk_bytes : (i + 1) * chunk_bytes] = columns[order]
-    return scales
+        chunk = rows[first : first + _CHUNK_ROWS]
+        numbers, of_rows = _parts(GGMLQuantizationType(info.type), chunk)
+        for all_rows, these in zip(factors, of_rows, strict=True):
+            all_rows[:, first : first + len(chunk)] = these.reshape(len(chunk), n_blocks).T
+        into[:, i * chunk_bytes : (i + 1) * chunk_bytes] = columns_of(numbers)[order]
+    return Scales(factors[0], factors[1] if has_mins(info) else None)
 
 
-def _blocks(info: TensorInfo, rows: Bytes) -> Bytes:
-    """Rows as blocks of Q4_0 or Q8_0: a scale, then numbers."""
-    if info.type not in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0):
-        values = quants.dequantize(_as_stored(info.type, rows), GGMLQuantizationType(info.type))
-        rows = quants.quantize(values, GGMLQuantizationType.Q8_0)
-    return rows.reshape(len(rows), info.shape[0] // BLOCK_COLUMNS, -1)
+def _parts(kind: GGMLQuantizationType, rows: Bytes) -> tuple[Bytes, list[_Halves]]:
+    """Numbers, ``(n_rows, n_groups, n_bytes)``; and scales, and mins if there are any, by rows."""
+    match kind:
+        case GGMLQuantizationType.Q4_0 | GGMLQuantizationType.Q8_0:
+            scales, numbers = _cut(kind, rows, 2)
+            return numbers, [_halves(scales)]
+        case GGMLQuantizationType.Q4_1:
+            scales, mins, numbers = _cut(kind, rows, 2, 2)
+            return numbers, [_halves(scales), -_halves(mins)]
+        case GGMLQuantizationType.Q4_K:
+            return _parts_of_q4_k(rows)
+    values = quants.dequantize(_as_stored(kind, rows), kind)
+    quantised = quants.quantize(values, GGMLQuantizationType.Q8_0)
+    return _parts(GGMLQuantizationType.Q8_0, quantised)
+
+
+def _parts_of_q4_k(rows: Bytes) -> tuple[Bytes, list[_Halves]]:
+    """Eight blocks share a scale of their scales, and one of their mins; two share bytes."""
+    of_scales, of_mins, shares, numbers = _cut(GGMLQuantizationType.Q4_K, rows, 2, 2, 12)
+    scales, mins = quants.Q4_K.get_scale_min(shares.reshape(-1, shares.shape[-1]))
+    factors = [
+        (_halves(of).reshape(-1, 1) * each.astype(np.float32)).astype(np.float16)
+        for of, each in ((of_scales, scales), (of_mins, mins))
+    ]
+    return numbers.reshape(len(rows), -1, BLOCK_COLUMNS), factors
+
+
+def _cut(kind: GGMLQuantizationType, rows: Bytes, *sizes: int) -> list[Bytes]:
+    """Rows' blocks in pieces of these sizes, and what is left."""
+    blocks = rows.reshape(len(rows), -1, GGML_QUANT_SIZES[kind][1])
+    return np.split(blocks, np.cumsum(sizes), axis=-1)
+
+
+def _halves(content: Bytes) -> _Halves:
+    return content.copy().view(np.float16)
 
 
 def _columns_of_4(numbers: Bytes) -> Bytes:
-    """Columns of a chunk of rows; byte j of a block has columns j and 16 + j."""
-    n_blocks = numbers.shape[1]
+    """Columns of a chunk of rows; of a group's n bytes, byte j has columns j and n + j."""
+    _, n_groups, n_bytes = numbers.shape
     columns = _transposed(numbers, 0x88)
     low, high = columns[:, : _CHUNK_ROWS // 2], columns[:, _CHUNK_ROWS // 2 :]
-    halves = np.empty((n_blocks, 2, BLOCK_COLUMNS // 2, _CHUNK_ROWS // 2), np.uint8)
+    halves = np.empty((n_groups, 2, n_bytes, _CHUNK_ROWS // 2), np.uint8)
     shape = halves[:, 0].shape
     halves[:, 0] = ((low & 0x0F) | (high << 4)).reshape(shape)
     halves[:, 1] = ((low >> 4) | (high & 0xF0)).reshape(shape)
-    return halves.reshape(n_blocks * BLOCK_COLUMNS, -1)
+    return halves.reshape(n_groups * 2 * n_bytes, -1)
 
 
 def _columns_of_8(numbers: Bytes) -> Bytes:

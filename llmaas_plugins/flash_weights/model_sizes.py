@@ -20,7 +20,6 @@ from llmaas_plugins.flash_weights.channel_layout import (
     groups_of,
     key_of,
 )
-from llmaas_plugins.flash_weights.columns import BLOCK_COLUMNS
 from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.packed import streamable
 
@@ -29,7 +28,6 @@ __all__ = ["ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
 _CELL_BYTES = 2
 _BATCH = 512
 """Tokens that llama.cpp's buffers are made for, unless the context is shorter."""
-_SCALE_BYTES = 2
 _LLAMA_BYTES, _TOKEN_BYTES = 15 << 20, 400
 """What a ``Llama`` was seen to take beside weights, cells and buffers, and each token it knows."""
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
@@ -97,7 +95,7 @@ class ModelSizes:
         channels: Of activations, in the sparse mode.
         dense: Of matrices without channels, which the sparse mode treats as the exact one does;
             experts are not among them.
-        scales: Of matrices with channels; the sparse mode has them in memory.
+        scales: Of matrices with channels, and mins; the sparse mode has them in memory.
     """
 
     n_layers: int
@@ -163,9 +161,6 @@ def sizes_of(
     pieces = [piece for group in groups for found in group.pieces for piece in found]
     experts = [info.n_bytes for name, info in streamed.items() if _EXPERTS.fullmatch(name)]
     with_channels = {piece.name for piece in pieces}
-    n_blocks = sum(
-        tensors[piece.name].shape[0] // BLOCK_COLUMNS * piece.n_padded_rows for piece in pieces
-    )
     n_streamed = sum(info.n_bytes for info in streamed.values())
     return ModelSizes(
         n_layers=len({name.split(".")[1] for name in tensors if name.startswith("blk.")}),
@@ -179,7 +174,7 @@ def sizes_of(
         app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
         channels=_channels(groups),
         dense=n_streamed - sum(experts) - sum(tensors[name].n_bytes for name in with_channels),
-        scales=_SCALE_BYTES * n_blocks,
+        scales=sum(part.n_bytes for group in groups for part in group.scales),
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, FileWeights, TensorInfo
+from llmaas_plugins.flash_weights.channel_layout import Piece
 from llmaas_plugins.flash_weights.channels import (
     ChannelFile,
     Channels,
     channel_path,
     open_channels,
+    open_scales,
 )
+from llmaas_plugins.flash_weights.columns import Scales
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.operands import FAMILIES
 
@@ -46,6 +49,7 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
 
     Raises:
         ConfigError: The file does not go with the model, or with the configuration.
+        StoreError: Its scales are damaged.
     """
     if config.cache == "streamed" and file.group_layers > 1:
         raise ConfigError(
@@ -53,11 +57,14 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
             "cache `streamed` whole layers are read. Run `llmaas flash pack --sparse` without "
             "--group-layers, or choose another cache."
         )
-    for channels in file.operands.values():
-        weights.add_operand(str(file.path), _operand(channels, config))
+    with open_scales(file) as read_scales:
+        for channels in file.operands.values():  # one at a time: the engine copies scales
+            weights.add_operand(str(file.path), _operand(channels, read_scales, config))
 
 
-def _operand(channels: Channels, config: FlashWeightsConfig) -> ChannelOperand:
+def _operand(
+    channels: Channels, read_scales: Callable[[Piece], Scales], config: FlashWeightsConfig
+) -> ChannelOperand:
     layer, families = channels.operand.layer, list(FAMILIES)
     family = families.index(channels.operand.family)
     is_exact = config.selection == "top_k"
@@ -71,7 +78,7 @@ def _operand(channels: Channels, config: FlashWeightsConfig) -> ChannelOperand:
         threshold=0.0 if is_exact else channels.threshold(config.sparsity),
         n_top=round(len(channels.order) * (1 - config.sparsity)) if is_exact else 0,
         columns=tuple(
-            ChannelColumns(piece.name, piece.n_bits, piece.offset, scales)
-            for piece, scales in zip(channels.pieces, channels.scales, strict=True)
+            ChannelColumns(piece.name, piece.n_bits, piece.offset, *read_scales(piece))
+            for piece in channels.pieces
         ),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import re
 
+import llama_cpp
 import numpy as np
 import pytest
 from claiming import Claimer, created, decode, evaluate, loaded, native, opened, step, vanilla
+from gguf import GGMLQuantizationType
 from masked_llama import MaskedLlama
 from packed_models import pack
 
@@ -16,7 +19,12 @@ from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, WeightClai
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
-from llmaas_plugins.flash_weights.channels import SPARSITIES, open_channels, write_channels
+from llmaas_plugins.flash_weights.channels import (
+    SPARSITIES,
+    open_channels,
+    open_scales,
+    write_channels,
+)
 from llmaas_plugins.flash_weights.operands import FAMILIES
 from llmaas_plugins.flash_weights.packed import streamable
 
@@ -43,6 +51,21 @@ def channels(reference_model, tmp_path_factory):
     return find
 
 
+@pytest.fixture(scope="module")
+def q4_k_m(reference_model, tmp_path_factory):
+    """The reference model as most files are, with a channel file."""
+    path = tmp_path_factory.mktemp("q4_k_m") / "model.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, True
+    quantised = llama_cpp.llama_model_quantize(
+        bytes(reference_model), bytes(path), ctypes.byref(params)
+    )
+    assert quantised == 0
+    tensors, file = model_tensors(path), path.with_suffix(".channels")
+    list(write_channels(path, file, tensors, _calibration(tensors)))
+    return path, open_channels(file, path, tensors)
+
+
 def _calibration(tensors):
     """Of nothing: thresholds that are never reached, and some order of the channels."""
     rng = np.random.default_rng(5)
@@ -55,21 +78,22 @@ def _calibration(tensors):
 
 def operands(file, *, threshold=None, share=None, by_layer=False, cache="recent"):
     """Those of a channel file; values are used from a threshold on, or a share of them."""
-    for number, found in enumerate(file.operands.values()):
-        yield ChannelOperand(
-            pool=number if by_layer else list(FAMILIES).index(found.operand.family),
-            n_bytes=found.n_bytes,
-            offset=found.first,
-            stride=found.stride,
-            order=found.order.astype(np.uint32),
-            cache=cache,
-            threshold=threshold or 0.0,
-            n_top=round(share * found.operand.n_channels) if share is not None else 0,
-            columns=tuple(
-                ChannelColumns(piece.name, piece.n_bits, piece.offset, scales)
-                for piece, scales in zip(found.pieces, found.scales, strict=True)
-            ),
-        )
+    with open_scales(file) as read_scales:
+        for number, found in enumerate(file.operands.values()):
+            yield ChannelOperand(
+                pool=number if by_layer else list(FAMILIES).index(found.operand.family),
+                n_bytes=found.n_bytes,
+                offset=found.first,
+                stride=found.stride,
+                order=found.order.astype(np.uint32),
+                cache=cache,
+                threshold=threshold or 0.0,
+                n_top=round(share * found.operand.n_channels) if share is not None else 0,
+                columns=tuple(
+                    ChannelColumns(piece.name, piece.n_bits, piece.offset, *read_scales(piece))
+                    for piece in found.pieces
+                ),
+            )
 
 
 def claim_all(path):
@@ -124,6 +148,24 @@ def test_the_largest_values_are_what_an_independent_model_masks(reference_model,
     found = sparse(reference_model, channels(1), share=share)
     assert divergence(expected, found) < 0.03
     assert share == 1 or divergence(dense, found) > 5 * divergence(expected, found)
+
+
+def test_a_model_of_q4_k_and_q6_k(q4_k_m):
+    path, file = q4_k_m
+    model = MaskedLlama(path)
+    for share, most in ((1, 0.001), (0.5, 0.03)):
+        expected = model.logits(TOKENS, largest(share))
+        assert divergence(expected, sparse(path, file, share=share)) < most
+
+
+def test_four_bits_stay_four_bits(q4_k_m):
+    path, file = q4_k_m
+    tensors = model_tensors(path)
+    pieces = [piece for channels in file.operands.values() for piece in channels.pieces]
+    by_type = {(tensors[piece.name].type, piece.n_bits) for piece in pieces}
+    assert by_type == {(GGMLQuantizationType.Q4_K, 4), (GGMLQuantizationType.Q6_K, 8)}
+    n_bytes = sum(tensors[piece.name].n_bytes for piece in pieces)
+    assert file.path.stat().st_size < 1.25 * n_bytes
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3])
@@ -320,6 +362,26 @@ def test_a_weight_has_one_operand(reference_model, channels):
             weights.add_operand(str(channels(1).path), operand)
         with pytest.raises(OSError, match="cannot be used"):
             weights.add_operand("/nowhere/model.channels", operand)
+
+
+WRONG_SCALES = {
+    "of other rows": {"mins": np.zeros((8, 128), np.float16)},
+    "of other channels": {"scales": np.zeros((7, 256), np.float16)},
+    "with 8 bits": {"mins": np.zeros((8, 256), np.float16)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SCALES.values(), ids=WRONG_SCALES)
+def test_scales_that_do_not_go_with_their_columns_are_refused(reference_model, channels, wrong):
+    operand = next(operands(channels(1), share=0.5))
+    columns = dataclasses.replace(operand.columns[0], **wrong)
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model):
+        weights = plugin.contexts[0].file_weights()
+        with pytest.raises(ConfigError, match="has another shape"):
+            weights.add_operand(
+                str(channels(1).path), dataclasses.replace(operand, columns=(columns,))
+            )
 
 
 @pytest.mark.parametrize("cache", ["recent", "busiest", "streamed"])

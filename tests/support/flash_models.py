@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from gguf.constants import GGML_QUANT_SIZES
 
 from llmaas_hooks import TensorInfo
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
@@ -18,14 +19,23 @@ def write_model(path, kind, n_layers=3, *, names=None, seed=0):
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, "llama")
     for name, dims in (names or matrices(n_layers)).items():
-        values = rng.standard_normal(dims, dtype=np.float32)
-        writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, _random(rng, dims, kind), raw_dtype=kind)
     writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _random(rng, dims, kind):
+    if kind != GGMLQuantizationType.Q4_K:
+        return quants.quantize(rng.standard_normal(dims, dtype=np.float32), kind)
+    n_values, n_bytes = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(256, size=(dims[0], dims[1] // n_values, n_bytes), dtype=np.uint8)
+    scales = rng.uniform(0.001, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
+    blocks[..., :4] = scales.view(np.uint8)
+    return blocks.reshape(dims[0], -1)
 
 
 def matrices(n_layers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import weakref
 
 import numpy as np
 import pytest
@@ -27,10 +28,13 @@ from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import (
     channel_path,
     open_channels,
+    open_scales,
     write_channels,
 )
+from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.sparse import add_channels
 
-KINDS = {"Q4_0": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
+KINDS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
 
 
 def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
@@ -45,9 +49,19 @@ def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
     return path, tensors, open_channels(channel_path(path), path, tensors)
 
 
-def decoded(channels, content, i):
+def scales_of(file):
+    """By matrices' names."""
+    pieces = [piece for channels in file.operands.values() for piece in channels.pieces]
+    with open_scales(file) as read:
+        return {piece.name: read(piece) for piece in pieces}
+
+
+def decoded(file, channels, i):
     """A matrix of an operand, value by value from its records, rows first."""
-    piece, scales = channels.pieces[i], channels.scales[i]
+    piece, content = channels.pieces[i], file.path.read_bytes()
+    scales, mins = scales_of(file)[piece.name]
+    zero = 1 << (piece.n_bits - 1) if mins is None else 0
+    mins = np.zeros_like(scales) if mins is None else mins
     matrix = np.empty((piece.n_rows, channels.operand.n_channels), np.float32)
     for position, channel in enumerate(channels.order):
         at = channels.first + position * channels.stride + piece.offset
@@ -56,17 +70,18 @@ def decoded(channels, content, i):
             chunk, k = divmod(row, 128)
             if piece.n_bits == 4:
                 byte = column[chunk * 64 + k % 64]
-                number = (byte >> 4 if k >= 64 else byte & 15) - 8
+                number = byte >> 4 if k >= 64 else byte & 15
             else:
-                number = column[chunk * 128 + k] - 128
-            matrix[row, channel] = np.float32(scales[channel // 32, row]) * np.float32(number)
+                number = column[chunk * 128 + k]
+            scale, least = (np.float32(each[channel // 32, row]) for each in (scales, mins))
+            matrix[row, channel] = scale * np.float32(number - zero) - least
     return matrix
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_have_the_models_weights(tmp_path, kind):
     path, tensors, file = packed(tmp_path, kind, n_layers=1)
-    content, weights = file.path.read_bytes(), weights_of(path)
+    weights = weights_of(path)
     names = [piece.name for channels in file.operands.values() for piece in channels.pieces]
     assert sorted(names) == sorted(name for name in tensors if name.startswith("blk."))
     for channels in file.operands.values():
@@ -76,13 +91,25 @@ def test_records_have_the_models_weights(tmp_path, kind):
                 eight = quants.quantize(expected, Type.Q8_0)
                 expected = quants.dequantize(eight, Type.Q8_0)
             assert piece.n_bits == KINDS[kind]
-            np.testing.assert_array_equal(decoded(channels, content, i), expected)
+            np.testing.assert_array_equal(decoded(file, channels, i), expected)
+
+
+def test_numbers_of_q4_k_are_kept_and_scales_nearly(tmp_path):
+    name = "blk.0.attn_output.weight"
+    path, tensors, file = packed(tmp_path, "Q4_K", names={name: (128, 512)})
+    scales, mins = (each.astype(np.float32) for each in scales_of(file)[name])
+    largest = np.repeat(15 * scales + mins, 32, axis=0).T
+    found = decoded(file, file.operands[0, "attn_output"], 0)
+    assert (np.abs(found - weights_of(path)[name]) <= largest * 2**-11).all()
+    assert len(np.unique(scales)) > 500
+    n_bytes = sum(int(tensor.n_bytes) for tensor in GGUFReader(file.path).tensors)
+    assert n_bytes < 1.15 * tensors[name].n_bytes
 
 
 @pytest.mark.parametrize("group_layers", [1, 2, 3, 64])
 def test_layers_of_a_group_are_in_one_record(tmp_path, group_layers):
     path, _, file = packed(tmp_path, group_layers=group_layers, n_layers=4)
-    content, weights = file.path.read_bytes(), weights_of(path)
+    weights = weights_of(path)
     assert file.group_layers == group_layers
     for (layer, family), channels in file.operands.items():
         assert channels.group == (layer // group_layers, family)
@@ -94,7 +121,7 @@ def test_layers_of_a_group_are_in_one_record(tmp_path, group_layers):
         assert channels.first == start + offset
         assert all(one.order is channels.order for one in members)
         for i, piece in enumerate(channels.pieces):
-            np.testing.assert_array_equal(decoded(channels, content, i), weights[piece.name])
+            np.testing.assert_array_equal(decoded(file, channels, i), weights[piece.name])
 
 
 def test_matrices_of_a_record_are_in_the_order_of_their_family(tmp_path):
@@ -103,8 +130,11 @@ def test_matrices_of_a_record_are_in_the_order_of_their_family(tmp_path):
     assert [piece.name for piece in up.pieces] == ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"]
     n_bytes = 2 * 64  # 160 rows are two chunks
     assert [(piece.offset, piece.n_bytes) for piece in up.pieces] == [(0, n_bytes), (n_bytes,) * 2]
-    assert [scales.shape for scales in up.scales] == [(WIDTH // 32, 256)] * 2
-    assert not up.scales[0][:, N_FF:].any()
+    scales = scales_of(file)
+    for piece in up.pieces:
+        assert scales[piece.name].scales.shape == (WIDTH // 32, 256)
+        assert not scales[piece.name].scales[:, N_FF:].any()
+        assert scales[piece.name].mins is None
 
 
 def test_what_pads_a_column_is_zero(tmp_path):
@@ -158,8 +188,26 @@ def test_other_programs_can_read_it(tmp_path):
     np.testing.assert_array_equal(found["order.0.ffn_down"].data, channels.order)
     assert found["group.0.ffn_down"].data.shape == (N_FF, channels.stride)
     assert found["group.0.ffn_down"].data_offset == channels.first - channels.n_bytes
-    np.testing.assert_array_equal(found["scales.blk.1.ffn_down.weight"].data, channels.scales[0])
+    name = "blk.1.ffn_down.weight"
+    np.testing.assert_array_equal(found[f"scales.{name}"].data, scales_of(file)[name].scales)
     assert file.path.stat().st_size % 4096 == 0
+
+
+def test_scales_are_in_memory_for_one_operand_at_a_time(tmp_path):
+    class Copying:
+        handed_over = ()
+
+        def add_operand(self, path, operand):
+            assert not any(array() is not None for array in self.handed_over)
+            arrays = [each for one in operand.columns for each in (one.scales, one.mins)]
+            self.handed_over = [weakref.ref(array) for array in arrays]
+            expected = [each for one in operand.columns for each in scales[one.weight]]
+            assert all(map(np.array_equal, arrays, expected))
+
+    _, _, file = packed(tmp_path, "Q4_1", n_layers=2)
+    scales, weights = scales_of(file), Copying()
+    add_channels(weights, file, FlashWeightsConfig(mode="sparse"))
+    assert len(weights.handed_over) == 2
 
 
 # -- models that have only some of it ------------------------------------------------------------
@@ -259,12 +307,22 @@ def opened(sound):
     return open_channels(file.path, path, tensors)
 
 
-@pytest.mark.parametrize("name", ["order.0.ffn_up", "scales.blk.0.attn_k.weight"])
-def test_damage_in_what_is_read_is_found(sound, name):
-    place = {each.name: int(each.data_offset) for each in GGUFReader(sound[2].path).tensors}[name]
-    flip(sound[2].path, place)
-    with pytest.raises(StoreError, match=f"its {name} is not what was written"):
+def test_damage_in_what_is_read_is_found(sound):
+    flip(sound[2].path, place_of(sound[2], "order.0.ffn_up"))
+    with pytest.raises(StoreError, match=r"its order\.0\.ffn_up is not what was written"):
         opened(sound)
+
+
+@pytest.mark.parametrize("name", ["scales.blk.0.attn_k.weight", "mins.blk.0.attn_k.weight"])
+def test_damage_in_scales_is_found_when_they_are_read(tmp_path, name):
+    _, _, file = packed(tmp_path, "Q4_1", n_layers=1)
+    flip(file.path, place_of(file, name))
+    with pytest.raises(StoreError, match=f"its {name} is not what was written"):
+        scales_of(file)
+
+
+def place_of(file, name):
+    return {each.name: int(each.data_offset) for each in GGUFReader(file.path).tensors}[name]
 
 
 def test_damage_anywhere_in_the_metadata_is_found(sound):

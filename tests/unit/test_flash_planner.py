@@ -97,6 +97,15 @@ def test_sizes_of_a_model(tmp_path):
     assert found.buffers == 4 * 512 * (512 + of_attention)
 
 
+def test_mins_take_as_much_memory_as_scales(tmp_path):
+    found = [
+        sizes_of(tensors_of(write_model(tmp_path / "m.gguf", kind, 1)), Metadata(4, 1.0), 512)
+        for kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
+    ]
+    assert found[1].scales == 2 * found[0].scales
+    assert found[1].in_channels == found[0].in_channels
+
+
 def test_a_short_contexts_batches_are_short(tmp_path):
     tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 1))
     found = sizes_of(tensors, Metadata(4, 1.0), 128)
