@@ -27,6 +27,8 @@ __all__ = ["add_plan_options", "plan"]
 
 _MIB = 1 << 20
 _COMPUTING_S = 0.5
+_LEAST_DEPTH = 4
+"""Reads at a time: between products nobody looks after them."""
 _WARM_TOKENS, _TOKENS = 32, 16
 """Of ``--measure``: those that fill what is kept, and those that are timed."""
 
@@ -86,13 +88,13 @@ def plan(args: argparse.Namespace) -> int:
         notes.append("The model has no matrices whose channels could be read one by one.")
     elif sparse_note:
         notes.append(sparse_note)
-    measured = _measured(args, made) if args.measure else None
+    measured = _measured(args, _settings(made, machine.disk)) if args.measure else None
     report = {
         "model": str(args.model),
         "planned_from": str(source),
         "machine": asdict(machine),
         **asdict(made),
-        "settings": _settings(made),
+        "settings": _settings(made, machine.disk),
         "notes": notes,
         "measured": measured,
     }
@@ -165,7 +167,7 @@ def _n_threads() -> int:
 # -- what is recommended -------------------------------------------------------------------------
 
 
-def _settings(made: Plan) -> dict[str, Any]:
+def _settings(made: Plan, disk: Disk) -> dict[str, Any]:
     """A table of ``llmaas.toml``."""
     budget = made.budget
     settings: dict[str, Any] = {
@@ -174,10 +176,26 @@ def _settings(made: Plan) -> dict[str, Any]:
     if made.recommended.mode == "sparse":
         keeps = made.recommended.keeps
         settings |= {"mode": "sparse", "sparsity": round(made.sparsity, 3), "cache": keeps}
-    return settings
+    return settings | (_reading(made.recommended, disk) if made.recommended.read else {})
 
 
-def _measured(args: argparse.Namespace, made: Plan) -> dict[str, float]:
+def _reading(row: Row, disk: Disk) -> dict[str, Any]:
+    """How this disk is fastest.
+
+    What is read ahead is read at length. Columns on demand are not: the first one of a read waits
+    for the last.
+    """
+    if row.keeps in {None, "streamed"}:
+        depth, size = max(disk.large_depth, _LEAST_DEPTH), disk.fast_sizes[-1]
+        return {"queue_depth": depth, "read_size": f"{size >> 10} KiB"}
+    return {
+        "queue_depth": max(disk.small_depth, _LEAST_DEPTH),
+        "read_size": f"{disk.fast_sizes[0] >> 10} KiB",
+        "read_gap": f"{min(disk.gap_bytes, _MIB) >> 10} KiB",
+    }
+
+
+def _measured(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, float]:
     """What tokens take with those settings: seconds and bytes that are read, of one."""
     from llama_cpp import Llama
 
@@ -185,7 +203,7 @@ def _measured(args: argparse.Namespace, made: Plan) -> dict[str, float]:
 
     n_warm = min(_WARM_TOKENS, args.context // 2)
     n_timed = min(_TOKENS, args.context // 4)
-    config = {"on_error": "raise", "plugins": {"flash_weights": _settings(made)}}
+    config = {"on_error": "raise", "plugins": {"flash_weights": dict(settings)}}
     with contextlib.ExitStack() as opened:
         suite = opened.enter_context(activate(config))
         llama = opened.enter_context(
@@ -242,7 +260,7 @@ def _text(  # noqa: PLR0913 -- all that there is to show
     yield from notes
     yield f"Recommended: {_recommendation(made)}."
     yield "[plugins.flash_weights]"
-    for name, value in _settings(made).items():
+    for name, value in _settings(made, disk).items():
         yield f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
     if measured is not None:
         row = made.recommended
@@ -256,14 +274,14 @@ def _text(  # noqa: PLR0913 -- all that there is to show
 def _recommendation(made: Plan) -> str:
     """Which mode, and why."""
     exact, sparse, chosen = made.exact, made.fastest_sparse, made.recommended
-    if exact.read == 0:
-        return "exact; all weights fit"
-    if sparse is None:
-        return "exact; nothing else works here"
+    fits = exact.read == 0
+    if sparse is None or (fits and made.sparsity == 0):
+        return "exact; all weights fit" if fits else "exact; nothing else works here"
     times = f"{exact.token_s / sparse.token_s:.1f} times as fast"
     if chosen.mode == "sparse":
         return f"sparse; {times} as the exact mode, but it changes the text"
-    return f"exact; the sparse mode would be {times}, and change the text"
+    reason = "all weights fit, and " if fits else ""
+    return f"exact; {reason}the sparse mode would be {times}, and change the text"
 
 
 def _ended(made: Plan) -> str:

@@ -56,10 +56,11 @@ class Disk:
     rates: tuple[Rate, ...]
 
     @property
-    def read_bytes(self) -> int:
-        """The size from which on longer reads are no faster."""
-        rates = {rate.n_bytes: _best(self.rates, rate.n_bytes).bytes_per_s for rate in self.rates}
-        return min(size for size, rate in rates.items() if rate >= _ALIKE * max(rates.values()))
+    def fast_sizes(self) -> list[int]:
+        """Sizes of reads that are about as fast as any, rising."""
+        best = [_best(self.rates, size) for size in sorted({rate.n_bytes for rate in self.rates})]
+        least = _ALIKE * max(rate.bytes_per_s for rate in best)
+        return [rate.n_bytes for rate in best if rate.bytes_per_s >= least]
 
     @property
     def gap_bytes(self) -> int:

@@ -32,7 +32,7 @@ TYPICAL_SPREAD: Mapping[str, float] = {
 """Standard deviation of the logarithm of channels' magnitudes, as seen in a small model."""
 
 _PAGE = 4096
-_READ_BYTES, _GAP_BYTES = 256 << 10, 12 << 10
+_READ_BYTES = 256 << 10
 """Of the engine: at most so much at once, also what lies between two channels."""
 _HISTORY_TOKENS = 48
 """On average, that uses are counted over: they count half after every 32 tokens."""
@@ -93,15 +93,16 @@ class Reads(NamedTuple):
         return Reads(self.n_reads + other.n_reads, self.n_bytes + other.n_bytes)
 
 
-def expected_reads(missing: Shares, n_bytes: int, stride: int) -> Reads:
+def expected_reads(missing: Shares, n_bytes: int, stride: int, gap_bytes: int) -> Reads:
     """Reading the channels of an operand that are missing, as the engine does.
 
     Args:
         missing: Share of tokens for which each one has to be read, in the order of the file.
         n_bytes: Of one.
         stride: From one to the next in the file; more than that if other layers are in between.
+        gap_bytes: Up to which what lies between two is read along.
     """
-    n_joined = (_GAP_BYTES + n_bytes) // stride  # so far off, the next one is read with this one
+    n_joined = (gap_bytes + n_bytes) // stride  # so far off, the next one is read with this one
     there = np.concatenate([[0.0], np.cumsum(np.log1p(-np.minimum(missing, 1 - 1e-12)))])
     at = np.arange(len(missing))
     before = there[at] - there[np.maximum(0, at - n_joined)]

@@ -286,9 +286,9 @@ def _sparse(
     through = _fixed(sizes, machine.process) + _ARENA + sizes.scales + _RING + widest // 2
     room = max(0, budget - through)
     cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
-    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity, keeps)
-    dense = _streamed(sizes.dense, sizes, room)
     disk = machine.disk
+    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity, keeps, disk.gap_bytes)
+    dense = _streamed(sizes.dense, sizes, room)
     waiting_s = reads.n_reads * disk.read_s + reads.n_bytes / disk.bytes_per_s
     computing_s = _used_sparse(sizes, sparsity) / machine.bytes_per_s
     return Row(
@@ -318,13 +318,15 @@ def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
     return missing
 
 
-def _channel_reads(sizes: ModelSizes, share: float, sparsity: float, keeps: Keeps) -> Reads:
+def _channel_reads(
+    sizes: ModelSizes, share: float, sparsity: float, keeps: Keeps, gap_bytes: int
+) -> Reads:
     total = Reads(0, 0)
     for one in sizes.channels:
         rates = use_rates(one.means, sparsity)
         busiest = np.arange(one.n_channels) < share * one.n_channels
         cached = busiest if keeps == "busiest" else cached_shares(rates, share)
-        reads = expected_reads(rates * (1 - cached), one.n_bytes, one.stride)
+        reads = expected_reads(rates * (1 - cached), one.n_bytes, one.stride, gap_bytes)
         total += Reads(*(one.n_layers * number for number in reads))
     return total
 

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights.channels import channel_path
-from llmaas_plugins.flash_weights.disk import Disk
+from llmaas_plugins.flash_weights.disk import Disk, Rate
 from llmaas_plugins.flash_weights.packed import packed_path
 
 SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=4096, n_ctx=512)
@@ -47,7 +47,8 @@ def machine(monkeypatch):
     def disk(path, seconds, progress):
         asked.append((path, seconds))
         progress(seconds)
-        return Disk(8e-6, 1.5e9, 64, 4, ())
+        rates = Rate(4096, 64, 0.4e9), Rate(262144, 4, 1.48e9), Rate(1 << 20, 4, 1.5e9)
+        return Disk(8e-6, 1.5e9, 64, 1, rates)
 
     monkeypatch.setattr("llmaas_plugins.flash_weights.disk.measure_disk", disk)
     monkeypatch.setattr("llmaas_plugins.flash_weights.computing.memory_rate", lambda *_: 10e9)
@@ -80,7 +81,10 @@ def test_a_table_and_settings(made, capsys, machine):
         line.split()[:2] for line in lines[head + 1 :] if line[:5] in {"exact", "spars", "pipel"}
     ]
     assert table[:4] == [["exact", "0"], *2 * [["sparse", "60"]], ["pipeline", "60"]]
-    assert out.endswith('[plugins.flash_weights]\nmemory_budget = "180 MiB"\n')
+    assert out.endswith(
+        '[plugins.flash_weights]\nmemory_budget = "180 MiB"\nqueue_depth = 4\n'
+        'read_size = "1024 KiB"\n'
+    )
     assert "Recommended: exact; " in out
     assert "There is no" not in out
 
@@ -89,7 +93,7 @@ def test_a_table_and_settings(made, capsys, machine):
 @pytest.mark.parametrize(
     ("planned", "expected"),
     [
-        (("1 GiB", 0), r"exact; all weights fit\."),
+        (("1 GiB", 0), r"exact; all weights fit, and the sparse mode would be [\d.]+ times as"),
         (("least", 0), r"exact; nothing else works here\."),
         (("180 MiB", 1e9), r"exact; the sparse mode would be [\d.]+ times as fast, and change"),
         (("180 MiB", 0), r"sparse; [\d.]+ times as fast as the exact mode, but it changes"),
@@ -104,7 +108,8 @@ def test_why(made, capsys, monkeypatch, planned, expected):
     assert status == 0
     assert re.search(f"^Recommended: {expected}", out, re.MULTILINE)
     mode = 'mode = "sparse"\nsparsity = 0.5\ncache = "busiest"\n'
-    assert out.endswith(mode) == expected.startswith("sparse")
+    reading = 'queue_depth = 64\nread_size = "256 KiB"\nread_gap = "11 KiB"\n'
+    assert out.endswith(mode + reading) == expected.startswith("sparse")
 
 
 def test_for_programs(made, capsys, machine):
@@ -118,10 +123,12 @@ def test_for_programs(made, capsys, machine):
     assert found["planned_from"] == str(packed_path(made))
     assert found["measured"] is None
     assert found["notes"] == []
+    exact = {"queue_depth": 4, "read_size": "1024 KiB"}
+    sparse = {"queue_depth": 64, "read_size": "256 KiB", "read_gap": "11 KiB"}
+    sparse |= {"mode": "sparse", "sparsity": 0.9, "cache": found["recommended"]["keeps"]}
+    mode = found["recommended"]["mode"]
     assert found["settings"] == {"memory_budget": "180 MiB"} | (
-        {}
-        if found["recommended"]["mode"] == "exact"
-        else {"mode": "sparse", "sparsity": 0.9, "cache": found["recommended"]["keeps"]}
+        exact if mode == "exact" else sparse
     )
 
 
