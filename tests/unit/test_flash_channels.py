@@ -103,7 +103,7 @@ def test_numbers_of_q4_k_are_kept_and_scales_nearly(tmp_path):
     assert (np.abs(found - weights_of(path)[name]) <= largest * 2**-11).all()
     assert len(np.unique(scales)) > 500
     n_bytes = sum(int(tensor.n_bytes) for tensor in GGUFReader(file.path).tensors)
-    assert n_bytes < 1.15 * tensors[name].n_bytes
+    assert n_bytes < 1.2 * tensors[name].n_bytes
 
 
 @pytest.mark.parametrize("group_layers", [1, 2, 3, 64])
