@@ -147,6 +147,7 @@ class _Lib:
         lengths: Any,
         dst: Any,
         keys: Any,
+        is_ahead: bool,
         statuses: Any,
         stats: Any,
     ) -> int: ...

@@ -22,17 +22,28 @@ _STATUSES = tuple(Status)
 _ALIGNED = f"offsets and addresses are multiples of {STORE_BLOCK}"
 
 
-def store_read(
+def store_read(  # noqa: PLR0913 -- what is where, and how it is read
     fd: int,
     offsets: Sequence[int],
     lengths: Sequence[int],
     addresses: Sequence[int],
     keys: Sequence[bytes],
+    *,
+    is_ahead: bool = False,
 ) -> list[Status]:
     """Read payloads to addresses, and verify them.
 
     Offsets and addresses are multiples of 4 KiB; each address has room for whole blocks. In any
-    order: neighbours, also over small gaps, travel in reads of at most 1 MiB of payloads.
+    order: neighbours, also over small gaps, travel in reads of at most 1 MiB of payloads, several
+    at a time.
+
+    Args:
+        fd: The slab, possibly open with O_DIRECT.
+        offsets: Places in the file.
+        lengths: Payload bytes.
+        addresses: Where they go.
+        keys: What they must be.
+        is_ahead: Nobody waits for them yet: they give way to what somebody waits for.
 
     Returns:
         Per payload OK, ESTALE (another key), ECORRUPT, or EIO (read error or end of file).
@@ -51,7 +62,8 @@ def store_read(
     key_table = ffi.cast("uint8_t (*)[32]", ffi.from_buffer("uint8_t[]", joined))
     status = lib.llmaas_store_read(
         fd, n, as_array("uint64_t[]", offsets), as_array("uint64_t[]", lengths),
-        ffi.cast("uint8_t **", table), key_table, statuses, ffi.new("llmaas_io_stats *"),
+        ffi.cast("uint8_t **", table), key_table, is_ahead, statuses,
+        ffi.new("llmaas_io_stats *"),
     )  # fmt: skip
     if status:
         raise fail(f"store_read of {n} extents ({_ALIGNED})", status)

@@ -130,8 +130,8 @@ class Load(NamedTuple):
         return into
 
     def read(self, record: Sequence[Chunk]) -> None:
-        """Bring a record into RAM."""
-        self.store.release(record[: len(self._fetch(record))])
+        """Bring a record into RAM, ahead of need."""
+        self.store.release(record[: len(self._fetch(record, is_ahead=True))])
 
     def segment(self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int) -> Segment:
         """Finish a blob whose rows are in place."""
@@ -159,10 +159,10 @@ class Load(NamedTuple):
             return self._leading(ready[:n_sound], start, buffer)
         return n_sound, self.segment(buffer, ready, start)
 
-    def _fetch(self, chunks: Sequence[Chunk]) -> list[int]:
+    def _fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
         started = time.perf_counter()
         n_bytes = sum(chunk.size for chunk in chunks if chunk.ram == ABSENT)
-        addresses = self.store.fetch(chunks)
+        addresses = self.store.fetch(chunks, is_ahead=is_ahead)
         if n_bytes and len(addresses) == len(chunks):
             self.reads.add(n_bytes, started)
         return addresses

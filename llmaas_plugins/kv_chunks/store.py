@@ -216,8 +216,12 @@ class ChunkStore:
 
     # -- load -----------------------------------------------------------------------------------
 
-    def fetch(self, chunks: Sequence[Chunk]) -> list[int]:
+    def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
         """Bring chunks into RAM and pin them; ``release`` them when done.
+
+        Args:
+            chunks: The chunks.
+            is_ahead: Nobody waits for them yet.
 
         Returns:
             Addresses of the leading chunks that are there and sound; shorter than ``chunks`` when
@@ -234,7 +238,7 @@ class ChunkStore:
             absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
             self._shelf.counters.ram_hits += len(wanted) - len(absent)
         places = self._reserve_for(absent)
-        self._read(absent[: len(places)], places)
+        self._read(absent[: len(places)], places, is_ahead=is_ahead)
         with self._shelf.lock:
             n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
             self._shelf.unpin(wanted[n_ready:])
@@ -308,7 +312,7 @@ class ChunkStore:
         n_fetches, wanted = self._n_fetches, self._wanted_back()
         for i in range(0, len(wanted), _REFILL_CHUNKS):
             chunks, places = self._places_back(wanted[i : i + _REFILL_CHUNKS])
-            self._read(chunks, places, are_oldest=True)
+            self._read(chunks, places, is_ahead=True, are_oldest=True)
             with self._shelf.lock:
                 n_back = sum(chunk.ram != ABSENT for chunk in chunks)
                 self._shelf.counters.refilled_chunks += n_back
@@ -429,7 +433,12 @@ class ChunkStore:
         return places
 
     def _read(
-        self, chunks: Sequence[Chunk], places: Sequence[int], *, are_oldest: bool = False
+        self,
+        chunks: Sequence[Chunk],
+        places: Sequence[int],
+        *,
+        is_ahead: bool,
+        are_oldest: bool = False,
     ) -> None:
         tier = self._shelf.disk
         if tier is None or not chunks:
@@ -447,6 +456,7 @@ class ChunkStore:
             [chunk.size for chunk, _, _ in coming],
             [self._shelf.ram.address(place) for _, place, _ in coming],
             [chunk.id.key for chunk, _, _ in coming],
+            is_ahead=is_ahead,
         )
         with self._shelf.lock:
             for (chunk, place, _), status in zip(coming, statuses, strict=True):

@@ -1,4 +1,5 @@
 #include "io_backend.h"
+#include "iov.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -41,9 +42,10 @@ bool llmaas_io_take(llmaas_io_read * read, int64_t result) {
         read->error = (int32_t) -result;
         return true;
     }
-    const uint32_t end      = llmaas_io_resume_at(read) + (uint32_t) result;
+    const uint32_t from     = llmaas_io_resume_at(read), end = from + (uint32_t) result;
     const bool     got_more = end > read->n_read;
-    read->n_read = got_more ? end : read->n_read;
+    read->n_read   = got_more ? end : read->n_read;
+    read->n_pieces = read->vector ? llmaas_iov_skip(&read->vector, read->n_pieces, llmaas_io_resume_at(read) - from) : 0;
     read->error  = read->n_read < read->n_needed && !got_more ? ENODATA : 0;
     return read->n_read >= read->n_needed || !got_more;
 }
@@ -52,7 +54,9 @@ void llmaas_io_read_now(llmaas_io_read * read) {
     ssize_t n;
     do {
         const uint32_t at = llmaas_io_resume_at(read);
-        n = pread(read->fd, (uint8_t *) read->buffer + at, read->n_bytes - at, (off_t) (read->offset + at));
+        const off_t    offset = (off_t) (read->offset + at);
+        n = read->vector ? preadv(read->fd, read->vector, (int) read->n_pieces, offset)
+                         : pread(read->fd, (uint8_t *) read->buffer + at, read->n_bytes - at, offset);
     } while (!llmaas_io_take(read, n < 0 ? -errno : n));
 }
 
@@ -164,7 +168,7 @@ static void pass_held(llmaas_io * io) {
 
 llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read) {
     const uint32_t room = read->is_ahead ? llmaas_io_room_ahead(io) : llmaas_io_room(io);
-    if (room == 0 || !read->buffer || read->n_bytes == 0 || read->n_needed > read->n_bytes ||
+    if (room == 0 || !(read->buffer || read->vector) || read->n_bytes == 0 || read->n_needed > read->n_bytes ||
         read->offset > INT64_MAX - UINT32_MAX) {
         return LLMAAS_EINVAL;
     }

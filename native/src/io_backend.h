@@ -23,7 +23,8 @@ extern const llmaas_io_backend llmaas_io_uring, llmaas_io_threads;
 /* Where in the buffer a read goes on after a short one: at a block boundary, for O_DIRECT. */
 uint32_t llmaas_io_resume_at(const llmaas_io_read * read);
 
-/* Take what a system call from there on returned: bytes, or -errno. Whether the read is complete, with its error set. */
+/* Take what a system call from there on returned: bytes, or -errno. Whether the read is complete, with its error set. A vector
+ * begins where the read goes on. */
 bool llmaas_io_take(llmaas_io_read * read, int64_t result);
 
 /* Do what is left of a read here and now. */

@@ -148,14 +148,14 @@ static void uring_start(void * state, llmaas_io_read * read) {
     uring *         u        = state;
     const uint32_t  resume   = llmaas_io_resume_at(read), tail = *u->sq_tail;
     const uintptr_t to       = (uintptr_t) read->buffer + resume;
-    const bool      is_fixed = is_in_one_buffer(u, to, read->n_bytes - resume);
+    const bool      is_fixed = !read->vector && is_in_one_buffer(u, to, read->n_bytes - resume);
     u->sqes[tail & u->sq_mask] = (struct io_uring_sqe) {
-        .opcode    = is_fixed ? IORING_OP_READ_FIXED : IORING_OP_READ,
+        .opcode    = read->vector ? IORING_OP_READV : is_fixed ? IORING_OP_READ_FIXED : IORING_OP_READ,
         .buf_index = is_fixed ? (uint16_t) ((to - u->region) / REGION_BYTES) : 0,
         .fd        = read->fd,
         .off       = read->offset + resume,
-        .addr      = to,
-        .len       = read->n_bytes - resume,
+        .addr      = read->vector ? (uintptr_t) read->vector : to,
+        .len       = read->vector ? read->n_pieces : read->n_bytes - resume,
         .user_data = (uintptr_t) read,
     };
     __atomic_store_n(u->sq_tail, tail + 1, __ATOMIC_RELEASE);

@@ -1,17 +1,21 @@
 #include "llmaas/store.h"
 
+#include "iov.h"
 #include "llmaas/chunk.h"
+#include "llmaas/io.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <stdbool.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 enum {
     MAX_PER_RUN = 256,
     MAX_IOV     = 2 * MAX_PER_RUN, /* a gap before each */
+    DEPTH       = 8,               /* runs that are read at a time; more did not read faster */
 };
 _Static_assert(MAX_IOV <= IOV_MAX, "a run fits one system call");
 
@@ -25,9 +29,10 @@ typedef struct extents {
 
 /* Extents that travel together, and where their bytes go or come from. */
 typedef struct run {
-    uint32_t n;
-    int      n_iov;
-    struct iovec iov[MAX_IOV];
+    const uint32_t * order; /* which extents */
+    uint32_t         n, n_iov;
+    struct iovec *   iov;
+    uint64_t         offset, n_bytes; /* in the file, gaps included */
 } run;
 
 /* What lies between payloads is read to here and never looked at. */
@@ -67,32 +72,35 @@ static uint32_t order_by_place(const extents * e, uint32_t first, uint32_t n, ui
     return n_here;
 }
 
-/* The leading extents that travel together. Whole blocks, so that the file may be open with O_DIRECT. */
-static void run_begin(run * r, const extents * e, const uint32_t * order, uint32_t n, uint64_t most_gap) {
-    uint64_t end = e->offsets[order[0]], total = 0;
-    r->n_iov = 0;
-    for (r->n = 0; r->n < n; ++r->n) {
-        const uint32_t i      = order[r->n];
+/* The leading extents that travel together, of n. Whole blocks, so that the file may be open with O_DIRECT. */
+static run run_of(const extents * e, const uint32_t * order, uint32_t n, uint64_t most_gap, struct iovec * iov) {
+    run      r   = {.order = order, .iov = iov, .offset = e->offsets[order[0]]};
+    uint64_t end = r.offset, total = 0;
+    for (; r.n < n; ++r.n) {
+        const uint32_t i      = order[r.n];
         const uint64_t length = round_up(e->lengths[i]), gap = e->offsets[i] - end; /* huge where extents overlap */
-        if (r->n > 0 && (gap > most_gap || total + e->lengths[i] > LLMAAS_RECORD_MAX)) {
+        if (r.n > 0 && (gap > most_gap || total + e->lengths[i] > LLMAAS_RECORD_MAX)) {
             break;
         }
         if (gap > 0) {
-            r->iov[r->n_iov++] = (struct iovec) {gap_bytes, (size_t) gap};
+            iov[r.n_iov++] = (struct iovec) {gap_bytes, (size_t) gap};
         }
         /* struct iovec has no const; pwritev does not write through it */
-        r->iov[r->n_iov++] = (struct iovec) {(void *) (uintptr_t) e->data[i], (size_t) length};
+        iov[r.n_iov++] = (struct iovec) {(void *) (uintptr_t) e->data[i], (size_t) length};
         total += e->lengths[i];
         end = e->offsets[i] + length;
     }
+    r.n_bytes = end - r.offset;
+    return r;
 }
 
 /* Move everything, through short transfers and interruptions. Returns bytes moved; less than asked at end of file
  * (stats->sys_errno untouched) or after an error. */
-static uint64_t transfer(vector_call call, int fd, struct iovec * iov, int n_iov, uint64_t offset, llmaas_io_stats * stats) {
-    uint64_t moved = 0;
-    while (n_iov > 0) {
-        const ssize_t n = call(fd, iov, n_iov, (off_t) (offset + moved));
+static uint64_t transfer(vector_call call, int fd, const run * r, llmaas_io_stats * stats) {
+    struct iovec * iov   = r->iov;
+    uint64_t       moved = 0;
+    for (uint32_t n_iov = r->n_iov; n_iov > 0;) {
+        const ssize_t n = call(fd, iov, (int) n_iov, (off_t) (r->offset + moved));
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -105,53 +113,149 @@ static uint64_t transfer(vector_call call, int fd, struct iovec * iov, int n_iov
         stats->n_calls++;
         stats->bytes += (uint64_t) n;
         moved += (uint64_t) n;
-        size_t left = (size_t) n;
-        while (n_iov > 0 && left >= iov->iov_len) {
-            left -= iov->iov_len;
-            ++iov;
-            --n_iov;
-        }
-        if (left > 0) {
-            iov->iov_base = (uint8_t *) iov->iov_base + left;
-            iov->iov_len -= left;
-        }
+        n_iov = llmaas_iov_skip(&iov, n_iov, (size_t) n);
     }
     return moved;
 }
 
-static void verify_run(const extents * e, const uint32_t * order, uint32_t n, const uint8_t (* keys)[32], uint64_t moved,
-                       int32_t * statuses) {
-    for (uint32_t at = 0; at < n; ++at) {
-        const uint32_t i        = order[at];
-        const bool     complete = moved >= e->offsets[i] - e->offsets[order[0]] + e->lengths[i];
-        statuses[i] =
-            complete ? (int32_t) llmaas_chunk_verify(e->data[i], (size_t) e->lengths[i], keys[i]) : LLMAAS_EIO;
+/* -- reading ------------------------------------------------------------------------------------------------------- */
+
+/* A thread's engine is closed with it. A child begins anew: its parent's must not be used there. */
+static _Thread_local pid_t       process;
+static _Thread_local llmaas_io * thread_io;
+static pthread_key_t             at_thread_end;
+
+static void close_engine(void * io) {
+    if (process == getpid()) {
+        llmaas_io_close(io);
     }
+}
+
+static void make_key(void) { pthread_key_create(&at_thread_end, close_engine); }
+
+/* NULL: there is none to be had. */
+static llmaas_io * engine(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (process != getpid()) {
+        pthread_once(&once, make_key);
+        process   = getpid();
+        thread_io = NULL;
+        llmaas_io_open(LLMAAS_IO_BEST, DEPTH, &thread_io);
+        pthread_setspecific(at_thread_end, thread_io);
+    }
+    return thread_io;
+}
+
+/* What is to be read, and what came of it. */
+typedef struct reading {
+    int              fd;
+    extents          extents;
+    const uint8_t (* keys)[32];
+    int32_t *         statuses;
+    llmaas_io_stats * stats;
+} reading;
+
+static void verify(const reading * g, const run * r, uint64_t moved) {
+    for (uint32_t at = 0; at < r->n; ++at) {
+        const uint32_t i           = r->order[at];
+        const uint64_t length      = g->extents.lengths[i];
+        const bool     is_complete = moved >= g->extents.offsets[i] - r->offset + length;
+        g->statuses[i] =
+            is_complete ? (int32_t) llmaas_chunk_verify(g->extents.data[i], (size_t) length, g->keys[i]) : LLMAAS_EIO;
+    }
+}
+
+static void read_in_turn(const reading * g, const run * runs, uint32_t n) {
+    for (uint32_t i = 0; i < n; ++i) {
+        verify(g, &runs[i], transfer(preadv, g->fd, &runs[i], g->stats));
+    }
+}
+
+/* On its way at once: the kernel begins with what it is given together when it has prepared all of it. */
+static void start(llmaas_io * io, const reading * g, const run * r, llmaas_io_read * read) {
+    const uint32_t last = r->order[r->n - 1];
+    *read = (llmaas_io_read) {
+        .fd       = g->fd,
+        .offset   = r->offset,
+        .n_bytes  = (uint32_t) r->n_bytes,
+        .n_needed = (uint32_t) (g->extents.offsets[last] - r->offset + g->extents.lengths[last]),
+        .vector   = r->iov,
+        .n_pieces = r->n_iov};
+    llmaas_io_start(io, read);
+    llmaas_io_poll(io);
+}
+
+static uint64_t finish(llmaas_io * io, const llmaas_io_read * read, llmaas_io_stats * stats) {
+    llmaas_io_wait(io, read);
+    if (stats->sys_errno == 0 && read->error != ENODATA) {
+        stats->sys_errno = read->error;
+    }
+    stats->n_calls += read->n_read > 0;
+    stats->bytes += read->n_read;
+    return read->n_read;
+}
+
+/* Verify some while others are read. */
+static void read_together(llmaas_io * io, const reading * g, const run * runs, uint32_t n) {
+    llmaas_io_read reads[DEPTH];
+    for (uint32_t i = 0; i < n && i < DEPTH; ++i) {
+        start(io, g, &runs[i], &reads[i]);
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        llmaas_io_read * read  = &reads[i % DEPTH];
+        const uint64_t   moved = finish(io, read, g->stats);
+        if (i + DEPTH < n) {
+            start(io, g, &runs[i + DEPTH], read);
+        }
+        verify(g, &runs[i], moved);
+    }
+}
+
+/* Up to MAX_PER_RUN extents from the given one on; how many. */
+static uint32_t read_some(const reading * g, uint32_t first, uint32_t n, bool is_ahead) {
+    uint32_t       order[MAX_PER_RUN], n_runs = 0, n_iov = 0;
+    run            runs[MAX_PER_RUN];
+    struct iovec   iov[MAX_IOV];
+    bool           is_large = false;
+    const uint32_t n_here   = order_by_place(&g->extents, first, n, order);
+    for (uint32_t at = 0; at < n_here; at += runs[n_runs++].n) {
+        runs[n_runs] = run_of(&g->extents, order + at, n_here - at, LLMAAS_STORE_GAP, iov + n_iov);
+        n_iov += runs[n_runs].n_iov;
+        is_large = is_large || runs[n_runs].n_bytes > UINT32_MAX;
+    }
+    llmaas_io * io = n_runs > 1 && !is_large && !is_ahead ? engine() : NULL;
+    if (io) {
+        read_together(io, g, runs, n_runs);
+    } else {
+        read_in_turn(g, runs, n_runs);
+    }
+    return n_here;
 }
 
 llmaas_status llmaas_store_read(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
-    const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats) {
+    const uint8_t (* keys)[32], bool is_ahead, int32_t * statuses, llmaas_io_stats * stats) {
     if (fd < 0 || !stats || (n > 0 && (!offsets || !lengths || !dst || !keys || !statuses))) {
         return LLMAAS_EINVAL;
     }
     *stats = (llmaas_io_stats) {0};
-    const extents e = {offsets, lengths, (const uint8_t * const *) dst};
-    if (!extents_ok(&e, n)) {
+    const reading g = {fd, {offsets, lengths, (const uint8_t * const *) dst}, keys, statuses, stats};
+    if (!extents_ok(&g.extents, n)) {
         return LLMAAS_EINVAL;
     }
-    for (uint32_t i = 0, n_here; i < n; i += n_here) {
-        uint32_t order[MAX_PER_RUN];
-        run      r;
-        n_here = order_by_place(&e, i, n, order);
-        for (uint32_t at = 0; at < n_here; at += r.n) {
-            run_begin(&r, &e, order + at, n_here - at, LLMAAS_STORE_GAP);
-            const uint64_t moved = transfer(preadv, fd, r.iov, r.n_iov, offsets[order[at]], stats);
-            verify_run(&e, order + at, r.n, keys, moved, statuses);
-        }
+    if (!is_ahead) {
+        llmaas_io_begin_waiting();
+    }
+    for (uint32_t i = 0; i < n;) {
+        i += read_some(&g, i, n, is_ahead);
+    }
+    if (!is_ahead) {
+        llmaas_io_end_waiting();
     }
     return LLMAAS_OK;
 }
+
+/* -- writing and erasing ------------------------------------------------------------------------------------------- */
 
 llmaas_status llmaas_store_write(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, const uint8_t * const * src,
@@ -165,16 +269,15 @@ llmaas_status llmaas_store_write(
         return LLMAAS_EINVAL;
     }
     for (uint32_t i = 0, n_here; i < n; i += n_here) {
-        uint32_t order[MAX_PER_RUN];
-        run      r;
+        uint32_t     order[MAX_PER_RUN], n_moved = 0;
+        struct iovec iov[MAX_IOV];
         n_here = order_by_place(&e, i, n, order);
-        for (uint32_t at = 0; at < n_here; at += r.n) {
-            run_begin(&r, &e, order + at, n_here - at, 0);
-            const uint32_t last   = order[at + r.n - 1];
-            const uint64_t wanted = offsets[last] + round_up(lengths[last]) - offsets[order[at]];
-            if (transfer(pwritev, fd, r.iov, r.n_iov, offsets[order[at]], stats) != wanted) {
+        while (n_moved < n_here) {
+            const run r = run_of(&e, order + n_moved, n_here - n_moved, 0, iov);
+            if (transfer(pwritev, fd, &r, stats) != r.n_bytes) {
                 return LLMAAS_EIO;
             }
+            n_moved += r.n;
         }
     }
     return LLMAAS_OK;
@@ -184,8 +287,9 @@ static bool write_zeros(int fd, uint64_t offset, uint64_t length, llmaas_io_stat
     static const uint8_t zeros[16 * LLMAAS_STORE_BLOCK];
     for (uint64_t done = 0; done < length;) {
         const uint64_t step = length - done < sizeof zeros ? length - done : sizeof zeros;
-        struct iovec iov = {(void *) (uintptr_t) zeros, (size_t) step};
-        if (transfer(pwritev, fd, &iov, 1, offset + done, stats) != step) {
+        struct iovec   iov  = {(void *) (uintptr_t) zeros, (size_t) step};
+        const run      r    = {.n_iov = 1, .iov = &iov, .offset = offset + done};
+        if (transfer(pwritev, fd, &r, stats) != step) {
             return false;
         }
         done += step;

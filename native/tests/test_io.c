@@ -275,6 +275,41 @@ static void check_pieces(void) {
     CHECK(llmaas_io_take(&read, BLOCK + 5) && read.error == 0);
     CHECK(llmaas_io_take(&end, 101) && end.error == ENODATA);
     CHECK(llmaas_io_take(&broken, -EIO) && broken.error == EIO);
+    uint8_t        places[3 * BLOCK];
+    struct iovec   iov[] = {{places + 2 * BLOCK, BLOCK}, {places, 2 * BLOCK}};
+    llmaas_io_read parts = {.n_bytes = 3 * BLOCK, .n_needed = 3 * BLOCK, .vector = iov, .n_pieces = 2};
+    CHECK(!llmaas_io_take(&parts, 100) && parts.n_pieces == 2 && parts.vector->iov_len == BLOCK);
+    CHECK(!llmaas_io_take(&parts, 2 * BLOCK + 100) && parts.n_pieces == 1);
+    CHECK(parts.vector->iov_base == places + BLOCK && parts.vector->iov_len == BLOCK);
+    CHECK(llmaas_io_take(&parts, BLOCK) && parts.error == 0);
+}
+
+/* Three pieces in the file's order, each to another place, and a file that ends in the last. */
+static void check_vectors(context * c) {
+    struct iovec iov[DEPTH][3];
+    for (uint32_t i = 0; i < DEPTH; ++i) {
+        uint8_t *      to   = c->memory + (size_t) i * SLOT;
+        const uint64_t from = (i % 2 ? N_BLOCKS - 5 : rnd_below(N_BLOCKS - 6)) * (uint64_t) BLOCK;
+        iov[i][0] = (struct iovec) {to + 8 * BLOCK, 2 * BLOCK};
+        iov[i][1] = (struct iovec) {to, BLOCK};
+        iov[i][2] = (struct iovec) {to + 4 * BLOCK, 3 * BLOCK};
+        memset(to, 0xa5, SLOT);
+        c->reads[i] = (llmaas_io_read) {
+            .fd = c->fd, .offset = from, .n_bytes = 6 * BLOCK, .n_needed = i % 2 ? 5 * BLOCK + TAIL : 6 * BLOCK,
+            .vector = iov[i], .n_pieces = 3};
+        CHECK(llmaas_io_start(c->io, &c->reads[i]) == LLMAAS_OK);
+    }
+    llmaas_io_drain(c->io);
+    for (uint32_t i = 0; i < DEPTH; ++i) {
+        const llmaas_io_read * read = &c->reads[i];
+        const uint8_t *        to   = c->memory + (size_t) i * SLOT;
+        const uint32_t         left = read->n_needed - 3 * BLOCK;
+        CHECK(read->is_done && read->error == 0 && read->n_read == read->n_needed);
+        CHECK(memcmp(to + 8 * BLOCK, content + read->offset, 2 * BLOCK) == 0);
+        CHECK(memcmp(to, content + read->offset + 2 * BLOCK, BLOCK) == 0);
+        CHECK(memcmp(to + 4 * BLOCK, content + read->offset + 3 * BLOCK, left) == 0);
+        CHECK(to[BLOCK] == 0xa5 && to[7 * BLOCK] == 0xa5 && to[10 * BLOCK] == 0xa5);
+    }
 }
 
 /* -- registered memory --------------------------------------------------------------------------------------------- */
@@ -418,6 +453,7 @@ static void check_kind(llmaas_io_kind kind, int fd, bool is_direct) {
         check_ends,         check_errors,           check_refusals,    check_depth_one, check_registered,
         check_large_region, check_threads_that_end, check_two_threads,
         check_room_ahead,   check_ahead_gives_way,  check_ahead_is_waited_for,
+        check_vectors,
     };
     for (size_t i = 0; i < sizeof checks / sizeof *checks; ++i) {
         checks[i](&c);

@@ -3,6 +3,8 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 enum { N = 40, N_CELLS = 64 };
@@ -82,7 +84,7 @@ static void check_round_trip(int fd) {
     }
     CHECK(stats.bytes == bytes && stats.n_calls == calls_over(0) && stats.sys_errno == 0);
     CHECK(lseek(fd, 0, SEEK_END) == (off_t) (offsets[N - 1] + blocks(lengths[N - 1])));
-    CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, statuses, &stats) == LLMAAS_OK);
+    CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, false, statuses, &stats) == LLMAAS_OK);
     CHECK(stats.n_calls == calls_over(8192) && stats.n_calls < calls_over(0) && stats.bytes > bytes);
     for (uint32_t i = 0; i < N; ++i) {
         CHECK(statuses[i] == LLMAAS_OK && memcmp(out[i], payloads[i], blocks(lengths[i])) == 0);
@@ -91,7 +93,7 @@ static void check_round_trip(int fd) {
     const uint8_t byte = (uint8_t) ~payloads[4][500];
     CHECK(pwrite(fd, &byte, 1, (off_t) offsets[4] + 500) == 1);
     CHECK(ftruncate(fd, (off_t) (offsets[30] + lengths[30] - 1)) == 0);
-    CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, statuses, &stats) == LLMAAS_OK);
+    CHECK(llmaas_store_read(fd, N, offsets, lengths, out, (const uint8_t(*)[32]) keys, false, statuses, &stats) == LLMAAS_OK);
     for (uint32_t i = 0; i < N; ++i) {
         const int32_t want = i == 3 ? LLMAAS_ESTALE : i == 4 ? LLMAAS_ECORRUPT : i >= 30 ? LLMAAS_EIO : LLMAAS_OK;
         CHECK(statuses[i] == want);
@@ -150,20 +152,28 @@ static void copies_free(copies * c) {
 }
 
 /* Read the first n; system calls made. Each of the first n_there was to be read, and each other not. */
-static uint64_t copies_read(copies * c, uint32_t n, uint32_t n_there, uint64_t * bytes) {
+static uint64_t copies_read_as(copies * c, uint32_t n, uint32_t n_there, bool is_ahead, uint64_t * bytes) {
     int32_t         statuses[MANY];
     llmaas_io_stats stats;
     for (uint32_t i = 0; i < n; ++i) {
         memset(c->out[i], 0, c->lengths[i]);
     }
-    CHECK(llmaas_store_read(c->fd, n, c->offsets, c->lengths, c->out, (const uint8_t(*)[32]) c->keys, statuses, &stats) ==
-          LLMAAS_OK);
+    CHECK(llmaas_store_read(c->fd, n, c->offsets, c->lengths, c->out, (const uint8_t(*)[32]) c->keys, is_ahead, statuses,
+                            &stats) == LLMAAS_OK);
     for (uint32_t i = 0; i < n; ++i) {
         CHECK(statuses[i] == (i < n_there ? LLMAAS_OK : LLMAAS_EIO));
         CHECK(i >= n_there || memcmp(c->out[i], c->payload, c->lengths[i]) == 0);
     }
     *bytes = stats.bytes;
     return stats.n_calls;
+}
+
+static uint64_t copies_read(copies * c, uint32_t n, uint32_t n_there, uint64_t * bytes) {
+    uint64_t       bytes_ahead = 0;
+    const uint64_t n_ahead = copies_read_as(c, n, n_there, true, &bytes_ahead);
+    const uint64_t n_calls = copies_read_as(c, n, n_there, false, bytes);
+    CHECK(n_ahead == n_calls && bytes_ahead == *bytes);
+    return n_calls;
 }
 
 static void shuffle(copies * c, uint32_t n) {
@@ -202,13 +212,63 @@ static void check_odd_places(void) {
     c->lengths[0] += 1; /* longer than the payload */
     int32_t         statuses[3];
     llmaas_io_stats stats;
-    CHECK(llmaas_store_read(c->fd, 3, c->offsets, c->lengths, c->out, (const uint8_t(*)[32]) c->keys, statuses, &stats) ==
+    CHECK(llmaas_store_read(c->fd, 3, c->offsets, c->lengths, c->out, (const uint8_t(*)[32]) c->keys, false, statuses, &stats) ==
           LLMAAS_OK);
     CHECK(statuses[0] == LLMAAS_ECORRUPT && statuses[1] == LLMAAS_OK && statuses[2] == LLMAAS_OK && stats.n_calls == 1);
     c->lengths[0] -= 1;
     CHECK(ftruncate(c->fd, (off_t) (c->offsets[1] + LLMAAS_STORE_BLOCK + 512)) == 0); /* ends within a gap */
     CHECK(copies_read(c, 3, 2, &bytes) == 1 && bytes == 3 * LLMAAS_STORE_BLOCK + 512);
     copies_free(c);
+}
+
+/* Many calls, of which some fail: each payload has its own status. */
+static void check_failures_among_many(void) {
+    uint64_t bytes = 0;
+    copies * c     = copies_new(MANY, LLMAAS_STORE_GAP + LLMAAS_STORE_BLOCK);
+    CHECK(ftruncate(c->fd, (off_t) c->offsets[100] + 7) == 0);
+    CHECK(copies_read(c, MANY, 100, &bytes) == 101 && bytes == 100 * LLMAAS_STORE_BLOCK + 7);
+    const int fd = c->fd;
+    c->fd = open("/", O_RDONLY | O_CLOEXEC);
+    CHECK(c->fd >= 0 && copies_read(c, MANY, 0, &bytes) == 0 && bytes == 0);
+    close(c->fd);
+    c->fd = fd;
+    copies_free(c);
+}
+
+enum { N_THREADS = 4, FAR_APART = 20 };
+
+static void * read_far_apart(void * arg) {
+    copies * c     = arg;
+    uint64_t bytes = 0;
+    for (int i = 0; i < 20; ++i) {
+        CHECK(copies_read(c, FAR_APART, FAR_APART, &bytes) == FAR_APART);
+    }
+    return NULL;
+}
+
+/* Threads that come and go, and a child of a process that has read. */
+static void check_threads_and_fork(void) {
+    copies *  all[N_THREADS];
+    pthread_t threads[N_THREADS];
+    for (int i = 0; i < N_THREADS; ++i) {
+        all[i] = copies_new(FAR_APART, LLMAAS_STORE_GAP + LLMAAS_STORE_BLOCK);
+        CHECK(pthread_create(&threads[i], NULL, read_far_apart, all[i]) == 0);
+    }
+    for (int i = 0; i < N_THREADS; ++i) {
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    }
+    read_far_apart(all[0]);
+    const pid_t child = fork();
+    if (child == 0) {
+        read_far_apart(all[1]);
+        _exit(0);
+    }
+    int status = -1;
+    read_far_apart(all[0]);
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    for (int i = 0; i < N_THREADS; ++i) {
+        copies_free(all[i]);
+    }
 }
 
 static void check_writes_in_any_order(void) {
@@ -266,18 +326,18 @@ static void check_errors(int fd) {
     const uint8_t * const * src = (const uint8_t * const *) payloads;
     const uint8_t (*k)[32] = (const uint8_t(*)[32]) keys;
     const uint64_t odd = 512, zero = 0, huge = UINT64_MAX - 4095;
-    CHECK(llmaas_store_read(fd, 1, &odd, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
-    CHECK(llmaas_store_read(fd, 1, &huge, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
-    CHECK(llmaas_store_read(fd, 1, offsets, &zero, &out, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 1, &odd, lengths, &out, k, false, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 1, &huge, lengths, &out, k, false, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 1, offsets, &zero, &out, k, false, &status, &stats) == LLMAAS_EINVAL);
     uint8_t * askew = out + 512;
     const uint8_t * const askew_src = askew;
-    CHECK(llmaas_store_read(fd, 1, offsets, lengths, &askew, k, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 1, offsets, lengths, &askew, k, false, &status, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_write(fd, 1, offsets, lengths, &askew_src, &stats) == LLMAAS_EINVAL);
-    CHECK(llmaas_store_read(-1, 1, offsets, lengths, &out, k, &status, &stats) == LLMAAS_EINVAL);
-    CHECK(llmaas_store_read(fd, 0, NULL, NULL, NULL, NULL, NULL, &stats) == LLMAAS_OK && stats.n_calls == 0);
+    CHECK(llmaas_store_read(-1, 1, offsets, lengths, &out, k, false, &status, &stats) == LLMAAS_EINVAL);
+    CHECK(llmaas_store_read(fd, 0, NULL, NULL, NULL, NULL, false, NULL, &stats) == LLMAAS_OK && stats.n_calls == 0);
     const int closed = dup(fd);
     close(closed);
-    CHECK(llmaas_store_read(closed, 1, offsets, lengths, &out, k, &status, &stats) == LLMAAS_OK);
+    CHECK(llmaas_store_read(closed, 1, offsets, lengths, &out, k, false, &status, &stats) == LLMAAS_OK);
     CHECK(status == LLMAAS_EIO && stats.sys_errno == EBADF);
     const int full = open("/dev/full", O_WRONLY);
     if (full >= 0) {
@@ -295,6 +355,8 @@ int main(void) {
     check_erase(fd);
     check_gaps();
     check_odd_places();
+    check_failures_among_many();
+    check_threads_and_fork();
     check_writes_in_any_order();
     close(fd);
     for (uint32_t i = 0; i < N; ++i) {

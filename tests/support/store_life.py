@@ -74,14 +74,23 @@ def expected(chunk):
 
 def load(store, chunks):
     """Keys of the chunks that could be had one by one; they must be what was put."""
-    keys = set()
-    for chunk in chunks:
-        for address in store.fetch([chunk]):
-            if ctypes.string_at(address, chunk.size) != expected(chunk):
-                raise AssertionError(f"wrong payload for {chunk.id}")
-            keys.add(chunk.id.key)
-            store.release([chunk])
-    return keys
+    return {key for chunk in chunks for key in load_together(store, [chunk])}
+
+
+def load_together(store, chunks):
+    """Keys of the leading chunks that could be had."""
+    found = chunks[: len(addresses := store.fetch(chunks))]
+    for chunk, address in zip(found, addresses, strict=True):
+        if ctypes.string_at(address, chunk.size) != expected(chunk):
+            raise AssertionError(f"wrong payload for {chunk.id}")
+    store.release(found)
+    return {chunk.id.key for chunk in found}
+
+
+def load_ends(store):
+    """Load what lies first and last on disk, so far apart that one read does not bring both."""
+    places = sorted((chunk for chunk in store.tree if chunk.disk >= 0), key=lambda c: c.disk)
+    load_together(store, [places[0], places[-1]] if len(places) > 1 else places)
 
 
 def state(store):
@@ -108,6 +117,7 @@ def life(directory):
     store.close()
     store = open_store(directory)
     counted = state(store)["counted"]
+    load_ends(store)
     load(store, store.match(ROOT, C).path)
     store.touch(chain(ROOT, A))
     save(store, D, "d")

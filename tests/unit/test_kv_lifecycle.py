@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from stored_chunks import encoder, payload
 
+from llmaas_plugins import _native
 from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound, chunk_peek
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
@@ -37,6 +38,19 @@ def open_store(tmp_path):
     yield opened
     if stores:
         stores.pop().close()
+
+
+@pytest.fixture
+def reads_ahead(monkeypatch):
+    """Whether each read of chunks was ahead of need."""
+    read, found = _native.store_read, []
+
+    def reading(*args, is_ahead):
+        found.append(is_ahead)
+        return read(*args, is_ahead=is_ahead)
+
+    monkeypatch.setattr(_native, "store_read", reading)
+    return found
 
 
 def tokens(first, n_chunks):
@@ -129,7 +143,7 @@ def test_working_set_gives_way_when_nothing_else_can(open_store):
     assert in_ram(store, b) == [0, 1, 2, 3]
 
 
-def test_room_that_became_free_takes_back_what_was_used_last(open_store):
+def test_room_that_became_free_takes_back_what_was_used_last(open_store, reads_ahead):
     store = open_store(ram=8, disk=50)
     a = save(store, tokens(0, 4), name="a")
     b = save(store, tokens(1000, 4), name="b")
@@ -144,6 +158,7 @@ def test_room_that_became_free_takes_back_what_was_used_last(open_store):
     store.evict_context("c")
     store.refill()
     assert (in_ram(store, a), in_ram(store, b)) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    assert reads_ahead == [True]
     assert store.stats()["refilled_chunks"] == 5
     assert all(chunk.pins == 0 for chunk in store.tree)
     before = store.stats()["read_bytes"]

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from llmaas_plugins import _native
 from llmaas_plugins._native import (
     RECORD_MAX,
     Budget,
@@ -113,6 +114,19 @@ def load(slab, payloads):
         store._swap._disk.close()  # not the store: the next test finds the index as it was
 
 
+@pytest.fixture
+def reads_ahead(monkeypatch):
+    """Whether each read of chunks was ahead of need."""
+    read, found = _native.store_read, []
+
+    def reading(*args, is_ahead):
+        found.append(is_ahead)
+        return read(*args, is_ahead=is_ahead)
+
+    monkeypatch.setattr(_native, "store_read", reading)
+    return found
+
+
 def segments(*lengths):
     return [("Segment", n) for n in lengths]
 
@@ -180,6 +194,12 @@ def test_planned_gaps_come_in_their_place(load, ram, in_ram, gaps):
     assert merged(found) == expected
     planned = [n for kind, n in found if kind == "Gap"]
     assert planned == [n for kind, n in expected if kind == "Gap"]  # each in one piece
+
+
+@pytest.mark.parametrize(("gaps", "is_ahead"), [((), False), (range(5), True)], ids=str)
+def test_what_comes_behind_a_gap_is_read_ahead(load, reads_ahead, gaps, is_ahead):
+    load(40 * MiB, gaps=gaps)
+    assert set(reads_ahead) == {is_ahead}
 
 
 def test_planned_and_found_gaps_may_meet(load):

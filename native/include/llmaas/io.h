@@ -11,6 +11,7 @@
 #include "llmaas/base.h"
 
 #include <stdbool.h>
+#include <sys/uio.h>
 
 #define LLMAAS_IO_MAX_DEPTH 256u
 
@@ -24,13 +25,18 @@ typedef enum llmaas_io_kind {
 
 /* One read of a file or block device. If fd is open with O_DIRECT then offset, n_bytes and buffer are multiples of 4096.
  * It is done with n_needed bytes: what follows them is read if the same system call gives it, so that a last block may be
- * short. The struct and the buffer stay where they are until the read is done. */
+ * short. The struct and the buffer stay where they are until the read is done.
+ *
+ * What lies together in the file may be read to several places: pieces of whole blocks, n_bytes in all, as a vector that is the
+ * engine's until the read is done. */
 typedef struct llmaas_io_read {
     int      fd;
     uint64_t offset;
     uint32_t n_bytes;
     uint32_t n_needed; /* at most n_bytes */
-    void *   buffer;
+    void *   buffer;   /* or NULL and a vector */
+    struct iovec * vector;
+    uint32_t n_pieces; /* at most IOV_MAX */
     bool     is_ahead; /* nobody waits for it yet; once somebody does it gives way no more */
     int32_t  error;    /* when done: 0, or an errno; ENODATA: the file ends before n_needed */
     bool     is_done;

@@ -7,6 +7,8 @@
 
 #include "llmaas/base.h"
 
+#include <stdbool.h>
+
 #define LLMAAS_RECORD_MAX  (1u << 20)
 #define LLMAAS_STORE_BLOCK 4096u
 #define LLMAAS_STORE_GAP   (24u << 10)
@@ -20,11 +22,12 @@ typedef struct llmaas_io_stats {
 /* Buffers start on 4 KiB boundaries and hold whole 4 KiB blocks, as O_DIRECT wants them: room for lengths[i] rounded
  * up. Anything else about a buffer's address is EINVAL. */
 
-/* Read n payloads, then llmaas_chunk_verify() each against keys[i]. statuses[i]: OK, ESTALE, ECORRUPT, or EIO (end of
- * file, or a read error in it or before it in the same system call). The call itself fails only with EINVAL. */
+/* Read n payloads, several system calls at a time, and llmaas_chunk_verify() each against keys[i] while others are read.
+ * statuses[i]: OK, ESTALE, ECORRUPT, or EIO (end of file, or a read error in it or before it in the same system call). The call
+ * itself fails only with EINVAL. is_ahead: nobody waits for them yet, so one system call at a time (llmaas/io.h). */
 LLMAAS_API llmaas_status llmaas_store_read(
     int fd, uint32_t n, const uint64_t * offsets, const uint64_t * lengths, uint8_t * const * dst,
-    const uint8_t (* keys)[32], int32_t * statuses, llmaas_io_stats * stats);
+    const uint8_t (* keys)[32], bool is_ahead, int32_t * statuses, llmaas_io_stats * stats);
 
 /* Write n payloads in whole blocks; what follows a payload in its last block is the caller's. Stops at the first
  * failing call with EIO. No fsync. */
