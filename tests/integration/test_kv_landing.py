@@ -355,11 +355,11 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
     store, (writing, started) = store_of(active), under_way
     fetch = store.fetch
 
-    def failing(chunks):
+    def failing(chunks, **options):
         if (threading.get_ident() == caller) == is_in_caller:
             assert started.wait(10)
             raise error("for this test")
-        return fetch(chunks)
+        return fetch(chunks, **options)
 
     with make_one() as llama:
         with monkeypatch.context() as patch:
