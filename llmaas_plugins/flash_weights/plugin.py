@@ -213,11 +213,12 @@ class FlashWeights:
         stats = model.weights.stats()
         passing = stats["passing_bytes"]
         others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] - passing + _SPARE
-        others += sum(context.untouched_bytes() for context in model.contexts.values())
         arena = max(self._config.arena, stats["arena_bytes"])
         room = budget - others - arena - passing
-        if room < stats["least_bytes"]:
-            through = arena + passing + stats["least_bytes"]
+        # what larger batches compute in is the engine's to make room for
+        others += sum(context.untouched_bytes() for context in model.contexts.values())
+        through = arena + passing + stats["least_bytes"]
+        if budget < others + through:
             least = -(-(others + through) // (1 << 20))
             raise BudgetError(
                 f"memory_budget is {budget >> 20} MiB, but without any weights this process takes "

@@ -94,11 +94,12 @@ static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struc
     return llmaas_graph_end(engine->graph);
 }
 
-static enum ggml_status compute_rewritten(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
+static enum ggml_status compute_rewritten(
+    llmaas_engine * engine, int32_t level, struct ggml_cgraph * original, bool is_new) {
     llmaas_weights_lock(engine->weights);
     llmaas_stream * stream = llmaas_weights_stream(engine->weights);
     if (stream) {
-        llmaas_stream_begin(stream, engine->graph);
+        llmaas_stream_begin(stream, engine->graph, is_new ? llmaas_room_fit(&engine->room, original) : 0);
     }
     struct ggml_cgraph * graph  = rewrite(engine, level, original);
     enum ggml_status     status = GGML_STATUS_ALLOC_FAILED;
@@ -139,11 +140,11 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     enum ggml_status status;
     engine->n_graphs++;
     llmaas_cells_reach(&engine->cells);
-    llmaas_room_notice(&engine->room, graph);
+    const bool is_new = llmaas_room_notice(&engine->room, graph);
     llmaas_narrow_forget(&engine->narrow);
     const bool is_narrowed = engine->is_narrow && llmaas_narrow_read(&engine->narrow, graph);
     if (is_narrowed || engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
-        status = compute_rewritten(engine, level, graph);
+        status = compute_rewritten(engine, level, graph, is_new);
     } else {
         engine->n_passed++;
         status = engine->cpu->iface.graph_compute(backend, graph);

@@ -1,5 +1,9 @@
 #include "room.h"
 
+#include <stdlib.h>
+
+enum { IDLE_BYTES = 4 << 20 }; /* less is not worth the page faults when it is needed again */
+
 static bool is_known(const llmaas_room * room, ggml_backend_buffer_t buffer) {
     for (int i = 0; i < room->n_buffers; i++) {
         if (room->buffers[i] == buffer) {
@@ -11,9 +15,9 @@ static bool is_known(const llmaas_room * room, ggml_backend_buffer_t buffer) {
 
 void llmaas_room_forget(llmaas_room * room) { room->n_buffers = 0; }
 
-void llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph) {
+bool llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph) {
     if (room->n_buffers > 0) { /* a graph that is used again stays where it is */
-        return;
+        return false;
     }
     for (int i = 0; i < graph->n_nodes && room->n_buffers < LLMAAS_ROOM_BUFFERS; i++) {
         const ggml_backend_buffer_t buffer = graph->nodes[i]->buffer;
@@ -23,6 +27,92 @@ void llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph) {
             room->pages[n] = llmaas_pages_in(ggml_backend_buffer_get_base(buffer), ggml_backend_buffer_get_size(buffer));
         }
     }
+    return true;
+}
+
+/* -- as much as a graph needs ------------------------------------------------------------------------------------ */
+
+/* What is known of a page. */
+enum { IS_THERE = 1, IS_NEEDED = 2 };
+
+static void need(unsigned char * states, llmaas_pages pages, ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor) {
+    const uintptr_t first = (uintptr_t) tensor->data, end = first + ggml_nbytes(tensor);
+    if (tensor->buffer != buffer || first >= pages.end || end <= pages.start) {
+        return;
+    }
+    const uintptr_t page = llmaas_page_size();
+    const uintptr_t last = end < pages.end ? end - 1 : pages.end - 1;
+    for (uintptr_t i = first < pages.start ? 0 : (first - pages.start) / page; i <= (last - pages.start) / page; i++) {
+        states[i] |= IS_NEEDED;
+    }
+}
+
+/* Inputs are there already, so what a graph reads counts as well as what it writes to. */
+static void need_all(
+    unsigned char * states, llmaas_pages pages, ggml_backend_buffer_t buffer, const struct ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        need(states, pages, buffer, graph->nodes[i]);
+        for (int j = 0; j < GGML_MAX_SRC && graph->nodes[i]->src[j]; j++) {
+            need(states, pages, buffer, graph->nodes[i]->src[j]);
+        }
+    }
+}
+
+static uint64_t count(const unsigned char * states, size_t n, unsigned char state) {
+    uint64_t found = 0;
+    for (size_t i = 0; i < n; i++) {
+        found += states[i] == state;
+    }
+    return found * llmaas_page_size();
+}
+
+static void give_back(const unsigned char * states, llmaas_pages pages) {
+    const uintptr_t page = llmaas_page_size();
+    const size_t    n    = (pages.end - pages.start) / page;
+    for (size_t i = 0, end; i < n; i = end + 1) {
+        for (end = i; end < n && !(states[end] & IS_NEEDED); end++) {
+        }
+        llmaas_pages_release((llmaas_pages) {pages.start + i * page, pages.start + end * page});
+    }
+}
+
+static int64_t fit(llmaas_pages pages, ggml_backend_buffer_t buffer, const struct ggml_cgraph * graph) {
+    const size_t    n      = (pages.end - pages.start) / llmaas_page_size();
+    unsigned char * states = calloc(n ? n : 1, 1);
+    uint64_t        n_more = 0, n_idle = 0;
+    if (states && llmaas_pages_states(pages, states)) {
+        need_all(states, pages, buffer, graph);
+        n_more = count(states, n, IS_NEEDED);
+        n_idle = count(states, n, IS_THERE);
+    }
+    if (n_idle >= IDLE_BYTES) {
+        give_back(states, pages);
+    } else {
+        n_idle = 0;
+    }
+    free(states);
+    return (int64_t) n_more - (int64_t) n_idle;
+}
+
+/* Of the graphs that stand for one of llama.cpp's, the last one: others may still leave something for it. */
+static bool is_last(const struct ggml_cgraph * graph) {
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        const enum ggml_backend_dev_type type = ggml_backend_dev_type(ggml_backend_dev_get(i));
+        if (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU) {
+            return false;
+        }
+    }
+    return graph->n_nodes > 0 && graph->nodes[graph->n_nodes - 1]->flags & GGML_TENSOR_FLAG_OUTPUT;
+}
+
+int64_t llmaas_room_fit(const llmaas_room * room, const struct ggml_cgraph * graph) {
+    int64_t n_more = 0;
+    for (int i = 0; i < room->n_buffers && is_last(graph); i++) {
+        if (ggml_backend_buffer_get_usage(room->buffers[i]) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) { /* not KV cells */
+            n_more += fit(room->pages[i], room->buffers[i], graph);
+        }
+    }
+    return n_more;
 }
 
 uint64_t llmaas_room_untouched(const llmaas_room * room) {

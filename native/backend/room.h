@@ -6,18 +6,24 @@
 #include "abi.h"
 #include "pages.h"
 
+#include <stdbool.h>
+#include <stdint.h>
+
 enum { LLMAAS_ROOM_BUFFERS = 4 };
 
 typedef struct llmaas_room {
-    ggml_backend_buffer_t buffers[LLMAAS_ROOM_BUFFERS]; /* of the last graph; only to be compared */
+    ggml_backend_buffer_t buffers[LLMAAS_ROOM_BUFFERS]; /* of the last graph */
     llmaas_pages          pages[LLMAAS_ROOM_BUFFERS];
     int                   n_buffers; /* 0: nobody looked at the graph yet */
 } llmaas_room;
 
 /* A new graph was made, which will be given memory. */
 void llmaas_room_forget(llmaas_room * room);
-/* A graph is about to be computed. */
-void llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph);
+/* A graph is about to be computed. True: it is a new one. */
+bool llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph);
+/* Give memory back that larger graphs were computed in, and this new one does not need. Returns by how many bytes memory grows
+ * as it is computed; below 0: what was given back is more. */
+int64_t llmaas_room_fit(const llmaas_room * room, const struct ggml_cgraph * graph);
 /* Bytes of what the last graph computed in that nothing was ever written to. */
 uint64_t llmaas_room_untouched(const llmaas_room * room);
 

@@ -46,7 +46,8 @@ struct llmaas_stream {
     llmaas_piece ** pieces;
     size_t          n_pieces, pieces_capacity;
     size_t          n_turns; /* pieces that some graph has used */
-    uint64_t        n_kept_max, n_arena_min;
+    uint64_t        n_kept_set, n_kept_max, n_arena_min; /* that were told; n_kept_max: less what n_more takes */
+    int64_t         n_more;
     bool            is_stale; /* which pieces are wanted must be found out again */
 
     char * arena;
@@ -147,7 +148,8 @@ void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece) {
 
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
     pthread_mutex_lock(&stream->lock);
-    stream->n_kept_max  = n_kept;
+    stream->n_kept_set = stream->n_kept_max = n_kept;
+    stream->n_more      = 0;
     stream->n_arena_min = n_arena;
     stream->is_stale    = true;
     pthread_mutex_unlock(&stream->lock);
@@ -388,8 +390,18 @@ static void release(llmaas_stream * stream, load * l) {
 
 /* -- a graph ----------------------------------------------------------------------------------------------------- */
 
-void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph) {
+static void make_way(llmaas_stream * stream, int64_t n_more) {
+    stream->n_more += n_more;
+    const int64_t n_left = (int64_t) stream->n_kept_set - stream->n_more;
+    stream->n_kept_max   = n_left > 0 ? (uint64_t) n_left : 0;
+    stream->is_stale     = true;
+}
+
+void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more) {
     pthread_mutex_lock(&stream->lock);
+    if (n_more != 0) {
+        make_way(stream, n_more);
+    }
     stream->graph  = graph;
     stream->n_plan = 0;
     if (stream->is_stale) {

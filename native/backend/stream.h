@@ -50,8 +50,9 @@ void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t 
 bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading);
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
 
-/* Around a graph: from begin to end the stream is its own, and no other thread's. */
-void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph);
+/* Around a graph: from begin to end the stream is its own, and no other thread's. n_more: bytes by which other memory grows from
+ * then on, which are taken from what may be kept until set_memory() tells anew. */
+void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more);
 /* The graph uses the first n_bytes of `piece` next, as the data of `weight`, together with those that it used in the n_before
  * calls before. False: memory. */
 bool llmaas_stream_use(

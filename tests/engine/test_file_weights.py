@@ -182,6 +182,42 @@ def test_a_packed_file_of_another_model_is_refused(family, model):
         pass
 
 
+# -- memory that graphs compute in ------------------------------------------------------------
+
+
+def test_what_batches_compute_in_makes_way_for_weights(model):
+    """Batches take it from weights that are kept, and tokens give it back."""
+    claim, n_bytes = claim_all(model)
+    batches = [(range(5, 261), 0), ([40], 256), ([41], 257), (range(5, 205), 258), ([42], 458)]
+
+    def logits(ctx):
+        return [step(ctx, tokens, start) for tokens, start in batches]
+
+    settings = {"n_ctx": 512, "n_batch": 256, "n_ubatch": 256}
+    with loaded(model, use_extra_bufts=False) as llama, created(llama, **settings) as ctx:
+        expected = logits(ctx)
+    plugin, untouched, kept = Claimer(claim), [], []
+    with (
+        native(plugin=plugin),
+        loaded(model, use_extra_bufts=False) as llama,
+        created(llama, **settings) as ctx,
+    ):
+        (context,) = plugin.contexts
+        weights = context.file_weights()
+        weights.set_memory(n_bytes, ARENA)
+        step(ctx, [40], 0)
+        raw.llama_memory_clear(raw.llama_get_memory(ctx), True)
+        for (tokens, start), before in zip(batches, expected, strict=True):
+            assert np.array_equal(step(ctx, tokens, start), before)
+            untouched.append(context.untouched_bytes())
+            kept.append(weights.stats()["kept_bytes"])
+    n_given = untouched[1] - untouched[0]
+    assert n_given > 8 << 20
+    assert untouched[2] == untouched[1] > untouched[3]
+    assert n_bytes - n_given - (4 << 20) < kept[0] < n_bytes - n_given + (4 << 20)
+    assert kept[2] > n_bytes - (4 << 20) > kept[3]
+
+
 # -- mixtures of experts ----------------------------------------------------------------------
 
 
