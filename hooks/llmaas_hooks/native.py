@@ -233,6 +233,9 @@ class ChannelOperand:
         threshold: Values are used from this size on.
         n_top: If not 0, as many are used instead: the largest.
         columns: The matrices.
+        predictor: Number of an operand, counted from 0 in the order in which they were added.
+            Channels that it uses are read ahead for this one: several that it predicts lie in the
+            same records. None: none are.
     """
 
     pool: int
@@ -244,6 +247,7 @@ class ChannelOperand:
     threshold: float
     n_top: int
     columns: tuple[ChannelColumns, ...]
+    predictor: int | None = None
 
 
 class FileWeights(Protocol):
@@ -255,7 +259,8 @@ class FileWeights(Protocol):
         Args:
             kept: Bytes of weights that stay in memory; 0 at first.
             arena: Bytes that the others pass through: read ahead, used, and overwritten. At least
-                two of the pieces they are read in, which are mostly 2 MiB.
+                two of the pieces they are read in, which are mostly 2 MiB. Channels that are
+                predicted are read ahead to as much again.
         """
 
     def set_reading(
@@ -281,7 +286,8 @@ class FileWeights(Protocol):
         now; ``read_bytes``, of them ``wasted_bytes`` ahead in vain, ``stalled_ns``, for which
         batches waited, ``expert_hits`` and ``expert_misses`` are so far. With channels, ``bytes``
         and ``kept_bytes`` count them; ``operands`` says how many have some, ``passing_bytes`` is
-        memory that they pass through, and ``channel_hits`` and ``channel_misses`` are so far.
+        memory that they pass through, and ``channel_hits``, ``channel_misses`` and, of those,
+        ``channel_preloads`` that were read ahead are so far.
         """
 
     def add_operand(self, path: str, operand: ChannelOperand) -> None:

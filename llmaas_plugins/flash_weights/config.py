@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 __all__ = ["FlashWeightsConfig"]
 
@@ -39,6 +39,11 @@ class FlashWeightsConfig(BaseModel):
         "late, for which all layers compete (`shared`) or of which each layer has as many as the "
         "others (`layer`, ActiveFlow's way).",
     )
+    preload: bool = Field(
+        default=False,
+        description="With a cache other than `streamed`: read ahead the columns that the group of "
+        "layers after this one will need, if they are those that this one does (ActiveFlow).",
+    )
     memory_budget: ByteSize | None = Field(
         default=None,
         description="Memory of the whole process. Weights that do not fit are streamed from the "
@@ -70,3 +75,12 @@ class FlashWeightsConfig(BaseModel):
         description="Longest gap between two such columns that is read along with them rather "
         "than left out. When unset 12 KiB.",
     )
+
+    @model_validator(mode="after")
+    def _nothing_is_streamed_twice(self) -> Self:
+        if self.preload and self.cache == "streamed":
+            raise ValueError(
+                "preload is for columns that are read on demand, and with the cache `streamed` all "
+                "of them are read ahead; choose another cache"
+            )
+        return self

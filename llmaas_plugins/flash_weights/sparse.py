@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, FileWeights, TensorInfo
@@ -57,9 +58,25 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
             "cache `streamed` whole layers are read. Run `llmaas flash pack --sparse` without "
             "--group-layers, or choose another cache."
         )
+    predictors = _predictors(file) if config.preload else {}
     with open_scales(file) as read_scales:
-        for channels in file.operands.values():  # one at a time: the engine copies scales
-            weights.add_operand(str(file.path), _operand(channels, read_scales, config))
+        for number, channels in enumerate(file.operands.values()):
+            operand = _operand(channels, read_scales, config)  # one at a time: scales are copied
+            operand = replace(operand, predictor=predictors.get(number))
+            weights.add_operand(str(file.path), operand)
+
+
+def _predictors(file: ChannelFile) -> dict[int, int]:
+    """Of operands, by number: that of the first layer in the group before, if it is as long."""
+    first: dict[tuple[int, str, int], int] = {}
+    found = {}
+    for number, channels in enumerate(file.operands.values()):
+        (group, family), n_channels = channels.group, len(channels.order)
+        first.setdefault((group, family, n_channels), number)
+        predictor = first.get((group - 1, family, n_channels))
+        if predictor is not None:
+            found[number] = predictor
+    return found
 
 
 def _operand(

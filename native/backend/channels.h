@@ -30,23 +30,30 @@ typedef struct llmaas_channel_stats {
     uint64_t n_kept;    /* of slots that have memory */
     uint64_t n_passing; /* of memory that channels without a slot, and reads, take */
     uint64_t n_read;    /* so far */
+    uint64_t n_wasted;  /* of them, read ahead in vain */
     uint64_t n_hits, n_misses; /* active channels that were there, and that had to be read */
+    uint64_t n_preloads; /* of the latter, those that had been read ahead */
     uint64_t stalled_ns;
 } llmaas_channel_stats;
 
-/* Of a stream, which lives longer. NULL: memory. */
+/* Of a stream, which lives longer; n_ahead: as llmaas_channels_set_ahead(). NULL: memory. */
 struct llmaas_stream;
-llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream, const llmaas_reading * reading);
+llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream, const llmaas_reading * reading, uint64_t n_ahead);
 void              llmaas_channels_free(llmaas_channels * channels);
 
-/* An operand whose channels are in fd; lives as long as `channels`. Outside of graphs. NULL: memory. */
-llmaas_operand * llmaas_channels_add(llmaas_channels * channels, int fd, const llmaas_operand_spec * spec);
+/* An operand whose channels are in fd; lives as long as `channels`. predictor: NULL, or one that predicts it. Outside of graphs.
+ * NULL: memory. */
+llmaas_operand * llmaas_channels_add(
+    llmaas_channels * channels, int fd, const llmaas_operand_spec * spec, llmaas_operand * predictor);
+/* Whether `predictor` can predict such an operand beside those that it does. */
+bool             llmaas_operand_predicts(const llmaas_operand * predictor, int fd, const llmaas_operand_spec * spec);
 uint32_t         llmaas_operand_width(const llmaas_operand * operand);
 
-/* Bytes of slots; outside of graphs. */
-/* How those are read that are read on demand; outside of graphs. False: memory. */
+/* How those are read that are not streamed; outside of graphs. False: memory. */
 bool llmaas_channels_set_reading(llmaas_channels * channels, const llmaas_reading * reading);
+/* Bytes of slots, and of memory that channels are read ahead to; outside of graphs. */
 void                 llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes);
+void                 llmaas_channels_set_ahead(llmaas_channels * channels, uint64_t n_bytes);
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels);
 
 /* Around a graph. */

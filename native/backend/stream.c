@@ -134,7 +134,7 @@ llmaas_experts * llmaas_stream_experts(llmaas_stream * stream) {
 }
 
 llmaas_channels * llmaas_stream_channels(llmaas_stream * stream) {
-    stream->channels = stream->channels ? stream->channels : llmaas_channels_new(stream, &stream->reading);
+    stream->channels = stream->channels ? stream->channels : llmaas_channels_new(stream, &stream->reading, stream->n_arena_min);
     return stream->channels;
 }
 
@@ -152,6 +152,9 @@ void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t 
     stream->n_more      = 0;
     stream->n_arena_min = n_arena;
     stream->is_stale    = true;
+    if (stream->channels) {
+        llmaas_channels_set_ahead(stream->channels, n_arena);
+    }
     pthread_mutex_unlock(&stream->lock);
 }
 
@@ -183,11 +186,13 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
         stats->n_bytes += channels.n_bytes;
         stats->n_kept += channels.n_kept;
         stats->n_read += channels.n_read;
+        stats->n_wasted += channels.n_wasted;
         stats->stalled_ns += channels.stalled_ns;
-        stats->n_operands       = channels.n_operands;
-        stats->n_passing        = channels.n_passing;
-        stats->n_channel_hits   = channels.n_hits;
-        stats->n_channel_misses = channels.n_misses;
+        stats->n_operands         = channels.n_operands;
+        stats->n_passing          = channels.n_passing;
+        stats->n_channel_hits     = channels.n_hits;
+        stats->n_channel_misses   = channels.n_misses;
+        stats->n_channel_preloads = channels.n_preloads;
     }
     pthread_mutex_unlock(&stream->lock);
 }
@@ -225,6 +230,9 @@ static uint64_t channels_share(const llmaas_stream * stream) {
 /* Pieces that no graph has used come first, and are not wanted. */
 static void choose_wanted(llmaas_stream * stream) {
     uint64_t n_bytes = experts_share(stream);
+    if (stream->n_pieces == 0) {
+        return;
+    }
     qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_turn);
     for (size_t i = 0; i < stream->n_pieces; i++) {
         llmaas_piece * piece = stream->pieces[i];

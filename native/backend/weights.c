@@ -335,11 +335,15 @@ static llmaas_status add_operand(
     if (fd < 0) {
         return LLMAAS_EIO;
     }
+    llmaas_operand * predictor = spec->predictor >= 0 ? weights->operands[spec->predictor].channels : NULL;
+    if (predictor && !llmaas_operand_predicts(predictor, fd, spec)) {
+        return LLMAAS_EINVAL;
+    }
     struct read_operand * operands =
         llmaas_grown(weights->operands, weights->n_operands, &weights->operands_capacity, sizeof *operands);
     weights->operands  = operands ? operands : weights->operands;
     llmaas_channels * channels = operands ? llmaas_stream_channels(weights->stream) : NULL;
-    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, fd, spec) : NULL;
+    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, fd, spec, predictor) : NULL;
     if (!added) {
         return LLMAAS_ESPACE;
     }
@@ -354,7 +358,8 @@ llmaas_status llmaas_weights_add_operand(
         return LLMAAS_EINVAL;
     }
     pthread_rwlock_wrlock(&weights->lock);
-    const llmaas_status status = add_operand(weights, path, spec, number);
+    const bool          is_known = spec->predictor < 0 || (size_t) spec->predictor < weights->n_operands;
+    const llmaas_status status   = is_known ? add_operand(weights, path, spec, number) : LLMAAS_EINVAL;
     pthread_rwlock_unlock(&weights->lock);
     return status;
 }

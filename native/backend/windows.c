@@ -9,21 +9,23 @@
 struct llmaas_windows {
     llmaas_io *    io;
     llmaas_reading reading;
+    bool           is_ahead;
     char *         ring;
     size_t         n_ring;
     size_t         n_most, first, n;
     llmaas_window  windows[]; /* [n_most], a ring, too */
 };
 
-llmaas_windows * llmaas_windows_new(const llmaas_reading * reading, size_t n_most) {
+llmaas_windows * llmaas_windows_new(const llmaas_reading * reading, size_t n_most, bool is_ahead) {
     llmaas_windows * windows = calloc(1, sizeof *windows + n_most * sizeof *windows->windows);
     if (windows && llmaas_io_open(LLMAAS_IO_BEST, reading->depth, &windows->io) != LLMAAS_OK) {
         free(windows);
         return NULL;
     }
     if (windows) {
-        windows->reading = *reading;
-        windows->n_most  = n_most;
+        windows->reading  = *reading;
+        windows->is_ahead = is_ahead;
+        windows->n_most   = n_most;
     }
     return windows;
 }
@@ -74,7 +76,7 @@ static llmaas_window next_window(const llmaas_windows * windows, int fd, const l
     const uint64_t n_needed = end_of(&pieces[end - 1]) - begin;
     return (llmaas_window) {
         .read = {.fd = fd, .offset = begin, .n_bytes = (uint32_t) ((n_needed + PAGE - 1) / PAGE * PAGE),
-                 .n_needed = (uint32_t) n_needed},
+                 .n_needed = (uint32_t) n_needed, .is_ahead = windows->is_ahead},
         .n_pieces = end};
 }
 
@@ -89,7 +91,8 @@ static bool place(llmaas_windows * windows, llmaas_window * w) {
 }
 
 size_t llmaas_windows_start(llmaas_windows * windows, int fd, const llmaas_gathered * pieces, size_t n, uint64_t * n_read) {
-    if (windows->n == windows->n_most || llmaas_io_room(windows->io) == 0) {
+    const uint32_t n_room = windows->is_ahead ? llmaas_io_room_ahead(windows->io) : llmaas_io_room(windows->io);
+    if (windows->n == windows->n_most || n_room == 0) {
         return 0;
     }
     llmaas_window made = next_window(windows, fd, pieces, n);

@@ -24,10 +24,11 @@ typedef struct llmaas_window {
     llmaas_io_read read;
     size_t         n_pieces;
     size_t         at; /* in the ring */
+    uint64_t       n_used; /* bytes, as its reader counts them */
 } llmaas_window;
 
-/* Up to n_most of them; nothing in `reading` is left to us. NULL: memory. */
-llmaas_windows * llmaas_windows_new(const llmaas_reading * reading, size_t n_most);
+/* Up to n_most of them, whose reads are `is_ahead` (llmaas/io.h); nothing in `reading` is left to us. NULL: memory. */
+llmaas_windows * llmaas_windows_new(const llmaas_reading * reading, size_t n_most, bool is_ahead);
 void             llmaas_windows_free(llmaas_windows * windows);
 
 /* Have a ring of n_bytes; nothing is in it. False: memory, and it is as it was. */
@@ -51,7 +52,7 @@ const char * llmaas_window_find(const llmaas_window * window, uint64_t offset, u
 bool llmaas_windows_await(llmaas_windows * windows, const llmaas_window * window);
 /* Give up the oldest, whose read is done. */
 void llmaas_windows_release(llmaas_windows * windows);
-/* Give up all of them. */
+/* Wait for all reads, and give up all windows. */
 void llmaas_windows_clear(llmaas_windows * windows);
 
 #endif

@@ -55,7 +55,7 @@ typedef struct llmaas_reading {
 int llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading);
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
-    uint64_t n_passing, n_channel_hits, n_channel_misses, n_operands;
+    uint64_t n_passing, n_channel_hits, n_channel_misses, n_channel_preloads, n_operands;
 } llmaas_stream_stats;
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
 typedef struct llmaas_operand_spec {
@@ -65,6 +65,7 @@ typedef struct llmaas_operand_spec {
     int cache;
     float threshold;
     uint32_t n_top;
+    int32_t predictor;
 } llmaas_operand_spec;
 int llmaas_weights_add_operand(
     llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);

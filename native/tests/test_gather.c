@@ -42,7 +42,7 @@ static uint64_t check_pieces(llmaas_windows * windows, int fd, uint32_t size, ui
 }
 
 static llmaas_windows * windows_new(uint32_t depth, uint32_t n_bytes, int32_t n_gap) {
-    llmaas_windows * windows = llmaas_windows_new(&(llmaas_reading) {depth, n_bytes, n_gap}, depth);
+    llmaas_windows * windows = llmaas_windows_new(&(llmaas_reading) {depth, n_bytes, n_gap}, depth, false);
     CHECK(windows);
     return windows;
 }

@@ -338,6 +338,7 @@ WRONG = {
     "a negative threshold": {"threshold": -1.0},
     "channels that overlap": {"stride": 1},
     "no whole blocks": {"order": np.arange(250, dtype=np.uint32)},
+    "a predictor that is not there": {"predictor": 0},
     "columns behind the channel": {"n_bytes": 300, "stride": 300},
 }
 

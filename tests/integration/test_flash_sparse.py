@@ -24,6 +24,15 @@ def model(reference_model, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def grouped(model, tmp_path_factory):
+    """The same, with the columns of two layers side by side."""
+    path = shutil.copyfile(model, tmp_path_factory.mktemp("grouped") / "model.gguf")
+    command = ["flash", "pack", "--sparse", "--group-layers", "2", "--text", str(text_of(path))]
+    assert main([*command, str(path)]) == 0
+    return path
+
+
 def text_of(path):
     """A file beside a model to calibrate it with."""
     text = path.with_suffix(".txt")
@@ -99,6 +108,13 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
     assert used[2] == pytest.approx(0.3 * used[0], rel=0.2)
 
 
+def keep(suite, n_bytes):
+    """The weights of the one model that is open, of which so much stays in memory from now on."""
+    (model,) = suite.plugin("flash_weights")._models.values()
+    model.weights.set_memory(n_bytes, 4 * MIB)
+    return model.weights
+
+
 def test_how_columns_are_read_can_be_set(opened):
     runs, read_bytes = [], []
     for read_gap in (0, MIB):
@@ -106,15 +122,38 @@ def test_how_columns_are_read_can_be_set(opened):
         with opened(cache="busiest", **reading) as (llama, suite):
             tokens = llama.tokenize(TEXT.encode())
             llama.eval(tokens[:8])
-            (model,) = suite.plugin("flash_weights")._models.values()
-            model.weights.set_memory(0, 4 * MIB)
+            weights = keep(suite, 0)
             llama.eval(tokens[8:9])
-            before = model.weights.stats()["read_bytes"]
+            before = weights.stats()["read_bytes"]
             llama.eval(tokens[9:10])
-            read_bytes.append(model.weights.stats()["read_bytes"] - before)
+            read_bytes.append(weights.stats()["read_bytes"] - before)
             runs.append(np.array(llama.scores[8:10]))
     assert np.array_equal(*runs)
     assert read_bytes[0] > 1.2 * read_bytes[1]  # neighbours that share a page read it twice
+
+
+@pytest.mark.parametrize("group_layers", [1, 2])
+def test_preloading_is_about_time_only(opened, model, grouped, group_layers):
+    runs, counts = [], []
+    for preload in (False, True):
+        table = {"cache": "shared", "selection": "top_k", "preload": preload}
+        with opened(model if group_layers == 1 else grouped, **table) as (llama, suite):
+            tokens = llama.tokenize(TEXT.encode())
+            llama.eval(tokens[:9])
+            weights = keep(suite, 2 * MIB)
+            llama.eval([tokens[9]])
+            before = weights.stats()
+            for token in tokens[10:]:
+                llama.eval([token])
+            counts.append({name: n - before[name] for name, n in weights.stats().items()})
+            runs.append(np.array(llama.scores[: len(tokens)]))
+    assert np.array_equal(*runs)
+    plain, preloaded = counts
+    assert preloaded["channel_hits"] == plain["channel_hits"] > 0
+    assert preloaded["channel_misses"] == plain["channel_misses"]
+    assert preloaded["channel_misses"] > preloaded["channel_preloads"] > 0
+    assert plain["channel_preloads"] == plain["wasted_bytes"] == 0
+    assert preloaded["read_bytes"] > preloaded["wasted_bytes"] > 0
 
 
 BUDGETS = """
@@ -181,14 +220,10 @@ def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, 
         pass
 
 
-def test_layers_side_by_side_are_not_streamed(model, opened, tmp_path):
-    path, text = shutil.copyfile(model, tmp_path / "model.gguf"), str(text_of(model))
-    assert (
-        main(["flash", "pack", "--sparse", "--group-layers", "2", "--text", text, str(path)]) == 0
-    )
-    with pytest.raises(Exception, match="without --group-layers"), opened(path):
+def test_layers_side_by_side_are_not_streamed(opened, grouped):
+    with pytest.raises(Exception, match="without --group-layers"), opened(grouped):
         pass
-    with opened(path, cache="busiest") as (llama, _), opened(cache="busiest") as (other, _):
+    with opened(grouped, cache="busiest") as (llama, _), opened(cache="busiest") as (other, _):
         tokens = llama.tokenize(TEXT.encode())
         assert np.array_equal(read(llama, tokens), read(other, tokens))
 
@@ -210,6 +245,7 @@ def test_a_channel_file_of_another_model_is_refused(model, opened, tmp_path):
         {"sparsity": 1},
         {"selection": "best"},
         {"cache": "none"},
+        {"preload": True},
         {"queue_depth": 0},
         {"read_size": 5000},
         {"read_gap": -1},

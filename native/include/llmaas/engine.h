@@ -54,7 +54,7 @@ LLMAAS_API llmaas_status llmaas_weights_claim_rows(
     llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
 
 /* How much memory the weights in files take, from the next graph on: bytes of what is kept, 0 at first, and of the arena that
- * the rest is read to, at least two of the pieces it is read in. EINVAL: none is in a file. */
+ * the rest is read to, at least two of the pieces it is read in; channels that are predicted are read ahead to as much again. EINVAL: none is in a file. */
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
 /* How weights in files are read. */
@@ -79,6 +79,7 @@ typedef struct llmaas_stream_stats {
     uint64_t stalled_ns;      /* that graphs waited for reads */
     uint64_t n_passing;       /* of memory, beside the arena, that channels pass through */
     uint64_t n_channel_hits, n_channel_misses; /* active channels that were kept, and that had to be read, so far */
+    uint64_t n_channel_preloads; /* of the latter, those that had been read ahead */
     uint64_t n_operands;      /* whose channels tokens are multiplied with */
 } llmaas_stream_stats;
 /* All 0: no weights are in files, or `weights` is NULL. */
@@ -103,11 +104,13 @@ typedef struct llmaas_operand_spec {
     llmaas_channel_cache cache;
     float            threshold;  /* a value is used from this size on; unless */
     uint32_t         n_top;      /* so many are: the largest */
+    int32_t          predictor;  /* number of an operand: channels that it uses are read ahead for this one; below 0: none */
 } llmaas_operand_spec;
 
 /* Products with one token read only the columns that are used, and keep those that are used most; from the next graph on.
  * Products with several tokens are dense: read for each graph, never kept. *operand: its number. EINVAL: the spec contradicts
- * itself (streamed channels lie side by side), or no weights are in files. EIO, ESPACE: as llmaas_weights_claim_file(). */
+ * itself (streamed channels lie side by side, and are not predicted; those that one operand predicts are as many as its own, in
+ * the same order and in the same records), or no weights are in files. EIO, ESPACE: as llmaas_weights_claim_file(). */
 LLMAAS_API llmaas_status llmaas_weights_add_operand(
     llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
 

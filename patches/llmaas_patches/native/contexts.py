@@ -126,6 +126,7 @@ class Weights:
             "operands": stats.n_operands,
             "channel_hits": stats.n_channel_hits,
             "channel_misses": stats.n_channel_misses,
+            "channel_preloads": stats.n_channel_preloads,
         }
 
     def add_operand(self, path: str, operand: ChannelOperand) -> None:
@@ -138,6 +139,7 @@ class Weights:
         spec.cache = _CACHES.index(operand.cache)
         spec.threshold, spec.n_top = operand.threshold, operand.n_top
         spec.order = ffi.from_buffer("uint32_t[]", order)
+        spec.predictor = -1 if operand.predictor is None else operand.predictor
         with self._context._alive():
             table = self._context._table
             status = lib.llmaas_weights_add_operand(table, os.fsencode(path), spec, number)
