@@ -231,19 +231,24 @@ def hit_rate_between(points: Mapping[float, float]) -> HitRate:
 
 
 def _fixed(sizes: ModelSizes, process: int) -> int:
-    """What the process has beside streamed weights."""
-    own = sizes.resident + sizes.kv + sizes.buffers + sizes.app
+    """What the process has beside streamed weights; what batches compute in, tokens give back."""
+    own = sizes.resident + sizes.kv + sizes.app
     return process + own + _SPARE
 
 
 def _least_exact(sizes: ModelSizes, process: int) -> int:
-    return _fixed(sizes, process) + _ARENA + sizes.least_experts
+    return _fixed(sizes, process) + _ARENA + _least(sizes)
+
+
+def _least(sizes: ModelSizes) -> int:
+    """Beside what weights are read through."""
+    return sizes.buffers + sizes.least_experts
 
 
 def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
     """Reading and computing overlap: the longer of both counts."""
     least = _least_exact(sizes, machine.process)
-    room = max(0, budget - least + sizes.least_experts)
+    room = max(0, budget - least + _least(sizes))
     read = _streamed(sizes.streamed - sizes.experts, sizes, room)
     return Row(
         mode="exact",
@@ -274,7 +279,7 @@ def _read_ahead(sizes: ModelSizes, machine: Machine, budget: int, sparsity: floa
         cache=min(room, plain + sizes.experts),
         token_s=max(computing_s, read / machine.disk.bytes_per_s),
         read=read,
-        least_budget=through + sizes.least_experts,
+        least_budget=through + _least(sizes),
     )
 
 
@@ -299,7 +304,7 @@ def _sparse(
         cache=min(room, sizes.dense + sizes.experts + cache),
         token_s=waiting_s + max(computing_s, dense / disk.bytes_per_s),
         read=reads.n_bytes + dense,
-        least_budget=through + sizes.least_experts,
+        least_budget=through + _least(sizes),
     )
 
 

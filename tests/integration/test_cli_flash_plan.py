@@ -56,10 +56,11 @@ def machine(monkeypatch):
     return asked
 
 
-def run(capsys, model, *options, budget="180 MiB"):
+def run(capsys, model, *options, budget="150 MiB"):
     """Exit status, output and errors."""
     capsys.readouterr()
-    status = main(["flash", "plan", str(model), "--memory-budget", budget, *map(str, options)])
+    asked = "--memory-budget", budget, "--context", "256", *map(str, options)
+    status = main(["flash", "plan", str(model), *asked])
     return status, *capsys.readouterr()
 
 
@@ -82,7 +83,7 @@ def test_a_table_and_settings(made, capsys, machine):
     ]
     assert table[:4] == [["exact", "0"], *2 * [["sparse", "60"]], ["pipeline", "60"]]
     assert out.endswith(
-        '[plugins.flash_weights]\nmemory_budget = "180 MiB"\nqueue_depth = 4\n'
+        '[plugins.flash_weights]\nmemory_budget = "150 MiB"\nqueue_depth = 4\n'
         'read_size = "1024 KiB"\n'
     )
     assert "Recommended: exact; " in out
@@ -95,8 +96,8 @@ def test_a_table_and_settings(made, capsys, machine):
     [
         (("1 GiB", 0), r"exact; all weights fit, and the sparse mode would be [\d.]+ times as"),
         (("least", 0), r"exact; nothing else works here\."),
-        (("180 MiB", 1e9), r"exact; the sparse mode would be [\d.]+ times as fast, and change"),
-        (("180 MiB", 0), r"sparse; [\d.]+ times as fast as the exact mode, but it changes"),
+        (("150 MiB", 1e9), r"exact; the sparse mode would be [\d.]+ times as fast, and change"),
+        (("150 MiB", 0), r"sparse; [\d.]+ times as fast as the exact mode, but it changes"),
     ],
 )
 def test_why(made, capsys, monkeypatch, planned, expected):
@@ -113,7 +114,7 @@ def test_why(made, capsys, monkeypatch, planned, expected):
 
 
 def test_for_programs(made, capsys, machine):
-    found = report(capsys, made, "--sparsity", "0.9", budget="180 MiB")
+    found = report(capsys, made, "--sparsity", "0.9", budget="150 MiB")
     assert found["machine"]["disk"]["read_s"] == 8e-6
     assert [row["group_layers"] for row in found["sparse"]] == [2, 2]
     assert all(found["exact"]["read"] > row["read"] > 0 for row in found["sparse"])
@@ -127,13 +128,15 @@ def test_for_programs(made, capsys, machine):
     sparse = {"queue_depth": 64, "read_size": "256 KiB", "read_gap": "11 KiB"}
     sparse |= {"mode": "sparse", "sparsity": 0.9, "cache": found["recommended"]["keeps"]}
     mode = found["recommended"]["mode"]
-    assert found["settings"] == {"memory_budget": "180 MiB"} | (
+    assert found["settings"] == {"memory_budget": "150 MiB"} | (
         exact if mode == "exact" else sparse
     )
 
 
 def test_the_context_takes_memory(made, capsys, machine):
-    short, long = (report(capsys, made, "--context", n)["exact"] for n in (256, 1024))
+    short, long = (
+        report(capsys, made, "--context", n, budget="1 GiB")["exact"] for n in (256, 1024)
+    )
     cells = 768 * 6 * 2 * 2 * 4 * 64
     assert long["least_budget"] - short["least_budget"] >= cells
 
@@ -207,7 +210,7 @@ from llmaas_plugins.machine import resident_bytes
 
 flash_plan._WARM_TOKENS, flash_plan._TOKENS = 12, 8
 model, planner._LEAST_SPEEDUP, *options = sys.argv[1], float(sys.argv[2]), *sys.argv[3:]
-budget = f"{(resident_bytes() >> 20) + 105} MiB"
+budget = f"{(resident_bytes() >> 20) + 90} MiB"
 common = ["--seconds", "0.2", "--sparsity", "0.7", "--context", "256", "--measure"]
 sys.exit(main(["flash", "plan", model, "--memory-budget", budget, *common, *options]))
 """
