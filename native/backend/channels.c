@@ -201,7 +201,7 @@ llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels
     }
     if (channels->preload) {
         const llmaas_preload_stats preload = llmaas_preload_read_stats(channels->preload);
-        stats.n_passing += channels->n_ahead;
+        stats.n_passing += llmaas_preload_memory(channels->preload);
         stats.n_read += preload.n_read;
         stats.n_wasted = preload.n_wasted;
     }

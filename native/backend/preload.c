@@ -26,7 +26,7 @@ typedef struct batch {
 struct llmaas_preload {
     llmaas_reading   reading;
     size_t           n_memory;
-    llmaas_windows * windows; /* of all batches, in order; NULL until they are needed */
+    llmaas_windows * windows; /* of all batches, in order; NULL: nothing is read ahead */
     batch            batches[MAX_BATCHES]; /* a ring */
     size_t           first, n;
     batch *          used; /* NULL: none */
@@ -52,36 +52,41 @@ void llmaas_preload_free(llmaas_preload * preload) {
 
 llmaas_preload_stats llmaas_preload_read_stats(const llmaas_preload * preload) { return preload->stats; }
 
-static void drop_windows(llmaas_preload * preload) {
+/* NULL: there is no memory for them, or too little. */
+static llmaas_windows * windows_new(llmaas_reading reading, size_t n_memory) {
+    const size_t n_most = n_memory / RING_READS / PAGE * PAGE;
+    if (n_most == 0 || reading.depth == 0) {
+        return NULL;
+    }
+    reading.depth            = (reading.depth + DEPTH_SHARE - 1) / DEPTH_SHARE;
+    reading.n_bytes          = reading.n_bytes < n_most ? reading.n_bytes : (uint32_t) n_most;
+    llmaas_windows * windows = llmaas_windows_new(&reading, MAX_WINDOWS, true);
+    if (windows && !llmaas_windows_set_ring(windows, n_memory)) {
+        llmaas_windows_free(windows);
+        return NULL;
+    }
+    return windows;
+}
+
+static void renew_windows(llmaas_preload * preload) {
     llmaas_windows_free(preload->windows);
-    preload->windows = NULL;
+    preload->windows = windows_new(preload->reading, preload->n_memory);
 }
 
 void llmaas_preload_set_reading(llmaas_preload * preload, const llmaas_reading * reading) {
     preload->reading = *reading;
-    drop_windows(preload);
+    renew_windows(preload);
 }
 
 void llmaas_preload_set_memory(llmaas_preload * preload, uint64_t n_bytes) {
     if (n_bytes != preload->n_memory) {
         preload->n_memory = n_bytes;
-        drop_windows(preload);
+        renew_windows(preload);
     }
 }
 
-static bool make_windows(llmaas_preload * preload) {
-    const size_t   n_most  = preload->n_memory / RING_READS / PAGE * PAGE;
-    llmaas_reading reading = preload->reading;
-    if (n_most == 0 || reading.depth == 0) {
-        return false;
-    }
-    reading.depth    = (reading.depth + DEPTH_SHARE - 1) / DEPTH_SHARE;
-    reading.n_bytes  = reading.n_bytes < n_most ? reading.n_bytes : (uint32_t) n_most;
-    preload->windows = llmaas_windows_new(&reading, MAX_WINDOWS, true);
-    if (preload->windows && !llmaas_windows_set_ring(preload->windows, preload->n_memory)) {
-        drop_windows(preload);
-    }
-    return preload->windows != NULL;
+size_t llmaas_preload_memory(const llmaas_preload * preload) {
+    return preload->windows ? llmaas_windows_ring(preload->windows) : 0;
 }
 
 /* -- batches ----------------------------------------------------------------------------------------------------- */
@@ -94,7 +99,7 @@ bool llmaas_preload_begin(llmaas_preload * preload, const void * key, int fd) {
             return false;
         }
     }
-    if (preload->n == MAX_BATCHES) {
+    if (preload->n == MAX_BATCHES || !preload->windows) {
         return false;
     }
     batch * b = batch_at(preload, preload->n++);
@@ -150,7 +155,7 @@ static bool start_reads(llmaas_preload * preload, batch * b) {
 
 void llmaas_preload_pump(llmaas_preload * preload) {
     release_batches(preload);
-    if (preload->n == 0 || (!preload->windows && !make_windows(preload))) {
+    if (preload->n == 0) {
         return;
     }
     size_t i = 0;
@@ -205,12 +210,13 @@ bool llmaas_preload_await(llmaas_preload * preload) {
 }
 
 void llmaas_preload_end(llmaas_preload * preload) {
-    while (preload->windows && llmaas_windows_count(preload->windows) > 0) {
+    if (!preload->windows) {
+        return;
+    }
+    while (llmaas_windows_count(preload->windows) > 0) {
         release_first(preload);
     }
-    if (preload->windows) {
-        llmaas_windows_clear(preload->windows);
-    }
+    llmaas_windows_clear(preload->windows);
     preload->used = NULL;
     preload->n    = 0;
 }

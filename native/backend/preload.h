@@ -21,11 +21,13 @@ llmaas_preload *     llmaas_preload_new(void);
 void                 llmaas_preload_free(llmaas_preload * preload);
 llmaas_preload_stats llmaas_preload_read_stats(const llmaas_preload * preload);
 
-/* Nothing is read ahead before both are set; outside of graphs. `reading`: of what is read on demand, nothing is left to us. */
-void llmaas_preload_set_reading(llmaas_preload * preload, const llmaas_reading * reading);
-void llmaas_preload_set_memory(llmaas_preload * preload, uint64_t n_bytes);
+/* Nothing is read ahead before both are set, nor where there is no such memory; outside of graphs. `reading`: of what is read on
+ * demand, nothing is left to us. */
+void   llmaas_preload_set_reading(llmaas_preload * preload, const llmaas_reading * reading);
+void   llmaas_preload_set_memory(llmaas_preload * preload, uint64_t n_bytes);
+size_t llmaas_preload_memory(const llmaas_preload * preload); /* that it has, all of it in RAM */
 
-/* A batch of fd, which is known by `key`. False: there are too many, or one of that key. */
+/* A batch of fd, which is known by `key`. False: there are too many, one of that key, or nothing is read ahead. */
 bool llmaas_preload_begin(llmaas_preload * preload, const void * key, int fd);
 /* A piece of the last batch, behind those that it has. False: memory. */
 bool llmaas_preload_want(llmaas_preload * preload, uint64_t offset, uint32_t n_bytes);

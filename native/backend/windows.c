@@ -3,6 +3,7 @@
 #include "../src/ring.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define PAGE 4096u
 
@@ -43,6 +44,7 @@ bool llmaas_windows_set_ring(llmaas_windows * windows, size_t n_bytes) {
     if (!ring) {
         return false;
     }
+    memset(ring, 0, n_bytes); /* memory that counts is there */
     llmaas_io_register(windows->io, ring, n_bytes);
     llmaas_io_memory_free(windows->ring, windows->n_ring);
     windows->ring   = ring;

@@ -92,7 +92,7 @@ static void model_free(model * m) {
 
 /* As the engine does. False: the graph failed. */
 static bool compute(model * m) {
-    llmaas_stream_begin(m->stream, m->graph);
+    llmaas_stream_begin(m->stream, m->graph, 0);
     llmaas_graph_begin(m->graph, m->original);
     for (size_t i = 0; i < N; i++) {
         CHECK(llmaas_columns_multiply(&m->columns[i], m->graph, m->products[i]));

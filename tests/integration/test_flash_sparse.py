@@ -111,6 +111,7 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
 def keep(suite, n_bytes):
     """The weights of the one model that is open, of which so much stays in memory from now on."""
     (model,) = suite.plugin("flash_weights")._models.values()
+    model.looked_at = float("inf")
     model.weights.set_memory(n_bytes, 4 * MIB)
     return model.weights
 
@@ -121,13 +122,13 @@ def test_how_columns_are_read_can_be_set(opened):
         reading = {"queue_depth": 4, "read_size": 64 << 10, "read_gap": read_gap}
         with opened(cache="busiest", **reading) as (llama, suite):
             tokens = llama.tokenize(TEXT.encode())
-            llama.eval(tokens[:8])
+            read(llama, tokens[:9])
             weights = keep(suite, 0)
-            llama.eval(tokens[8:9])
-            before = weights.stats()["read_bytes"]
             llama.eval(tokens[9:10])
+            before = weights.stats()["read_bytes"]
+            llama.eval(tokens[10:11])
             read_bytes.append(weights.stats()["read_bytes"] - before)
-            runs.append(np.array(llama.scores[8:10]))
+            runs.append(np.array(llama.scores[8:11]))
     assert np.array_equal(*runs)
     assert read_bytes[0] > 1.2 * read_bytes[1]  # neighbours that share a page read it twice
 
@@ -139,9 +140,10 @@ def test_preloading_is_about_time_only(opened, model, grouped, group_layers):
         table = {"cache": "shared", "selection": "top_k", "preload": preload}
         with opened(model if group_layers == 1 else grouped, **table) as (llama, suite):
             tokens = llama.tokenize(TEXT.encode())
-            llama.eval(tokens[:9])
-            weights = keep(suite, 2 * MIB)
-            llama.eval([tokens[9]])
+            read(llama, tokens[:9])
+            weights = keep(suite, 0)
+            llama.eval(tokens[9:10])
+            keep(suite, 2 * MIB)
             before = weights.stats()
             for token in tokens[10:]:
                 llama.eval([token])

@@ -54,7 +54,8 @@ LLMAAS_API llmaas_status llmaas_weights_claim_rows(
     llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
 
 /* How much memory the weights in files take, from the next graph on: bytes of what is kept, 0 at first, and of the arena that
- * the rest is read to, at least two of the pieces it is read in; channels that are predicted are read ahead to as much again. EINVAL: none is in a file. */
+ * the rest is read to, at least two of the pieces it is read in; channels that are predicted are read ahead to as much again.
+ * EINVAL: none is in a file. */
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
 /* How weights in files are read. */
