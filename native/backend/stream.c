@@ -71,7 +71,8 @@ struct llmaas_stream {
 static bool open_io(llmaas_stream * stream) {
     llmaas_io *    io;
     const uint32_t depth = stream->reading.depth ? stream->reading.depth : DEPTH;
-    if (llmaas_io_open(LLMAAS_IO_BEST, depth, &io) != LLMAAS_OK) {
+    const uint32_t n_all = depth + depth / 3 + 1; /* reads ahead do not get all of it */
+    if (llmaas_io_open(LLMAAS_IO_BEST, n_all < LLMAAS_IO_MAX_DEPTH ? n_all : LLMAAS_IO_MAX_DEPTH, &io) != LLMAAS_OK) {
         return false;
     }
     llmaas_io_close(stream->io);
@@ -316,7 +317,8 @@ static bool set_reads(llmaas_stream * stream, load * l) {
             .offset   = begin + from,
             .n_bytes  = (uint32_t) (left < n_most ? left : n_most),
             .n_needed = (uint32_t) (left_needed < n_most ? left_needed : n_most),
-            .buffer   = stream->arena + l->at + from};
+            .buffer   = stream->arena + l->at + from,
+            .is_ahead = true};
     }
     return true;
 }
@@ -353,7 +355,7 @@ static void pump(llmaas_stream * stream) {
     load * l = stream->n_loads ? load_at(stream, stream->n_loads - 1) : NULL;
     l        = l && l->n_started < l->n_reads ? l : next_load(stream);
     for (; l; l = next_load(stream)) {
-        for (; l->n_started < l->n_reads && llmaas_io_room(stream->io) > 0; l->n_started++) {
+        for (; l->n_started < l->n_reads && llmaas_io_room_ahead(stream->io) > 0; l->n_started++) {
             llmaas_io_start(stream->io, &l->reads[l->n_started]);
             stream->stats.n_read += l->reads[l->n_started].n_bytes;
         }
