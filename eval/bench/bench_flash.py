@@ -8,6 +8,7 @@ the *floor* of a token is the longer of computing it and reading that.
 from __future__ import annotations
 
 import contextlib
+import os
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.flash_weights.channels import channel_path
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, write_packed
 
-SHARES = (0.4, 0.5, 0.65, 0.8, 1.0, 1.6)
+SHARES = (0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.6)
 """The last has room for all of it."""
 N_TOKENS, N_ROUNDS = 6, 5
 SETTINGS = {"n_ctx": 512, "n_batch": 128, "n_ubatch": 128}
@@ -150,11 +151,7 @@ def bench_drafted(benchmark, model_1b, share):
 def sparse_model(request):
     """Without channels that are busier than others, and with as many as a trained model has."""
     names = {"random": "model_1b", "local": "model_1b_local"}
-    path = request.getfixturevalue(names[request.param])
-    packed(path)
-    if not channel_path(path).exists():
-        add_channels(path, np.random.default_rng(1).integers(300, 4096, (4, 512)))
-    return path
+    return with_channels(request.getfixturevalue(names[request.param]))
 
 
 @contextlib.contextmanager
@@ -214,34 +211,109 @@ SPARSE_TABLES = {
 def bench_sparse(benchmark, sparse_model, share):
     """Random tokens at half of the channels, vanilla and exact beside; 1.8 has all in memory."""
     with limited(sparse_model, share, SPARSE_TABLES) as (apps, budget):
-        for app in apps.values():
-            app.read(24)
-        ours = {name: app for name, app in apps.items() if SPARSE_TABLES[name] is not None}
-        before, taken = {name: app.report()["models"] for name, app in ours.items()}, []
+        in_turns(benchmark, apps, budget)
 
-        def step():
-            order = list(apps)[:: 1 if len(taken) % 2 else -1]
-            seconds = {name: apps[name].read(N_TOKENS) for name in order}
-            taken.append([seconds[name] for name in apps])
 
-        benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
-        after = {name: app.report()["models"] for name, app in ours.items()}
-        peaks = {name: app.peak_bytes() for name, app in ours.items()}
+@pytest.mark.parametrize("sparsity", [0.5, 0.6, 0.7, 0.8])
+@pytest.mark.parametrize("share", [0.6, 1.8])
+def bench_sparsity(benchmark, model_1b_local, share, sparsity):
+    """How fast tokens are in how much memory, by what they leave out (Fig 14)."""
+    with_channels(model_1b_local)
+    table = {"mode": "sparse", "sparsity": sparsity}
+    tables = {"vanilla": None, "sparse": table, "busiest": table | {"cache": "busiest"}}
+    with limited(model_1b_local, share, tables) as (apps, budget):
+        in_turns(benchmark, apps, budget)
+
+
+ON_DEMAND = {"mode": "sparse", "cache": "busiest"}
+LEVERS = {
+    "vanilla": {"": None},
+    "streamed": {"": {"mode": "sparse"}},
+    "on demand": {
+        "": ON_DEMAND,
+        "top_k": ON_DEMAND | {"selection": "top_k"},
+        "shared": ON_DEMAND | {"cache": "shared"},
+        "layer": ON_DEMAND | {"cache": "layer"},
+        "preload": ON_DEMAND | {"preload": True},
+        "depth 1": ON_DEMAND | {"queue_depth": 1},
+        "depth 4": ON_DEMAND | {"queue_depth": 4},
+        "depth 16": ON_DEMAND | {"queue_depth": 16},
+        "gap 0": ON_DEMAND | {"read_gap": 0},
+        "gap 64K": ON_DEMAND | {"read_gap": "64 KiB"},
+    },
+    "2 layers": {"": ON_DEMAND, "preload": ON_DEMAND | {"preload": True}},
+    "4 layers": {
+        "": ON_DEMAND,
+        "preload": ON_DEMAND | {"preload": True},
+        "all of the paper's": ON_DEMAND | {"cache": "layer", "preload": True, "selection": "top_k"},
+    },
+}
+"""What each lever does alone, and with those it needs (Fig 16, Fig 17)."""
+
+
+def bench_levers(benchmark, model_1b_local):
+    """Each lever of the sparse mode alone, in 60 % of the model."""
+    with contextlib.ExitStack() as stack:
+        apps = {}
+        for name, tables in LEVERS.items():
+            n_layers = int(name[0]) if name[0].isdigit() else 1
+            model = with_channels(model_1b_local, n_layers)
+            own, budget = stack.enter_context(limited(model, 0.6, tables))
+            apps |= {f"{name} {lever}".strip(): app for lever, app in own.items()}
+        in_turns(benchmark, apps, budget)
+
+
+def with_channels(model, group_layers=1):
+    """A model whose channel file has so many layers side by side; a link to it if several."""
+    path = model
+    if group_layers > 1:
+        path = model.with_stem(f"{model.stem}-{group_layers}-layers")
+        path.unlink(missing_ok=True)
+        os.link(model, path)
+    packed(path)
+    if not channel_path(path).exists():
+        tokens = np.random.default_rng(1).integers(300, 4096, (4, 512))
+        add_channels(path, tokens, group_layers)
+    return path
+
+
+def in_turns(benchmark, apps, budget):
+    """Tokens of all apps in turn; vanilla has no report."""
+    for app in apps.values():
+        app.read(24)
+    before, taken = {name: _models(name, app) for name, app in apps.items()}, []
+
+    def step():
+        order = list(apps)[:: 1 if len(taken) % 2 else -1]
+        seconds = {name: apps[name].read(N_TOKENS) for name in order}
+        taken.append([seconds[name] for name in apps])
+
+    benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
     seconds = dict(zip(apps, np.array(taken).T, strict=True))
     benchmark.extra_info["budget_mib"] = budget // MIB
     for name, own in seconds.items():
         speedup, low, high = median_interval(seconds["vanilla"] / own)
         info = {"ms": quartiles(1e3 * own), "speedup": f"{speedup:.2f} ({low:.2f} to {high:.2f})"}
-        if after.get(name):
-            used = [
-                _per_token(before[name], after[name], what, len(taken))
-                for what in ("channel_hits", "channel_misses", "read_bytes", "stalled_ns")
-            ]
-            info |= {
-                "hits": used[0] / max(1, used[0] + used[1]),
-                "read_mb": used[2] / 1e6,
-                "stalled_ms": used[3] / 1e6,
-                "peak_mib": peaks[name] // MIB,
-            }
+        after = _models(name, apps[name])
+        if after:
+            info |= _used(before[name], after, len(taken))
+            info["peak_mib"] = apps[name].peak_bytes() // MIB
+            assert info["peak_mib"] * MIB <= budget
         benchmark.extra_info[name] = info
-    assert max(peaks.values()) <= budget
+
+
+def _models(name, app):
+    return [] if name == "vanilla" else app.report()["models"]
+
+
+def _used(before, after, rounds):
+    names = ("channel_hits", "channel_misses", "read_bytes", "wasted_bytes", "stalled_ns")
+    hits, misses, read, wasted, stalled = (
+        _per_token(before, after, name, rounds) for name in names
+    )
+    return {
+        "hits": hits / max(1, hits + misses),
+        "read_mb": read / 1e6,
+        "wasted_mb": wasted / 1e6,
+        "stalled_ms": stalled / 1e6,
+    }

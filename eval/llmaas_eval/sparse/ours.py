@@ -29,10 +29,10 @@ def with_channels(model: Path, folder: Path, calibration: Tokens) -> Path:
     return path
 
 
-def add_channels(model: Path, calibration: Tokens) -> None:
+def add_channels(model: Path, calibration: Tokens, group_layers: int = 1) -> None:
     """Write a model's channel file, calibrated on these windows."""
-    found = _calibrated(model, calibration)
-    for _ in write_channels(model, channel_path(model), model_tensors(model), found):
+    found, path = _calibrated(model, calibration), channel_path(model)
+    for _ in write_channels(model, path, model_tensors(model), found, group_layers=group_layers):
         pass
 
 
