@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from llmaas_hooks.errors import PluginError, UnknownPluginError
@@ -16,8 +16,11 @@ GROUP = "llmaas_plugins"
 
 def installed_plugins() -> dict[str, EntryPoint]:
     """Entry points of group ``llmaas_plugins`` by name, sorted. Imports none of them."""
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    return dict(sorted(points.items()))
+    return _by_name(entry_points(group=GROUP))
+
+
+def _by_name(points: EntryPoints) -> dict[str, EntryPoint]:
+    return dict(sorted({point.name: point for point in points}.items()))
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -32,7 +35,11 @@ def plugin_entry(name: str) -> EntryPoint:
     Raises:
         UnknownPluginError: Nothing is installed under that name.
     """
-    installed = installed_plugins()
+    return _named(name, entry_points(group=GROUP))
+
+
+def _named(name: str, points: EntryPoints) -> EntryPoint:
+    installed = _by_name(points)
     if name not in installed:
         raise UnknownPluginError(
             f"unknown plugin {name!r}.{suggest(name, installed)} "
@@ -49,16 +56,16 @@ def load_plugin(name: str) -> type[Any]:
         PluginError: Its module cannot be imported or holds no such class, or two distributions
             install that name.
     """
-    entry = plugin_entry(name)
+    points = entry_points(group=GROUP)
+    entry = _named(name, points)
     try:
-        _refuse_two(name)
+        _refuse_two(points.select(name=name))
         return _plugin_class(entry)
     except (Exception, SystemExit) as error:  # a script that was named by mistake exits
         raise PluginError(name, "import", error) from error
 
 
-def _refuse_two(name: str) -> None:
-    points = entry_points(group=GROUP, name=name)
+def _refuse_two(points: EntryPoints) -> None:
     if len(points) > 1:
         both = " and ".join(sorted(str(point.dist and point.dist.name) for point in points))
         raise LookupError(f"installed by {both}; uninstall all but one of them")

@@ -148,11 +148,15 @@ def _copies(
     replacements: Mapping[int, tuple[Any, Any]],
 ) -> Iterator[tuple[ModuleType, str, Any, Any]]:
     """Other modules' names for the originals: an app may have imported them by name."""
+    wanted = frozenset(replacements)
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if id(value) in replacements:
-                    yield (module, name, *replacements[id(value)])
+        if not isinstance(module, ModuleType):
+            continue
+        if wanted.isdisjoint(map(id, list(vars(module).values()))):  # nearly always, and quick
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                yield (module, name, *replacements[id(value)])
 
 
 def _drift(target: str, what: str) -> IncompatibleError:
