@@ -10,7 +10,8 @@ demo: setup
 	$(BIN)/llmaas demo
 
 # The engine's threads sleep while they wait: the tests' engines are many and small. What must have the machine for itself
-# comes last.
+# comes last. Bytecode is kept whatever your settings are: each worker and each process of a test would compile all again.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load -n auto --dist worksteal --durations=10
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
