@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import llama_cpp
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType
 
 from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_patches.native.packing import model_tensors
 
 __all__ = ["WEIGHTS", "quantise"]
 
@@ -67,5 +68,6 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
 
 def _other_than(path: Path, weights: str) -> str:
     """The first tensor that is neither of type ``weights`` nor F32; empty if there is none."""
-    found = ((tensor.name, tensor.tensor_type.name) for tensor in GGUFReader(path).tensors)
+    tensors = model_tensors(path).items()
+    found = ((name, GGMLQuantizationType(tensor.type).name) for name, tensor in tensors)
     return next((f"{name} as {kind}" for name, kind in found if kind not in (weights, "F32")), "")
