@@ -38,7 +38,7 @@ print(json.dumps(status))
 """
 
 
-def run(model, plugins, n_calls=40, own_files=None):
+def run(model, plugins, n_calls=24, own_files=None):
     """Bytes that a process with these plugins needs at most, and their status."""
     job = json.dumps([str(model), plugins, N_CTX, n_calls])
     with memory_group() as group:
