@@ -257,7 +257,8 @@ class FileWeights(Protocol):
         """Change it, from the next batch on; waits for the one being evaluated.
 
         Args:
-            kept: Bytes of weights that stay in memory; 0 at first.
+            kept: Bytes of weights that stay in memory; 0 at first. What larger batches compute in
+                is taken from it, and given back after them.
             arena: Bytes that the others pass through: read ahead, used, and overwritten. At least
                 two of the pieces they are read in, which are mostly 2 MiB. Channels that are
                 predicted are read ahead to as much again.

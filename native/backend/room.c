@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-enum { IDLE_BYTES = 4 << 20 }; /* less is not worth the page faults when it is needed again */
+enum { LITTLE = 4 << 20 }; /* less is not worth the page faults when it is needed again */
 
 static bool is_known(const llmaas_room * room, ggml_backend_buffer_t buffer) {
     for (int i = 0; i < room->n_buffers; i++) {
@@ -85,13 +85,11 @@ static int64_t fit(llmaas_pages pages, ggml_backend_buffer_t buffer, const struc
         n_more = count(states, n, IS_NEEDED);
         n_idle = count(states, n, IS_THERE);
     }
-    if (n_idle >= IDLE_BYTES) {
+    if (n_idle >= LITTLE) {
         give_back(states, pages);
-    } else {
-        n_idle = 0;
     }
     free(states);
-    return (int64_t) n_more - (int64_t) n_idle;
+    return (int64_t) n_more - (n_idle >= LITTLE ? (int64_t) n_idle : 0);
 }
 
 /* Of the graphs that stand for one of llama.cpp's, the last one: others may still leave something for it. */

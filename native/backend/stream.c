@@ -17,6 +17,7 @@ enum {
     READ_BYTES = 1 << 20,
     DEPTH      = 16,
     MAX_LOADS  = 256, /* pieces in the arena */
+    LITTLE     = 2 << 20, /* growth of other memory for which no piece is dropped */
 };
 
 /* What a graph uses. */
@@ -402,8 +403,8 @@ static void release(llmaas_stream * stream, load * l) {
 
 static void make_way(llmaas_stream * stream, int64_t n_more) {
     stream->n_more += n_more;
-    const int64_t n_left = (int64_t) stream->n_kept_set - stream->n_more;
-    stream->n_kept_max   = n_left > 0 ? (uint64_t) n_left : 0;
+    const uint64_t n_taken = stream->n_more > LITTLE ? (uint64_t) stream->n_more : 0;
+    stream->n_kept_max     = stream->n_kept_set > n_taken ? stream->n_kept_set - n_taken : 0;
     stream->is_stale     = true;
 }
 

@@ -32,6 +32,8 @@ from llmaas_plugins.flash_weights.packed import streamable
 SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
 """Its wide matrices are two pieces each, of which the second is short."""
 ARENA = 8 << 20
+COMPUTING = 16 << 20
+"""More than batches compute in."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_nothing_is_read_once_all_is_in_memory(model):
     plugin = Claimer(claim)
     with native(plugin=plugin), opened(model) as ctx:
         weights = plugin.contexts[0].file_weights()
-        weights.set_memory(n_bytes, ARENA)
+        weights.set_memory(n_bytes + COMPUTING, ARENA)
         evaluate(ctx)
         evaluate(ctx)
         before = weights.stats()
@@ -204,8 +206,8 @@ def test_what_batches_compute_in_makes_way_for_weights(model):
     ):
         (context,) = plugin.contexts
         weights = context.file_weights()
-        weights.set_memory(n_bytes, ARENA)
         step(ctx, [40], 0)
+        weights.set_memory(n_bytes, ARENA)
         raw.llama_memory_clear(raw.llama_get_memory(ctx), True)
         for (tokens, start), before in zip(batches, expected, strict=True):
             assert np.array_equal(step(ctx, tokens, start), before)

@@ -55,7 +55,7 @@ LLMAAS_API llmaas_status llmaas_weights_claim_rows(
 
 /* How much memory the weights in files take, from the next graph on: bytes of what is kept, 0 at first, and of the arena that
  * the rest is read to, at least two of the pieces it is read in; channels that are predicted are read ahead to as much again.
- * EINVAL: none is in a file. */
+ * While graphs compute in more memory than at the time of this call, fewer are kept. EINVAL: none is in a file. */
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
 /* How weights in files are read. */
