@@ -7,8 +7,11 @@ import re
 import shutil
 
 import numpy as np
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
+
+from llmaas_patches.native.claims import tensor_places
+from llmaas_patches.native.library import load_library
 
 UP = r"blk\.\d+\.ffn_up\.weight"
 DOWN = r"blk\.\d+\.ffn_down\.weight"
@@ -44,11 +47,14 @@ def columns_of(name, weights):
 
 @functools.cache
 def places(path):
-    """Name, type, NumPy's type and shape, and offset of each tensor; reading them takes a while."""
-    return [
-        (each.name, each.tensor_type, each.data.dtype, each.data.shape, int(each.data_offset))
-        for each in GGUFReader(path).tensors
-    ]
+    """Name, type, shape in bytes, and offset of each tensor."""
+    found = []
+    for name, place in tensor_places(load_library(), [path]).items():
+        kind = GGMLQuantizationType(place.info.type)
+        block, size = GGML_QUANT_SIZES[kind]
+        n_columns, *rows = place.info.shape
+        found.append((name, kind, (*reversed(rows), n_columns // block * size), place.offset))
+    return found
 
 
 def zeroed(path, copy, pattern, *, rows=None, columns=None):
@@ -56,12 +62,12 @@ def zeroed(path, copy, pattern, *, rows=None, columns=None):
     shutil.copyfile(path, copy)
     found = [place for place in places(path) if re.fullmatch(pattern, place[0])]
     assert found
-    for _, kind, dtype, shape, offset in found:
-        data = np.memmap(copy, dtype, "r+", offset, shape)
+    for _, kind, shape, offset in found:
+        data = np.memmap(copy, np.uint8, "r+", offset, shape)
         block, size = GGML_QUANT_SIZES[kind]
         if rows is not None:  # bytes of zero are zeros in every type
             data[..., rows:, :] = 0
         else:
             assert columns % block == 0
-            data[..., columns // block * size // data.itemsize :] = 0
+            data[..., columns // block * size :] = 0
     return copy
