@@ -10,7 +10,8 @@
 enum { MAX_MODELS = 3, MAX_CONTEXTS = 4, N_SEQ = 2, N_CTX = 256, N_EMBD = 256, MAX_BATCH = 64, N_THREADS = 2 };
 
 /* What is claimed of a model's matrices. */
-enum { NOTHING = 0, PART = 1, TILES = 2, FROM_FILE = 4 };
+enum { NOTHING = 0, PART = 1, TILES = 2, FROM_FILE = 4, CHANNELS = 8 };
+enum { MAX_TENSORS = 64 };
 
 typedef struct model {
     struct llama_model *        llama;
@@ -18,6 +19,7 @@ typedef struct model {
     llmaas_weights *            weights; /* NULL: nothing is claimed */
     const char *                path;
     int                         claims;
+    bool                        is_in_file[MAX_TENSORS]; /* by the order of the file */
     bool                        is_repacked; /* as tiles always are, and what is read from the file never is */
 } model;
 
@@ -57,6 +59,9 @@ bool load_model(model * m, bool is_stopped);
 void unload_model(model * m);
 void close_context(context * c);
 
+/* Have tokens multiplied with some columns of what is in a file. */
+void add_channels(model * m);
+
 /* Operations on whatever is there; false: not possible now. */
 bool do_load(void);
 bool do_unload(void);
@@ -72,5 +77,6 @@ bool do_reset(void);
 bool do_restore(void);
 bool do_adapt(void);
 bool do_compare(void);
+bool do_budget(void);
 
 #endif

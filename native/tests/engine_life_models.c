@@ -1,7 +1,8 @@
 /* Models: what is claimed of them, loading and unloading. */
 #include "engine_life.h"
 
-static const int claim_kinds[] = {NOTHING, PART, TILES, TILES | PART, FROM_FILE, FROM_FILE | PART};
+static const int claim_kinds[] = {
+    NOTHING, PART, TILES, TILES | PART, FROM_FILE, FROM_FILE | PART, FROM_FILE | CHANNELS};
 enum { N_CLAIMS = sizeof claim_kinds / sizeof *claim_kinds };
 
 /* Names that stay valid while a model is being loaded, and one more that ends the list. */
@@ -13,6 +14,9 @@ static bool is_matrix(const char * name) {
     const bool is_wanted = strstr(name, ".ffn_") || strstr(name, ".attn_output.");
     return is_wanted && !strstr(name, "norm") && !strstr(name, "gate_inp");
 }
+
+/* Embeddings, which are the output matrix, too. */
+static bool is_looked_up(const char * name) { return strcmp(name, "token_embd.weight") == 0; }
 
 static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overrides) {
     static const int64_t extents[] = {0, 128, 64}, wrong[] = {0, -1};
@@ -29,6 +33,10 @@ static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overr
     if (m->claims & FROM_FILE) {
         CHECK(llmaas_weights_claim_file(m->weights, info->name, m->path, info->offset, false) == LLMAAS_OK);
     }
+    if (is_looked_up(info->name)) {
+        CHECK(llmaas_weights_claim_rows(m->weights, info->name, m->path, info->offset) == LLMAAS_OK);
+        CHECK(llmaas_weights_claim_rows(m->weights, info->name, m->path, info->offset) == LLMAAS_EINVAL);
+    }
     if (m->claims & (TILES | FROM_FILE)) {
         CHECK(*n_overrides < MAX_CLAIMED);
         char * pattern = patterns[*n_overrides];
@@ -43,8 +51,11 @@ static void claim_all(model * m) {
     m->weights = llmaas_weights_new();
     CHECK(m->weights && llmaas_gguf_tensors(m->path, &infos, &n) == LLMAAS_OK);
     for (uint32_t i = 0; i < n; ++i) {
-        if (is_matrix(infos[i].name) && (n_claimed == 0 || one_in(2))) {
+        const bool is_wanted = is_matrix(infos[i].name) || (m->claims == FROM_FILE && is_looked_up(infos[i].name));
+        CHECK(i < MAX_TENSORS);
+        if (is_wanted && (n_claimed == 0 || one_in(2))) {
             claim(m, &infos[i], &n_overrides);
+            m->is_in_file[i] = m->claims & FROM_FILE;
             n_claimed++;
         }
     }
@@ -84,6 +95,9 @@ bool load_model(model * m, bool is_stopped) {
     if (m->llama && m->weights && llmaas_weights_problem(m->weights, false)) {
         life.n_refused++;
         unload_model(m);
+    }
+    if (m->llama && m->claims & CHANNELS) {
+        add_channels(m);
     }
     return m->llama != NULL;
 }
