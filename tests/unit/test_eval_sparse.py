@@ -250,7 +250,7 @@ def test_hot_channels_of_a_context_are_selected_there():
     tokens = [[0, 1]] * 8
     one = trace(tokens, [[2, 3]] * 8)
     found = selection(one, 0.25)
-    assert (found.seen, found.context, found.task) == (1, 1, 0)
+    assert (found.seen, found.by_context, found.by_task) == (1, 1, 0)
 
 
 def test_spread_tells_even_use_from_uneven():

@@ -59,13 +59,13 @@ class Selection(NamedTuple):
 
     Attributes:
         seen: Hottest in a context, on the context itself: the paper's.
-        context: Hottest in the first half of a context, on the second.
-        task: Hottest in the other contexts, on the second half.
+        by_context: Hottest in the first half of a context, on the second.
+        by_task: Hottest in the other contexts, on the second half.
     """
 
     seen: float
-    context: float
-    task: float
+    by_context: float
+    by_task: float
 
 
 class Spread(NamedTuple):

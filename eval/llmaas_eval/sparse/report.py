@@ -40,7 +40,7 @@ def _selection(rows: Sequence[Row]) -> str:
         heads,
         [
             [*_about(row), f"{row['hottest']:.0%}"]
-            + [f"{row[name]:.3f}" for name in ("seen", "context", "task")]
+            + [f"{row[name]:.3f}" for name in ("seen", "by_context", "by_task")]
             for row in rows
         ],
     )
