@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmaas_eval.sparse.__main__ import main
-from llmaas_eval.sparse.locality import likeness, selection, spread
+from llmaas_eval.sparse.locality import Selection, Spread, likeness, selection, spread
 from llmaas_eval.sparse.policies import POLICIES, Trace, hit_rate, simulate
 from llmaas_eval.sparse.reads import (
     Flash,
@@ -251,6 +251,11 @@ def test_hot_channels_of_a_context_are_selected_there():
     one = trace(tokens, [[2, 3]] * 8)
     found = selection(one, 0.25)
     assert (found.seen, found.by_context, found.by_task) == (1, 1, 0)
+
+
+def test_what_a_row_measures_does_not_hide_what_it_is_of():
+    about = {"sparsity", "task", "family", "policy"}
+    assert not about & {*Selection._fields, *Spread._fields}
 
 
 def test_spread_tells_even_use_from_uneven():
