@@ -254,8 +254,8 @@ def _text(  # noqa: PLR0913 -- all that there is to show
     yield ""
     if made.search is not None:
         yield (
-            "pipeline: what ActiveFlow's equations give for reading groups of N layers ahead (preload);"
-            f" {_ended(made)}."
+            "pipeline: what ActiveFlow's equations give for reading groups of N layers ahead "
+            f"(preload); {_ended(made)}."
         )
     yield from notes
     yield f"Recommended: {_recommendation(made)}."
