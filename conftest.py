@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start a debugger
 
@@ -33,17 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     from compat import CompatTables
 
     config.pluginmanager.register(CompatTables(), "compat-tables")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What is collected stays; nobody has to look through it for garbage again and again."""
-    gc.disable()
-    found = yield
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    return found
 
 
 @pytest.fixture(scope="session", autouse=True)
