@@ -61,12 +61,12 @@ _, llama = app()
 expected = tokens(llama, 120)
 llama.close()
 start = resident_bytes()
-suite, llama = app(start + 60 * MIB)
+suite, llama = app(start + 72 * MIB)
 flash = suite.plugin("flash_weights")
 found, kept, over = [], [], 0
 for i, token in zip(range(120), generator(llama)):
     if i in (40, 80):
-        flash.set_memory_budget(start + (40 if i == 40 else 75) * MIB)
+        flash.set_memory_budget(start + (54 if i == 40 else 87) * MIB)
     if i in (50, 90):
         over = max(over, resident_bytes() - streamed(suite)["memory_budget"])
     found.append(token)
