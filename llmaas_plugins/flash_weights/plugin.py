@@ -101,13 +101,13 @@ class FlashWeights:
         self, load: ModelLoad, tensors: Mapping[str, TensorInfo]
     ) -> list[WeightClaim]:
         """Claim all matrices of a model that does not fit; in the sparse mode of any."""
-        # the model file's pages in the page cache would be memory beside that of the weights
-        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
         if self._config.mode == "sparse":
             model_channels(load.path, tensors)  # before the model is read, not after
             self._tensors[load.path] = tensors
         elif self._fits(load.path, tensors):
             return []
+        # the model file's pages in the page cache would be memory beside that of the weights
+        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
         if packed is None:  # what is in memory is what the file has, so nothing else is repacked
