@@ -123,6 +123,21 @@ def suite(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each read of chunks was ahead of need."""
+    from llmaas_plugins import _native
+
+    read, found = _native.store_read, list[bool]()
+
+    def reading(*args: Any, is_ahead: bool) -> Any:
+        found.append(is_ahead)
+        return read(*args, is_ahead=is_ahead)
+
+    monkeypatch.setattr(_native, "store_read", reading)
+    return found
+
+
+@pytest.fixture
 def dist_plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Module with the plugins of ``tests/data/dist``, findable as if they were installed."""
     monkeypatch.syspath_prepend(str(DIST))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from stored_chunks import encoder, payload
 
-from llmaas_plugins import _native
 from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound, chunk_peek
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
@@ -38,19 +37,6 @@ def open_store(tmp_path):
     yield opened
     if stores:
         stores.pop().close()
-
-
-@pytest.fixture
-def reads_ahead(monkeypatch):
-    """Whether each read of chunks was ahead of need."""
-    read, found = _native.store_read, []
-
-    def reading(*args, is_ahead):
-        found.append(is_ahead)
-        return read(*args, is_ahead=is_ahead)
-
-    monkeypatch.setattr(_native, "store_read", reading)
-    return found
 
 
 def tokens(first, n_chunks):

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-from llmaas_plugins import _native
 from llmaas_plugins._native import (
     RECORD_MAX,
     Budget,
@@ -112,19 +111,6 @@ def load(slab, payloads):
     workers.close()
     for store in stores:
         store._swap._disk.close()  # not the store: the next test finds the index as it was
-
-
-@pytest.fixture
-def reads_ahead(monkeypatch):
-    """Whether each read of chunks was ahead of need."""
-    read, found = _native.store_read, []
-
-    def reading(*args, is_ahead):
-        found.append(is_ahead)
-        return read(*args, is_ahead=is_ahead)
-
-    monkeypatch.setattr(_native, "store_read", reading)
-    return found
 
 
 def segments(*lengths):
