@@ -24,7 +24,6 @@ SPARSE_INLINE sparse_64 in_pairs(sparse_64 sums) {
                         _mm512_madd_epi16(sums.d, ones)};
 }
 
-/* Sums of the lower and of the upper halves of 64 bytes. */
 SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * lower, sparse_64 * upper) {
     sparse_64 low = sparse_zeros(), high = sparse_zeros();
     uint32_t four = 0;
@@ -36,21 +35,6 @@ SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * 
     } while (++four < block->n_fours);
     *lower = in_pairs(low);
     *upper = in_pairs(high);
-}
-
-SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    sparse_64 low, high;
-    half_sums(block, at, &low, &high);
-    sparse_add64(block, low, scales, y);
-    sparse_add64(block, high, scales + 64, y + 64);
-}
-
-SPARSE_CHUNK void chunk4_mins(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    const uint16_t * mins = sparse_mins(block, at);
-    sparse_64 low, high;
-    half_sums(block, at, &low, &high);
-    sparse_add64_mins(block, low, scales, mins, y);
-    sparse_add64_mins(block, high, scales + 64, mins + 64, y + 64);
 }
 
 SPARSE_INLINE __m512i whole(__m512i low, __m512i high) { return _mm512_add_epi32(low, _mm512_slli_epi32(high, 4)); }

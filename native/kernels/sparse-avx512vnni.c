@@ -10,7 +10,6 @@ SPARSE_INLINE sparse_64 dot(sparse_64 sums, sparse_64 x, __m512i values) {
 /* Sums of the upper halves of bytes, from those of whole bytes and of the lower halves. */
 SPARSE_INLINE __m512i upper(__m512i whole, __m512i low) { return _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 4); }
 
-/* Sums of the lower and of the upper halves of 64 bytes. */
 SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * lower, sparse_64 * higher) {
     sparse_64 low = sparse_zeros(), whole = sparse_zeros();
     uint32_t four = 0;
@@ -22,21 +21,6 @@ SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * 
     } while (++four < block->n_fours);
     *lower  = low;
     *higher = (sparse_64) {upper(whole.a, low.a), upper(whole.b, low.b), upper(whole.c, low.c), upper(whole.d, low.d)};
-}
-
-SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    sparse_64 low, high;
-    half_sums(block, at, &low, &high);
-    sparse_add64(block, low, scales, y);
-    sparse_add64(block, high, scales + 64, y + 64);
-}
-
-SPARSE_CHUNK void chunk4_mins(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
-    const uint16_t * mins = sparse_mins(block, at);
-    sparse_64 low, high;
-    half_sums(block, at, &low, &high);
-    sparse_add64_mins(block, low, scales, mins, y);
-    sparse_add64_mins(block, high, scales + 64, mins + 64, y + 64);
 }
 
 SPARSE_INLINE void half8(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {

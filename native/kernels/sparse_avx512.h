@@ -73,4 +73,22 @@ SPARSE_INLINE void sparse_add64_mins(const sparse_block * block, sparse_64 sums,
     sparse_add16_mins(block, s.d, scales + 48, mins + 48, y + 48);
 }
 
+/* Sums of the lower and of the upper halves of 64 bytes: each instruction set's own. */
+SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * lower, sparse_64 * upper);
+
+SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    sparse_64 low, high;
+    half_sums(block, at, &low, &high);
+    sparse_add64(block, low, scales, y);
+    sparse_add64(block, high, scales + 64, y + 64);
+}
+
+SPARSE_CHUNK void chunk4_mins(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {
+    const uint16_t * mins = sparse_mins(block, at);
+    sparse_64 low, high;
+    half_sums(block, at, &low, &high);
+    sparse_add64_mins(block, low, scales, mins, y);
+    sparse_add64_mins(block, high, scales + 64, mins + 64, y + 64);
+}
+
 #endif
