@@ -88,18 +88,18 @@ def plan(args: argparse.Namespace) -> int:
         notes.append("The model has no matrices whose channels could be read one by one.")
     elif sparse_note:
         notes.append(sparse_note)
-    measured = _measured(args, _settings(made, machine.disk)) if args.measure else None
+    settings = _settings(made, machine.disk)
+    measured = _measured(args, settings) if args.measure else None
     report = {
         "model": str(args.model),
         "planned_from": str(source),
         "machine": asdict(machine),
         **asdict(made),
-        "settings": _settings(made, machine.disk),
+        "settings": settings,
         "notes": notes,
         "measured": measured,
     }
-    lines = _text(args, made, machine, source=source, notes=notes, measured=measured)
-    print_report(args, report, lines)
+    print_report(args, report, _text(args, made, machine, source, report))
     return 0
 
 
@@ -232,14 +232,8 @@ def _read_bytes(suite: Any) -> int:
 # -- how it is shown -----------------------------------------------------------------------------
 
 
-def _text(  # noqa: PLR0913 -- all that there is to show
-    args: argparse.Namespace,
-    made: Plan,
-    machine: Machine,
-    *,
-    source: Path,
-    notes: list[str],
-    measured: Mapping[str, float] | None,
+def _text(
+    args: argparse.Namespace, made: Plan, machine: Machine, source: Path, report: Mapping[str, Any]
 ) -> Iterator[str]:
     disk = machine.disk
     yield f"{args.model}, read from {source.name}"
@@ -257,11 +251,12 @@ def _text(  # noqa: PLR0913 -- all that there is to show
             "pipeline: what ActiveFlow's equations give for reading groups of N layers ahead "
             f"(preload); {_ended(made)}."
         )
-    yield from notes
+    yield from report["notes"]
     yield f"Recommended: {_recommendation(made)}."
     yield "[plugins.flash_weights]"
-    for name, value in _settings(made, disk).items():
+    for name, value in report["settings"].items():
         yield f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
+    measured = report["measured"]
     if measured is not None:
         row = made.recommended
         yield (
