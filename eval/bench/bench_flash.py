@@ -48,22 +48,30 @@ def model(request):
 
 
 @contextlib.contextmanager
-def both(model, share, **settings):
-    """Ours and vanilla in groups of their own; and the budget."""
+def limited(model, share, tables, **settings):
+    """Apps in groups of their own, by name: of vanilla (None), or with these settings of ours."""
     budget = int(share * model.stat().st_size) // MIB * MIB
-    table = {"memory_budget": budget, "arena": "16 MiB"}
-    config = {"on_error": "raise", "plugins": {"flash_weights": table}}
-    # repacked weights are no pages of the file: without memory for all of them vanilla is killed
-    kinds = ((config, True), (None, False))
     drop_pages(model)  # they are charged to whoever reads them first
     with contextlib.ExitStack() as stack:
-        apps = []
-        for own_config, repacks in kinds:
+        apps = {}
+        for name, table in tables.items():
             group = stack.enter_context(memory_group())
             group.limit(budget)
-            app = LimitedApp(model, group, own_config, SETTINGS | settings, repacks=repacks)
-            apps.append(stack.enter_context(app))
-        yield *apps, budget
+            own = {"memory_budget": budget, "arena": "16 MiB"}
+            plugins = {"flash_weights": own | table} if table is not None else None
+            config = {"on_error": "raise", "plugins": plugins} if plugins else None
+            # repacked weights are no pages of the file: without memory for all vanilla is killed
+            repacks = bool(plugins) or share > 1
+            app = LimitedApp(model, group, config, SETTINGS | settings, repacks=repacks)
+            apps[name] = stack.enter_context(app)
+        yield apps, budget
+
+
+@contextlib.contextmanager
+def both(model, share, **settings):
+    """Ours and vanilla; and the budget."""
+    with limited(model, share, {"ours": {}, "vanilla": None}, **settings) as (apps, budget):
+        yield *apps.values(), budget
 
 
 @pytest.fixture(scope="module")
@@ -182,24 +190,6 @@ def sparse_model(request):
     """Without channels that are busier than others, and with as many as a trained model has."""
     names = {"random": "model_1b", "local": "model_1b_local"}
     return with_channels(request.getfixturevalue(names[request.param]))
-
-
-@contextlib.contextmanager
-def limited(model, share, tables):
-    """Apps in groups of their own, by name: of vanilla (None), or with these settings of ours."""
-    budget = int(share * model.stat().st_size) // MIB * MIB
-    drop_pages(model)
-    with contextlib.ExitStack() as stack:
-        apps = {}
-        for name, table in tables.items():
-            group = stack.enter_context(memory_group())
-            group.limit(budget)
-            own = {"memory_budget": budget, "arena": "16 MiB"}
-            plugins = {"flash_weights": own | table} if table is not None else None
-            config = {"on_error": "raise", "plugins": plugins} if plugins else None
-            app = LimitedApp(model, group, config, SETTINGS, repacks=bool(plugins) or share > 1)
-            apps[name] = stack.enter_context(app)
-        yield apps, budget
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
