@@ -105,7 +105,7 @@ static bool is_last(const struct ggml_cgraph * graph) {
 
 int64_t llmaas_room_fit(const llmaas_room * room, const struct ggml_cgraph * graph) {
     int64_t n_more = 0;
-    for (int i = 0; i < room->n_buffers && is_last(graph); i++) {
+    for (int i = 0, n = is_last(graph) ? room->n_buffers : 0; i < n; i++) {
         if (ggml_backend_buffer_get_usage(room->buffers[i]) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) { /* not KV cells */
             n_more += fit(room->pages[i], room->buffers[i], graph);
         }
