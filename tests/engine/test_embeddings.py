@@ -49,7 +49,7 @@ def test_a_token_costs_a_read_of_its_own_row(model):
 
 
 def test_no_memory_is_held_for_them(tmp_path):
-    shape = Shape(n_layer=1, n_embd=1024, n_head=16, n_head_kv=16, n_ff=256, n_ctx=512)
+    shape = Shape(n_layer=1, n_embd=4096, n_head=32, n_head_kv=1, n_ff=256, n_ctx=512)
     path = write_random_model(tmp_path / "model.gguf", shape, GGMLQuantizationType.F16)
     n_bytes = model_tensors(path)["token_embd.weight"].n_bytes
     with native(plugin=Claimer()), opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx:
@@ -60,7 +60,8 @@ def test_no_memory_is_held_for_them(tmp_path):
         opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx,
     ):
         evaluate(ctx)
-        assert anonymous_bytes() < with_them - 0.8 * n_bytes
+        # what other tests left in this process's heap comes and goes by some MB
+        assert anonymous_bytes() < with_them - 0.5 * n_bytes
 
 
 def anonymous_bytes():
