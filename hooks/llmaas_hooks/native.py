@@ -21,6 +21,7 @@ __all__ = [
     "FileWeights",
     "HiddenStates",
     "Magnitudes",
+    "Moments",
     "NativeContext",
     "States",
     "Subscription",
@@ -149,6 +150,16 @@ class Magnitudes(Subscription, Protocol):
 
         Value x counts for the bucket whose number is ``abs(x)``'s bits as float32, shifted right by
         17: each is 1.6 % wide or less. What is not finite is in no bucket.
+        """
+
+
+class Moments(Subscription, Protocol):
+    """Sums of an activation's values and of their squares, added up while it is open."""
+
+    def read(self, layer: int) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
+        """Of a layer that is counted: rows, and by channel sums of values and of squares.
+
+        Channels that a level left out of a row count as zeros there.
         """
 
 
@@ -365,6 +376,9 @@ class NativeContext(Protocol):
             activation: Which one.
             n_channels: Its values in each layer that is to be counted, by the layer's number.
         """
+
+    def moments(self, activation: Activation, n_channels: Mapping[int, int]) -> Moments:
+        """Add up activations and their squares; arguments as for ``magnitudes``."""
 
     def cells(self) -> CellMemory:
         """Memory of its KV cells."""

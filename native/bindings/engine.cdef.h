@@ -5,6 +5,7 @@ typedef struct llmaas_engine llmaas_engine;
 typedef struct llmaas_density llmaas_density;
 typedef struct llmaas_states llmaas_states;
 typedef struct llmaas_magnitudes llmaas_magnitudes;
+typedef struct llmaas_moments llmaas_moments;
 
 typedef struct llmaas_tensor_info {
     char name[64];
@@ -109,3 +110,7 @@ llmaas_magnitudes * llmaas_magnitudes_new(int kind, uint32_t n_layers, const uin
 void llmaas_magnitudes_free(llmaas_magnitudes * magnitudes);
 llmaas_tap llmaas_magnitudes_tap(llmaas_magnitudes * magnitudes);
 int llmaas_magnitudes_read(llmaas_magnitudes * magnitudes, int layer, uint64_t * counts, double * sums);
+llmaas_moments * llmaas_moments_new(int kind, uint32_t n_layers, const uint32_t * n_channels);
+void llmaas_moments_free(llmaas_moments * moments);
+llmaas_tap llmaas_moments_tap(llmaas_moments * moments);
+int llmaas_moments_read(llmaas_moments * moments, int layer, uint64_t * n_rows, double * sums, double * squares);

@@ -1,4 +1,4 @@
-"""Magnitudes that the shipped tap counts are those of the tensors of llama.cpp's graph."""
+"""Magnitudes and moments that the taps count are those of the tensors of llama.cpp's graph."""
 
 from __future__ import annotations
 
@@ -39,17 +39,23 @@ def operand_rows(path, layer, matrix):
 
 
 @pytest.mark.parametrize(("name", "activation", "layer", "matrix"), CASES)
-def test_magnitudes_are_those_of_the_tensors_of_the_graph(family, name, activation, layer, matrix):
+def test_what_is_counted_are_the_tensors_of_the_graph(family, name, activation, layer, matrix):
     path, plugin = family(name), Claimer()
     rows = operand_rows(path, layer, matrix)
     assert len(rows) == len(TOKENS)
     with native(plugin=plugin), loaded(path) as model, created(model, **CONTEXT) as ctx:
         counted = plugin.contexts[0].magnitudes(activation, {layer: rows.shape[1]})
+        added = plugin.contexts[0].moments(activation, {layer: rows.shape[1]})
         feed(ctx, pieces())
         counts, sums = counted.read(layer)
+        n_rows, values, squares = added.read(layer)
     buckets = np.abs(rows).view(np.uint32) >> 17
     assert np.array_equal(counts, np.bincount(buckets.ravel(), minlength=BUCKETS))
     assert np.allclose(sums, np.abs(rows).sum(axis=0, dtype=np.float64), rtol=1e-12, atol=0)
+    exact = rows.astype(np.float64)
+    assert n_rows == len(TOKENS)
+    assert np.allclose(values, exact.sum(axis=0), rtol=0, atol=1e-12 * np.abs(exact).max())
+    assert np.allclose(squares, (exact**2).sum(axis=0), rtol=1e-12, atol=0)
 
 
 def test_counting_changes_nothing(family):
@@ -97,8 +103,9 @@ def test_errors(native_context):
         ("ffn_input", {}, "layers .. asked for"),
         ("ffn_input", {0: 256, 1: 0}, "1 channel or more, found 0"),
     ):
-        with pytest.raises(ValueError, match=says):
-            context.magnitudes(activation, n_channels)
+        for count in (context.magnitudes, context.moments):
+            with pytest.raises(ValueError, match=says):
+                count(activation, n_channels)
     counted = context.magnitudes("ffn_input", {1: 256})
     with pytest.raises(ValueError, match="layer 0 is not counted"):
         counted.read(0)

@@ -114,8 +114,9 @@ typedef struct llmaas_magnitudes llmaas_magnitudes;
 /* |x| lies in bucket bits(|x|) >> 17, so a bucket is 1.6 % wide or less. What is not finite is in none. */
 enum { LLMAAS_MAGNITUDE_BUCKETS = 16320 };
 
-/* kind: any but ATTENTION and FINAL_NORM. n_channels[n_layers]: values of a row; 0: the layer is not counted. Rows of another
- * width are not counted either. NULL: out of memory, another kind, or no layers. */
+/* kind: any but ATTENTION and FINAL_NORM. n_channels[n_layers]: values of a row; 0: the layer is not counted. Wider rows are
+ * not counted either; of narrower ones, which a level leaves, what is there. NULL: out of memory, another kind, or no
+ * layers. */
 LLMAAS_API llmaas_magnitudes * llmaas_magnitudes_new(
     llmaas_tap_kind kind, uint32_t n_layers, const uint32_t * n_channels);
 LLMAAS_API void       llmaas_magnitudes_free(llmaas_magnitudes * magnitudes); /* after its subscription ended */
@@ -125,5 +126,18 @@ LLMAAS_API llmaas_tap llmaas_magnitudes_tap(llmaas_magnitudes * magnitudes);
  * not counted, or a pointer is NULL. */
 LLMAAS_API llmaas_status llmaas_magnitudes_read(
     llmaas_magnitudes * magnitudes, int layer, uint64_t * counts, double * sums);
+
+/* Moments of the activations that a kind's nodes read, by channel. */
+typedef struct llmaas_moments llmaas_moments;
+
+/* As llmaas_magnitudes_new. */
+LLMAAS_API llmaas_moments * llmaas_moments_new(llmaas_tap_kind kind, uint32_t n_layers, const uint32_t * n_channels);
+LLMAAS_API void             llmaas_moments_free(llmaas_moments * moments); /* after its subscription ended */
+LLMAAS_API llmaas_tap       llmaas_moments_tap(llmaas_moments * moments);
+
+/* Copy out how many rows of a layer came, and sums[n_channels] of x and squares[n_channels] of x * x over them. EINVAL: the
+ * layer is not counted, or a pointer is NULL. */
+LLMAAS_API llmaas_status llmaas_moments_read(
+    llmaas_moments * moments, int layer, uint64_t * n_rows, double * sums, double * squares);
 
 #endif

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.library import Library
-from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Rows, Tap
+from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Moments, Rows, Tap
 
 __all__ = ["Context"]
 
@@ -168,6 +168,13 @@ class Weights:
         return status
 
 
+def _check_activation(activation: Activation) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be one of {', '.join(ACTIVATIONS)}, found {activation!r}"
+        )
+
+
 def _halves(ffi: Any, values: NDArray[np.float16]) -> Any:
     content = np.ascontiguousarray(values, dtype=np.float16)
     return ffi.from_buffer("uint16_t[]", content.view(np.uint16))
@@ -235,12 +242,15 @@ class Context:
 
     def magnitudes(self, activation: Activation, n_channels: Mapping[int, int]) -> Magnitudes:
         """Count how large activations are."""
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, found {activation!r}"
-            )
+        _check_activation(activation)
         with self._alive():
             return Magnitudes(self, self._library, activation, n_channels)
+
+    def moments(self, activation: Activation, n_channels: Mapping[int, int]) -> Moments:
+        """Add up activations and their squares."""
+        _check_activation(activation)
+        with self._alive():
+            return Moments(self, self._library, activation, n_channels)
 
     def cells(self) -> Cells:
         """Memory of the KV cells."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -15,12 +15,12 @@ from llmaas_patches.native.library import Library
 if TYPE_CHECKING:
     from llmaas_patches.native.contexts import Context
 
-__all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Rows", "Tap"]
+__all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Moments", "Rows", "Tap"]
 
 STATES = {"ffn_input": 1, "final_norm": 2}
 """``llmaas_tap_kind`` of what rows are captured of."""
 ACTIVATIONS = {"attn_input": 3, "attn_result": 4, "ffn_input": 1, "ffn_middle": 5}
-"""Of what magnitudes are counted of."""
+"""Of what magnitudes and moments are counted of."""
 _BUCKETS = 16320
 _ROWS = 16
 
@@ -147,8 +147,11 @@ class Rows(Tap):
         return rows[: n_taken[0]]
 
 
-class Magnitudes(Tap):
-    """``llmaas_magnitudes`` of a context."""
+class Channels(Tap):
+    """A tap that adds up an activation's values in some layers."""
+
+    _name: ClassVar[str]
+    """Of its C object: ``llmaas_<name>``."""
 
     def __init__(
         self,
@@ -166,23 +169,52 @@ class Magnitudes(Tap):
         self._n_channels = dict(n_channels)
         ffi, lib = self._library = library
         counted = ffi.new("uint32_t[]", [n_channels.get(layer, 0) for layer in range(n_layer)])
-        made = lib.llmaas_magnitudes_new(ACTIVATIONS[activation], n_layer, counted)
-        self._magnitudes = ffi.gc(_made(ffi, made), lib.llmaas_magnitudes_free)
-        super().__init__(context, lib.llmaas_magnitudes_tap(made), made)
+        made = getattr(lib, f"llmaas_{self._name}_new")(ACTIVATIONS[activation], n_layer, counted)
+        self._counted = ffi.gc(_made(ffi, made), getattr(lib, f"llmaas_{self._name}_free"))
+        super().__init__(context, getattr(lib, f"llmaas_{self._name}_tap")(made), made)
+
+    def _check(self, layer: int) -> int:
+        """Its number of channels."""
+        if layer not in self._n_channels:
+            raise ValueError(f"layer {layer} is not counted, only {list(self._n_channels)}")
+        return self._n_channels[layer]
+
+
+class Magnitudes(Channels):
+    """``llmaas_magnitudes`` of a context."""
+
+    _name = "magnitudes"
 
     def read(self, layer: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
         """Counts by bucket, and sums by channel."""
-        if layer not in self._n_channels:
-            raise ValueError(f"layer {layer} is not counted, only {list(self._n_channels)}")
-        counts, sums = np.empty(_BUCKETS, dtype=np.uint64), np.empty(self._n_channels[layer])
+        counts, sums = np.empty(_BUCKETS, dtype=np.uint64), np.empty(self._check(layer))
         cast = self._library.ffi.cast
         self._library.lib.llmaas_magnitudes_read(
-            self._magnitudes,
+            self._counted,
             layer,
             cast("uint64_t *", counts.ctypes.data),
             cast("double *", sums.ctypes.data),
         )
         return counts, sums
+
+
+class Moments(Channels):
+    """``llmaas_moments`` of a context."""
+
+    _name = "moments"
+
+    def read(self, layer: int) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
+        """Rows, and by channel the sums of values and of their squares."""
+        ffi, lib = self._library
+        n_rows, (sums, squares) = ffi.new("uint64_t *"), np.empty((2, self._check(layer)))
+        lib.llmaas_moments_read(
+            self._counted,
+            layer,
+            n_rows,
+            ffi.cast("double *", sums.ctypes.data),
+            ffi.cast("double *", squares.ctypes.data),
+        )
+        return int(n_rows[0]), sums, squares
 
 
 def _made(ffi: Any, made: Any) -> Any:
