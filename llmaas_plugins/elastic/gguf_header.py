@@ -1,0 +1,265 @@
+"""What a GGUF file begins with: its metadata, and where its tensors are.
+
+Read without building objects for each token of the vocabulary: a header of 128,000 tokens takes
+some 50 ms. Anybody may have written anything into such a file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from numpy.typing import NDArray
+
+from llmaas_hooks import ConfigError, StoreError
+
+__all__ = ["Header", "Place", "Value", "entry", "read_header"]
+
+Value = int | float | bool | str | NDArray[Any] | None
+"""Of a field; arrays of strings are passed over: None."""
+
+_FIRST_BYTES, _MOST_BYTES = 8 << 20, 256 << 20
+_MOST_ENTRIES = 1 << 16
+_START = struct.Struct("<4sIQQ")
+_LENGTH = struct.Struct("<Q")
+_KIND = struct.Struct("<I")
+_ARRAY = struct.Struct("<IQ")
+_DTYPES: Mapping[int, np.dtype[Any]] = {
+    GGUFValueType.UINT8: np.dtype("<u1"),
+    GGUFValueType.INT8: np.dtype("<i1"),
+    GGUFValueType.UINT16: np.dtype("<u2"),
+    GGUFValueType.INT16: np.dtype("<i2"),
+    GGUFValueType.UINT32: np.dtype("<u4"),
+    GGUFValueType.INT32: np.dtype("<i4"),
+    GGUFValueType.FLOAT32: np.dtype("<f4"),
+    GGUFValueType.BOOL: np.dtype("?"),
+    GGUFValueType.UINT64: np.dtype("<u8"),
+    GGUFValueType.INT64: np.dtype("<i8"),
+    GGUFValueType.FLOAT64: np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a file.
+
+    Attributes:
+        type: Its ``ggml_type``.
+        shape: As GGUF has it: columns first.
+        at: Where it begins in the file.
+        n_bytes: Its size.
+    """
+
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    at: int
+    n_bytes: int
+
+    @property
+    def n_columns(self) -> int:
+        """Values of a row."""
+        return self.shape[0]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all its matrices; 1 of a vector."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def block_columns(self) -> int:
+        """Columns that are quantised together."""
+        return int(GGML_QUANT_SIZES[self.type][0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """What a file begins with.
+
+    Attributes:
+        fields: Its metadata.
+        spans: Where each field's entry begins and ends.
+        tensors: Its tensors, by name, in the order in which the header has them.
+        infos_at: Where the header's entries of tensors begin: behind the last field.
+        infos_end: Where they end.
+        data_at: Where tensors' bytes begin.
+        n_bytes: Size of the file.
+    """
+
+    fields: Mapping[str, Value]
+    spans: Mapping[str, tuple[int, int]]
+    tensors: Mapping[str, Place]
+    infos_at: int
+    infos_end: int
+    data_at: int
+    n_bytes: int
+
+    @property
+    def alignment(self) -> int:
+        """What places of tensors are multiples of."""
+        return _alignment(self.fields)
+
+    def whole_number(self, key: str) -> int | None:
+        """A field, or the one value that all of an array have; None if there is no such thing."""
+        value = self.fields.get(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        return value if isinstance(value, int) else None
+
+
+def read_header(path: Path) -> Header:
+    """Read a file's.
+
+    Raises:
+        ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
+        StoreError: It cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            return _parsed(file, n_bytes)
+    except (ValueError, struct.error) as error:
+        raise ConfigError(f"{path} is not a GGUF file, or is damaged: {error}.") from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+
+
+def entry(key: str, value: str | NDArray[Any]) -> bytes:
+    """A field as a header has it."""
+    name = _LENGTH.pack(len(key.encode())) + key.encode()
+    if isinstance(value, str):
+        text = value.encode()
+        return name + _KIND.pack(GGUFValueType.STRING) + _LENGTH.pack(len(text)) + text
+    (kind,) = (kind for kind, dtype in _DTYPES.items() if dtype == value.dtype)
+    head = _KIND.pack(GGUFValueType.ARRAY) + _ARRAY.pack(kind, value.size)
+    return name + head + value.tobytes()
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+class _CutOffError(ValueError):
+    """There is more to read than was given."""
+
+
+def _parsed(file: Any, n_bytes: int) -> Header:
+    """Of as much of the file as it takes: more and more of it is read."""
+    room = _FIRST_BYTES
+    while True:
+        file.seek(0)
+        content = file.read(room)
+        try:
+            return _Cursor(content).header(n_bytes)
+        except (_CutOffError, struct.error):
+            if len(content) >= min(n_bytes, _MOST_BYTES):
+                raise
+        room = min(room * 4, _MOST_BYTES)
+
+
+class _Cursor:
+    """Reads on where it stands."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at = content, 0
+
+    def header(self, n_bytes: int) -> Header:
+        magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("it does not begin as one of version 2 or 3 does")
+        if max(n_tensors, n_fields) > _MOST_ENTRIES:
+            raise ValueError(f"it claims {n_tensors:,} tensors and {n_fields:,} fields")
+        fields, spans = self._fields(n_fields)
+        infos_at = self._at
+        infos = [self._info() for _ in range(n_tensors)]
+        infos_end = self._at
+        alignment = _alignment(fields)
+        data_at = -(-infos_end // alignment) * alignment
+        tensors = {name: _place(name, info, data_at, n_bytes) for name, info in infos}
+        if len(tensors) < n_tensors:
+            raise ValueError("it has two tensors of the same name")
+        return Header(fields, spans, tensors, infos_at, infos_end, data_at, n_bytes)
+
+    def _fields(self, n: int) -> tuple[dict[str, Value], dict[str, tuple[int, int]]]:
+        fields, spans = dict[str, Value](), dict[str, tuple[int, int]]()
+        for _ in range(n):
+            at = self._at
+            name = self._text()
+            if name in fields:
+                raise ValueError(f"it has the field {name!r} twice")
+            fields[name] = self._value(*_KIND.unpack(self._take(4)))
+            spans[name] = at, self._at
+        return fields, spans
+
+    def _value(self, kind: int) -> Value:
+        if kind == GGUFValueType.STRING:
+            return self._text()
+        if kind == GGUFValueType.ARRAY:
+            return self._array(*_ARRAY.unpack(self._take(_ARRAY.size)))
+        value: Value = self._numbers(kind, 1)[0].item()
+        return value
+
+    def _array(self, kind: int, n: int) -> Value:
+        if kind != GGUFValueType.STRING:
+            return self._numbers(kind, n)
+        content, at, unpack = self._content, self._at, _LENGTH.unpack_from
+        try:
+            for _ in range(n):
+                at += 8 + unpack(content, at)[0]
+        except struct.error as error:
+            raise _CutOffError("its metadata is cut off") from error
+        self._at = at
+        self._take(0)
+        return None
+
+    def _numbers(self, kind: int, n: int) -> NDArray[Any]:
+        if kind not in _DTYPES:
+            raise ValueError(f"its metadata has values of the unknown type {kind}")
+        dtype = _DTYPES[kind]
+        return np.frombuffer(self._take(n * dtype.itemsize), dtype)
+
+    def _info(self) -> tuple[str, tuple[int, tuple[int, ...], int]]:
+        name = self._text()
+        (n_dims,) = _KIND.unpack(self._take(4))
+        if not 1 <= n_dims <= 4:
+            raise ValueError(f"{name!r} has {n_dims} dimensions")
+        dims = struct.unpack(f"<{n_dims}Q", self._take(8 * n_dims))
+        kind, at = _ARRAY.unpack(self._take(_ARRAY.size))
+        return name, (kind, dims, at)
+
+    def _text(self) -> str:
+        return self._take(*_LENGTH.unpack(self._take(8))).decode(errors="replace")
+
+    def _take(self, n: int) -> bytes:
+        if n > len(self._content) - self._at:
+            raise _CutOffError("its metadata is cut off")
+        taken = self._content[self._at : self._at + n]
+        self._at += n
+        return taken
+
+
+def _place(name: str, info: tuple[int, tuple[int, ...], int], data_at: int, end: int) -> Place:
+    kind, shape, at = info
+    try:
+        type_ = GGMLQuantizationType(kind)
+        block_columns, block_bytes = GGML_QUANT_SIZES[type_]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{name!r} has the unknown type {kind}") from error
+    if min(shape) < 1 or shape[0] % block_columns:
+        raise ValueError(f"{name!r} has an impossible shape")
+    n_bytes = math.prod(shape) // block_columns * block_bytes
+    if data_at + at + n_bytes > end:
+        raise ValueError(f"the file ends before {name!r} does")
+    return Place(type_, shape, data_at + at, n_bytes)
+
+
+def _alignment(fields: Mapping[str, Value]) -> int:
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"its alignment is {alignment}")
+    return alignment

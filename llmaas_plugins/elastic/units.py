@@ -1,0 +1,264 @@
+"""What can be left out of a layer: groups of query heads, and neurons.
+
+A KV group is the query heads that share a key and value head: rows of ``attn_q`` and columns of
+``attn_output``. A neuron is a row of ``ffn_gate`` and of ``ffn_up``, and a column of ``ffn_down``.
+A layer's units may be in any order (ElastiLM §3.2); keys and values are never left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.gguf_header import Header, Place, read_header
+
+__all__ = ["FAMILIES", "Blocks", "Calibration", "Scores", "Widths", "blocks_in", "blocks_of"]
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+"""Architectures that can be elastic, as llama.cpp names them."""
+
+_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_BIASES = {"llama": _MATRICES, "qwen2": _MATRICES[:3], "qwen3": _MATRICES[:3]}
+_GEMMA_NORMS = ("post_attention_norm", "post_ffw_norm")
+_HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
+_NORMS = {"qwen3": _HEAD_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": (*_GEMMA_NORMS, *_HEAD_NORMS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A model's blocks: all its layers are alike.
+
+    Attributes:
+        arch: In ``FAMILIES``.
+        n_layers: Layers.
+        n_groups: KV heads of each.
+        heads_per_group: Query heads that share one.
+        head_dim: Width of a head.
+        n_embd: Width of what blocks read and write.
+        n_ff: Neurons of each layer.
+        group_granule: Groups that can only move, or be left out, together: 1, unless a block of
+            ``attn_output``'s type spans several.
+        granule: Likewise neurons: 1, or the block of ``ffn_down``'s type.
+        group_bytes: By layer, of a group's ``attn_q`` and ``attn_output``.
+        neuron_bytes: By layer, of a neuron's ``ffn_gate``, ``ffn_up`` and ``ffn_down``.
+    """
+
+    arch: str
+    n_layers: int
+    n_groups: int
+    heads_per_group: int
+    head_dim: int
+    n_embd: int
+    n_ff: int
+    group_granule: int
+    granule: int
+    group_bytes: tuple[float, ...]
+    neuron_bytes: tuple[float, ...]
+
+    @property
+    def group_width(self) -> int:
+        """Rows of ``attn_q``, and columns of ``attn_output``, of a group."""
+        return self.heads_per_group * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What scores were found with.
+
+    Attributes:
+        sha256: Of the tokens, as little-endian int32.
+        seed: Of what was drawn by chance.
+        n_tokens: How many tokens.
+        method: How.
+    """
+
+    sha256: str
+    seed: int
+    n_tokens: int
+    method: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How important units are; higher is more so, and only units of one layer are compared.
+
+    Attributes:
+        groups: float64, ``(n_layers, n_groups)``.
+        neurons: float64, ``(n_layers, n_ff)``.
+        calibration: What they were found with.
+        layers: How much the loss grows when a layer is left out, in nats a token; float64,
+            ``(n_layers,)``. None: not measured.
+    """
+
+    groups: NDArray[np.float64]
+    neurons: NDArray[np.float64]
+    calibration: Calibration
+    layers: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Widths:
+    """How many leading units of each layer are in use.
+
+    Attributes:
+        groups: int32, ``(n_layers,)``.
+        neurons: int32, ``(n_layers,)``.
+    """
+
+    groups: NDArray[np.int32]
+    neurons: NDArray[np.int32]
+
+
+def blocks_of(path: Path) -> Blocks:
+    """A model file's.
+
+    Raises:
+        ConfigError: It is no GGUF, or of a model that cannot be elastic; the message says why.
+        StoreError: It cannot be read.
+    """
+    return blocks_in(read_header(path), path)
+
+
+def blocks_in(header: Header, path: Path) -> Blocks:
+    """Those of a file whose header was read.
+
+    Raises:
+        ConfigError: The model cannot be elastic.
+    """
+    try:
+        return _blocks(header)
+    except _UnfitError as error:
+        raise ConfigError(
+            f"{path} cannot be made elastic: {error}. Served are dense models of the families "
+            f"{', '.join(FAMILIES)}."
+        ) from error
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+class _UnfitError(Exception):
+    """Why a model cannot be elastic."""
+
+
+def _blocks(header: Header) -> Blocks:
+    arch = _served_arch(header)
+    number = _Numbers(header, arch)
+    n_layers, n_embd = number("block_count"), number("embedding_length")
+    n_heads = number("attention.head_count")
+    n_groups = number("attention.head_count_kv", n_heads)
+    head_dim = number("attention.key_length", n_embd // n_heads)
+    if number("attention.value_length", n_embd // n_heads) != head_dim:
+        raise _UnfitError("its keys and values differ in width")
+    if n_heads % n_groups:
+        raise _UnfitError(f"its {n_heads} query heads do not share {n_groups} KV heads evenly")
+    n_ff = number("feed_forward_length")
+    _check_tensors(header, arch, n_layers)
+    layers = [_matrices(header, i) for i in range(n_layers)]
+    shapes = _shapes(n_embd, n_heads * head_dim, n_groups * head_dim, n_ff)
+    for i, layer in enumerate(layers):
+        _check_shapes(header, i, layer, shapes)
+    return Blocks(
+        arch=arch,
+        n_layers=n_layers,
+        n_groups=n_groups,
+        heads_per_group=n_heads // n_groups,
+        head_dim=head_dim,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        group_granule=_group_granule(layers, n_groups, n_heads // n_groups * head_dim),
+        granule=math.lcm(*(layer["ffn_down"].block_columns for layer in layers)),
+        group_bytes=tuple(_bytes(layer, "attn_q", "attn_output") / n_groups for layer in layers),
+        neuron_bytes=tuple(
+            _bytes(layer, "ffn_gate", "ffn_up", "ffn_down") / n_ff for layer in layers
+        ),
+    )
+
+
+def _served_arch(header: Header) -> str:
+    arch = header.fields.get("general.architecture")
+    if (header.whole_number("split.count") or 0) > 1:
+        raise _UnfitError("it is one of several files; merge them with `llama-gguf-split --merge`")
+    if (header.whole_number(f"{arch}.expert_count") or 0) > 0:
+        raise _UnfitError(f"it is a mixture of experts ({arch})")
+    if not isinstance(arch, str) or arch not in FAMILIES:
+        raise _UnfitError(f"it is of the family {arch!r}")
+    return arch
+
+
+class _Numbers:
+    """What the metadata says of the architecture: the same for all layers, or refused."""
+
+    def __init__(self, header: Header, arch: str) -> None:
+        self._header, self._arch = header, arch
+
+    def __call__(self, key: str, default: int | None = None) -> int:
+        key = f"{self._arch}.{key}"
+        found = self._header.whole_number(key) if key in self._header.fields else default
+        if found is None or not 0 < found < 1 << 20:
+            raise _UnfitError(f"its metadata has no {key} that is the same for all layers")
+        return found
+
+
+def _check_tensors(header: Header, arch: str, n_layers: int) -> None:
+    """Refuse tensors whose units are not known."""
+    known = {f"{matrix}.weight" for matrix in (*_MATRICES, *_NORMS.get(arch, ()))}
+    known |= {f"{matrix}.bias" for matrix in _BIASES.get(arch, ())}
+    known |= {f"{matrix}.scale" for matrix in _MATRICES}  # one number for a whole matrix
+    known |= {"attn_norm.weight", "ffn_norm.weight"}
+    for name in header.tensors:
+        match = re.fullmatch(r"blk\.(\d{1,6})\.(.+)", name)
+        if match and int(match[1]) < n_layers and match[2] == "attn_qkv.weight":
+            raise _UnfitError(f"{name} has queries, keys and values in one")
+        if match and (int(match[1]) >= n_layers or match[2] not in known):
+            raise _UnfitError(f"it has the tensor {name}, which {arch} models do not have")
+
+
+def _matrices(header: Header, i: int) -> dict[str, Place]:
+    missing = [name for name in _MATRICES if f"blk.{i}.{name}.weight" not in header.tensors]
+    if missing:
+        raise _UnfitError(f"it has no tensor blk.{i}.{missing[0]}.weight")
+    return {name: header.tensors[f"blk.{i}.{name}.weight"] for name in _MATRICES}
+
+
+def _shapes(n_embd: int, n_queries: int, n_keys: int, n_ff: int) -> dict[str, tuple[int, int]]:
+    """Columns and rows of a layer's matrices."""
+    return {
+        "attn_q": (n_embd, n_queries),
+        "attn_k": (n_embd, n_keys),
+        "attn_v": (n_embd, n_keys),
+        "attn_output": (n_queries, n_embd),
+        "ffn_gate": (n_embd, n_ff),
+        "ffn_up": (n_embd, n_ff),
+        "ffn_down": (n_ff, n_embd),
+    }
+
+
+def _check_shapes(
+    header: Header, i: int, layer: dict[str, Place], shapes: dict[str, tuple[int, int]]
+) -> None:
+    """Each matrix has the shape that the metadata gives it, and each bias its matrix's rows."""
+    for name, shape in shapes.items():
+        bias = header.tensors.get(f"blk.{i}.{name}.bias")
+        scale = header.tensors.get(f"blk.{i}.{name}.scale")
+        if layer[name].shape != shape or (bias and bias.shape != shape[1:]):
+            raise _UnfitError(f"blk.{i}.{name} has not the shape that the metadata says")
+        if scale and math.prod(scale.shape) > 1:
+            raise _UnfitError(f"blk.{i}.{name}.scale has more than one value")
+
+
+def _group_granule(layers: list[dict[str, Place]], n_groups: int, width: int) -> int:
+    """Groups whose columns are whole blocks."""
+    columns = math.lcm(*(layer["attn_output"].block_columns for layer in layers))
+    granule = columns // math.gcd(columns, width)
+    return granule if n_groups % granule == 0 else n_groups
+
+
+def _bytes(layer: dict[str, Place], *names: str) -> int:
+    return sum(layer[name].n_bytes for name in names)
