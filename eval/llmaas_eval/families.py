@@ -103,6 +103,7 @@ _BERT_ENDS = {
     **_vectors(_D, "token_embd_norm.weight", "token_embd_norm.bias"),
 }
 _GEMMA_NORMS = _weights(post_attention_norm=(_D,), post_ffw_norm=(_D,))
+_HEAD_KEYS = {"attention.key_length": _HEAD, "attention.value_length": _HEAD}
 _SSM_KEYS = {
     "ssm.conv_kernel": _KERNEL,
     "ssm.inner_size": _INNER,
@@ -203,14 +204,24 @@ FAMILIES: Mapping[str, Family] = {
         {**_MOE_KEYS, "expert_feed_forward_length": _EXPERT_FF, "attention.sliding_window": 32},
         {**_ENDS, **_weights(output=(_VOCAB, _D))},
     ),
+    "gemma": Family("gemma", _uniform(_ATTENTION, _FFN), _HEAD_KEYS),
+    "gemma2": Family(
+        "gemma2",
+        _uniform(_ATTENTION, _GEMMA_NORMS, _FFN),
+        {
+            **_HEAD_KEYS,
+            "attention.sliding_window": 64,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma3": Family(
         "gemma3",
         _uniform(_ATTENTION, _QK_NORMS, _GEMMA_NORMS, _FFN, n_layers=3),
         {
+            **_HEAD_KEYS,
             "attention.sliding_window": 64,
             "attention.sliding_window_pattern": [True, True, False],
-            "attention.key_length": _HEAD,
-            "attention.value_length": _HEAD,
         },
     ),
     "mamba2": Family("mamba2", _uniform(_MAMBA2), _SSM_KEYS),
