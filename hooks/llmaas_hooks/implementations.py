@@ -12,7 +12,7 @@ from typing import Any
 import pluggy
 
 from llmaas_hooks.native import WeightClaim
-from llmaas_hooks.types import KVRestored
+from llmaas_hooks.types import KVRestored, Levels
 
 __all__ = ["Implementation", "running"]
 
@@ -84,6 +84,11 @@ def _check_restored(result: Any, arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"returned {result}, expected n_loaded <= n_tokens <= {n_prompt}")
 
 
+def _check_levels(result: Any, _: Mapping[str, Any]) -> None:
+    if result is not None and not isinstance(result, Levels):
+        raise _wrong(result, "Levels or None")
+
+
 def _check_claims(result: Any, _: Mapping[str, Any]) -> None:
     if not isinstance(result, list) or not all(isinstance(one, WeightClaim) for one in result):
         raise _wrong(result, "list of WeightClaim")
@@ -107,6 +112,7 @@ def _wrong(result: object, expected: str) -> TypeError:
 _CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "llmaas_kv_restore": _check_restored,
     "llmaas_kv_evict": _check_freed,
+    "llmaas_level": _check_levels,
     "llmaas_status": _check_report,
     "llmaas_weights": _check_claims,
 }

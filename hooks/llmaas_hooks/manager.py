@@ -23,6 +23,7 @@ from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
     KVRestored,
+    Levels,
     LogitsView,
     ModelLoad,
     Request,
@@ -140,9 +141,14 @@ class HookManager:
         """Fire ``llmaas_logits``."""
         self._call("llmaas_logits", view=view)
 
-    def request_begin(self, request: Request) -> None:
+    def level(self, request: Request) -> Levels | None:
+        """Fire ``llmaas_level``; what the first plugin says that chooses."""
+        answers = self._call("llmaas_level", request=request).values()
+        return next((levels for levels in answers if levels is not None), None)
+
+    def request_begin(self, request: Request, levels: Levels | None) -> None:
         """Fire ``llmaas_request_begin``."""
-        self._call("llmaas_request_begin", request=request)
+        self._call("llmaas_request_begin", request=request, levels=levels)
 
     def kv_restore(self, request: Request) -> KVRestored | None:
         """Fire ``llmaas_kv_restore`` until a plugin has restored something.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ContextCreate,
         DecodeStep,
         KVRestored,
+        Levels,
         LogitsView,
         ModelLoad,
         Request,
@@ -34,6 +35,7 @@ __all__ = [
     "llmaas_kv_evict",
     "llmaas_kv_restore",
     "llmaas_kv_save",
+    "llmaas_level",
     "llmaas_logits",
     "llmaas_model_load",
     "llmaas_native_context",
@@ -121,11 +123,25 @@ def llmaas_logits(view: LogitsView) -> None:
     """
 
 
+@hookspec(firstresult=True)
+def llmaas_level(request: Request) -> Levels | None:
+    """Choose how much of an elastic model a request computes with.
+
+    When: first step of ``Llama.generate``, before ``llmaas_request_begin``. What the app itself
+        asks for goes before it, and what is configured comes behind it.
+    Thread: the app's. Cost: once a request; its first token waits for it.
+    Returns: the levels, one of them or both; None leaves the choice to the next plugin. Of several
+        answers the first counts.
+    Errors: with ``on_error = "log"`` as if it had returned None.
+    """
+
+
 @hookspec
-def llmaas_request_begin(request: Request) -> None:
+def llmaas_request_begin(request: Request, levels: Levels | None) -> None:
     """Learn that a request starts.
 
-    When: first step of ``Llama.generate``, before any KV cell is touched.
+    When: first step of ``Llama.generate``, before any KV cell is touched. ``levels`` are what
+        ``llmaas_level`` returned.
     Thread: the app's. Cost: once a request; may take milliseconds.
     Errors: with ``on_error = "log"`` the request goes on.
     """

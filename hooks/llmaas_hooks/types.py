@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmaas_hooks.errors import ConfigError
 
 __all__ = [
     "ContextCreate",
     "DecodeStep",
     "Engine",
     "KVRestored",
+    "Levels",
     "LogitsView",
     "ModelLoad",
     "Plugin",
@@ -23,6 +27,10 @@ __all__ = [
 ]
 
 Tokens = NDArray[np.int32]
+
+LEAST_LEVEL = 0.2
+"""The narrowest that an elastic model is (ElastiLM §3.2)."""
+_ROUNDING = 1e-9
 
 
 class Plugin(Protocol):
@@ -178,6 +186,46 @@ class Request:
     context_id: str | None
     app: str | None = None
     declined: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """How much of an elastic model a request computes with, as shares of its blocks' weights.
+
+    Attributes:
+        prefill: Of the prompt: 0.2 to 1.0; None leaves that to who is asked next.
+        decode: From the first sampled token on; likewise.
+    """
+
+    prefill: float | None = None
+    decode: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check both.
+
+        Raises:
+            ConfigError: One of them is no level.
+        """
+        for name, level in (("prefill", self.prefill), ("decode", self.decode)):
+            if level is not None and not _is_level(level):
+                raise ConfigError(
+                    f"the level of {name} must be a number from {LEAST_LEVEL} to 1.0, "
+                    f"found {level!r}"
+                )
+
+    def over(self, other: Levels | None) -> Levels:
+        """These, and those of ``other`` where these say nothing."""
+        if other is None:
+            return self
+        return Levels(
+            other.prefill if self.prefill is None else self.prefill,
+            other.decode if self.decode is None else self.decode,
+        )
+
+
+def _is_level(value: object) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and LEAST_LEVEL - _ROUNDING <= float(value) <= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             *current_context.get(),
             declined=declined_plugins.get(),
         )
-        host.hooks.request_begin(request)
+        host.hooks.request_begin(request, host.hooks.level(request))
         if _is_sound(engine, request, resets=resets) and resets:
             n_reused = _restore(host, engine, request)
         clock.prepared()

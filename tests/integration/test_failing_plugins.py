@@ -27,6 +27,7 @@ ENGINE_HOOKS = [
     "llmaas_weights",
     "llmaas_context_create",
     "llmaas_native_context",
+    "llmaas_level",
     "llmaas_request_begin",
     "llmaas_kv_restore",
     "llmaas_decode",

@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llmaas_hooks import PluginError, RequestStats, hookimpl
+from llmaas_hooks import Levels, PluginError, RequestStats, hookimpl
 from llmaas_patches import serving_context
 
 PROMPT = [1, 400, 401, 402, 403, 404]
@@ -75,6 +75,30 @@ def test_hook_llmaas_request_begin(recorder, make_llama):
     assert request.engine.llama is llama
     assert (request.engine.ctx, request.engine.model) == (llama.ctx, llama.model)
     generator.close()
+
+
+def test_hook_llmaas_level_is_told_to_those_who_begin(patched, make_llama):
+    class Chooser:
+        n = 0
+
+        @hookimpl
+        def llmaas_level(self, request):
+            self.n += 1
+            return Levels(prefill=0.5) if len(request.tokens) > 3 else None
+
+    class Told:
+        found = ()
+
+        @hookimpl
+        def llmaas_request_begin(self, levels):
+            self.found += (chooser.n, levels)
+
+    chooser, told = Chooser(), Told()
+    patched(chooser=chooser, told=told)
+    llama = make_llama()
+    for prompt in (PROMPT, [1, 400]):
+        greedy(llama, prompt, 2)
+    assert told.found == (1, Levels(prefill=0.5), 2, None)
 
 
 def test_hook_llmaas_request_end(recorder, make_llama):

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from llmaas_hooks import (
+    ConfigError,
     ContextCreate,
     HookManager,
     KVRestored,
+    Levels,
     ModelLoad,
     PluginError,
     Request,
@@ -57,6 +59,10 @@ class Failing:
 
     @hookimpl
     def llmaas_context_create(self, create):
+        self.deeper()
+
+    @hookimpl
+    def llmaas_level(self, request):
         self.deeper()
 
     @hookimpl
@@ -389,6 +395,7 @@ def test_restored_cells_that_cannot_be(result):
         ("llmaas_request_end", 1, "returned int, expected None"),
         ("llmaas_kv_evict", None, "returned NoneType, expected int"),
         ("llmaas_kv_evict", "12", "returned str, expected int"),
+        ("llmaas_level", 0.5, "returned float, expected Levels or None"),
         ("llmaas_weights", None, "returned NoneType, expected list of WeightClaim"),
         ("llmaas_weights", ["output.weight"], "returned list, expected list of WeightClaim"),
         ("llmaas_status", None, "returned NoneType, expected dict"),
@@ -401,6 +408,7 @@ def test_wrong_results_are_errors(hook, result, problem):
     call = {
         "llmaas_request_end": lambda hooks: hooks.request_end(request(), STATS),
         "llmaas_kv_evict": lambda hooks: hooks.kv_evict("chat-1"),
+        "llmaas_level": lambda hooks: hooks.level(request()),
         "llmaas_weights": lambda hooks: hooks.weights(ModelLoad("model.gguf", None), {}),
         "llmaas_status": lambda hooks: hooks.status(),
     }[hook]
@@ -448,6 +456,30 @@ def test_hook_llmaas_kv_evict_always_raises_after_all_were_asked(on_error):
     with pytest.raises(PluginError, match="llmaas_kv_evict"):
         manager(on_error, a=first, bad=Failing(), b=second).kv_evict("chat-1")
     assert first.calls == second.calls == [("evict", "chat-1")]
+
+
+def choosing(levels):
+    return type("Chooser", (), {"llmaas_level": hookimpl(lambda self, request: levels)})()
+
+
+def test_hook_llmaas_level_is_that_of_the_first_who_chooses():
+    half, silent = choosing(Levels(decode=0.5)), choosing(None)
+    assert manager().level(request()) is None
+    assert manager(a=silent).level(request()) is None
+    hooks = manager("log", c=choosing(Levels(1.0)), b=half, a=silent, bad=Failing())
+    assert hooks.level(request()) == Levels(decode=0.5)
+    assert "oops" in hooks.errors()["bad"]["llmaas_level"]["last"]
+    with pytest.raises(PluginError, match="'bad' failed in llmaas_level"):
+        manager("raise", b=half, bad=Failing()).level(request())
+
+
+def test_levels_are_checked_where_they_are_made():
+    assert Levels(0.2, 1).over(Levels(0.5, 0.5)) == Levels(0.2, 1)
+    assert Levels(decode=0.3).over(Levels(0.6, 0.7)) == Levels(0.6, 0.3)
+    assert Levels(0.4).over(None) == Levels(0.4)
+    for wrong in (0.19, 1.01, 60, -0.5, float("nan"), "0.6", True):
+        with pytest.raises(ConfigError, match=r"decode must be a number from 0\.2 to 1\.0, found"):
+            Levels(1.0, wrong)
 
 
 def test_hook_llmaas_status():
