@@ -1,0 +1,61 @@
+"""From widths to the parts of weights that the engine uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import WeightClaim
+from llmaas_plugins.elastic.units import Blocks, Widths
+
+__all__ = ["COLUMNS", "ROWS", "Extents", "extents_of", "part_claims"]
+
+Extents = tuple[int | None, ...]
+"""Of a weight, by level; None is all of it."""
+
+ROWS = ("attn_q", "ffn_gate", "ffn_up")
+"""What makes the values of units: a level leaves rows out."""
+COLUMNS = ("attn_output", "ffn_down")
+"""What reads them: a level leaves columns out. Keys and values stay, so cells suit every level."""
+
+
+def extents_of(blocks: Blocks, levels: Sequence[Widths]) -> dict[str, Extents]:
+    """Leading rows or columns of each weight in use, by level."""
+    head_rows = blocks.heads_per_group * blocks.head_dim
+    found: dict[str, Extents] = {}
+    for layer in range(blocks.n_layers):
+        heads = _cut([int(one.groups[layer]) for one in levels], blocks.n_groups, head_rows)
+        neurons = _cut([int(one.neurons[layer]) for one in levels], blocks.n_ff, 1)
+        for name in (*ROWS, *COLUMNS):
+            found[f"blk.{layer}.{name}.weight"] = heads if name.startswith("attn") else neurons
+    return found
+
+
+def part_claims(
+    blocks: Blocks,
+    levels: Sequence[Widths],
+    biases: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+) -> list[WeightClaim]:
+    """Claims of the parts in use.
+
+    Args:
+        blocks: Of the model.
+        levels: Widths by level.
+        biases: By weight, what is added to its product; float32, ``(n_levels, n_embd)``.
+    """
+    claims = []
+    for name, extents in extents_of(blocks, levels).items():
+        pattern = re.escape(name)
+        if name.split(".")[2] in ROWS:
+            claims.append(WeightClaim(pattern, rows=extents))
+        else:
+            claims.append(WeightClaim(pattern, columns=extents, biases=biases.get(name)))
+    return claims
+
+
+def _cut(widths: Sequence[int], n_units: int, size: int) -> Extents:
+    return tuple(None if width == n_units else width * size for width in widths)
