@@ -63,7 +63,7 @@ enum { N_LAYOUTS = sizeof(layouts) / sizeof(layouts[0]) };
 struct product {
     const struct layout * layout;
     llmaas_rows_kernel    side_by_side; /* may be NULL */
-    const char *          weight;
+    const struct ggml_tensor * weight;
     size_t                group_stride;
     size_t                expert_stride;
     size_t                group_size; /* of the first n_cols */
@@ -289,7 +289,7 @@ static void multiply_uses(const struct product * p, const char * groups, int64_t
 }
 
 static void multiply_chunk(const struct product * p, int64_t first, int64_t n_groups) {
-    const char * groups = p->weight + (size_t) first * p->group_stride;
+    const char * groups = (const char *) p->weight->data + (size_t) first * p->group_stride;
     if (!p->ids && !has_gaps(p)) {
         multiply_packed(p, groups, first, n_groups);
         return;
@@ -358,7 +358,7 @@ static struct product product_of(const struct layout * layout, const struct ggml
     return (struct product) {
         .layout        = layout,
         .side_by_side  = llmaas_rows_kernel_of(layout->type),
-        .weight        = weight->data,
+        .weight        = weight,
         .group_stride  = weight->nb[1] * GROUP,
         .expert_stride = weight->nb[2],
         .group_size    = ggml_row_size(weight->type, n_cols) * GROUP,

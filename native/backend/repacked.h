@@ -18,7 +18,8 @@ bool llmaas_repacked_kernels_known(enum ggml_type type);
 bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight);
 
 /* Append the product of `weight`'s first n_rows × n_cols (multiples of its steps) with the first n_cols of src[1] of
- * `node` (MUL_MAT or MUL_MAT_ID), into the first n_rows of `node`'s rows. `weight` stands for src[0]. False: memory. */
+ * `node` (MUL_MAT or MUL_MAT_ID), into the first n_rows of `node`'s rows. `weight` stands for src[0]; both live as long as the
+ * graph, and its data need not be there before that gets to the product. False: memory. */
 bool llmaas_repacked_columns(
     llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols);
 

@@ -1,6 +1,7 @@
 /* Weights in a file. Memory holds as many of their pieces as it may, the others are read for each graph (stream.h). */
 #include "packed.h"
 #include "llmaas/sparse.h"
+#include "repacked.h"
 #include "stream.h"
 #include "weights.h"
 
@@ -115,8 +116,8 @@ static const char * problem(const llmaas_weight * weight) {
     if (!state->stack && (!state->pieces || !state->pieces[state->n_pieces - 1])) {
         return "could not be cut into pieces: out of memory";
     }
-    if (state->is_packed && weight->part == &llmaas_part_columns) {
-        return "is repacked in its file, so its columns cannot be cut; claim it in the model file";
+    if (state->is_packed && weight->part == &llmaas_part_columns && !llmaas_repacked_columns_supported(&state->as)) {
+        return "is repacked in its file in a way whose columns cannot be cut on this processor; claim it in the model file";
     }
     return NULL;
 }
@@ -128,14 +129,21 @@ static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_
     *n_rows    = state->is_packed ? (*n_rows + STEP - 1) / STEP * STEP : *n_rows;
 }
 
-static bool multiply_experts(
-    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
-    struct ggml_tensor * product = llmaas_product_of(graph, &state->as, node, 0, n_rows, n_columns);
-    if (!product || !llmaas_experts_use(llmaas_stream_experts(state->stream), state->stack, product)) {
-        return false;
+/* The weight is where it will be by then. */
+static bool append(const struct state * state, llmaas_graph * graph, struct ggml_tensor * product) {
+    const struct ggml_tensor * weight = product->src[0];
+    if (state->is_packed && weight->ne[0] < state->as.ne[0]) {
+        return llmaas_repacked_columns(graph, weight, product, weight->ne[1], weight->ne[0]);
     }
     llmaas_graph_append(graph, product);
     return true;
+}
+
+static bool multiply_experts(
+    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
+    struct ggml_tensor * product = llmaas_product_of(graph, &state->as, node, 0, n_rows, n_columns);
+    return product && llmaas_experts_use(llmaas_stream_experts(state->stream), state->stack, product) &&
+           append(state, graph, product);
 }
 
 /* With rows of a piece, or of several that are kept. */
@@ -152,8 +160,7 @@ static bool multiply_rows(
     if (!piece->is_kept && !llmaas_stream_use(state->stream, piece, n_bytes, product->src[0], 0)) {
         return false;
     }
-    llmaas_graph_append(graph, product);
-    return true;
+    return append(state, graph, product);
 }
 
 /* Kept pieces that lie side by side are multiplied together. */

@@ -275,6 +275,36 @@ def test_prompts_are_dense(reference_model, channels):
     assert not np.array_equal(found[35:], expected[35:])
 
 
+@pytest.mark.parametrize("cache", ["recent", "streamed"])
+def test_parts_of_weights_with_channels_are_dense(reference_model, channels, cache):
+    parts = (
+        WeightClaim(r"blk\.\d+\.ffn_(gate|up)\.weight", rows=(0, 256)),
+        WeightClaim(r"blk\.\d+\.ffn_down\.weight", columns=(0, 256)),
+    )
+    file, results = channels(1), []
+    of_the_block = [one for one in operands(file, share=0.5, cache=cache) if _is_of_ffn(one)]
+    for used in ([], of_the_block):
+        plugin = Claimer(claim_all(reference_model), *parts)
+        with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+            (context,) = plugin.contexts
+            weights = context.file_weights()
+            for operand in used:
+                weights.add_operand(str(file.path), operand)
+            weights.set_memory(3 << 20, ARENA)
+            for level in (0, 1, 0, 1):
+                context.level = level
+                llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+                results.append(one_by_one(ctx))
+    dense, part, _, _, sparse_first, *others = results
+    assert all(np.array_equal(other, part) for other in others[::2])
+    assert np.array_equal(others[1], sparse_first)
+    assert divergence(dense, sparse_first) > 0.01
+
+
+def _is_of_ffn(operand):
+    return "ffn" in operand.columns[0].weight
+
+
 def test_nothing_is_read_once_all_channels_are_in_memory(reference_model, channels):
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model) as ctx:

@@ -21,7 +21,7 @@ from claiming import (
 )
 from gguf import GGMLQuantizationType
 from llama_cpp import llama_cpp as raw
-from matrices import ROWS, TYPES, UP, zeroed
+from matrices import CUT, DOWN, ROWS, TYPES, UP, columns_of, zeroed
 from packed_models import pack
 
 from llmaas_eval.models import Shape, write_random_model
@@ -162,15 +162,45 @@ def test_a_part_of_a_packed_weight(family, tmp_path):
     assert np.array_equal(claimed(path, claim), expected)
 
 
-def test_columns_of_a_packed_weight_are_refused(family):
-    path = family("llama", "Q4_0")
-    claim = WeightClaim(UP, source="file", path=str(pack(path)), columns=(64,))
-    with (
-        pytest.raises(PluginError, match="its columns cannot be cut"),
-        native(plugin=Claimer(claim)),
-        opened(path),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("name", "weights"), [pair for pair in CUT if pair[1] in {"Q4_0", "Q4_K", "F16"}]
+)
+def test_columns_of_a_packed_weight(family, name, weights):
+    path = family(name, weights)
+    pattern, n = columns_of(name, weights)
+    part = WeightClaim(pattern, columns=(n,))
+    claim, _ = claim_all(path, is_packed=True)
+    assert np.array_equal(claimed(path, claim, part), claimed(path, part))
+
+
+@pytest.fixture(scope="module")
+def repacked_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("wide") / "model.gguf"
+    return write_random_model(path, SHAPE, GGMLQuantizationType.Q4_0)
+
+
+def test_levels_of_packed_weights_change_between_batches(repacked_model):
+    """Whatever is in memory, and whatever was read ahead for another level."""
+    parts = (
+        WeightClaim(r"blk\.\d+\.(ffn_up|ffn_gate)\.weight", rows=(0, 4512, 1024)),
+        WeightClaim(DOWN, columns=(0, 4512, 1024)),
+        WeightClaim(r"blk\.\d+\.attn_output\.weight", columns=(0, 256, 64)),
+    )
+    plugin = Claimer(*parts)
+    expected = []
+    with native(plugin=plugin), opened(repacked_model) as ctx:
+        for level in range(3):
+            plugin.contexts[0].level = level
+            expected.append(evaluate(ctx))
+    claim, n_bytes = claim_all(repacked_model, is_packed=True)
+    plugin = Claimer(claim, *parts)
+    with native(plugin=plugin), opened(repacked_model) as ctx:
+        weights = plugin.contexts[0].file_weights()
+        for share in (0, 0.5, 1):
+            weights.set_memory(int(share * n_bytes), ARENA)
+            for level in (0, 1, 2, 2, 1, 0):
+                plugin.contexts[0].level = level
+                assert np.array_equal(evaluate(ctx), expected[level])
 
 
 def test_a_packed_file_of_another_model_is_refused(family, model):
