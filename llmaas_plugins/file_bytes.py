@@ -1,11 +1,35 @@
-"""Reading and writing at a place in a file, all of it, and what makes a new name last."""
+"""Reading and writing at a place in a file, all of it; what makes a new name last; refusals."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["read_into", "sync_directory", "write"]
+from llmaas_hooks import StoreError
+
+__all__ = ["OPEN_FLAGS", "as_store_error", "read_into", "sync_directory", "write"]
+
+OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
+"""A pipe would otherwise wait for its other end."""
+
+
+@contextlib.contextmanager
+def as_store_error(what: str, then: str = "") -> Iterator[None]:
+    """What the system refuses as our own error.
+
+    Args:
+        what: What it refuses.
+        then: What to know about it, or to do.
+
+    Raises:
+        StoreError: Any ``OSError`` inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror or error}.{then}") from error
 
 
 def read_into(fd: int, room: memoryview, at: int) -> int:

@@ -22,8 +22,8 @@ from llmaas_eval.models import (
     SHAPE_TINY,
     write_random_model,
 )
-from llmaas_eval.quantise import quantise
 from llmaas_eval.stored import StoredContext
+from llmaas_plugins.quantise import quantise
 
 ROOT = Path(__file__).parents[2]
 N_TOKENS = 2048

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.elastic.gguf_header import Header, Place, read_header
+from llmaas_plugins.gguf_header import Header, Place, read_header
 
 __all__ = ["FAMILIES", "Blocks", "Calibration", "Scores", "Widths", "blocks_in", "blocks_of"]
 

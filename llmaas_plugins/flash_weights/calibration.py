@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens, hookimpl
 from llmaas_hooks.native import Activation, Magnitudes
-from llmaas_plugins.flash_weights.evaluating import Evaluator
+from llmaas_plugins.evaluating import Evaluator
 from llmaas_plugins.flash_weights.operands import Operand
 
 __all__ = ["SPARSITIES", "Activity", "Calibration", "Calibrator", "channel_order"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -14,15 +13,13 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.file_bytes import read_into
+from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header, parse_header
 
 __all__ = [
-    "OPEN_FLAGS",
     "Bytes",
     "ContainerFile",
     "Kind",
-    "as_store_error",
     "read_array",
     "read_start",
     "sum_of",
@@ -31,8 +28,6 @@ __all__ = [
 Bytes = NDArray[np.uint8]
 
 _BLOCK = 16 << 20
-OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
-"""A pipe would otherwise wait for its other end."""
 
 
 class Kind(NamedTuple):
@@ -130,23 +125,6 @@ class ContainerFile:
         if status.st_size != header.n_bytes:
             raise self.damaged(f"it has {status.st_size:,} bytes, expected {header.n_bytes:,}")
         return header, {part.name: s for part, s in zip(header.parts, sums, strict=True)}
-
-
-@contextlib.contextmanager
-def as_store_error(what: str, then: str = "") -> Iterator[None]:
-    """What the system refuses as our own error.
-
-    Args:
-        what: What it refuses.
-        then: What to know about it, or to do.
-
-    Raises:
-        StoreError: Any ``OSError`` inside.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{what}: {error.strerror or error}.{then}") from error
 
 
 def read_array(fd: int, into: Bytes, at: int) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,15 +13,10 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.file_bytes import sync_directory, write
+from llmaas_plugins.file_bytes import as_store_error, sync_directory, write
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header
-from llmaas_plugins.flash_weights.container_file import (
-    OPEN_FLAGS,
-    as_store_error,
-    read_start,
-    sum_of,
-)
-from llmaas_plugins.store_lock import try_lock
+from llmaas_plugins.flash_weights.container_file import read_start, sum_of
+from llmaas_plugins.partial_file import taken
 
 __all__ = ["Step", "write_container"]
 
@@ -56,7 +49,7 @@ def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterat
     partial = path.with_name(f"{path.name}.partial")
     what = f"cannot write {path}"
     then = f" What was written stays in {partial}: the same command goes on from there."
-    with as_store_error(what), _taken(partial) as fd, as_store_error(what, then):
+    with as_store_error(what), taken(partial) as fd, as_store_error(what, then):
         journal = _Journal(fd, header)
         for step in steps:
             if not journal.has(step.names):
@@ -111,34 +104,3 @@ class _Journal:
     def _note(self) -> None:
         values = struct.pack(f"<{len(self._sums)}I", *self._sums.values())
         write(self._fd, values, self._header.sums_at)
-
-
-@contextlib.contextmanager
-def _taken(partial: Path) -> Iterator[int]:
-    """A file that nobody else writes as long as this has it."""
-    fd = _locked(partial)
-    while not _is_named(fd, partial):  # whoever had it has just finished it
-        os.close(fd)
-        fd = _locked(partial)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _locked(partial: Path) -> int:
-    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | OPEN_FLAGS, 0o644)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise StoreError(f"{partial} is no file; remove it.")
-    if not try_lock(fd):
-        os.close(fd)
-        raise StoreError(f"{partial} is being written by another process: wait for it, or stop it.")
-    return fd
-
-
-def _is_named(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False

@@ -11,7 +11,8 @@ import numpy as np
 from gguf import GGUFReader
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.flash_weights.container_file import Bytes, as_store_error, read_array
+from llmaas_plugins.file_bytes import as_store_error
+from llmaas_plugins.flash_weights.container_file import Bytes, read_array
 from llmaas_plugins.model_digest import file_digest
 
 __all__ = ["ModelWeights", "digest_of"]

@@ -12,7 +12,7 @@ from claiming import Claimer, created, loaded, native
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family, write_lora
-from llmaas_eval.quantise import quantise
+from llmaas_plugins.quantise import quantise
 
 
 @pytest.fixture(scope="session")

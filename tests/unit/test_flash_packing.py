@@ -18,6 +18,7 @@ from flash_models import calibration_of, tensors_of, write_model
 from gguf import GGMLQuantizationType as Type
 
 from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins import partial_file
 from llmaas_plugins.flash_weights import container_writer
 from llmaas_plugins.flash_weights.channels import (
     CHANNEL_FILE,
@@ -256,7 +257,7 @@ def test_what_a_killed_process_wrote_is_kept(model, how, expected, reads):
 def test_a_file_that_was_finished_while_it_was_opened_is_not_written_to(
     model, how, expected, monkeypatch
 ):
-    target, try_lock = how.place(model), container_writer.try_lock
+    target, try_lock = how.place(model), partial_file.try_lock
     finished = []
 
     def once(fd):
@@ -265,7 +266,7 @@ def test_a_file_that_was_finished_while_it_was_opened_is_not_written_to(
             finished.append(partial_of(target).rename(target.with_name("other")))
         return try_lock(fd)
 
-    monkeypatch.setattr(container_writer, "try_lock", once)
+    monkeypatch.setattr(partial_file, "try_lock", once)
     list(how.write(model))
     assert finished[0].read_bytes() == b"all of it"
     assert target.read_bytes() == expected

@@ -13,8 +13,8 @@ from soak import scale
 
 from llmaas_eval.families import write_family
 from llmaas_eval.models import SHAPE_TINY, write_random_model
-from llmaas_eval.quantise import WEIGHTS, quantise
 from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_plugins.quantise import WEIGHTS, quantise
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3", "llama-moe")

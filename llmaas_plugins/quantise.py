@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import llama_cpp
-from gguf import GGMLQuantizationType
 
 from llmaas_hooks import ConfigError, LlmaasError
-from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.gguf_header import read_header
 
 __all__ = ["WEIGHTS", "quantise"]
 
@@ -68,6 +67,5 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
 
 def _other_than(path: Path, weights: str) -> str:
     """The first tensor that is neither of type ``weights`` nor F32; empty if there is none."""
-    tensors = model_tensors(path).items()
-    found = ((name, GGMLQuantizationType(tensor.type).name) for name, tensor in tensors)
+    found = ((name, place.type.name) for name, place in read_header(path).tensors.items())
     return next((f"{name} as {kind}" for name, kind in found if kind not in (weights, "F32")), "")
