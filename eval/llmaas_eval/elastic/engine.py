@@ -1,0 +1,155 @@
+"""Reading with the engine itself, at several widths of one loaded model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from llmaas_eval.batches import loaded
+from llmaas_eval.elastic.readings import Reading, log_softmax, read_window
+from llmaas_eval.elastic.texts import Windows
+from llmaas_hooks import WeightClaim, hookimpl
+from llmaas_hooks.native import NativeContext
+from llmaas_plugins import activate
+from llmaas_plugins.elastic.parts import part_claims
+from llmaas_plugins.elastic.units import Blocks, Widths
+
+__all__ = ["FULL", "Claimer", "Reader", "Variant", "opened", "readings"]
+
+FULL = -1
+"""The level at which all of a model is in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model file, and how much of its blocks is in use.
+
+    Attributes:
+        path: GGUF.
+        blocks: Its units; None if it is only read as a whole.
+        levels: Widths by level.
+        biases: By weight, what is added to its product; float32, ``(n_levels, n_embd)``.
+    """
+
+    path: Path
+    blocks: Blocks | None = None
+    levels: Sequence[Widths] = ()
+    biases: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def claims(self) -> list[WeightClaim]:
+        """Of its parts."""
+        if self.blocks is None:
+            return []
+        return part_claims(self.blocks, self.levels, self.biases)
+
+
+class Claimer:
+    """A plugin of the evaluation's own.
+
+    Attributes:
+        claims: For the model that is loaded next.
+        contexts: Those that there were; the newest comes last.
+    """
+
+    def __init__(self) -> None:
+        """Claim nothing."""
+        self.claims: list[WeightClaim] = []
+        self.contexts: list[NativeContext] = []
+
+    @hookimpl
+    def llmaas_weights(self) -> list[WeightClaim]:
+        """Claim them."""
+        return self.claims
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Keep it."""
+        self.contexts.append(context)
+
+
+class Reader:
+    """A model and a context of one thread."""
+
+    def __init__(self, ctx: int, context: NativeContext) -> None:
+        """Read with ``ctx``."""
+        self._ctx, self._context = ctx, context
+        self._memory = llama_cpp.llama_get_memory(ctx)
+        vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+
+    def log_p(self, tokens: NDArray[np.int64], level: int) -> NDArray[np.float32]:
+        """Log probabilities behind each token of a sequence, shape ``(n_tokens, n_vocab)``."""
+        self._context.level = level
+        llama_cpp.llama_memory_clear(self._memory, False)
+        n_tokens = len(tokens)
+        batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
+        try:
+            _fill(batch, tokens.tolist())
+            status = llama_cpp.llama_decode(self._ctx, batch)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status} for {n_tokens} tokens")
+        rows = llama_cpp.llama_get_logits(self._ctx)
+        return log_softmax(np.ctypeslib.as_array(rows, shape=(n_tokens, self._n_vocab)))
+
+
+def _fill(batch: Any, tokens: Sequence[int]) -> None:
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i] = token, i
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        batch.logits[i] = True
+
+
+@contextlib.contextmanager
+def opened(*variants: Variant, n_ctx: int) -> Iterator[list[Reader]]:
+    """Readers of up to ``n_ctx`` tokens, in one activation of the suite."""
+    claimer = Claimer()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activate({"plugins": {}, "on_error": "raise"}, {"eval": claimer}))
+        yield [_open(stack, variant, claimer, n_ctx) for variant in variants]
+
+
+def _open(stack: contextlib.ExitStack, variant: Variant, claimer: Claimer, n_ctx: int) -> Reader:
+    claimer.claims = variant.claims()
+    model = stack.enter_context(loaded(variant.path))
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = 1
+    ctx = llama_cpp.llama_init_from_model(model, params)
+    if ctx is None:
+        raise RuntimeError(f"no context of {n_ctx} tokens for {variant.path}")
+    stack.callback(llama_cpp.llama_free, ctx)
+    return Reader(ctx, claimer.contexts[-1])
+
+
+def readings(full: Path, variant: Variant, windows: Windows, name: str = "") -> list[Reading]:
+    """How a model reads at each of its levels, beside the full one.
+
+    Distributions are not kept: the full model reads each window again.
+
+    Args:
+        full: GGUF of the full model.
+        variant: The other; without levels it is read as a whole.
+        windows: Text.
+        name: Shown beside the progress.
+    """
+    levels = range(len(variant.levels)) if variant.levels else [FULL]
+    found = np.empty((len(levels), len(Reading._fields), len(windows)))
+    with opened(Variant(full), variant, n_ctx=windows.shape[1]) as (reference, reader):
+        for i, window in enumerate(tqdm(windows, desc=name, unit="window", disable=None)):
+            expected = reference.log_p(window[:-1], FULL)
+            for j, level in enumerate(levels):
+                log_p = reader.log_p(window[:-1], level)
+                found[j, :, i] = read_window(expected, log_p, window[1:])
+    return [Reading(*values) for values in found]

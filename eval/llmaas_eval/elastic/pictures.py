@@ -1,0 +1,80 @@
+"""Pictures of the study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from llmaas_eval.elastic.readings import Reading, difference, perplexity
+from llmaas_eval.elastic.report import FULL
+from llmaas_eval.elastic.rows import Found, Row
+
+__all__ = ["draw"]
+
+
+def draw(found: Found, folder: Path) -> None:
+    """Write a picture of each part that was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if found["levels"]:
+        _draw_levels(found["levels"], folder / "elastic-quality.png")
+    if found["layers"]:
+        _draw_layers(found["layers"], folder / "elastic-layers.png")
+    for part in ("calibration", "types"):
+        if found[part]:
+            figure, (axes,) = _panels(1)
+            _lines(axes, found[part], perplexity)
+            axes.set(ylabel="perplexity")
+            axes.legend()
+            figure.savefig(folder / f"elastic-{part}.png", dpi=120)
+
+
+def _draw_levels(rows: Sequence[Row], path: Path) -> None:
+    """Quality of all methods by level (Fig 10a)."""
+    figure, panels = _panels(3)
+    values: list[tuple[str, Callable[[Reading], float]]] = [
+        ("perplexity", perplexity),
+        ("KL (nats)", lambda reading: float(reading.kl.mean())),
+        ("same most likely token", lambda reading: float(reading.same.mean())),
+    ]
+    for axes, (label, value) in zip(panels, values, strict=True):
+        _lines(axes, rows, value)
+        axes.set(ylabel=label)
+    for axes in panels[:2]:
+        axes.set(yscale="log")
+    panels[-1].legend()
+    figure.savefig(path, dpi=120)
+
+
+def _draw_layers(rows: Sequence[Row], path: Path) -> None:
+    """Loss increase by layer that is removed, largest first (Fig 10b)."""
+    full = next(row.reading for row in rows if row.method == FULL)
+    more = [
+        (difference(row.reading.nats, full.nats), row.method) for row in rows if row.method != FULL
+    ]
+    more.sort(reverse=True)
+    figure, (axes,) = _panels(1)
+    errors = [
+        [found.value - found.low for found, _ in more],
+        [found.high - found.value for found, _ in more],
+    ]
+    axes.bar([name for _, name in more], [found.value for found, _ in more], yerr=errors)
+    axes.set(xlabel="layer removed", ylabel="loss increase (nats)")
+    figure.savefig(path, dpi=120)
+
+
+def _panels(n: int) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(1 + 5 * n, 4.5), layout="constrained")
+    return figure, list(figure.subplots(1, n, squeeze=False)[0])
+
+
+def _lines(axes: Any, rows: Sequence[Row], value: Callable[[Reading], float]) -> None:
+    for method in dict.fromkeys(row.method for row in rows):
+        points = sorted((row.level, value(row.reading)) for row in rows if row.method == method)
+        if method == FULL:
+            axes.axhline(points[0][1], color="grey", linestyle=":", label=method)
+        else:
+            axes.plot(*zip(*points, strict=True), ".-", label=method)
+    axes.set(xlabel="level")

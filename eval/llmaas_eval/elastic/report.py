@@ -1,0 +1,130 @@
+"""What was measured, as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from llmaas_eval.elastic.readings import Reading, difference, perplexity, perplexity_ratio
+from llmaas_eval.elastic.rows import Found, Row
+from llmaas_eval.knn.intervals import Interval
+from llmaas_eval.knn.report import table
+
+__all__ = ["FULL", "report"]
+
+FULL = "full"
+"""The method that leaves nothing out."""
+
+_Value = Callable[[Reading, Reading], str]
+"""What a reading shows, beside the full model's."""
+
+
+def report(found: Found) -> str:
+    """Tables with their headings."""
+    parts = [
+        f"## {heading}\n\n{show(found[part])}" for part, heading, show in _PARTS if found[part]
+    ]
+    return "\n\n".join(parts)
+
+
+def _quality(rows: Sequence[Row]) -> str:
+    full = _full(rows)
+    return "\n\n".join(
+        [
+            f"Perplexity over the full model's, which is {perplexity(full):.2f}:",
+            _by_level(rows, _over_full),
+            "KL (nats):",
+            _by_level(rows, lambda reading, _: f"{reading.kl.mean():.3f}"),
+            "Same most likely token:",
+            _by_level(rows, lambda reading, _: f"{reading.same.mean():.1%}"),
+            "Share of the blocks' bytes in use:",
+            _shares(rows),
+        ]
+    )
+
+
+def _compared(rows: Sequence[Row]) -> str:
+    """Perplexity and KL of each other method against each of ours."""
+    methods = list(dict.fromkeys(row.method for row in rows if row.method != FULL))
+    ours = [name for name in methods if name.startswith(("uniform", "searched"))]
+    others = [name for name in methods if name not in ours]
+    pairs = [(other, own) for own in ours for other in others]
+    pairs += [(a, b) for i, a in enumerate(ours) for b in ours[i + 1 :]]
+    return "\n\n".join(
+        [
+            "Perplexity of the first over that of the second, with 95 % intervals:",
+            _pairs(rows, pairs, perplexity_ratio),
+            "KL of the first less that of the second:",
+            _pairs(rows, pairs, lambda a, b: difference(a.kl, b.kl)),
+        ]
+    )
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    full = _full(rows)
+    lines = []
+    for row in rows:
+        if row.method != FULL:
+            more, kl = difference(row.reading.nats, full.nats), row.reading.kl.mean()
+            lines.append([row.method, _interval(more), f"{kl:.3f}"])
+    return table(["layer removed", "loss increase (nats)", "KL"], lines)
+
+
+def _ratios(rows: Sequence[Row]) -> str:
+    return _by_level(rows, _over_full)
+
+
+def _over_full(reading: Reading, full: Reading) -> str:
+    return f"{perplexity_ratio(reading, full).value:.3f}"
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def _by_level(rows: Sequence[Row], show: _Value) -> str:
+    full = _full(rows)
+    return _table(
+        {(row.method, row.level): show(row.reading, full) for row in rows if row.method != FULL}
+    )
+
+
+def _shares(rows: Sequence[Row]) -> str:
+    return _table(
+        {(row.method, row.level): f"{row.share:.3f}" for row in rows if row.method != FULL}
+    )
+
+
+def _pairs(
+    rows: Sequence[Row],
+    pairs: Sequence[tuple[str, str]],
+    compare: Callable[[Reading, Reading], Interval],
+) -> str:
+    readings = {(row.method, row.level): row.reading for row in rows}
+    cells = {}
+    for a, b in pairs:
+        for level in sorted({level for _, level in readings}):
+            if (a, level) in readings and (b, level) in readings:
+                found = compare(readings[a, level], readings[b, level])
+                cells[f"{a} : {b}", level] = _interval(found)
+    return _table(cells)
+
+
+def _table(cells: Mapping[tuple[str, float], str]) -> str:
+    """A line for each name, a column for each level, the highest first."""
+    names = list(dict.fromkeys(name for name, _ in cells))
+    levels = sorted({level for _, level in cells}, reverse=True)
+    lines = [[name, *(cells.get((name, level), "") for level in levels)] for name in names]
+    return table(["", *(f"{level:.0%}" for level in levels)], lines)
+
+
+def _full(rows: Sequence[Row]) -> Reading:
+    return next(row.reading for row in rows if row.method == FULL)
+
+
+_PARTS = (
+    ("levels", "Quality by level", _quality),
+    ("levels", "Methods compared", _compared),
+    ("layers", "Layers removed", _layers),
+    ("calibration", "Perplexity over the full model's by tokens that importance is from", _ratios),
+    ("types", "Perplexity over F16's by type of the weights", _ratios),
+)

@@ -1,0 +1,67 @@
+"""Equal bytes: what units use, and how many layers another method keeps for as much."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.elastic.units import Blocks, Widths
+
+__all__ = ["KeptLayers", "all_units", "kept_layers", "kv_bytes", "share_in_use", "without_layers"]
+
+
+def all_units(blocks: Blocks) -> Widths:
+    """The widths of the whole model."""
+    return without_layers(blocks, ())
+
+
+def without_layers(blocks: Blocks, layers: Collection[int]) -> Widths:
+    """All units, but for those of some layers."""
+    is_kept = np.array([layer not in layers for layer in range(blocks.n_layers)], np.int32)
+    return Widths(blocks.n_groups * is_kept, blocks.n_ff * is_kept)
+
+
+def share_in_use(blocks: Blocks, widths: Widths) -> float:
+    """Share of the blocks' bytes that these widths use, K and V projections apart."""
+    used, full = _bytes(blocks, widths), _bytes(blocks, all_units(blocks))
+    return used / full
+
+
+def _bytes(blocks: Blocks, widths: Widths) -> float:
+    groups = np.array(blocks.group_bytes) * widths.groups
+    neurons = np.array(blocks.neuron_bytes) * widths.neurons
+    return float((groups + neurons).sum())
+
+
+def kv_bytes(path: Path) -> int:
+    """Of a model's K and V projections."""
+    names = "attn_k.weight", "attn_v.weight"
+    tensors = model_tensors(path).items()
+    return sum(info.n_bytes for name, info in tensors if name.partition("blk.")[2].endswith(names))
+
+
+class KeptLayers(NamedTuple):
+    """What a method that removes whole layers keeps.
+
+    Attributes:
+        n: Layers: the fewest that use no fewer bytes than it may.
+        share: How far on the way from one layer fewer what it may use lies.
+    """
+
+    n: int
+    share: float
+
+
+def kept_layers(blocks: Blocks, n_kv_bytes: int, level: float) -> KeptLayers:
+    """For as many bytes as units use at ``level``, with all K and V projections.
+
+    Whole layers go with theirs, so there are a few more of them than ``level`` of all.
+    """
+    n_bytes = _bytes(blocks, all_units(blocks))
+    exact = blocks.n_layers * (level * n_bytes + n_kv_bytes) / (n_bytes + n_kv_bytes)
+    n = int(np.ceil(exact - 1e-9))
+    return KeptLayers(n, 1 - (n - exact))

@@ -1,0 +1,110 @@
+"""The evaluation of elastic models: divergences, paired intervals, and equal bytes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from llmaas_eval.elastic.readings import (
+    Reading,
+    difference,
+    log_softmax,
+    mean_reading,
+    mixed,
+    perplexity,
+    perplexity_ratio,
+    read_window,
+)
+from llmaas_eval.elastic.sizes import all_units, kept_layers, share_in_use, without_layers
+from llmaas_plugins.elastic.units import Blocks, Widths
+
+
+def reading(nats, kl=0.0, same=1.0):
+    nats = np.array(nats, float)
+    return Reading(nats, np.full(len(nats), kl), np.full(len(nats), same))
+
+
+def blocks(n_layers=8):
+    """Of a group's bytes and a neuron's, a third is in groups."""
+    return Blocks(
+        arch="llama",
+        n_layers=n_layers,
+        n_groups=4,
+        heads_per_group=2,
+        head_dim=8,
+        n_embd=64,
+        n_ff=100,
+        group_granule=1,
+        granule=1,
+        group_bytes=(100.0,) * n_layers,
+        neuron_bytes=(8.0,) * n_layers,
+    )
+
+
+def test_probabilities_are_those_of_the_logits():
+    found = np.exp(log_softmax(np.log(np.array([[1, 2, 1], [3e-9, 1e-9, 0.6e-8]], np.float32))))
+    np.testing.assert_allclose(found, [[0.25, 0.5, 0.25], [0.3, 0.1, 0.6]], rtol=1e-6)
+    assert np.isfinite(log_softmax(np.array([[1e4, -1e4]], np.float32))).all()
+
+
+def test_a_window_as_computed_by_hand():
+    full = np.log(np.array([[0.5, 0.5], [0.9, 0.1]], np.float32))
+    found = np.log(np.array([[0.25, 0.75], [0.9, 0.1]], np.float32))
+    nats, kl, same = read_window(full, found, np.array([0, 1]))
+    assert nats == pytest.approx((math.log(4) + math.log(10)) / 2)
+    assert kl == pytest.approx((0.5 * math.log(2) + 0.5 * math.log(2 / 3)) / 2, rel=1e-5)
+    assert same == 0.5
+    assert read_window(full, full, np.array([0, 1]))[1:] == (0, 1)
+
+
+def test_perplexity_is_of_all_tokens_and_its_ratio_paired():
+    base, found = reading([1.0, 3.0]), reading([1.1, 3.1])
+    assert perplexity(base) == pytest.approx(math.exp(2))
+    ratio = perplexity_ratio(found, base)
+    assert ratio == pytest.approx((math.exp(0.1),) * 3)  # windows differ, the change does not
+
+
+def test_intervals_are_of_windows_and_have_the_right_size():
+    rng = np.random.default_rng(1)
+    apart = rng.normal(0.3, 1.0, 400)
+    base = rng.normal(0.0, 5.0, 400)
+    value, low, high = difference(base + apart, base)
+    assert value == pytest.approx(apart.mean())
+    half = 1.96 * apart.std() / math.sqrt(400)
+    assert value - low == pytest.approx(half, rel=0.1)
+    assert high - value == pytest.approx(half, rel=0.1)
+
+
+def test_readings_of_seeds_and_between_two():
+    a, b = reading([1.0, 2.0], kl=0.2, same=0.5), reading([3.0, 4.0], kl=0.6, same=0.9)
+    assert mean_reading([a, b]).nats.tolist() == [2, 3]
+    between = mixed(a, b, 0.25)
+    assert between.nats.tolist() == [1.5, 2.5]
+    assert between.kl == pytest.approx([0.3, 0.3])
+    assert between.same == pytest.approx([0.6, 0.6])
+
+
+def test_bytes_in_use_are_those_of_groups_and_neurons():
+    one = blocks(2)
+    assert share_in_use(one, all_units(one)) == 1
+    assert share_in_use(one, without_layers(one, [1])) == 0.5
+    widths = Widths(np.array([1, 4], np.int32), np.array([50, 0], np.int32))
+    assert share_in_use(one, widths) == (100 + 400 + 400) / 2400
+
+
+@pytest.mark.parametrize(
+    ("n_kv_bytes", "level", "n", "share"),
+    [
+        (0, 1.0, 8, 1.0),
+        (0, 0.5, 4, 1.0),
+        (0, 0.55, 5, 0.4),
+        (9600, 0.5, 6, 1.0),  # K and V projections as large as all the rest: removed ones count
+        (9600, 0.2, 5, 0.8),
+    ],
+)
+def test_layers_for_as_many_bytes(n_kv_bytes, level, n, share):
+    found = kept_layers(blocks(), n_kv_bytes, level)
+    assert found.n == n
+    assert found.share == pytest.approx(share)
