@@ -26,6 +26,7 @@ class Evaluator:
 
     Attributes:
         ctx: Address of the ``llama_context``.
+        n_vocab: Tokens that the model knows.
     """
 
     def __init__(self, model: Any, n_threads: int = 0) -> None:
@@ -35,9 +36,9 @@ class Evaluator:
             LlmaasError: There is no memory for it.
         """
         self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
         self._length = min(_LENGTH, int(llama_cpp.llama_model_n_ctx_train(model)))
-        self._n_batch = min(self._length, max(1, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
+        self._n_batch = min(self._length, max(1, _MOST_LOGITS_BYTES // (4 * self.n_vocab)))
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max, params.n_ctx = _N_SEQUENCES, _N_SEQUENCES * self._length
         params.n_batch = params.n_ubatch = self._n_batch
@@ -68,14 +69,22 @@ class Evaluator:
 
     def evaluate(self, text: Tokens, n_tokens: int) -> Iterator[int]:
         """Evaluate windows from all over a text; yields tokens done."""
+        for tokens, _logits in self.predict(text, n_tokens):
+            yield len(tokens)
+
+    def predict(self, text: Tokens, n_tokens: int) -> Iterator[tuple[Tokens, NDArray[np.float32]]]:
+        """Likewise; yields tokens that follow each other, and the logits behind each.
+
+        Logits, of shape ``(n, n_vocab)``, hold until the next ones.
+        """
         start = self._start if llama_cpp.llama_vocab_get_add_bos(self._vocab) else []
         for window in _windows(text, n_tokens, self._length - len(start)):
             llama_cpp.llama_memory_clear(self._memory, True)
-            tokens = [*start, *window.tolist()]
+            tokens = np.concatenate([np.array(start, np.int32), window])
             for at in range(0, len(tokens), self._n_batch):
                 part = tokens[at : at + self._n_batch]
-                self._decode(part, range(at, at + len(part)), [0] * len(part))
-                yield len(part)
+                places = range(at, at + len(part))
+                yield part, self._decode(part.tolist(), places, [0] * len(part))
 
     def generate(self, n_tokens: int, seed: int = 0) -> Iterator[int]:
         """Evaluate what the model says from nothing, at temperature 1; yields tokens done."""
@@ -108,7 +117,7 @@ class Evaluator:
     ) -> None:
         for i in sequences:
             llama_cpp.llama_memory_seq_rm(self._memory, i, -1, -1)
-            tokens[i] = self._start[0] if self._start else chance.integers(self._n_vocab)
+            tokens[i] = self._start[0] if self._start else chance.integers(self.n_vocab)
             positions[i] = 0
 
     def _decode(
@@ -127,7 +136,7 @@ class Evaluator:
         if status:
             raise LlmaasError(f"llama_decode returned {status} while the model was calibrated")
         pointer = llama_cpp.llama_get_logits(self.ctx)
-        return np.ctypeslib.as_array(pointer, shape=(len(tokens), self._n_vocab))
+        return np.ctypeslib.as_array(pointer, shape=(len(tokens), self.n_vocab))
 
 
 def _windows(text: Tokens, n_tokens: int, length: int) -> Iterator[Tokens]:

@@ -25,10 +25,10 @@ COLUMNS = ("attn_output", "ffn_down")
 
 def extents_of(blocks: Blocks, levels: Sequence[Widths]) -> dict[str, Extents]:
     """Leading rows or columns of each weight in use, by level."""
-    head_rows = blocks.heads_per_group * blocks.head_dim
     found: dict[str, Extents] = {}
     for layer in range(blocks.n_layers):
-        heads = _cut([int(one.groups[layer]) for one in levels], blocks.n_groups, head_rows)
+        groups = [int(one.groups[layer]) for one in levels]
+        heads = _cut(groups, blocks.n_groups, blocks.group_width)
         neurons = _cut([int(one.neurons[layer]) for one in levels], blocks.n_ff, 1)
         for name in (*ROWS, *COLUMNS):
             found[f"blk.{layer}.{name}.weight"] = heads if name.startswith("attn") else neurons

@@ -1,0 +1,127 @@
+"""Widths by layer: what leaving units out costs in quality, per time that it saves.
+
+The paper gives all layers but anchors one share. Layers differ more than that, and so do attention
+and neurons: the search leaves out, again and again, what raises the loss least per unit of time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from llmaas_plugins.elastic.units import Blocks, Widths
+
+__all__ = ["UnitTimes", "search"]
+
+Loss = Callable[[Widths], float]
+"""Of a model with these widths: lower is better."""
+
+
+class UnitTimes(NamedTuple):
+    """What a layer's units take, in any one unit of time.
+
+    Attributes:
+        group: A KV group's query heads.
+        neuron: A neuron.
+    """
+
+    group: float
+    neuron: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Units of a layer that are left out at once."""
+
+    layer: int
+    is_attention: bool
+    n_units: int
+
+    def narrowed(self, widths: Widths) -> Widths | None:
+        """What remains; None: too little."""
+        groups, neurons = widths.groups.copy(), widths.neurons.copy()
+        of = groups if self.is_attention else neurons
+        of[self.layer] -= self.n_units
+        return Widths(groups, neurons) if of[self.layer] >= self.n_units else None
+
+
+def search(  # noqa: PLR0913 -- of what, for what, by what
+    blocks: Blocks,
+    shares: Sequence[float],
+    loss: Loss,
+    times: UnitTimes,
+    *,
+    step: int,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> list[Widths]:
+    """Widths for each share of the blocks' bytes, by lazy greedy search from all units down.
+
+    What a step costs is asked anew only when it is the cheapest known: costs mostly grow as more is
+    left out (Minoux 1978), so few of them are asked again after each step.
+
+    Args:
+        blocks: Of the model.
+        shares: From the largest to the smallest; widths of each take no more than that.
+        loss: Called with widths, many times.
+        times: Of units.
+        step: Neurons that are left out at once. A layer keeps as many at least, and a group.
+        progress: Told what share is left.
+
+    Returns:
+        Widths by share; each share's are within those of the one before.
+    """
+    widths = Widths(
+        np.full(blocks.n_layers, blocks.n_groups, np.int32),
+        np.full(blocks.n_layers, blocks.n_ff, np.int32),
+    )
+    steps = _Frontier(blocks, loss, times, step, widths)
+    found = []
+    for share in shares:
+        while blocks.share(widths) > share:
+            cheapest = steps.next(widths)
+            if cheapest is None:
+                break  # floors
+            widths = cheapest
+            progress(blocks.share(widths))
+        found.append(widths)
+    return found
+
+
+class _Frontier:
+    """Steps that can be taken, cheapest first as far as is known."""
+
+    def __init__(
+        self, blocks: Blocks, loss: Loss, times: UnitTimes, step: int, widths: Widths
+    ) -> None:
+        self._loss, self._times = loss, times
+        self._now = loss(widths)
+        groups = blocks.group_granule
+        self._steps = [_Step(i, True, groups) for i in range(blocks.n_layers)]
+        self._steps += [_Step(i, False, step) for i in range(blocks.n_layers)]
+        # cost of a step, its number, and what it was last measured at
+        self._heap = [(-np.inf, number, -1) for number in range(len(self._steps))]
+        self._n_taken = 0
+
+    def next(self, widths: Widths) -> Widths | None:
+        """What the cheapest step leaves of ``widths``; None: there is none."""
+        while self._heap:
+            cost, number, measured = heapq.heappop(self._heap)
+            narrowed = self._steps[number].narrowed(widths)
+            if narrowed is None:
+                continue
+            if measured == self._n_taken:
+                self._n_taken += 1
+                self._now += cost * self._time(number)
+                heapq.heappush(self._heap, (cost, number, measured))
+                return narrowed
+            cost = (self._loss(narrowed) - self._now) / self._time(number)
+            heapq.heappush(self._heap, (cost, number, self._n_taken))
+        return None
+
+    def _time(self, number: int) -> float:
+        step = self._steps[number]
+        return step.n_units * (self._times.group if step.is_attention else self._times.neuron)
