@@ -24,10 +24,12 @@ def as_store_error(what: str, then: str = "") -> Iterator[None]:
         then: What to know about it, or to do.
 
     Raises:
-        StoreError: Any ``OSError`` inside.
+        StoreError: Any ``OSError`` inside; our own errors stay what they are.
     """
     try:
         yield
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{what}: {error.strerror or error}.{then}") from error
 

@@ -30,6 +30,19 @@ _HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
 _NORMS = {"qwen3": _HEAD_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": (*_GEMMA_NORMS, *_HEAD_NORMS)}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Widths:
+    """How many leading units of each layer are in use.
+
+    Attributes:
+        groups: int32, ``(n_layers,)``.
+        neurons: int32, ``(n_layers,)``.
+    """
+
+    groups: NDArray[np.int32]
+    neurons: NDArray[np.int32]
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A model's blocks: all its layers are alike.
@@ -66,6 +79,12 @@ class Blocks:
         """Rows of ``attn_q``, and columns of ``attn_output``, of a group."""
         return self.heads_per_group * self.head_dim
 
+    def share(self, widths: Widths) -> float:
+        """Of the blocks' bytes, K and V projections apart, that these widths use."""
+        groups, neurons = np.array(self.group_bytes), np.array(self.neuron_bytes)
+        used = groups @ widths.groups + neurons @ widths.neurons
+        return float(used / (groups.sum() * self.n_groups + neurons.sum() * self.n_ff))
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -100,19 +119,6 @@ class Scores:
     neurons: NDArray[np.float64]
     calibration: Calibration
     layers: NDArray[np.float64] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Widths:
-    """How many leading units of each layer are in use.
-
-    Attributes:
-        groups: int32, ``(n_layers,)``.
-        neurons: int32, ``(n_layers,)``.
-    """
-
-    groups: NDArray[np.int32]
-    neurons: NDArray[np.int32]
 
 
 def blocks_of(path: Path) -> Blocks:

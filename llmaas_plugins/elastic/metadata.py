@@ -1,0 +1,266 @@
+"""What a prepared file says of itself, in its metadata: levels' widths, and how it was made.
+
+``llmaas.elastic`` is JSON; the order of units and biases are arrays, which llama.cpp's log and
+``Llama.metadata`` leave out. Anybody may have written anything there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.reordering import Order, check_order
+from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
+from llmaas_plugins.gguf_header import Header, entry, read_header
+
+__all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
+
+PREFIX = "llmaas.elastic"
+"""Of all fields that preparing adds."""
+OUTPUTS = ("attn_output", "ffn_down")
+"""Matrices that have biases, in their order."""
+
+_GROUPS, _NEURONS, _BIASES = f"{PREFIX}.groups", f"{PREFIX}.neurons", f"{PREFIX}.biases."
+_MOST_LEVELS = 64
+
+Ints = list[list[Annotated[int, Field(ge=0, lt=1 << 31)]]]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Table(_Model):
+    groups: Ints
+    neurons: Ints
+
+
+class _Calibration(_Model):
+    sha256: Annotated[str, Field(max_length=64)]
+    seed: int
+    n_tokens: Annotated[int, Field(ge=0)]
+    method: Annotated[str, Field(max_length=64)]
+
+
+class Source(_Model):
+    """The file that one was prepared from.
+
+    Attributes:
+        sha256: Of all of it.
+        n_bytes: Its size.
+    """
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    n_bytes: Annotated[int, Field(gt=0)]
+
+
+class _Json(_Model):
+    version: Literal[1]
+    levels: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(max_length=_MOST_LEVELS)]
+    step: Annotated[int, Field(gt=0)]
+    tables: dict[Annotated[str, Field(pattern="^[a-z][a-z_]{0,31}$")], _Table]
+    anchors: list[int]
+    calibration: _Calibration
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elastic:
+    """What a prepared file has.
+
+    Attributes:
+        blocks: Its units.
+        levels: Shares of the blocks' bytes, K and V projections apart; descending from 1.
+        step: Neurons in use are a multiple of it, or all.
+        tables: Widths by level, by name of how they were chosen.
+        anchors: Layers whose loss matters most; the uniform table keeps them whole.
+        calibration: What scores were found with.
+        source: What it was made from; None if it was quantised on the way, and cannot be restored.
+        biases: By table: what is added to the products of ``OUTPUTS``; float16,
+            ``(n_levels, n_layers, 2, n_embd)``. A table may have none.
+    """
+
+    blocks: Blocks
+    levels: tuple[float, ...]
+    step: int
+    tables: Mapping[str, tuple[Widths, ...]]
+    anchors: tuple[int, ...]
+    calibration: Calibration
+    source: Source | None
+    biases: Mapping[str, NDArray[np.float16]]
+
+    def biases_of(self, table: str) -> dict[str, NDArray[np.float32]]:
+        """A table's, by the weight whose product they are added to; ``(n_levels, n_embd)``."""
+        if table not in self.biases:
+            return {}
+        return {
+            f"blk.{layer}.{matrix}.weight": self.biases[table][:, layer, i].astype(np.float32)
+            for layer in range(self.blocks.n_layers)
+            for i, matrix in enumerate(OUTPUTS)
+        }
+
+    def check(self) -> Self:
+        """Refuse what is impossible.
+
+        Raises:
+            ConfigError: Something is.
+        """
+        descending = all(a > b for a, b in zip(self.levels, self.levels[1:], strict=False))
+        if not self.levels or self.levels[0] != 1.0 or not descending:
+            raise ConfigError(f"its levels are {self.levels}, expected 1.0 and smaller ones")
+        if not self.tables:
+            raise ConfigError("it has no table of widths")
+        for name, table in self.tables.items():
+            _check_table(self, name, table)
+        for name, biases in self.biases.items():
+            shape = len(self.levels), self.blocks.n_layers, 2, self.blocks.n_embd
+            if name not in self.tables or biases.shape != shape or not np.isfinite(biases).all():
+                raise ConfigError(f"its biases of {name!r} are impossible")
+        if not all(0 <= layer < self.blocks.n_layers for layer in self.anchors):
+            raise ConfigError(f"its anchors are {self.anchors} of {self.blocks.n_layers} layers")
+        return self
+
+
+def read_elastic(path: Path) -> Elastic | None:
+    """What a model file was prepared for; None if it was not.
+
+    Raises:
+        ConfigError: It is no GGUF, or was damaged, or prepared by a newer version of this plugin.
+        StoreError: It cannot be read.
+    """
+    header = read_header(path)
+    if PREFIX not in header.fields:
+        return None
+    try:
+        return _elastic(header, blocks_in(header, path)).check()
+    except (ConfigError, ValidationError) as error:
+        raise ConfigError(
+            f"{path} was prepared by another version, or is damaged: {_reason(error)}. Prepare it "
+            "again from its source with `llmaas elastic prepare`."
+        ) from error
+
+
+def order_in(header: Header, blocks: Blocks) -> Order:
+    """The order of a prepared file's units.
+
+    Raises:
+        ConfigError: It has none that is possible.
+    """
+    groups = _array(header, _GROUPS, np.dtype("<u4"), (blocks.n_layers, blocks.n_groups))
+    neurons = _array(header, _NEURONS, np.dtype("<u4"), (blocks.n_layers, blocks.n_ff))
+    order = Order(groups, neurons)
+    check_order(blocks, order)
+    return order
+
+
+def entries_of(elastic: Elastic, order: Order) -> list[bytes]:
+    """The fields that a prepared file has more than its source, as a header has them.
+
+    Raises:
+        ConfigError: They are impossible.
+    """
+    elastic.check()
+    calibration = elastic.calibration
+    json = _Json(
+        version=1,
+        levels=list(elastic.levels),
+        step=elastic.step,
+        tables={name: _table(widths) for name, widths in elastic.tables.items()},
+        anchors=list(elastic.anchors),
+        calibration=_Calibration(
+            sha256=calibration.sha256,
+            seed=calibration.seed,
+            n_tokens=calibration.n_tokens,
+            method=calibration.method,
+        ),
+        source=elastic.source,
+    )
+    fields: dict[str, str | NDArray[Any]] = {PREFIX: json.model_dump_json()}
+    fields |= {_GROUPS: order.groups, _NEURONS: order.neurons}
+    for name, biases in elastic.biases.items():
+        fields[_BIASES + name] = biases.view(np.uint16)
+    return [entry(key, value) for key, value in fields.items()]
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _elastic(header: Header, blocks: Blocks) -> Elastic:
+    text = header.fields[PREFIX]
+    json = _Json.model_validate_json(text if isinstance(text, str) else "")
+    shape = len(json.levels), blocks.n_layers, 2, blocks.n_embd
+    names = [key.removeprefix(_BIASES) for key in header.fields if key.startswith(_BIASES)]
+    biases = {
+        name: _array(header, _BIASES + name, np.dtype("<u2"), shape).view(np.float16)
+        for name in names
+    }
+    return Elastic(
+        blocks=blocks,
+        levels=tuple(json.levels),
+        step=json.step,
+        tables={name: _widths(table, blocks) for name, table in json.tables.items()},
+        anchors=tuple(json.anchors),
+        calibration=Calibration(**json.calibration.model_dump()),
+        source=json.source,
+        biases=biases,
+    )
+
+
+def _table(levels: tuple[Widths, ...]) -> _Table:
+    return _Table(
+        groups=[one.groups.tolist() for one in levels],
+        neurons=[one.neurons.tolist() for one in levels],
+    )
+
+
+def _widths(table: _Table, blocks: Blocks) -> tuple[Widths, ...]:
+    rows = [*table.groups, *table.neurons]
+    if len(table.groups) != len(table.neurons) or {len(row) for row in rows} != {blocks.n_layers}:
+        raise ConfigError(f"a table has not the widths of {blocks.n_layers} layers for each level")
+    return tuple(
+        Widths(np.array(groups, np.int32), np.array(neurons, np.int32))
+        for groups, neurons in zip(table.groups, table.neurons, strict=True)
+    )
+
+
+def _check_table(elastic: Elastic, name: str, table: tuple[Widths, ...]) -> None:
+    blocks, step = elastic.blocks, elastic.step
+    if len(table) != len(elastic.levels):
+        raise ConfigError(f"the table {name!r} has {len(table)} levels of {len(elastic.levels)}")
+    groups = np.stack([one.groups for one in table])
+    neurons = np.stack([one.neurons for one in table])
+    is_possible = (
+        _are_widths(groups, blocks.n_groups, blocks.group_granule)
+        and _are_widths(neurons, blocks.n_ff, step)
+        and step % blocks.granule == 0
+        and (groups[0] == blocks.n_groups).all()
+        and (neurons[0] == blocks.n_ff).all()
+    )
+    if not is_possible:
+        raise ConfigError(f"the table {name!r} has impossible widths")
+
+
+def _are_widths(widths: NDArray[np.int32], n_units: int, step: int) -> bool:
+    is_cut = (widths % step == 0) | (widths == n_units)
+    return bool((is_cut & (widths > 0) & (widths <= n_units)).all())
+
+
+def _array(header: Header, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    value = header.fields.get(key)
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.size != np.prod(shape):
+        raise ConfigError(f"its field {key} has not {np.prod(shape):,} values of {dtype}")
+    return value.reshape(shape)
+
+
+def _reason(error: ConfigError | ValidationError) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{PREFIX}.{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,0 +1,242 @@
+"""Prepared files: a model's own header with more fields, and its tensors' bytes in another order.
+
+So any llama.cpp loads one, and restoring gives the model's file back byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.elastic.metadata import (
+    PREFIX,
+    Elastic,
+    Source,
+    entries_of,
+    order_in,
+    read_elastic,
+)
+from llmaas_plugins.elastic.reordering import Bytes, Order, check_order, inverse_of, move_of, moved
+from llmaas_plugins.elastic.units import Blocks, blocks_in
+from llmaas_plugins.file_bytes import as_store_error, read_into, sync_directory, write
+from llmaas_plugins.gguf_header import Header, Place, read_header
+from llmaas_plugins.partial_file import taken
+
+__all__ = ["restore", "write_prepared", "write_reordered"]
+
+_CHUNK_BYTES = 16 << 20
+_COUNT = struct.Struct("<Q")
+_N_FIELDS_AT = 16
+
+_Moved = Callable[[str, Place, Bytes], Iterable[Bytes]]
+
+
+def write_reordered(source: Path, path: Path, order: Order) -> Iterator[int]:
+    """Write a model with its units in another order, and nothing else; yields bytes written.
+
+    Raises:
+        ConfigError: The source is no model that can be elastic, or the order is impossible.
+        StoreError: One of the files cannot be read, or written.
+    """
+    with _Model(source) as model:
+        blocks = blocks_in(model.header, source)
+        check_order(blocks, order)
+        yield from _write(source, path, model.contents([], _reordered(blocks, order)))
+
+
+def write_prepared(
+    source: Path, path: Path, elastic: Elastic, order: Order, *, is_ordered: bool = False
+) -> Iterator[int]:
+    """Write a prepared file, in place of the one that is there; yields bytes written.
+
+    Args:
+        source: The model.
+        path: Where.
+        elastic: What the file says of itself; its ``source`` is found here.
+        order: Of its units.
+        is_ordered: The source's units have that order already; what is written then is not restored
+            to anything.
+
+    Raises:
+        ConfigError: The source is prepared already, or what the file would say is impossible.
+        StoreError: One of the files cannot be read, or written.
+    """
+    check_order(elastic.blocks, order)
+    with _Model(source) as model:
+        if any(key.startswith(PREFIX) for key in model.header.fields):
+            raise ConfigError(
+                f"{source} is prepared already. `llmaas elastic restore` makes its source of it."
+            )
+        if is_ordered:
+            entries = entries_of(replace(elastic, source=None), order)
+            yield from _write(source, path, model.contents(entries, _as_it_is))
+            return
+
+        def entries_with(sha256: str) -> list[bytes]:
+            origin = Source(sha256=sha256, n_bytes=model.header.n_bytes)
+            return entries_of(replace(elastic, source=origin), order)
+
+        def finish(fd: int) -> None:
+            write(fd, model.beginning(entries_with(model.seen.hexdigest())), 0)
+
+        reordered = _reordered(elastic.blocks, order)
+        yield from _write(source, path, model.contents(entries_with("0" * 64), reordered), finish)
+
+
+def restore(path: Path, target: Path) -> Iterator[int]:
+    """Write the file that one was prepared from, byte for byte; yields bytes written.
+
+    Raises:
+        ConfigError: The file was not prepared, or was quantised on the way.
+        StoreError: One of the files cannot be read or written, or what was restored is not what the
+            other was prepared from.
+    """
+    elastic = read_elastic(path)
+    if elastic is None:
+        raise ConfigError(f"{path} was not prepared: there is nothing to restore.")
+    if elastic.source is None:
+        raise ConfigError(
+            f"{path} was quantised when it was prepared: use the file that it was prepared from."
+        )
+    expected, written = elastic.source.sha256, hashlib.sha256()
+
+    def noted(contents: Iterable[Bytes]) -> Iterator[Bytes]:
+        for content in contents:
+            written.update(content.data)
+            yield content
+
+    def finish(_fd: int) -> None:
+        if written.hexdigest() != expected:
+            raise StoreError(f"{path} is damaged: this is not what it was prepared from.")
+
+    with _Model(path) as model:
+        order = inverse_of(order_in(model.header, elastic.blocks))
+        contents = model.contents([], _reordered(elastic.blocks, order))
+        yield from _write(path, target, noted(contents), finish)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+class _Model:
+    """A model file that is read from its beginning to its end.
+
+    Attributes:
+        header: What it begins with.
+        seen: Hash of what was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.header: Header = read_header(path)
+        self.seen: Any = hashlib.sha256()
+        self._path = path
+        with as_store_error(f"cannot read {path}"):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._start = self._read(0, self.header.data_at)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def contents(self, entries: Sequence[bytes], reordered: _Moved) -> Iterator[Bytes]:
+        """Its bytes in pieces, with these fields of the plugin's and no others."""
+        yield np.frombuffer(self.beginning(entries), np.uint8)
+        at = self.header.data_at
+        for name, place in sorted(self.header.tensors.items(), key=lambda item: item[1].at):
+            if place.at < at:
+                raise ConfigError(f"{self._path} is damaged: {name} begins in another tensor.")
+            end = place.at + place.n_bytes
+            yield from self._plain(at, place.at)
+            if name.startswith("blk."):
+                yield from reordered(name, place, self._read(place.at, end))
+            else:
+                yield from self._plain(place.at, end)
+            at = end
+        yield from self._plain(at, self.header.n_bytes)
+
+    def beginning(self, entries: Sequence[bytes]) -> bytes:
+        """Its header with these fields of the plugin's and no others."""
+        header, content = self.header, self._start.tobytes()
+        if any(content[header.infos_end :]):
+            raise ConfigError(f"{self._path} has something between its header and its tensors.")
+        fields = [
+            content[first:last]
+            for key, (first, last) in header.spans.items()
+            if not key.startswith(PREFIX)
+        ]
+        counts = content[:_N_FIELDS_AT] + _COUNT.pack(len(fields) + len(entries))
+        infos = content[header.infos_at : header.infos_end]
+        whole = b"".join([counts, *fields, *entries, infos])
+        return whole + bytes(-len(whole) % header.alignment)
+
+    def _plain(self, at: int, end: int) -> Iterator[Bytes]:
+        for first in range(at, end, _CHUNK_BYTES):
+            yield self._read(first, min(first + _CHUNK_BYTES, end))
+
+    def _read(self, at: int, end: int) -> Bytes:
+        content = np.empty(end - at, np.uint8)
+        with as_store_error(f"cannot read {self._path}"):
+            n_read = read_into(self._fd, content.data, at)
+        if n_read < content.size:
+            raise StoreError(f"cannot read {self._path}: it was cut off meanwhile.")
+        self.seen.update(content.data)
+        return content
+
+
+def _as_it_is(_name: str, _place: Place, content: Bytes) -> Iterable[Bytes]:
+    return (content,)
+
+
+def _reordered(blocks: Blocks, order: Order) -> _Moved:
+    def reordered(name: str, place: Place, content: Bytes) -> Iterable[Bytes]:
+        move = move_of(blocks, order, name, place)
+        return (content,) if move is None else moved(content, move)
+
+    return reordered
+
+
+def _write(
+    source: Path,
+    path: Path,
+    contents: Iterable[Bytes],
+    finish: Callable[[int], None] = lambda _fd: None,
+) -> Iterator[int]:
+    """Write a file whole, or leave the one that is there as it was."""
+    if path.exists() and path.samefile(source):
+        raise ConfigError(f"{path} cannot replace the file that it is made from.")
+    partial, n_written = path.with_name(f"{path.name}.partial"), 0
+    with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
+        os.ftruncate(fd, 0)
+        for content in contents:
+            write(fd, content.data, n_written)
+            n_written += content.size
+            yield content.size
+        finish(fd)
+        os.fsync(fd)
+        partial.replace(path)
+        sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def _removed(partial: Path) -> Iterator[None]:
+    """Leave nothing of it if something goes wrong: it takes room that may be what is lacking."""
+    try:
+        yield
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,154 @@
+"""Putting a layer's units in another order, which leaves what it computes as it was (§3.2)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.units import Blocks, Scores
+from llmaas_plugins.gguf_header import Place
+
+__all__ = ["Bytes", "Move", "Order", "check_order", "inverse_of", "move_of", "moved", "order_by"]
+
+Bytes = NDArray[np.uint8]
+
+_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Which old unit is at each new place.
+
+    Attributes:
+        groups: uint32, ``(n_layers, n_groups)``.
+        neurons: uint32, ``(n_layers, n_ff)``.
+    """
+
+    groups: NDArray[np.uint32]
+    neurons: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """What happens to a tensor's bytes: rows, and pieces of each row, come from elsewhere.
+
+    Attributes:
+        n_rows: Rows.
+        rows: Which old row is at each new place; None: they stay.
+        pieces: Likewise pieces of a row, all of one size; None: they stay.
+    """
+
+    n_rows: int
+    rows: NDArray[np.intp] | None
+    pieces: NDArray[np.intp] | None
+
+
+def order_by(blocks: Blocks, scores: Scores) -> Order:
+    """Most important units first; what can only move together is as important as it is on average.
+
+    Raises:
+        ConfigError: The scores are those of another model.
+    """
+    _check_shape(blocks, scores.groups, scores.neurons)
+    return Order(
+        _descending(scores.groups, blocks.group_granule),
+        _descending(scores.neurons, blocks.granule),
+    )
+
+
+def inverse_of(order: Order) -> Order:
+    """What undoes an order."""
+    return Order(
+        np.argsort(order.groups, axis=1).astype(np.uint32),
+        np.argsort(order.neurons, axis=1).astype(np.uint32),
+    )
+
+
+def check_order(blocks: Blocks, order: Order) -> None:
+    """Refuse what is no order of a model's units, or tears apart what can only move together.
+
+    Raises:
+        ConfigError: It is.
+    """
+    _check_shape(blocks, order.groups, order.neurons)
+    for units, granule in ((order.groups, blocks.group_granule), (order.neurons, blocks.granule)):
+        ordered = np.arange(units.shape[1], dtype=np.uint32)
+        together = units.reshape(len(units), -1, granule)
+        is_order = (np.sort(units, axis=1) == ordered).all()
+        is_together = (together == together[..., :1] + ordered[:granule]).all()
+        if not is_order or not is_together or (together[..., 0] % granule).any():
+            raise ConfigError("the order of a layer's units is impossible")
+
+
+def move_of(blocks: Blocks, order: Order, name: str, place: Place) -> Move | None:
+    """What becomes of a tensor; None if it stays as it is."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    layer, matrix, is_bias = int(match[1]), match[2], match[3] == "bias"
+    if matrix == "attn_q":
+        rows, pieces = _spread(order.groups[layer], blocks.group_width), None
+    elif matrix in ("attn_k", "attn_v"):
+        rows, pieces = _spread(order.groups[layer], blocks.head_dim), None
+    elif matrix in ("ffn_gate", "ffn_up"):
+        rows, pieces = order.neurons[layer].astype(np.intp), None
+    elif matrix == "attn_output" and not is_bias:
+        rows, pieces = None, _granules(order.groups[layer], blocks.group_granule)
+    elif matrix == "ffn_down" and not is_bias:
+        rows, pieces = None, _granules(order.neurons[layer], blocks.granule)
+    else:
+        return None
+    return Move(place.n_columns if is_bias else place.n_rows, rows, pieces)
+
+
+def moved(content: Bytes, move: Move) -> Iterator[Bytes]:
+    """A tensor's bytes after a move, some at a time."""
+    old = content.reshape(move.n_rows, -1)
+    n_at_once = max(1, _CHUNK_BYTES // old.shape[1])
+    for first in range(0, move.n_rows, n_at_once):
+        here = slice(first, first + n_at_once)
+        rows = old[here] if move.rows is None else old[move.rows[here]]
+        if move.pieces is not None:
+            rows = _in_other_order(rows, move.pieces)
+        yield rows.reshape(-1)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _check_shape(blocks: Blocks, groups: NDArray[np.generic], neurons: NDArray[np.generic]) -> None:
+    expected = (blocks.n_layers, blocks.n_groups), (blocks.n_layers, blocks.n_ff)
+    if (groups.shape, neurons.shape) != expected:
+        raise ConfigError(
+            f"found scores or an order of {groups.shape} groups and {neurons.shape} neurons, "
+            f"expected {expected[0]} and {expected[1]}: they are of another model"
+        )
+
+
+def _descending(scores: NDArray[np.float64], granule: int) -> NDArray[np.uint32]:
+    together = scores.reshape(len(scores), -1, granule).mean(axis=2)
+    order = np.argsort(-together, axis=1, kind="stable")
+    units = order[..., None] * granule + np.arange(granule)
+    return units.reshape(scores.shape).astype(np.uint32)
+
+
+def _spread(units: NDArray[np.uint32], width: int) -> NDArray[np.intp]:
+    """Rows of units that have several each."""
+    return (units[:, None].astype(np.intp) * width + np.arange(width)).reshape(-1)
+
+
+def _granules(units: NDArray[np.uint32], granule: int) -> NDArray[np.intp]:
+    """What moves together, as one."""
+    return units[::granule].astype(np.intp) // granule
+
+
+def _in_other_order(rows: Bytes, pieces: NDArray[np.intp]) -> Bytes:
+    n_bytes = rows.shape[1] // len(pieces)
+    wholes = rows.view({2: "u2", 4: "u4"}.get(n_bytes, f"V{n_bytes}"))
+    return wholes.take(pieces, axis=1).view(np.uint8)
