@@ -152,9 +152,9 @@ def claims(source):
     """1 B shape: 2,048 wide, 8,192 in the feed-forward block. Level 0 is all of it."""
     wide, narrow = ([round(n * ratio) for ratio in RATIOS] for n in (8192, 2048))
     return [
-        WeightClaim(r"blk\.\d+\.ffn_(gate|up)\.weight", source, rows=(0, *wide)),
-        WeightClaim(r"blk\.\d+\.ffn_down\.weight", source, columns=(0, *wide)),
-        WeightClaim(r"blk\.\d+\.attn_output\.weight", source, columns=(0, *narrow)),
+        WeightClaim(r"blk\.\d+\.ffn_(gate|up)\.weight", source, rows=(None, *wide)),
+        WeightClaim(r"blk\.\d+\.ffn_down\.weight", source, columns=(None, *wide)),
+        WeightClaim(r"blk\.\d+\.attn_output\.weight", source, columns=(None, *narrow)),
     ]
 
 

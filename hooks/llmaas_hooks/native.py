@@ -5,8 +5,8 @@ The work itself is done in C, on the threads that compute the graph; see docs/en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -73,16 +73,19 @@ class WeightClaim:
             None leaves that to another plugin, or to llama.cpp.
         path: For ``"file"``: a GGUF file with a tensor of the same name, type and shape whose bytes
             are repacked as ggml-cpu does on this processor, if it does.
-        rows: The part in use, by level: how many leading rows (outputs); 0 is all. What is left out
-            gives zeros. Rounded up to where the weight can be cut (8 rows when repacked).
+        rows: The part in use, by level: how many leading rows (outputs); None is all. What is left
+            out gives zeros. Rounded up to where the weight can be cut (8 rows when repacked).
         columns: Likewise columns (inputs), rounded up to whole blocks of the weight's type.
+        biases: With ``columns``: what is added to products, float32 of shape
+            ``(len(columns), rows of the weight)``; a row of zeros costs nothing.
     """
 
     pattern: str
     source: Literal["tiles", "file"] | None = None
     path: str | None = None
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
+    rows: tuple[int | None, ...] = ()
+    columns: tuple[int | None, ...] = ()
+    biases: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 class Subscription(Protocol):
@@ -348,6 +351,20 @@ class NativeContext(Protocol):
 
     @narrow_attention.setter
     def narrow_attention(self, is_narrow: bool) -> None: ...
+
+    def set_part(self, weight: str, extents: Sequence[int | None]) -> None:
+        """Exchange the extents of a claimed part, in all contexts of the model.
+
+        That holds from the next batch on; waits for the one being computed. Biases stay.
+
+        Args:
+            weight: Its name.
+            extents: Rows or columns by level, as they were claimed.
+
+        Raises:
+            ValueError: None or more than 64 of them, or one below 0.
+            KeyError: No part of such a weight is claimed.
+        """
 
     def density(self, *, row_step: int = 1, layer_step: int = 1) -> AttentionDensity:
         """Accumulate attention densities.

@@ -144,6 +144,9 @@ struct ggml_cgraph {
     uint64_t uid;
 };
 
+/* How many operands of a graph's nodes `tensor` is; if the graph is a part of another, of all of that one's nodes. */
+int32_t llmaas_graph_uses(const struct ggml_cgraph * graph, const struct ggml_tensor * tensor);
+
 /* Operation parameters of GGML_OP_CUSTOM. */
 struct llmaas_custom_params {
     ggml_custom_op_t fun;

@@ -10,7 +10,8 @@ void llmaas_engine_next_threadpool(ggml_threadpool_t pool) { next_pool = pool; }
 /* -- rewriting --------------------------------------------------------------------------------------------------- */
 
 /* A product: the steps of the taps that read its operand, then what stands for it. */
-static void rewrite_product(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
+static void rewrite_product(
+    llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
     const llmaas_weight * weight = llmaas_weights_find(engine->weights, node->src[0]);
     if (weight && weight->tap_kind >= 0) {
         engine->n_taps += llmaas_taps_states(
@@ -20,6 +21,10 @@ static void rewrite_product(llmaas_engine * engine, int32_t level, struct ggml_t
         engine->n_products++;
     } else {
         llmaas_graph_append(engine->graph, node);
+    }
+    const float * biases = weight ? llmaas_weight_biases(weight, level) : NULL;
+    if (biases) {
+        llmaas_biases_owe(&engine->biases, engine->graph, original, node, biases);
     }
 }
 
@@ -58,11 +63,15 @@ static void rewrite_lookup(llmaas_engine * engine, struct ggml_tensor * node) {
     }
 }
 
-static void rewrite_node(llmaas_engine * engine, int32_t level, struct ggml_tensor * node) {
+static void rewrite_node(
+    llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
+    if (llmaas_biases_settle(&engine->biases, engine->graph, original, node)) {
+        return;
+    }
     switch (node->op) {
         case GGML_OP_MUL_MAT:
         case GGML_OP_MUL_MAT_ID:
-            rewrite_product(engine, level, node);
+            rewrite_product(engine, level, original, node);
             break;
         case GGML_OP_GET_ROWS:
             rewrite_lookup(engine, node);
@@ -88,9 +97,10 @@ static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struc
             rewrite_attention(engine, seen, original->nodes + i);
             i += 2;
         } else {
-            rewrite_node(engine, level, original->nodes[i]);
+            rewrite_node(engine, level, original, original->nodes[i]);
         }
     }
+    llmaas_biases_end(&engine->biases, engine->graph);
     return llmaas_graph_end(engine->graph);
 }
 

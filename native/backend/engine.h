@@ -2,6 +2,7 @@
 #ifndef LLMAAS_ENGINE_INTERNAL_H
 #define LLMAAS_ENGINE_INTERNAL_H
 
+#include "biases.h"
 #include "cells.h"
 #include "graph.h"
 #include "narrow.h"
@@ -25,6 +26,7 @@ struct llmaas_engine {
     llmaas_cells    cells;
     llmaas_room     room;
     llmaas_narrow   narrow;
+    llmaas_biases   biases;
 
     _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed;
 };

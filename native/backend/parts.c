@@ -3,7 +3,7 @@
 
 static int64_t at(const llmaas_weight * weight, uint32_t level, int64_t all) {
     const int64_t extent = weight->extents[level < weight->n_levels ? level : weight->n_levels - 1];
-    return extent == 0 ? all : extent;
+    return extent < 0 ? all : extent;
 }
 
 static void rows_extent(const llmaas_weight * weight, uint32_t level, int64_t * n_rows, int64_t * n_columns) {

@@ -37,24 +37,39 @@ static void clear_rest(void * arg, int ith, int nth) {
     }
 }
 
-bool llmaas_weight_multiply(
-    const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node) {
-    const int64_t all_rows = weight->tensor->ne[1], all_columns = weight->tensor->ne[0];
-    int64_t       n_rows = all_rows, n_columns = all_columns;
+llmaas_extent llmaas_weight_extent(const llmaas_weight * weight, int32_t level) {
+    const llmaas_extent all  = {weight->tensor->ne[1], weight->tensor->ne[0]};
+    llmaas_extent       part = all;
     if (weight->part && level >= 0) {
-        weight->part->extent(weight, (uint32_t) level, &n_rows, &n_columns);
-        weight->source->round(weight, &n_rows, &n_columns);
-        n_rows    = n_rows < all_rows ? n_rows : all_rows;
-        n_columns = n_columns < all_columns ? n_columns : all_columns;
+        weight->part->extent(weight, (uint32_t) level, &part.n_rows, &part.n_columns);
     }
-    if (!weight->source->load && n_rows == all_rows && n_columns == all_columns) {
-        return false;
+    if (part.n_rows > 0 && part.n_columns > 0) {
+        weight->source->round(weight, &part.n_rows, &part.n_columns);
     }
-    if (!weight->source->multiply(weight, graph, node, n_rows, n_columns)) {
+    part.n_rows    = part.n_rows < all.n_rows ? part.n_rows : all.n_rows;
+    part.n_columns = part.n_columns < all.n_columns ? part.n_columns : all.n_columns;
+    return part;
+}
+
+static void multiply(const llmaas_weight * weight, llmaas_extent part, llmaas_graph * graph, struct ggml_tensor * node) {
+    if (!weight->source->multiply(weight, graph, node, part.n_rows, part.n_columns)) {
         llmaas_graph_fail(graph);
     }
-    if (n_rows < all_rows) {
-        const struct rest rest = {node, n_rows};
+}
+
+bool llmaas_weight_multiply(
+    const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node) {
+    const llmaas_extent part = llmaas_weight_extent(weight, level);
+    const bool is_all = part.n_rows == weight->tensor->ne[1] && part.n_columns == weight->tensor->ne[0];
+    if (!weight->source->load && is_all) {
+        return false;
+    }
+    const bool        is_none = part.n_rows == 0 || part.n_columns == 0;
+    const struct rest rest    = {node, is_none ? 0 : part.n_rows};
+    if (!is_none) {
+        multiply(weight, part, graph, node);
+    }
+    if (rest.n_rows < node->ne[0]) {
         llmaas_graph_step(graph, clear_rest, &rest, sizeof rest);
     }
     return true;

@@ -52,8 +52,8 @@ static bool cut(const llmaas_weight * weight, struct state * state) {
     state->n_tiles    = 1;
     state->columns[1] = n_columns;
     for (uint32_t level = 0; weight->part == &llmaas_part_columns && level < weight->n_levels; level++) {
-        const int64_t column = (weight->extents[level] + block - 1) / block * block;
-        if (column > 0 && column < n_columns && !cut_at(state, column)) {
+        const int64_t extent = weight->extents[level], column = (extent + block - 1) / block * block;
+        if (extent > 0 && column < n_columns && !cut_at(state, column)) {
             return false;
         }
     }

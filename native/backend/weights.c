@@ -36,7 +36,8 @@ struct llmaas_weights {
     size_t           n_capacity;
     llmaas_weight ** slots; /* open addressing by tensor; n_slots is a power of two, at most half full */
     size_t           n_slots;
-    uint64_t         narrow_levels; /* bit l: some part is not all at level l */
+    uint32_t         n_narrow[LLMAAS_MAX_LEVELS]; /* weights that are not all, or biased, by level */
+    _Atomic uint64_t narrow_levels; /* bit l: there are some at level l */
     bool             own_buffers;
     struct file *    files;
     size_t           n_files;
@@ -87,6 +88,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
             weights->entries[i]->source->unload(weights->entries[i]);
         }
         llmaas_lookup_free(weights->entries[i]->lookup);
+        free(weights->entries[i]->biases);
         free(weights->entries[i]);
     }
     llmaas_stream_free(weights->stream);
@@ -175,31 +177,100 @@ void llmaas_weights_unlock(llmaas_weights * weights) { pthread_rwlock_unlock(&we
 
 /* -- claims ------------------------------------------------------------------------------------------------------ */
 
+static bool are_extents(const int64_t * extents, uint32_t n_levels) {
+    bool are = n_levels >= 1 && n_levels <= LLMAAS_MAX_LEVELS;
+    for (uint32_t level = 0; are && level < n_levels; level++) {
+        are = extents[level] >= LLMAAS_ALL;
+    }
+    return are;
+}
+
+/* Count it anew where graphs must be rewritten. */
+static void count_narrow(llmaas_weights * weights, llmaas_weight * weight) {
+    uint64_t narrow_levels = 0;
+    for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
+        const int64_t  extent    = weight->extents[level < weight->n_levels ? level : weight->n_levels - 1];
+        const uint32_t is_narrow = extent != LLMAAS_ALL || (weight->biased_levels >> level & 1);
+        weights->n_narrow[level] += is_narrow - (uint32_t) (weight->narrow_levels >> level & 1);
+        narrow_levels |= (uint64_t) (weights->n_narrow[level] > 0) << level;
+        weight->narrow_levels = (weight->narrow_levels & ~(1ull << level)) | (uint64_t) is_narrow << level;
+    }
+    weights->narrow_levels = narrow_levels;
+}
+
+static void set_extents(llmaas_weights * weights, llmaas_weight * weight, const int64_t * extents, uint32_t n_levels) {
+    weight->n_levels = n_levels;
+    memcpy(weight->extents, extents, n_levels * sizeof *extents);
+    count_narrow(weights, weight);
+}
+
 llmaas_status llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels) {
-    if (n_levels < 1 || n_levels > LLMAAS_MAX_LEVELS) {
+    if (!are_extents(extents, n_levels)) {
         return LLMAAS_EINVAL;
-    }
-    for (uint32_t level = 0; level < n_levels; level++) {
-        if (extents[level] < 0) {
-            return LLMAAS_EINVAL;
-        }
     }
     pthread_rwlock_wrlock(&weights->lock);
     llmaas_weight * weight = entry(weights, name);
     const bool      is_new = weight && !weight->part;
     if (is_new) {
         weight->part       = axis == LLMAAS_ROWS ? &llmaas_part_rows : &llmaas_part_columns;
-        weight->n_levels   = n_levels;
         weight->is_claimed = true;
-        memcpy(weight->extents, extents, n_levels * sizeof *extents);
-        for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
-            const int64_t extent = extents[level < n_levels ? level : n_levels - 1];
-            weights->narrow_levels |= (uint64_t) (extent != 0) << level;
-        }
+        set_extents(weights, weight, extents, n_levels);
     }
     pthread_rwlock_unlock(&weights->lock);
     return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
+}
+
+llmaas_status llmaas_weights_set_part(
+    llmaas_weights * weights, const char * name, const int64_t * extents, uint32_t n_levels) {
+    if (!weights || !are_extents(extents, n_levels)) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weight * weight = by_name(weights, name);
+    const bool      is_one = weight && weight->part;
+    if (is_one) {
+        set_extents(weights, weight, extents, n_levels);
+    }
+    pthread_rwlock_unlock(&weights->lock);
+    return is_one ? LLMAAS_OK : LLMAAS_EINVAL;
+}
+
+static void note_biased_levels(llmaas_weight * weight) {
+    for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
+        const uint32_t row = level < weight->n_bias_levels ? level : weight->n_bias_levels - 1;
+        for (uint32_t i = 0; i < weight->n_biases; i++) {
+            weight->biased_levels |= (uint64_t) (weight->biases[(size_t) row * weight->n_biases + i] != 0.0f) << level;
+        }
+    }
+}
+
+llmaas_status llmaas_weights_claim_biases(
+    llmaas_weights * weights, const char * name, const float * biases, uint32_t n_levels, uint32_t n_rows) {
+    if (n_levels < 1 || n_levels > LLMAAS_MAX_LEVELS || n_rows < 1) {
+        return LLMAAS_EINVAL;
+    }
+    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weight * weight = by_name(weights, name);
+    const bool      is_new = weight && weight->part == &llmaas_part_columns && !weight->biases;
+    float *         copy   = is_new ? malloc(sizeof *copy * n_levels * n_rows) : NULL;
+    if (copy) {
+        weight->biases        = memcpy(copy, biases, sizeof *copy * n_levels * n_rows);
+        weight->n_bias_levels = n_levels;
+        weight->n_biases      = n_rows;
+        note_biased_levels(weight);
+        count_narrow(weights, weight);
+    }
+    pthread_rwlock_unlock(&weights->lock);
+    return copy ? LLMAAS_OK : is_new ? LLMAAS_ESPACE : LLMAAS_EINVAL;
+}
+
+const float * llmaas_weight_biases(const llmaas_weight * weight, int32_t level) {
+    const uint32_t at = level < LLMAAS_MAX_LEVELS ? (uint32_t) level : LLMAAS_MAX_LEVELS - 1;
+    if (level < 0 || !(weight->biased_levels >> at & 1)) {
+        return NULL;
+    }
+    return weight->biases + (size_t) (at < weight->n_bias_levels ? at : weight->n_bias_levels - 1) * weight->n_biases;
 }
 
 static llmaas_status claim_source(
@@ -526,6 +597,9 @@ static const char * problem(const llmaas_weight * weight, bool is_created) {
     }
     if (is_created && !weight->is_used) {
         return "is claimed, but no graph multiplies with it on this backend";
+    }
+    if (weight->biases && weight->tensor && ggml_nrows(weight->tensor) != weight->n_biases) {
+        return "is claimed with biases of another number of rows";
     }
     return is_created || weight->source->load ? weight->source->problem(weight) : NULL;
 }

@@ -20,6 +20,10 @@ typedef struct llmaas_part_ops {
     void (*extent)(const llmaas_weight * weight, uint32_t level, int64_t * n_rows, int64_t * n_columns);
 } llmaas_part_ops;
 
+typedef struct llmaas_extent {
+    int64_t n_rows, n_columns;
+} llmaas_extent;
+
 extern const llmaas_part_ops llmaas_part_rows;
 extern const llmaas_part_ops llmaas_part_columns;
 
@@ -30,10 +34,10 @@ typedef struct llmaas_source_ops {
     void (*unload)(llmaas_weight * weight); /* also what the claim made; may be NULL */
     /* NULL, or why this weight cannot be cut as it is claimed; in words that follow its name. */
     const char * (*problem)(const llmaas_weight * weight);
-    /* Round up to where the weight can be cut. */
+    /* Round up to where the weight can be cut; neither is 0. */
     void (*round)(const llmaas_weight * weight, int64_t * n_rows, int64_t * n_columns);
     /* Append what computes the first n_rows of `node`'s rows from n_rows × n_columns of the weight, instead of `node`
-     * (MUL_MAT or MUL_MAT_ID with the weight as src[0]). False: memory. */
+     * (MUL_MAT or MUL_MAT_ID with the weight as src[0]). Neither is 0. False: memory. */
     bool (*multiply)(
         const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows,
         int64_t n_columns);
@@ -58,7 +62,11 @@ struct llmaas_weight {
     void *                     state; /* the source's own */
     const llmaas_part_ops *    part;  /* NULL: all of it */
     uint32_t                   n_levels;
-    int64_t                    extents[LLMAAS_MAX_LEVELS];
+    int64_t                    extents[LLMAAS_MAX_LEVELS]; /* below 0: all */
+    float *                    biases; /* [n_bias_levels][n_biases]; NULL: none */
+    uint32_t                   n_bias_levels, n_biases;
+    uint64_t                   biased_levels; /* bit l: some bias is not 0 at level l */
+    uint64_t                   narrow_levels; /* bit l: it is not all, or biased, at level l */
     bool                       is_claimed;
     llmaas_lookup *            lookup;     /* of its rows; NULL: they are looked up where it is */
     bool                       is_used;    /* by some graph of a context's creation */
@@ -85,7 +93,14 @@ void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * 
 /* Note the weights that a new context's graph uses, and the operands that taps may want. */
 void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph);
 
-/* The product of `weight` at `level`, in place of `node`; false: it is all of a weight in place, so keep `node`. */
+/* What is used of `weight` at `level`, rounded to what its source can do. */
+llmaas_extent llmaas_weight_extent(const llmaas_weight * weight, int32_t level);
+
+/* What is added to its products at `level`, [rows of the weight]; NULL: nothing. */
+const float * llmaas_weight_biases(const llmaas_weight * weight, int32_t level);
+
+/* The product of `weight` at `level`, in place of `node`; false: it is all of a weight in place, so keep `node`. Biases are
+ * not in it. */
 bool llmaas_weight_multiply(
     const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node);
 

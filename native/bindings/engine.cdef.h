@@ -43,6 +43,10 @@ int llmaas_gguf_tensors(const char * path, llmaas_tensor_info ** infos, uint32_t
 void llmaas_gguf_tensors_free(llmaas_tensor_info * infos);
 int llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, int axis, const int64_t * extents, uint32_t n_levels);
+int llmaas_weights_set_part(
+    llmaas_weights * weights, const char * name, const int64_t * extents, uint32_t n_levels);
+int llmaas_weights_claim_biases(
+    llmaas_weights * weights, const char * name, const float * biases, uint32_t n_levels, uint32_t n_rows);
 int llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
 int llmaas_weights_claim_file(llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed);
 int llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const char * path, uint64_t offset);

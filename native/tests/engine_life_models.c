@@ -19,7 +19,7 @@ static bool is_matrix(const char * name) {
 static bool is_looked_up(const char * name) { return strcmp(name, "token_embd.weight") == 0; }
 
 static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overrides) {
-    static const int64_t extents[] = {0, 128, 64}, wrong[] = {0, -1};
+    static const int64_t extents[] = {LLMAAS_ALL, 128, 64}, wrong[] = {0, -2};
     const bool           is_input  = strstr(info->name, "down") || strstr(info->name, "attn_output");
     if (m->claims & PART) {
         const llmaas_axis axis = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;

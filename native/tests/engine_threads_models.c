@@ -41,7 +41,7 @@ static uint8_t * weight_bytes(const struct ggml_tensor * tensor) {
 
 /* Claim a feed-forward weight; the file has all of them one after the other. */
 static void claim(model * m, const struct ggml_tensor * tensor, bool is_input, int fd, uint64_t * offset) {
-    static const int64_t extents[] = {0, 96, 64, 32};
+    static const int64_t extents[] = {LLMAAS_ALL, 96, 64, 32};
     const llmaas_axis    axis      = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;
     CHECK(llmaas_weights_claim_part(m->weights, tensor->name, axis, extents, 4) == LLMAAS_OK);
     if (m->kind == TILED) {

@@ -7,6 +7,7 @@ gives what the narrowed original gives. Sums are the same bits wherever the same
 from __future__ import annotations
 
 import ctypes
+import re
 
 import llama_cpp
 import numpy as np
@@ -23,10 +24,13 @@ from claiming import (
     step,
     vanilla,
 )
+from gguf import GGMLQuantizationType, GGUFReader
 from matrices import CUT, DOWN, ROWS, TYPES, UP, columns_of, rounded, zeroed
 
+from llmaas_eval.families import FAMILIES, Family, write_family
 from llmaas_hooks import WeightClaim
 
+LAST_BITS = 0.03  # of logits: what another number of threads makes of them
 PLAIN, REPACKED = False, True  # what use_extra_bufts is
 
 
@@ -103,7 +107,7 @@ def test_rows_of_one_weight_and_the_columns_of_the_next_belong_together(family):
 
 @pytest.mark.parametrize("source", [None, "tiles", "file"])
 def test_a_part_is_one_on_several_threads_too(family, source):
-    path, claim = family("llama", "Q4_0"), WeightClaim(DOWN, source=source, columns=(0, 256))
+    path, claim = family("llama", "Q4_0"), WeightClaim(DOWN, source=source, columns=(None, 256))
     found = []
     for n_threads in (1, 3):
         plugin = Claimer(claim)
@@ -115,6 +119,64 @@ def test_a_part_is_one_on_several_threads_too(family, source):
     assert np.array_equal(*found)
 
 
+BLOCKS = r"blk\.1\.(attn_output|ffn_down)\.weight"
+
+
+@pytest.mark.parametrize("source", [None, "tiles", "file"])
+def test_no_columns_take_a_layer_out(family, tmp_path, source):
+    path = family("llama", "Q4_0")
+    expected = vanilla(zeroed(path, tmp_path / "zeroed.gguf", BLOCKS, columns=0))
+    assert np.array_equal(claimed(path, WeightClaim(BLOCKS, source, columns=(0,))), expected)
+
+
+def test_no_rows_are_rows_of_zeros(family, tmp_path):
+    path = family("llama", "Q4_0")
+    expected = vanilla(zeroed(path, tmp_path / "zeroed.gguf", UP, rows=0))
+    assert np.array_equal(claimed(path, WeightClaim(UP, rows=(0,))), expected)
+
+
+# -- biases -----------------------------------------------------------------------------------
+
+
+class Biased(Family):
+    """With biases of what the blocks add, drawn after all other tensors."""
+
+    def tensors(self):
+        names = [f"blk.{i}.{name}.bias" for i in (0, 1) for name in ("attn_output", "ffn_down")]
+        return {**super().tensors(), **dict.fromkeys(names, (256,))}
+
+
+@pytest.fixture
+def biased(monkeypatch, tmp_path):
+    """The llama family's file, with biases in it, and these by the names of their weights."""
+    monkeypatch.setitem(FAMILIES, "biased", Biased("llama", FAMILIES["llama"].layers))
+    path = write_family("biased", tmp_path / "biased.gguf", weights=GGMLQuantizationType.F16)
+    vectors = {tensor.name: tensor.data.copy() for tensor in GGUFReader(path).tensors}
+    biases = {name: data for name, data in vectors.items() if name.endswith(".bias")}
+    return path, {name.replace("bias", "weight"): data for name, data in biases.items()}
+
+
+def test_biases_are_those_of_a_model_that_has_them(family, tmp_path, biased):
+    with_biases, biases = biased
+    claims = []
+    for name, values in biases.items():
+        levels = np.stack([np.zeros_like(values), values])
+        claims.append(WeightClaim(re.escape(name), columns=(None, 64), biases=levels))
+    pattern = r"blk\.\d\.(attn_output|ffn_down)\.weight"
+    expected = vanilla(zeroed(with_biases, tmp_path / "zeroed.gguf", pattern, columns=64))
+    path = family("llama", "F16")
+    assert np.array_equal(claimed(path, *claims, level=1), expected)
+    assert np.array_equal(claimed(path, *claims, level=-1), vanilla(path))
+    threads = {"n_threads": 3, "n_threads_batch": 3}
+    plugin = Claimer(*claims)
+    with native(plugin=plugin), loaded(path) as model, created(model, **threads) as ctx:
+        evaluate(ctx)
+        stats = plugin.contexts[0].stats()
+        assert stats["passed"] == stats["graphs"]  # biases of zeros cost nothing
+        plugin.contexts[0].level = 7  # the last one there is
+        assert np.abs(evaluate(ctx) - expected).max() < LAST_BITS
+
+
 # -- levels -----------------------------------------------------------------------------------
 
 
@@ -122,7 +184,7 @@ def test_a_part_is_one_on_several_threads_too(family, source):
 def test_levels_change_between_batches_and_back(family, source):
     path, plugin = (
         family("llama", "Q4_0"),
-        Claimer(WeightClaim(DOWN, source=source, columns=(0, 256, 64))),
+        Claimer(WeightClaim(DOWN, source=source, columns=(None, 256, 64))),
     )
     with native(plugin=plugin), opened(path) as ctx:
         (context,) = plugin.contexts
@@ -140,7 +202,7 @@ def test_levels_change_between_batches_and_back(family, source):
 
 
 def test_a_level_may_change_within_a_sequence(family, tmp_path):
-    path, plugin = family("llama", "F16"), Claimer(WeightClaim(UP, rows=(0, 64)))
+    path, plugin = family("llama", "F16"), Claimer(WeightClaim(UP, rows=(None, 64)))
     first, second = range(10, 30), range(30, 40)
     copy = zeroed(path, tmp_path / "zeroed.gguf", UP, rows=64)
     with opened(path) as wide, opened(copy) as narrow:
@@ -159,3 +221,53 @@ def hand_over(wide, narrow):
     cells = (ctypes.c_uint8 * size)()
     assert llama_cpp.llama_state_seq_get_data(wide, cells, size, 0) == size
     assert llama_cpp.llama_state_seq_set_data(narrow, cells, size, 0) == size
+
+
+# -- exchanged extents ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [None, "file"])
+def test_extents_may_be_exchanged(family, source):
+    path = family("llama", "F16")
+    plugin = Claimer(WeightClaim(DOWN, source, columns=(None, None)))
+    with native(plugin=plugin), opened(path) as ctx:
+        (context,) = plugin.contexts
+        whole = evaluate(ctx)
+        context.set_part("blk.0.ffn_down.weight", (None, 64))
+        assert np.array_equal(evaluate(ctx), whole)
+        context.level = 1
+        narrow = evaluate(ctx)
+        context.set_part("blk.0.ffn_down.weight", (None, 128, 0))
+        context.set_part("blk.1.ffn_down.weight", [0])
+        other = evaluate(ctx)
+        context.set_part("blk.0.ffn_down.weight", (None, None))
+        context.set_part("blk.1.ffn_down.weight", (None,))
+        n_passed = context.stats()["passed"]
+        assert np.array_equal(evaluate(ctx), whole)
+        assert (context.stats()["passed"] > n_passed) == (source is None)
+    claims = WeightClaim(r"blk\.0\.ffn_down\.weight", source, columns=(64,))
+    assert np.array_equal(narrow, claimed(path, claims))
+    first = WeightClaim(r"blk\.0\.ffn_down\.weight", source, columns=(128,))
+    second = WeightClaim(r"blk\.1\.ffn_down\.weight", source, columns=(0,))
+    assert np.array_equal(other, claimed(path, first, second))
+
+
+def test_extents_that_cannot_be(family):
+    plugin = Claimer(WeightClaim(DOWN, columns=(None,)))
+    with native(plugin=plugin), opened(family("llama", "F16")):
+        (context,) = plugin.contexts
+        for extents in ((), (-1,), (None,) * 65):
+            with pytest.raises(ValueError, match="up to 64 extents"):
+                context.set_part("blk.0.ffn_down.weight", extents)
+        for name in ("blk.0.ffn_up.weight", "blk.9.ffn_down.weight", ""):
+            with pytest.raises(KeyError, match="no part of"):
+                context.set_part(name, (8,))
+    with native(plugin=plugin), opened(family("llama", "F16")):
+        pass
+    with pytest.raises(ReferenceError):
+        context.set_part("blk.0.ffn_down.weight", (8,))
+
+
+def test_a_context_of_a_model_without_claims_has_no_parts(native_context):
+    with pytest.raises(KeyError, match="no part of"):
+        native_context[1].set_part("blk.0.ffn_down.weight", (8,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from llmaas_hooks import ConfigError, PluginError, TensorInfo, WeightClaim
@@ -14,6 +15,7 @@ ENDS = ["token_embd.weight", "output.weight"]
 MATRIX = Place("model.gguf", 0, TensorInfo(0, (64, 64, 1), 16384, 0))
 VECTOR = Place("model.gguf", 0, TensorInfo(0, (64, 1, 1), 256, 0))
 PLACES = dict.fromkeys(NAMES + ENDS, MATRIX)
+BIASES = np.ones((1, 64), np.float32)
 UP = r"blk\.\d+\.ffn_up\.weight"
 
 
@@ -35,7 +37,7 @@ def test_a_vector_is_not_multiplied_with():
 
 
 def test_each_property_has_its_owner():
-    rows = WeightClaim(UP, rows=(0, 8))
+    rows = WeightClaim(UP, rows=(None, 8))
     claims = [("first", rows), ("second", WeightClaim(UP, source="file"))]
     claimed, wrong = resolve(claims, PLACES)
     assert {len(claimed), len(wrong)} == {12, 0}
@@ -74,7 +76,10 @@ def test_two_plugins_cannot_have_the_same(claims, request):
         (WeightClaim(UP, rows=(1,), columns=(32,)), "rows and columns"),
         (WeightClaim(UP), "claims nothing"),
         (WeightClaim(UP, rows=(1,) * 65), "up to 64 extents"),
-        (WeightClaim(UP, columns=(0, -1)), "0 or more"),
+        (WeightClaim(UP, columns=(None, -1)), "0 or more"),
+        (WeightClaim(UP, rows=(8,), biases=BIASES), "columns of a single matrix"),
+        (WeightClaim(UP, columns=(32,), biases=BIASES[:, 1:]), "float32 (1, 64)"),
+        (WeightClaim(UP, columns=(32,), biases=BIASES.astype(float)), "found float64"),
         (WeightClaim("blk.(", rows=(1,)), "not a regular expression"),
         (WeightClaim("ffn_up", rows=(1,)), "matches no tensor"),
         (WeightClaim("(token_embd|output).weight", source="tiles"), "token_embd.weight is looked"),

@@ -31,12 +31,25 @@ typedef struct llmaas_tensor_info {
 LLMAAS_API llmaas_status llmaas_gguf_tensors(const char * path, llmaas_tensor_info ** infos, uint32_t * n);
 LLMAAS_API void          llmaas_gguf_tensors_free(llmaas_tensor_info * infos);
 
-/* Claim the part of a weight that is used, per level: extents[0..n_levels) rows (outputs) or columns (inputs); 0 is all.
- * Rounded up to what the weight's layout can be cut at. A level beyond n_levels uses the last one. Before any context of
- * the model is created. EINVAL: n_levels outside 1..64, an extent below 0, or the part is claimed already. */
+/* Claim the part of a weight that is used, per level: extents[0..n_levels) rows (outputs) or columns (inputs), or LLMAAS_ALL;
+ * with 0 products are zeros. Rounded up to what the weight's layout can be cut at. A level beyond n_levels uses the last one.
+ * Before any context of the model is created. EINVAL: n_levels outside 1..64, another extent below 0, or the part is claimed
+ * already. */
 typedef enum llmaas_axis { LLMAAS_ROWS = 0, LLMAAS_COLUMNS = 1 } llmaas_axis;
+#define LLMAAS_ALL (-1)
 LLMAAS_API llmaas_status llmaas_weights_claim_part(
     llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels);
+
+/* Exchange the extents of a claimed part, for all contexts of the model, from the next graph on; waits for those that use
+ * them. EINVAL: as above, or no part of this weight is claimed. */
+LLMAAS_API llmaas_status llmaas_weights_set_part(
+    llmaas_weights * weights, const char * name, const int64_t * extents, uint32_t n_levels);
+
+/* Have biases[level][row] added to the products of a weight of which columns are claimed, whatever their extent; copied. A row of
+ * zeros adds nothing. Before any context of the model is created. n_rows: of the weight. EINVAL: n_levels outside 1..64, no
+ * columns are claimed, or there are biases already. ESPACE: out of memory. */
+LLMAAS_API llmaas_status llmaas_weights_claim_biases(
+    llmaas_weights * weights, const char * name, const float * biases, uint32_t n_levels, uint32_t n_rows);
 
 /* Claim where a weight's bytes are, before the model is loaded. Such a weight must be loaded into
  * llmaas_buffer_type(). EINVAL: the source is claimed already.

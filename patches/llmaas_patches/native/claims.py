@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, PluginError, TensorInfo, WeightClaim
 from llmaas_patches.native.library import Library
 
 __all__ = [
+    "EXTENTS",
     "HOOK",
     "Place",
     "Resolved",
+    "are_extents",
+    "c_extents",
     "fill_table",
     "overrides",
     "resolve",
@@ -24,7 +30,8 @@ __all__ = [
 
 HOOK = "llmaas_weights"
 _BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
-_MAX_LEVELS = 64
+_MAX_LEVELS, _ALL = 64, -1
+EXTENTS = f"up to {_MAX_LEVELS} extents, None or 0 or more each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +112,8 @@ def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
     levels = claim.rows or claim.columns
     if not (levels or claim.source):
         raise ConfigError(f"{claim.pattern!r} claims nothing; expected a source, rows or columns")
-    if len(levels) > _MAX_LEVELS or min(levels, default=0) < 0:
-        raise ConfigError(f"{claim.pattern!r}: expected up to {_MAX_LEVELS} extents of 0 or more")
+    if levels and not are_extents(levels):
+        raise ConfigError(f"{claim.pattern!r}: expected {EXTENTS}")
     try:
         pattern = re.compile(claim.pattern)
     except re.error as error:
@@ -120,7 +127,21 @@ def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
     looked_up = [name for name in matched if claim.source == "tiles" and _is_looked_up(name)]
     if looked_up:
         raise ConfigError(f"{looked_up[0]} is looked up row by row, which tiles are not made for")
+    if claim.biases is not None:
+        for name in matched:
+            _check_biases(name, places[name].info, len(claim.columns), claim.biases)
     return matched
+
+
+def _check_biases(name: str, info: TensorInfo, n_levels: int, biases: NDArray[np.float32]) -> None:
+    _, n_rows, n_matrices = info.shape
+    if n_levels == 0 or n_matrices > 1:
+        raise ConfigError(f"{name} cannot have biases: expected columns of a single matrix")
+    if biases.shape != (n_levels, n_rows) or biases.dtype != np.float32:
+        raise ConfigError(
+            f"biases of {name}: expected float32 {n_levels, n_rows}, "
+            f"found {biases.dtype} {biases.shape}"
+        )
 
 
 def _claim(of: Resolved, plugin: str, claim: WeightClaim, name: str) -> None:
@@ -152,14 +173,16 @@ def fill_table(
         OSError: A file cannot be opened.
         ConfigError: A file has other weights than the model.
     """
-    ffi, lib = library
+    lib = library.lib
     others: dict[str, dict[str, Place]] = {}
     for name, claimed in found.items():
         key = name.encode()
         if claimed.part:
             claim = claimed.part[1]
-            extents = ffi.new("int64_t[]", list(claim.rows or claim.columns))
+            extents = c_extents(library, claim.rows or claim.columns)
             lib.llmaas_weights_claim_part(table, key, int(not claim.rows), extents, len(extents))
+            if claim.biases is not None:
+                _claim_biases(library, table, key, claim.biases)
         if claimed.source and claimed.source[1].source == "tiles":
             lib.llmaas_weights_claim_tiles(table, key)
         elif claimed.source:
@@ -168,6 +191,25 @@ def fill_table(
                 others[path] = others.get(path) or tensor_places(library, [path])
                 place = _same(name, place, others[path].get(name), path)
             _claim_file(library, table, name, places, place)
+
+
+def are_extents(extents: Sequence[int | None]) -> bool:
+    """Whether a part can have these, by level."""
+    has_levels = 0 < len(extents) <= _MAX_LEVELS
+    return has_levels and all(extent is None or extent >= 0 for extent in extents)
+
+
+def c_extents(library: Library, extents: Sequence[int | None]) -> Any:
+    """As the engine takes them."""
+    values = [_ALL if extent is None else extent for extent in extents]
+    return library.ffi.new("int64_t[]", values)
+
+
+def _claim_biases(library: Library, table: Any, key: bytes, biases: NDArray[np.float32]) -> None:
+    ffi, lib = library
+    values = ffi.from_buffer("float[]", np.ascontiguousarray(biases))
+    if lib.llmaas_weights_claim_biases(table, key, values, *biases.shape) != 0:
+        raise MemoryError(f"no memory for biases of {key.decode()}")
 
 
 def _claim_file(

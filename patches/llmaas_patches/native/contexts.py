@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError
 from llmaas_hooks.native import Activation, States
+from llmaas_patches.native.claims import EXTENTS, are_extents, c_extents
 from llmaas_patches.native.library import Library
 from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Moments, Rows, Tap
 
@@ -225,6 +226,18 @@ class Context:
     def narrow_attention(self, is_narrow: bool) -> None:
         with self._lock:
             self._library.lib.llmaas_engine_set_narrow(self._open(), is_narrow)
+
+    def set_part(self, weight: str, extents: Sequence[int | None]) -> None:
+        """Exchange the extents of a claimed part."""
+        if not are_extents(extents):
+            raise ValueError(f"expected {EXTENTS}, found {extents!r}")
+        values = c_extents(self._library, extents)
+        name = weight.encode()
+        with self._alive():
+            table = self._table
+            status = self._library.lib.llmaas_weights_set_part(table, name, values, len(values))
+        if status != 0:
+            raise KeyError(f"no part of {weight!r} is claimed")
 
     def density(self, *, row_step: int = 1, layer_step: int = 1) -> Density:
         """Accumulate attention densities."""
