@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -88,13 +89,30 @@ class Evaluator:
 
     def generate(self, n_tokens: int, seed: int = 0) -> Iterator[int]:
         """Evaluate what the model says from nothing, at temperature 1; yields tokens done."""
+        for tokens in self._said(n_tokens, seed):
+            yield len(tokens)
+
+    def say(
+        self, n_tokens: int, seed: int = 0, progress: Callable[[int], None] = lambda _n: None
+    ) -> Tokens:
+        """Likewise; what it says, one sequence after the other."""
+        said: list[list[int]] = [[] for _ in range(_N_SEQUENCES)]
+        for tokens in self._said(n_tokens, seed):
+            for sequence, token in zip(said, tokens, strict=False):
+                sequence.append(token)
+            progress(len(tokens))
+        text = itertools.chain.from_iterable(said)
+        return np.array([token for token in text if token not in self._start], np.int32)
+
+    def _said(self, n_tokens: int, seed: int) -> Iterator[list[int]]:
+        """A token of each sequence at a time."""
         chance = np.random.default_rng(seed)
         tokens, positions = np.empty((2, _N_SEQUENCES), np.int32)
         self._restart(range(_N_SEQUENCES), tokens, positions, chance)
         for done in range(0, n_tokens, _N_SEQUENCES):
             n = min(_N_SEQUENCES, n_tokens - done)
             logits = self._decode(tokens[:n].tolist(), positions[:n].tolist(), range(n))
-            yield n
+            yield tokens[:n].tolist()
             tokens[:n], positions = _sampled(logits, chance), positions + 1
             ended = [i for i in range(n) if self._is_end(int(tokens[i]), int(positions[i]))]
             self._restart(ended, tokens, positions, chance)
