@@ -223,7 +223,7 @@ class Levels:
         )
 
 
-def _is_level(value: object) -> bool:
+def _is_level(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and LEAST_LEVEL - _ROUNDING <= float(value) <= 1
 

@@ -128,7 +128,12 @@ class ClientContext:
     _client: LLMClient
 
     def call(self, prompt: str, **sampling: Any) -> dict[str, Any]:
-        """Append a user turn; the reply as ``service.Reply``'s fields."""
+        """Append a user turn; the reply as ``service.Reply``'s fields.
+
+        Args:
+            prompt: The user's turn.
+            **sampling: What else the body may have: ``max_tokens``, ``temperature``, ``level``, …
+        """
         body = {"prompt": prompt, **sampling}
         reply: dict[str, Any] = self._client.request("POST", f"{self._path}/call", body)
         return reply

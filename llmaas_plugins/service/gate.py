@@ -18,12 +18,14 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from llmaas_hooks import UnknownPluginError
+from llmaas_hooks import ConfigError, Levels, UnknownPluginError
 from llmaas_patches import serving_context
 from llmaas_plugins.declining import without
+from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.checks import check_body
 from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.service.keys import Keys
+from llmaas_plugins.service.levels import check_levels, levels_in_header
 from llmaas_plugins.service.line import Call, Line, stopping
 from llmaas_plugins.service.metrics import Metrics
 from llmaas_plugins.service.refusal import Refusal
@@ -69,7 +71,7 @@ _ROUTES = tuple(
     )
 )
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-_WITHOUT = b"x-llmaas-without"
+_WITHOUT, _LEVEL = b"x-llmaas-without", b"x-llmaas-level"
 _MOST_DISCARDED = 16 << 20
 _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
@@ -130,7 +132,7 @@ class Gate:
             raise stopping()
         if is_call:
             self._line.check(app)  # before a body is read in vain
-            _as_asked(scope)
+            _declining(scope), _at_level(scope)
         body = b""
         if scope["method"] == "POST":
             body = await self._read(scope, receive)
@@ -191,7 +193,8 @@ class Gate:
             with call.scope:
                 await call.turn.wait()
                 self._metrics.waited(time.perf_counter() - came)
-                with serving_context(None, call.app or None), _as_asked(scope):
+                named = serving_context(None, call.app or None)
+                with named, _declining(scope), _at_level(scope):
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:
@@ -211,7 +214,22 @@ class Gate:
             raise call.refusal or ClientDisconnect
 
 
-def _as_asked(scope: Message) -> AbstractContextManager[None]:
+def _at_level(scope: Message) -> AbstractContextManager[None]:
+    """Use the level that header X-LLMaaS-Level asks for.
+
+    Raises:
+        Refusal: It is none, or there are none.
+    """
+    text = header(scope, _LEVEL).decode("latin-1")
+    try:
+        levels = levels_in_header(text) if text else Levels()
+        check_levels(levels)
+    except ConfigError as error:
+        raise Refusal(400, f"X-LLMaaS-Level: {error}") from error
+    return asking(levels)
+
+
+def _declining(scope: Message) -> AbstractContextManager[None]:
     """Do without the plugins that header X-LLMaaS-Without names.
 
     Raises:

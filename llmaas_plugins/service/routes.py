@@ -10,15 +10,16 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 from fastapi import APIRouter, HTTPException, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
-from llmaas_hooks import ConfigError, LimitError, PluginError, StoreError
+from llmaas_hooks import ConfigError, Levels, LimitError, PluginError, StoreError
+from llmaas_plugins.service.levels import levels_of
 from llmaas_plugins.service.line import Line
 from llmaas_plugins.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from llmaas_plugins.service.refusal import error_body
@@ -51,10 +52,12 @@ class Call(BaseModel):
     repeat_penalty: float | None = Field(default=None, gt=0)
     seed: int | None = None
     stop: list[str] | None = None
+    level: Annotated[Levels, BeforeValidator(levels_of)] = Levels()
 
-    def sampling(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """What was given, as arguments of ``Context.call``."""
-        return self.model_dump(exclude={"prompt", "stream"}, exclude_none=True)
+        sampling = self.model_dump(exclude={"prompt", "stream", "level"}, exclude_none=True)
+        return {"level": self.level, **sampling}
 
 
 def make_router(service: LLMService, line: Line, metrics: Metrics) -> APIRouter:
@@ -113,7 +116,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
             if body.stream:
                 return EventSourceResponse(_events(found, body, metrics))
             async with engine_lock():
-                reply = await run_in_threadpool(found.call, body.prompt, **body.sampling())
+                reply = await run_in_threadpool(found.call, body.prompt, **body.arguments())
             metrics.replied(reply)
             return asdict(reply)
 
@@ -123,7 +126,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
 async def _events(context: Context, body: Call, metrics: Metrics) -> AsyncGenerator[dict[str, str]]:
     """Server-sent events: ``{"text": …}`` pieces, then one ``done`` event with the whole reply."""
     async with engine_lock():
-        stream = context.stream(body.prompt, **body.sampling())
+        stream = context.stream(body.prompt, **body.arguments())
         reply: list[Any] = []
 
         def step() -> str | None:

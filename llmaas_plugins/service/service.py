@@ -20,6 +20,7 @@ from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.levels import LevelArgument, levels_of
 from llmaas_plugins.service.turns import Reply, Turns, forget_kv
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
@@ -153,20 +154,23 @@ class Context:
     id: str
     app: App
 
-    def call(self, prompt: str, **sampling: Any) -> Reply:
+    def call(self, prompt: str, *, level: LevelArgument = None, **sampling: Any) -> Reply:
         """Append ``prompt`` as a user turn and generate the reply.
 
         Args:
             prompt: The user's turn.
+            level: How much of an elastic model to use: ``0.6``, or
+                ``{"prefill": 0.4, "decode": 0.8}``.
             **sampling: Arguments of ``Llama.create_chat_completion``: ``max_tokens``,
                 ``temperature``, ``top_p``, ``stop``, ``seed``, ``grammar``, …
 
         Raises:
+            ConfigError: There is no such level, or the model has none.
             LimitError: The context is full, or too many calls wait.
             LookupError: It was deleted.
             StoreError: The service was closed.
         """
-        stream = self.stream(prompt, **sampling)
+        stream = self.stream(prompt, level=level, **sampling)
         while True:
             try:
                 next(stream)
@@ -174,12 +178,15 @@ class Context:
                 reply: Reply = end.value
                 return reply
 
-    def stream(self, prompt: str, **sampling: Any) -> Generator[str, None, Reply]:
+    def stream(
+        self, prompt: str, *, level: LevelArgument = None, **sampling: Any
+    ) -> Generator[str, None, Reply]:
         """As ``call``, yielding text as it comes; the generator's value is the ``Reply``.
 
         A stream closed early leaves the context as it was before the call.
         """
-        return self.app._turns.run(lambda: self.app._record(self.id), prompt, sampling)
+        levels = levels_of(level)
+        return self.app._turns.run(lambda: self.app._record(self.id), prompt, levels, sampling)
 
     def record(self) -> ContextRecord:
         """Messages and sizes.

@@ -10,11 +10,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import LimitError, StoreError
+from llmaas_hooks import Levels, LimitError, StoreError
 from llmaas_patches import serving_context
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.levels import check_levels
 from llmaas_plugins.service.window import Messages, Window, visible
 
 __all__ = ["Reply", "Turns", "forget_kv"]
@@ -63,16 +65,24 @@ class Turns:
             return len(self._calls)
 
     def run(
-        self, load: Callable[[], ContextRecord], prompt: str, sampling: dict[str, Any]
+        self,
+        load: Callable[[], ContextRecord],
+        prompt: str,
+        levels: Levels,
+        sampling: dict[str, Any],
     ) -> Generator[str, None, Reply]:
-        """Generate a reply to ``prompt`` in the context that ``load()`` reads.
+        """Generate a reply to ``prompt`` in the context that ``load()`` reads, at these levels.
 
         Yields:
             Pieces of text.
 
         Returns:
             The reply; by then it is committed.
+
+        Raises:
+            ConfigError: Levels are asked for, and there are none.
         """
+        check_levels(levels)  # before it waits in vain
         with self._slot():
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
@@ -87,7 +97,7 @@ class Turns:
             finish_reason, first_token_s = "stop", 0.0
             try:
                 with closing(_completion(llama, record, seen, window, options)) as completion:
-                    for piece, reason in self._steps(completion):
+                    for piece, reason in self._steps(completion, levels):
                         finish_reason = reason or finish_reason
                         if piece:
                             first_token_s = first_token_s or time.perf_counter() - started
@@ -115,9 +125,9 @@ class Turns:
         with self._step:
             pass
 
-    def _steps(self, completion: Iterator[_Piece]) -> Iterator[_Piece]:
+    def _steps(self, completion: Iterator[_Piece], levels: Levels) -> Iterator[_Piece]:
         while True:
-            with self._at_the_engine():
+            with self._at_the_engine(), asking(levels):
                 piece = next(completion, None)
             if piece is None:
                 return

@@ -173,6 +173,7 @@ def test_apps_do_not_see_each_other(app, server):
         ({"max_tokens": 0}, "greater than or equal to 1"),
         ({"temprature": 1.0}, "temprature"),
         ({"top_p": "much"}, "top_p"),
+        ({"level": 0.5}, "the plugin elastic is not on"),
     ],
 )
 def test_what_the_service_cannot_understand(app, sampling, message):

@@ -1,0 +1,62 @@
+"""The level that a call asks for: an argument, a body's field, or a header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmaas_hooks import ConfigError, Levels
+from llmaas_plugins.activation import active_suite
+
+__all__ = ["LevelArgument", "check_levels", "levels_in_header", "levels_of"]
+
+LevelArgument = float | Mapping[str, float] | Levels | None
+"""A level of prompt and answer, ``{"prefill": 0.4, "decode": 0.8}`` or one of these, or none."""
+
+_PHASES = {"prefill", "decode"}
+
+
+def levels_of(value: object) -> Levels:
+    """A ``LevelArgument`` as levels.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(value, Levels):
+        return value
+    if not isinstance(value, Mapping):
+        number: Any = value
+        return Levels(number, number)
+    if not value or not value.keys() <= _PHASES:
+        found = ", ".join(map(repr, value)) or "an empty object"
+        raise ConfigError(f"expected a level as 0.6, or of prefill and decode, found {found}")
+    return Levels(**value)
+
+
+def levels_in_header(text: str) -> Levels:
+    """What a header asks for: ``0.6``, or ``0.4/0.8`` for prompt and answer.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        prefill, decode = map(float, text.split("/") if "/" in text else (text, text))
+    except ValueError:
+        raise ConfigError(f"expected a level as 0.6, or as 0.4/0.8, found {text!r}") from None
+    return Levels(prefill, decode)
+
+
+def check_levels(levels: Levels) -> None:
+    """See whether there are any.
+
+    Raises:
+        ConfigError: They are asked for, and there are none.
+    """
+    if levels == Levels():
+        return
+    suite = active_suite()
+    if suite is None or "elastic" not in suite.config.enabled():
+        raise ConfigError("no level can be asked for: the plugin elastic is not on")
+    problem = suite.plugin("elastic").problem()
+    if problem is not None:
+        raise ConfigError(f"no level can be asked for: {problem}")

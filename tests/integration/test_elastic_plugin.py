@@ -1,0 +1,356 @@
+"""elastic: which level each batch of a prepared model is computed with, and who decided that."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from flash_apps import run
+from llama_cpp import Llama
+from matrices import zeroed
+from preparing import prepare
+from switching import ENDINGS, OTHER, PROMPT, ask
+
+from llmaas_hooks import ConfigError, Levels, PluginError, hookimpl
+from llmaas_plugins import activate, elastic
+from llmaas_plugins.elastic.metadata import read_elastic
+
+TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+TABLES = ("uniform", "searched")
+CHANGED = "searched", True
+"""The table and the setting with which there are biases."""
+N = len(PROMPT)
+
+
+class Recorder:
+    """Batches by context, as (level, tokens); and what another plugin would have requests do."""
+
+    def __init__(self, levels=None):
+        self.levels = levels
+        self.contexts = {}
+        self.batches = {}
+
+    @hookimpl
+    def llmaas_level(self, request):
+        return self.levels
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        self.contexts[context.ctx] = context
+        self.batches[context.ctx] = []
+
+    @hookimpl
+    def llmaas_decode(self, step):
+        share = TENTHS[self.contexts[step.ctx].level]
+        self.batches[step.ctx].append((share, step.n_tokens))
+
+    def taken(self, llama):
+        """Batches of an engine since the last time."""
+        found = self.batches[int(llama.ctx)][:]
+        self.batches[int(llama.ctx)].clear()
+        return found
+
+
+@pytest.fixture(scope="module")
+def model(reference_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("elastic") / "model.gguf"
+    return prepare(reference_model, path, tables=TABLES, biases=("searched",))
+
+
+@pytest.fixture
+def engine(model):
+    """Make a ``Llama`` on the prepared model, or another one; closed when the test ends."""
+    with contextlib.ExitStack() as stack:
+
+        def engine(path=model, **settings):
+            own = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1} | settings
+            return stack.enter_context(contextlib.closing(Llama(str(path), **own)))
+
+        yield engine
+
+
+@pytest.fixture
+def narrowing():
+    """Activate; activating again is another life of the process."""
+    with contextlib.ExitStack() as stack:
+
+        def start(recorder=None, plugins=(), on_error="raise", **table):
+            stack.close()
+            own = {"table": "uniform"} | table
+            config = {"on_error": on_error, "plugins": {"elastic": own, **dict(plugins)}}
+            listeners = {} if recorder is None else {"recorder": recorder}
+            return stack.enter_context(activate(config, listeners))
+
+        yield start
+
+
+def report(suite):
+    return suite.status()["plugins"]["elastic"]
+
+
+def answered(llama, n=3):
+    """Logits of an answer to a prompt of which nothing is there yet."""
+    llama.reset()
+    return ask(llama, PROMPT, n)[1]
+
+
+# -- what levels compute -------------------------------------------------------------------------
+
+
+def test_the_whole_model_is_the_prepared_file_without_us(narrowing, engine):
+    with contextlib.closing(engine()) as llama:
+        expected = answered(llama)
+    suite = narrowing()
+    llama = engine()
+    assert np.array_equal(answered(llama), expected)
+    with elastic.level(0.5):
+        assert np.abs(answered(llama) - expected).max() > 0.1
+    assert np.array_equal(answered(llama), expected)
+    suite.deactivate()
+    assert np.array_equal(answered(llama), expected)
+
+
+def test_a_level_is_the_model_without_the_units_that_it_leaves_out(
+    narrowing, engine, model, tmp_path
+):
+    """Stock llama.cpp's answer when their weights are zero."""
+    found = read_elastic(model)
+    widths = found.tables["uniform"][TENTHS.index(0.4)]
+    columns = int(widths.groups[0]) * found.blocks.group_width
+    result = r"blk\.\d+\.attn_output\.weight"
+    heads = zeroed(model, tmp_path / "heads.gguf", result, columns=columns)
+    neurons = int(widths.neurons[0])
+    narrow = zeroed(heads, tmp_path / "narrow.gguf", r"blk\.\d+\.ffn_up\.weight", rows=neurons)
+    with contextlib.closing(engine(narrow)) as llama:
+        expected = answered(llama)
+    narrowing(level=0.4)
+    np.testing.assert_allclose(answered(engine()), expected, atol=2e-3)
+
+
+def test_compensation_is_a_setting(narrowing, engine):
+    found = {}
+    for table, compensate in (("uniform", True), ("searched", True), ("searched", False)):
+        suite = narrowing(level=0.6, table=table, compensate=compensate)
+        with contextlib.closing(engine()) as llama:
+            found[table, compensate] = answered(llama)
+            (one,) = report(suite)["models"].values()
+            assert (one["table"], one["compensated"]) == (table, (table, compensate) == CHANGED)
+    assert np.array_equal(found["uniform", True], found["searched", False])
+    assert np.abs(found[CHANGED] - found["searched", False]).max() > 0.1
+
+
+# -- who decides ---------------------------------------------------------------------------------
+
+
+def test_prompt_and_answer_have_levels_of_their_own(narrowing, engine):
+    recorder = Recorder()
+    suite = narrowing(recorder)
+    llama = engine()
+    with elastic.level(prefill=0.4, decode=0.8):
+        answered(llama)
+    assert recorder.taken(llama) == [(0.4, N), (0.8, 1), (0.8, 1)]
+    answered(llama)
+    assert recorder.taken(llama) == [(1.0, N), (1.0, 1), (1.0, 1)]
+    found = report(suite)
+    assert found["tokens"] == {"0.4": N, "0.8": 2, "1.0": N + 2}
+    assert found["switches"] == 4  # with that back to the level of the block, and out of it
+    assert [(one["level"], one["serves_request"]) for one in found["contexts"]] == [(1.0, False)]
+
+
+@pytest.mark.parametrize(
+    ("configured", "chosen", "asked", "expected"),
+    [
+        ({"level": 0.7}, None, {}, (0.7, 0.7)),
+        ({"level": 0.7, "decode_level": 0.9}, None, {}, (0.7, 0.9)),
+        ({"level": 0.7}, Levels(decode=0.5), {}, (0.7, 0.5)),
+        ({"prefill_level": 0.3}, Levels(0.5, 0.5), {"decode": 0.2}, (0.5, 0.2)),
+        ({"level": 0.7}, Levels(0.5, 0.5), {"level": 0.99, "prefill": 0.65}, (0.6, 0.9)),
+    ],
+)
+def test_the_app_goes_before_plugins_and_these_before_the_configuration(  # noqa: PLR0917  a table
+    narrowing, engine, configured, chosen, asked, expected
+):
+    recorder = Recorder(chosen)
+    narrowing(recorder, **configured)
+    llama = engine()
+    with elastic.level(**asked) if asked else contextlib.nullcontext():
+        answered(llama, 2)
+    prefill, decode = expected
+    assert recorder.taken(llama) == [(prefill, N), (decode, 1)]
+
+
+def test_a_request_keeps_the_levels_that_it_began_with(narrowing, engine):
+    recorder = Recorder()
+    narrowing(recorder)
+    llama, other = engine(), engine()
+    with elastic.level(0.5):
+        stream = llama.generate(PROMPT, temp=0.0)
+        next(stream)
+        with elastic.level(0.3):
+            next(stream)
+            answered(other, 1)
+    answered(other, 1)
+    next(stream)
+    stream.close()
+    assert recorder.taken(llama) == [(0.5, N), (0.5, 1), (0.5, 1)]
+    assert recorder.taken(other) == [(0.3, N), (1.0, N)]
+    assert {context.level for context in recorder.contexts.values()} == {0}
+
+
+def test_threads_ask_for_themselves(narrowing, engine):
+    recorder = Recorder()
+    narrowing(recorder)
+    llamas, barrier = [engine(), engine()], threading.Barrier(2)
+
+    def serve(llama, level):
+        with elastic.level(level):
+            for _ in range(3):
+                barrier.wait(timeout=60)
+                answered(llama, 2)
+
+    threads = [
+        threading.Thread(target=serve, args=pair) for pair in zip(llamas, (0.4, 0.8), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    narrow, wide = map(recorder.taken, llamas)
+    assert (narrow, wide) == ([(0.4, N), (0.4, 1)] * 3, [(0.8, N), (0.8, 1)] * 3)
+
+
+def test_batches_of_the_apps_own_are_at_the_level_of_the_block(narrowing, engine):
+    """What a sampled token is of: the prompt's level before it, the answer's behind it."""
+    recorder = Recorder()
+    narrowing(recorder, level=0.9)
+    llama = engine()
+
+    def go_on():
+        llama.eval(PROMPT[:5])
+        llama.sample(temp=0.0)
+        llama.eval(PROMPT[5:6])
+        return [share for share, _ in recorder.taken(llama)]
+
+    assert go_on() == [0.9, 0.9]
+    with elastic.level(0.5):
+        late = engine()
+        with elastic.level(prefill=0.3):
+            assert go_on() == [0.3, 0.5]
+        late.eval(PROMPT[:5])
+        assert recorder.taken(late) == [(0.5, 5)]
+        late.close()
+    assert go_on() == [0.9, 0.9]
+
+
+# -- what goes with it ---------------------------------------------------------------------------
+
+
+def test_a_context_goes_on_at_another_level_from_the_disk(narrowing, engine, tmp_path):
+    """With exact chunks that is what the engine itself goes on with."""
+    settings = {"n_ubatch": 1, "flash_attn": True}
+    kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
+    narrowing()
+    with contextlib.closing(engine(**settings)) as llama:
+        with elastic.level(0.4):
+            answer, _ = ask(llama, PROMPT, 4)
+        longer = [*PROMPT, *answer[:-1], *ENDINGS[0]]
+        _, expected = ask(llama, longer, 4)
+        llama.reset()
+        _, anew = ask(llama, longer, 4)
+    assert np.abs(anew - expected).max() > 0.1
+    narrowing(plugins={"kv_chunks": kept})
+    with contextlib.closing(engine(**settings)) as llama, elastic.level(0.4):
+        assert ask(llama, PROMPT, 4)[0] == answer
+        ask(llama, OTHER, 1)
+    suite = narrowing(plugins={"kv_chunks": kept})
+    _, found = ask(engine(**settings), longer, 4)
+    assert suite.status()["plugins"]["kv_chunks"]["disk_hits"] > 0
+    assert np.array_equal(found, expected)
+
+
+def test_weights_that_are_streamed_have_levels(model, tmp_path):
+    path = shutil.copyfile(model, tmp_path / "model.gguf")
+    script = """
+from llmaas_plugins import elastic
+own = {"table": "uniform", "level": 0.5}
+llama_cpp.llama_model_default_params = unrepacked
+with activate({"on_error": "raise", "plugins": {"elastic": own}}):
+    _, llama = app()
+    expected = tokens(llama, 12)
+    llama.close()
+table = {"memory_budget": resident_bytes() + 40 * MIB, "arena": 8 * MIB, "mode": "exact"}
+plugins = {"elastic": own, "flash_weights": table}
+with activate({"on_error": "raise", "plugins": plugins}) as suite:
+    llama = Llama(path, n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
+    found = tokens(llama, 12)
+    with elastic.level(1.0):
+        whole = tokens(llama, 12)
+    print(json.dumps([expected, found, whole, suite.status()["plugins"]]))
+"""
+    expected, found, whole, status = run(path, script)
+    assert status["flash_weights"]["mode"] == "exact"
+    assert found == expected != whole
+    assert status["elastic"]["tokens"]["0.5"] == status["elastic"]["tokens"]["1.0"]
+
+
+# -- what cannot be ------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_not_prepared_is_left_alone(narrowing, make, reference_model, caplog):
+    with contextlib.closing(make()) as llama:
+        expected = answered(llama)
+    suite = narrowing(level=0.5)
+    for _ in range(2):
+        llama = make()
+        assert np.array_equal(answered(llama), expected)
+    (line,) = [line for line in caplog.messages if "has no levels" in line]
+    assert f"`llmaas elastic prepare {reference_model}`" in line
+    found = report(suite)
+    assert (found["mode"], found["left_alone"]) == ("off", [line])
+    with (
+        elastic.level(0.5),
+        pytest.raises(PluginError, match=r"no level can be asked for.*`llmaas elastic prepare"),
+    ):
+        answered(llama)
+
+
+def test_a_context_that_is_older_than_the_plugin_has_no_levels(narrowing, engine):
+    llama = engine()
+    narrowing(level=0.5)
+    answered(llama)
+    with elastic.level(0.5), pytest.raises(PluginError, match="made before `activate`"):
+        answered(llama)
+
+
+def test_damaged_metadata_and_tables_that_are_not_there(narrowing, engine, model, tmp_path):
+    path = tmp_path / "damaged.gguf"
+    content = bytearray(model.read_bytes())
+    at = content.index(b'"version":1,"levels":[1.0,0.9')
+    content[at + 10 : at + 11] = b"7"
+    path.write_bytes(content)
+    narrowing()
+    with pytest.raises(PluginError, match=r"'elastic' failed in llmaas_weights: .*version"):
+        engine(path)
+    suite = narrowing(on_error="log", level=0.5)
+    answered(engine(path))
+    assert suite.status()["errors"]["elastic"]["llmaas_weights"]["count"] == 1
+    assert report(suite)["mode"] == "off"
+
+
+def test_a_table_that_the_file_has_not(narrowing, engine, reference_model, tmp_path):
+    path = prepare(reference_model, tmp_path / "uniform.gguf")
+    narrowing(table="searched")
+    with pytest.raises(PluginError, match=r"has no table 'searched'; expected one of uniform"):
+        engine(path)
+    suite = narrowing(table=None)
+    engine(path)
+    assert report(suite)["models"][str(path)]["table"] == "uniform"
+
+
+@pytest.mark.parametrize("wrong", [{"level": 0.1}, {"decode_level": 2}, {"table": "best"}])
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        activate({"plugins": {"elastic": wrong}})

@@ -1,0 +1,130 @@
+"""The level of a call to ``llmaas serve``: in a body, or in a header."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+from preparing import prepare
+from served import drain, serving
+
+from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_plugins import activate
+from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.service import LLMService
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+CONFIG = """
+on_error = "raise"
+[service]
+state_dir = "state"
+[plugins.elastic]
+level = 0.9
+[plugins.kv_chunks]
+codec = "lossless"
+store = "kv"
+"""
+SHORT = {"temperature": 0.0, "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def model(reference_model, tmp_path_factory):
+    return prepare(reference_model, tmp_path_factory.mktemp("model") / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve")
+    with serving(folder, "--model", str(model), config=CONFIG) as server:
+        yield server
+
+
+@pytest.fixture
+def levels(server):
+    """Levels that were used since the last time."""
+
+    def tokens():
+        return server.status()["plugins"]["elastic"]["tokens"]
+
+    before = tokens()
+
+    def levels():
+        now = tokens()
+        found = {level for level in now if now[level] != before.get(level)}
+        before.update(now)
+        return found
+
+    return levels
+
+
+def test_the_openai_routes_take_a_header(server, levels):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none") as client:
+
+        def ask(level, question, *, stream=False):
+            done = client.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": question}],
+                stream=stream,
+                extra_body=SHORT,
+                extra_headers={"X-LLMaaS-Level": level},
+            )
+            return list(done)
+
+        ask("0.6", "Who sings?")
+        assert levels() == {"0.6"}
+        ask("0.4/0.8", "Who flies?", stream=True)
+        assert levels() == {"0.4", "0.8"}
+        ask("", "Who swims?")
+        assert levels() == {"0.9"}
+        with pytest.raises(openai.BadRequestError, match=r"X-LLMaaS-Level: .*0\.6.*found 'half'"):
+            ask("half", "Who?")
+    assert levels() == set()
+
+
+def test_calls_take_a_field(server, levels):
+    context = server.client.bind("mail").new_context()
+    context.call("Who sings?", level=0.6, **SHORT)
+    assert levels() == {"0.6"}
+    drain(context.stream("Who flies?", level={"prefill": 0.3, "decode": 0.5}, **SHORT))
+    assert levels() == {"0.3", "0.5"}
+    context.call("Who swims?", level={"decode": 0.7}, **SHORT)
+    assert levels() == {"0.9", "0.7"}
+    for wrong in (0.1, "0.6", {"decoding": 0.5}):
+        with pytest.raises(LlmaasError, match=r"0\.2 to 1\.0|prefill and decode.*\(HTTP 422\)"):
+            context.call("Who?", level=wrong, **SHORT)
+    assert levels() == set()
+    assert len(context.record()["messages"]) == 6
+
+
+def test_a_field_goes_before_a_header(server, levels):
+    context = server.client.bind("mail").new_context()
+    request = urllib.request.Request(
+        f"{server.address}/v1/llmaas/apps/mail/contexts/{context.id}/call",
+        json.dumps({"prompt": "Who dives?", "level": {"decode": 0.5}} | SHORT).encode(),
+        {"Content-Type": "application/json", "X-LLMaaS-Level": "0.8"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.status == 200
+    assert levels() == {"0.8", "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "problem"),
+    [({}, "the plugin elastic is not on"), ({"elastic": {}}, "`llmaas elastic prepare ")],
+    ids=["off", "on"],
+)
+def test_a_service_without_levels_refuses(plugins, problem, tmp_path, make):
+    with (
+        activate({"plugins": plugins}),
+        LLMService(make(), ServiceConfig(state_dir=tmp_path / "state")) as service,
+    ):
+        context = service.bind("mail").new_context()
+        with pytest.raises(ConfigError, match=f"no level can be asked for: .*{problem}"):
+            context.call("Who?", level=0.5)
+        with pytest.raises(ConfigError, match=r"must be a number from 0\.2"):
+            context.stream("Who?", level=5)
+        assert context.call("Who?", max_tokens=1).finish_reason
+        assert len(context.record().messages) == 2
