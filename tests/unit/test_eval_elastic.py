@@ -17,8 +17,8 @@ from llmaas_eval.elastic.readings import (
     perplexity_ratio,
     read_window,
 )
-from llmaas_eval.elastic.sizes import all_units, kept_layers, share_in_use, without_layers
-from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_eval.elastic.sizes import all_units, kept_layers, without_layers
+from llmaas_plugins.elastic.units import Blocks
 
 
 def reading(nats, kl=0.0, same=1.0):
@@ -86,12 +86,11 @@ def test_readings_of_seeds_and_between_two():
     assert between.same == pytest.approx([0.6, 0.6])
 
 
-def test_bytes_in_use_are_those_of_groups_and_neurons():
+def test_removed_layers_use_nothing():
     one = blocks(2)
-    assert share_in_use(one, all_units(one)) == 1
-    assert share_in_use(one, without_layers(one, [1])) == 0.5
-    widths = Widths(np.array([1, 4], np.int32), np.array([50, 0], np.int32))
-    assert share_in_use(one, widths) == (100 + 400 + 400) / 2400
+    assert one.share(all_units(one)) == 1
+    assert one.share(without_layers(one, [1])) == 0.5
+    assert without_layers(one, [1]).groups.tolist() == [4, 0]
 
 
 @pytest.mark.parametrize(

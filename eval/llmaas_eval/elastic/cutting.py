@@ -5,13 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from numpy.typing import NDArray
 
 from llmaas_eval.models import copy_field, finish, open_writer
+from llmaas_plugins.elastic.uniform import step_of
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of
 
-__all__ = ["write_cut"]
+__all__ = ["even_widths", "write_cut"]
+
+
+def even_widths(blocks: Blocks, level: float) -> Widths:
+    """The same of each layer, for no more bytes than this share of the blocks has."""
+    n_groups = max(blocks.group_granule, round(level * blocks.n_groups))
+    group, neuron = sum(blocks.group_bytes), sum(blocks.neuron_bytes)
+    n_bytes = level * (blocks.n_groups * group + blocks.n_ff * neuron) - n_groups * group
+    step = step_of(blocks)
+    n_neurons = min(blocks.n_ff, max(step, int(n_bytes / neuron + 1e-9) // step * step))
+    layers = np.ones(blocks.n_layers, np.int32)
+    return Widths(n_groups * layers, n_neurons * layers)
 
 
 def write_cut(source: Path, widths: Widths, path: Path) -> Path:

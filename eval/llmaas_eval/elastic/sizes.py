@@ -11,7 +11,7 @@ import numpy as np
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.elastic.units import Blocks, Widths
 
-__all__ = ["KeptLayers", "all_units", "kept_layers", "kv_bytes", "share_in_use", "without_layers"]
+__all__ = ["KeptLayers", "all_units", "kept_layers", "kv_bytes", "without_layers"]
 
 
 def all_units(blocks: Blocks) -> Widths:
@@ -23,18 +23,6 @@ def without_layers(blocks: Blocks, layers: Collection[int]) -> Widths:
     """All units, but for those of some layers."""
     is_kept = np.array([layer not in layers for layer in range(blocks.n_layers)], np.int32)
     return Widths(blocks.n_groups * is_kept, blocks.n_ff * is_kept)
-
-
-def share_in_use(blocks: Blocks, widths: Widths) -> float:
-    """Share of the blocks' bytes that these widths use, K and V projections apart."""
-    used, full = _bytes(blocks, widths), _bytes(blocks, all_units(blocks))
-    return used / full
-
-
-def _bytes(blocks: Blocks, widths: Widths) -> float:
-    groups = np.array(blocks.group_bytes) * widths.groups
-    neurons = np.array(blocks.neuron_bytes) * widths.neurons
-    return float((groups + neurons).sum())
 
 
 def kv_bytes(path: Path) -> int:
@@ -61,7 +49,7 @@ def kept_layers(blocks: Blocks, n_kv_bytes: int, level: float) -> KeptLayers:
 
     Whole layers go with theirs, so there are a few more of them than ``level`` of all.
     """
-    n_bytes = _bytes(blocks, all_units(blocks))
+    n_bytes = sum(blocks.group_bytes) * blocks.n_groups + sum(blocks.neuron_bytes) * blocks.n_ff
     exact = blocks.n_layers * (level * n_bytes + n_kv_bytes) / (n_bytes + n_kv_bytes)
     n = int(np.ceil(exact - 1e-9))
     return KeptLayers(n, 1 - (n - exact))

@@ -1,0 +1,326 @@
+"""Levels of an elastic model: what they take, what changing them takes, and their memory.
+
+*Block time* is what is left of a batch's time without what no level narrows: K and V projections,
+norms, embeddings and the output matrix. That is measured as a level of its own, of which no query
+head and no neuron is in use, so neither is attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from llama_cpp import Llama
+
+from llmaas_eval.batches import batches, loaded
+from llmaas_eval.elastic.cutting import even_widths, write_cut
+from llmaas_eval.elastic.engine import Claimer, Variant
+from llmaas_eval.elastic.memory import peak_with
+from llmaas_eval.elastic.prepared import variants
+from llmaas_eval.elastic.sizes import without_layers
+from llmaas_eval.paired import quartiles, repeats
+from llmaas_hooks import hookimpl
+from llmaas_plugins import activate, elastic
+from llmaas_plugins.demo.interval import median_interval
+from llmaas_plugins.demo.page_cache import drop_pages
+from llmaas_plugins.elastic.metadata import Elastic
+from llmaas_plugins.elastic.prepared_file import write_prepared
+from llmaas_plugins.elastic.reordering import order_by
+from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
+
+NOTHING = len(LEVELS)
+DEPTH = 512
+COPIED = 0.6
+
+
+@pytest.fixture(scope="module")
+def model(model_1b):
+    """Prepared, with the widths of the paper; random weights are as good in any order."""
+    path = model_1b.with_stem(f"{model_1b.stem}-elastic")
+    blocks, rng = blocks_of(model_1b), np.random.default_rng(0)
+    step, unknown = step_of(blocks), np.zeros(blocks.n_layers)
+    scores = Scores(
+        rng.random((blocks.n_layers, blocks.n_groups)),
+        rng.random((blocks.n_layers, blocks.n_ff)),
+        Calibration("", 0, 0, "random"),
+    )
+    prepared_for = Elastic(
+        blocks=blocks,
+        levels=LEVELS,
+        step=step,
+        tables={"uniform": uniform_widths(blocks, LEVELS, unknown, step)},
+        anchors=anchors_of(unknown),
+        calibration=scores.calibration,
+        source=None,
+        biases={},
+    )
+    if not path.exists():
+        list(write_prepared(model_1b, path, prepared_for, order_by(blocks, scores)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def variant(model):
+    """The nine levels, and nothing."""
+    nine = variants(model, LEVELS)["uniform"]
+    nothing = without_layers(nine.blocks, range(nine.blocks.n_layers))
+    return replace(nine, levels=[*nine.levels, nothing])
+
+
+class Contexts:
+    """Opens elastic ones, within one activation."""
+
+    def __init__(self, stack, variant, edit):
+        self._variant, self._claimer, self._edit, self._stack = variant, Claimer(), edit, stack
+        self._claimer.claims = variant.claims()
+        config = {"on_error": "raise", "plugins": {}}
+        stack.enter_context(activate(config, {"bench": self._claimer}))
+
+    def open(self):
+        """Batches, and what has their level."""
+        model = self._stack.enter_context(loaded(self._variant.path))
+        opened = self._stack.enter_context(batches(model, self._edit))
+        return opened, self._claimer.contexts[-1]
+
+
+def on(n_threads):
+    def edit(params):
+        params.n_threads = params.n_threads_batch = n_threads
+
+    return edit
+
+
+def prepared(context, what):
+    """A function that evaluates, and one that puts things back before it."""
+    if what == "token":
+        context.clear()
+        context.prefill(DEPTH)
+        return functools.partial(context.generate, 4), functools.partial(context.cut, DEPTH)
+    return functools.partial(context.prefill, what), context.clear
+
+
+def seconds_of(run, before):
+    before()
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# Whoever is opened first, or last, may lie better in memory: two of each.
+SIDES = "vanilla", "ours", "ours again", "vanilla again"
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("what", ["token", 512])
+def bench_full_level(benchmark, variant, what, n_threads):
+    """Level 100 % against vanilla's default build."""
+    with contextlib.ExitStack() as stack:
+        steps = {}
+        for name in ("vanilla", "vanilla again"):
+            model = stack.enter_context(loaded(variant.path))
+            context = stack.enter_context(batches(model, on(n_threads)))
+            steps[name] = prepared(context, what)
+        contexts = Contexts(stack, variant, on(n_threads))
+        for name in ("ours", "ours again"):
+            context, native = contexts.open()
+            native.level = 0
+            steps[name] = prepared(context, what)
+        taken = []
+
+        def one_round():
+            order = SIDES[:: 1 if len(taken) % 2 else -1]
+            seconds = {name: seconds_of(*steps[name]) for name in order}
+            taken.append([seconds[name] for name in SIDES])
+
+        one_round()
+        taken.clear()
+        benchmark.pedantic(one_round, rounds=repeats(20))
+    vanilla, ours, ours_again, vanilla_again = np.array(taken).T
+    ratio, low, high = median_interval(np.sqrt(ours * ours_again / (vanilla * vanilla_again)))
+    benchmark.extra_info.update(
+        ours_ms=quartiles(1e3 * np.sqrt(ours * ours_again)),
+        vanilla_ms=quartiles(1e3 * np.sqrt(vanilla * vanilla_again)),
+        over_vanilla=f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+    )
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("what", ["token", 32, 64, 128, 256, 512])
+def bench_levels(benchmark, variant, what, n_threads):
+    """Four tokens behind 512, or a prompt, by level (Fig 2); block time over the full level's."""
+    with contextlib.ExitStack() as stack:
+        context, native = Contexts(stack, variant, on(n_threads)).open()
+        run, before = prepared(context, what)
+        taken = []
+
+        def one_round():
+            seconds = np.empty(len(variant.levels))
+            for level in range(len(seconds))[:: 1 if len(taken) % 2 else -1]:
+                native.level = level
+                seconds[level] = seconds_of(run, before)
+            taken.append(seconds)
+
+        one_round()
+        taken.clear()
+        benchmark.pedantic(one_round, rounds=repeats(20 if what == "token" else 8))
+    seconds = np.array(taken) / (4 if what == "token" else 1)
+    full, nothing = seconds[:, 0], seconds[:, NOTHING]
+    for i, level in enumerate(LEVELS):
+        share, low, high = median_interval((seconds[:, i] - nothing) / (full - nothing))
+        benchmark.extra_info[f"{level:.0%}"] = {
+            "ms": quartiles(1e3 * seconds[:, i]),
+            "of full": f"{np.median(seconds[:, i] / full):.3f}",
+            "block time": f"{share:.3f} ({low:.3f} to {high:.3f})",
+        }
+    benchmark.extra_info["nothing ms"] = quartiles(1e3 * nothing)
+
+
+class Switches:
+    """Changes the level of requests, and notes how long it is until the decode."""
+
+    def __init__(self, stack, model):
+        config = {"on_error": "raise", "plugins": {"elastic": {}}}
+        stack.enter_context(activate(config, {"bench": self}))
+        settings = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+        llama = Llama(str(model), flash_attn=True, **settings)
+        self._llama = stack.enter_context(contextlib.closing(llama))
+        self._tokens = np.random.default_rng(0).integers(3, llama.n_vocab() - 1, DEPTH).tolist()
+        self._decode_s, self._started = 0.0, 0.0
+        self.request(1.0)
+
+    @hookimpl
+    def llmaas_decode(self, step):
+        self._decode_s, self._started = step.seconds, time.perf_counter() - step.seconds
+
+    def request(self, level):
+        """A request whose prompt is there but for its last token.
+
+        Returns:
+            Seconds from before the level is set until the decode begins, and of that.
+        """
+        self._tokens[-1] ^= 1  # a prompt that was just read is not read again
+        before = time.perf_counter()
+        with elastic.level(level):
+            generator = self._llama.generate(self._tokens, temp=0.0)
+            next(generator)
+            generator.close()
+        return self._started - before, self._decode_s
+
+
+def bench_switching(benchmark, model):
+    """All from the call that sets a level until the next decode begins, and that decode.
+
+    Levels are drawn by chance; every other request has that of the one before.
+    """
+    rng, levels = np.random.default_rng(0), []
+    with contextlib.ExitStack() as stack:
+        app, taken = Switches(stack, model), []
+
+        def one_round():
+            level = rng.choice([one for one in LEVELS if [one] != levels[-1:]])
+            levels.append(float(level))
+            taken.append([app.request(levels[-1]) for _ in range(2)])
+
+        benchmark.pedantic(one_round, rounds=repeats(400))
+    (switch_s, first_s), (stay_s, second_s) = np.array(taken).transpose(1, 2, 0)
+    for name, seconds in (("switch_us", switch_s), ("no_switch_us", stay_s)):
+        p50, p99 = np.percentile(1e6 * seconds, [50, 99])
+        benchmark.extra_info[name] = f"p50 {p50:.4g}, p99 {p99:.4g}"
+    ratio, low, high = median_interval(first_s / second_s)
+    benchmark.extra_info["decode_over_next"] = f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+
+
+def bench_copying(benchmark, model):
+    """What others do to switch to 60 % (Fig 16b).
+
+    They copy its units from where they lie without reordering, in one thread; or load a file that
+    has no others, up to a context on it.
+    """
+    widths = even_widths(blocks_of(model), COPIED)
+    taken = {"copy": [], "load, page cache": [], "load, dropped cache": []}
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        cut = write_cut(model, widths, Path(folder) / "cut.gguf")
+        steps = {
+            "copy": (Gather(model, widths), lambda: None),
+            "load, page cache": (functools.partial(load, cut), cut.read_bytes),
+            "load, dropped cache": (functools.partial(load, cut), lambda: drop_pages(cut)),
+        }
+
+        def one_round():
+            for name, step in steps.items():
+                taken[name].append(seconds_of(*step))
+
+        benchmark.pedantic(one_round, rounds=repeats(10))
+        benchmark.extra_info["mib"] = cut.stat().st_size >> 20
+    for name, seconds in taken.items():
+        benchmark.extra_info[f"{name}, ms"] = quartiles(1e3 * np.array(seconds))
+
+
+class Gather:
+    """Copies as many units as these widths have, lying anywhere, to where they are contiguous."""
+
+    def __init__(self, model, widths):
+        blocks = blocks_of(model)
+        shares = {
+            "attn_q": (0, blocks.n_groups, widths.groups[0]),
+            "attn_output": (1, blocks.n_groups, widths.groups[0]),
+            "ffn_gate": (0, blocks.n_ff, widths.neurons[0]),
+            "ffn_up": (0, blocks.n_ff, widths.neurons[0]),
+            "ffn_down": (1, blocks.n_ff // blocks.granule, widths.neurons[0] // blocks.granule),
+        }
+        self._moves = [
+            self._move(np.array(tensor.data), *shares[matrix])
+            for tensor in GGUFReader(model).tensors
+            if (matrix := tensor.name.split(".")[-2]) in shares
+        ]
+
+    @staticmethod
+    def _move(data, axis, n_units, n_kept):
+        units = data.reshape(*data.shape[:axis], n_units, -1)
+        picks = np.sort(np.random.default_rng(0).permutation(n_units)[:n_kept])
+        return units, picks, axis, np.take(units, picks, axis=axis)
+
+    def __call__(self):
+        for units, picks, axis, kept in self._moves:
+            np.take(units, picks, axis=axis, out=kept, mode="clip")
+
+
+def load(path):
+    with loaded(path) as model, batches(model):
+        pass
+
+
+def bench_memory(benchmark, model):
+    """Peak memory of a process with all nine levels, one way or the other (Fig 16a)."""
+    nine, taken = variants(model, LEVELS)["uniform"], []
+
+    def one_round():
+        ours, stock = (
+            peak_with([nine], is_stock=False),
+            peak_with([Variant(model)], is_stock=True),
+        )
+        taken.append((ours, stock))
+
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        copies = [
+            Variant(write_cut(model, even_widths(nine.blocks, level), Path(folder) / f"{level}"))
+            for level in LEVELS
+        ]
+        benchmark.pedantic(one_round, rounds=repeats(3))
+        copied = peak_with(copies, is_stock=True)
+    ours, stock = np.median(np.array(taken), axis=0)
+    benchmark.extra_info.update(
+        vanilla_mib=stock / 2**20,
+        ours_mib=ours / 2**20,
+        copies_mib=copied / 2**20,
+        ours_over_vanilla=ours / stock,
+        copies_over_vanilla=copied / stock,
+    )

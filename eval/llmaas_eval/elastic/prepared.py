@@ -1,0 +1,46 @@
+"""What a prepared file has, as variants to be read with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.elastic.engine import Variant
+from llmaas_plugins.elastic.metadata import read_elastic
+
+__all__ = ["variants"]
+
+
+def variants(path: Path, levels: Sequence[float]) -> dict[str, Variant]:
+    """By table, with and without compensation, as far as the file has them.
+
+    Args:
+        path: A prepared file.
+        levels: Which of its levels.
+
+    Raises:
+        ValueError: It was not prepared, or not for these levels.
+    """
+    found = read_elastic(path)
+    if found is None or not set(levels) <= set(found.levels):
+        raise ValueError(f"{path} was not prepared for the levels {levels}")
+    picks = [found.levels.index(level) for level in levels]
+    variants = {}
+    for name, table in found.tables.items():
+        widths = [table[pick] for pick in picks]
+        variants[name] = Variant(path, found.blocks, widths)
+        if name in found.biases:
+            biases = _by_weight(found.biases[name][picks])
+            variants[f"{name}, compensated"] = Variant(path, found.blocks, widths, biases)
+    return variants
+
+
+def _by_weight(biases: NDArray[np.float16]) -> Mapping[str, NDArray[np.float32]]:
+    return {
+        f"blk.{layer}.{matrix}.weight": biases[:, layer, i].astype(np.float32)
+        for layer in range(biases.shape[1])
+        for i, matrix in enumerate(("attn_output", "ffn_down"))
+    }
