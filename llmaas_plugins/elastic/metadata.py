@@ -64,7 +64,7 @@ class Source(_Model):
 class _Json(_Model):
     version: Literal[1]
     levels: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(max_length=_MOST_LEVELS)]
-    step: Annotated[int, Field(gt=0)]
+    step: Annotated[int, Field(gt=0, lt=1 << 31)]
     tables: dict[Annotated[str, Field(pattern="^[a-z][a-z_]{0,31}$")], _Table]
     anchors: list[int]
     calibration: _Calibration

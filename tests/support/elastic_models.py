@@ -1,0 +1,56 @@
+"""Models to be made elastic: random orders of their units, and what vanilla llama.cpp says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+import llama_cpp
+import numpy as np
+
+from llmaas_plugins.elastic.metadata import Elastic
+from llmaas_plugins.elastic.prepared_file import write_prepared
+from llmaas_plugins.elastic.reordering import order_by
+from llmaas_plugins.elastic.uniform import LEVELS, step_of, uniform_widths
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
+
+TOKENS = list(range(5, 45))
+
+
+def scores_of(blocks, seed=0):
+    """Random ones."""
+    rng = np.random.default_rng(seed)
+    groups, neurons = (rng.random((blocks.n_layers, n)) for n in (blocks.n_groups, blocks.n_ff))
+    return Scores(groups, neurons, Calibration("0" * 64, seed, 0, "random"))
+
+
+def elastic_of(blocks):
+    """What a file prepared with random scores says of itself."""
+    step = step_of(blocks)
+    uniform = uniform_widths(blocks, LEVELS, np.zeros(blocks.n_layers), step)
+    calibration = Calibration("0" * 64, 0, 0, "random")
+    return Elastic(blocks, LEVELS, step, {"uniform": uniform}, (), calibration, None, {})
+
+
+def shuffled(source, path, seed=0, order=None):
+    """Prepare a model with its units in a random order, or in this one."""
+    blocks = blocks_of(source)
+    order = order or order_by(blocks, scores_of(blocks, seed))
+    write(write_prepared(source, path, elastic_of(blocks), order))
+    return path
+
+
+def write(writing):
+    """All of it."""
+    deque(writing, maxlen=0)
+
+
+def logits_of(path):
+    """What a model says in vanilla, without 16-bit cells, which round what hardly differs."""
+    settings = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    llama = llama_cpp.Llama(
+        str(path), n_ctx=64, logits_all=True, n_threads=1, verbose=False, **settings
+    )
+    with contextlib.closing(llama):
+        llama.eval(TOKENS)
+        return llama.scores[: len(TOKENS)].copy()
