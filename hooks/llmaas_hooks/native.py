@@ -412,5 +412,6 @@ class NativeContext(Protocol):
     def stats(self) -> dict[str, int]:
         """Counters: ``graphs`` computed, of them ``passed`` on as they were, and what was changed.
 
-        ``products`` exchanged, nodes that ``taps`` had, and attention of a layer ``narrowed``.
+        ``products`` exchanged, nodes that ``taps`` had, attention of a layer ``narrowed``, and
+        nodes ``cut`` to the rows in use of weights before them.
         """

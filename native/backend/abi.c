@@ -28,7 +28,9 @@ static const char * check_names(void) {
         {GGML_OP_ADD, "ADD"},         {GGML_OP_MUL_MAT, "MUL_MAT"},           {GGML_OP_MUL_MAT_ID, "MUL_MAT_ID"},
         {GGML_OP_CONT, "CONT"},       {GGML_OP_SET_ROWS, "SET_ROWS"},         {GGML_OP_SOFT_MAX, "SOFT_MAX"},
         {GGML_OP_ROPE, "ROPE"},       {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}, {GGML_OP_CUSTOM, "CUSTOM"},
-        {GGML_OP_GET_ROWS, "GET_ROWS"},
+        {GGML_OP_GET_ROWS, "GET_ROWS"}, {GGML_OP_MUL, "MUL"},                 {GGML_OP_SCALE, "SCALE"},
+        {GGML_OP_UNARY, "UNARY"},     {GGML_OP_GLU, "GLU"},                   {GGML_OP_RMS_NORM, "RMS_NORM"},
+        {GGML_OP_VIEW, "VIEW"},       {GGML_OP_RESHAPE, "RESHAPE"},           {GGML_OP_PERMUTE, "PERMUTE"},
     };
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) {
         if (strcmp(ggml_op_name(ops[i].op), ops[i].name) != 0) {

@@ -9,18 +9,50 @@ void llmaas_engine_next_threadpool(ggml_threadpool_t pool) { next_pool = pool; }
 
 /* -- rewriting --------------------------------------------------------------------------------------------------- */
 
-/* A product: the steps of the taps that read its operand, then what stands for it. */
-static void rewrite_product(
-    llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
-    const llmaas_weight * weight = llmaas_weights_find(engine->weights, node->src[0]);
-    if (weight && weight->tap_kind >= 0) {
-        engine->n_taps += llmaas_taps_states(
-            &engine->taps, engine->graph, (llmaas_tap_kind) weight->tap_kind, weight->tap_layer, node->src[1]);
+/* What stands for a node that goes on as it is, but for what its operands leave out. NULL: nothing, as they are left out
+ * altogether; or out of memory. */
+static struct ggml_tensor * in_use(llmaas_engine * engine, struct ggml_tensor * node) {
+    llmaas_prefix * prefix = llmaas_prefixes_of(&engine->prefixes, node);
+    engine->n_cut += prefix != NULL;
+    if (!prefix) {
+        return node;
     }
+    return prefix->n > 0 ? llmaas_prefix_make(&engine->prefixes, engine->graph, prefix) : NULL;
+}
+
+/* A product for whose columns an operand's prefix is enough. NULL: out of memory. */
+static struct ggml_tensor * with_operand(llmaas_engine * engine, struct ggml_tensor * node, struct ggml_tensor * operand) {
+    struct ggml_tensor * product = operand == node->src[1] ? node : llmaas_graph_copy(engine->graph, node);
+    if (product) {
+        product->src[1] = operand;
+    }
+    return product;
+}
+
+static void multiply(llmaas_engine * engine, int32_t level, const llmaas_weight * weight, struct ggml_tensor * node) {
     if (weight && weight->is_claimed && llmaas_weight_multiply(weight, level, engine->graph, node)) {
         engine->n_products++;
     } else {
         llmaas_graph_append(engine->graph, node);
+    }
+}
+
+/* A product: the steps of the taps that read its operand, then what stands for it. */
+static void rewrite_product(
+    llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
+    const llmaas_weight * weight  = llmaas_weights_find(engine->weights, node->src[0]);
+    const llmaas_prefix * prefix  = llmaas_prefixes_of(&engine->prefixes, node->src[1]);
+    struct ggml_tensor *  operand = prefix ? prefix->narrowed : node->src[1];
+    if (operand && weight && weight->tap_kind >= 0) {
+        engine->n_taps += llmaas_taps_states(
+            &engine->taps, engine->graph, (llmaas_tap_kind) weight->tap_kind, weight->tap_layer, operand);
+    }
+    struct ggml_tensor * product = in_use(engine, node);
+    if (product == node && operand) {
+        product = with_operand(engine, node, operand);
+    }
+    if (product) {
+        multiply(engine, level, weight, product);
     }
     const float * biases = weight ? llmaas_weight_biases(weight, level) : NULL;
     if (biases) {
@@ -37,8 +69,15 @@ static void rewrite_flash(llmaas_engine * engine, struct ggml_tensor * node) {
 }
 
 /* Attention without flash attention, from nodes[0] on. Of a range, its probabilities are all that taps can have. */
-static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, struct ggml_tensor ** nodes) {
-    llmaas_narrow_nodes narrowed;
+static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, struct ggml_tensor ** original) {
+    struct ggml_tensor * nodes[3];
+    llmaas_narrow_nodes  narrowed;
+    for (int i = 0; i < 3; i++) {
+        nodes[i] = in_use(engine, original[i]);
+        if (!nodes[i]) {
+            return;
+        }
+    }
     engine->n_narrowed++;
     if (seen->n_runs > 0) {
         llmaas_runs_scores(seen, engine->graph, nodes[0]);
@@ -63,16 +102,8 @@ static void rewrite_lookup(llmaas_engine * engine, struct ggml_tensor * node) {
     }
 }
 
-static void rewrite_node(
-    llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
-    if (llmaas_biases_settle(&engine->biases, engine->graph, original, node)) {
-        return;
-    }
+static void rewrite_other(llmaas_engine * engine, struct ggml_tensor * node) {
     switch (node->op) {
-        case GGML_OP_MUL_MAT:
-        case GGML_OP_MUL_MAT_ID:
-            rewrite_product(engine, level, original, node);
-            break;
         case GGML_OP_GET_ROWS:
             rewrite_lookup(engine, node);
             break;
@@ -89,8 +120,29 @@ static void rewrite_node(
     }
 }
 
+static void rewrite_node(
+    llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
+    if (llmaas_biases_settle(&engine->biases, engine->graph, original, node)) {
+        return;
+    }
+    if (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) {
+        rewrite_product(engine, level, original, node);
+        return;
+    }
+    struct ggml_tensor * used = in_use(engine, node);
+    if (used) {
+        rewrite_other(engine, used);
+    }
+}
+
 static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
     llmaas_graph_begin(engine->graph, original);
+    llmaas_prefixes_forget(&engine->prefixes);
+    if (llmaas_weights_are_cut(engine->weights, level) &&
+        !llmaas_prefixes_find(&engine->prefixes, engine->weights, level, original)) {
+        llmaas_graph_fail(engine->graph);
+        return NULL;
+    }
     for (int i = 0; i < original->n_nodes; i++) {
         const llmaas_seen * seen = llmaas_narrow_attention(&engine->narrow, original, i);
         if (seen) {
@@ -136,6 +188,7 @@ static void destroy(ggml_backend_t backend) {
     llmaas_engine * engine = (llmaas_engine *) backend;
     ggml_backend_free(engine->cpu);
     llmaas_graph_free(engine->graph);
+    llmaas_prefixes_free(&engine->prefixes);
     llmaas_weights_release(engine->weights);
     pthread_mutex_destroy(&engine->lock);
     llmaas_engine_gone(engine);
@@ -234,7 +287,7 @@ llmaas_status llmaas_engine_unsubscribe(llmaas_engine * engine, const void * use
 
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats) {
     *stats = (llmaas_engine_stats) {
-        engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps, engine->n_narrowed};
+        engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps, engine->n_narrowed, engine->n_cut};
 }
 
 llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine) {

@@ -6,6 +6,7 @@
 #include "cells.h"
 #include "graph.h"
 #include "narrow.h"
+#include "prefix.h"
 #include "room.h"
 #include "taps.h"
 #include "weights.h"
@@ -27,8 +28,9 @@ struct llmaas_engine {
     llmaas_room     room;
     llmaas_narrow   narrow;
     llmaas_biases   biases;
+    llmaas_prefixes prefixes;
 
-    _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed;
+    _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed, n_cut;
 };
 
 /* A backend for llama.cpp: on `device`, or on ggml-cpu's own when `weights` all lie in buffers that this takes. */

@@ -452,9 +452,13 @@ llmaas_status llmaas_weights_add_columns(
     return status;
 }
 
-bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
+bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level) {
     const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
-    return weights->own_buffers || (level >= 0 && (weights->narrow_levels >> bit & 1));
+    return level >= 0 && (weights->narrow_levels >> bit & 1);
+}
+
+bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
+    return weights->own_buffers || llmaas_weights_are_cut(weights, level);
 }
 
 llmaas_stream * llmaas_weights_stream(const llmaas_weights * weights) { return weights->stream; }

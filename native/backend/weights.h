@@ -79,7 +79,8 @@ llmaas_weights * llmaas_weights_retain(llmaas_weights * weights);
 /* What its weights in files are read through; NULL: there are none. */
 llmaas_stream * llmaas_weights_stream(const llmaas_weights * weights);
 
-/* Whether graphs must be rewritten at this level. */
+/* Whether some weight is not all, or biased, at this level; and whether graphs must be rewritten. */
+bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level);
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level);
 bool llmaas_weights_own_buffers(const llmaas_weights * weights);
 

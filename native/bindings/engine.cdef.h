@@ -21,6 +21,7 @@ typedef struct llmaas_engine_stats {
     uint64_t n_products;
     uint64_t n_taps;
     uint64_t n_narrowed;
+    uint64_t n_cut;
 } llmaas_engine_stats;
 
 typedef struct llmaas_cell_memory {

@@ -183,6 +183,7 @@ typedef struct llmaas_engine_stats {
     uint64_t n_products; /* exchanged for products with a part of a weight, or with one from elsewhere */
     uint64_t n_taps;     /* nodes that a tap had, with a step of its own or settled without */
     uint64_t n_narrowed; /* attention nodes of layers, exchanged for others over fewer cells, or by heads */
+    uint64_t n_cut;      /* nodes that were computed for the rows in use only, or not at all, products with these among them */
 } llmaas_engine_stats;
 LLMAAS_API void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
 

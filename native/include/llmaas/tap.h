@@ -26,13 +26,15 @@ typedef struct llmaas_tap_view {
     bool            is_first; /* the first node of this kind and tap in the graph */
 
     /* All kinds but ATTENTION: F32 [n, n_rows], of as many columns as the matrix has that reads it; FFN_INPUT of a mixture of
-     * experts may be [n, 1, n_rows]. */
+     * experts may be [n, 1, n_rows]. ATTN_RESULT and FFN_MIDDLE have the first columns only where the engine's level leaves out
+     * the others, and the matrix does not read them; where none is left, there is no node. */
     const struct ggml_tensor * states;
 
     /* ATTENTION. With flash attention `node` is FLASH_ATTN_EXT: src[0] queries F32 [d, n_tokens, n_head, n_stream],
      * src[1] keys [d, n_kv, n_head_kv, n_stream], src[3] mask F16 or NULL, src[4] sinks or NULL. Without it, `node` is
      * SOFT_MAX and holds the probabilities, F32 [n_kv, n_tokens, n_head, n_stream]; src[1] is the mask. Column j
-     * of keys, mask and probabilities is KV cell first_cell + j; 0 unless attention is narrowed. */
+     * of keys, mask and probabilities is KV cell first_cell + j; 0 unless attention is narrowed. Heads that the engine's level
+     * leaves out are not there: n_head and n_head_kv differ by layer and graph, and where none is left, there is no node. */
     const struct ggml_tensor * node;
     const struct ggml_tensor * cells;     /* I64 [n_tokens]: the KV cell each token is stored in; NULL: no KV cache */
     const struct ggml_tensor * positions; /* I32 [n_tokens]: their positions; NULL: the model uses none */

@@ -295,6 +295,7 @@ class Context:
             "products": int(stats.n_products),
             "taps": int(stats.n_taps),
             "narrowed": int(stats.n_narrowed),
+            "cut": int(stats.n_cut),
         }
 
     def close(self) -> None:

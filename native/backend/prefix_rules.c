@@ -1,0 +1,168 @@
+/* What nodes make of a prefix. Whatever is not listed here needs all of its operands. */
+#include "prefix.h"
+
+#include <string.h>
+
+/* -- element by element -------------------------------------------------------------------------------------------- */
+
+static bool is_whole_axis(const llmaas_prefix * prefix) { return prefix->period == prefix->of->ne[prefix->axis]; }
+
+static bool is_apart(const struct ggml_tensor * a, const struct ggml_tensor * b) {
+    const char * from_a = a->data, * from_b = b->data;
+    return from_a + ggml_nbytes(a) <= from_b || from_b + ggml_nbytes(b) <= from_a;
+}
+
+/* An operand of a node that has the shape of `from`: it has the same prefix, or what it has there can be cut off, or is the
+ * same for all. Narrowed nodes have no gaps, so one must not be written over an operand that has. */
+static bool goes_with(
+    const llmaas_prefixes * prefixes, const struct ggml_tensor * node, const struct ggml_tensor * operand,
+    const llmaas_prefix * from) {
+    const llmaas_prefix * own = llmaas_prefixes_of(prefixes, operand);
+    if (own) {
+        return ggml_are_same_shape(operand, node) && own->axis == from->axis && own->period == from->period &&
+               own->n == from->n;
+    }
+    return operand->ne[from->axis] == 1 ||
+           (operand->ne[from->axis] == node->ne[from->axis] && is_whole_axis(from) && is_apart(node, operand));
+}
+
+static bool follow_elements(
+    const llmaas_prefixes * prefixes, const struct ggml_tensor * node, const llmaas_prefix * from) {
+    const struct ggml_tensor * second = node->src[1];
+    return ggml_are_same_shape(from->of, node) && goes_with(prefixes, node, node->src[0], from) &&
+           (!second || goes_with(prefixes, node, second, from));
+}
+
+/* -- the same values in another shape ------------------------------------------------------------------------------ */
+
+/* In the order of its values, a prefix is the first of each so many; so it is in the other shape, if that has an axis for it. */
+static bool follow_shape(const struct ggml_tensor * node, const llmaas_prefix * from, llmaas_prefix * to) {
+    int64_t n_each = 1;
+    for (int i = 0; i < from->axis; i++) {
+        n_each *= from->of->ne[i];
+    }
+    const int64_t period = n_each * from->period, n = n_each * from->n;
+    n_each = 1;
+    for (int axis = 0; axis < GGML_MAX_DIMS; axis++) {
+        if (period % n_each == 0 && n % n_each == 0 && n_each * node->ne[axis] % period == 0) {
+            to->axis   = axis;
+            to->period = period / n_each;
+            to->n      = n / n_each;
+            return true;
+        }
+        n_each *= node->ne[axis];
+    }
+    return false;
+}
+
+static bool is_reshape(const struct ggml_tensor * view) {
+    const struct ggml_tensor * of = view->src[0];
+    return view->data == of->data && ggml_nelements(view) == ggml_nelements(of) && ggml_is_contiguous(view) &&
+           ggml_is_contiguous(of);
+}
+
+/* -- heads --------------------------------------------------------------------------------------------------------- */
+
+/* Heads of queries share those of keys and values in groups; n heads are the first groups, or share one. */
+static bool are_groups(int64_t n_heads, const struct ggml_tensor * shared, int64_t n) {
+    return shared->ne[2] == 1 || n % (n_heads / shared->ne[2]) == 0;
+}
+
+static bool has_slopes(const struct ggml_tensor * node) {
+    float max_bias;
+    memcpy(&max_bias, (const char *) node->op_params + sizeof(float), sizeof max_bias); /* of both operations */
+    return max_bias != 0.0f;
+}
+
+static bool is_for_all_heads(const struct ggml_tensor * mask) { return !mask || mask->ne[2] == 1; }
+
+static bool follow_flash(const struct ggml_tensor * node, const llmaas_prefix * from) {
+    const int64_t n_heads = node->src[0]->ne[2];
+    return from->axis == 2 && is_whole_axis(from) && are_groups(n_heads, node->src[1], from->n) &&
+           are_groups(n_heads, node->src[2], from->n) && is_for_all_heads(node->src[3]) && !node->src[4] &&
+           !has_slopes(node);
+}
+
+static bool follow_soft_max(const struct ggml_tensor * node, const llmaas_prefix * from) {
+    return from->axis == 2 && is_for_all_heads(node->src[1]) && !node->src[2] && !has_slopes(node);
+}
+
+/* Rows of the second operand, or heads: products do not depend on each other. */
+static bool follow_product(const struct ggml_tensor * node, const llmaas_prefix * from) {
+    switch (from->axis) {
+        case 1:
+            return true;
+        case 2:
+            return node->src[0]->ne[2] == 1 ||
+                   (is_whole_axis(from) && are_groups(node->ne[2], node->src[0], from->n));
+        default:
+            return false;
+    }
+}
+
+/* -- nodes --------------------------------------------------------------------------------------------------------- */
+
+/* Whether it is the only operand with a prefix. */
+static bool is_alone(const llmaas_prefixes * prefixes, const struct ggml_tensor * node, int i, const llmaas_prefix * from) {
+    bool is = node->src[i] == from->of;
+    for (int other = 0; is && other < GGML_MAX_SRC; other++) {
+        is = other == i || !llmaas_prefixes_of(prefixes, node->src[other]);
+    }
+    return is;
+}
+
+bool llmaas_prefix_follow(
+    const llmaas_prefixes * prefixes, const struct ggml_tensor * node, const llmaas_prefix * from, llmaas_prefix * to) {
+    to->axis   = from->axis;
+    to->period = from->period;
+    to->n      = from->n;
+    switch (node->op) {
+        case GGML_OP_ADD:
+        case GGML_OP_MUL:
+        case GGML_OP_GLU:
+            return follow_elements(prefixes, node, from);
+        case GGML_OP_SCALE:
+        case GGML_OP_UNARY:
+            return true;
+        case GGML_OP_RMS_NORM:
+            return from->axis > 0;
+        case GGML_OP_ROPE:
+            return from->axis == 1 && is_alone(prefixes, node, 0, from);
+        case GGML_OP_PERMUTE:
+            to->axis = node->op_params[from->axis];
+            return true;
+        case GGML_OP_VIEW:
+            return is_reshape(node) && follow_shape(node, from, to);
+        case GGML_OP_RESHAPE:
+        case GGML_OP_CONT:
+            return follow_shape(node, from, to);
+        case GGML_OP_MUL_MAT:
+            return is_alone(prefixes, node, 1, from) && follow_product(node, from);
+        case GGML_OP_SOFT_MAX:
+            return is_alone(prefixes, node, 0, from) && follow_soft_max(node, from);
+        case GGML_OP_FLASH_ATTN_EXT:
+            to->axis = 1;
+            return is_alone(prefixes, node, 0, from) && follow_flash(node, from);
+        default:
+            return false;
+    }
+}
+
+int64_t llmaas_prefix_cut(const struct ggml_tensor * node, int i, const llmaas_prefix * of_node, int * axis) {
+    const struct ggml_tensor * operand = node->src[i];
+    switch (node->op) {
+        case GGML_OP_ADD:
+        case GGML_OP_MUL:
+        case GGML_OP_GLU:
+            *axis = of_node->axis;
+            return operand->ne[*axis] > 1 ? of_node->n : 0;
+        case GGML_OP_MUL_MAT:
+            *axis = 2;
+            return i == 0 && of_node->axis == 2 && operand->ne[2] > 1 ? of_node->n / (node->ne[2] / operand->ne[2]) : 0;
+        case GGML_OP_FLASH_ATTN_EXT:
+            *axis = 2;
+            return (i == 1 || i == 2) && operand->ne[2] > 1 ? of_node->n / (node->ne[1] / operand->ne[2]) : 0;
+        default:
+            return 0;
+    }
+}
