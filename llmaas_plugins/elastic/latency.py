@@ -1,0 +1,267 @@
+"""What levels cost on this machine: the time to the first token, and of each one after it.
+
+Measured once, by ``profiling``, and kept in a file; whoever chooses a level for a deadline reads it
+(ElastiLM §3.4). Between two lengths times are taken to be linear. How far that is off was measured,
+too, at lengths in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import llama_cpp
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.elastic.levels import level_index
+from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.file_bytes import as_store_error, sync_directory, write
+from llmaas_plugins.model_digest import file_digest
+from llmaas_plugins.partial_file import taken
+
+__all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "latency_path"]
+
+DIRECTORY = Path("~/.cache/llmaas/latency")
+
+_Time = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(gt=0)]
+_Times = tuple[tuple[tuple[_Time, ...], ...], ...]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Machine(_Model):
+    """What times are of.
+
+    Attributes:
+        cpu: Name of its processors.
+        n_cpus: How many it has.
+        llama_cpp: Version of llama-cpp-python.
+    """
+
+    cpu: str
+    n_cpus: int
+    llama_cpp: str
+
+    @classmethod
+    def this(cls) -> Self:
+        """The one that we run on."""
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        cpu = names[0] if names else os.uname().machine
+        return cls(cpu=cpu, n_cpus=os.cpu_count() or 1, llama_cpp=llama_cpp.__version__)
+
+
+class Curves(_Model):
+    """Times by number of tokens.
+
+    Attributes:
+        n_tokens: Two numbers or more, ascending.
+        ms: Medians; ``(n_threads, n_levels, n)``.
+        spread_ms: From the shortest to the longest time; likewise.
+        held: Numbers in between that are not interpolated from.
+        held_ms: Medians there; ``(n_threads, n_levels, n_held)``.
+    """
+
+    n_tokens: Annotated[tuple[_Count, ...], Field(min_length=2)]
+    ms: _Times
+    spread_ms: _Times
+    held: Annotated[tuple[_Count, ...], Field(min_length=1)]
+    held_ms: _Times
+
+    def at(self, thread: int, level: int, n_tokens: int) -> float:
+        """Milliseconds, on the line through the two times beside it, or nearest to it."""
+        numbers, times = self.n_tokens, self.ms[thread][level]
+        i = min(max(int(np.searchsorted(numbers, n_tokens)) - 1, 0), len(numbers) - 2)
+        slope = (times[i + 1] - times[i]) / (numbers[i + 1] - numbers[i])
+        return max(times[i] + slope * (n_tokens - numbers[i]), 0.0)
+
+    def errors(self) -> Errors:
+        """Of times between."""
+        errors = [
+            abs(self.at(thread, level, n_tokens) - measured) / max(measured, 1e-9)
+            for thread, levels in enumerate(self.held_ms)
+            for level, times in enumerate(levels)
+            for n_tokens, measured in zip(self.held, times, strict=True)
+        ]
+        return Errors(median=statistics.median(errors), largest=max(errors))
+
+    def check(self, n_threads: int, n_levels: int) -> None:
+        """Refuse a table that lacks something.
+
+        Raises:
+            ValueError: It does.
+        """
+        shape = n_threads, n_levels, len(self.n_tokens)
+        held = n_threads, n_levels, len(self.held)
+        if [*map(_shape, (self.ms, self.spread_ms, self.held_ms))] != [shape, shape, held]:
+            raise ValueError("there is not one time for each level and number of tokens")
+        if any(np.diff(self.n_tokens) <= 0):
+            raise ValueError("numbers of tokens do not ascend")
+
+
+class Errors(_Model):
+    """How far interpolated times are off the measured ones, as shares of these.
+
+    Attributes:
+        median: Of all numbers of tokens, levels and threads.
+        largest: Likewise.
+    """
+
+    median: float
+    largest: float
+
+
+class Latency(_Model):
+    """Times of a model on a machine.
+
+    Attributes:
+        model: Name of its file.
+        table: Of its widths.
+        machine: The machine.
+        levels: Widest first.
+        threads: Numbers of threads, of prompts and of tokens alike.
+        ttft: From the call to the first token, by length of the prompt.
+        tpot: Of a token after that, by length of the context.
+    """
+
+    model: str
+    table: str
+    machine: Machine
+    levels: Annotated[tuple[float, ...], Field(min_length=1)]
+    threads: Annotated[tuple[_Count, ...], Field(min_length=1)]
+    ttft: Curves
+    tpot: Curves
+
+    @model_validator(mode="after")
+    def _has_all_times(self) -> Self:
+        for curves in (self.ttft, self.tpot):
+            curves.check(len(self.threads), len(self.levels))
+        return self
+
+    def ttft_ms(self, level: float, n_tokens: int, n_threads: int) -> float:
+        """Time from a call to its first token, in ms.
+
+        Args:
+            level: Of the prompt; between two of ``levels`` it is the narrower.
+            n_tokens: Of the prompt, as far as it has to be evaluated.
+            n_threads: One of ``threads``.
+
+        Raises:
+            ConfigError: That number of threads was not measured.
+        """
+        return self.ttft.at(self._thread(n_threads), level_index(self.levels, level), n_tokens)
+
+    def tpot_ms(self, level: float, n_tokens: int, n_threads: int) -> float:
+        """Time of a token that follows ``n_tokens`` others, in ms; else as ``ttft_ms``.
+
+        Raises:
+            ConfigError: That number of threads was not measured.
+        """
+        return self.tpot.at(self._thread(n_threads), level_index(self.levels, level), n_tokens)
+
+    def save(self, path: Path) -> None:
+        """Write it, in place of what is there.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        times = self.model_dump(mode="json")
+        errors = {"ttft": self.ttft.errors(), "tpot": self.tpot.errors()}
+        file = _File(
+            format="llmaas-latency", version=1, sha256=_digest(times), times=times, errors=errors
+        )
+        partial = path.with_suffix(".partial")
+        with as_store_error(f"cannot write {path}"):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with taken(partial) as fd:
+                os.ftruncate(fd, 0)
+                write(fd, file.model_dump_json().encode(), 0)
+                os.fsync(fd)
+                partial.replace(path)
+                sync_directory(path.parent)
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """Read what ``save`` wrote; None: nothing was measured.
+
+        Raises:
+            StoreError: It cannot be read, or is damaged, or another version's.
+        """
+        try:
+            return cls.model_validate(_File.model_validate_json(path.read_bytes()).times)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise StoreError(
+                f"{path} cannot be used: {reason}. `llmaas elastic profile` writes it anew."
+            ) from error
+
+    def _thread(self, n_threads: int) -> int:
+        if n_threads not in self.threads:
+            measured = ", ".join(map(str, self.threads))
+            raise ConfigError(
+                f"nothing was measured with {n_threads} threads, but with {measured}; "
+                f"`llmaas elastic profile --threads {n_threads}` does"
+            )
+        return self.threads.index(n_threads)
+
+
+class _File(_Model):
+    format: Literal["llmaas-latency"]
+    version: Literal[1]
+    sha256: str
+    times: Mapping[str, Any]
+    errors: Mapping[str, Errors]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.sha256 != _digest(self.times):
+            raise ValueError("its checksum is another one")
+        return self
+
+
+def latency_path(model: Path, table: str) -> Path:
+    """Where times of a model on this machine are kept.
+
+    Args:
+        model: A prepared file.
+        table: Of its widths.
+
+    Raises:
+        ConfigError: It has no such widths.
+        StoreError: It cannot be read.
+    """
+    elastic = read_elastic(model)
+    if elastic is None or table not in elastic.tables:
+        raise ConfigError(f"{model} has no table {table!r} of widths")
+    digest = hashlib.sha256(file_digest(str(model)).encode())
+    digest.update(Machine.this().model_dump_json().encode())
+    digest.update(np.array(elastic.levels).tobytes())
+    for widths in elastic.tables[table]:
+        digest.update(widths.groups.tobytes() + widths.neurons.tobytes())
+    return DIRECTORY.expanduser() / f"{digest.hexdigest()[:32]}.json"
+
+
+def _digest(times: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(times, sort_keys=True).encode()).hexdigest()
+
+
+def _shape(times: _Times) -> tuple[int, ...] | None:
+    """Of a table; None: its rows differ in length."""
+    try:
+        return np.array(times, dtype=np.float64).shape
+    except ValueError:
+        return None

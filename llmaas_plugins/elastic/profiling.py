@@ -1,0 +1,127 @@
+"""Measures what levels cost on this machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import llama_cpp
+import numpy as np
+
+from llmaas_plugins.elastic.latency import Curves, Latency, Machine
+from llmaas_plugins.elastic.levels import level as at_level
+
+__all__ = ["N_TOKENS", "Plan", "profile"]
+
+N_TOKENS = 8
+"""Timed after the first one."""
+_REPEATS, _WARM_TOKENS = 3, 16
+
+
+class Plan(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        model: Name of the model's file.
+        table: Of its widths.
+        levels: Widest first.
+        threads: Numbers of threads.
+        lengths: Of prompts; two or more, ascending.
+    """
+
+    model: str
+    table: str
+    levels: Sequence[float]
+    threads: Sequence[int]
+    lengths: Sequence[int]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Lengths between, to see how good interpolated times are."""
+        return tuple(round(math.sqrt(a * b)) for a, b in pairwise(self.lengths))
+
+    @property
+    def n_runs(self) -> int:
+        """Prompts that are evaluated."""
+        lengths = len(self.lengths) + len(self.held)
+        return _REPEATS * len(self.threads) * len(self.levels) * lengths
+
+
+class _Run(NamedTuple):
+    """Milliseconds to the first token, and of each one after it."""
+
+    ttft: float
+    tpot: float
+
+
+_Runs = dict[tuple[int, int, int], list[_Run]]
+"""By number of threads, number of the level, and length."""
+
+
+def profile(llama: Any, plan: Plan, progress: Callable[[], None] = lambda: None) -> Latency:
+    """Measure a ``Llama`` that was made while the plugin is on.
+
+    Levels take turns, so that whatever else the machine does meets them all.
+
+    Args:
+        llama: It has room for the longest prompt and ``N_TOKENS`` more.
+        plan: What to measure.
+        progress: Told of each run.
+    """
+    runs: _Runs = {}
+    for repeat in range(_REPEATS):
+        for n_threads in plan.threads:
+            llama_cpp.llama_set_n_threads(llama.ctx, n_threads, n_threads)
+            _run(llama, plan.levels[0], _WARM_TOKENS)
+            for n_tokens in sorted((*plan.lengths, *plan.held)):
+                for i in range(len(plan.levels)):
+                    number = (i + repeat) % len(plan.levels)
+                    run = _run(llama, plan.levels[number], n_tokens)
+                    runs.setdefault((n_threads, number, n_tokens), []).append(run)
+                    progress()
+    return Latency(
+        model=plan.model,
+        table=plan.table,
+        machine=Machine.this(),
+        levels=tuple(plan.levels),
+        threads=tuple(plan.threads),
+        ttft=_curves(plan, runs, lambda run: run.ttft),
+        tpot=_curves(plan, runs, lambda run: run.tpot),
+    )
+
+
+def _run(llama: Any, level: float, n_tokens: int) -> _Run:
+    """A request whose prompt is all new; which tokens it has makes no difference."""
+    prompt = np.random.default_rng(n_tokens).integers(llama.n_vocab(), size=n_tokens).tolist()
+    llama.reset()
+    with at_level(level), closing(llama.generate(prompt, temp=0.0)) as tokens:
+        times = [time.perf_counter()]
+        for _ in range(1 + N_TOKENS):
+            next(tokens)
+            times.append(time.perf_counter())
+    first, *others = (1000 * taken for taken in np.diff(times))
+    return _Run(float(first), float(statistics.median(others)))
+
+
+def _curves(plan: Plan, runs: _Runs, of: Callable[[_Run], float]) -> Curves:
+    def table(numbers: Sequence[int], what: Callable[[list[float]], float]) -> Any:
+        return tuple(
+            tuple(
+                tuple(what([of(run) for run in runs[n_threads, level, n]]) for n in numbers)
+                for level in range(len(plan.levels))
+            )
+            for n_threads in plan.threads
+        )
+
+    return Curves(
+        n_tokens=tuple(plan.lengths),
+        ms=table(plan.lengths, statistics.median),
+        spread_ms=table(plan.lengths, lambda times: max(times) - min(times)),
+        held=plan.held,
+        held_ms=table(plan.held, statistics.median),
+    )
