@@ -23,17 +23,14 @@ from llmaas_eval.batches import batches, loaded
 from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Claimer, Variant
 from llmaas_eval.elastic.memory import peak_with
-from llmaas_eval.elastic.prepared import variants
+from llmaas_eval.elastic.prepared import variants, write_uniform
 from llmaas_eval.elastic.sizes import without_layers
 from llmaas_eval.paired import quartiles, repeats
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.page_cache import drop_pages
-from llmaas_plugins.elastic.metadata import Elastic
-from llmaas_plugins.elastic.prepared_file import write_prepared
-from llmaas_plugins.elastic.reordering import order_by
-from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
+from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 
 NOTHING = len(LEVELS)
@@ -46,25 +43,12 @@ def model(model_1b):
     """Prepared, with the widths of the paper; random weights are as good in any order."""
     path = model_1b.with_stem(f"{model_1b.stem}-elastic")
     blocks, rng = blocks_of(model_1b), np.random.default_rng(0)
-    step, unknown = step_of(blocks), np.zeros(blocks.n_layers)
     scores = Scores(
         rng.random((blocks.n_layers, blocks.n_groups)),
         rng.random((blocks.n_layers, blocks.n_ff)),
         Calibration("", 0, 0, "random"),
     )
-    prepared_for = Elastic(
-        blocks=blocks,
-        levels=LEVELS,
-        step=step,
-        tables={"uniform": uniform_widths(blocks, LEVELS, unknown, step)},
-        anchors=anchors_of(unknown),
-        calibration=scores.calibration,
-        source=None,
-        biases={},
-    )
-    if not path.exists():
-        list(write_prepared(model_1b, path, prepared_for, order_by(blocks, scores)))
-    return path
+    return path if path.exists() else write_uniform(model_1b, path, scores)
 
 
 @pytest.fixture(scope="module")

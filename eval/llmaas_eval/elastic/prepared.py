@@ -1,4 +1,4 @@
-"""What a prepared file has, as variants to be read with."""
+"""Prepared files, as variants to be read with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.elastic.engine import Variant
-from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.metadata import Elastic, read_elastic
+from llmaas_plugins.elastic.prepared_file import write_prepared
+from llmaas_plugins.elastic.reordering import order_by
+from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
+from llmaas_plugins.elastic.units import Scores, blocks_of
 
-__all__ = ["variants"]
+__all__ = ["variants", "write_uniform"]
+
+
+def write_uniform(source: Path, path: Path, scores: Scores) -> Path:
+    """Prepare a model with the paper's widths alone.
+
+    Args:
+        source: The model.
+        path: Where.
+        scores: Of its units, and layers if these differ.
+    """
+    blocks = blocks_of(source)
+    step, losses = step_of(blocks), scores.layers
+    losses = np.zeros(blocks.n_layers) if losses is None else losses
+    elastic = Elastic(
+        blocks=blocks,
+        levels=LEVELS,
+        step=step,
+        tables={"uniform": uniform_widths(blocks, LEVELS, losses, step)},
+        anchors=anchors_of(losses),
+        calibration=scores.calibration,
+        source=None,
+        biases={},
+    )
+    for _ in write_prepared(source, path, elastic, order_by(blocks, scores)):
+        pass
+    return path
 
 
 def variants(path: Path, levels: Sequence[float]) -> dict[str, Variant]:
