@@ -12,6 +12,7 @@ from flash_apps import run
 from llama_cpp import Llama
 from matrices import zeroed
 from preparing import prepare
+from restoring import lose
 from switching import ENDINGS, OTHER, PROMPT, ask
 
 from llmaas_hooks import ConfigError, Levels, PluginError, hookimpl
@@ -269,6 +270,23 @@ def test_a_context_goes_on_at_another_level_from_the_disk(narrowing, engine, tmp
     _, found = ask(engine(**settings), longer, 4)
     assert suite.status()["plugins"]["kv_chunks"]["disk_hits"] > 0
     assert np.array_equal(found, expected)
+
+
+def test_what_is_computed_again_has_the_level_of_the_prompt(narrowing, engine, tmp_path):
+    recorder = Recorder()
+    kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
+    suite = narrowing(recorder, plugins={"kv_chunks": kept})
+    llama = engine()
+    for prompt in (PROMPT, OTHER):
+        ask(llama, prompt, 1)
+    lose(suite, llama, PROMPT, [5])  # beyond what both begin with
+    recorder.taken(llama)
+    with elastic.level(prefill=0.4, decode=0.8):
+        ask(llama, PROMPT, 2)
+    *computed, (share, n) = recorder.taken(llama)
+    assert (share, n) == (0.8, 1)
+    assert {share for share, _ in computed} == {0.4}
+    assert (0.4, 16) in computed
 
 
 def test_weights_that_are_streamed_have_levels(model, tmp_path):
