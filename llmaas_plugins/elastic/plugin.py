@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,59 +25,20 @@ from llmaas_hooks import (
     hookimpl,
 )
 from llmaas_plugins.elastic.config import ElasticConfig
-from llmaas_plugins.elastic.levels import asked, level_index, watchers
+from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
+from llmaas_plugins.elastic.levels import asked, watchers
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import part_claims
-from llmaas_plugins.elastic.units import Widths
 
 __all__ = ["ElasticModels"]
 
 _log = logging.getLogger("llmaas.elastic")
 
+_WHOLE = Levels(1.0, 1.0)
 _NO_CONTEXT = (
     "no context has levels; it was made before `activate`, or without the hook point in the engine "
     "(`llmaas doctor` says whether there is one)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model that was prepared, as it is used here.
-
-    Attributes:
-        name: Of its file.
-        levels: Widest first.
-        table: The name of its widths.
-        widths: By level.
-        is_compensated: Whether products get biases.
-    """
-
-    name: str
-    levels: tuple[float, ...]
-    table: str
-    widths: tuple[Widths, ...]
-    is_compensated: bool
-
-
-@dataclass(slots=True)
-class _Context:
-    """A context of such a model.
-
-    Attributes:
-        native: Where its level is set.
-        model: Its model.
-        request: The one that it serves.
-        levels: Of its prompt, and of what is sampled then.
-        is_decoding: Whether something was sampled.
-        level: In use.
-    """
-
-    native: NativeContext
-    model: _Model
-    request: Request | None = None
-    levels: tuple[float, float] = (1.0, 1.0)
-    is_decoding: bool = False
-    level: float = 1.0
 
 
 class ElasticModels:
@@ -93,9 +53,9 @@ class ElasticModels:
             Levels(config.level, config.level)
         )
         self._lock = threading.RLock()
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, ElasticModel] = {}
         self._paths: dict[int, str] = {}
-        self._contexts: dict[int, _Context] = {}
+        self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
         self._n_switches = 0
         self._n_tokens: Counter[float] = Counter()
@@ -124,7 +84,7 @@ class ElasticModels:
             return []
         table = self._table(found, load.path)
         biases = found.biases.get(table) if self._config.compensate else None
-        model = _Model(
+        model = ElasticModel(
             Path(load.path).name, found.levels, table, found.tables[table], biases is not None
         )
         self._models[load.path] = model
@@ -143,7 +103,7 @@ class ElasticModels:
             return
         with self._lock:
             watchers.add(self._rest)
-            self._contexts[context.ctx] = _Context(context, model)
+            self._contexts[context.ctx] = ElasticContext(context, model)
             self._settle(self._contexts[context.ctx])
 
     @hookimpl
@@ -163,7 +123,9 @@ class ElasticModels:
                     raise ConfigError(f"no level can be asked for: {self._reason(request)}")
                 return
             context.request = request
-            self._begin(context, asks.over(levels).over(self._configured))
+            wanted = asks.over(levels).over(self._configured)
+            is_declined = "elastic" in request.declined
+            self._n_switches += context.begin(_WHOLE if is_declined else wanted)
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
@@ -171,8 +133,7 @@ class ElasticModels:
         context = self._contexts.get(view.ctx)
         if context is not None and not context.is_decoding:
             with self._lock:
-                context.is_decoding = True
-                self._set(context, context.levels[1])
+                self._n_switches += context.sampled()
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -199,8 +160,8 @@ class ElasticModels:
                 "mode": "elastic" if self._contexts else "off",
                 "switches": self._n_switches,
                 "tokens": {str(level): self._n_tokens[level] for level in sorted(self._n_tokens)},
-                "contexts": [_context_report(one) for one in self._contexts.values()],
-                "models": {path: _model_report(one) for path, one in self._models.items()},
+                "contexts": [one.report() for one in self._contexts.values()],
+                "models": {path: one.report() for path, one in self._models.items()},
                 "left_alone": list(self._left_alone.values()),
             }
 
@@ -232,61 +193,21 @@ class ElasticModels:
                 if context.request is None:
                     self._settle(context)
 
-    def _settle(self, context: _Context) -> None:
+    def _settle(self, context: ElasticContext) -> None:
         """Use the level of a context that serves no request."""
         asks, level = asked.get(), self._config.level
-        is_asked = asks != Levels()
-        self._begin(context, asks.over(self._configured) if is_asked else Levels(level, level))
-
-    def _begin(self, context: _Context, levels: Levels) -> None:
-        assert levels.prefill is not None
-        assert levels.decode is not None
-        context.levels = levels.prefill, levels.decode
-        context.is_decoding = False
-        self._set(context, levels.prefill)
-
-    def _set(self, context: _Context, level: float) -> None:
-        index = level_index(context.model.levels, level)
-        if context.level != context.model.levels[index]:
-            context.native.level = index
-            context.level = context.model.levels[index]
-            self._n_switches += 1
+        levels = asks.over(self._configured) if asks != Levels() else Levels(level, level)
+        self._n_switches += context.begin(levels)
 
 
 def _by_weight(biases: NDArray[np.float16] | None) -> Mapping[str, NDArray[np.float32]]:
     """What is added to the products of each weight, by level; ``(n_levels, n_embd)``."""
     if biases is None:
         return {}
+    values = biases.astype(np.float32)
+    values[0] = 0  # the whole model lacks nothing
     return {
-        f"blk.{layer}.{matrix}.weight": biases[:, layer, i].astype(np.float32)
-        for layer in range(biases.shape[1])
+        f"blk.{layer}.{matrix}.weight": values[:, layer, i]
+        for layer in range(values.shape[1])
         for i, matrix in enumerate(("attn_output", "ffn_down"))
     }
-
-
-def _context_report(context: _Context) -> dict[str, Any]:
-    prefill, decode = context.levels
-    return {
-        "model": context.model.name,
-        "level": context.level,
-        "prefill_level": prefill,
-        "decode_level": decode,
-        "serves_request": context.request is not None,
-    }
-
-
-def _model_report(model: _Model) -> dict[str, Any]:
-    return {
-        "table": model.table,
-        "compensated": model.is_compensated,
-        "levels": list(model.levels),
-        "widths": {
-            str(level): {"groups": _sums(one.groups), "neurons": _sums(one.neurons)}
-            for level, one in zip(model.levels, model.widths, strict=True)
-        },
-    }
-
-
-def _sums(widths: Sequence[int] | NDArray[np.int32]) -> int:
-    """Units in use, in all layers."""
-    return int(np.sum(widths))

@@ -16,7 +16,7 @@ from restoring import lose
 from switching import ENDINGS, OTHER, PROMPT, ask
 
 from llmaas_hooks import ConfigError, Levels, PluginError, hookimpl
-from llmaas_plugins import activate, elastic
+from llmaas_plugins import activate, elastic, without
 from llmaas_plugins.elastic.metadata import read_elastic
 
 TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -139,6 +139,9 @@ def test_compensation_is_a_setting(narrowing, engine):
             found[table, compensate] = answered(llama)
             (one,) = report(suite)["models"].values()
             assert (one["table"], one["compensated"]) == (table, (table, compensate) == CHANGED)
+            with elastic.level(1.0):
+                found[compensate] = answered(llama)
+    assert np.array_equal(found[True], found[False])
     assert np.array_equal(found["uniform", True], found["searched", False])
     assert np.abs(found[CHANGED] - found["searched", False]).max() > 0.1
 
@@ -181,6 +184,17 @@ def test_the_app_goes_before_plugins_and_these_before_the_configuration(  # noqa
         answered(llama, 2)
     prefill, decode = expected
     assert recorder.taken(llama) == [(prefill, N), (decode, 1)]
+
+
+def test_a_request_that_does_without_has_the_whole_model(narrowing, engine):
+    recorder = Recorder(Levels(decode=0.5))
+    narrowing(recorder, level=0.7)
+    llama = engine()
+    with elastic.level(0.4), without("elastic"):
+        answered(llama, 2)
+    assert recorder.taken(llama) == [(1.0, N), (1.0, 1)]
+    answered(llama, 2)
+    assert recorder.taken(llama) == [(0.7, N), (0.5, 1)]
 
 
 def test_a_request_keeps_the_levels_that_it_began_with(narrowing, engine):
