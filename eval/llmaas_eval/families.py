@@ -329,6 +329,7 @@ def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
         bool: GGUFValueType.BOOL,
         int: GGUFValueType.UINT32,
         float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
         list: GGUFValueType.ARRAY,
     }
     writer.add_key_value(key, value, kinds[type(value)])

@@ -1,0 +1,266 @@
+"""A decoder in torch, straight from its GGUF: a layer's weights are read when it is their turn.
+
+Only one layer, or one chunk of the vocabulary, is in memory in float32 beside the mapped file.
+Units are removed by gates: a removed unit's output is multiplied with 0, all else is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gguf import quants
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from llmaas_plugins.elastic.architecture import architecture_of
+from llmaas_plugins.elastic.units import Widths
+from llmaas_plugins.gguf_header import read_header
+
+__all__ = ["Decoder", "Gates", "Weights", "Windows", "gates_of"]
+
+Windows = NDArray[np.int32]
+"""Tokens, shape ``(n_windows, n_tokens)``: each row is a text of its own."""
+
+Weights = Mapping[str, Tensor]
+"""Of a layer in float32, by name within the layer: ``attn_q.weight``."""
+
+_CHUNK = 1 << 23
+"""Values of the output matrix, or of logits, that are in memory at once."""
+
+
+class Gates(NamedTuple):
+    """What the outputs of a layer's units are multiplied with.
+
+    Attributes:
+        groups: Attention's result by KV group; shape ``(n_groups,)`` or ``(n_tokens, n_groups)``.
+        neurons: The MLP's; shape ``(n_ff,)`` or ``(n_tokens, n_ff)``.
+    """
+
+    groups: Tensor
+    neurons: Tensor
+
+
+def gates_of(widths: Widths, decoder: Decoder) -> list[Gates]:
+    """Gates by layer that leave the leading units."""
+    groups, neurons = torch.arange(decoder.blocks.n_groups), torch.arange(decoder.blocks.n_ff)
+    return [
+        Gates((groups < int(n_groups)).float(), (neurons < int(n_neurons)).float())
+        for n_groups, n_neurons in zip(widths.groups, widths.neurons, strict=True)
+    ]
+
+
+class Decoder:
+    """A model of one of the families that can be elastic.
+
+    Attributes:
+        architecture: How it computes.
+        blocks: Its units.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map a GGUF.
+
+        Raises:
+            ConfigError: It is no GGUF, or of a model that cannot be elastic or be computed here.
+            StoreError: It cannot be read.
+        """
+        self.architecture = architecture_of(path)
+        self.blocks = self.architecture.blocks
+        self._tensors = read_header(path).tensors
+        self._bytes = np.memmap(path, np.uint8, "r")
+        self._output = "output" if "output.weight" in self._tensors else "token_embd"
+
+    def weights(self, layer: int) -> Weights:
+        """Read those of a layer."""
+        prefix = f"blk.{layer}."
+        names = [name for name in self._tensors if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._read(name) for name in names}
+
+    def run(self, windows: Windows, gates: Sequence[Gates] | None = None) -> Tensor:
+        """Output of the last layer, shape ``(n_windows, n_tokens, n_embd)``.
+
+        Args:
+            windows: What to evaluate.
+            gates: By layer.
+        """
+        x = self.embed(windows)
+        for layer in range(self.blocks.n_layers):
+            weights, gate = self.weights(layer), None if gates is None else gates[layer]
+            with torch.no_grad():
+                x = torch.stack([self.block(layer, weights, window, gate) for window in x])
+        return x
+
+    def embed(self, windows: Windows) -> Tensor:
+        """Input of the first layer, shape ``(n_windows, n_tokens, n_embd)``."""
+        distinct, places = np.unique(windows, return_inverse=True)
+        x = self._read("token_embd.weight", distinct)[
+            torch.from_numpy(places.reshape(windows.shape))
+        ]
+        return x * x.shape[-1] ** 0.5 if self.architecture.is_gemma else x
+
+    def block(self, layer: int, weights: Weights, x: Tensor, gates: Gates | None = None) -> Tensor:
+        """Output of a layer.
+
+        Args:
+            layer: Which it is.
+            weights: Its own.
+            x: Its input, shape ``(n_tokens, n_embd)``; the first is at position 0.
+            gates: What its units' outputs are multiplied with.
+        """
+        y = self.attend(layer, weights, self._norm(x, weights["attn_norm.weight"]))
+        if gates is not None:
+            y = (y.unflatten(-1, (gates.groups.shape[-1], -1)) * gates.groups[..., None]).flatten(
+                -2
+            )
+        x = x + self._post(_product(y, weights, "attn_output"), weights, "post_attention_norm")
+        y = self.activate(weights, self._norm(x, weights["ffn_norm.weight"]))
+        y = y if gates is None else _gated(y, gates.neurons)
+        return x + self._post(_product(y, weights, "ffn_down"), weights, "post_ffw_norm")
+
+    def attend(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
+        """Attention's result before the output projection, shape ``(n_tokens, n_heads * dim)``."""
+        a, width = self.architecture, self.blocks.head_dim
+        q, k, v = (
+            _product(x, weights, f"attn_{name}").unflatten(-1, (-1, width)).transpose(0, 1)
+            for name in ("q", "k", "v")
+        )
+        if "attn_q_norm.weight" in weights:
+            q = self._norm(q, weights["attn_q_norm.weight"])
+            k = self._norm(k, weights["attn_k_norm.weight"])
+        turns, mask = self._turns(layer, len(x)), _visible(len(x), a.layers[layer].window)
+        q, k = self._rotate(q, turns), self._rotate(k, turns)
+        if a.score_cap:
+            y = _capped_attention(q, k, v, mask, a.score_scale, a.score_cap)
+        else:
+            y = functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], mask, scale=a.score_scale, enable_gqa=True
+            )[0]
+        return y.transpose(0, 1).flatten(1)
+
+    def activate(self, weights: Weights, x: Tensor) -> Tensor:
+        """What the MLP's neurons put out, shape ``(n_tokens, n_ff)``."""
+        gate = _product(x, weights, "ffn_gate")
+        is_gemma = self.architecture.is_gemma
+        gate = functional.gelu(gate, approximate="tanh") if is_gemma else functional.silu(gate)
+        return gate * _product(x, weights, "ffn_up")
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the last layer's output: shape ``(n_tokens, n_vocab)``."""
+        return torch.cat([part for _, part in self._logits(self._last_norm(x))], -1)
+
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Surprise in nats at what follows; shape ``(n_tokens,)``.
+
+        Args:
+            x: Output of the last layer, shape ``(n_tokens, n_embd)``.
+            targets: The token after each.
+        """
+        normalisers, found = self._normalisers(self._last_norm(x), targets)
+        return normalisers - found
+
+    def loss_gradient(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Gradient of the sum of ``losses`` with respect to ``x``; same shape."""
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = self._last_norm(x)
+        cut = y.detach().requires_grad_()
+        normalisers, _ = self._normalisers(cut, targets)
+        places = torch.arange(len(x))
+        with torch.enable_grad():
+            for start, logits in self._logits(cut):
+                errors = torch.exp(logits.detach() - normalisers[:, None])
+                here = (targets >= start) & (targets < start + logits.shape[-1])
+                errors[places[here], targets[here] - start] -= 1
+                logits.backward(errors)
+        y.backward(cut.grad)
+        return x.grad
+
+    def _normalisers(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log of the sum of exponentials of logits, and the targets' own."""
+        total = torch.full((len(y),), -torch.inf)
+        found = torch.zeros(len(y))
+        for start, logits in self._logits(y.detach()):
+            total = torch.logaddexp(total, logits.logsumexp(-1))
+            here = (targets >= start) & (targets < start + logits.shape[-1])
+            found[here] = logits[here, targets[here] - start]
+        return total, found
+
+    def _logits(self, y: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """By chunks of the vocabulary, each with its first token."""
+        name = f"{self._output}.weight"
+        n_vocab, cap = self._tensors[name].n_rows, self.architecture.logit_cap
+        step = max(1, _CHUNK // max(y.shape))
+        for start in range(0, n_vocab, step):
+            rows = slice(start, start + step)
+            logits = y @ self._read(name, rows).t()
+            if "output.bias" in self._tensors:
+                logits = logits + self._read("output.bias")[rows]
+            yield start, cap * torch.tanh(logits / cap) if cap else logits
+
+    def _last_norm(self, x: Tensor) -> Tensor:
+        return self._norm(x, self._read("output_norm.weight"))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], weight, self.architecture.epsilon)
+
+    def _post(self, x: Tensor, weights: Weights, name: str) -> Tensor:
+        """The norm of a block's output, where the family has one."""
+        weight = weights.get(f"{name}.weight")
+        return x if weight is None else self._norm(x, weight)
+
+    def _turns(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines by position and pair."""
+        own, n_rot = self.architecture.layers[layer], self.architecture.n_rot
+        rates = own.rope_base ** -(torch.arange(0, n_rot, 2, dtype=torch.float64) / n_rot)
+        if "rope_freqs.weight" in self._tensors:
+            rates = rates / self._read("rope_freqs.weight")
+        angles = torch.outer(torch.arange(n_tokens) * own.rope_scale, rates)
+        return angles.cos().float(), angles.sin().float()
+
+    def _rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        n_rot, (cos, sin) = self.architecture.n_rot, turns
+        x, rest = x[..., :n_rot], x[..., n_rot:]
+        if self.architecture.rotates_neighbours:
+            a, b = x[..., 0::2], x[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+        else:
+            a, b = x.chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+    def _read(self, name: str, rows: slice | NDArray[np.int32] = slice(None)) -> Tensor:
+        place = self._tensors[name]
+        content = self._bytes[place.at : place.at + place.n_bytes]
+        if len(place.shape) > 1:
+            content = content.reshape(place.n_rows, -1)[rows]
+        values = quants.dequantize(content, place.type)
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+
+
+def _gated(x: Tensor, gates: Tensor) -> Tensor:
+    """Units are equal parts of the channels."""
+    return (x.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
+
+
+def _product(x: Tensor, weights: Weights, name: str) -> Tensor:
+    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def _capped_attention(  # noqa: PLR0913, PLR0917 -- as torch's own has them
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float
+) -> Tensor:
+    """With scores that are limited softly; shape as ``q``."""
+    scores = q.unflatten(0, (len(k), -1)) @ k.transpose(-1, -2)[:, None] * scale
+    scores = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v[:, None]).flatten(0, 1)
+
+
+def _visible(n_tokens: int, window: int | None) -> Tensor:
+    """Whether a token, the row, attends to another, the column."""
+    mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
+    return mask if window is None else mask.triu(1 - window)
