@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from claiming import (
     Claimer,
+    add_adapter,
     claimed,
     created,
     evaluate,
@@ -114,13 +115,6 @@ def test_a_model_in_several_files(family, tmp_path, source):
 
 
 # -- adapters ---------------------------------------------------------------------------------
-
-
-def add_adapter(model, ctx, path):
-    """Apply a LoRA adapter in full."""
-    adapter = llama_cpp.llama_adapter_lora_init(model, str(path).encode())
-    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
-    assert llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(1)) == 0
 
 
 @pytest.mark.parametrize("source", [None, "tiles", "file"])

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from claiming import Claimer, created, loaded, native
 from gguf import GGMLQuantizationType
+from matrices import zeroed
 from soak import scale
 from watching import Watch
+
+from llmaas_hooks import WeightClaim
 
 N_LOGITS = 8
 RNG = np.random.default_rng(2)
@@ -89,10 +92,18 @@ def around(ctx):
     free(ctx, 0)
 
 
+def in_two_places(ctx):
+    """Its first cells come before 300 others, the rest behind them."""
+    decode(ctx, (0, OTHER[:400], 0))
+    decode(ctx, (2, OTHER[:300], 0))
+    decode(ctx, (3, OTHER[:300], 0))
+    free(ctx, 0)
+
+
 @contextlib.contextmanager
-def narrowed(path, **settings):
+def narrowed(path, *claims, **settings):
     """A context whose attention is narrowed, and what plugins see of it."""
-    plugin = Claimer()
+    plugin = Claimer(*claims)
     settings = SETTINGS | settings
     with native(plugin=plugin), loaded(path) as model, created(model, **settings) as ctx:
         plugin.contexts[0].narrow_attention = True
@@ -124,6 +135,26 @@ def test_bits_are_those_of_a_context_that_has_the_cells_for_itself(
         found = evaluate(ctx)
         assert n_narrowed(native_context) - n_before == 2 * len(PIECES)
     assert np.array_equal(found, vanilla_logits(path, cache, n_threads))
+
+
+@EACH_CACHE_AND_THREADS
+@pytest.mark.parametrize("surround", [around, in_two_places])
+def test_heads_are_left_out_at_the_same_time(family, tmp_path, surround, cache, n_threads):
+    path, heads = family("llama", "F16"), (None, 128)
+    queries, output = r"blk\.\d+\.attn_q\.weight", r"blk\.\d+\.attn_output\.weight"
+    copy = zeroed(path, tmp_path / "zeroed.gguf", output, columns=128)
+    claims = WeightClaim(queries, rows=heads), WeightClaim(output, columns=heads)
+    threads = {"n_threads": n_threads, "n_threads_batch": n_threads}
+    with narrowed(path, *claims, **CACHES[cache], **threads) as (ctx, native_context):
+        surround(ctx)
+        native_context.level = 1
+        n_before = n_narrowed(native_context)
+        found = evaluate(ctx)
+        assert n_narrowed(native_context) > n_before
+        assert native_context.stats()["cut"] >= 2 * len(PIECES) * 7
+    assert_close(found, vanilla_logits(copy, cache, n_threads))
+    if surround is around:
+        assert np.array_equal(found, vanilla_logits(copy, cache, n_threads))
 
 
 def assert_close(found, expected):
@@ -242,14 +273,6 @@ def test_it_is_off_unless_asked_for(family):
 
 
 # -- with taps ------------------------------------------------------------------------------------
-
-
-def in_two_places(ctx):
-    """Its first cells come before 300 others, the rest behind them."""
-    decode(ctx, (0, OTHER[:400], 0))
-    decode(ctx, (2, OTHER[:300], 0))
-    decode(ctx, (3, OTHER[:300], 0))
-    free(ctx, 0)
 
 
 @EACH_CACHE

@@ -6,10 +6,8 @@ gives what the narrowed original gives. Sums are the same bits wherever the same
 
 from __future__ import annotations
 
-import ctypes
 import re
 
-import llama_cpp
 import numpy as np
 import pytest
 from claiming import (
@@ -18,6 +16,7 @@ from claiming import (
     created,
     decode,
     evaluate,
+    hand_over,
     loaded,
     native,
     opened,
@@ -213,14 +212,6 @@ def test_a_level_may_change_within_a_sequence(family, tmp_path):
         assert decode(ctx, first, 0) == 0
         plugin.contexts[0].level = 1
         assert np.array_equal(step(ctx, second, 20), expected)
-
-
-def hand_over(wide, narrow):
-    """Give one context the other's cells."""
-    size = llama_cpp.llama_state_seq_get_size(wide, 0)
-    cells = (ctypes.c_uint8 * size)()
-    assert llama_cpp.llama_state_seq_get_data(wide, cells, size, 0) == size
-    assert llama_cpp.llama_state_seq_set_data(narrow, cells, size, 0) == size
 
 
 # -- exchanged extents ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -118,6 +119,21 @@ def evaluate(ctx):
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
     batches = (range(5, 40), 0), ([40], 35), ([41], 36)
     return np.concatenate([step(ctx, tokens, start) for tokens, start in batches])
+
+
+def hand_over(source, target):
+    """Give one context's cells to another."""
+    size = llama_cpp.llama_state_seq_get_size(source, 0)
+    cells = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_seq_get_data(source, cells, size, 0) == size
+    assert llama_cpp.llama_state_seq_set_data(target, cells, size, 0) == size
+
+
+def add_adapter(model, ctx, path):
+    """Apply a LoRA adapter in full."""
+    adapter = llama_cpp.llama_adapter_lora_init(model, str(path).encode())
+    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+    assert llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(1)) == 0
 
 
 def vanilla(path, **settings):
