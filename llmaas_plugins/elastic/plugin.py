@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from llmaas_hooks import (
     ConfigError,
@@ -83,12 +80,13 @@ class ElasticModels:
             self._left_alone[load.path] = reason
             return []
         table = self._table(found, load.path)
-        biases = found.biases.get(table) if self._config.compensate else None
-        model = ElasticModel(
-            Path(load.path).name, found.levels, table, found.tables[table], biases is not None
-        )
-        self._models[load.path] = model
-        return part_claims(found.blocks, model.widths, _by_weight(biases))
+        widths = found.tables[table]
+        biases = found.biases_of(table) if self._config.compensate else {}
+        for by_level in biases.values():
+            by_level[0] = 0  # the whole model lacks nothing
+        name = Path(load.path).name
+        self._models[load.path] = ElasticModel(name, found.levels, table, widths, bool(biases))
+        return part_claims(found.blocks, widths, biases)
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
@@ -191,23 +189,11 @@ class ElasticModels:
         with self._lock:
             for context in self._contexts.values():
                 if context.request is None:
-                    self._settle(context)
+                    with contextlib.suppress(ReferenceError):  # the suite ends meanwhile
+                        self._settle(context)
 
     def _settle(self, context: ElasticContext) -> None:
         """Use the level of a context that serves no request."""
         asks, level = asked.get(), self._config.level
         levels = asks.over(self._configured) if asks != Levels() else Levels(level, level)
         self._n_switches += context.begin(levels)
-
-
-def _by_weight(biases: NDArray[np.float16] | None) -> Mapping[str, NDArray[np.float32]]:
-    """What is added to the products of each weight, by level; ``(n_levels, n_embd)``."""
-    if biases is None:
-        return {}
-    values = biases.astype(np.float32)
-    values[0] = 0  # the whole model lacks nothing
-    return {
-        f"blk.{layer}.{matrix}.weight": values[:, layer, i]
-        for layer in range(values.shape[1])
-        for i, matrix in enumerate(("attn_output", "ffn_down"))
-    }
