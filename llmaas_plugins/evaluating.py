@@ -78,14 +78,28 @@ class Evaluator:
 
         Logits, of shape ``(n, n_vocab)``, hold until the next ones.
         """
-        start = self._start if llama_cpp.llama_vocab_get_add_bos(self._vocab) else []
-        for window in _windows(text, n_tokens, self._length - len(start)):
+        for tokens in self._windows(text, n_tokens):
             llama_cpp.llama_memory_clear(self._memory, True)
-            tokens = np.concatenate([np.array(start, np.int32), window])
             for at in range(0, len(tokens), self._n_batch):
                 part = tokens[at : at + self._n_batch]
                 places = range(at, at + len(part))
                 yield part, self._decode(part.tolist(), places, [0] * len(part))
+
+    def windows(self, text: Tokens, n_tokens: int) -> NDArray[np.int32]:
+        """What is evaluated then, cut to windows of one length: ``(n_windows, n)``.
+
+        A last window that is less than half as long as the others is left out.
+        """
+        windows = list(self._windows(text, n_tokens))
+        if len(windows[-1]) < len(windows[0]) // 2:
+            windows.pop()
+        length = min(map(len, windows))
+        return np.stack([window[:length] for window in windows])
+
+    def _windows(self, text: Tokens, n_tokens: int) -> Iterator[Tokens]:
+        start = self._start if llama_cpp.llama_vocab_get_add_bos(self._vocab) else []
+        for window in _windows(text, n_tokens, self._length - len(start)):
+            yield np.concatenate([np.array(start, np.int32), window])
 
     def generate(self, n_tokens: int, seed: int = 0) -> Iterator[int]:
         """Evaluate what the model says from nothing, at temperature 1; yields tokens done."""

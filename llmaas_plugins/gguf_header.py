@@ -1,7 +1,7 @@
 """What a GGUF file begins with: its metadata, and where its tensors are.
 
 Read without building objects for each token of the vocabulary: a header of 128,000 tokens takes
-some 50 ms. Anybody may have written anything into such a file.
+a tenth of a second. Anybody may have written anything into such a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Header", "Place", "Value", "entry", "read_header"]
 Value = int | float | bool | str | NDArray[Any] | None
 """Of a field; arrays of strings are passed over: None."""
 
-_FIRST_BYTES, _MOST_BYTES = 8 << 20, 256 << 20
+_FIRST_BYTES, _MOST_BYTES = 16 << 20, 256 << 20
 _MOST_ENTRIES = 1 << 16
 _START = struct.Struct("<4sIQQ")
 _LENGTH = struct.Struct("<Q")

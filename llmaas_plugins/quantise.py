@@ -27,7 +27,7 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     """Write ``source`` with every matrix that llama.cpp quantises in one type.
 
     Args:
-        source: A GGUF of F32 or F16.
+        source: A GGUF of F32, F16 or BF16.
         path: Where; replaced atomically.
         weights: In ``WEIGHTS``.
 
@@ -41,9 +41,11 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     """
     if weights not in WEIGHTS:
         raise ConfigError(f"Unknown weights {weights!r}, expected one of {', '.join(WEIGHTS)}.")
-    others = _other_than(source, "F16")
+    others = _other_than(source, "F16", "BF16")
     if others:
-        raise ConfigError(f"{source} has {others}, expected F32 or F16: quantise its original.")
+        raise ConfigError(
+            f"{source} has {others}, expected F32, F16 or BF16: quantise its original."
+        )
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = WEIGHTS[weights]
     params.pure = True  # otherwise some matrices get more bits
@@ -65,7 +67,7 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
         partial.unlink(missing_ok=True)
 
 
-def _other_than(path: Path, weights: str) -> str:
-    """The first tensor that is neither of type ``weights`` nor F32; empty if there is none."""
+def _other_than(path: Path, *weights: str) -> str:
+    """The first tensor that is neither of these types nor F32; empty if there is none."""
     found = ((name, place.type.name) for name, place in read_header(path).tensors.items())
-    return next((f"{name} as {kind}" for name, kind in found if kind not in (weights, "F32")), "")
+    return next((f"{name} as {kind}" for name, kind in found if kind not in (*weights, "F32")), "")

@@ -6,9 +6,10 @@ import argparse
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmaas_hooks import ConfigError, LlmaasError, StoreError, TensorInfo
+from llmaas_hooks import ConfigError, StoreError, TensorInfo
+from llmaas_plugins.cli.offline import content_of, loaded, progress_bar, stoppable
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.calibration import Calibration
@@ -24,7 +25,7 @@ def pack(args: argparse.Namespace) -> int:
     if args.text is not None and not args.sparse:
         raise ConfigError("--text is for --sparse: nothing else depends on it.")
     tensors = tensors_of(args.model)
-    with _stoppable():
+    with stoppable("the same command goes on with what is not written"):
         if not args.sparse or not _is_packed(args.model, tensors):
             _pack(args.model, tensors)
         if args.sparse:
@@ -91,7 +92,7 @@ def _write(
     writing: Iterator[int],
 ) -> None:
     n_bytes = sum(tensors[name].n_bytes for name in names)
-    with _bar(what, "B", n_bytes) as bar:
+    with progress_bar(what, "B", n_bytes) as bar:
         for n_done in writing:
             bar.update(n_done)
     print(f"{path}: {path.stat().st_size / 1e6:,.0f} MB.")
@@ -104,48 +105,13 @@ def _calibrated(args: argparse.Namespace, operands: list[Operand]) -> Calibratio
     from llmaas_plugins.activation import activate
     from llmaas_plugins.flash_weights.calibration import Calibrator
 
-    calibrator, text = Calibrator(), _content(args.text) if args.text else None
+    calibrator, text = Calibrator(), content_of(args.text) if args.text else None
     config = {"on_error": "raise", "plugins": {"flash_weights": {}}}
     with contextlib.ExitStack() as opened:
         opened.enter_context(activate(config, {"calibrator": calibrator}))
-        model = opened.enter_context(_loaded(args.model))
+        model = opened.enter_context(loaded(args.model))
         tokens = None if text is None else np.array(model.tokenize(text, False, False), np.int32)
-        bar = opened.enter_context(_bar("calibrating", "token", _N_TOKENS))
+        bar = opened.enter_context(progress_bar("calibrating", "token", _N_TOKENS))
         return calibrator.calibrate(
             model.model, operands, tokens, n_tokens=_N_TOKENS, progress=bar.update
         )
-
-
-@contextlib.contextmanager
-def _loaded(path: Path) -> Iterator[Any]:
-    from llama_cpp import _internals, llama_cpp
-
-    params = llama_cpp.llama_model_default_params()
-    try:
-        model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
-    except ValueError as error:
-        raise ConfigError(f"cannot load model {path}: {error}") from error
-    with contextlib.closing(model):
-        yield model
-
-
-def _content(text: Path) -> bytes:
-    try:
-        return text.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ctrl-C is no accident."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise LlmaasError("stopped; the same command goes on with what is not written") from error
-
-
-def _bar(what: str, unit: str, total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit=unit, unit_scale=True, desc=what, disable=None)

@@ -23,7 +23,7 @@ __all__ = ["main"]
 # Each module exposes `add_parser(subparsers)`, which adds one parser and sets its default `func`:
 # a function of the parsed arguments that returns the exit code. With `takes_rest=True` it is given
 # the list of options it did not declare, too; elsewhere these are errors.
-_COMMANDS = ("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash")
+_COMMANDS = ("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash", "elastic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,7 +70,8 @@ def write_prepared(
         ConfigError: The source is prepared already, or what the file would say is impossible.
         StoreError: One of the files cannot be read, or written.
     """
-    check_order(elastic.blocks, order)
+    blocks = elastic.blocks
+    check_order(replace(blocks, group_granule=1, granule=1) if is_ordered else blocks, order)
     with _Model(source) as model:
         if any(key.startswith(PREFIX) for key in model.header.fields):
             raise ConfigError(
@@ -88,7 +89,7 @@ def write_prepared(
         def finish(fd: int) -> None:
             write(fd, model.beginning(entries_with(model.seen.hexdigest())), 0)
 
-        reordered = _reordered(elastic.blocks, order)
+        reordered = _reordered(blocks, order)
         yield from _write(source, path, model.contents(entries_with("0" * 64), reordered), finish)
 
 

@@ -48,15 +48,16 @@ def test_every_matrix_gets_the_type_and_the_model_runs(original, tmp_path, name,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_f16_is_as_good_a_source(tmp_path):
-    source = write_family("llama", tmp_path / "f16.gguf", weights=F16)
+@pytest.mark.parametrize("weights", [F16, GGMLQuantizationType.BF16])
+def test_16_bits_are_as_good_a_source(tmp_path, weights):
+    source = write_family("llama", tmp_path / "source.gguf", weights=weights)
     path = quantise(source, tmp_path / "model.gguf", "Q4_0")
     assert set(types_of_matrices(path).values()) == {"Q4_0"}
 
 
 def test_what_is_quantised_already_is_refused(original, tmp_path):
     source = quantise(original("llama"), tmp_path / "q8_0.gguf", "Q8_0")
-    with pytest.raises(ConfigError, match=r"as Q8_0, expected F32 or F16"):
+    with pytest.raises(ConfigError, match=r"as Q8_0, expected F32, F16 or BF16"):
         quantise(source, tmp_path / "model.gguf", "Q4_0")
     assert list(tmp_path.iterdir()) == [source]
 

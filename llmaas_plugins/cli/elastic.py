@@ -1,0 +1,83 @@
+"""``llmaas elastic``: one model in many widths."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from llmaas_plugins.cli.elastic_prepare import (
+    add_prepare_options,
+    add_restore_options,
+    prepare,
+    restore,
+)
+from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
+from llmaas_plugins.cli.elastic_score import add_calibration_options, score
+from llmaas_plugins.cli.elastic_show import show
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the sub-command and its own ones."""
+    parser = subparsers.add_parser("elastic", help="prepare models of which less can be used")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    score_ = _add_action(
+        actions,
+        "score",
+        score,
+        "find which heads, neurons and layers of a model matter",
+        "Find how much a model's groups of query heads, neurons and layers matter, and write that "
+        "to MODEL.scores.npz beside it: by gradients if torch is there (`pip install "
+        "'llmaas-plugins[train]'`), otherwise by how much their values fluctuate.",
+    )
+    add_calibration_options(score_)
+    prepare_ = _add_action(
+        actions,
+        "prepare",
+        prepare,
+        "write a model of which less can be used",
+        "Write a model with the heads and neurons of each layer in the order in which they matter, "
+        "and with how many of them each level from 100 % to 20 % has. It computes what the model "
+        "computes, in any llama.cpp, and `elastic` uses less of it when asked. Prepare F32, F16 or "
+        "BF16, and have it quantised with --quantise: in models that are quantised already, "
+        "neurons can only move in blocks of 32 or 256. LoRA adapters fit the model, not the file.",
+    )
+    add_prepare_options(prepare_)
+    restore_ = _add_action(
+        actions,
+        "restore",
+        restore,
+        "write the model that a prepared one was made from",
+        "Write the file that a prepared one was made from, byte for byte, and verify its SHA-256. "
+        "What was quantised on the way cannot be restored.",
+    )
+    add_restore_options(restore_)
+    show_ = _add_action(
+        actions,
+        "show",
+        show,
+        "print the levels of a prepared model",
+        "Print a prepared model's levels: the share of the blocks' bytes that each uses, keys' and "
+        "values' projections apart, and how many groups and neurons of each layer.",
+    )
+    show_.add_argument("--json", action="store_true", help="print JSON")
+    profile_ = _add_action(
+        actions,
+        "profile",
+        profile,
+        "measure what each level costs on this machine",
+        "Measure how long the first token and the others take at each level of a prepared model, "
+        "by length of the prompt and number of threads, and keep that.",
+    )
+    add_profile_options(profile_)
+
+
+def _add_action(
+    actions: Any, name: str, func: Any, text: str, description: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
+    parser.set_defaults(func=func)
+    return parser

@@ -1,0 +1,175 @@
+"""``llmaas elastic prepare`` and ``restore``: files with levels, and their sources."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.elastic_score import add_calibration_options, scored
+from llmaas_plugins.cli.offline import progress_bar, stoppable
+from llmaas_plugins.file_bytes import as_store_error
+
+if TYPE_CHECKING:
+    from llmaas_plugins.elastic.metadata import Elastic
+    from llmaas_plugins.elastic.reordering import Order
+    from llmaas_plugins.elastic.units import Blocks, Scores
+
+__all__ = ["add_prepare_options", "add_restore_options", "prepare", "restore"]
+
+_TYPES = ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+
+
+def add_prepare_options(parser: argparse.ArgumentParser) -> None:
+    """Those of ``prepare``."""
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: MODEL.elastic.gguf"
+    )
+    parser.add_argument(
+        "--scores",
+        type=Path,
+        metavar="FILE",
+        help="what matters (default: MODEL.scores.npz, which is written if it is not there)",
+    )
+    parser.add_argument(
+        "--quantise",
+        choices=_TYPES,
+        metavar="TYPE",
+        help="quantise the model, of F32, F16 or BF16, after its units are in order: "
+        f"{', '.join(_TYPES)}",
+    )
+    add_calibration_options(parser)
+
+
+def add_restore_options(parser: argparse.ArgumentParser) -> None:
+    """Those of ``restore``."""
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True)
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Write a model's prepared file."""
+    from llmaas_plugins.elastic.reordering import order_by
+
+    blocks = _blocks_of_source(args.model)
+    target = args.output or args.model.with_suffix(".elastic.gguf")
+    if not target.parent.is_dir():
+        raise ConfigError(f"found no folder {target.parent} to write {target.name} to.")
+    with stoppable("what was there is as it was"):
+        scores = _scores(args, blocks)
+        order = order_by(blocks, scores)
+        with _ordered(args, target, order) as ordered:
+            _write_prepared(args, ordered, target, order, scores)
+    return 0
+
+
+def restore(args: argparse.Namespace) -> int:
+    """Write the file that one was prepared from."""
+    from llmaas_plugins.elastic.prepared_file import restore
+
+    with stoppable("nothing was written"):
+        _write("restoring", args.model, restore(args.model, args.output))
+    print(f"{args.output}: {args.output.stat().st_size / 1e6:,.0f} MB, as it was.")
+    return 0
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _blocks_of_source(model: Path) -> Blocks:
+    """Of a model that is not prepared yet."""
+    from llmaas_plugins.elastic.metadata import PREFIX
+    from llmaas_plugins.elastic.units import blocks_in
+    from llmaas_plugins.gguf_header import read_header
+
+    header = read_header(model)
+    if PREFIX in header.fields:
+        raise ConfigError(
+            f"{model} is prepared already. `llmaas elastic restore` makes its source of it."
+        )
+    return blocks_in(header, model)
+
+
+def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
+    from llmaas_plugins.elastic.scores import read_scores, scores_path
+
+    path = args.scores or scores_path(args.model)
+    if args.scores is None and not path.exists():
+        return scored(args, blocks)
+    if args.text is not None or args.tokens is not None:
+        raise ConfigError(
+            f"--text and --tokens are for models without scores, and there is {path}. "
+            "`llmaas elastic score` makes others."
+        )
+    return read_scores(path, blocks, args.model)
+
+
+@contextlib.contextmanager
+def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[Path | None]:
+    """A quantised model whose units are in order, as long as this lasts; None: it is not wanted."""
+    if args.quantise is None:
+        yield None
+        return
+    from llama_cpp._logger import set_verbose
+
+    from llmaas_plugins.elastic.prepared_file import write_reordered
+    from llmaas_plugins.quantise import quantise
+
+    set_verbose(False)  # it tells of every tensor
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        ordered, quantised = Path(folder) / "ordered.gguf", Path(folder) / "quantised.gguf"
+        _write("ordering", args.model, write_reordered(args.model, ordered, order))
+        quantise(ordered, quantised, args.quantise)
+        ordered.unlink()
+        yield quantised
+
+
+def _write_prepared(
+    args: argparse.Namespace, ordered: Path | None, target: Path, order: Order, scores: Scores
+) -> None:
+    """Of the model, or of one whose units are in order."""
+    from llmaas_plugins.elastic.prepared_file import write_prepared
+    from llmaas_plugins.elastic.units import blocks_of
+
+    source = ordered or args.model
+    elastic = _described(blocks_of(source), scores)
+    writing = write_prepared(source, target, elastic, order, is_ordered=ordered is not None)
+    _write("writing", source, writing)
+    print(f"{target}: {target.stat().st_size / 1e6:,.0f} MB, {len(elastic.levels)} levels.")
+    least = elastic.blocks.share(elastic.tables["uniform"][-1])
+    if least > elastic.levels[-1]:
+        print(
+            f"levels below {least:.2f} use as much as that: a group and {elastic.step} neurons of "
+            "each layer stay; other types of weights have smaller blocks"
+        )
+
+
+def _described(blocks: Blocks, scores: Scores) -> Elastic:
+    """What a prepared file says of itself."""
+    from llmaas_plugins.elastic.metadata import Elastic
+    from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
+
+    if scores.layers is None:
+        raise ConfigError("the scores have none of layers; `llmaas elastic score` makes others.")
+    step = step_of(blocks)
+    return Elastic(
+        blocks=blocks,
+        levels=LEVELS,
+        step=step,
+        tables={"uniform": uniform_widths(blocks, LEVELS, scores.layers, step)},
+        anchors=anchors_of(scores.layers),
+        calibration=scores.calibration,
+        source=None,
+        biases={},
+    )
+
+
+def _write(what: str, source: Path, writing: Iterator[int]) -> None:
+    with as_store_error(f"cannot read {source}"):
+        n_bytes = source.stat().st_size
+    with progress_bar(what, "B", n_bytes) as bar:
+        for n_done in writing:
+            bar.update(n_done)

@@ -1,0 +1,86 @@
+"""``llmaas elastic show``: what a prepared file has."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.store_actions import print_report
+
+if TYPE_CHECKING:
+    from llmaas_plugins.elastic.metadata import Elastic
+    from llmaas_plugins.elastic.units import Widths
+
+__all__ = ["show"]
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print it."""
+    from llmaas_plugins.elastic.metadata import read_elastic
+
+    elastic = read_elastic(args.model)
+    if elastic is None:
+        raise ConfigError(
+            f"{args.model} was not prepared; `llmaas elastic prepare {args.model}` makes a file "
+            "that was."
+        )
+    print_report(args, _report(elastic), _lines(elastic))
+    return 0
+
+
+def _report(elastic: Elastic) -> dict[str, Any]:
+    blocks, calibration = elastic.blocks, elastic.calibration
+    return {
+        "arch": blocks.arch,
+        "n_layers": blocks.n_layers,
+        "n_groups": blocks.n_groups,
+        "heads_per_group": blocks.heads_per_group,
+        "n_ff": blocks.n_ff,
+        "step": elastic.step,
+        "anchors": list(elastic.anchors),
+        "calibration": {
+            "method": calibration.method,
+            "n_tokens": calibration.n_tokens,
+            "seed": calibration.seed,
+            "sha256": calibration.sha256,
+        },
+        "source": None if elastic.source is None else elastic.source.model_dump(),
+        "tables": {
+            name: {
+                "compensated": name in elastic.biases,
+                "levels": [
+                    {
+                        "level": level,
+                        "share": blocks.share(widths),
+                        "groups": widths.groups.tolist(),
+                        "neurons": widths.neurons.tolist(),
+                    }
+                    for level, widths in zip(elastic.levels, table, strict=True)
+                ],
+            }
+            for name, table in elastic.tables.items()
+        },
+    }
+
+
+def _lines(elastic: Elastic) -> Iterator[str]:
+    blocks, calibration = elastic.blocks, elastic.calibration
+    yield (
+        f"{blocks.arch}: {blocks.n_layers} layers of {blocks.n_groups} groups of "
+        f"{blocks.heads_per_group} query heads, and of {blocks.n_ff:,} neurons"
+    )
+    yield f"importance by {calibration.method} of {calibration.n_tokens:,} tokens"
+    yield f"anchor layers: {', '.join(map(str, elastic.anchors)) or 'none'}"
+    yield f"can be restored: {'no, it was quantised' if elastic.source is None else 'yes'}"
+    for name, table in elastic.tables.items():
+        yield ""
+        yield f"{name}{', compensated' if name in elastic.biases else ''}"
+        yield "level   share   groups of layers; neurons"
+        for level, widths in zip(elastic.levels, table, strict=True):
+            yield f"{level:5.1f}  {blocks.share(widths):6.3f}   {_widths(widths)}"
+
+
+def _widths(widths: Widths) -> str:
+    return f"{' '.join(map(str, widths.groups))}; {' '.join(map(str, widths.neurons))}"

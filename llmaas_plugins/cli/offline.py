@@ -1,0 +1,65 @@
+"""What commands share that take minutes: a model to evaluate with, progress, and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmaas_hooks import ConfigError, LlmaasError
+
+__all__ = ["content_of", "loaded", "progress_bar", "stoppable"]
+
+
+@contextlib.contextmanager
+def loaded(path: Path) -> Iterator[Any]:
+    """A model, for contexts of one's own.
+
+    Raises:
+        ConfigError: llama.cpp cannot load it.
+    """
+    from llama_cpp import _internals, llama_cpp
+
+    params = llama_cpp.llama_model_default_params()
+    try:
+        model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
+    except ValueError as error:
+        raise ConfigError(f"cannot load model {path}: {error}") from error
+    with contextlib.closing(model):
+        yield model
+
+
+def content_of(text: Path) -> bytes:
+    """A text's bytes.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return text.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def stoppable(then: str) -> Iterator[None]:
+    """Ctrl-C is no accident.
+
+    Args:
+        then: What is left, or what to do.
+
+    Raises:
+        LlmaasError: It was pressed.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise LlmaasError(f"stopped; {then}") from error
+
+
+def progress_bar(what: str, unit: str, total: int) -> Any:
+    """A bar on a terminal, nothing elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=what, disable=None)

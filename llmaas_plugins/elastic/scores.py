@@ -1,0 +1,136 @@
+"""Files of scores: what matters in a model, found once and used whenever it is prepared."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
+from llmaas_plugins.file_bytes import as_store_error, sync_directory
+from llmaas_plugins.model_digest import file_digest
+from llmaas_plugins.partial_file import taken
+
+__all__ = ["read_scores", "scores_path", "write_scores"]
+
+_ARRAYS = "groups", "neurons", "layers"
+_MOST_ABOUT_BYTES = 4096
+_MOST_EXTRA_BYTES = 4096
+"""Of an array's own header."""
+
+
+class _About(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1]
+    model: str
+    sha256: str
+    seed: int
+    n_tokens: Annotated[int, Field(ge=0)]
+    method: str
+
+
+def scores_path(model: Path) -> Path:
+    """Where a model's are."""
+    return model.with_suffix(".scores.npz")
+
+
+def write_scores(path: Path, scores: Scores, model: Path) -> None:
+    """Write them, in place of those that are there.
+
+    Args:
+        path: Where.
+        scores: With those of layers.
+        model: Whose.
+
+    Raises:
+        StoreError: They cannot be written, or the model cannot be read.
+    """
+    calibration = scores.calibration
+    about = _About(
+        version=1,
+        model=_digest(model),
+        sha256=calibration.sha256,
+        seed=calibration.seed,
+        n_tokens=calibration.n_tokens,
+        method=calibration.method,
+    )
+    arrays: dict[str, Any] = {name: getattr(scores, name) for name in _ARRAYS}
+    text = np.frombuffer(about.model_dump_json().encode(), np.uint8)
+    partial = path.with_name(f"{path.name}.partial")
+    with as_store_error(f"cannot write {path}"), taken(partial) as fd:
+        try:
+            os.ftruncate(fd, 0)
+            with os.fdopen(os.dup(fd), "wb") as file:
+                np.savez(file, about=text, **arrays)
+            os.fsync(fd)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:
+    """Read those of a model.
+
+    Raises:
+        ConfigError: They are not there, are damaged, or of another model.
+        StoreError: They, or the model, cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(f"found no file {path}; `llmaas elastic score {model}` makes one.")
+    try:
+        with as_store_error(f"cannot read {path}"):
+            arrays = _arrays(path, _shapes(blocks))
+        about = _About.model_validate_json(arrays["about"].tobytes())
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} has no scores of {model}, or is damaged: {error}.") from error
+    if about.model != _digest(model):
+        raise ConfigError(
+            f"{path} has the scores of another model than {model}. `llmaas elastic score` makes "
+            "those of this one."
+        )
+    calibration = Calibration(about.sha256, about.seed, about.n_tokens, about.method)
+    return Scores(arrays["groups"], arrays["neurons"], calibration, arrays["layers"])
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _digest(model: Path) -> str:
+    with as_store_error(f"cannot read {model}"):
+        return file_digest(os.fspath(model))
+
+
+def _shapes(blocks: Blocks) -> dict[str, tuple[int, ...]]:
+    n_layers = blocks.n_layers
+    shapes = (n_layers, blocks.n_groups), (n_layers, blocks.n_ff), (n_layers,)
+    return dict(zip(_ARRAYS, shapes, strict=True))
+
+
+def _arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[Any]]:
+    """What a file has, if it is no more than that."""
+    most = {f"{name}.npy": 8 * int(np.prod(shape)) for name, shape in shapes.items()}
+    most["about.npy"] = _MOST_ABOUT_BYTES
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.file_size > most.get(info.filename, -_MOST_EXTRA_BYTES) + _MOST_EXTRA_BYTES:
+                raise ValueError(f"its {info.filename} is unknown, or too large")
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    missing = {"about", *shapes} - arrays.keys()
+    if missing:
+        raise ValueError(f"it has no {min(missing)}")
+    for name, shape in shapes.items():
+        array = arrays[name]
+        if array.dtype != np.float64 or array.shape != shape or not np.isfinite(array).all():
+            raise ValueError(f"its {name} are not {shape} finite numbers")
+    return arrays

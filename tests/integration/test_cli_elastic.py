@@ -1,0 +1,141 @@
+"""``llmaas elastic`` as somebody uses it who has a model and wants less of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from elastic_models import logits_of
+
+from llmaas_eval.families import write_family
+from llmaas_plugins.cli import elastic_prepare
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.scores import read_scores
+from llmaas_plugins.elastic.uniform import anchors_of
+from llmaas_plugins.elastic.units import blocks_of
+from llmaas_plugins.quantise import WEIGHTS
+
+
+@pytest.fixture
+def elastic(capfd):
+    """What the command prints, and its exit code; both streams on an error."""
+
+    def run(*args):
+        capfd.readouterr()
+        code = main(["elastic", *map(str, args)])
+        printed = capfd.readouterr()
+        return code, printed.out if code == 0 else printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(reference_model, tmp_path_factory):
+    """The packaged model, scored and prepared without torch."""
+    folder = tmp_path_factory.mktemp("elastic")
+    shutil.copy(reference_model, folder / "model.gguf")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "torch", None)
+        assert main(["elastic", "prepare", f"{folder}/model.gguf", "--tokens", "256"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A model that is not quantised, with scores."""
+    from gguf import GGMLQuantizationType as Type
+
+    path = write_family("qwen2", tmp_path_factory.mktemp("f16") / "model.gguf", weights=Type.F16)
+    assert main(["elastic", "score", str(path), "--tokens", "64"]) == 0
+    return path
+
+
+def test_prepare_shows_what_it_made_and_restore_undoes_it(folder, elastic):
+    code, printed = elastic("show", folder / "model.elastic.gguf", "--json")
+    report = json.loads(printed)
+    assert code == 0
+    assert report["calibration"]["method"] == "fluctuation"
+    assert report["calibration"]["n_tokens"] >= 250
+    (table,) = report["tables"].values()
+    assert [level["level"] for level in table["levels"]] == [n / 10 for n in range(10, 1, -1)]
+    assert all(abs(level["share"] - level["level"]) < 0.01 for level in table["levels"])
+    blocks = blocks_of(folder / "model.gguf")
+    scores = read_scores(folder / "model.scores.npz", blocks, folder / "model.gguf")
+    assert report["anchors"] == list(anchors_of(scores.layers))
+    assert 0 in report["anchors"]  # embeddings become something there
+    code, printed = elastic("show", folder / "model.elastic.gguf")
+    assert "8 layers of 4 groups of 2 query heads, and of 768 neurons" in printed
+    assert "can be restored: yes" in printed
+    code, printed = elastic("restore", folder / "model.elastic.gguf", "-o", folder / "again.gguf")
+    assert "as it was" in printed
+    assert (folder / "again.gguf").read_bytes() == (folder / "model.gguf").read_bytes()
+
+
+def test_what_was_prepared_says_in_vanilla_what_the_model_says(folder):
+    found, expected = (logits_of(folder / name) for name in ("model.elastic.gguf", "model.gguf"))
+    assert np.abs(found - expected).max() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("weights", ["Q8_0", "Q4_K"])
+def test_quantised_on_the_way_it_cannot_be_restored(original, tmp_path, elastic, weights):
+    path = tmp_path / "small.gguf"
+    code, printed = elastic("prepare", original, "-o", path, "--quantise", weights)
+    assert code == 0
+    assert ("levels below" in printed) == (weights == "Q4_K")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
+    found = read_elastic(path)
+    assert found.source is None
+    assert found.step == {"Q8_0": 32, "Q4_K": 256}[weights]
+    code, printed = elastic("restore", path, "-o", tmp_path / "again.gguf")
+    assert (code, "was quantised when it was prepared" in printed) == (2, True)
+    assert "can be restored: no" in elastic("show", path)[1]
+
+
+def test_importance_is_found_with_a_text(original, tmp_path, elastic):
+    (tmp_path / "text.txt").write_text("A boat came back. " * 40)
+    model = tmp_path / "model.gguf"
+    os.link(original, model)
+    printed = elastic("score", model, "--tokens", 64, "--text", tmp_path / "text.txt")[1]
+    assert f"tokens of {tmp_path / 'text.txt'}" in printed
+    blocks = blocks_of(model)
+    by_text = read_scores(tmp_path / "model.scores.npz", blocks, model)
+    by_itself = read_scores(original.with_suffix(".scores.npz"), blocks, original)
+    assert by_text.calibration.sha256 != by_itself.calibration.sha256
+    assert (by_text.neurons != by_itself.neurons).mean() > 0.9
+    (tmp_path / "text.txt").write_text("")
+    code, printed = elastic("score", model, "--text", tmp_path / "text.txt")
+    assert (code, "there is nothing in" in printed) == (2, True)
+
+
+def test_mistakes_are_said(original, folder, tmp_path, elastic):
+    prepared, model = folder / "model.elastic.gguf", folder / "model.gguf"
+    for args, reason in (
+        (("prepare", prepared), "is prepared already"),
+        (("prepare", tmp_path / "none.gguf"), "No such file or directory"),
+        (
+            ("prepare", model, "--text", tmp_path / "x"),
+            "--text and --tokens are for models without",
+        ),
+        (("prepare", model, "--scores", tmp_path / "x"), "found no file"),
+        (("prepare", model, "--scores", original.with_suffix(".scores.npz")), "no scores of"),
+        (("prepare", model, "-o", model), "cannot replace the file that it is made from"),
+        (("prepare", model, "-o", tmp_path / "no" / "x.gguf"), "found no folder"),
+        (("prepare", model, "--quantise", "Q4_0"), "expected F32, F16 or BF16"),
+        (("score", tmp_path), "Is a directory"),
+        (("restore", model, "-o", tmp_path / "x"), "was not prepared: there is nothing to restore"),
+        (("restore", tmp_path / "none", "-o", tmp_path / "x"), "No such file or directory"),
+        (("show", model), "was not prepared; `llmaas elastic prepare"),
+    ):
+        code, printed = elastic(*args)
+        assert (code, reason in printed) == (2, True), printed
+    assert not list(tmp_path.iterdir())
+    assert not list(folder.glob("*partial*"))
+
+
+def test_every_type_that_can_be_quantised_to_is_offered():
+    assert set(elastic_prepare._TYPES) == set(WEIGHTS)

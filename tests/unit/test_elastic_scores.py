@@ -1,0 +1,182 @@
+"""What matters: found without gradients, and kept in files of which nothing is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from elastic_models import scores_of
+from gguf import GGUFReader, quants
+from llama_cpp import Llama
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins import activate
+from llmaas_plugins.cli.offline import loaded
+from llmaas_plugins.elastic.fluctuation import ChannelMoments, calibration_of, fluctuation_scores
+from llmaas_plugins.elastic.layer_losses import layer_losses
+from llmaas_plugins.elastic.probing import Prober
+from llmaas_plugins.elastic.scores import read_scores, write_scores
+from llmaas_plugins.elastic.units import blocks_of
+from llmaas_plugins.evaluating import Evaluator
+from llmaas_plugins.gguf_header import read_header
+
+TEXT = np.random.default_rng(0).integers(300, 2000, 60).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def blocks(reference_model):
+    return blocks_of(reference_model)
+
+
+@pytest.fixture
+def scores(blocks):
+    return replace(scores_of(blocks), layers=np.linspace(-1, 5, blocks.n_layers))
+
+
+@pytest.fixture
+def path(scores, reference_model, tmp_path):
+    write_scores(tmp_path / "scores.npz", scores, reference_model)
+    return tmp_path / "scores.npz"
+
+
+def test_scores_are_read_as_they_were_written(path, scores, blocks, reference_model):
+    found = read_scores(path, blocks, reference_model)
+    for name in ("groups", "neurons", "layers"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(scores, name))
+    assert found.calibration == scores.calibration
+    assert [entry.name for entry in path.parent.iterdir()] == ["scores.npz"]
+
+
+def test_scores_of_another_model_are_refused(path, blocks, reference_model, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(reference_model.read_bytes() + b"\0")
+    with pytest.raises(ConfigError, match="has the scores of another model"):
+        read_scores(path, blocks, other)
+
+
+def rewritten(path, **changed):
+    with np.load(path) as file:
+        arrays = dict(file.items()) | changed
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"groups": np.zeros((8, 3))}, "groups are not"),
+        ({"neurons": np.full((8, 768), np.nan)}, "neurons are not"),
+        ({"layers": np.zeros(8, np.float32)}, "layers are not"),
+        ({"layers": None}, "has no layers"),
+        ({"about": None}, "has no about"),
+        ({"about": np.frombuffer(b'{"version": 2}', np.uint8)}, "is damaged"),
+        ({"about": np.zeros(1 << 20, np.uint8)}, "about.npy is unknown, or too large"),
+        ({"groups": np.zeros((800, 4))}, "groups.npy is unknown, or too large"),
+        ({"more": np.zeros(2000)}, "more.npy is unknown, or too large"),
+        ({"groups": np.array([["x"] * 4] * 8)}, "groups are not"),
+        ({"groups": np.array([None] * 8)}, "is damaged"),
+    ],
+    ids=str,
+)
+def test_hostile_files_are_refused(path, blocks, reference_model, changed, reason):
+    with pytest.raises(ConfigError, match=reason):
+        read_scores(rewritten(path, **changed), blocks, reference_model)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", bytes(1000), b"\x80\x04N."])
+def test_what_is_no_file_of_scores_is_refused(path, blocks, reference_model, content):
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"has no scores of .*, or is damaged"):
+        read_scores(path, blocks, reference_model)
+
+
+def test_an_array_that_claims_to_be_huge_is_refused(path, blocks, reference_model):
+    header = io.BytesIO()
+    claim = {"descr": "<f8", "fortran_order": False, "shape": (1 << 40, 4)}
+    np.lib.format.write_array_header_1_0(header, claim)
+    content = path.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, header.getvalue() if name == "groups.npy" else old.read(name))
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_scores(path, blocks, reference_model)
+
+
+def test_fluctuation_is_variance_times_the_norms_of_columns(reference_model, blocks):
+    rng = np.random.default_rng(0)
+    heads, neurons = rng.random((8, 256)), rng.random((8, 768))
+    moments = ChannelMoments(heads * 0, heads, neurons * 0, neurons)
+    calibration = calibration_of(TEXT, 0, 60, "fluctuation")
+    found = fluctuation_scores(reference_model, blocks, moments, calibration)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(reference_model).tensors}
+
+    def norms(name):
+        tensor = tensors[name]
+        return (quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64) ** 2).sum(0)
+
+    expected = [
+        (heads[2] * norms("blk.2.attn_output.weight"))[64 * g :][:64].sum() for g in range(4)
+    ]
+    np.testing.assert_allclose(found.groups[2], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        found.neurons[5], neurons[5] * norms("blk.5.ffn_down.weight"), rtol=1e-6
+    )
+    assert found.calibration.n_tokens == 60
+
+
+def test_a_layers_loss_is_that_of_the_model_without_it(reference_model, blocks, tmp_path):
+    prober = Prober(blocks)
+    with (
+        activate({"on_error": "raise"}, {"prober": prober}),
+        loaded(reference_model) as model,
+        Evaluator(model.model, 1) as evaluator,
+    ):
+        (tokens,) = evaluator.windows(TEXT, 60)
+        losses = layer_losses(prober, evaluator, blocks, TEXT, 60)
+    assert losses.shape == (8,)
+    full = surprise(reference_model, tokens)
+    for layer in (1, 6):
+        found = surprise(without(reference_model, layer, tmp_path / "without.gguf"), tokens)
+        assert losses[layer] == pytest.approx(found - full, abs=0.02 * abs(found))
+
+
+def without(source, layer, path):
+    """The model with a layer that adds nothing: zeros are zeros in any type."""
+    shutil.copy(source, path)
+    path.chmod(0o644)
+    tensors = read_header(source).tensors
+    with path.open("r+b") as file:
+        for matrix in ("attn_output", "ffn_down"):
+            place = tensors[f"blk.{layer}.{matrix}.weight"]
+            file.seek(place.at)
+            file.write(bytes(place.n_bytes))
+    return path
+
+
+def surprise(path, tokens):
+    """In vanilla, in nats a token."""
+    llama = Llama(str(path), n_ctx=128, logits_all=True, n_threads=1, verbose=False)
+    with contextlib.closing(llama):
+        llama.eval(tokens.tolist())
+        logits = llama.scores[: len(tokens) - 1].astype(np.float64)
+    chances = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return -chances[np.arange(len(chances)), tokens[1:]].mean()
+
+
+def test_windows_have_one_length(reference_model):
+    text = np.arange(300, 1800, dtype=np.int32)
+    with loaded(reference_model) as model, Evaluator(model.model, 1) as evaluator:
+        n_start = 512 - 511
+        whole = evaluator.windows(text, 1500)
+        assert whole.shape == (3, 1500 - 2 * 511 + n_start)
+        np.testing.assert_array_equal(whole[1, n_start:], text[511:][: whole.shape[1] - n_start])
+        assert evaluator.windows(text[:1100], 1100).shape == (2, 512)
+        assert evaluator.windows(text[:7], 1100).shape == (1, 8)
+        said = evaluator.say(50)
+    assert 40 <= len(said) <= 50
+    assert said.dtype == np.int32
