@@ -42,7 +42,7 @@ static struct operation {
     {"reset", do_reset, 10, 0},    {"restore", do_restore, 4, 0}, {"adapt", do_adapt, 4, 0},
     {"switch", do_switch, 10, 0},  {"listen", do_listen, 10, 0},  {"read", do_read, 10, 0},
     {"abort", do_abort, 3, 0},     {"compare", do_compare, 2, 0},
-    {"budget", do_budget, 10, 0},
+    {"budget", do_budget, 10, 0},  {"exchange", do_exchange, 10, 0},
 };
 enum { N_KINDS = sizeof operations / sizeof *operations };
 

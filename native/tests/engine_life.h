@@ -11,7 +11,7 @@ enum { MAX_MODELS = 3, MAX_CONTEXTS = 4, N_SEQ = 2, N_CTX = 256, N_EMBD = 256, M
 
 /* What is claimed of a model's matrices. */
 enum { NOTHING = 0, PART = 1, TILES = 2, FROM_FILE = 4, CHANNELS = 8 };
-enum { MAX_TENSORS = 64 };
+enum { MAX_TENSORS = 64, MAX_CLAIMED = 32 };
 
 typedef struct model {
     struct llama_model *        llama;
@@ -20,6 +20,8 @@ typedef struct model {
     const char *                path;
     int                         claims;
     bool                        is_in_file[MAX_TENSORS]; /* by the order of the file */
+    char                        parts[MAX_CLAIMED][64]; /* weights of which a part is claimed */
+    uint32_t                    n_parts;
     bool                        is_repacked; /* as tiles always are, and what is read from the file never is */
 } model;
 
@@ -78,5 +80,6 @@ bool do_restore(void);
 bool do_adapt(void);
 bool do_compare(void);
 bool do_budget(void);
+bool do_exchange(void);
 
 #endif

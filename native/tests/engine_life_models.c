@@ -6,26 +6,48 @@ static const int claim_kinds[] = {
 enum { N_CLAIMS = sizeof claim_kinds / sizeof *claim_kinds };
 
 /* Names that stay valid while a model is being loaded, and one more that ends the list. */
-enum { MAX_CLAIMED = 32 };
 static char                                    patterns[MAX_CLAIMED][80];
 static struct llama_model_tensor_buft_override overrides[MAX_CLAIMED + 1];
 
 static bool is_matrix(const char * name) {
-    const bool is_wanted = strstr(name, ".ffn_") || strstr(name, ".attn_output.");
+    const bool is_wanted = strstr(name, ".ffn_") || strstr(name, ".attn_output.") || strstr(name, ".attn_q.");
     return is_wanted && !strstr(name, "norm") && !strstr(name, "gate_inp");
 }
 
 /* Embeddings, which are the output matrix, too. */
 static bool is_looked_up(const char * name) { return strcmp(name, "token_embd.weight") == 0; }
 
-static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overrides) {
+/* None at level 0, where results are compared. */
+static void claim_biases(model * m, const llmaas_tensor_info * info) {
+    const uint32_t n      = (uint32_t) info->ne[1];
+    float *        biases = calloc(3 * n, sizeof *biases);
+    CHECK(biases);
+    for (uint32_t i = n; i < 3 * n; ++i) {
+        biases[i] = (float) rnd_below(100) / 1000.0f;
+    }
+    CHECK(llmaas_weights_claim_biases(m->weights, info->name, biases, 0, n) == LLMAAS_EINVAL);
+    CHECK(llmaas_weights_claim_biases(m->weights, info->name, biases, 3, n) == LLMAAS_OK);
+    CHECK(llmaas_weights_claim_biases(m->weights, info->name, biases, 3, n) == LLMAAS_EINVAL);
+    free(biases);
+}
+
+static void claim_part(model * m, const llmaas_tensor_info * info) {
     static const int64_t extents[] = {LLMAAS_ALL, 128, 64}, wrong[] = {0, -2};
     const bool           is_input  = strstr(info->name, "down") || strstr(info->name, "attn_output");
+    const llmaas_axis    axis      = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;
+    CHECK(llmaas_weights_set_part(m->weights, info->name, extents, 3) == LLMAAS_EINVAL);
+    CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, wrong, 2) == LLMAAS_EINVAL);
+    CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_OK);
+    CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_EINVAL);
+    if (is_input && info->ne[2] == 1 && one_in(2)) {
+        claim_biases(m, info);
+    }
+    strcpy(m->parts[m->n_parts++], info->name);
+}
+
+static void claim(model * m, const llmaas_tensor_info * info, uint32_t * n_overrides) {
     if (m->claims & PART) {
-        const llmaas_axis axis = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;
-        CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, wrong, 2) == LLMAAS_EINVAL);
-        CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_OK);
-        CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_EINVAL);
+        claim_part(m, info);
     }
     if (m->claims & TILES) {
         CHECK(llmaas_weights_claim_tiles(m->weights, info->name) == LLMAAS_OK);
@@ -114,6 +136,20 @@ bool do_load(void) {
         llmaas_weights_release(m->weights);
         *m = (model){0};
     }
+    return true;
+}
+
+/* All at level 0, where results are compared; not all at the others, where graphs are counted. */
+bool do_exchange(void) {
+    static const int64_t some[] = {0, 64, 96, 128, 192};
+    model *              m      = any_model(true);
+    if (!m || !m->n_parts) {
+        return false;
+    }
+    const int64_t extents[] = {LLMAAS_ALL, some[rnd_below(5)], some[rnd_below(5)]};
+    const char *  name      = m->parts[rnd_below(m->n_parts)];
+    CHECK(llmaas_weights_set_part(m->weights, name, extents, 2 + rnd_below(2)) == LLMAAS_OK);
+    CHECK(llmaas_weights_set_part(m->weights, name, extents, 0) == LLMAAS_EINVAL);
     return true;
 }
 

@@ -2,8 +2,8 @@
  *
  *     engine_threads n_rounds
  *
- * Workers create contexts, evaluate tokens on two threads each, and free them again; meanwhile others switch levels,
- * listen, read what was heard, load models, and evaluate on a plain CPU backend. */
+ * Workers create contexts, evaluate tokens on two threads each, and free them again; meanwhile others switch levels, exchange
+ * extents, listen, read what was heard, load models, and evaluate on a plain CPU backend. */
 #include "engine_threads.h"
 
 #include "ggml-cpu.h"
@@ -95,9 +95,17 @@ static void read_all(struct shown * s) {
     }
 }
 
+/* Of a weight that is being multiplied with, perhaps. */
+static void exchange(uint32_t i) {
+    const int64_t extents[] = {LLMAAS_ALL, i % 7 ? 96 : 0, i % 2 ? 64 : LLMAAS_ALL};
+    const char *  name      = i % 3 ? "blk.0.ffn_down.weight" : "blk.1.ffn_gate.weight";
+    CHECK(llmaas_weights_set_part(models[i % N_MODELS].weights, name, extents, 3) == LLMAAS_OK);
+}
+
 static void * meddle(void * arg) {
     for (uint32_t i = 0; n_working > 0; ++i) {
         struct shown * s = &shown[i % N_WORKERS];
+        exchange(i);
         pthread_mutex_lock(&s->lock);
         if (s->engine) {
             llmaas_engine_set_level(s->engine, (int32_t) (i / 3 % 5) - 1);

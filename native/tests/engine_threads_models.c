@@ -56,6 +56,12 @@ static void claim(model * m, const struct ggml_tensor * tensor, bool is_input, i
     }
 }
 
+/* Half of the heads, and fewer than a group of them: the weights stay where they are. */
+static void claim_heads(model * m, const struct ggml_tensor * tensor, llmaas_axis axis) {
+    static const int64_t extents[] = {LLMAAS_ALL, D / 2, HEAD};
+    CHECK(llmaas_weights_claim_part(m->weights, tensor->name, axis, extents, 3) == LLMAAS_OK);
+}
+
 static void add_layer(model * m, int layer, int fd, uint64_t * offset) {
     for (int kind = 0; kind < N_KINDS; ++kind) {
         const bool            is_norm = shapes[kind].n_rows == 1;
@@ -66,6 +72,8 @@ static void add_layer(model * m, int layer, int fd, uint64_t * offset) {
         m->tensors[layer][kind] = tensor;
         if (kind >= GATE) {
             claim(m, tensor, kind == DOWN, fd, offset);
+        } else if (kind == Q || kind == OUT) {
+            claim_heads(m, tensor, kind == Q ? LLMAAS_ROWS : LLMAAS_COLUMNS);
         }
     }
 }
