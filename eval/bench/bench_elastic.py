@@ -21,7 +21,7 @@ from llama_cpp import Llama
 
 from llmaas_eval.batches import batches, loaded
 from llmaas_eval.elastic.cutting import even_widths, write_cut
-from llmaas_eval.elastic.engine import Claimer, Variant
+from llmaas_eval.elastic.engine import Claimer
 from llmaas_eval.elastic.memory import peak_with
 from llmaas_eval.elastic.prepared import variants, write_uniform
 from llmaas_eval.elastic.sizes import without_layers
@@ -59,22 +59,6 @@ def variant(model):
     return replace(nine, levels=[*nine.levels, nothing])
 
 
-class Contexts:
-    """Opens elastic ones, within one activation."""
-
-    def __init__(self, stack, variant, edit):
-        self._variant, self._claimer, self._edit, self._stack = variant, Claimer(), edit, stack
-        self._claimer.claims = variant.claims()
-        config = {"on_error": "raise", "plugins": {}}
-        stack.enter_context(activate(config, {"bench": self._claimer}))
-
-    def open(self):
-        """Batches, and what has their level."""
-        model = self._stack.enter_context(loaded(self._variant.path))
-        opened = self._stack.enter_context(batches(model, self._edit))
-        return opened, self._claimer.contexts[-1]
-
-
 def on(n_threads):
     def edit(params):
         params.n_threads = params.n_threads_batch = n_threads
@@ -104,19 +88,15 @@ SIDES = "vanilla", "ours", "ours again", "vanilla again"
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("what", ["token", 512])
-def bench_full_level(benchmark, variant, what, n_threads):
+def bench_full_level(benchmark, model, what, n_threads):
     """Level 100 % against vanilla's default build."""
     with contextlib.ExitStack() as stack:
         steps = {}
-        for name in ("vanilla", "vanilla again"):
-            model = stack.enter_context(loaded(variant.path))
-            context = stack.enter_context(batches(model, on(n_threads)))
-            steps[name] = prepared(context, what)
-        contexts = Contexts(stack, variant, on(n_threads))
-        for name in ("ours", "ours again"):
-            context, native = contexts.open()
-            native.level = 0
-            steps[name] = prepared(context, what)
+        for name in ("vanilla", "vanilla again", "ours", "ours again"):
+            if name == "ours":
+                stack.enter_context(activate({"on_error": "raise", "plugins": {"elastic": {}}}))
+            context = batches(stack.enter_context(loaded(model)), on(n_threads))
+            steps[name] = prepared(stack.enter_context(context), what)
         taken = []
 
         def one_round():
@@ -141,8 +121,13 @@ def bench_full_level(benchmark, variant, what, n_threads):
 def bench_levels(benchmark, variant, what, n_threads):
     """Four tokens behind 512, or a prompt, by level (Fig 2); block time over the full level's."""
     with contextlib.ExitStack() as stack:
-        context, native = Contexts(stack, variant, on(n_threads)).open()
-        run, before = prepared(context, what)
+        claimer = Claimer()
+        claimer.claims = variant.claims()
+        config = {"on_error": "raise", "plugins": {}}
+        stack.enter_context(activate(config, {"bench": claimer}))
+        opened = stack.enter_context(loaded(variant.path))
+        run, before = prepared(stack.enter_context(batches(opened, on(n_threads))), what)
+        (native,) = claimer.contexts
         taken = []
 
         def one_round():
@@ -284,22 +269,18 @@ def load(path):
 
 def bench_memory(benchmark, model):
     """Peak memory of a process with all nine levels, one way or the other (Fig 16a)."""
-    nine, taken = variants(model, LEVELS)["uniform"], []
+    blocks, taken = blocks_of(model), []
 
     def one_round():
-        ours, stock = (
-            peak_with([nine], is_stock=False),
-            peak_with([Variant(model)], is_stock=True),
-        )
-        taken.append((ours, stock))
+        taken.append((peak_with([model], LEVELS), peak_with([model])))
 
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         copies = [
-            Variant(write_cut(model, even_widths(nine.blocks, level), Path(folder) / f"{level}"))
+            write_cut(model, even_widths(blocks, level), Path(folder) / f"{level}.gguf")
             for level in LEVELS
         ]
         benchmark.pedantic(one_round, rounds=repeats(3))
-        copied = peak_with(copies, is_stock=True)
+        copied = peak_with(copies)
     ours, stock = np.median(np.array(taken), axis=0)
     benchmark.extra_info.update(
         vanilla_mib=stock / 2**20,

@@ -6,42 +6,42 @@ import contextlib
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
-from llmaas_eval.batches import batches, loaded
-from llmaas_eval.elastic.engine import FULL, Claimer, Variant
+from llmaas_eval.batches import Batches, batches, loaded
 from llmaas_eval.inference import peak_bytes
-from llmaas_plugins import activate
+from llmaas_plugins import activate, elastic
 
 __all__ = ["peak_with"]
 
 _N_PROMPT, _N_TOKENS = 512, 4
 
 
-def peak_with(variants: Sequence[Variant], *, is_stock: bool) -> int:
-    """The most memory of a process with all these models, each used at all of its levels.
+def peak_with(paths: Sequence[Path], levels: Sequence[float] = ()) -> int:
+    """The most memory of a process that computes with all of these models, and keeps them.
 
     Args:
-        variants: Models, loaded one after the other and kept.
-        is_stock: Whether it is stock llama.cpp; it knows no levels.
+        paths: GGUFs.
+        levels: All are used of each, with the plugin; none: it is stock llama.cpp.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as process:
-        return process.submit(_peak, list(variants), is_stock).result()
+        return process.submit(_peak, list(paths), list(levels)).result()
 
 
-def _peak(variants: list[Variant], is_stock: bool) -> int:
-    claimer = Claimer()
+def _peak(paths: list[Path], levels: list[float]) -> int:
     with contextlib.ExitStack() as stack:
-        if not is_stock:
-            config = {"plugins": {}, "on_error": "raise"}
-            stack.enter_context(activate(config, {"eval": claimer}))
-        for variant in variants:
-            claimer.claims = variant.claims()
-            ctx = stack.enter_context(batches(stack.enter_context(loaded(variant.path))))
-            for level in [FULL] if is_stock else range(len(variant.levels)):
-                if not is_stock:
-                    claimer.contexts[-1].level = level
-                ctx.clear()
-                ctx.prefill(_N_PROMPT)
-                ctx.generate(_N_TOKENS)
+        if levels:
+            stack.enter_context(activate({"plugins": {"elastic": {}}, "on_error": "raise"}))
+        for path in paths:
+            context = stack.enter_context(batches(stack.enter_context(loaded(path))))
+            for level in levels or [1.0]:
+                with elastic.level(level):
+                    _compute(context)
         return peak_bytes()
+
+
+def _compute(context: Batches) -> None:
+    context.clear()
+    context.prefill(_N_PROMPT)
+    context.generate(_N_TOKENS)
