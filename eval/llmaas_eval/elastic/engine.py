@@ -85,7 +85,7 @@ class Reader:
         vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
 
-    def log_p(self, tokens: NDArray[np.int64], level: int) -> NDArray[np.float32]:
+    def log_p(self, tokens: NDArray[np.int32], level: int) -> NDArray[np.float32]:
         """Log probabilities behind each token of a sequence, shape ``(n_tokens, n_vocab)``."""
         self._context.level = level
         llama_cpp.llama_memory_clear(self._memory, False)

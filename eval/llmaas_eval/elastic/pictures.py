@@ -9,8 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from llmaas_eval.elastic.readings import Reading, difference, perplexity
-from llmaas_eval.elastic.report import FULL
-from llmaas_eval.elastic.rows import Found, Row
+from llmaas_eval.elastic.rows import FULL, Found, Row
 
 __all__ = ["draw"]
 

@@ -48,7 +48,7 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def read_window(
-    full: NDArray[np.float32], found: NDArray[np.float32], targets: NDArray[np.int64]
+    full: NDArray[np.float32], found: NDArray[np.float32], targets: NDArray[np.int32]
 ) -> tuple[float, float, float]:
     """Means of a window, as ``Reading`` has them.
 

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 from llmaas_eval.elastic.readings import Reading, perplexity
 
-__all__ = ["Found", "Row", "as_json"]
+__all__ = ["FULL", "Found", "Row", "as_json"]
+
+FULL = "full"
+"""The method that leaves nothing out."""
 
 
 class Row(NamedTuple):

@@ -19,7 +19,7 @@ __all__ = ["Windows", "packaged_documents", "read_documents", "windows_of"]
 _DOCUMENT = "\n<|doc|>\n"
 _CHARACTERS_PER_TOKEN = 6
 
-Windows = NDArray[np.int64]
+Windows = NDArray[np.int32]
 """Shape ``(n_windows, n_tokens)``: each begins with the token that begins a sequence."""
 
 
@@ -65,7 +65,7 @@ def windows_of(model: Path, documents: list[str], n_windows: int, n_tokens: int)
     if not rows:
         raise ValueError(f"the text is shorter than {n_tokens} tokens")
     picks = np.linspace(0, len(rows) - 1, min(n_windows, len(rows))).round().astype(int)
-    return np.array(rows, np.int64)[picks]
+    return np.array(rows, np.int32)[picks]
 
 
 def _cut(stream: Iterator[int], size: int) -> Iterator[list[int]]:

@@ -1,0 +1,93 @@
+"""Everything that is measured of elastic models' quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmaas_eval.elastic.engine import Variant
+from llmaas_eval.elastic.measuring import Material, Measuring
+from llmaas_eval.elastic.methods import METHODS
+from llmaas_eval.elastic.prepared import variants
+from llmaas_eval.elastic.rows import Found, Row
+from llmaas_eval.elastic.sizes import without_layers
+from llmaas_plugins.quantise import quantise
+
+__all__ = ["PARTS", "Plan", "study"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        parts: In ``PARTS``.
+        methods: In ``METHODS``; ours are measured in any case.
+        calibrations: Tokens that importance is from.
+        types: Of the weights, besides F16.
+    """
+
+    parts: Sequence[str]
+    methods: Sequence[str]
+    calibrations: tuple[int, ...] = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16)
+    types: tuple[str, ...] = ("Q8_0", "Q4_0")
+
+
+def study(material: Material, plan: Plan) -> Found:
+    """Measure the parts of the plan."""
+    measuring = Measuring(material)
+    return {
+        part: [measuring.full, *measure(measuring, plan)] if part in plan.parts else []
+        for part, measure in PARTS.items()
+    }
+
+
+def _levels(measuring: Measuring, plan: Plan) -> list[Row]:
+    """All methods (Fig 10a)."""
+    rows = []
+    for name, variant in measuring.ours.items():
+        rows += measuring.rows(name, variant)
+    for name in plan.methods:
+        rows += METHODS[name](measuring, name)
+    return rows
+
+
+def _layers(measuring: Measuring, _plan: Plan) -> list[Row]:
+    """Each layer is removed alone (Fig 10b)."""
+    source, blocks = measuring.of.source, measuring.blocks
+    removed = [without_layers(blocks, [i]) for i in range(blocks.n_layers)]
+    found = measuring.read("layers", Variant(source, blocks, removed))
+    share = blocks.share(removed[0])
+    return [Row(str(i), share, share, reading) for i, reading in enumerate(found)]
+
+
+def _calibration(measuring: Measuring, plan: Plan) -> list[Row]:
+    """Importance from fewer tokens."""
+    from llmaas_plugins.elastic.gradients import gradient_scores
+
+    rows, windows = [], measuring.of.calibration
+    for n_tokens in plan.calibrations:
+        some = windows[: max(1, n_tokens // windows.shape[1])]
+        rows += measuring.ordered(f"{some.size:,}", gradient_scores(measuring.of.source, some))
+    return rows
+
+
+def _types(measuring: Measuring, plan: Plan) -> list[Row]:
+    """Weights of other types, in the same order (Fig 19a)."""
+    rows, levels = [], (1.0, *measuring.of.levels)
+    for name in ("F16", *plan.types):
+        path = measuring.of.prepared
+        if name != "F16":
+            path = quantise(path, measuring.of.folder / f"{name}.gguf", name)
+        for table, variant in variants(path, levels).items():
+            rows += measuring.rows(f"{name}, {table}", variant, levels)
+    return rows
+
+
+PARTS: Mapping[str, Callable[[Measuring, Plan], list[Row]]] = {
+    "levels": _levels,
+    "layers": _layers,
+    "calibration": _calibration,
+    "types": _types,
+}
+"""By name."""

@@ -1,0 +1,91 @@
+"""The study of elastic models reads what their levels compute, and compares like with like."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from llmaas_eval.elastic.__main__ import main
+from llmaas_eval.elastic.cutting import even_widths, write_cut
+from llmaas_eval.elastic.engine import Variant, readings
+from llmaas_eval.elastic.prepared import write_uniform
+from llmaas_eval.elastic.sizes import all_units, without_layers
+from llmaas_eval.elastic.texts import packaged_documents, windows_of
+from llmaas_eval.tolerance.weights import f16_copy
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
+
+
+@pytest.fixture(scope="module")
+def source(reference_model, tmp_path_factory):
+    return f16_copy(reference_model, tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def prepared(source):
+    blocks = blocks_of(source)
+    groups, neurons = np.ones((8, blocks.n_groups)), np.ones((8, blocks.n_ff))
+    scores = Scores(groups, neurons, Calibration("", 0, 0, "none"), np.arange(8.0))
+    return write_uniform(source, source.with_stem("prepared"), scores)
+
+
+@pytest.fixture(scope="module")
+def windows(source):
+    return windows_of(source, packaged_documents(), 2, 48)
+
+
+def test_windows_are_spread_over_the_text(source, windows):
+    every = windows_of(source, packaged_documents(), 1000, 48)
+    assert len(every) > 50
+    assert np.array_equal(windows, every[[0, -1]])
+    with pytest.raises(ValueError, match="shorter"):
+        windows_of(source, ["too short"], 1, 48)
+
+
+def test_a_level_reads_as_a_file_cut_to_it(source, windows, tmp_path):
+    blocks = blocks_of(source)
+    widths = even_widths(blocks, 0.6)
+    assert 0.53 < blocks.share(widths) <= 0.6  # a step is 7 %
+    cut = write_cut(source, widths, tmp_path / "cut.gguf")
+    assert len(GGUFReader(cut).tensors) == len(GGUFReader(source).tensors)
+    (expected,) = readings(source, Variant(cut), windows)
+    levels = [all_units(blocks), widths, without_layers(blocks, [2])]
+    full, level, removed = readings(source, Variant(source, blocks, levels), windows)
+    assert level.kl == pytest.approx(expected.kl, rel=1e-4)
+    assert level.nats == pytest.approx(expected.nats, rel=1e-5)
+    assert full.kl.max() < 1e-6
+    assert full.same.tolist() == [1, 1]
+    assert 0 < removed.kl.mean() < level.kl.mean()
+
+
+def test_the_study_compares_as_many_bytes(source, prepared, capsys):
+    what = ["--parts", "levels", "types", "--methods", "random", "magnitude"]
+    assert main([*quick(source, prepared), *what, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["method"], row["level"]): row for row in found["levels"]}
+    methods = {name for name, _ in rows} - {"full"}
+    assert methods == {"uniform", "random", "random, best", "magnitude"}
+    for level in (0.8, 0.5):
+        (share,) = {rows[name, level]["share"] for name in methods}
+        assert level - 0.05 < share <= level
+        assert rows["random, best", level]["perplexity"] < rows["random", level]["perplexity"]
+    assert 0 < sum(rows["uniform", 0.8]["kl"]) < sum(rows["uniform", 0.5]["kl"])
+    types = {(row["method"], row["level"]): sum(row["kl"]) for row in found["types"]}
+    assert types["F16, uniform", 1.0] < types["Q8_0, uniform", 1.0] < types["Q8_0, uniform", 0.8]
+    assert types["F16, uniform", 0.5] == sum(rows["uniform", 0.5]["kl"])
+    assert found["layers"] == found["calibration"] == []
+
+
+def test_the_study_in_tables_and_pictures(source, prepared, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    what = ["--parts", "layers", "--pictures", str(tmp_path)]
+    assert main([*quick(source, prepared), *what]) == 0
+    assert "| 7 |" in capsys.readouterr().out
+    assert (tmp_path / "elastic-layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def quick(source, prepared):
+    arguments = "--model", source, "--prepared", prepared, "--quick", "--levels", 0.8, 0.5
+    return list(map(str, arguments))
