@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +19,23 @@ from llmaas_plugins.elastic.units import blocks_of
 from llmaas_plugins.quantise import quantise
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
-SERVED = sorted(units.FAMILIES)
+SERVED = [*units.FAMILIES]
 QUANTISED = ("F16", "Q8_0", "Q4_0", "Q4_K")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _biased():
+    """A llama with all the biases that llama.cpp knows of one."""
+    family = FAMILIES["llama"]
+    biases = {
+        name.replace("weight", "bias"): shape[:1]
+        for name, shape in family.layers[0].items()
+        if len(shape) == 2
+    }
+    layers = tuple({**layer, **biases} for layer in family.layers)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(FAMILIES, "llama, biased", replace(family, layers=layers))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +54,7 @@ def of_type(original, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, "llama, biased"])
 def test_any_order_leaves_what_a_model_says(original, tmp_path, name):
     source = original(name)
     blocks, path = blocks_of(source), tmp_path / "shuffled.gguf"

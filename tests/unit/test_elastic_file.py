@@ -91,6 +91,20 @@ def test_moves_take_rows_and_pieces_from_elsewhere(n_rows, n_pieces, n_bytes, ra
     np.testing.assert_array_equal(new.reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize("alignment", [8, 256])
+def test_what_is_between_and_behind_tensors_is_kept(tmp_path, alignment):
+    source = model_with(tmp_path / "source.gguf", alignment=alignment)
+    with source.open("ab") as file:
+        file.write(b"something else")
+    header = read_header(source)
+    path = shuffled(source, tmp_path / "prepared.gguf")
+    for name, place in read_header(path).tensors.items():
+        assert place.at % alignment == 0
+        assert (place.shape, place.type) == (header.tensors[name].shape, header.tensors[name].type)
+    write(restore(path, tmp_path / "restored.gguf"))
+    assert (tmp_path / "restored.gguf").read_bytes() == source.read_bytes()
+
+
 # -- writing -------------------------------------------------------------------------------------
 
 
@@ -157,13 +171,14 @@ def test_nothing_is_prepared_twice(prepared, tmp_path):
 # -- models that cannot be elastic ---------------------------------------------------------------
 
 
-def model_with(path, *, fields=(), tensors=(), arch="llama"):
+def model_with(path, *, fields=(), tensors=(), arch="llama", alignment=32):
     """A model of one layer, but for what is exchanged."""
     shapes = {
         "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
         "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96),
     }  # fmt: skip
     shapes = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()} | dict(tensors)
+    rng = np.random.default_rng(0)
     numbers = {
         "block_count": 1,
         "embedding_length": 64,
@@ -172,13 +187,14 @@ def model_with(path, *, fields=(), tensors=(), arch="llama"):
         "attention.head_count_kv": 2,
     }
     writer = GGUFWriter(path, arch)
+    writer.add_custom_alignment(alignment)
     for key, value in {f"{arch}.{key}": n for key, n in numbers.items()}.items():
         writer.add_uint32(key, dict(fields).get(key, value))
     for key in set(dict(fields)) - {f"{arch}.{key}" for key in numbers}:
         writer.add_uint32(key, dict(fields)[key])
     for name, shape in shapes.items():
         if shape:
-            writer.add_tensor(name, np.zeros(shape, np.float32))
+            writer.add_tensor(name, rng.random(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
