@@ -26,10 +26,12 @@ static void add_columns(model * m, const llmaas_tensor_info * info, uint32_t ope
     free(scales);
 }
 
+/* The operand that was added last, if another one may follow it. */
+static struct { const model * of; uint32_t n_channels, n_bytes, number; } last;
+
 /* Any bytes will do: those that the model file begins with. One operand of each width is predicted by the one before. */
 static void add_operand(model * m, const llmaas_tensor_info * info, llmaas_channel_cache cache) {
     static uint32_t order[MAX_WIDTH];
-    static struct { const model * of; uint32_t n_channels, n_bytes, number; } last;
     const uint32_t n_bits = one_in(2) ? 4 : 8, n = (uint32_t) info->ne[0];
     const uint32_t n_rows = ((uint32_t) info->ne[1] + LLMAAS_CHUNK_ROWS - 1) / LLMAAS_CHUNK_ROWS * LLMAAS_CHUNK_ROWS;
     llmaas_operand_spec spec = {
@@ -56,6 +58,7 @@ void add_channels(model * m) {
     const llmaas_channel_cache cache = (llmaas_channel_cache) rnd_below(3);
     llmaas_tensor_info *       infos;
     uint32_t                   n;
+    last.of = NULL; /* that was of a model before this one */
     CHECK(llmaas_gguf_tensors(m->path, &infos, &n) == LLMAAS_OK);
     for (uint32_t i = 0; i < n; ++i) {
         if (m->is_in_file[i] && strncmp(infos[i].name, "blk.", 4) == 0) {
