@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from llmaas_eval.elastic.methods import rows_of_layers
 from llmaas_eval.elastic.readings import (
     Reading,
     difference,
@@ -107,3 +108,18 @@ def test_layers_for_as_many_bytes(n_kv_bytes, level, n, share):
     found = kept_layers(blocks(), n_kv_bytes, level)
     assert found.n == n
     assert found.share == pytest.approx(share)
+
+
+def test_whole_layers_get_the_next_larger_number_of_bytes():
+    by_kept = {n: reading([float(n)], kl=float(n)) for n in range(1, 9)}
+    found = {
+        (row.method, row.level): row
+        for row in rows_of_layers("x", blocks(), 0, (0.55, 0.5, 0.1), by_kept)
+    }
+    assert found["x", 0.55].reading.kl == 5
+    assert found["x", 0.55].share == 5 / 8
+    assert found["x, interpolated", 0.55].reading.kl == pytest.approx(4.4)
+    assert found["x, interpolated", 0.55].share == pytest.approx(0.55)
+    assert found["x", 0.5].reading.kl == found["x, interpolated", 0.5].reading.kl == 4
+    assert found["x", 0.1].reading.kl == 1
+    assert ("x, interpolated", 0.1) not in found

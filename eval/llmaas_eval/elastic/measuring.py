@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmaas_eval.elastic.engine import Variant, readings
 from llmaas_eval.elastic.prepared import variants
-from llmaas_eval.elastic.readings import Reading, mixed
+from llmaas_eval.elastic.readings import Reading
 from llmaas_eval.elastic.rows import FULL, Row
-from llmaas_eval.elastic.sizes import kept_layers, kv_bytes
 from llmaas_eval.elastic.texts import Windows
 from llmaas_plugins.elastic.prepared_file import write_reordered
 from llmaas_plugins.elastic.reordering import order_by
@@ -80,24 +79,3 @@ class Measuring:
             return self.rows(name, Variant(path, self.blocks, levels))
         finally:
             path.unlink()
-
-    def layers(self, name: str, by_kept: Mapping[int, Reading]) -> list[Row]:
-        """Whole layers, for as many bytes as each level has.
-
-        They seldom come to as many. So there is a row of the next larger number of layers, in the
-        method's favour, and one between that and the next smaller.
-
-        Args:
-            name: Of the method.
-            by_kept: How it reads, by the number of layers that are kept.
-        """
-        rows, n_layers, n_kv_bytes = [], self.blocks.n_layers, kv_bytes(self.of.source)
-        for level in self.of.levels:
-            kept = kept_layers(self.blocks, n_kv_bytes, level)
-            most = by_kept[kept.n]
-            rows.append(Row(name, level, kept.n / n_layers, most))
-            if kept.n > 1:
-                between = mixed(by_kept[kept.n - 1], most, kept.share)
-                share = (kept.n - 1 + kept.share) / n_layers
-                rows.append(Row(f"{name}, interpolated", level, share, between))
-        return rows

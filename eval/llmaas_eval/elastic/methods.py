@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Measuring
-from llmaas_eval.elastic.readings import mean_reading
+from llmaas_eval.elastic.readings import Reading, mean_reading, mixed
 from llmaas_eval.elastic.rows import Row
 from llmaas_eval.elastic.scores import (
     layers_to_drop,
@@ -16,12 +16,42 @@ from llmaas_eval.elastic.scores import (
     magnitude_scores,
     random_scores,
 )
-from llmaas_eval.elastic.sizes import without_layers
+from llmaas_eval.elastic.sizes import kept_layers, kv_bytes, without_layers
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
+from llmaas_plugins.elastic.units import Blocks
 
-__all__ = ["METHODS"]
+__all__ = ["METHODS", "rows_of_layers"]
 
 _N_SEEDS = 5
+
+
+def rows_of_layers(
+    name: str,
+    blocks: Blocks,
+    n_kv_bytes: int,
+    levels: Sequence[float],
+    by_kept: Mapping[int, Reading],
+) -> Iterator[Row]:
+    """Whole layers, for as many bytes as each level has.
+
+    They seldom come to as many. So there is a row of the next larger number of layers, in the
+    method's favour, and one between that and the next smaller.
+
+    Args:
+        name: Of the method.
+        blocks: Of the model.
+        n_kv_bytes: Of its K and V projections, which go with their layers.
+        levels: Shares of the blocks' bytes, without those.
+        by_kept: How it reads, by the number of layers that are kept.
+    """
+    for level in levels:
+        kept = kept_layers(blocks, n_kv_bytes, level)
+        most = by_kept[kept.n]
+        yield Row(name, level, kept.n / blocks.n_layers, most)
+        if kept.n > 1:
+            between = mixed(by_kept[kept.n - 1], most, kept.share)
+            share = (kept.n - 1 + kept.share) / blocks.n_layers
+            yield Row(f"{name}, interpolated", level, share, between)
 
 
 def _random(measuring: Measuring, name: str) -> list[Row]:
@@ -65,7 +95,7 @@ def _shortgpt(measuring: Measuring, name: str) -> list[Row]:
     kept = range(blocks.n_layers, 0, -1)
     removed = [without_layers(blocks, order[: blocks.n_layers - n]) for n in kept]
     found = measuring.read(name, Variant(source, blocks, removed))
-    return measuring.layers(name, dict(zip(kept, found, strict=True)))
+    return _layers(measuring, name, dict(zip(kept, found, strict=True)))
 
 
 def _laco(measuring: Measuring, name: str) -> list[Row]:
@@ -78,7 +108,12 @@ def _laco(measuring: Measuring, name: str) -> list[Row]:
         write_merged(measuring.of.source, path, n, measuring.of.calibration)
         (by_kept[n],) = measuring.read(f"{name} {n}", Variant(path))
         path.unlink()
-    return measuring.layers(name, by_kept)
+    return _layers(measuring, name, by_kept)
+
+
+def _layers(measuring: Measuring, name: str, by_kept: Mapping[int, Reading]) -> list[Row]:
+    of = measuring.of
+    return list(rows_of_layers(name, measuring.blocks, kv_bytes(of.source), of.levels, by_kept))
 
 
 METHODS: Mapping[str, Callable[[Measuring, str], list[Row]]] = {
