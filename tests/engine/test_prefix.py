@@ -22,6 +22,7 @@ from claiming import (
     hand_over,
     loaded,
     native,
+    opened,
     step,
 )
 from matrices import zeroed
@@ -47,13 +48,13 @@ SOME = [*zip(FAMILIES, itertools.cycle(CELLS), strict=False)]
 EACH_CACHE = pytest.mark.parametrize("cells", CELLS)
 
 
-def claims_of(levels=LEVELS):
+def claims_of(levels=LEVELS, source=None):
     heads, neurons = zip(*levels, strict=True)
     return (
-        WeightClaim(QUERIES, rows=heads),
-        WeightClaim(OUTPUT, columns=heads),
-        WeightClaim(GATES, rows=neurons),
-        WeightClaim(DOWN, columns=neurons),
+        WeightClaim(QUERIES, source, rows=heads),
+        WeightClaim(OUTPUT, source, columns=heads),
+        WeightClaim(GATES, source, rows=neurons),
+        WeightClaim(DOWN, source, columns=neurons),
     )
 
 
@@ -99,6 +100,55 @@ def test_what_is_left_out_is_as_if_it_were_zeros(family, stock, model, cells):
             expected = evaluated(stock(name, weights, *LEVELS[level]), **settings)
             assert np.array_equal(evaluate(ctx), expected)
             assert (n_cut(context) > before) == (level > 0)
+
+
+@pytest.mark.parametrize("source", ["tiles", "file"])
+def test_wherever_the_weights_are(family, stock, source):
+    plugin, path = Claimer(*claims_of(source=source)), family("llama", "Q4_0")
+    settings = {"use_extra_bufts": source == "tiles"}
+    with native(plugin=plugin), loaded(path, **settings) as llama, created(llama) as ctx:
+        (context,) = plugin.contexts
+        context.level = 1
+        found = evaluate(ctx)
+        assert n_cut(context) == 3 * 2 * N_CUT["flash attention"]
+    with opened(stock("llama", "Q4_0", *LEVELS[1]), **settings) as ctx:
+        expected = evaluate(ctx)
+    if source == "file":
+        assert np.array_equal(found, expected)
+    else:  # tiles are multiplied one by one
+        np.testing.assert_allclose(found, expected, atol=0.1)
+
+
+@pytest.mark.parametrize("cells", ["transposed", "flash attention"])
+def test_sequences_with_cells_of_their_own(family, stock, cells):
+    settings = CELLS[cells] | {"n_seq_max": 2, "kv_unified": False, "n_ctx": 512}
+
+    def converse(ctx):
+        rows = [(seq, 9 + seq + at, at) for seq in (0, 1) for at in range(20)]
+        return [together(ctx, rows), together(ctx, [(0, 5, 20), (1, 6, 20)])]
+
+    with loaded(stock("llama", "F16", *LEVELS[2])) as llama, created(llama, **settings) as ctx:
+        expected = converse(ctx)
+    plugin, path = Claimer(*claims_of()), family("llama", "F16")
+    with native(plugin=plugin), loaded(path) as llama, created(llama, **settings) as ctx:
+        plugin.contexts[0].level = 2
+        found = converse(ctx)
+        assert n_cut(plugin.contexts[0]) >= 2 * 2 * N_CUT[cells]
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
+
+
+def together(ctx, rows):
+    """Logits of the last row of a batch of (sequence, token, position)."""
+    batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
+    batch.n_tokens = len(rows)
+    for i, (seq, token, position) in enumerate(rows):
+        batch.token[i], batch.pos[i] = token, position
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
+        batch.logits[i] = i == len(rows) - 1
+    assert llama_cpp.llama_decode(ctx, batch) == 0
+    llama_cpp.llama_batch_free(batch)
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits(ctx), (4096,)).copy()
 
 
 N_CUT = {"transposed": 13, "flash attention": 10, "q8_0": 16}
