@@ -79,11 +79,15 @@ class Blocks:
         """Rows of ``attn_q``, and columns of ``attn_output``, of a group."""
         return self.heads_per_group * self.head_dim
 
+    @property
+    def n_bytes(self) -> float:
+        """Of all units."""
+        return sum(self.group_bytes) * self.n_groups + sum(self.neuron_bytes) * self.n_ff
+
     def share(self, widths: Widths) -> float:
         """Of the blocks' bytes, K and V projections apart, that these widths use."""
         groups, neurons = np.array(self.group_bytes), np.array(self.neuron_bytes)
-        used = groups @ widths.groups + neurons @ widths.neurons
-        return float(used / (groups.sum() * self.n_groups + neurons.sum() * self.n_ff))
+        return float(groups @ widths.groups + neurons @ widths.neurons) / self.n_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,128 @@
+"""What widths do to a loaded model: how far its predictions move, and what units take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import LlmaasError, NativeContext, Tokens, WeightClaim, hookimpl
+from llmaas_plugins.elastic.parts import extents_of, part_claims
+from llmaas_plugins.elastic.searching import UnitTimes
+from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.evaluating import Evaluator
+
+__all__ = ["Divergence", "Prober", "unit_times"]
+
+_MOST_REFERENCE_BYTES = 256 << 20
+_ROUNDS = 9
+_PROMPT = 128
+
+
+class Prober:
+    """Exchanges the widths of a model that is loaded while it listens.
+
+    ``activate(…, {"prober": Prober(blocks)})``.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        """Begin with all units."""
+        self._blocks = blocks
+        self._context: NativeContext | None = None
+        self.full = Widths(
+            np.full(blocks.n_layers, blocks.n_groups, np.int32),
+            np.full(blocks.n_layers, blocks.n_ff, np.int32),
+        )
+
+    @hookimpl
+    def llmaas_weights(self) -> list[WeightClaim]:
+        """Claim what levels narrow."""
+        return part_claims(self._blocks, [self.full])
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Keep it."""
+        self._context = context
+
+    @hookimpl
+    def llmaas_context_free(self) -> None:
+        """Let go of it."""
+        self._context = None
+
+    def set(self, widths: Widths) -> None:
+        """Exchange the widths, from the next batch on.
+
+        Raises:
+            LlmaasError: There is no hook point in the engine.
+        """
+        if self._context is None:
+            raise LlmaasError(
+                "widths cannot be tried: there is no hook point in the engine. "
+                "`llmaas doctor` says why."
+            )
+        for weight, extents in extents_of(self._blocks, [widths]).items():
+            self._context.set_part(weight, extents)
+
+
+class Divergence:
+    """Mean KL divergence of a text's next-token distributions from those with all units."""
+
+    def __init__(self, prober: Prober, evaluator: Evaluator, text: Tokens, n_tokens: int) -> None:
+        """Evaluate at most so many tokens of the text with all units."""
+        self._prober, self._evaluator, self._text = prober, evaluator, text
+        self._n_tokens = min(n_tokens, _MOST_REFERENCE_BYTES // (4 * evaluator.n_vocab))
+        prober.set(prober.full)
+        self._expected = list(self._predictions())
+
+    def __call__(self, widths: Widths) -> float:
+        """In nats a token."""
+        self._prober.set(widths)
+        pairs = zip(self._expected, self._predictions(), strict=True)
+        sums = [float((np.exp(p) * (p - q)).sum()) for p, q in pairs]
+        return sum(sums) / sum(map(len, self._expected))
+
+    def _predictions(self) -> Iterator[NDArray[np.float32]]:
+        """Logarithms of probabilities."""
+        for _tokens, logits in self._evaluator.predict(self._text, self._n_tokens):
+            shifted = logits - logits.max(axis=1, keepdims=True)
+            yield shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Tokens) -> UnitTimes:
+    """What units take, as a share of the whole: the mean of a prompt's and a token's.
+
+    Widths take turns, so that whatever else the machine does meets all of them, and the shortest
+    times count. No unit is taken for cheaper than half of what its bytes say: a busy machine may
+    measure anything.
+    """
+    full = prober.full
+    groups = np.full_like(full.groups, blocks.group_granule)
+    neurons = np.full_like(full.neurons, -(-blocks.n_ff // 4 // blocks.granule) * blocks.granule)
+    tried = full, Widths(groups, full.neurons), Widths(full.groups, neurons)
+    of_full, of_groups, of_neurons = np.min(
+        [[_times(prober, evaluator, widths, text) for widths in tried] for _ in range(_ROUNDS)],
+        axis=0,
+    )
+    n_groups, n_neurons = (full.groups - groups).sum(), (full.neurons - neurons).sum()
+    measured = UnitTimes(
+        float(np.mean(1 - of_groups / of_full)) / max(1, int(n_groups)),
+        float(np.mean(1 - of_neurons / of_full)) / int(n_neurons),
+    )
+    return UnitTimes(
+        max(measured.group, float(np.mean(blocks.group_bytes)) / blocks.n_bytes / 2),
+        max(measured.neuron, float(np.mean(blocks.neuron_bytes)) / blocks.n_bytes / 2),
+    )
+
+
+def _times(
+    prober: Prober, evaluator: Evaluator, widths: Widths, text: Tokens
+) -> tuple[float, float]:
+    """Seconds of a prompt, and of a token."""
+    prober.set(widths)
+    started = time.perf_counter()
+    list(evaluator.evaluate(text[:_PROMPT], _PROMPT))
+    between = time.perf_counter()
+    list(evaluator.generate(1))
+    return between - started, time.perf_counter() - between
