@@ -46,7 +46,7 @@ class Terms(NamedTuple):
         layer: Which it is.
         groups: By token and KV group, float32, ``(n_tokens, n_groups)``.
         neurons: By token and neuron, float32, ``(n_tokens, n_ff)``.
-        weights: The layer's, with their gradients if they were asked for.
+        weights: The layer's with their gradients, if these were asked for.
     """
 
     layer: int
@@ -109,31 +109,32 @@ def loss_terms(decoder: Decoder, windows: Windows, *, of_weights: bool = False) 
 
 
 def _loss_terms(decoder: Decoder, windows: Windows, *, of_weights: bool) -> Iterator[Terms]:
-    n_layers = decoder.blocks.n_layers
-    inputs = _inputs(decoder, windows[:, :-1])
-    targets = torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
-    slopes = decoder.loss_gradient(inputs[-1].flatten(0, 1), targets).view_as(inputs[-1])
-    for layer in reversed(range(n_layers)):
-        weights = decoder.weights(layer)
-        for i, x in enumerate(inputs[layer]):
-            gates = _gates(decoder, len(x))
-            x.requires_grad_()
-            for weight in weights.values():
-                weight.grad = None
-                weight.requires_grad_(of_weights)
-            decoder.block(layer, weights, x, gates).backward(slopes[i])
-            slopes[i] = x.grad
-            yield Terms(layer, gates.groups.grad, gates.neurons.grad, weights)
-
-
-def _inputs(decoder: Decoder, windows: Windows) -> list[Tensor]:
-    """Of each layer, and what the last puts out."""
-    inputs = [decoder.embed(windows)]
+    inputs = [decoder.embed(windows[:, :-1])]
     for layer in range(decoder.blocks.n_layers):
-        weights = decoder.weights(layer)
-        with torch.no_grad():
-            inputs.append(torch.stack([decoder.block(layer, weights, x) for x in inputs[-1]]))
-    return inputs
+        inputs.append(decoder.apply(layer, inputs[-1]))
+    targets = torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
+    output = inputs.pop()
+    slopes = decoder.loss_gradient(output.flatten(0, 1), targets).view_as(output)
+    del output
+    for layer in reversed(range(decoder.blocks.n_layers)):
+        yield from _layer_terms(decoder, layer, inputs.pop(), slopes, of_weights=of_weights)
+
+
+def _layer_terms(
+    decoder: Decoder, layer: int, inputs: Tensor, slopes: Tensor, *, of_weights: bool
+) -> Iterator[Terms]:
+    """From the loss's gradient with respect to the layer's outputs to that of its inputs."""
+    weights = decoder.weights(layer)
+    for x, slope in zip(inputs, slopes, strict=True):
+        gates = _gates(decoder, len(x))
+        x.requires_grad_()
+        for weight in weights.values():
+            weight.grad = None
+            weight.requires_grad_(of_weights)
+        decoder.block(layer, weights, x, gates).backward(slope)
+        slope.copy_(x.grad)
+        found = weights if of_weights else {}
+        yield Terms(layer, gates.groups.grad, gates.neurons.grad, found)
 
 
 def _gates(decoder: Decoder, n_tokens: int) -> Gates:

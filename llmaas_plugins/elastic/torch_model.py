@@ -90,9 +90,7 @@ class Decoder:
         """
         x = self.embed(windows)
         for layer in range(self.blocks.n_layers):
-            weights, gate = self.weights(layer), None if gates is None else gates[layer]
-            with torch.no_grad():
-                x = torch.stack([self.block(layer, weights, window, gate) for window in x])
+            x = self.apply(layer, x, None if gates is None else gates[layer])
         return x
 
     def embed(self, windows: Windows) -> Tensor:
@@ -102,6 +100,18 @@ class Decoder:
             torch.from_numpy(places.reshape(windows.shape))
         ]
         return x * x.shape[-1] ** 0.5 if self.architecture.is_gemma else x
+
+    def apply(self, layer: int, inputs: Tensor, gates: Gates | None = None) -> Tensor:
+        """Outputs of a layer for windows, whose weights are read, and let go; shape as ``inputs``.
+
+        Args:
+            layer: Which it is.
+            inputs: Its inputs, shape ``(n_windows, n_tokens, n_embd)``.
+            gates: What its units' outputs are multiplied with.
+        """
+        weights = self.weights(layer)
+        with torch.no_grad():
+            return torch.stack([self.block(layer, weights, x, gates) for x in inputs])
 
     def block(self, layer: int, weights: Weights, x: Tensor, gates: Gates | None = None) -> Tensor:
         """Output of a layer.

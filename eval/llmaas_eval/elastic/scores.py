@@ -73,9 +73,7 @@ def layers_to_drop(source: Path, calibration: Windows) -> list[int]:
     decoder, influence = Decoder(source), []
     x = decoder.embed(calibration.astype(np.int32))
     for layer in range(decoder.blocks.n_layers):
-        weights = decoder.weights(layer)
-        with torch.no_grad():
-            y = torch.stack([decoder.block(layer, weights, window) for window in x])
+        y = decoder.apply(layer, x)
         influence.append(1 - float(torch.cosine_similarity(x, y, dim=-1).mean()))
         x = y
     return np.argsort(influence, kind="stable").tolist()
