@@ -15,7 +15,7 @@ from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
 from llmaas_plugins.elastic.units import Scores, blocks_of
 
-__all__ = ["variants", "write_uniform"]
+__all__ = ["default_variant", "variants", "write_uniform"]
 
 
 def write_uniform(source: Path, path: Path, scores: Scores) -> Path:
@@ -66,6 +66,17 @@ def variants(path: Path, levels: Sequence[float]) -> dict[str, Variant]:
             biases = _by_weight(found.biases[name][picks])
             variants[f"{name}, compensated"] = Variant(path, found.blocks, widths, biases)
     return variants
+
+
+def default_variant(path: Path, levels: Sequence[float]) -> Variant:
+    """What the plugin takes of a prepared file unless it is told otherwise.
+
+    Raises:
+        ValueError: As ``variants``.
+    """
+    found = variants(path, levels)
+    table = "searched" if "searched" in found else "uniform"
+    return found.get(f"{table}, compensated", found[table])
 
 
 def _by_weight(biases: NDArray[np.float16]) -> Mapping[str, NDArray[np.float32]]:

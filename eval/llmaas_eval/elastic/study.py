@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Material, Measuring
 from llmaas_eval.elastic.methods import METHODS
-from llmaas_eval.elastic.prepared import variants
+from llmaas_eval.elastic.prepared import default_variant
 from llmaas_eval.elastic.rows import Found, Row
 from llmaas_eval.elastic.sizes import without_layers
 from llmaas_plugins.quantise import quantise
@@ -73,14 +73,13 @@ def _calibration(measuring: Measuring, plan: Plan) -> list[Row]:
 
 
 def _types(measuring: Measuring, plan: Plan) -> list[Row]:
-    """Weights of other types, in the same order (Fig 19a)."""
+    """Weights of other types in the same order (Fig 19a), in the widths the plugin would take."""
     rows, levels = [], (1.0, *measuring.of.levels)
     for name in ("F16", *plan.types):
         path = measuring.of.prepared
         if name != "F16":
             path = quantise(path, measuring.of.folder / f"{name}.gguf", name)
-        for table, variant in variants(path, levels).items():
-            rows += measuring.rows(f"{name}, {table}", variant, levels)
+        rows += measuring.rows(name, default_variant(path, levels), levels)
     return rows
 
 
