@@ -1,51 +1,15 @@
 /* The weight table. */
-#include "weights.h"
+#include "weights_table.h"
 
 #include "../src/grow.h"
 #include "llmaas/io.h"
-#include "llmaas/sparse.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { MAX_CHANNELS = 1 << 20, MAX_CHANNEL_BYTES = 1 << 26, READ_ALIGN = 4096 };
-
-/* A model file that weights are read from. */
-struct file {
-    char * path;
-    int    fd;
-};
-
-/* An operand whose channels weights have. */
-struct read_operand {
-    llmaas_operand * channels;
-    uint32_t         n_bytes; /* of a channel */
-};
-
-struct llmaas_weights {
-    atomic_uint      n_holders;
-    pthread_rwlock_t lock;
-    llmaas_weight ** entries;
-    size_t           n_entries;
-    size_t           n_capacity;
-    llmaas_weight ** slots; /* open addressing by tensor; n_slots is a power of two, at most half full */
-    size_t           n_slots;
-    uint32_t         n_narrow[LLMAAS_MAX_LEVELS]; /* weights that are not all, or biased, by level */
-    _Atomic uint64_t narrow_levels; /* bit l: there are some at level l */
-    bool             own_buffers;
-    struct file *    files;
-    size_t           n_files;
-    llmaas_stream *  stream;
-    struct read_operand * operands;
-    size_t           n_operands, operands_capacity;
-    char             problem[192];
-};
+enum { READ_ALIGN = 4096 };
 
 /* Contexts that compute without a pause hold the lock between them all the time: one that is being created must come
  * before the next graph. */
@@ -104,7 +68,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
     free(weights);
 }
 
-static llmaas_weight * by_name(const llmaas_weights * weights, const char * name) {
+llmaas_weight * llmaas_weights_by_name(const llmaas_weights * weights, const char * name) {
     for (size_t i = 0; i < weights->n_entries; i++) {
         if (strcmp(weights->entries[i]->name, name) == 0) {
             return weights->entries[i];
@@ -113,9 +77,8 @@ static llmaas_weight * by_name(const llmaas_weights * weights, const char * name
     return NULL;
 }
 
-/* The entry of this name, made if there is none; NULL: memory, or a name no tensor can have. */
-static llmaas_weight * entry(llmaas_weights * weights, const char * name) {
-    llmaas_weight * found = by_name(weights, name);
+llmaas_weight * llmaas_weights_entry(llmaas_weights * weights, const char * name) {
+    llmaas_weight * found = llmaas_weights_by_name(weights, name);
     if (found || strlen(name) >= GGML_MAX_NAME) {
         return found;
     }
@@ -175,282 +138,7 @@ static bool index_tensors(llmaas_weights * weights) {
 void llmaas_weights_lock(llmaas_weights * weights) { pthread_rwlock_rdlock(&weights->lock); }
 void llmaas_weights_unlock(llmaas_weights * weights) { pthread_rwlock_unlock(&weights->lock); }
 
-/* -- claims ------------------------------------------------------------------------------------------------------ */
-
-static bool are_extents(const int64_t * extents, uint32_t n_levels) {
-    bool are = n_levels >= 1 && n_levels <= LLMAAS_MAX_LEVELS;
-    for (uint32_t level = 0; are && level < n_levels; level++) {
-        are = extents[level] >= LLMAAS_ALL;
-    }
-    return are;
-}
-
-/* Count it anew where graphs must be rewritten. */
-static void count_narrow(llmaas_weights * weights, llmaas_weight * weight) {
-    uint64_t narrow_levels = 0;
-    for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
-        const int64_t  extent    = weight->extents[level < weight->n_levels ? level : weight->n_levels - 1];
-        const uint32_t is_narrow = extent != LLMAAS_ALL || (weight->biased_levels >> level & 1);
-        weights->n_narrow[level] += is_narrow - (uint32_t) (weight->narrow_levels >> level & 1);
-        narrow_levels |= (uint64_t) (weights->n_narrow[level] > 0) << level;
-        weight->narrow_levels = (weight->narrow_levels & ~(1ull << level)) | (uint64_t) is_narrow << level;
-    }
-    weights->narrow_levels = narrow_levels;
-}
-
-static void set_extents(llmaas_weights * weights, llmaas_weight * weight, const int64_t * extents, uint32_t n_levels) {
-    weight->n_levels = n_levels;
-    memcpy(weight->extents, extents, n_levels * sizeof *extents);
-    count_narrow(weights, weight);
-}
-
-llmaas_status llmaas_weights_claim_part(
-    llmaas_weights * weights, const char * name, llmaas_axis axis, const int64_t * extents, uint32_t n_levels) {
-    if (!are_extents(extents, n_levels)) {
-        return LLMAAS_EINVAL;
-    }
-    pthread_rwlock_wrlock(&weights->lock);
-    llmaas_weight * weight = entry(weights, name);
-    const bool      is_new = weight && !weight->part;
-    if (is_new) {
-        weight->part       = axis == LLMAAS_ROWS ? &llmaas_part_rows : &llmaas_part_columns;
-        weight->is_claimed = true;
-        set_extents(weights, weight, extents, n_levels);
-    }
-    pthread_rwlock_unlock(&weights->lock);
-    return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
-}
-
-llmaas_status llmaas_weights_set_part(
-    llmaas_weights * weights, const char * name, const int64_t * extents, uint32_t n_levels) {
-    if (!weights || !are_extents(extents, n_levels)) {
-        return LLMAAS_EINVAL;
-    }
-    pthread_rwlock_wrlock(&weights->lock);
-    llmaas_weight * weight = by_name(weights, name);
-    const bool      is_one = weight && weight->part;
-    if (is_one) {
-        set_extents(weights, weight, extents, n_levels);
-    }
-    pthread_rwlock_unlock(&weights->lock);
-    return is_one ? LLMAAS_OK : LLMAAS_EINVAL;
-}
-
-static void note_biased_levels(llmaas_weight * weight) {
-    for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
-        const uint32_t row = level < weight->n_bias_levels ? level : weight->n_bias_levels - 1;
-        for (uint32_t i = 0; i < weight->n_biases; i++) {
-            weight->biased_levels |= (uint64_t) (weight->biases[(size_t) row * weight->n_biases + i] != 0.0f) << level;
-        }
-    }
-}
-
-llmaas_status llmaas_weights_claim_biases(
-    llmaas_weights * weights, const char * name, const float * biases, uint32_t n_levels, uint32_t n_rows) {
-    if (n_levels < 1 || n_levels > LLMAAS_MAX_LEVELS || n_rows < 1) {
-        return LLMAAS_EINVAL;
-    }
-    pthread_rwlock_wrlock(&weights->lock);
-    llmaas_weight * weight = by_name(weights, name);
-    const bool      is_new = weight && weight->part == &llmaas_part_columns && !weight->biases;
-    float *         copy   = is_new ? malloc(sizeof *copy * n_levels * n_rows) : NULL;
-    if (copy) {
-        weight->biases        = memcpy(copy, biases, sizeof *copy * n_levels * n_rows);
-        weight->n_bias_levels = n_levels;
-        weight->n_biases      = n_rows;
-        note_biased_levels(weight);
-        count_narrow(weights, weight);
-    }
-    pthread_rwlock_unlock(&weights->lock);
-    return copy ? LLMAAS_OK : is_new ? LLMAAS_ESPACE : LLMAAS_EINVAL;
-}
-
-const float * llmaas_weight_biases(const llmaas_weight * weight, int32_t level) {
-    const uint32_t at = level < LLMAAS_MAX_LEVELS ? (uint32_t) level : LLMAAS_MAX_LEVELS - 1;
-    if (level < 0 || !(weight->biased_levels >> at & 1)) {
-        return NULL;
-    }
-    return weight->biases + (size_t) (at < weight->n_bias_levels ? at : weight->n_bias_levels - 1) * weight->n_biases;
-}
-
-static llmaas_status claim_source(
-    llmaas_weights * weights, const char * name, const llmaas_source_ops * source, void * state) {
-    pthread_rwlock_wrlock(&weights->lock);
-    llmaas_weight * weight = entry(weights, name);
-    const bool      is_new = weight && weight->source == &llmaas_source_in_place && !weight->tensor;
-    if (is_new) {
-        weight->source       = source;
-        weight->state        = state;
-        weight->is_claimed   = true;
-        weights->own_buffers = true;
-    }
-    pthread_rwlock_unlock(&weights->lock);
-    return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
-}
-
-llmaas_status llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name) {
-    return claim_source(weights, name, &llmaas_source_tiles, NULL);
-}
-
-/* Descriptor of the model file at `path`, opened once; -1: errno says why. Past the page cache where the file system
- * can: what is read for each graph must not drive other data out of memory. */
-static int descriptor(llmaas_weights * weights, const char * path) {
-    for (size_t i = 0; i < weights->n_files; i++) {
-        if (strcmp(weights->files[i].path, path) == 0) {
-            return weights->files[i].fd;
-        }
-    }
-    struct file * files = realloc(weights->files, (weights->n_files + 1) * sizeof *files);
-    if (!files) {
-        return -1;
-    }
-    weights->files = files;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (fd < 0 && errno == EINVAL) {
-        fd = open(path, O_RDONLY | O_CLOEXEC);
-    }
-    char * copy = fd < 0 ? NULL : strdup(path);
-    if (!copy) {
-        if (fd >= 0) {
-            close(fd);
-        }
-        return -1;
-    }
-    files[weights->n_files++] = (struct file) {copy, fd};
-    return fd;
-}
-
-llmaas_status llmaas_weights_claim_file(
-    llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed) {
-    pthread_rwlock_wrlock(&weights->lock);
-    const int fd = descriptor(weights, path);
-    weights->stream = weights->stream ? weights->stream : llmaas_stream_new();
-    pthread_rwlock_unlock(&weights->lock);
-    if (fd < 0) {
-        return LLMAAS_EIO;
-    }
-    void * state = weights->stream ? llmaas_file_state(weights->stream, fd, offset, is_packed) : NULL;
-    if (!state) {
-        return LLMAAS_ESPACE;
-    }
-    const llmaas_status status = claim_source(weights, name, &llmaas_source_file, state);
-    if (status != LLMAAS_OK) {
-        free(state);
-    }
-    return status;
-}
-
-/* The bytes are dropped: the file has them. */
-static bool drop(llmaas_weight * weight, const void * bytes) {
-    (void) weight, (void) bytes;
-    return true;
-}
-
-static const char * is_looked_up(const llmaas_weight * weight) {
-    (void) weight;
-    return NULL;
-}
-
-const llmaas_source_ops llmaas_source_rows = {.load = drop, .problem = is_looked_up};
-
-static llmaas_status look_up(llmaas_weights * weights, const char * name, int fd, uint64_t offset) {
-    llmaas_weight * weight = entry(weights, name);
-    if (!weight || weight->lookup || weight->tensor || weight->source == &llmaas_source_tiles) {
-        return LLMAAS_EINVAL;
-    }
-    weights->stream = weights->stream ? weights->stream : llmaas_stream_new(); /* graphs take turns by it */
-    weight->lookup  = weights->stream ? llmaas_lookup_new(fd, offset) : NULL;
-    if (!weight->lookup) {
-        return LLMAAS_ESPACE;
-    }
-    weight->source       = weight->source == &llmaas_source_in_place ? &llmaas_source_rows : weight->source;
-    weight->is_claimed   = true;
-    weights->own_buffers = true;
-    return LLMAAS_OK;
-}
-
-llmaas_status llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const char * path, uint64_t offset) {
-    pthread_rwlock_wrlock(&weights->lock);
-    const int           fd     = descriptor(weights, path);
-    const llmaas_status status = fd < 0 ? LLMAAS_EIO : look_up(weights, name, fd, offset);
-    pthread_rwlock_unlock(&weights->lock);
-    return status;
-}
-
-/* -- channels ---------------------------------------------------------------------------------------------------- */
-
-static bool is_permutation(const uint32_t * order, uint32_t n) {
-    bool * is_there = calloc(n, sizeof *is_there);
-    bool   ok       = is_there != NULL;
-    for (uint32_t i = 0; ok && i < n; i++) {
-        ok = order[i] < n && !is_there[order[i]];
-        if (ok) {
-            is_there[order[i]] = true;
-        }
-    }
-    free(is_there);
-    return ok;
-}
-
-static bool is_sound(const llmaas_operand_spec * spec) {
-    return spec->n_channels > 0 && spec->n_channels % LLMAAS_BLOCK_COLUMNS == 0 && spec->n_channels <= MAX_CHANNELS &&
-           spec->n_bytes > 0 && spec->n_bytes <= MAX_CHANNEL_BYTES && spec->stride >= spec->n_bytes &&
-           spec->stride <= INT64_MAX / MAX_CHANNELS / 2 && spec->offset <= INT64_MAX / 2 && spec->threshold >= 0 &&
-           (spec->cache != LLMAAS_CHANNELS_STREAMED || spec->stride == spec->n_bytes) &&
-           (unsigned) spec->cache <= LLMAAS_CHANNELS_RECENT && spec->n_top <= spec->n_channels && is_permutation(spec->order, spec->n_channels);
-}
-
-static llmaas_status add_operand(
-    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * number) {
-    const int fd = descriptor(weights, path);
-    if (fd < 0) {
-        return LLMAAS_EIO;
-    }
-    llmaas_operand * predictor = spec->predictor >= 0 ? weights->operands[spec->predictor].channels : NULL;
-    if (predictor && !llmaas_operand_predicts(predictor, fd, spec)) {
-        return LLMAAS_EINVAL;
-    }
-    struct read_operand * operands =
-        llmaas_grown(weights->operands, weights->n_operands, &weights->operands_capacity, sizeof *operands);
-    weights->operands  = operands ? operands : weights->operands;
-    llmaas_channels * channels = operands ? llmaas_stream_channels(weights->stream) : NULL;
-    llmaas_operand *  added    = channels ? llmaas_channels_add(channels, fd, spec, predictor) : NULL;
-    if (!added) {
-        return LLMAAS_ESPACE;
-    }
-    *number = (uint32_t) weights->n_operands;
-    weights->operands[weights->n_operands++] = (struct read_operand) {added, spec->n_bytes};
-    return LLMAAS_OK;
-}
-
-llmaas_status llmaas_weights_add_operand(
-    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * number) {
-    if (!weights->stream || !is_sound(spec)) {
-        return LLMAAS_EINVAL;
-    }
-    pthread_rwlock_wrlock(&weights->lock);
-    const bool          is_known = spec->predictor < 0 || (size_t) spec->predictor < weights->n_operands;
-    const llmaas_status status   = is_known ? add_operand(weights, path, spec, number) : LLMAAS_EINVAL;
-    pthread_rwlock_unlock(&weights->lock);
-    return status;
-}
-
-llmaas_status llmaas_weights_add_columns(
-    llmaas_weights * weights, const char * name, uint32_t number, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
-    const uint16_t * scales, const uint16_t * mins) {
-    llmaas_status status = LLMAAS_EINVAL;
-    pthread_rwlock_wrlock(&weights->lock);
-    llmaas_weight * weight = by_name(weights, name);
-    const uint64_t  n_bytes = (uint64_t) n_scales * n_bits / 8;
-    if (weight && weight->source == &llmaas_source_file && weight->tensor && number < weights->n_operands &&
-        offset <= weights->operands[number].n_bytes && n_bytes <= weights->operands[number].n_bytes - offset) {
-        status = llmaas_file_columns(weight, &(llmaas_columns) {
-            .operand = weights->operands[number].channels, .n_bits = n_bits, .offset = offset, .n_scales = n_scales,
-            .scales = scales, .mins = mins});
-    }
-    pthread_rwlock_unlock(&weights->lock);
-    return status;
-}
+/* -- for engines --------------------------------------------------------------------------------------------------- */
 
 bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level) {
     const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
@@ -493,7 +181,7 @@ bool llmaas_weights_own_buffers(const llmaas_weights * weights) { return weights
 
 void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor) {
     pthread_rwlock_wrlock(&weights->lock);
-    llmaas_weight * weight = by_name(weights, tensor->name);
+    llmaas_weight * weight = llmaas_weights_by_name(weights, tensor->name);
     if (weight && weight->source->load) {
         weight->tensor = tensor;
         if (!index_tensors(weights)) {
@@ -554,9 +242,10 @@ static bool operand(const char * name, int * kind, int * layer) {
 }
 
 static void note(llmaas_weights * weights, const struct ggml_tensor * tensor) {
-    int             kind, layer;
-    const bool      tappable = operand(tensor->name, &kind, &layer) && !is_tapped(weights, kind, layer);
-    llmaas_weight * weight   = tappable ? entry(weights, tensor->name) : by_name(weights, tensor->name);
+    int        kind, layer;
+    const bool tappable = operand(tensor->name, &kind, &layer) && !is_tapped(weights, kind, layer);
+    llmaas_weight * weight =
+        tappable ? llmaas_weights_entry(weights, tensor->name) : llmaas_weights_by_name(weights, tensor->name);
     if (!weight) {
         return;
     }
@@ -569,7 +258,7 @@ static void note(llmaas_weights * weights, const struct ggml_tensor * tensor) {
 }
 
 static void note_lookup(llmaas_weights * weights, const struct ggml_tensor * tensor) {
-    llmaas_weight * weight = by_name(weights, tensor->name);
+    llmaas_weight * weight = llmaas_weights_by_name(weights, tensor->name);
     if (weight && weight->lookup) {
         weight->is_used = true;
     }
