@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 from numpy.typing import NDArray
 
 from llmaas_eval.models import copy_field, finish, open_writer
+from llmaas_plugins.elastic.metadata import PREFIX
 from llmaas_plugins.elastic.uniform import step_of
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of
 
@@ -55,7 +56,7 @@ def write_cut(source: Path, widths: Widths, path: Path) -> Path:
     writer = open_writer(path, blocks.arch)
     replaced = {"general.architecture", *(f"{blocks.arch}.{key}" for key in numbers)}
     for name, entry in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in replaced:
+        if not name.startswith(("GGUF.", PREFIX)) and name not in replaced:
             copy_field(writer, entry)
     for key, number in numbers.items():
         writer.add_uint32(f"{blocks.arch}.{key}", number)
