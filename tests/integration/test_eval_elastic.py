@@ -61,12 +61,12 @@ def test_a_level_reads_as_a_file_cut_to_it(source, windows, tmp_path):
 
 
 def test_the_study_compares_as_many_bytes(source, prepared, capsys):
-    what = ["--parts", "levels", "types", "--methods", "random", "magnitude"]
+    what = ["--parts", "levels", "types", "--methods", "random", "magnitude", "fluctuation"]
     assert main([*quick(source, prepared), *what, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = {(row["method"], row["level"]): row for row in found["levels"]}
     methods = {name for name, _ in rows} - {"full"}
-    assert methods == {"uniform", "random", "random, best", "magnitude"}
+    assert methods == {"uniform", "random", "random, best", "magnitude", "fluctuation"}
     for level in (0.8, 0.5):
         (share,) = {rows[name, level]["share"] for name in methods}
         assert level - 0.05 < share <= level

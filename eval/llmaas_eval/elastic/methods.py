@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from llmaas_eval.batches import loaded
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Measuring
 from llmaas_eval.elastic.readings import Reading, mean_reading, mixed
@@ -17,8 +18,11 @@ from llmaas_eval.elastic.scores import (
     random_scores,
 )
 from llmaas_eval.elastic.sizes import kept_layers, kv_bytes, without_layers
+from llmaas_plugins import activate
+from llmaas_plugins.elastic.fluctuation import Watcher, calibration_of, fluctuation_scores
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks
+from llmaas_plugins.evaluating import Evaluator
 
 __all__ = ["METHODS", "rows_of_layers"]
 
@@ -73,6 +77,20 @@ def _first_order(measuring: Measuring, name: str) -> list[Row]:
     return measuring.ordered(name, gradient_scores(of.source, of.calibration, method="taylor"))
 
 
+def _fluctuation(measuring: Measuring, name: str) -> list[Row]:
+    """What the engine alone tells of importance, in our widths."""
+    source, blocks = measuring.of.source, measuring.blocks
+    text, watcher = measuring.of.calibration.ravel(), Watcher(blocks)
+    with (
+        activate({"plugins": {}, "on_error": "raise"}, {"watcher": watcher}),
+        loaded(source) as model,
+        Evaluator(model, n_threads=1) as evaluator,
+    ):
+        moments = watcher.moments(evaluator, text, len(text))
+    about = calibration_of(text, 0, len(text), name)
+    return measuring.ordered(name, fluctuation_scores(source, blocks, moments, about))
+
+
 def _magnitude(measuring: Measuring, name: str) -> list[Row]:
     """Units with the largest weights first, in our widths."""
     return measuring.ordered(name, magnitude_scores(measuring.of.source))
@@ -120,6 +138,7 @@ METHODS: Mapping[str, Callable[[Measuring, str], list[Row]]] = {
     "random": _random,
     "magnitude": _magnitude,
     "first order": _first_order,
+    "fluctuation": _fluctuation,
     "LLM-Pruner": _llm_pruner,
     "ShortGPT": _shortgpt,
     "LaCo": _laco,
