@@ -215,7 +215,7 @@ def test_an_activation_takes_over_while_another_ones_context_is_open(model, unto
 @pytest.mark.soak
 def test_threads_open_and_close_models_and_contexts(model, untouched):
     expected = vanilla(model)
-    plugin, failed = Claimer(WeightClaim(DOWN, columns=(0, 64))), []
+    plugin, failed = Claimer(WeightClaim(DOWN, columns=(None, 64))), []
 
     def life(seed):
         random = np.random.default_rng(seed)

@@ -418,7 +418,7 @@ def test_wrong_results_are_errors(hook, result, problem):
 
 class Claiming:
     def __init__(self, *patterns):
-        self.claims = [WeightClaim(pattern, rows=(0, 8)) for pattern in patterns]
+        self.claims = [WeightClaim(pattern, rows=(None, 8)) for pattern in patterns]
         self.contexts = []
 
     @hookimpl
