@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--calibration",
         type=Path,
         default=lm / "reference_train.txt.xz",
-        help="importance is from; default %(default)s",
+        help="others' importance is from, as much as PREPARED's; default %(default)s",
     )
     add("--windows", type=int, default=64, help="of 512 tokens, that are read; default %(default)s")
     add("--levels", type=float, nargs="+", default=_LEVELS, help="default %(default)s")

@@ -11,6 +11,7 @@ from llmaas_eval.elastic.prepared import variants
 from llmaas_eval.elastic.readings import Reading
 from llmaas_eval.elastic.rows import FULL, Row
 from llmaas_eval.elastic.texts import Windows
+from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.prepared_file import write_reordered
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.units import Scores, Widths, blocks_of
@@ -26,7 +27,7 @@ class Material:
         source: The model, F16.
         prepared: What ``llmaas elastic prepare`` made of it.
         windows: Text that is read.
-        calibration: Text that others' importance is from.
+        calibration: Text that importance is from, where it is found here.
         levels: Shares of the blocks' bytes, K and V projections apart; widest first.
         folder: For models that are made on the way.
     """
@@ -46,6 +47,7 @@ class Measuring:
         of: What is measured.
         blocks: Of the source.
         ours: Its levels, by name.
+        calibration: Text that others' importance is from: as much as ours is from.
         full: How the source reads.
     """
 
@@ -53,6 +55,7 @@ class Measuring:
         """Read with the source."""
         self.of, self.blocks = of, blocks_of(of.source)
         self.ours = variants(of.prepared, of.levels)
+        self.calibration = of.calibration[: _n_windows(of)]
         (reading,) = self.read(FULL, Variant(of.source))
         self.full = Row(FULL, 1.0, 1.0, reading)
 
@@ -79,3 +82,10 @@ class Measuring:
             return self.rows(name, Variant(path, self.blocks, levels))
         finally:
             path.unlink()
+
+
+def _n_windows(of: Material) -> int:
+    """That ours is from; some at least."""
+    prepared = read_elastic(of.prepared)
+    n_tokens = prepared.calibration.n_tokens if prepared else 0
+    return max(1, n_tokens // of.calibration.shape[1])

@@ -73,14 +73,14 @@ def _first_order(measuring: Measuring, name: str) -> list[Row]:
     """The paper's importance (Eq 2), in our widths."""
     from llmaas_plugins.elastic.gradients import gradient_scores
 
-    of = measuring.of
-    return measuring.ordered(name, gradient_scores(of.source, of.calibration, method="taylor"))
+    source, windows = measuring.of.source, measuring.calibration
+    return measuring.ordered(name, gradient_scores(source, windows, method="taylor"))
 
 
 def _fluctuation(measuring: Measuring, name: str) -> list[Row]:
     """What the engine alone tells of importance, in our widths."""
     source, blocks = measuring.of.source, measuring.blocks
-    text, watcher = measuring.of.calibration.ravel(), Watcher(blocks)
+    text, watcher = measuring.calibration.ravel(), Watcher(blocks)
     with (
         activate({"plugins": {}, "on_error": "raise"}, {"watcher": watcher}),
         loaded(source) as model,
@@ -99,7 +99,7 @@ def _magnitude(measuring: Measuring, name: str) -> list[Row]:
 def _llm_pruner(measuring: Measuring, name: str) -> list[Row]:
     """Its order in our widths; and with its own layers left whole, the first and the last ones."""
     blocks, levels = measuring.blocks, measuring.of.levels
-    scores = llm_pruner_scores(measuring.of.source, measuring.of.calibration)
+    scores = llm_pruner_scores(measuring.of.source, measuring.calibration)
     ends = np.zeros(blocks.n_layers)
     ends[[0, -1]] = 1
     own = uniform_widths(blocks, levels, ends, step_of(blocks))
@@ -109,7 +109,7 @@ def _llm_pruner(measuring: Measuring, name: str) -> list[Row]:
 def _shortgpt(measuring: Measuring, name: str) -> list[Row]:
     """Layers that change their input least are removed first."""
     source, blocks = measuring.of.source, measuring.blocks
-    order = layers_to_drop(source, measuring.of.calibration)
+    order = layers_to_drop(source, measuring.calibration)
     kept = range(blocks.n_layers, 0, -1)
     removed = [without_layers(blocks, order[: blocks.n_layers - n]) for n in kept]
     found = measuring.read(name, Variant(source, blocks, removed))
@@ -123,7 +123,7 @@ def _laco(measuring: Measuring, name: str) -> list[Row]:
     by_kept = {measuring.blocks.n_layers: measuring.full.reading}
     for n in range(1, measuring.blocks.n_layers):
         path = measuring.of.folder / f"{name} {n}.gguf"
-        write_merged(measuring.of.source, path, n, measuring.of.calibration)
+        write_merged(measuring.of.source, path, n, measuring.calibration)
         (by_kept[n],) = measuring.read(f"{name} {n}", Variant(path))
         path.unlink()
     return _layers(measuring, name, by_kept)
