@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic_score import add_calibration_options, scored
-from llmaas_plugins.cli.offline import progress_bar, stoppable
+from llmaas_plugins.cli.elastic_search import tried
+from llmaas_plugins.cli.offline import content_of, progress_bar, stoppable
 from llmaas_plugins.file_bytes import as_store_error
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
         help="quantise the model, of F32, F16 or BF16, after its units are in order: "
         f"{', '.join(_TYPES)}",
     )
+    parser.add_argument(
+        "--no-search",
+        dest="is_searched",
+        action="store_false",
+        help="write the table `uniform` only: a search of each layer's widths evaluates tokens "
+        "some hundred times",
+    )
+    parser.add_argument(
+        "--compensate",
+        action="store_true",
+        help="also find biases that put back the mean of what a level leaves out, for the levels "
+        "where that brings predictions nearer to the whole model's",
+    )
     add_calibration_options(parser)
 
 
@@ -52,17 +66,34 @@ def add_restore_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace) -> int:
     """Write a model's prepared file."""
+    from llmaas_plugins.elastic.prepared_file import write_prepared
     from llmaas_plugins.elastic.reordering import order_by
+    from llmaas_plugins.elastic.units import blocks_of
 
     blocks = _blocks_of_source(args.model)
     target = args.output or args.model.with_suffix(".elastic.gguf")
+    if target.exists() and target.samefile(args.model):
+        raise ConfigError(f"{target} cannot replace the file that it is made from.")
     if not target.parent.is_dir():
         raise ConfigError(f"found no folder {target.parent} to write {target.name} to.")
+    if args.text is not None:
+        content_of(args.text)  # a mistake is said before anything takes minutes
     with stoppable("what was there is as it was"):
         scores = _scores(args, blocks)
         order = order_by(blocks, scores)
         with _ordered(args, target, order) as ordered:
-            _write_prepared(args, ordered, target, order, scores)
+            elastic = tried(args, ordered, _described(blocks_of(ordered), scores))
+            is_quantised = args.quantise is not None
+            source = ordered if is_quantised else args.model
+            writing = write_prepared(source, target, elastic, order, is_ordered=is_quantised)
+            _write("writing", source, writing)
+    print(f"{target}: {target.stat().st_size / 1e6:,.0f} MB, {len(elastic.levels)} levels.")
+    least = elastic.blocks.share(elastic.tables["uniform"][-1])
+    if least > elastic.levels[-1]:
+        print(
+            f"levels below {least:.2f} use as much as that: a group and {elastic.step} neurons of "
+            "each layer stay; other types of weights have smaller blocks"
+        )
     return 0
 
 
@@ -99,52 +130,29 @@ def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
     path = args.scores or scores_path(args.model)
     if args.scores is None and not path.exists():
         return scored(args, blocks)
-    if args.text is not None or args.tokens is not None:
-        raise ConfigError(
-            f"--text and --tokens are for models without scores, and there is {path}. "
-            "`llmaas elastic score` makes others."
-        )
-    return read_scores(path, blocks, args.model)
+    scores = read_scores(path, blocks, args.model)
+    print(f"{path}: as they were found before.")
+    return scores
 
 
 @contextlib.contextmanager
-def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[Path | None]:
-    """A quantised model whose units are in order, as long as this lasts; None: it is not wanted."""
-    if args.quantise is None:
-        yield None
-        return
+def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[Path]:
+    """A model whose units are in order, quantised if that is wanted, as long as this lasts."""
     from llama_cpp._logger import set_verbose
 
     from llmaas_plugins.elastic.prepared_file import write_reordered
     from llmaas_plugins.quantise import quantise
 
-    set_verbose(False)  # it tells of every tensor
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         ordered, quantised = Path(folder) / "ordered.gguf", Path(folder) / "quantised.gguf"
         _write("ordering", args.model, write_reordered(args.model, ordered, order))
+        if args.quantise is None:
+            yield ordered
+            return
+        set_verbose(False)  # it tells of every tensor
         quantise(ordered, quantised, args.quantise)
         ordered.unlink()
         yield quantised
-
-
-def _write_prepared(
-    args: argparse.Namespace, ordered: Path | None, target: Path, order: Order, scores: Scores
-) -> None:
-    """Of the model, or of one whose units are in order."""
-    from llmaas_plugins.elastic.prepared_file import write_prepared
-    from llmaas_plugins.elastic.units import blocks_of
-
-    source = ordered or args.model
-    elastic = _described(blocks_of(source), scores)
-    writing = write_prepared(source, target, elastic, order, is_ordered=ordered is not None)
-    _write("writing", source, writing)
-    print(f"{target}: {target.stat().st_size / 1e6:,.0f} MB, {len(elastic.levels)} levels.")
-    least = elastic.blocks.share(elastic.tables["uniform"][-1])
-    if least > elastic.levels[-1]:
-        print(
-            f"levels below {least:.2f} use as much as that: a group and {elastic.step} neurons of "
-            "each layer stay; other types of weights have smaller blocks"
-        )
 
 
 def _described(blocks: Blocks, scores: Scores) -> Elastic:

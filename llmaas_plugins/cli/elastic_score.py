@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmaas_plugins.elastic.units import Blocks, Scores
     from llmaas_plugins.evaluating import Evaluator
 
-__all__ = ["add_calibration_options", "score", "scored"]
+__all__ = ["add_calibration_options", "calibration_text", "score", "scored"]
 
 _N_TOKENS, _N_LOSS_TOKENS = 4096, 1024
 _SEED = 0
@@ -69,6 +69,23 @@ def scored(args: argparse.Namespace, blocks: Blocks) -> Scores:
     return scores
 
 
+def calibration_text(path: Path | None, model: Any, evaluator: Evaluator, n_tokens: int) -> Tokens:
+    """A text's tokens, or so many that the model says itself.
+
+    Raises:
+        ConfigError: The text cannot be read, or is empty.
+    """
+    import numpy as np
+
+    if path is None:
+        with progress_bar("text", "token", n_tokens) as bar:
+            return evaluator.say(n_tokens, _SEED, bar.update)
+    text = np.array(model.tokenize(content_of(path), False, False), np.int32)
+    if len(text) < 2:
+        raise ConfigError(f"there is nothing in {path} to see with what matters")
+    return text
+
+
 # -- inside --------------------------------------------------------------------------------------
 
 
@@ -99,7 +116,7 @@ def _fluctuations(
         loaded(args.model) as model,
         Evaluator(model.model) as evaluator,
     ):
-        text = _text(args.text, model, evaluator, n_tokens)
+        text = calibration_text(args.text, model, evaluator, n_tokens)
         windows = evaluator.windows(text, n_tokens)
         n_loss = min(n_tokens, _N_LOSS_TOKENS)
         with progress_bar("units", "token", n_tokens) as bar:
@@ -109,18 +126,6 @@ def _fluctuations(
     calibration = calibration_of(windows.ravel(), _SEED, windows.size, METHOD)
     scores = fluctuation_scores(args.model, blocks, moments, calibration)
     return windows, replace(scores, layers=losses)
-
-
-def _text(path: Path | None, model: Any, evaluator: Evaluator, n_tokens: int) -> Tokens:
-    import numpy as np
-
-    if path is None:
-        with progress_bar("text", "token", n_tokens) as bar:
-            return evaluator.say(n_tokens, _SEED, bar.update)
-    text = np.array(model.tokenize(content_of(path), False, False), np.int32)
-    if len(text) < 2:
-        raise ConfigError(f"there is nothing in {path} to see with what matters")
-    return text
 
 
 def _gradients(model: Path, windows: NDArray[np.int32]) -> Scores:

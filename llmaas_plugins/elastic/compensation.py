@@ -6,66 +6,52 @@ W_j E[x_j], is a constant that can be added to the product with the units that r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from gguf import quants
 from numpy.typing import NDArray
 
+from llmaas_plugins.elastic.fluctuation import ChannelMoments
+from llmaas_plugins.elastic.metadata import OUTPUTS
 from llmaas_plugins.elastic.units import Blocks, Widths
 from llmaas_plugins.gguf_header import read_header
 
-__all__ = ["Means", "biases_of"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Means:
-    """Of the values that output matrices read, in the order of the file's units.
-
-    Attributes:
-        heads: Attention's results; float64, ``(n_layers, n_groups * group_width)``.
-        neurons: The feed-forward blocks' middles; float64, ``(n_layers, n_ff)``.
-    """
-
-    heads: NDArray[np.float64]
-    neurons: NDArray[np.float64]
+__all__ = ["biases_of"]
 
 
 def biases_of(
     path: Path,
     blocks: Blocks,
     levels: Sequence[Widths],
-    means: Means,
+    moments: ChannelMoments,
     progress: Callable[[int], None] = lambda _n: None,
-) -> Mapping[str, NDArray[np.float32]]:
+) -> NDArray[np.float16]:
     """What each level's products lack on average.
 
     Args:
         path: A model whose units are in the order that ``levels`` means.
         blocks: Of it.
         levels: Widths by level.
-        means: Of its values.
+        moments: Of its values.
         progress: Told of matrices that are done.
 
     Returns:
-        By name of the weight; ``(n_levels, n_embd)``.
+        Of ``attn_output`` and ``ffn_down``; ``(n_levels, n_layers, 2, n_embd)``.
     """
     tensors = read_header(path).tensors
     content = np.memmap(path, np.uint8, mode="r")
-    found = {}
+    found = np.empty((len(levels), blocks.n_layers, len(OUTPUTS), blocks.n_embd), np.float16)
     for layer in range(blocks.n_layers):
         groups = [int(one.groups[layer]) * blocks.group_width for one in levels]
         neurons = [int(one.neurons[layer]) for one in levels]
-        for matrix, widths, mean in (
-            ("attn_output", groups, means.heads[layer]),
-            ("ffn_down", neurons, means.neurons[layer]),
-        ):
-            name = f"blk.{layer}.{matrix}.weight"
-            place = tensors[name]
+        of_outputs = (groups, moments.head_means), (neurons, moments.neuron_means)
+        for i, (widths, means) in enumerate(of_outputs):
+            place = tensors[f"blk.{layer}.{OUTPUTS[i]}.weight"]
             rows = content[place.at : place.at + place.n_bytes].reshape(blocks.n_embd, -1)
-            found[name] = _missing(quants.dequantize(rows, place.type), mean, widths)
+            matrix = quants.dequantize(rows, place.type)
+            found[:, layer, i] = _missing(matrix, means[layer], widths)
             progress(1)
     return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +26,36 @@ class Prober:
     """Exchanges the widths of a model that is loaded while it listens.
 
     ``activate(…, {"prober": Prober(blocks)})``.
+
+    Attributes:
+        full: All units.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
-        """Begin with all units."""
-        self._blocks = blocks
+    def __init__(
+        self,
+        blocks: Blocks,
+        levels: Sequence[Widths] = (),
+        biases: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+    ) -> None:
+        """Begin with all units, or the first of some levels.
+
+        Args:
+            blocks: Of the model.
+            levels: For ``set_level``.
+            biases: Of levels, by weight; ``(n_levels, n_embd)``.
+        """
+        self._blocks, self._biases = blocks, biases
         self._context: NativeContext | None = None
         self.full = Widths(
             np.full(blocks.n_layers, blocks.n_groups, np.int32),
             np.full(blocks.n_layers, blocks.n_ff, np.int32),
         )
+        self._levels = levels or [self.full]
 
     @hookimpl
     def llmaas_weights(self) -> list[WeightClaim]:
         """Claim what levels narrow."""
-        return part_claims(self._blocks, [self.full])
+        return part_claims(self._blocks, self._levels, self._biases)
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -57,28 +73,38 @@ class Prober:
         Raises:
             LlmaasError: There is no hook point in the engine.
         """
+        context = self._opened()
+        for weight, extents in extents_of(self._blocks, [widths]).items():
+            context.set_part(weight, extents)
+
+    def set_level(self, level: int) -> None:
+        """Use one of the levels, or all units if it is below 0, from the next batch on.
+
+        Raises:
+            LlmaasError: There is no hook point in the engine.
+        """
+        self._opened().level = level
+
+    def _opened(self) -> NativeContext:
         if self._context is None:
             raise LlmaasError(
                 "widths cannot be tried: there is no hook point in the engine. "
                 "`llmaas doctor` says why."
             )
-        for weight, extents in extents_of(self._blocks, [widths]).items():
-            self._context.set_part(weight, extents)
+        return self._context
 
 
 class Divergence:
-    """Mean KL divergence of a text's next-token distributions from those with all units."""
+    """Mean KL divergence of a text's next-token distributions from what they were at first."""
 
-    def __init__(self, prober: Prober, evaluator: Evaluator, text: Tokens, n_tokens: int) -> None:
-        """Evaluate at most so many tokens of the text with all units."""
-        self._prober, self._evaluator, self._text = prober, evaluator, text
+    def __init__(self, evaluator: Evaluator, text: Tokens, n_tokens: int) -> None:
+        """Evaluate at most so many tokens of the text."""
+        self._evaluator, self._text = evaluator, text
         self._n_tokens = min(n_tokens, _MOST_REFERENCE_BYTES // (4 * evaluator.n_vocab))
-        prober.set(prober.full)
         self._expected = list(self._predictions())
 
-    def __call__(self, widths: Widths) -> float:
-        """In nats a token."""
-        self._prober.set(widths)
+    def measure(self) -> float:
+        """What it is now, in nats a token."""
         pairs = zip(self._expected, self._predictions(), strict=True)
         sums = [float((np.exp(p) * (p - q)).sum()) for p, q in pairs]
         return sum(sums) / sum(map(len, self._expected))

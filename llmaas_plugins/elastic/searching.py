@@ -35,18 +35,21 @@ class UnitTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Units of a layer that are left out at once."""
+    """Units of a layer that are left out at once, and how many stay at least."""
 
     layer: int
     is_attention: bool
     n_units: int
+    n_least: int
 
     def narrowed(self, widths: Widths) -> Widths | None:
-        """What remains; None: too little."""
+        """What remains; None: there was no more than the least."""
         groups, neurons = widths.groups.copy(), widths.neurons.copy()
         of = groups if self.is_attention else neurons
-        of[self.layer] -= self.n_units
-        return Widths(groups, neurons) if of[self.layer] >= self.n_units else None
+        if of[self.layer] <= self.n_least:
+            return None
+        of[self.layer] = max(of[self.layer] - self.n_units, self.n_least)
+        return Widths(groups, neurons)
 
 
 def search(  # noqa: PLR0913 -- of what, for what, by what
@@ -56,6 +59,7 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
     times: UnitTimes,
     *,
     step: int,
+    least: int,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> list[Widths]:
     """Widths for each share of the blocks' bytes, by lazy greedy search from all units down.
@@ -68,7 +72,8 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
         shares: From the largest to the smallest; widths of each take no more than that.
         loss: Called with widths, many times.
         times: Of units.
-        step: Neurons that are left out at once. A layer keeps as many at least, and a group.
+        step: Neurons that are left out at once.
+        least: Neurons that a layer keeps, beside a group.
         progress: Told what share is left.
 
     Returns:
@@ -78,11 +83,14 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
         np.full(blocks.n_layers, blocks.n_groups, np.int32),
         np.full(blocks.n_layers, blocks.n_ff, np.int32),
     )
-    steps = _Frontier(blocks, loss, times, step, widths)
+    groups = blocks.group_granule
+    steps = [_Step(i, True, groups, groups) for i in range(blocks.n_layers)]
+    steps += [_Step(i, False, step, least) for i in range(blocks.n_layers)]
+    frontier = _Frontier(steps, loss, times, widths)
     found = []
     for share in shares:
         while blocks.share(widths) > share:
-            cheapest = steps.next(widths)
+            cheapest = frontier.next(widths)
             if cheapest is None:
                 break  # floors
             widths = cheapest
@@ -95,13 +103,10 @@ class _Frontier:
     """Steps that can be taken, cheapest first as far as is known."""
 
     def __init__(
-        self, blocks: Blocks, loss: Loss, times: UnitTimes, step: int, widths: Widths
+        self, steps: Sequence[_Step], loss: Loss, times: UnitTimes, widths: Widths
     ) -> None:
-        self._loss, self._times = loss, times
+        self._steps, self._loss, self._times = steps, loss, times
         self._now = loss(widths)
-        groups = blocks.group_granule
-        self._steps = [_Step(i, True, groups) for i in range(blocks.n_layers)]
-        self._steps += [_Step(i, False, step) for i in range(blocks.n_layers)]
         # cost of a step, its number, and what it was last measured at
         self._heap = [(-np.inf, number, -1) for number in range(len(self._steps))]
         self._n_taken = 0

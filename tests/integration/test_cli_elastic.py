@@ -41,7 +41,8 @@ def folder(reference_model, tmp_path_factory):
     shutil.copy(reference_model, folder / "model.gguf")
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "torch", None)
-        assert main(["elastic", "prepare", f"{folder}/model.gguf", "--tokens", "256"]) == 0
+        model = f"{folder}/model.gguf"
+        assert main(["elastic", "prepare", model, "--tokens", "256", "--no-search"]) == 0
     return folder
 
 
@@ -84,7 +85,7 @@ def test_what_was_prepared_says_in_vanilla_what_the_model_says(folder):
 @pytest.mark.parametrize("weights", ["Q8_0", "Q4_K"])
 def test_quantised_on_the_way_it_cannot_be_restored(original, tmp_path, elastic, weights):
     path = tmp_path / "small.gguf"
-    code, printed = elastic("prepare", original, "-o", path, "--quantise", weights)
+    code, printed = elastic("prepare", original, "-o", path, "--quantise", weights, "--no-search")
     assert code == 0
     assert ("levels below" in printed) == (weights == "Q4_K")
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
@@ -94,6 +95,26 @@ def test_quantised_on_the_way_it_cannot_be_restored(original, tmp_path, elastic,
     code, printed = elastic("restore", path, "-o", tmp_path / "again.gguf")
     assert (code, "was quantised when it was prepared" in printed) == (2, True)
     assert "can be restored: no" in elastic("show", path)[1]
+
+
+def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
+    path = tmp_path / "searched.gguf"
+    code, printed = elastic("prepare", original, "-o", path, "--tokens", 64, "--compensate")
+    assert code == 0
+    assert "scores.npz: as they were found before" in printed
+    found = read_elastic(path)
+    assert set(found.tables) == {"uniform", "searched"}
+    for level, widths in zip(found.levels, found.tables["searched"], strict=True):
+        assert found.blocks.share(widths) <= level + 1e-9
+    searched = [found.blocks.share(widths) for widths in found.tables["searched"]]
+    assert searched == sorted(searched, reverse=True)
+    assert searched[-1] < 0.2
+    for biases in found.biases.values():
+        assert not biases[0].any()  # nothing is left out
+    for table in ("uniform", "searched"):
+        n_levels = int(printed.split(f"biases of {table}: for ")[1].split()[0])
+        kept = found.biases[table].any(axis=(1, 2, 3)).sum() if n_levels else 0
+        assert (table in found.biases, kept) == (n_levels > 0, n_levels)
 
 
 def test_importance_is_found_with_a_text(original, tmp_path, elastic):
@@ -117,10 +138,7 @@ def test_mistakes_are_said(original, folder, tmp_path, elastic):
     for args, reason in (
         (("prepare", prepared), "is prepared already"),
         (("prepare", tmp_path / "none.gguf"), "No such file or directory"),
-        (
-            ("prepare", model, "--text", tmp_path / "x"),
-            "--text and --tokens are for models without",
-        ),
+        (("prepare", model, "--text", tmp_path / "x"), "cannot read"),
         (("prepare", model, "--scores", tmp_path / "x"), "found no file"),
         (("prepare", model, "--scores", original.with_suffix(".scores.npz")), "no scores of"),
         (("prepare", model, "-o", model), "cannot replace the file that it is made from"),

@@ -48,13 +48,13 @@ class Losses:
 @pytest.mark.parametrize("seed", range(5))
 def test_widths_are_nested_and_within_their_share(seed):
     model = blocks()
-    found = search(model, SHARES, Losses(4, seed), TIMES, step=64)
+    found = search(model, SHARES, Losses(4, seed), TIMES, step=64, least=32)
     assert [widths.groups.tolist() for widths in found[:1]] == [[4] * 4]
     for share, widths in zip(SHARES, found, strict=True):
         assert model.share(widths) <= share + 1e-9
         assert widths.groups.min() >= 1
-        assert widths.neurons.min() >= 64
-        assert not (widths.neurons % 64).any()
+        assert widths.neurons.min() >= 32
+        assert not (widths.neurons % 32).any()
     for wider, narrower in itertools.pairwise(found):
         assert (wider.groups >= narrower.groups).all()
         assert (wider.neurons >= narrower.neurons).all()
@@ -63,11 +63,11 @@ def test_widths_are_nested_and_within_their_share(seed):
 def test_what_is_left_out_is_what_costs_least():
     model = blocks(n_layers=1)
     losses = Losses(1, seed=3)
-    (found,) = search(model, [0.6], losses, TIMES, step=64)
+    (found,) = search(model, [0.6], losses, TIMES, step=64, least=32)
     # convex costs: no other widths of at most that share's time lose less than one step allows
     fitting = [
         Widths(np.array([groups], np.int32), np.array([neurons], np.int32))
-        for groups, neurons in itertools.product(range(1, 5), range(64, 769, 64))
+        for groups, neurons in itertools.product(range(1, 5), range(32, 769, 32))
     ]
     best = min(losses(one) for one in fitting if model.share(one) <= 0.6)
     assert losses(found) <= 1.2 * best
@@ -75,12 +75,12 @@ def test_what_is_left_out_is_what_costs_least():
 
 def test_few_steps_are_asked_again():
     losses = Losses(8, seed=1)
-    search(blocks(8), SHARES, losses, TIMES, step=64)
+    search(blocks(8), SHARES, losses, TIMES, step=64, least=32)
     n_steps = 8 * (3 + 11)
     assert losses.n_calls < 4 * n_steps  # all 16 anew after each step would be 16 times as many
 
 
 def test_floors_end_the_search():
-    (found,) = search(blocks(), [0.01], Losses(4, seed=0), TIMES, step=64)
+    (found,) = search(blocks(), [0.01], Losses(4, seed=0), TIMES, step=64, least=32)
     assert found.groups.tolist() == [1] * 4
-    assert found.neurons.tolist() == [64] * 4
+    assert found.neurons.tolist() == [32] * 4

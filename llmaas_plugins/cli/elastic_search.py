@@ -1,0 +1,156 @@
+"""The part of ``llmaas elastic prepare`` that tries widths on the model they are for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llmaas_plugins.cli.elastic_score import calibration_text
+from llmaas_plugins.cli.offline import loaded, progress_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llmaas_hooks import Tokens
+    from llmaas_plugins.elastic.fluctuation import ChannelMoments
+    from llmaas_plugins.elastic.metadata import Elastic
+    from llmaas_plugins.elastic.units import Blocks, Widths
+    from llmaas_plugins.evaluating import Evaluator
+
+__all__ = ["Text", "tried"]
+
+_N_TOKENS = 1024
+"""That widths are tried on, at most."""
+_N_STEPS = 12
+"""Into which a layer's neurons are cut."""
+
+
+class Text(NamedTuple):
+    """What widths are tried on.
+
+    Attributes:
+        tokens: It.
+        n_tokens: How many of them, at most.
+    """
+
+    tokens: Tokens
+    n_tokens: int
+
+
+def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
+    """What a prepared file says of itself, with widths and biases that were tried, if wanted.
+
+    Args:
+        args: Of the command.
+        model: Its units are in order.
+        elastic: What else the file says.
+    """
+    if not (args.is_searched or args.compensate):
+        return elastic
+    text, moments = _seen(args, model, elastic.blocks)
+    if args.is_searched:
+        tables = {**elastic.tables, "searched": _searched(model, elastic, text)}
+        elastic = replace(elastic, tables=tables)
+    if args.compensate:
+        elastic = replace(elastic, biases=_biases(model, elastic, text, moments))
+    return elastic
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _seen(args: argparse.Namespace, model: Path, blocks: Blocks) -> tuple[Text, ChannelMoments]:
+    """A text to try widths on, and what the model computes of it."""
+    from llmaas_plugins.elastic.fluctuation import Watcher
+
+    watcher, n_tokens = Watcher(blocks), min(args.tokens or _N_TOKENS, _N_TOKENS)
+    with _evaluating(model, watcher=watcher) as (opened, evaluator):
+        text = Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
+        return text, watcher.moments(evaluator, *text)
+
+
+def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
+    """Widths by level."""
+    from llmaas_plugins.elastic.probing import Divergence, Prober, unit_times
+    from llmaas_plugins.elastic.searching import search
+
+    blocks, prober = elastic.blocks, Prober(elastic.blocks)
+    step = -(-blocks.n_ff // _N_STEPS // elastic.step) * elastic.step
+    with (
+        _evaluating(model, prober=prober) as (_, evaluator),
+        progress_bar("widths", "%", 100) as bar,
+    ):
+        divergence = Divergence(evaluator, *text)
+
+        def loss(widths: Widths) -> float:
+            prober.set(widths)
+            return divergence.measure()
+
+        found = search(
+            blocks,
+            elastic.levels,
+            loss,
+            unit_times(prober, evaluator, blocks, text.tokens),
+            step=step,
+            least=elastic.step,
+            progress=lambda left: bar.update(int(100 * (1 - left)) - bar.n),
+        )
+    return tuple(found)
+
+
+def _biases(
+    model: Path, elastic: Elastic, text: Text, moments: ChannelMoments
+) -> Mapping[str, NDArray[np.float16]]:
+    """By table, for the levels whose predictions they bring nearer to those of the whole model."""
+    from llmaas_plugins.elastic.compensation import biases_of
+
+    blocks, found = elastic.blocks, {}
+    for name, table in elastic.tables.items():
+        with progress_bar(f"biases, {name}", "matrix", 2 * blocks.n_layers) as bar:
+            biases = biases_of(model, blocks, table, moments, bar.update)
+        without = _divergences(model, elastic, name, text)
+        with_them = _divergences(model, replace(elastic, biases={name: biases}), name, text)
+        is_better = with_them < without
+        biases[~is_better] = 0
+        print(f"biases of {name}: for {is_better.sum()} of {len(table)} levels.")
+        if is_better.any():
+            found[name] = biases
+    return found
+
+
+def _divergences(model: Path, elastic: Elastic, table: str, text: Text) -> NDArray[np.float64]:
+    """From what the whole model predicts, by level."""
+    import numpy as np
+
+    from llmaas_plugins.elastic.probing import Divergence, Prober
+
+    prober = Prober(elastic.blocks, elastic.tables[table], elastic.biases_of(table))
+    with _evaluating(model, prober=prober) as (_, evaluator):
+        prober.set_level(-1)
+        divergence, found = Divergence(evaluator, *text), []
+        for level in range(len(elastic.levels)):
+            prober.set_level(level)
+            found.append(divergence.measure())
+    return np.array(found)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]]:
+    """A model that plugins can change, and what evaluates text with it."""
+    from llama_cpp._logger import set_verbose
+
+    from llmaas_plugins.activation import activate
+    from llmaas_plugins.evaluating import Evaluator
+
+    set_verbose(False)  # ggml tells of every graph
+    with (
+        activate({"on_error": "raise"}, plugins),
+        loaded(model) as opened,
+        Evaluator(opened.model) as evaluator,
+    ):
+        yield opened, evaluator
