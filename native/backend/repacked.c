@@ -20,8 +20,8 @@ enum { LINE = 64 }; /* of the cache */
 enum { ALONE_MAX = 32 * 1024 };
 
 /* Weight that a thread packs at a time: gemm walks over it again and again, so it must stay in a core's second-level
- * cache beside a batch of activations. */
-enum { PACKED_MAX = 192 * 1024, PACKED_GROUPS = 8 };
+ * cache beside a batch of activations, over which it walks once for each. */
+enum { PACKED_MAX = 192 * 1024 };
 
 typedef void (*gem_kernel)(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc);
 typedef void (*quantise_kernel)(const float * x, void * vy, int64_t k);
@@ -252,13 +252,14 @@ static void multiply_batches(const struct product * p, const char * groups, int6
     }
 }
 
-/* n_groups where they lie, for one row of activations. */
-static void multiply_row(const struct product * p, const char * groups, int64_t n_groups, int64_t row, float * to) {
+/* n_groups where they lie, for one row of activations; groups `ahead` bytes behind them come next. */
+static void multiply_row(
+    const struct product * p, const char * groups, int64_t n_groups, size_t ahead, int64_t row, float * to) {
     const char * activations = p->quantised + (size_t) row * p->row_size;
     if (!has_gaps(p)) {
         p->layout->gemv((int) p->n_cols, to, 0, groups, activations, 1, (int) (n_groups * GROUP));
     } else if (p->side_by_side && n_groups == LLMAAS_STREAMS) {
-        p->side_by_side((int) p->n_cols, to, groups, p->group_stride, activations);
+        p->side_by_side((int) p->n_cols, to, groups, p->group_stride, ahead, activations);
     } else {
         for (int64_t i = 0; i < n_groups; ++i) {
             const char * group = groups + (size_t) i * p->group_stride;
@@ -267,22 +268,25 @@ static void multiply_row(const struct product * p, const char * groups, int64_t 
     }
 }
 
-static void multiply_rows(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+static void multiply_rows(
+    const struct product * p, const char * groups, int64_t first, int64_t n_groups, size_t ahead) {
     for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
         for (int64_t row = 0; row < p->input->ne[1]; ++row) {
-            multiply_row(p, groups, n_groups, plane * p->input->ne[1] + row, output_row(p, row, plane) + first * GROUP);
+            multiply_row(
+                p, groups, n_groups, ahead, plane * p->input->ne[1] + row, output_row(p, row, plane) + first * GROUP);
         }
     }
 }
 
-static void multiply_uses(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
+static void multiply_uses(
+    const struct product * p, const char * groups, int64_t first, int64_t n_groups, size_t ahead) {
     const int64_t n_used = p->ids->ne[0];
     int32_t       i      = 0;
     for (int64_t expert = 0; expert < p->n_experts; ++expert) {
         for (; i < p->uses_end[expert]; ++i) {
             const int64_t use   = p->uses[i] % n_used;
             const int64_t token = p->uses[i] / n_used;
-            multiply_row(p, groups + (size_t) expert * p->expert_stride, n_groups,
+            multiply_row(p, groups + (size_t) expert * p->expert_stride, n_groups, ahead,
                 token * p->input->ne[1] + use % p->input->ne[1], output_row(p, use, token) + first * GROUP);
         }
     }
@@ -299,28 +303,30 @@ static void multiply_chunk(const struct product * p, int64_t first, int64_t n_gr
         return;
     }
     for (int64_t i = 0; i < n_groups; i += LLMAAS_STREAMS) {
-        const int64_t n = min_i64(LLMAAS_STREAMS, n_groups - i);
-        (p->ids ? multiply_uses : multiply_rows)(p, groups + (size_t) i * p->group_stride, first + i, n);
+        const int64_t n     = min_i64(LLMAAS_STREAMS, n_groups - i);
+        const size_t  ahead = i + n < n_groups ? (size_t) n * p->group_stride : 0;
+        (p->ids ? multiply_uses : multiply_rows)(p, groups + (size_t) i * p->group_stride, first + i, n, ahead);
     }
 }
 
-/* Groups that a thread takes at a time. A batch's are packed, and gemm likes them in twos; others cost a start each, so
- * a thread takes its share in two parts (ggml-cpu: in four). */
-static int64_t chunk_groups(const struct product * p, int nth) {
-    int64_t n = p->n_groups / (nth * 4);
-    if (batched_rows(p)) {
-        n = min_i64(min_i64(n, PACKED_GROUPS), (int64_t) (PACKED_MAX / p->group_size));
-    } else {
-        n = p->n_groups / (nth * 2);
-    }
-    return n > LLMAAS_STREAMS ? n - n % LLMAAS_STREAMS : n > 2 ? n - n % 2 : 2;
+/* Of n_left groups, those that a thread takes at a time. A batch's are packed, and gemm likes them in twos. Others cost a
+ * start each, so that a thread takes half of its share of what is left, and the last ones in small parts. */
+static int64_t chunk_groups(const struct product * p, int64_t n_left, int nth) {
+    const int64_t step = batched_rows(p) ? 2 : LLMAAS_STREAMS;
+    const int64_t n    = batched_rows(p) ? min_i64(p->n_groups / (nth * 4), (int64_t) (PACKED_MAX / p->group_size))
+                                         : n_left / (nth * 2);
+    return min_i64(n > step ? n - n % step : step, n_left);
 }
 
 static void multiply_chunks(const struct product * p, atomic_llong * next_group, int nth) {
-    const int64_t step = chunk_groups(p, nth);
-    int64_t       first;
-    while ((first = atomic_fetch_add_explicit(next_group, step, memory_order_relaxed)) < p->n_groups) {
-        multiply_chunk(p, first, min_i64(step, p->n_groups - first));
+    long long first = atomic_load_explicit(next_group, memory_order_relaxed);
+    while (first < p->n_groups) {
+        const int64_t n = chunk_groups(p, p->n_groups - first, nth);
+        if (atomic_compare_exchange_weak_explicit(
+                next_group, &first, first + n, memory_order_relaxed, memory_order_relaxed)) {
+            multiply_chunk(p, first, n);
+            first = atomic_load_explicit(next_group, memory_order_relaxed);
+        }
     }
 }
 

@@ -37,9 +37,9 @@ struct q8_k {
 LLMAAS_TARGET static inline __m512i load(const void * p) { return _mm512_loadu_si512(p); }
 
 /* What the next call will want in this block's place. */
-LLMAAS_TARGET static inline void prefetch_next(const void * block, size_t size, size_t stride) {
+LLMAAS_TARGET static inline void prefetch_next(const void * block, size_t size, size_t ahead) {
     for (size_t i = 0; i < size; i += 64) {
-        _mm_prefetch((const char *) block + STREAMS * stride + i, _MM_HINT_T1);
+        _mm_prefetch((const char *) block + ahead + i, _MM_HINT_T1);
     }
 }
 
@@ -69,7 +69,8 @@ LLMAAS_TARGET static inline __m512 halves(const uint16_t * first, const uint16_t
 
 /* 4-bit values stand for table[value] - bias: dpbusd wants one side without a sign. */
 LLMAAS_TARGET static inline void rows_q4_0(
-    int n, float * to, const char * groups, size_t stride, const void * activations, __m512i table, uint8_t bias) {
+    int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations, __m512i table,
+    uint8_t bias) {
     const struct q8_0 * a = activations;
     __m512              sums[PAIRS];
     for (int p = 0; p < PAIRS; ++p) {
@@ -89,7 +90,7 @@ LLMAAS_TARGET static inline void rows_q4_0(
             __m512i               dot[2];
             for (int i = 0; i < 2; ++i) {
                 block[i] = (const struct q4_0x8 *) (const void *) (groups + (size_t) (2 * p + i) * stride) + b;
-                prefetch_next(block[i], sizeof *block[i], stride);
+                prefetch_next(block[i], sizeof *block[i], ahead);
                 const __m512i x = load(block[i]->qs), y = load(block[i]->qs + 64);
                 __m512i       d = _mm512_dpbusd_epi32(less, _mm512_shuffle_epi8(table, low(x)), a0);
                 d               = _mm512_dpbusd_epi32(d, _mm512_shuffle_epi8(table, low(y)), a1);
@@ -105,15 +106,17 @@ LLMAAS_TARGET static inline void rows_q4_0(
     }
 }
 
-LLMAAS_TARGET static void gemv_q4_0(int n, float * to, const char * groups, size_t stride, const void * activations) {
+LLMAAS_TARGET static void gemv_q4_0(
+    int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations) {
     /* two's complement nibbles */
     const __m128i table = _mm_setr_epi8(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    rows_q4_0(n, to, groups, stride, activations, _mm512_broadcast_i32x4(table), 8);
+    rows_q4_0(n, to, groups, stride, ahead, activations, _mm512_broadcast_i32x4(table), 8);
 }
 
-LLMAAS_TARGET static void gemv_iq4_nl(int n, float * to, const char * groups, size_t stride, const void * activations) {
+LLMAAS_TARGET static void gemv_iq4_nl(
+    int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations) {
     const __m256i table = _mm256_setr_epi16(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241);
-    rows_q4_0(n, to, groups, stride, activations, _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(table)), 128);
+    rows_q4_0(n, to, groups, stride, ahead, activations, _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(table)), 128);
 }
 
 /* The 6-bit scales and mins of eight rows, 12 bytes to each of eight sub-blocks: a lane a sub-block, a byte a row. */
@@ -164,7 +167,8 @@ LLMAAS_TARGET static inline __m256i min_q4_k(__m128i sums, const struct six_bits
     return min;
 }
 
-LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size_t stride, const void * activations) {
+LLMAAS_TARGET static void gemv_q4_k(
+    int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations) {
     const struct q8_k * a = activations;
     __m512              sums[PAIRS], mins[PAIRS];
     for (int p = 0; p < PAIRS; ++p) {
@@ -177,8 +181,8 @@ LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size
             const char *          pair = groups + (size_t) (2 * p) * stride;
             const struct q4_kx8 * x    = (const struct q4_kx8 *) (const void *) pair + b;
             const struct q4_kx8 * y    = (const struct q4_kx8 *) (const void *) (pair + stride) + b;
-            prefetch_next(x, 128, stride);
-            prefetch_next(y, 128, stride);
+            prefetch_next(x, 128, ahead);
+            prefetch_next(y, 128, ahead);
             const struct six_bits six_x = unpack(x->scales), six_y = unpack(y->scales);
             __m512i               dot_x = _mm512_setzero_si512(), dot_y = dot_x;
 #pragma GCC unroll 4
@@ -188,8 +192,8 @@ LLMAAS_TARGET static void gemv_q4_k(int n, float * to, const char * groups, size
                 for (int k = 0; k < 4; ++k) {
                     const __m512i a0 = eight(a[b].qs + 64 * half + 8 * k), a1 = eight(a[b].qs + 64 * half + 32 + 8 * k);
                     const uint8_t *from_x = x->qs + 256 * half + 64 * k, *from_y = y->qs + 256 * half + 64 * k;
-                    prefetch_next(from_x, 64, stride);
-                    prefetch_next(from_y, 64, stride);
+                    prefetch_next(from_x, 64, ahead);
+                    prefetch_next(from_y, 64, ahead);
                     x0 = _mm512_dpbusd_epi32(x0, low(load(from_x)), a0);
                     x1 = _mm512_dpbusd_epi32(x1, high(load(from_x)), a1);
                     y0 = _mm512_dpbusd_epi32(y0, low(load(from_y)), a0);

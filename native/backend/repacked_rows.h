@@ -10,10 +10,12 @@
 
 #include <stddef.h>
 
-enum { LLMAAS_STREAMS = 4 };
+enum { LLMAAS_STREAMS = 8 };
 
-/* Products of LLMAAS_STREAMS groups, `stride` bytes apart, with n quantised activations; 8 values a group to `to`. */
-typedef void (*llmaas_rows_kernel)(int n, float * to, const char * groups, size_t stride, const void * activations);
+/* Products of LLMAAS_STREAMS groups, `stride` bytes apart, with n quantised activations; 8 values a group to `to`. The next
+ * call's groups are `ahead` bytes behind these; 0: nobody knows. */
+typedef void (*llmaas_rows_kernel)(
+    int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations);
 
 /* NULL: none for this type or this processor. */
 llmaas_rows_kernel llmaas_rows_kernel_of(enum ggml_type type);
