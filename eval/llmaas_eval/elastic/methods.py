@@ -10,7 +10,7 @@ from llmaas_eval.batches import loaded
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Measuring
 from llmaas_eval.elastic.readings import Reading, mean_reading, mixed
-from llmaas_eval.elastic.rows import Row
+from llmaas_eval.elastic.rows import INTERPOLATED, Row
 from llmaas_eval.elastic.scores import (
     layers_to_drop,
     llm_pruner_scores,
@@ -55,7 +55,7 @@ def rows_of_layers(
         if kept.n > 1:
             between = mixed(by_kept[kept.n - 1], most, kept.share)
             share = (kept.n - 1 + kept.share) / blocks.n_layers
-            yield Row(f"{name}, interpolated", level, share, between)
+            yield Row(name + INTERPOLATED, level, share, between)
 
 
 def _random(measuring: Measuring, name: str) -> list[Row]:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from llmaas_eval.elastic.readings import Reading, difference, perplexity
-from llmaas_eval.elastic.rows import FULL, Found, Row
+from llmaas_eval.elastic.rows import FULL, INTERPOLATED, OURS, Found, Row
 
 __all__ = ["draw"]
 
@@ -31,19 +33,15 @@ def draw(found: Found, folder: Path) -> None:
 
 
 def _draw_levels(rows: Sequence[Row], path: Path) -> None:
-    """Quality of all methods by level (Fig 10a)."""
-    figure, panels = _panels(3)
-    values: list[tuple[str, Callable[[Reading], float]]] = [
-        ("perplexity", perplexity),
-        ("KL (nats)", lambda reading: float(reading.kl.mean())),
-        ("same most likely token", lambda reading: float(reading.same.mean())),
-    ]
-    for axes, (label, value) in zip(panels, values, strict=True):
-        _lines(axes, rows, value)
-        axes.set(ylabel=label)
-    for axes in panels[:2]:
-        axes.set(yscale="log")
-    panels[-1].legend()
+    """Quality of all methods at equal bytes, by level (Fig 10a)."""
+    figure, panels = _panels(2)
+    methods = {row.method for row in rows}
+    equal = [row for row in rows if row.method + INTERPOLATED not in methods]
+    _lines(panels[0], equal, lambda reading: float(reading.kl.mean()))
+    _lines(panels[1], equal, lambda reading: float(reading.same.mean()))
+    panels[0].set(ylabel="KL (nats)", yscale="log")
+    panels[1].set(ylabel="same most likely token")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 
@@ -70,10 +68,13 @@ def _panels(n: int) -> tuple[Figure, list[Any]]:
 
 
 def _lines(axes: Any, rows: Sequence[Row], value: Callable[[Reading], float]) -> None:
+    axes.set_prop_cycle(color=colormaps["tab20"](np.arange(20)))
     for method in dict.fromkeys(row.method for row in rows):
         points = sorted((row.level, value(row.reading)) for row in rows if row.method == method)
         if method == FULL:
-            axes.axhline(points[0][1], color="grey", linestyle=":", label=method)
+            if points[0][1] > 0:  # it is nowhere on a logarithmic axis
+                axes.axhline(points[0][1], color="grey", linestyle=":", label=method)
         else:
-            axes.plot(*zip(*points, strict=True), ".-", label=method)
+            style = "o-" if method.startswith(OURS) else ".--"
+            axes.plot(*zip(*points, strict=True), style, label=method)
     axes.set(xlabel="level")

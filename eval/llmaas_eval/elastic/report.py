@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from llmaas_eval.elastic.readings import Reading, difference, perplexity, perplexity_ratio
-from llmaas_eval.elastic.rows import FULL, Found, Row
+from llmaas_eval.elastic.rows import FULL, OURS, Found, Row
 from llmaas_eval.knn.intervals import Interval
 from llmaas_eval.knn.report import table
 
@@ -42,7 +42,7 @@ def _quality(rows: Sequence[Row]) -> str:
 def _compared(rows: Sequence[Row]) -> str:
     """Perplexity and KL of each other method against each of ours, and of ours among them."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method != FULL))
-    ours = [name for name in methods if name.startswith(("uniform", "searched"))]
+    ours = [name for name in methods if name.startswith(OURS)]
     others = [name for name in methods if name not in ours]
     pairs = [(other, own) for own in ours for other in others]
     pairs += [(a, b) for i, a in enumerate(ours) for b in ours[i + 1 :]]

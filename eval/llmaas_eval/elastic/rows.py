@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 
 from llmaas_eval.elastic.readings import Reading, perplexity
 
-__all__ = ["FULL", "Found", "Row", "as_json"]
+__all__ = ["FULL", "INTERPOLATED", "OURS", "Found", "Row", "as_json"]
 
 FULL = "full"
 """The method that leaves nothing out."""
+OURS = "uniform", "searched"
+"""What our methods' names begin with."""
+INTERPOLATED = ", interpolated"
+"""What names end with of methods that come in steps, between two of these."""
 
 
 class Row(NamedTuple):
