@@ -25,15 +25,19 @@ __all__ = ["METHOD", "METHODS", "Terms", "gradient_scores", "loss_terms"]
 METHOD = "fisher"
 
 METHODS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    METHOD: lambda terms: terms.square().sum(0),
+    METHOD: lambda terms: terms[1:].square().sum(0),
     "taylor": lambda terms: terms.sum(0),
 }
 """What of a unit's terms, by token, is added up over windows. The score is its absolute value.
 
 ``taylor`` is the paper's (Eq 2): terms of different tokens cancel out, however much each matters.
 ``fisher`` takes each token's by itself, to second order: the expected change of the loss where the
-first order vanishes, as it does in a model that is trained.
+first order vanishes, as it does in a model that is trained. A window's first token is left out:
+with nothing before it, its values are like no other's.
 """
+
+_LEAST_TOKENS = 3
+"""Of a window: one that is left out, one that is not, and what follows it."""
 
 _KEPT_BYTES = 256 << 20
 """Of layers' inputs, before weights are read again for more windows."""
@@ -74,13 +78,15 @@ def gradient_scores(
 
     Raises:
         ConfigError: The model cannot be elastic or be computed here, the method is unknown, or
-            there is nothing to predict.
+            there is too little text.
         StoreError: The model cannot be read.
     """
     if method not in METHODS:
         raise ConfigError(f"Unknown method {method!r}, expected one of {', '.join(METHODS)}.")
-    if len(tokens) == 0 or tokens.shape[1] < 2:
-        raise ConfigError(f"There is nothing to predict in windows of shape {tokens.shape}.")
+    if len(tokens) == 0 or tokens.shape[1] < _LEAST_TOKENS:
+        raise ConfigError(
+            f"Windows are of shape {tokens.shape}, expected one or more of {_LEAST_TOKENS} tokens."
+        )
     decoder, reduce = Decoder(path), METHODS[method]
     blocks = decoder.blocks
     groups = np.zeros((blocks.n_layers, blocks.n_groups))

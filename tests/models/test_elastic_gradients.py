@@ -58,6 +58,16 @@ def test_the_papers_score_is_gradient_times_weight_of_a_units_columns(path, monk
     assert shares[-1] == pytest.approx(1)
 
 
+def test_ours_is_squares_of_all_tokens_but_each_windows_first(path):
+    found = gradients.gradient_scores(path, WINDOWS)
+    groups, neurons = np.zeros_like(found.groups), np.zeros_like(found.neurons)
+    for terms in gradients.loss_terms(torch_model.Decoder(path), WINDOWS):
+        groups[terms.layer] += (terms.groups[1:].numpy().astype(float) ** 2).sum(0)
+        neurons[terms.layer] += (terms.neurons[1:].numpy().astype(float) ** 2).sum(0)
+    np.testing.assert_allclose(found.groups, groups)
+    np.testing.assert_allclose(found.neurons, neurons)
+
+
 def test_gradients_of_weights_are_there_on_request(path):
     decoder = torch_model.Decoder(path)
     found = [{} for _ in range(decoder.blocks.n_layers)]
@@ -98,8 +108,8 @@ def test_units_that_hardly_do_anything_score_least(path, monkeypatch, method):
     ("windows", "method", "message"),
     [
         (WINDOWS, "magnitude", "magnitude.*fisher, taylor"),
-        (WINDOWS[:0], "taylor", "nothing to predict"),
-        (WINDOWS[:, :1], "taylor", "nothing to predict"),
+        (WINDOWS[:0], "taylor", r"\(0, 40\)"),
+        (WINDOWS[:, :2], "taylor", r"\(3, 2\), expected .* 3 tokens"),
     ],
 )
 def test_refusals(path, windows, method, message):
