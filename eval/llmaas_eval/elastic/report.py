@@ -40,11 +40,11 @@ def _quality(rows: Sequence[Row]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> str:
-    """Perplexity and KL of each other method against each of ours, and of ours among them."""
+    """Perplexity and KL of each other method against each of ours without biases, and of ours among them."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method != FULL))
     ours = [name for name in methods if name.startswith(OURS)]
     others = [name for name in methods if name not in ours]
-    pairs = [(other, own) for own in ours for other in others]
+    pairs = [(other, own) for own in ours if own in OURS for other in others]
     pairs += [(a, b) for i, a in enumerate(ours) for b in ours[i + 1 :]]
     if not pairs:
         return ""
