@@ -40,7 +40,7 @@ def _quality(rows: Sequence[Row]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> str:
-    """Perplexity and KL of each other method against each of ours without biases, and of ours among them."""
+    """Perplexity and KL of others against ours without biases, and of ours among them."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method != FULL))
     ours = [name for name in methods if name.startswith(OURS)]
     others = [name for name in methods if name not in ours]
