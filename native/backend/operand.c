@@ -69,7 +69,10 @@ bool llmaas_operand_use_pieces(llmaas_operand * operand, llmaas_stream * stream)
     for (size_t i = 0; i < s->n_pieces; i++) {
         llmaas_piece * piece = s->pieces[i];
         s->data[i].data      = piece->home;
-        if (!piece->is_kept && !llmaas_stream_use(stream, piece, piece->n_bytes, &s->data[i], n++)) {
+        const llmaas_stretch all = {piece->n_bytes, piece->n_bytes, piece->n_bytes};
+        if (piece->is_kept) {
+            llmaas_stream_note(stream, piece, &all);
+        } else if (!llmaas_stream_use(stream, piece, &all, &s->data[i], n++)) {
             return false;
         }
     }

@@ -146,18 +146,34 @@ static bool multiply_experts(
            append(state, graph, product);
 }
 
-/* With rows of a piece, or of several that are kept. */
+/* What n rows are, of a piece's or of a stack's. */
+static llmaas_stretch stretch_of(const struct state * state, int64_t n_rows, int64_t n_columns) {
+    int64_t row_step, column_step;
+    llmaas_weight_steps(&state->as, &row_step, &column_step);
+    const size_t n_all = ggml_nbytes(&state->as), stride = (size_t) row_step * state->as.nb[1];
+    if (ggml_nrows(&state->as) > state->as.ne[1]) {
+        return (llmaas_stretch) {n_all, n_all, n_all};
+    }
+    return (llmaas_stretch) {
+        (size_t) n_rows * state->as.nb[1], stride, (size_t) row_step * ggml_row_size(state->as.type, n_columns)};
+}
+
+/* With rows of a piece that is read, or of one or several that are kept. */
 static bool multiply_rows(
-    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, llmaas_piece * piece, int64_t first, int64_t n,
-    int64_t n_columns) {
+    const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, llmaas_piece * const * pieces, int64_t first,
+    int64_t n, int64_t n_columns) {
     struct ggml_tensor * product = llmaas_product_of(graph, &state->as, node, first, n, n_columns);
     if (!product) {
         return false;
     }
-    const bool   is_stack = ggml_nrows(&state->as) > state->as.ne[1];
-    const size_t n_bytes  = is_stack ? ggml_nbytes(&state->as) : (size_t) n * state->as.nb[1];
-    product->src[0]->data = piece->home;
-    if (!piece->is_kept && !llmaas_stream_use(state->stream, piece, n_bytes, product->src[0], 0)) {
+    product->src[0]->data = pieces[0]->home;
+    for (int64_t i = 0; pieces[0]->is_kept && i * state->n_rows < n; i++) {
+        const int64_t       n_left = n - i * state->n_rows;
+        const llmaas_stretch stretch = stretch_of(state, n_left < state->n_rows ? n_left : state->n_rows, n_columns);
+        llmaas_stream_note(state->stream, pieces[i], &stretch);
+    }
+    const llmaas_stretch stretch = stretch_of(state, n, n_columns);
+    if (!pieces[0]->is_kept && !llmaas_stream_use(state->stream, pieces[0], &stretch, product->src[0], 0)) {
         return false;
     }
     return append(state, graph, product);
@@ -174,13 +190,13 @@ static bool multiply(
         return llmaas_columns_multiply(&state->columns, graph, node);
     }
     for (int64_t first = 0; first < n_rows;) {
-        size_t         i     = (size_t) (first / state->n_rows);
-        llmaas_piece * piece = state->pieces[i];
-        while (piece->is_kept && i + 1 < state->n_pieces && state->pieces[i + 1]->is_kept) {
+        const size_t begin = (size_t) (first / state->n_rows);
+        size_t       i     = begin;
+        while (state->pieces[i]->is_kept && i + 1 < state->n_pieces && state->pieces[i + 1]->is_kept) {
             i++;
         }
         const int64_t end = ((int64_t) i + 1) * state->n_rows < n_rows ? ((int64_t) i + 1) * state->n_rows : n_rows;
-        if (!multiply_rows(state, graph, node, piece, first, end - first, n_columns)) {
+        if (!multiply_rows(state, graph, node, state->pieces + begin, first, end - first, n_columns)) {
             return false;
         }
         first = end;

@@ -18,12 +18,14 @@ enum {
     DEPTH      = 16,
     MAX_LOADS  = 256, /* pieces in the arena */
     LITTLE     = 2 << 20, /* growth of other memory for which no piece is dropped */
+    AGE        = 32, /* graphs in which a piece must be used to be used of late */
+    GAP_BYTES  = 12 << 10, /* what a disk reads while it gets another read on its way */
 };
 
 /* What a graph uses. */
 typedef struct use {
     llmaas_piece * piece;
-    size_t         n_bytes;
+    llmaas_stretch  of;
 } use;
 
 /* A piece in the arena, or on its way to it. */
@@ -32,7 +34,7 @@ typedef struct load {
     size_t           at; /* in the arena */
     size_t           n_room;
     llmaas_io_read * reads;
-    uint32_t         n_reads, n_started, n_capacity;
+    size_t           n_reads, n_started, n_capacity;
 } load;
 
 struct llmaas_stream {
@@ -47,6 +49,7 @@ struct llmaas_stream {
     llmaas_piece ** pieces;
     size_t          n_pieces, pieces_capacity;
     size_t          n_turns; /* pieces that some graph has used */
+    uint64_t        n_graphs;
     uint64_t        n_kept_set, n_kept_max, n_arena_min; /* that were told; n_kept_max: less what n_more takes */
     int64_t         n_more;
     bool            is_stale; /* which pieces are wanted must be found out again */
@@ -201,9 +204,30 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
 
 /* -- what is kept ------------------------------------------------------------------------------------------------ */
 
-static int by_turn(const void * a, const void * b) {
+/* How much of a piece graphs used of late: nothing, some or all of it. */
+static int use_of(const llmaas_piece * piece) { return piece->n_lately < piece->n_bytes ? piece->n_lately > 0 : 2; }
+
+static int by_use_and_turn(const void * a, const void * b) {
     const llmaas_piece * x = *(llmaas_piece * const *) a, * y = *(llmaas_piece * const *) b;
-    return (x->turn > y->turn) - (x->turn < y->turn);
+    return use_of(x) != use_of(y) ? use_of(y) - use_of(x) : (x->turn > y->turn) - (x->turn < y->turn);
+}
+
+static void note(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes) {
+    const int before = use_of(piece);
+    piece->n_now     = n_bytes > piece->n_now ? n_bytes : piece->n_now;
+    piece->n_lately  = n_bytes > piece->n_lately ? n_bytes : piece->n_lately;
+    stream->is_stale = stream->is_stale || use_of(piece) != before;
+}
+
+/* What was used since the last time is what is used of late. */
+static void age(llmaas_stream * stream) {
+    for (size_t i = 0; i < stream->n_pieces; i++) {
+        llmaas_piece * piece  = stream->pieces[i];
+        const int      before = use_of(piece);
+        piece->n_lately       = piece->n_now;
+        piece->n_now          = 0;
+        stream->is_stale      = stream->is_stale || use_of(piece) != before;
+    }
 }
 
 /* Of the memory, what is left beside pieces: every token uses all of those, but only some experts and channels. */
@@ -229,13 +253,13 @@ static uint64_t channels_share(const llmaas_stream * stream) {
     return n_left > n_experts ? n_left - n_experts : 0;
 }
 
-/* Pieces that no graph has used come first, and are not wanted. */
+/* Pieces that no graph has used are not wanted. */
 static void choose_wanted(llmaas_stream * stream) {
     uint64_t n_bytes = experts_share(stream);
     if (stream->n_pieces == 0) {
         return;
     }
-    qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_turn);
+    qsort(stream->pieces, stream->n_pieces, sizeof *stream->pieces, by_use_and_turn);
     for (size_t i = 0; i < stream->n_pieces; i++) {
         llmaas_piece * piece = stream->pieces[i];
         const bool     may_be = piece->turn >= 0 && !piece->is_passing;
@@ -285,7 +309,9 @@ static char * bytes_of(const llmaas_stream * stream, const load * l) {
     return stream->arena + l->at + l->of.piece->offset % PAGE;
 }
 
-static size_t room_for(const use * of) { return (of->piece->offset % PAGE + of->n_bytes + PAGE - 1) / PAGE * PAGE; }
+static size_t room_for(const llmaas_piece * piece, size_t n_bytes) {
+    return (piece->offset % PAGE + n_bytes + PAGE - 1) / PAGE * PAGE;
+}
 
 /* Find n bytes behind the last load; false: the first ones are in the way. */
 static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
@@ -297,37 +323,58 @@ static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
     return llmaas_ring_place(stream->n_arena, load_at(stream, 0)->at, last->at, last->at + last->n_room, n, at);
 }
 
-static bool set_reads(llmaas_stream * stream, load * l) {
-    const uint64_t begin = l->of.piece->offset / PAGE * PAGE, needed = l->of.piece->offset + l->of.n_bytes - begin;
-    const uint32_t n_most  = stream->reading.n_bytes ? stream->reading.n_bytes : READ_BYTES;
-    const uint32_t n_reads = (uint32_t) ((l->n_room + n_most - 1) / n_most);
-    if (n_reads > l->n_capacity) {
-        llmaas_io_read * reads = realloc(l->reads, n_reads * sizeof *reads);
+/* Reads of whole pages for n bytes of the load's piece, from byte `from` of it on. */
+static bool add_reads(const llmaas_stream * stream, load * l, size_t from, size_t n) {
+    const uint64_t start = l->of.piece->offset / PAGE * PAGE, end = l->of.piece->offset + from + n;
+    const uint32_t n_most = stream->reading.n_bytes ? stream->reading.n_bytes : READ_BYTES;
+    for (uint64_t at = (l->of.piece->offset + from) / PAGE * PAGE; at < end; at += n_most) {
+        llmaas_io_read * reads = llmaas_grown(l->reads, l->n_reads, &l->n_capacity, sizeof *reads);
         if (!reads) {
             return false;
         }
-        l->reads      = reads;
-        l->n_capacity = n_reads;
-    }
-    l->n_reads   = n_reads;
-    l->n_started = 0;
-    for (uint32_t i = 0; i < n_reads; i++) {
-        const uint64_t from = (uint64_t) i * n_most, left = l->n_room - from, left_needed = needed - from;
-        l->reads[i] = (llmaas_io_read) {
+        const uint64_t left = end - at, left_pages = (left + PAGE - 1) / PAGE * PAGE;
+        l->reads               = reads;
+        reads[l->n_reads++] = (llmaas_io_read) {
             .fd       = l->of.piece->fd,
-            .offset   = begin + from,
-            .n_bytes  = (uint32_t) (left < n_most ? left : n_most),
-            .n_needed = (uint32_t) (left_needed < n_most ? left_needed : n_most),
-            .buffer   = stream->arena + l->at + from,
+            .offset   = at,
+            .n_bytes  = (uint32_t) (left_pages < n_most ? left_pages : n_most),
+            .n_needed = (uint32_t) (left < n_most ? left : n_most),
+            .buffer   = stream->arena + l->at + (at - start),
             .is_ahead = true};
     }
     return true;
 }
 
+static bool set_reads(const llmaas_stream * stream, load * l) {
+    const llmaas_stretch of = l->of.of;
+    bool                ok = true;
+    l->n_reads = l->n_started = 0;
+    for (size_t from = 0; ok && from < of.n_bytes; from += of.stride) {
+        const size_t n_left = of.n_bytes - from;
+        ok = add_reads(stream, l, from, n_left < of.width ? n_left : of.width);
+    }
+    return ok;
+}
+
+static bool is_whole(const use * u) { return u->of.n_bytes == u->piece->n_bytes && u->of.width == u->of.stride; }
+
+/* What is read for a use: all of a piece that is to be kept; and gaps that do not save anything. */
+static use read_for(const llmaas_stream * stream, const use * u) {
+    const size_t n_gap = stream->reading.n_gap >= 0 ? (size_t) stream->reading.n_gap : GAP_BYTES;
+    use          read  = *u;
+    if (u->piece->is_wanted) {
+        read.of.n_bytes = u->piece->n_bytes;
+    }
+    if (u->piece->is_wanted || u->of.stride - u->of.width <= n_gap) {
+        read.of.stride = read.of.width = read.of.n_bytes;
+    }
+    return read;
+}
+
 /* A load of what is used next after all loads there are: later in this graph, or in the one after it. NULL: no room. */
 static load * next_load(llmaas_stream * stream) {
     while (stream->n_loaded == stream->n_plan && stream->n_ahead < stream->n_plan &&
-           stream->plan[stream->n_ahead].piece->is_wanted) {
+           stream->plan[stream->n_ahead].piece->is_wanted && is_whole(&stream->plan[stream->n_ahead])) {
         stream->n_ahead++; /* kept by then */
     }
     const bool is_ahead = stream->n_loaded == stream->n_plan;
@@ -337,12 +384,13 @@ static load * next_load(llmaas_stream * stream) {
     const use of = stream->plan[is_ahead ? stream->n_ahead : stream->n_loaded];
     load *    l  = load_at(stream, stream->n_loads);
     size_t    at;
-    if (!find_room(stream, room_for(&of), &at)) {
+    const size_t n_room = room_for(of.piece, of.of.n_bytes);
+    if (!find_room(stream, n_room, &at)) {
         return NULL;
     }
     l->of     = of;
     l->at     = at;
-    l->n_room = room_for(&of);
+    l->n_room = n_room;
     if (!set_reads(stream, l)) {
         return NULL;
     }
@@ -370,7 +418,7 @@ static void pump(llmaas_stream * stream) {
 /* Wait for the first load; false: a read failed. If it is not all started yet, no other is. */
 static bool await(llmaas_stream * stream, load * l) {
     bool is_ok = true;
-    for (uint32_t i = 0; i < l->n_reads; i++) {
+    for (size_t i = 0; i < l->n_reads; i++) {
         llmaas_io_wait(stream->io, &l->reads[i]);
         is_ok = is_ok && l->reads[i].error == 0;
         pump(stream);
@@ -385,13 +433,15 @@ static void cut_loads(llmaas_stream * stream, size_t n) {
     }
     while (stream->n_loads > n) {
         const load * l = load_at(stream, --stream->n_loads);
-        stream->stats.n_wasted += l->n_room;
+        for (size_t i = 0; i < l->n_started; i++) {
+            stream->stats.n_wasted += l->reads[i].n_bytes;
+        }
     }
 }
 
 static void release(llmaas_stream * stream, load * l) {
     llmaas_piece * piece = l->of.piece;
-    if (piece->is_wanted && !piece->is_kept && l->of.n_bytes == piece->n_bytes && !llmaas_graph_failed(stream->graph)) {
+    if (piece->is_wanted && !piece->is_kept && is_whole(&l->of) && !llmaas_graph_failed(stream->graph)) {
         keep(stream, piece, bytes_of(stream, l));
     }
     stream->first = (stream->first + 1) % MAX_LOADS;
@@ -415,6 +465,9 @@ void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n
     }
     stream->graph  = graph;
     stream->n_plan = 0;
+    if (++stream->n_graphs % AGE == 0) {
+        age(stream);
+    }
     if (stream->is_stale) {
         adapt(stream);
     }
@@ -456,8 +509,12 @@ static void fetch(void * arg, int ith, int nth) {
     f->weight->data = bytes_of(stream, l);
 }
 
+void llmaas_stream_note(llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch) {
+    note(stream, piece, stretch->n_bytes / stretch->stride * stretch->width);
+}
+
 bool llmaas_stream_use(
-    llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight, size_t n_before) {
+    llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch, struct ggml_tensor * weight, size_t n_before) {
     use * plan = llmaas_grown(stream->plan, stream->n_plan, &stream->plan_capacity, sizeof *plan);
     if (!plan) {
         return false;
@@ -467,14 +524,14 @@ bool llmaas_stream_use(
         piece->turn      = fmod((double) ++stream->n_turns * 0.6180339887498949, 1);
         stream->is_stale = true;
     }
+    llmaas_stream_note(stream, piece, stretch);
     const struct fetch arg = {stream, stream->n_plan, stream->n_plan - n_before, weight};
-    const use          of  = {piece, n_bytes};
-    stream->plan[stream->n_plan++] = of;
-    size_t n_together = 0;
+    stream->plan[stream->n_plan++] = (use) {piece, *stretch};
+    size_t n_together = 0, n_room = room_for(piece, piece->n_bytes);
     for (size_t i = arg.first; i < stream->n_plan; i++) {
-        n_together += room_for(&stream->plan[i]);
+        n_together += room_for(stream->plan[i].piece, stream->plan[i].piece->n_bytes);
     }
-    stream->n_widest   = room_for(&of) > stream->n_widest ? room_for(&of) : stream->n_widest;
+    stream->n_widest   = n_room > stream->n_widest ? n_room : stream->n_widest;
     stream->n_together = n_together > stream->n_together ? n_together : stream->n_together;
     return llmaas_graph_step(stream->graph, fetch, &arg, sizeof arg);
 }
@@ -501,11 +558,16 @@ static bool make_arena(llmaas_stream * stream) {
     return true;
 }
 
+/* Whether a load has all that a use reads. */
+static bool has(const load * l, const use * u) {
+    const bool is_same = l->of.of.stride == u->of.stride && l->of.of.width == u->of.width;
+    return l->of.piece == u->piece && l->of.of.n_bytes >= u->of.n_bytes && (is_same || l->of.of.width == l->of.of.stride);
+}
+
 /* How many loads were foreseen. */
 static size_t n_foreseen(llmaas_stream * stream) {
     size_t i = 0;
-    while (i < stream->n_loads && i < stream->n_plan && load_at(stream, i)->of.piece == stream->plan[i].piece &&
-           load_at(stream, i)->of.n_bytes == stream->plan[i].n_bytes) {
+    while (i < stream->n_loads && i < stream->n_plan && has(load_at(stream, i), &stream->plan[i])) {
         i++;
     }
     return i;
@@ -518,10 +580,13 @@ bool llmaas_stream_start(llmaas_stream * stream) {
     if (!make_arena(stream)) {
         return false;
     }
-    cut_loads(stream, n_foreseen(stream));
     if (stream->is_stale) { /* still: what is no longer wanted is part of this graph */
         choose_wanted(stream);
     }
+    for (size_t i = 0; i < stream->n_plan; i++) {
+        stream->plan[i] = read_for(stream, &stream->plan[i]);
+    }
+    cut_loads(stream, n_foreseen(stream));
     stream->n_used = stream->n_ahead = stream->n_fetched = 0;
     stream->n_loaded = stream->n_loads;
     pump(stream);

@@ -3,7 +3,8 @@
  *
  * Graphs use pieces in the same order again and again, so the order of the last graph is what is read ahead for the next,
  * also while nothing is computed. Kept pieces are spread evenly over that order: reading never waits for computing to
- * reach a stretch of others, nor the other way round. */
+ * reach a stretch of others, nor the other way round. Pieces that graphs use as a whole of late come first, then those that
+ * they use in part: what a level leaves out makes way for what it needs. */
 #ifndef LLMAAS_STREAM_H
 #define LLMAAS_STREAM_H
 
@@ -25,10 +26,16 @@ typedef struct llmaas_piece {
     size_t   n_bytes;
     char *   home; /* where it is when it is kept: address space of its own, with memory under it only then */
     bool     is_kept;
-    bool     is_wanted; /* it is to be kept */
+    bool     is_wanted; /* it is to be kept, and read as a whole */
     bool     is_passing; /* it never is: its channels are, instead (channels.h) */
-    double   turn;      /* pieces are kept in rising order of it; below 0: no graph has used it yet */
+    double   turn;      /* pieces used alike are kept in rising order of it; below 0: no graph has used it yet */
+    size_t   n_now, n_lately; /* bytes that graphs use of it at most: those of this age, and of late */
 } llmaas_piece;
+
+/* Of the first n_bytes, the first `width` of each `stride`: rows of which a part leaves out columns. */
+typedef struct llmaas_stretch {
+    size_t n_bytes, stride, width;
+} llmaas_stretch;
 
 llmaas_stream * llmaas_stream_new(void);
 void            llmaas_stream_free(llmaas_stream * stream);
@@ -53,10 +60,12 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
 /* Around a graph: from begin to end the stream is its own, and no other thread's. n_more: bytes by which other memory grows from
  * then on, which are taken from what may be kept until set_memory() tells anew. */
 void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more);
-/* The graph uses the first n_bytes of `piece` next, as the data of `weight`, together with those that it used in the n_before
- * calls before. False: memory. */
+/* The graph uses so much of `piece`, which is kept. */
+void llmaas_stream_note(llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch);
+/* The graph uses so much of `piece` next, which is not kept, as the data of `weight`, together with those that it used in the
+ * n_before calls before. False: memory. */
 bool llmaas_stream_use(
-    llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes, struct ggml_tensor * weight, size_t n_before);
+    llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch, struct ggml_tensor * weight, size_t n_before);
 /* All uses are known; the graph is computed next. False: memory. */
 bool llmaas_stream_start(llmaas_stream * stream);
 void llmaas_stream_end(llmaas_stream * stream);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -179,28 +180,75 @@ def repacked_model(tmp_path_factory):
     return write_random_model(path, SHAPE, GGMLQuantizationType.Q4_0)
 
 
+PARTS = (
+    WeightClaim(r"blk\.\d+\.(ffn_up|ffn_gate)\.weight", rows=(None, 4512, 1024)),
+    WeightClaim(DOWN, columns=(None, 4512, 1024)),
+    WeightClaim(r"blk\.\d+\.attn_output\.weight", columns=(None, 256, 64)),
+)
+"""At level 2, second pieces are not used at all."""
+
+
+@contextlib.contextmanager
+def levelled(path):
+    """A context whose weights are in a packed file, and all their bytes."""
+    claim, n_bytes = claim_all(path, is_packed=True)
+    plugin = Claimer(claim, *PARTS)
+    with native(plugin=plugin), opened(path) as ctx:
+        yield ctx, plugin.contexts[0], n_bytes
+
+
 def test_levels_of_packed_weights_change_between_batches(repacked_model):
     """Whatever is in memory, and whatever was read ahead for another level."""
-    parts = (
-        WeightClaim(r"blk\.\d+\.(ffn_up|ffn_gate)\.weight", rows=(None, 4512, 1024)),
-        WeightClaim(DOWN, columns=(None, 4512, 1024)),
-        WeightClaim(r"blk\.\d+\.attn_output\.weight", columns=(None, 256, 64)),
-    )
-    plugin = Claimer(*parts)
-    expected = []
+    expected, plugin = [], Claimer(*PARTS)
     with native(plugin=plugin), opened(repacked_model) as ctx:
         for level in range(3):
             plugin.contexts[0].level = level
             expected.append(evaluate(ctx))
-    claim, n_bytes = claim_all(repacked_model, is_packed=True)
-    plugin = Claimer(claim, *parts)
-    with native(plugin=plugin), opened(repacked_model) as ctx:
-        weights = plugin.contexts[0].file_weights()
+    with levelled(repacked_model) as (ctx, context, n_bytes):
         for share in (0, 0.5, 1):
-            weights.set_memory(int(share * n_bytes), ARENA)
+            context.file_weights().set_memory(int(share * n_bytes), ARENA)
             for level in (0, 1, 2, 2, 1, 0):
-                plugin.contexts[0].level = level
+                context.level = level
                 assert np.array_equal(evaluate(ctx), expected[level])
+
+
+def test_what_is_read_follows_the_level(repacked_model):
+    """First columns are read without the others, and what was read ahead in vain is counted."""
+    with levelled(repacked_model) as (ctx, context, n_bytes):
+        weights, stats = context.file_weights(), []
+        weights.set_memory(0, ARENA)
+        for start, level in enumerate((0, 0, 2, 2)):
+            context.level = level
+            step(ctx, [50], start)
+            stats.append(weights.stats())
+    _, before, changed, after = stats
+    assert before["wasted_bytes"] == 0
+    assert 0 < changed["wasted_bytes"] == after["wasted_bytes"] <= ARENA
+    infos = streamable(model_tensors(repacked_model))
+    in_part = sum(info.n_bytes for name, info in infos.items() if "ffn_" in name)
+    groups = SHAPE.n_layer * SHAPE.n_embd // 8  # of ffn_down: each is read by itself
+    expected = n_bytes - in_part + in_part * 1024 / SHAPE.n_ff
+    assert expected < after["read_bytes"] - changed["read_bytes"] < expected + groups * 8192
+
+
+def test_what_a_level_leaves_out_makes_way_for_what_it_needs(repacked_model):
+    with levelled(repacked_model) as (ctx, context, n_bytes):
+        weights = context.file_weights()
+        weights.set_memory(int(0.9 * n_bytes), ARENA)
+
+        def read(n_tokens):
+            raw.llama_memory_clear(raw.llama_get_memory(ctx), True)
+            before = weights.stats()["read_bytes"]
+            for i in range(n_tokens):
+                step(ctx, [50], i)
+            return weights.stats()["read_bytes"] - before
+
+        read(3)
+        assert read(5) > 0
+        context.level = 2
+        read(70)
+        assert read(5) == 0
+        assert weights.stats()["kept_bytes"] <= 0.9 * n_bytes
 
 
 def test_a_packed_file_of_another_model_is_refused(family, model):
