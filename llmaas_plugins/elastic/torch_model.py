@@ -32,6 +32,9 @@ Weights = Mapping[str, Tensor]
 _CHUNK = 1 << 23
 """Values of the output matrix, or of logits, that are in memory at once."""
 
+_ROWS = 256
+"""Of a matrix that are dequantised at once."""
+
 
 class Gates(NamedTuple):
     """What the outputs of a layer's units are multiplied with.
@@ -246,10 +249,14 @@ class Decoder:
     def _read(self, name: str, rows: slice | NDArray[np.int32] = slice(None)) -> Tensor:
         place = self._tensors[name]
         content = self._bytes[place.at : place.at + place.n_bytes]
-        if len(place.shape) > 1:
-            content = content.reshape(place.n_rows, -1)[rows]
-        values = quants.dequantize(content, place.type)
-        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+        if len(place.shape) == 1:
+            return torch.from_numpy(quants.dequantize(content, place.type).astype(np.float32))
+        content = content.reshape(place.n_rows, -1)[rows]
+        values = torch.empty(len(content), place.n_columns)
+        for start in range(0, len(content), _ROWS):
+            some = slice(start, start + _ROWS)
+            values.numpy()[some] = quants.dequantize(content[some], place.type)
+        return values
 
 
 def _gated(x: Tensor, gates: Tensor) -> Tensor:
