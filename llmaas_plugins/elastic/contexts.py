@@ -55,6 +55,7 @@ class ElasticContext:
         prefill: That is asked for, of a prompt.
         decode: Of what follows the first sampled token.
         is_decoding: Whether one was sampled.
+        evaluated: Of the last batch, whose logits ``Llama`` may have; None: there was none.
     """
 
     native: NativeContext
@@ -64,6 +65,7 @@ class ElasticContext:
     prefill: float = 1.0
     decode: float = 1.0
     is_decoding: bool = False
+    evaluated: float | None = None
 
     def begin(self, levels: Levels) -> bool:
         """A prompt comes next; whether the level changed.

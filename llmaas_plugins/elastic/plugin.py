@@ -124,6 +124,8 @@ class ElasticModels:
             wanted = asks.over(levels).over(self._configured)
             is_declined = "elastic" in request.declined
             self._n_switches += context.begin(_WHOLE if is_declined else wanted)
+            if context.level != context.evaluated:
+                request.engine.llama._requires_eval = True
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
@@ -139,6 +141,7 @@ class ElasticModels:
         context = self._contexts.get(step.ctx)
         if context is not None:
             with self._lock:
+                context.evaluated = context.level
                 self._n_tokens[context.level] += step.n_tokens
 
     @hookimpl

@@ -215,6 +215,22 @@ def test_a_request_keeps_the_levels_that_it_began_with(narrowing, engine):
     assert {context.level for context in recorder.contexts.values()} == {0}
 
 
+def test_a_prompt_that_is_asked_again_at_another_level_is_not_answered_from_memory(
+    narrowing, engine
+):
+    narrowing()
+    llama = engine()
+    expected = {}
+    for share in (1.0, 0.5):
+        llama.reset()
+        with elastic.level(share):
+            expected[share] = ask(llama, PROMPT, 1)[1][0]
+    # the cells of all tokens but the last are those of 0.5, its logits must not be
+    whole = ask(llama, PROMPT, 1)[1][0]
+    gap = np.abs(whole - expected[0.5]).max()
+    assert gap > 0.1 * np.abs(expected[1.0] - expected[0.5]).max()
+
+
 def test_threads_ask_for_themselves(narrowing, engine):
     recorder = Recorder()
     narrowing(recorder)
