@@ -41,6 +41,12 @@ class Text(NamedTuple):
     tokens: Tokens
     n_tokens: int
 
+    def halves(self) -> tuple[Text, Text]:
+        """One to fit something to, and one to see whether it fits."""
+        middle = len(self.tokens) // 2
+        first, second = self.tokens[:middle], self.tokens[middle:]
+        return Text(first, self.n_tokens), Text(second, self.n_tokens)
+
 
 def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
     """What a prepared file says of itself, with widths and biases that were tried, if wanted.
@@ -71,7 +77,7 @@ def _seen(args: argparse.Namespace, model: Path, blocks: Blocks) -> tuple[Text, 
     watcher, n_tokens = Watcher(blocks), min(args.tokens or _N_TOKENS, _N_TOKENS)
     with _evaluating(model, watcher=watcher) as (opened, evaluator):
         text = Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
-        return text, watcher.moments(evaluator, *text)
+        return text, watcher.moments(evaluator, *text.halves()[0])
 
 
 def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
@@ -110,11 +116,12 @@ def _biases(
     from llmaas_plugins.elastic.compensation import biases_of
 
     blocks, found = elastic.blocks, {}
+    _fitted, other = text.halves()
     for name, table in elastic.tables.items():
         with progress_bar(f"biases, {name}", "matrix", 2 * blocks.n_layers) as bar:
             biases = biases_of(model, blocks, table, moments, bar.update)
-        without = _divergences(model, elastic, name, text)
-        with_them = _divergences(model, replace(elastic, biases={name: biases}), name, text)
+        without = _divergences(model, elastic, name, other)
+        with_them = _divergences(model, replace(elastic, biases={name: biases}), name, other)
         is_better = with_them < without
         biases[~is_better] = 0
         print(f"biases of {name}: for {is_better.sum()} of {len(table)} levels.")
