@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_calibration_options", "calibration_text", "score", "scored"]
 
-_N_TOKENS, _N_LOSS_TOKENS = 4096, 1024
+_N_TOKENS, _N_LOSS_TOKENS = 8192, 1024
 _SEED = 0
 
 
