@@ -5,21 +5,55 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import LlmaasError, Tokens
+from llmaas_hooks import LlmaasError, NativeContext, Tokens, hookimpl
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "Listener", "log_softmax"]
+
+_Float = TypeVar("_Float", bound=np.floating[Any])
 
 _LENGTH = 512
 """Of a text's windows, and of what the model says: attention's results shrink as contexts grow."""
 _N_SEQUENCES = 4
 _MOST_LOGITS_BYTES = 64 << 20
 """Of every token logits are wanted: the last layer leaves the others out."""
+
+
+class Listener:
+    """Keeps contexts that are made while it listens: ``activate(…, {"name": self})``."""
+
+    def __init__(self) -> None:
+        """Listen."""
+        self._contexts: dict[int, NativeContext] = {}
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Keep it."""
+        self._contexts[context.ctx] = context
+
+    @hookimpl
+    def llmaas_context_free(self, ctx: int) -> None:
+        """Let go of it."""
+        self._contexts.pop(ctx, None)
+
+    def hook_point(self, evaluator: Evaluator) -> NativeContext:
+        """That of an evaluator's context.
+
+        Raises:
+            LlmaasError: There is none.
+        """
+        context = self._contexts.get(int(evaluator.ctx))
+        if context is None:
+            raise LlmaasError(
+                "activations cannot be seen: there is no hook point in the engine. "
+                "`llmaas doctor` says why."
+            )
+        return context
 
 
 class Evaluator:
@@ -169,6 +203,12 @@ class Evaluator:
             raise LlmaasError(f"llama_decode returned {status} while the model was calibrated")
         pointer = llama_cpp.llama_get_logits(self.ctx)
         return np.ctypeslib.as_array(pointer, shape=(len(tokens), self.n_vocab))
+
+
+def log_softmax(logits: NDArray[_Float]) -> NDArray[_Float]:
+    """Logarithms of probabilities, by row."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
 def _windows(text: Tokens, n_tokens: int, length: int) -> Iterator[Tokens]:

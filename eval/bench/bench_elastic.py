@@ -24,14 +24,13 @@ from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Claimer
 from llmaas_eval.elastic.memory import peak_with
 from llmaas_eval.elastic.prepared import variants, write_uniform
-from llmaas_eval.elastic.sizes import without_layers
 from llmaas_eval.paired import compare, quartiles, repeats
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.elastic.uniform import LEVELS
-from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of, without_layers
 
 NOTHING = len(LEVELS)
 DEPTH = 512

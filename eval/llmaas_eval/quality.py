@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.evaluating import log_softmax
 
 __all__ = ["Drift", "conversation_texts", "drift", "read"]
 
@@ -82,6 +83,5 @@ def _log_probabilities(llama: Any, n_past: int, batch: Sequence[int]) -> NDArray
     llama._batch.set_batch(batch=batch, n_past=n_past, logits_all=True)
     llama._ctx.decode(llama._batch)
     rows = llama_cpp.llama_get_logits(llama.ctx)
-    logits = np.ctypeslib.as_array(rows, shape=(len(batch), llama.n_vocab())).astype(np.float64)
-    logits -= logits.max(axis=1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    logits = np.ctypeslib.as_array(rows, shape=(len(batch), llama.n_vocab()))
+    return log_softmax(logits.astype(np.float64))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 from llmaas_plugins.cli.elastic_prepare import (
@@ -15,6 +13,7 @@ from llmaas_plugins.cli.elastic_prepare import (
 from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
 from llmaas_plugins.cli.elastic_score import add_calibration_options, score
 from llmaas_plugins.cli.elastic_show import show
+from llmaas_plugins.cli.offline import add_model_action
 
 __all__ = ["add_parser"]
 
@@ -23,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the sub-command and its own ones."""
     parser = subparsers.add_parser("elastic", help="prepare models of which less can be used")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    score_ = _add_action(
+    score_ = add_model_action(
         actions,
         "score",
         score,
@@ -33,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "'llmaas-plugins[train]'`), otherwise by how much their values fluctuate.",
     )
     add_calibration_options(score_)
-    prepare_ = _add_action(
+    prepare_ = add_model_action(
         actions,
         "prepare",
         prepare,
@@ -45,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "neurons can only move in blocks of 32 or 256. LoRA adapters fit the model, not the file.",
     )
     add_prepare_options(prepare_)
-    restore_ = _add_action(
+    restore_ = add_model_action(
         actions,
         "restore",
         restore,
@@ -54,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         "What was quantised on the way cannot be restored.",
     )
     add_restore_options(restore_)
-    show_ = _add_action(
+    show_ = add_model_action(
         actions,
         "show",
         show,
@@ -63,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "values' projections apart, and how many groups and neurons of each layer.",
     )
     show_.add_argument("--json", action="store_true", help="print JSON")
-    profile_ = _add_action(
+    profile_ = add_model_action(
         actions,
         "profile",
         profile,
@@ -72,12 +71,3 @@ def add_parser(subparsers: Any) -> None:
         "by length of the prompt and number of threads, and keep that.",
     )
     add_profile_options(profile_)
-
-
-def _add_action(
-    actions: Any, name: str, func: Any, text: str, description: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
-    parser.set_defaults(func=func)
-    return parser

@@ -66,14 +66,13 @@ def add_restore_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace) -> int:
     """Write a model's prepared file."""
-    from llmaas_plugins.elastic.prepared_file import write_prepared
+    from llmaas_plugins.elastic.prepared_file import check_is_another, write_prepared
     from llmaas_plugins.elastic.reordering import order_by
     from llmaas_plugins.elastic.units import blocks_of
 
     blocks = _blocks_of_source(args.model)
     target = args.output or args.model.with_suffix(".elastic.gguf")
-    if target.exists() and target.samefile(args.model):
-        raise ConfigError(f"{target} cannot replace the file that it is made from.")
+    check_is_another(args.model, target)
     if not target.parent.is_dir():
         raise ConfigError(f"found no folder {target.parent} to write {target.name} to.")
     if args.text is not None:
@@ -137,12 +136,18 @@ def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
 
 @contextlib.contextmanager
 def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[Path]:
-    """A model whose units are in order, quantised if that is wanted, as long as this lasts."""
+    """A model whose units are in order, quantised if that is wanted, as long as this lasts.
+
+    The model itself, where nobody computes with it and it is ordered as it is written.
+    """
     from llama_cpp._logger import set_verbose
 
     from llmaas_plugins.elastic.prepared_file import write_reordered
     from llmaas_plugins.quantise import quantise
 
+    if not (args.quantise or args.is_searched or args.compensate):
+        yield args.model
+        return
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         ordered, quantised = Path(folder) / "ordered.gguf", Path(folder) / "quantised.gguf"
         _write("ordering", args.model, write_reordered(args.model, ordered, order))

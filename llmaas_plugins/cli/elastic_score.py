@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.offline import content_of, loaded, progress_bar, stoppable
+from llmaas_plugins.cli.offline import content_of, evaluating, progress_bar, stoppable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,9 +96,6 @@ def _fluctuations(
 
     With them the text, in windows.
     """
-    from llama_cpp._logger import set_verbose
-
-    from llmaas_plugins.activation import activate
     from llmaas_plugins.elastic.fluctuation import (
         METHOD,
         Watcher,
@@ -107,15 +104,9 @@ def _fluctuations(
     )
     from llmaas_plugins.elastic.layer_losses import layer_losses
     from llmaas_plugins.elastic.probing import Prober
-    from llmaas_plugins.evaluating import Evaluator
 
     prober, watcher = Prober(blocks), Watcher(blocks)
-    set_verbose(False)  # ggml tells of every graph
-    with (
-        activate({"on_error": "raise"}, {"prober": prober, "watcher": watcher}),
-        loaded(args.model) as model,
-        Evaluator(model.model) as evaluator,
-    ):
+    with evaluating(args.model, prober=prober, watcher=watcher) as (model, evaluator):
         text = calibration_text(args.text, model, evaluator, n_tokens)
         windows = evaluator.windows(text, n_tokens)
         n_loss = min(n_tokens, _N_LOSS_TOKENS)

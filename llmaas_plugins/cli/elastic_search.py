@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmaas_plugins.cli.elastic_score import calibration_text
-from llmaas_plugins.cli.offline import loaded, progress_bar
+from llmaas_plugins.cli.offline import evaluating, progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from llmaas_hooks import Tokens
-    from llmaas_plugins.elastic.fluctuation import ChannelMoments
     from llmaas_plugins.elastic.metadata import Elastic
-    from llmaas_plugins.elastic.units import Blocks, Widths
-    from llmaas_plugins.evaluating import Evaluator
+    from llmaas_plugins.elastic.units import Widths
 
 __all__ = ["Text", "tried"]
 
@@ -58,26 +55,23 @@ def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
     """
     if not (args.is_searched or args.compensate):
         return elastic
-    text, moments = _seen(args, model, elastic.blocks)
+    text = _text(args, model)
     if args.is_searched:
         tables = {**elastic.tables, "searched": _searched(model, elastic, text)}
         elastic = replace(elastic, tables=tables)
     if args.compensate:
-        elastic = replace(elastic, biases=_biases(model, elastic, text, moments))
+        elastic = replace(elastic, biases=_biases(model, elastic, text))
     return elastic
 
 
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _seen(args: argparse.Namespace, model: Path, blocks: Blocks) -> tuple[Text, ChannelMoments]:
-    """A text to try widths on, and what the model computes of it."""
-    from llmaas_plugins.elastic.fluctuation import Watcher
-
-    watcher, n_tokens = Watcher(blocks), min(args.tokens or _N_TOKENS, _N_TOKENS)
-    with _evaluating(model, watcher=watcher) as (opened, evaluator):
-        text = Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
-        return text, watcher.moments(evaluator, *text.halves()[0])
+def _text(args: argparse.Namespace, model: Path) -> Text:
+    """What to try widths on."""
+    n_tokens = min(args.tokens or _N_TOKENS, _N_TOKENS)
+    with evaluating(model) as (opened, evaluator):
+        return Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
 
 
 def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
@@ -88,7 +82,7 @@ def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
     blocks, prober = elastic.blocks, Prober(elastic.blocks)
     step = -(-blocks.n_ff // _N_STEPS // elastic.step) * elastic.step
     with (
-        _evaluating(model, prober=prober) as (_, evaluator),
+        evaluating(model, prober=prober) as (_, evaluator),
         progress_bar("widths", "%", 100) as bar,
     ):
         divergence = Divergence(evaluator, *text)
@@ -109,14 +103,16 @@ def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
     return tuple(found)
 
 
-def _biases(
-    model: Path, elastic: Elastic, text: Text, moments: ChannelMoments
-) -> Mapping[str, NDArray[np.float16]]:
+def _biases(model: Path, elastic: Elastic, text: Text) -> Mapping[str, NDArray[np.float16]]:
     """By table, for the levels whose predictions they bring nearer to those of the whole model."""
     from llmaas_plugins.elastic.compensation import biases_of
+    from llmaas_plugins.elastic.fluctuation import Watcher
 
     blocks, found = elastic.blocks, {}
-    _fitted, other = text.halves()
+    fitted, other = text.halves()
+    watcher = Watcher(blocks)
+    with evaluating(model, watcher=watcher) as (_, evaluator):
+        moments = watcher.moments(evaluator, *fitted)
     for name, table in elastic.tables.items():
         with progress_bar(f"biases, {name}", "matrix", 2 * blocks.n_layers) as bar:
             biases = biases_of(model, blocks, table, moments, bar.update)
@@ -137,27 +133,10 @@ def _divergences(model: Path, elastic: Elastic, table: str, text: Text) -> NDArr
     from llmaas_plugins.elastic.probing import Divergence, Prober
 
     prober = Prober(elastic.blocks, elastic.tables[table], elastic.biases_of(table))
-    with _evaluating(model, prober=prober) as (_, evaluator):
+    with evaluating(model, prober=prober) as (_, evaluator):
         prober.set_level(-1)
         divergence, found = Divergence(evaluator, *text), []
         for level in range(len(elastic.levels)):
             prober.set_level(level)
             found.append(divergence.measure())
     return np.array(found)
-
-
-@contextlib.contextmanager
-def _evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]]:
-    """A model that plugins can change, and what evaluates text with it."""
-    from llama_cpp._logger import set_verbose
-
-    from llmaas_plugins.activation import activate
-    from llmaas_plugins.evaluating import Evaluator
-
-    set_verbose(False)  # ggml tells of every graph
-    with (
-        activate({"on_error": "raise"}, plugins),
-        loaded(model) as opened,
-        Evaluator(opened.model) as evaluator,
-    ):
-        yield opened, evaluator

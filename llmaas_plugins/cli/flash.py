@@ -9,6 +9,7 @@ from typing import Any
 from llmaas_plugins.cli.flash_check import check
 from llmaas_plugins.cli.flash_pack import pack
 from llmaas_plugins.cli.flash_plan import add_plan_options, plan
+from llmaas_plugins.cli.offline import add_model_action
 
 __all__ = ["add_parser"]
 
@@ -19,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the sub-command and its own ones."""
     parser = subparsers.add_parser("flash", help="prepare models that are larger than memory")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    pack_ = _add_action(
+    pack_ = add_model_action(
         actions,
         "pack",
         pack,
@@ -48,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="with --sparse: text to see with which columns matter (default: what the model says)",
     )
-    check_ = _add_action(
+    check_ = add_model_action(
         actions,
         "check",
         check,
@@ -57,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
         "checksums. Exit status 1: one is damaged, or another model's.",
     )
     check_.add_argument("--json", action="store_true", help="print JSON")
-    plan_ = _add_action(
+    plan_ = add_model_action(
         actions,
         "plan",
         plan,
@@ -66,15 +67,6 @@ def add_parser(subparsers: Any) -> None:
         "with a memory budget: in the exact mode, in the sparse one, and in ActiveFlow's pipeline.",
     )
     add_plan_options(plan_)
-
-
-def _add_action(
-    actions: Any, name: str, func: Any, text: str, description: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
-    parser.set_defaults(func=func)
-    return parser
 
 
 def _group_layers(text: str) -> int:

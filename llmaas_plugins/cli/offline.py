@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError
 
-__all__ = ["content_of", "loaded", "progress_bar", "stoppable"]
+if TYPE_CHECKING:
+    from llmaas_plugins.evaluating import Evaluator
+
+__all__ = ["add_model_action", "content_of", "evaluating", "loaded", "progress_bar", "stoppable"]
+
+
+def add_model_action(
+    actions: Any, name: str, func: Any, text: str, description: str
+) -> argparse.ArgumentParser:
+    """Register an action on a model."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
+    parser.set_defaults(func=func)
+    return parser
+
+
+@contextlib.contextmanager
+def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]]:
+    """A model that plugins see and can change, and what evaluates text with it.
+
+    Raises:
+        ConfigError: llama.cpp cannot load it.
+    """
+    from llama_cpp._logger import set_verbose
+
+    from llmaas_plugins.activation import activate
+    from llmaas_plugins.evaluating import Evaluator
+
+    set_verbose(False)  # ggml tells of every graph
+    with (
+        activate({"on_error": "raise"}, plugins),
+        loaded(model) as opened,
+        Evaluator(opened.model) as evaluator,
+    ):
+        yield opened, evaluator
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ import numpy as np
 from gguf import quants
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens, hookimpl
+from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import Activation, Moments
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
-from llmaas_plugins.evaluating import Evaluator
+from llmaas_plugins.evaluating import Evaluator, Listener
 from llmaas_plugins.gguf_header import Place, read_header
 
 __all__ = ["METHOD", "ChannelMoments", "Watcher", "calibration_of", "fluctuation_scores"]
@@ -46,7 +46,7 @@ class ChannelMoments:
     neuron_variances: NDArray[np.float64]
 
 
-class Watcher:
+class Watcher(Listener):
     """Sees activations of models that are loaded while it listens.
 
     ``activate(…, {"watcher": Watcher(blocks)})``.
@@ -54,18 +54,8 @@ class Watcher:
 
     def __init__(self, blocks: Blocks) -> None:
         """Listen."""
+        super().__init__()
         self._blocks = blocks
-        self._contexts: dict[int, NativeContext] = {}
-
-    @hookimpl
-    def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
-        self._contexts[context.ctx] = context
-
-    @hookimpl
-    def llmaas_context_free(self, ctx: int) -> None:
-        """Let go of it."""
-        self._contexts.pop(ctx, None)
 
     def moments(
         self,
@@ -79,12 +69,7 @@ class Watcher:
         Raises:
             LlmaasError: There is no hook point in the engine, or values are not finite.
         """
-        context, blocks = self._contexts.get(int(evaluator.ctx)), self._blocks
-        if context is None:
-            raise LlmaasError(
-                "activations cannot be seen: there is no hook point in the engine. "
-                "`llmaas doctor` says why."
-            )
+        context, blocks = self.hook_point(evaluator), self._blocks
         n_heads = blocks.n_groups * blocks.group_width
         with (
             _watch(context, "attn_result", blocks, n_heads) as heads,

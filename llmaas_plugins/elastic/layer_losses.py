@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import Tokens
 from llmaas_plugins.elastic.probing import Prober
-from llmaas_plugins.elastic.units import Blocks, Widths
-from llmaas_plugins.evaluating import Evaluator
+from llmaas_plugins.elastic.units import Blocks, Widths, without_layers
+from llmaas_plugins.evaluating import Evaluator, log_softmax
 
 __all__ = ["layer_losses"]
 
@@ -44,19 +44,11 @@ def layer_losses(  # noqa: PLR0913 -- of what, with what, on what
             progress(len(tokens))
         return total / max(n, 1)
 
-    full = prober.full
-    losses = [loss(_without(full, layer)) for layer in range(blocks.n_layers)]
-    return np.array(losses) - loss(full)
-
-
-def _without(full: Widths, layer: int) -> Widths:
-    groups, neurons = full.groups.copy(), full.neurons.copy()
-    groups[layer] = neurons[layer] = 0
-    return Widths(groups, neurons)
+    losses = [loss(without_layers(blocks, [layer])) for layer in range(blocks.n_layers)]
+    return np.array(losses) - loss(prober.full)
 
 
 def _surprise(tokens: Tokens, logits: NDArray[np.float32]) -> float:
     """Sum of negative logarithms of the tokens' probabilities."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    chosen = np.take_along_axis(shifted, tokens[:, None].astype(np.intp), axis=1)[:, 0]
-    return float((np.log(np.exp(shifted).sum(axis=1)) - chosen).sum())
+    chosen = np.take_along_axis(log_softmax(logits), tokens[:, None].astype(np.intp), axis=1)
+    return -float(chosen.sum())

@@ -31,7 +31,7 @@ from llmaas_plugins.file_bytes import as_store_error, read_into, sync_directory,
 from llmaas_plugins.gguf_header import Header, Place, read_header
 from llmaas_plugins.partial_file import taken
 
-__all__ = ["restore", "write_prepared", "write_reordered"]
+__all__ = ["check_is_another", "restore", "write_prepared", "write_reordered"]
 
 _CHUNK_BYTES = 16 << 20
 _COUNT = struct.Struct("<Q")
@@ -91,6 +91,16 @@ def write_prepared(
 
         reordered = _reordered(blocks, order)
         yield from _write(source, path, model.contents(entries_with("0" * 64), reordered), finish)
+
+
+def check_is_another(source: Path, path: Path) -> None:
+    """See that a file is not written over what it is made from.
+
+    Raises:
+        ConfigError: It would be.
+    """
+    if path.exists() and path.samefile(source):
+        raise ConfigError(f"{path} cannot replace the file that it is made from.")
 
 
 def restore(path: Path, target: Path) -> Iterator[int]:
@@ -218,8 +228,7 @@ def _write(
     finish: Callable[[int], None] = lambda _fd: None,
 ) -> Iterator[int]:
     """Write a file whole, or leave the one that is there as it was."""
-    if path.exists() and path.samefile(source):
-        raise ConfigError(f"{path} cannot replace the file that it is made from.")
+    check_is_another(source, path)
     partial, n_written = path.with_name(f"{path.name}.partial"), 0
     with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
         os.ftruncate(fd, 0)

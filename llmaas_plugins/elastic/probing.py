@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from llmaas_hooks import LlmaasError, NativeContext, Tokens, WeightClaim, hookimpl
 from llmaas_plugins.elastic.parts import extents_of, part_claims
 from llmaas_plugins.elastic.searching import UnitTimes
-from llmaas_plugins.elastic.units import Blocks, Widths
-from llmaas_plugins.evaluating import Evaluator
+from llmaas_plugins.elastic.units import Blocks, Widths, all_units
+from llmaas_plugins.evaluating import Evaluator, log_softmax
 
 __all__ = ["Divergence", "Prober", "unit_times"]
 
@@ -46,10 +46,7 @@ class Prober:
         """
         self._blocks, self._biases = blocks, biases
         self._context: NativeContext | None = None
-        self.full = Widths(
-            np.full(blocks.n_layers, blocks.n_groups, np.int32),
-            np.full(blocks.n_layers, blocks.n_ff, np.int32),
-        )
+        self.full = all_units(blocks)
         self._levels = levels or [self.full]
 
     @hookimpl
@@ -112,8 +109,7 @@ class Divergence:
     def _predictions(self) -> Iterator[NDArray[np.float32]]:
         """Logarithms of probabilities."""
         for _tokens, logits in self._evaluator.predict(self._text, self._n_tokens):
-            shifted = logits - logits.max(axis=1, keepdims=True)
-            yield shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+            yield log_softmax(logits)
 
 
 def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Tokens) -> UnitTimes:

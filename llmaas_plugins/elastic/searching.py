@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.elastic.units import Blocks, Widths, all_units
 
 __all__ = ["UnitTimes", "search"]
 
@@ -79,10 +79,7 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
     Returns:
         Widths by share; each share's are within those of the one before.
     """
-    widths = Widths(
-        np.full(blocks.n_layers, blocks.n_groups, np.int32),
-        np.full(blocks.n_layers, blocks.n_ff, np.int32),
-    )
+    widths = all_units(blocks)
     groups = blocks.group_granule
     steps = [_Step(i, True, groups, groups) for i in range(blocks.n_layers)]
     steps += [_Step(i, False, step, least) for i in range(blocks.n_layers)]

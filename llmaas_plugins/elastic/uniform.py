@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.elastic.units import Blocks, Widths, all_units
 
 __all__ = ["LEVELS", "anchors_of", "step_of", "uniform_widths"]
 
@@ -54,8 +54,8 @@ def uniform_widths(
     n_bytes = [blocks.n_groups * group for group in blocks.group_bytes]
     n_bytes += [blocks.n_ff * neuron for neuron in blocks.neuron_bytes]
     left = total = math.fsum(n_bytes)
-    groups = np.full(blocks.n_layers, blocks.n_groups, np.int32)
-    neurons = np.full(blocks.n_layers, blocks.n_ff, np.int32)
+    full = all_units(blocks)
+    groups, neurons = full.groups, full.neurons
     cuts, found = iter(_cuts(blocks, losses, step)), []
     for level in levels:
         while left > (level + _ROUNDING) * total and (cut := next(cuts, None)) is not None:

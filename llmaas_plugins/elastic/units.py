@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,17 @@ from numpy.typing import NDArray
 from llmaas_hooks import ConfigError
 from llmaas_plugins.gguf_header import Header, Place, read_header
 
-__all__ = ["FAMILIES", "Blocks", "Calibration", "Scores", "Widths", "blocks_in", "blocks_of"]
+__all__ = [
+    "FAMILIES",
+    "Blocks",
+    "Calibration",
+    "Scores",
+    "Widths",
+    "all_units",
+    "blocks_in",
+    "blocks_of",
+    "without_layers",
+]
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 """Architectures that can be elastic, as llama.cpp names them."""
@@ -123,6 +134,17 @@ class Scores:
     neurons: NDArray[np.float64]
     calibration: Calibration
     layers: NDArray[np.float64] | None = None
+
+
+def all_units(blocks: Blocks) -> Widths:
+    """The widths of the whole model."""
+    return without_layers(blocks, ())
+
+
+def without_layers(blocks: Blocks, layers: Collection[int]) -> Widths:
+    """All units, but for those of some layers."""
+    is_kept = np.array([layer not in layers for layer in range(blocks.n_layers)], np.int32)
+    return Widths(blocks.n_groups * is_kept, blocks.n_ff * is_kept)
 
 
 def blocks_of(path: Path) -> Blocks:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens, hookimpl
+from llmaas_hooks import ConfigError, LlmaasError, Tokens
 from llmaas_hooks.native import Activation, Magnitudes
-from llmaas_plugins.evaluating import Evaluator
+from llmaas_plugins.evaluating import Evaluator, Listener
 from llmaas_plugins.flash_weights.operands import Operand
 
 __all__ = ["SPARSITIES", "Activity", "Calibration", "Calibrator", "channel_order"]
@@ -54,22 +54,8 @@ def channel_order(activities: Sequence[Activity]) -> NDArray[np.int32]:
     return np.argsort(-np.asarray(shares), kind="stable").astype(np.int32)
 
 
-class Calibrator:
+class Calibrator(Listener):
     """Calibrates models that are loaded while it listens: ``activate(…, {"calibrator": self})``."""
-
-    def __init__(self) -> None:
-        """Listen."""
-        self._contexts: dict[int, NativeContext] = {}
-
-    @hookimpl
-    def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
-        self._contexts[context.ctx] = context
-
-    @hookimpl
-    def llmaas_context_free(self, ctx: int) -> None:
-        """Let go of it."""
-        self._contexts.pop(ctx, None)
 
     def calibrate(  # noqa: PLR0913 -- what, with what, and how
         self,
@@ -101,7 +87,7 @@ class Calibrator:
         if text is not None and len(text) == 0:
             raise ConfigError("there is nothing in the text to calibrate with")
         with Evaluator(model, n_threads) as evaluator:
-            counted = self._count(int(evaluator.ctx), operands)
+            counted = self._count(evaluator, operands)
             tokens = (
                 evaluator.generate(n_tokens) if text is None else evaluator.evaluate(text, n_tokens)
             )
@@ -109,14 +95,9 @@ class Calibrator:
                 progress(n_done)
             return {one: _activity(one, counted[one.family]) for one in operands}
 
-    def _count(self, ctx: int, operands: Sequence[Operand]) -> dict[str, Magnitudes]:
+    def _count(self, evaluator: Evaluator, operands: Sequence[Operand]) -> dict[str, Magnitudes]:
         """What counts, by family."""
-        context = self._contexts.get(ctx)
-        if context is None:
-            raise LlmaasError(
-                "activations cannot be seen: there is no hook point in the engine. "
-                "`llmaas doctor` says why."
-            )
+        context = self.hook_point(evaluator)
         widths: dict[str, dict[int, int]] = {}
         for operand in operands:
             widths.setdefault(operand.family, {})[operand.layer] = operand.n_channels

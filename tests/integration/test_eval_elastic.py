@@ -12,10 +12,9 @@ from llmaas_eval.elastic.__main__ import main
 from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Variant, readings
 from llmaas_eval.elastic.prepared import write_uniform
-from llmaas_eval.elastic.sizes import all_units, without_layers
 from llmaas_eval.elastic.texts import packaged_documents, windows_of
 from llmaas_eval.tolerance.weights import f16_copy
-from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
+from llmaas_plugins.elastic.units import Calibration, Scores, all_units, blocks_of, without_layers
 
 
 @pytest.fixture(scope="module")

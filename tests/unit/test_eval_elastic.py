@@ -11,15 +11,15 @@ from llmaas_eval.elastic.methods import rows_of_layers
 from llmaas_eval.elastic.readings import (
     Reading,
     difference,
-    log_softmax,
     mean_reading,
     mixed,
     perplexity,
     perplexity_ratio,
     read_window,
 )
-from llmaas_eval.elastic.sizes import all_units, kept_layers, without_layers
-from llmaas_plugins.elastic.units import Blocks
+from llmaas_eval.elastic.sizes import kept_layers
+from llmaas_plugins.elastic.units import Blocks, all_units, without_layers
+from llmaas_plugins.evaluating import log_softmax
 
 
 def reading(nats, kl=0.0, same=1.0):

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from llmaas_eval.batches import loaded
-from llmaas_eval.elastic.readings import Reading, log_softmax, read_window
+from llmaas_eval.elastic.readings import Reading, read_window
 from llmaas_eval.elastic.texts import Windows
 from llmaas_hooks import WeightClaim, hookimpl
 from llmaas_hooks.native import NativeContext
 from llmaas_plugins import activate
 from llmaas_plugins.elastic.parts import part_claims
 from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.evaluating import log_softmax
 
 __all__ = ["FULL", "Claimer", "Reader", "Variant", "opened", "readings"]
 

@@ -17,11 +17,11 @@ from llmaas_eval.elastic.scores import (
     magnitude_scores,
     random_scores,
 )
-from llmaas_eval.elastic.sizes import kept_layers, kv_bytes, without_layers
+from llmaas_eval.elastic.sizes import kept_layers, kv_bytes
 from llmaas_plugins import activate
 from llmaas_plugins.elastic.fluctuation import Watcher, calibration_of, fluctuation_scores
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
-from llmaas_plugins.elastic.units import Blocks
+from llmaas_plugins.elastic.units import Blocks, without_layers
 from llmaas_plugins.evaluating import Evaluator
 
 __all__ = ["METHODS", "rows_of_layers"]

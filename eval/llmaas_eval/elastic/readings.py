@@ -13,7 +13,6 @@ from llmaas_eval.knn.intervals import Interval
 __all__ = [
     "Reading",
     "difference",
-    "log_softmax",
     "mean_reading",
     "mixed",
     "perplexity",
@@ -39,12 +38,6 @@ class Reading(NamedTuple):
     nats: ByWindow
     kl: ByWindow
     same: ByWindow
-
-
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Log probabilities, by row."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
 def read_window(

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from llmaas_patches.native.packing import model_tensors
-from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.elastic.units import Blocks
 
-__all__ = ["KeptLayers", "all_units", "kept_layers", "kv_bytes", "without_layers"]
-
-
-def all_units(blocks: Blocks) -> Widths:
-    """The widths of the whole model."""
-    return without_layers(blocks, ())
-
-
-def without_layers(blocks: Blocks, layers: Collection[int]) -> Widths:
-    """All units, but for those of some layers."""
-    is_kept = np.array([layer not in layers for layer in range(blocks.n_layers)], np.int32)
-    return Widths(blocks.n_groups * is_kept, blocks.n_ff * is_kept)
+__all__ = ["KeptLayers", "kept_layers", "kv_bytes"]
 
 
 def kv_bytes(path: Path) -> int:

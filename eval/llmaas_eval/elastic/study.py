@@ -10,7 +10,7 @@ from llmaas_eval.elastic.measuring import Material, Measuring
 from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.prepared import default_variant
 from llmaas_eval.elastic.rows import Found, Row
-from llmaas_eval.elastic.sizes import without_layers
+from llmaas_plugins.elastic.units import without_layers
 from llmaas_plugins.quantise import quantise
 
 __all__ = ["PARTS", "Plan", "study"]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_eval.tapped import TappedEngine
 from llmaas_hooks.native import NativeContext
+from llmaas_plugins.evaluating import log_softmax
 
 __all__ = ["Continuation", "Engine", "Prefilled"]
 
@@ -119,9 +120,7 @@ class Engine(TappedEngine):
     def _log_p(self, n_tokens: int) -> NDArray[np.float64]:
         rows = self._api.llama_get_logits(self._ctx)
         found = np.ctypeslib.as_array(rows, shape=(n_tokens, self._model.n_vocab()))
-        logits = found.astype(np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return log_softmax(found.astype(np.float64))
 
     def _blob(self) -> NDArray[np.uint8]:
         size = self._api.llama_state_seq_get_size(self._ctx, 0)
