@@ -60,12 +60,12 @@ def test_a_level_reads_as_a_file_cut_to_it(source, windows, tmp_path):
 
 
 def test_the_study_compares_as_many_bytes(source, prepared, capsys):
-    what = ["--parts", "levels", "types", "--methods", "random", "magnitude", "fluctuation"]
-    assert main([*quick(source, prepared), *what, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    methods = ["random", "magnitude", "fluctuation", "mean biases"]
+    found = studied(capsys, source, prepared, "--parts", "levels", "types", "--methods", *methods)
     rows = {(row["method"], row["level"]): row for row in found["levels"]}
     methods = {name for name, _ in rows} - {"full"}
-    assert methods == {"uniform", "random", "random, best", "magnitude", "fluctuation"}
+    others = {"random", "random, best", "magnitude", "fluctuation", "mean biases, uniform"}
+    assert methods == {"uniform"} | others
     for level in (0.8, 0.5):
         (share,) = {rows[name, level]["share"] for name in methods}
         assert level - 0.05 < share <= level
@@ -83,6 +83,19 @@ def test_the_study_in_tables_and_pictures(source, prepared, tmp_path, capsys):
     assert main([*quick(source, prepared), *what]) == 0
     assert "| 7 |" in capsys.readouterr().out
     assert (tmp_path / "elastic-layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_contexts_change_their_level_on_the_way(source, prepared, capsys):
+    found = studied(capsys, source, prepared, "--parts", "continued")["continued"]
+    kl = {(row["method"], row["level"]): sum(row["kl"]) for row in found}
+    assert kl["from 100%", 1.0] == 0
+    assert 0 < kl["from 50%", 1.0] < kl["from 100%", 0.5]
+    assert kl["from 50%", 0.5] != kl["from 100%", 0.5]
+
+
+def studied(capsys, source, prepared, *what):
+    assert main([*quick(source, prepared), *what, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def quick(source, prepared):

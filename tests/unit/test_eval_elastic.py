@@ -17,6 +17,8 @@ from llmaas_eval.elastic.readings import (
     perplexity_ratio,
     read_window,
 )
+from llmaas_eval.elastic.report import report
+from llmaas_eval.elastic.rows import FULL, Row
 from llmaas_eval.elastic.sizes import kept_layers
 from llmaas_plugins.elastic.units import Blocks, all_units, without_layers
 from llmaas_plugins.evaluating import log_softmax
@@ -123,3 +125,16 @@ def test_whole_layers_get_the_next_larger_number_of_bytes():
     assert found["x", 0.5].reading.kl == found["x, interpolated", 0.5].reading.kl == 4
     assert found["x", 0.1].reading.kl == 1
     assert ("x, interpolated", 0.1) not in found
+
+
+def test_changed_levels_are_shown_beside_one_level_throughout():
+    nats = {(1.0, 1.0): 1.0, (1.0, 0.5): 1.5, (0.5, 1.0): 1.1, (0.5, 0.5): 1.6}
+    rows = [Row(f"from {a:.0%}", b, b, reading([x, x])) for (a, b), x in nats.items()]
+    parts = dict.fromkeys(("levels", "layers", "calibration", "types"), ())
+    shown = report({**parts, "continued": [Row(FULL, 1.0, 1.0, reading([9.0])), *rows]})
+    ratio = {x: f"{math.exp(x):.4f}" for x in (0.0, 0.1, 0.5, 0.6, -0.1, -0.5)}
+    assert f"| from 100% | {ratio[0.0]} | {ratio[0.5]} |" in shown
+    assert f"| from 50% | {ratio[0.1]} | {ratio[0.6]} |" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("| from 50% to 100% |")]
+    assert f"| {ratio[-0.5]} (" in line
+    assert f"| {ratio[0.1]} (" in line

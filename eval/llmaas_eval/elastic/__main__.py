@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> Plan:
     if args.quick:
-        return Plan(args.parts, args.methods, calibrations=(128,), types=("Q8_0",))
+        return Plan(
+            args.parts, args.methods, calibrations=(128,), types=("Q8_0",), continued=(1.0, 0.5)
+        )
     return Plan(args.parts, args.methods)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from llmaas_eval.batches import loaded
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Measuring
+from llmaas_eval.elastic.prepared import by_weight
 from llmaas_eval.elastic.readings import Reading, mean_reading, mixed
-from llmaas_eval.elastic.rows import INTERPOLATED, Row
+from llmaas_eval.elastic.rows import INTERPOLATED, OURS, Row
 from llmaas_eval.elastic.scores import (
     layers_to_drop,
     llm_pruner_scores,
@@ -19,7 +21,13 @@ from llmaas_eval.elastic.scores import (
 )
 from llmaas_eval.elastic.sizes import kept_layers, kv_bytes
 from llmaas_plugins import activate
-from llmaas_plugins.elastic.fluctuation import Watcher, calibration_of, fluctuation_scores
+from llmaas_plugins.elastic.compensation import biases_of
+from llmaas_plugins.elastic.fluctuation import (
+    ChannelMoments,
+    Watcher,
+    calibration_of,
+    fluctuation_scores,
+)
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks, without_layers
 from llmaas_plugins.evaluating import Evaluator
@@ -79,16 +87,32 @@ def _first_order(measuring: Measuring, name: str) -> list[Row]:
 
 def _fluctuation(measuring: Measuring, name: str) -> list[Row]:
     """What the engine alone tells of importance, in our widths."""
-    source, blocks = measuring.of.source, measuring.blocks
-    text, watcher = measuring.calibration.ravel(), Watcher(blocks)
-    with (
-        activate({"plugins": {}, "on_error": "raise"}, {"watcher": watcher}),
-        loaded(source) as model,
-        Evaluator(model, n_threads=1) as evaluator,
-    ):
-        moments = watcher.moments(evaluator, text, len(text))
+    source, blocks, text = measuring.of.source, measuring.blocks, measuring.calibration.ravel()
+    moments = _moments(measuring, source)
     about = calibration_of(text, 0, len(text), name)
     return measuring.ordered(name, fluctuation_scores(source, blocks, moments, about))
+
+
+def _mean_biases(measuring: Measuring, name: str) -> list[Row]:
+    """Ours, with the mean of what a level leaves out put back at all levels, as FLAP does."""
+    path, rows = measuring.of.prepared, list[Row]()
+    moments = _moments(measuring, path)
+    for table in filter(measuring.ours.__contains__, OURS):
+        ours = measuring.ours[table]
+        biases = by_weight(biases_of(path, measuring.blocks, ours.levels, moments))
+        variant = Variant(path, measuring.blocks, ours.levels, biases)
+        rows += measuring.rows(f"{name}, {table}", variant)
+    return rows
+
+
+def _moments(measuring: Measuring, path: Path) -> ChannelMoments:
+    text, watcher = measuring.calibration.ravel(), Watcher(measuring.blocks)
+    with (
+        activate({"plugins": {}, "on_error": "raise"}, {"watcher": watcher}),
+        loaded(path) as model,
+        Evaluator(model, n_threads=1) as evaluator,
+    ):
+        return watcher.moments(evaluator, text, len(text))
 
 
 def _magnitude(measuring: Measuring, name: str) -> list[Row]:
@@ -139,6 +163,7 @@ METHODS: Mapping[str, Callable[[Measuring, str], list[Row]]] = {
     "magnitude": _magnitude,
     "first order": _first_order,
     "fluctuation": _fluctuation,
+    "mean biases": _mean_biases,
     "LLM-Pruner": _llm_pruner,
     "ShortGPT": _shortgpt,
     "LaCo": _laco,

@@ -15,7 +15,7 @@ from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
 from llmaas_plugins.elastic.units import Scores, blocks_of
 
-__all__ = ["default_variant", "variants", "write_uniform"]
+__all__ = ["by_weight", "default_variant", "variants", "write_uniform"]
 
 
 def write_uniform(source: Path, path: Path, scores: Scores) -> Path:
@@ -63,7 +63,7 @@ def variants(path: Path, levels: Sequence[float]) -> dict[str, Variant]:
         widths = [table[pick] for pick in picks]
         variants[name] = Variant(path, found.blocks, widths)
         if name in found.biases:
-            biases = _by_weight(found.biases[name][picks])
+            biases = by_weight(found.biases[name][picks])
             variants[f"{name}, compensated"] = Variant(path, found.blocks, widths, biases)
     return variants
 
@@ -79,7 +79,8 @@ def default_variant(path: Path, levels: Sequence[float]) -> Variant:
     return found.get(f"{table}, compensated", found[table])
 
 
-def _by_weight(biases: NDArray[np.float16]) -> Mapping[str, NDArray[np.float32]]:
+def by_weight(biases: NDArray[np.float16]) -> Mapping[str, NDArray[np.float32]]:
+    """Biases ``(n_levels, n_layers, 2, n_embd)`` by the weight whose product they are added to."""
     return {
         f"blk.{layer}.{matrix}.weight": biases[:, layer, i].astype(np.float32)
         for layer in range(biases.shape[1])

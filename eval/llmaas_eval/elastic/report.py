@@ -72,12 +72,39 @@ def _ratios(rows: Sequence[Row]) -> str:
     return _by_level(rows, _over_full)
 
 
+def _continued(rows: Sequence[Row]) -> str:
+    """By the level that contexts go on at, and beside those that have one level throughout."""
+    readings = {(row.method, row.level): row.reading for row in rows if row.method != FULL}
+    origins, levels = (list(dict.fromkeys(keys)) for keys in zip(*readings, strict=True))
+    (_, base), *_ = readings.items()
+    cells = {key: f"{perplexity_ratio(found, base).value:.4f}" for key, found in readings.items()}
+    own = {level: readings[origin, level] for origin, level in zip(origins, levels, strict=True)}
+    lines = [
+        [
+            f"{origin} to {level:.0%}",
+            _interval(perplexity_ratio(readings[origin, level], own[before])),
+            _interval(perplexity_ratio(readings[origin, level], own[level])),
+        ]
+        for origin, before in zip(origins, levels, strict=True)
+        for level in levels
+        if level != before
+    ]
+    return "\n\n".join(
+        [
+            "Perplexity over that of the whole model throughout:",
+            _table(cells),
+            "Over that of one level throughout, with 95 % intervals:",
+            table(["", "the first level", "the second"], lines),
+        ]
+    )
+
+
 def _over_full(reading: Reading, full: Reading) -> str:
     return f"{perplexity_ratio(reading, full).value:.3f}"
 
 
 def _interval(found: Interval) -> str:
-    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+    return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
 
 def _by_level(rows: Sequence[Row], show: _Value) -> str:
@@ -126,4 +153,5 @@ _PARTS = (
     ("layers", "Layers removed", _layers),
     ("calibration", "Perplexity over the full model's by tokens that importance is from", _ratios),
     ("types", "Perplexity over F16's by type of the weights", _ratios),
+    ("continued", "Contexts that change their level, from the disk", _continued),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from llmaas_eval.elastic.continued import continued
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Material, Measuring
 from llmaas_eval.elastic.methods import METHODS
@@ -25,12 +26,14 @@ class Plan:
         methods: In ``METHODS``; ours are measured in any case.
         calibrations: Tokens that importance is from.
         types: Of the weights, besides F16.
+        continued: Levels that contexts begin and go on at.
     """
 
     parts: Sequence[str]
     methods: Sequence[str]
     calibrations: tuple[int, ...] = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16)
     types: tuple[str, ...] = ("Q8_0", "Q4_0")
+    continued: tuple[float, ...] = (1.0, 0.8, 0.5, 0.3)
 
 
 def study(material: Material, plan: Plan) -> Found:
@@ -83,10 +86,18 @@ def _types(measuring: Measuring, plan: Plan) -> list[Row]:
     return rows
 
 
+def _continued(measuring: Measuring, plan: Plan) -> list[Row]:
+    """Contexts that change their level on the way."""
+    of = measuring.of
+    found = continued(of.prepared, of.windows, plan.continued, of.folder)
+    return [Row(f"from {before:.0%}", then, then, reading) for before, then, reading in found]
+
+
 PARTS: Mapping[str, Callable[[Measuring, Plan], list[Row]]] = {
     "levels": _levels,
     "layers": _layers,
     "calibration": _calibration,
     "types": _types,
+    "continued": _continued,
 }
 """By name."""
