@@ -20,12 +20,8 @@ from llmaas_plugins.cli.datastore_reports import (
     stats_text,
 )
 from llmaas_plugins.cli.datastore_settings import datastore_directory
-from llmaas_plugins.cli.store_actions import (
-    add_action,
-    print_report,
-    printable,
-    size_text,
-)
+from llmaas_plugins.cli.output import print_report, printable, size_text
+from llmaas_plugins.cli.store_actions import add_action
 
 if TYPE_CHECKING:
     from llmaas_plugins.knn_lm.archive import Archive

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError, LlmaasError, StoreError, hookimpl
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
-from llmaas_plugins.cli.store_actions import add_action, print_report, progress_bar
+from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
 
 if TYPE_CHECKING:

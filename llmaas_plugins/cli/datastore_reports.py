@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.store_actions import printable, size_text
+from llmaas_plugins.cli.output import printable, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

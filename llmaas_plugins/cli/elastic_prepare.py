@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic_score import add_calibration_options, scored
 from llmaas_plugins.cli.elastic_search import tried
-from llmaas_plugins.cli.offline import content_of, progress_bar, stoppable
+from llmaas_plugins.cli.offline import content_of, stoppable
+from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.file_bytes import as_store_error
 
 if TYPE_CHECKING:

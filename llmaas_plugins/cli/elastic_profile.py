@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.store_actions import print_report, progress_bar
+from llmaas_plugins.cli.output import print_report, progress_bar
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.latency import Curves, Latency

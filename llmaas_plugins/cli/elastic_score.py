@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.offline import content_of, evaluating, progress_bar, stoppable
+from llmaas_plugins.cli.offline import content_of, evaluating, stoppable
+from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
     import numpy as np

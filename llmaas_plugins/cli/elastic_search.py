@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmaas_plugins.cli.elastic_score import calibration_text
-from llmaas_plugins.cli.offline import evaluating, progress_bar
+from llmaas_plugins.cli.offline import evaluating
+from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
     import numpy as np

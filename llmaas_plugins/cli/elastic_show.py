@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.store_actions import print_report
+from llmaas_plugins.cli.output import print_report
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.metadata import Elastic

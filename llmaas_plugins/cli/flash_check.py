@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError, TensorInfo
 from llmaas_plugins.cli.flash_pack import tensors_of
-from llmaas_plugins.cli.store_actions import print_report, printable, progress_bar, size_text
+from llmaas_plugins.cli.output import print_report, printable, progress_bar, size_text
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.container_file import Kind

@@ -17,7 +17,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.cli.flash_pack import tensors_of
-from llmaas_plugins.cli.store_actions import print_report, progress_bar
+from llmaas_plugins.cli.output import print_report, progress_bar
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.disk import Disk

@@ -1,4 +1,4 @@
-"""What commands share that take minutes: a model to evaluate with, progress, and Ctrl-C."""
+"""What commands share that take minutes: a model to evaluate with, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmaas_hooks import ConfigError, LlmaasError
 if TYPE_CHECKING:
     from llmaas_plugins.evaluating import Evaluator
 
-__all__ = ["add_model_action", "content_of", "evaluating", "loaded", "progress_bar", "stoppable"]
+__all__ = ["add_model_action", "content_of", "evaluating", "loaded", "stoppable"]
 
 
 def add_model_action(
@@ -91,10 +91,3 @@ def stoppable(then: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise LlmaasError(f"stopped; {then}") from error
-
-
-def progress_bar(what: str, unit: str, total: int) -> Any:
-    """A bar on a terminal, nothing elsewhere."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit=unit, unit_scale=True, desc=what, disable=None)

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.cli.store_actions import (
-    add_action,
-    chosen_directory,
-    print_report,
-    printable,
-    progress,
-    settings_of,
-    size_text,
-)
+from llmaas_plugins.cli.output import print_report, printable, progress, size_text
+from llmaas_plugins.cli.store_actions import add_action, chosen_directory, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

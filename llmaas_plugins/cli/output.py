@@ -1,0 +1,51 @@
+"""How commands show things: reports, progress, sizes and somebody's text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["print_report", "printable", "progress", "progress_bar", "size_text"]
+
+_MIB = 1 << 20
+
+
+def size_text(n_bytes: int) -> str:
+    """Bytes for people."""
+    return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
+
+
+def printable(name: str) -> str:
+    """Somebody's text, without what a terminal would obey."""
+    return name if name.isprintable() else repr(name)
+
+
+def progress(what: str, unit: str) -> Any:
+    """What wraps rows in a progress bar."""
+    return lambda rows: _bar(rows, desc=what, unit=unit)
+
+
+def progress_bar(what: str, unit: str, total: int) -> Any:
+    """A progress bar to ``update``; a context manager."""
+    return _bar(None, desc=what, unit=unit, unit_scale=True, total=total)
+
+
+def _bar(rows: Any, **kwargs: Any) -> Any:
+    """On a terminal's stderr."""
+    from tqdm import tqdm
+
+    return tqdm(rows, disable=None, leave=False, file=sys.stderr, **kwargs)
+
+
+def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:
+    """Print the one for programs or the one for people."""
+    try:
+        print(json.dumps(report, indent=2) if args.json else "\n".join(lines), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
