@@ -24,7 +24,7 @@ from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Claimer
 from llmaas_eval.elastic.memory import peak_with
 from llmaas_eval.elastic.prepared import variants, write_uniform
-from llmaas_eval.paired import compare, quartiles, repeats
+from llmaas_eval.paired import quartiles, repeats
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.demo.interval import median_interval
@@ -94,8 +94,29 @@ def seconds_of(run, before):
     return time.perf_counter() - started
 
 
-# Whoever is opened first, or last, may lie better in memory: two of each.
-SIDES = "vanilla", "ours", "ours again", "vanilla again"
+def two_of_each(benchmark, theirs, ours, rounds):
+    """Compare two of ours with two of theirs: who is opened first, or last, may lie better.
+
+    Each step is what is timed, and what puts things back before it.
+    """
+    steps, taken = [theirs[0], *ours, theirs[1]], []
+
+    def one_round():
+        order = range(4)[:: 1 if len(taken) % 2 else -1]
+        seconds = {i: seconds_of(*steps[i]) for i in order}
+        taken.append([seconds[i] for i in range(4)])
+
+    one_round()
+    taken.clear()
+    benchmark.pedantic(one_round, rounds=repeats(rounds))
+    seconds = np.array(taken)
+    of_theirs, of_ours = np.sqrt(seconds[:, 0] * seconds[:, 3]), np.sqrt(seconds[:, 1:3].prod(1))
+    ratio, low, high = median_interval(of_ours / of_theirs)
+    benchmark.extra_info.update(
+        ours_ms=quartiles(1e3 * of_ours),
+        theirs_ms=quartiles(1e3 * of_theirs),
+        ratio=f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+    )
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
@@ -103,29 +124,13 @@ SIDES = "vanilla", "ours", "ours again", "vanilla again"
 def bench_full_level(benchmark, model, what, n_threads):
     """Level 100 % against vanilla's default build."""
     with contextlib.ExitStack() as stack:
-        steps = {}
-        for name in ("vanilla", "vanilla again", "ours", "ours again"):
-            if name == "ours":
+        vanilla, ours = [], []
+        for sides in (vanilla, vanilla, ours, ours):
+            if sides is ours and not ours:
                 stack.enter_context(activate({"on_error": "raise", "plugins": {"elastic": {}}}))
             context = batches(stack.enter_context(loaded(model)), on(n_threads))
-            steps[name] = prepared(stack.enter_context(context), what)
-        taken = []
-
-        def one_round():
-            order = SIDES[:: 1 if len(taken) % 2 else -1]
-            seconds = {name: seconds_of(*steps[name]) for name in order}
-            taken.append([seconds[name] for name in SIDES])
-
-        one_round()
-        taken.clear()
-        benchmark.pedantic(one_round, rounds=repeats(20))
-    vanilla, ours, ours_again, vanilla_again = np.array(taken).T
-    ratio, low, high = median_interval(np.sqrt(ours * ours_again / (vanilla * vanilla_again)))
-    benchmark.extra_info.update(
-        ours_ms=quartiles(1e3 * np.sqrt(ours * ours_again)),
-        vanilla_ms=quartiles(1e3 * np.sqrt(vanilla * vanilla_again)),
-        over_vanilla=f"{ratio:.3f} ({low:.3f} to {high:.3f})",
-    )
+            sides.append(prepared(stack.enter_context(context), what))
+        two_of_each(benchmark, vanilla, ours, rounds=20)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
@@ -172,18 +177,13 @@ def bench_biases(benchmark, variant, what):
         for matrix in ("attn_output", "ffn_down")
     }
     with contextlib.ExitStack() as stack:
-        claimer, steps = claiming(stack), []
-        for one in (replace(variant, biases=biases), variant):
+        claimer, without, ours = claiming(stack), [], []
+        for sides in (without, ours, ours, without):
+            one = variant if sides is without else replace(variant, biases=biases)
             context, native = opened(stack, claimer, one, 2)
             native.level = LEVELS.index(0.5)
-            steps.append(prepared(context, what))
-        (ours, put_ours_back), (without, put_back) = steps
-
-        def before():
-            put_ours_back()
-            put_back()
-
-        compare(benchmark, ours, without, before=before, rounds=30)
+            sides.append(prepared(context, what))
+        two_of_each(benchmark, without, ours, rounds=30)
 
 
 class Switches:
