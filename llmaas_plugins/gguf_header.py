@@ -211,7 +211,7 @@ class _Cursor:
         try:
             for _ in range(n):
                 at += 8 + unpack(content, at)[0]
-        except struct.error as error:
+        except (struct.error, OverflowError) as error:
             raise _CutOffError("its metadata is cut off") from error
         self._at = at
         self._take(0)

@@ -245,6 +245,13 @@ def _check_table(elastic: Elastic, name: str, table: tuple[Widths, ...]) -> None
     )
     if not is_possible:
         raise ConfigError(f"the table {name!r} has impossible widths")
+    grows = (np.diff(groups, axis=0) > 0) | (np.diff(neurons, axis=0) > 0)
+    if grows.any():
+        level = int(np.argmax(grows.any(axis=1)))
+        wider, narrower = elastic.levels[level : level + 2]
+        raise ConfigError(
+            f"the table {name!r} uses more of a layer at level {narrower} than at {wider}"
+        )
 
 
 def _are_widths(widths: NDArray[np.int32], n_units: int, step: int) -> bool:
@@ -255,7 +262,7 @@ def _are_widths(widths: NDArray[np.int32], n_units: int, step: int) -> bool:
 def _array(header: Header, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     value = header.fields.get(key)
     if not isinstance(value, np.ndarray) or value.dtype != dtype or value.size != np.prod(shape):
-        raise ConfigError(f"its field {key} has not {np.prod(shape):,} values of {dtype}")
+        raise ConfigError(f"its field {key!r} has not {np.prod(shape):,} values of {dtype}")
     return value.reshape(shape)
 
 
@@ -263,4 +270,4 @@ def _reason(error: ConfigError | ValidationError) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     first = error.errors()[0]
-    return f"{PREFIX}.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return f"{'.'.join([PREFIX, *map(str, first['loc'])])!r}: {first['msg']}"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
 from llmaas_plugins.file_bytes import as_store_error, sync_directory
 from llmaas_plugins.model_digest import file_digest
@@ -31,10 +31,10 @@ class _About(BaseModel):
 
     version: Literal[1]
     model: str
-    sha256: str
+    sha256: Annotated[str, Field(max_length=64)]
     seed: int
     n_tokens: Annotated[int, Field(ge=0)]
-    method: str
+    method: Annotated[str, Field(max_length=64)]
 
 
 def scores_path(model: Path) -> Path:
@@ -91,8 +91,13 @@ def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:
         with as_store_error(f"cannot read {path}"):
             arrays = _arrays(path, _shapes(blocks))
         about = _About.model_validate_json(arrays["about"].tobytes())
-    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path} has no scores of {model}, or is damaged: {error}.") from error
+    except StoreError:
+        raise
+    except Exception as error:  # zipfile, its decoders and numpy raise many kinds
+        raise ConfigError(
+            f"{path} has no scores of {model}, or is damaged: {error}. `llmaas elastic score "
+            f"{model}` makes others."
+        ) from error
     if about.model != _digest(model):
         raise ConfigError(
             f"{path} has the scores of another model than {model}. `llmaas elastic score` makes "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from elastic_models import elastic_of, scores_of, shuffled, write
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -247,7 +248,7 @@ def test_groups_narrower_than_blocks_move_together(tmp_path):
 def with_field(prepared, path, key, value):
     """A prepared file with another value of a field, which is the last one then."""
     header, content = read_header(prepared), prepared.read_bytes()
-    first, last = header.spans[key]
+    first, last = header.spans.get(key, (header.infos_at, header.infos_at))
     changed = (
         content[:first]
         + content[last : header.infos_at]
@@ -314,6 +315,39 @@ def test_impossible_orders_and_biases_are_refused(prepared, tmp_path):
         elastic = replace(elastic_of(blocks), biases={"uniform": biases.astype(np.float16)})
         with pytest.raises(ConfigError, match="biases of 'uniform' are impossible"):
             elastic.check()
+
+
+@pytest.mark.parametrize("units", ["groups", "neurons"])
+def test_widths_that_grow_as_the_level_falls_are_refused(prepared, tmp_path, units):
+    known = json.loads(read_header(prepared).fields[PREFIX])
+    table = known["tables"]["uniform"]
+    table[units][1:] = [*table[units][-1:], *table[units][1:-1]]  # each of them is possible
+    path = with_field(prepared, tmp_path / "hostile.gguf", PREFIX, json.dumps(known))
+    with pytest.raises(ConfigError, match=r"uses more of a layer at level 0\.8 than at 0\.9"):
+        read_elastic(path)
+
+
+def test_names_of_a_file_are_quoted(prepared, tmp_path):
+    known = json.loads(read_header(prepared).fields[PREFIX])
+    path = tmp_path / "hostile.gguf"
+    for key, value in (
+        (PREFIX, json.dumps(known | {"\x1b[2J": 1})),
+        (f"{PREFIX}.biases.\x1b[2J", np.zeros(1, np.uint16)),
+    ):
+        with pytest.raises(ConfigError, match=r"is damaged: .*\\x1b\[2J"):
+            read_elastic(with_field(prepared, path, key, value))
+
+
+@pytest.mark.parametrize("n_bytes", [1 << 20, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_strings_of_impossible_lengths_are_refused(tmp_path, n_bytes, n_before):
+    tokens = entry("tokenizer.ggml.tokens", np.array([], np.uint8))[:-12]
+    tokens += struct.pack("<IQ", GGUFValueType.STRING, 1 << 20)
+    tokens += struct.pack("<Q1s", 1, b"a") * n_before + struct.pack("<Q", n_bytes)
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + tokens + bytes(100))
+    with pytest.raises(ConfigError, match="is damaged: its metadata is cut off"):
+        read_header(path)
 
 
 @given(st.data())

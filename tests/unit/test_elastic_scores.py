@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import shutil
+import struct
 import zipfile
 from dataclasses import replace
 
@@ -59,6 +61,11 @@ def test_scores_of_another_model_are_refused(path, blocks, reference_model, tmp_
         read_scores(path, blocks, other)
 
 
+def about(**changed):
+    known = {"version": 1, "model": "", "sha256": "", "seed": 0, "n_tokens": 0, "method": ""}
+    return np.frombuffer(json.dumps(known | changed).encode(), np.uint8)
+
+
 def rewritten(path, **changed):
     with np.load(path) as file:
         arrays = dict(file.items()) | changed
@@ -75,6 +82,7 @@ def rewritten(path, **changed):
         ({"layers": None}, "has no layers"),
         ({"about": None}, "has no about"),
         ({"about": np.frombuffer(b'{"version": 2}', np.uint8)}, "is damaged"),
+        pytest.param({"about": about(method="x" * 65)}, "at most 64", id="long method"),
         ({"about": np.zeros(1 << 20, np.uint8)}, "about.npy is unknown, or too large"),
         ({"groups": np.zeros((800, 4))}, "groups.npy is unknown, or too large"),
         ({"more": np.zeros(2000)}, "more.npy is unknown, or too large"),
@@ -104,6 +112,42 @@ def test_an_array_that_claims_to_be_huge_is_refused(path, blocks, reference_mode
         for name in old.namelist():
             new.writestr(name, header.getvalue() if name == "groups.npy" else old.read(name))
     with pytest.raises(ConfigError, match="is damaged"):
+        read_scores(path, blocks, reference_model)
+
+
+def patched(content, at, value):
+    """With another number in an archive's first entry, and in the copy before its data."""
+    for first in (at + content.index(b"PK\x01\x02"), at - 2):
+        content = content[:first] + value.to_bytes(2, "little") + content[first + 2 :]
+    return content
+
+
+def with_header(text):
+    """An archive whose groups have this for a header."""
+    written = io.BytesIO()
+    head = struct.pack("<6sBBH", b"\x93NUMPY", 1, 0, len(text)) + text
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr("groups.npy", head)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda content: patched(content, 8, 1),
+        lambda content: patched(content, 6, 200),
+        lambda content: patched(content, 10, 97),
+        lambda content: patched(content, 8, 32),
+        lambda content: patched(content.replace(b"\x93NUMPY", b"\xffNUMPY", 1), 10, 8),
+        lambda _: with_header(b"{'descr': (\n"),
+        lambda _: with_header(b"{1: 1, 'descr': 1}\n"),
+        lambda _: with_header(b"{'descr': (), 'fortran_order': False, 'shape': ()}\n"),
+    ],
+    ids=["encrypted", "later", "unknown method", "patch", "no deflate", "open", "keys", "type"],
+)
+def test_whatever_is_wrong_with_an_archive_it_is_damaged(path, blocks, reference_model, damaged):
+    path.write_bytes(damaged(path.read_bytes()))
+    with pytest.raises(ConfigError, match=r"is damaged.*`llmaas elastic score .*` makes others"):
         read_scores(path, blocks, reference_model)
 
 
