@@ -95,7 +95,7 @@ class Divergence:
     """Mean KL divergence of a text's next-token distributions from what they were at first."""
 
     def __init__(self, evaluator: Evaluator, text: Tokens, n_tokens: int) -> None:
-        """Evaluate at most so many tokens of the text."""
+        """Evaluate at most so many tokens of the text, of its last window the first ones."""
         self._evaluator, self._text = evaluator, text
         self._n_tokens = min(n_tokens, _MOST_REFERENCE_BYTES // (4 * evaluator.n_vocab))
         self._expected = list(self._predictions())
@@ -108,8 +108,12 @@ class Divergence:
 
     def _predictions(self) -> Iterator[NDArray[np.float32]]:
         """Logarithms of probabilities."""
+        n_left = self._n_tokens
         for _tokens, logits in self._evaluator.predict(self._text, self._n_tokens):
-            yield log_softmax(logits)
+            yield log_softmax(logits[:n_left])
+            n_left -= len(logits)
+            if n_left <= 0:
+                return
 
 
 def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Tokens) -> UnitTimes:
@@ -130,7 +134,7 @@ def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Token
     n_groups, n_neurons = (full.groups - groups).sum(), (full.neurons - neurons).sum()
     measured = UnitTimes(
         float(np.mean(1 - of_groups / of_full)) / max(1, int(n_groups)),
-        float(np.mean(1 - of_neurons / of_full)) / int(n_neurons),
+        float(np.mean(1 - of_neurons / of_full)) / max(1, int(n_neurons)),
     )
     return UnitTimes(
         max(measured.group, float(np.mean(blocks.group_bytes)) / blocks.n_bytes / 2),

@@ -35,7 +35,10 @@ class UnitTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Units of a layer that are left out at once, and how many stay at least."""
+    """Units of a layer that are left out at once, and how many stay at least.
+
+    What stays, but for all of them, is a multiple of the least.
+    """
 
     layer: int
     is_attention: bool
@@ -48,7 +51,7 @@ class _Step:
         of = groups if self.is_attention else neurons
         if of[self.layer] <= self.n_least:
             return None
-        of[self.layer] = max(of[self.layer] - self.n_units, self.n_least)
+        of[self.layer] = max(-(-(of[self.layer] - self.n_units) // self.n_least), 1) * self.n_least
         return Widths(groups, neurons)
 
 
@@ -72,8 +75,9 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
         shares: From the largest to the smallest; widths of each take no more than that.
         loss: Called with widths, many times.
         times: Of units.
-        step: Neurons that are left out at once.
-        least: Neurons that a layer keeps, beside a group.
+        step: Neurons that are left out at once, at most.
+        least: Neurons that a layer keeps, beside a group; wider layers that are cut have a multiple
+            of them.
         progress: Told what share is left.
 
     Returns:
@@ -117,13 +121,14 @@ class _Frontier:
                 continue
             if measured == self._n_taken:
                 self._n_taken += 1
-                self._now += cost * self._time(number)
+                self._now += cost * self._time_saved(widths, narrowed)
                 heapq.heappush(self._heap, (cost, number, measured))
                 return narrowed
-            cost = (self._loss(narrowed) - self._now) / self._time(number)
+            cost = (self._loss(narrowed) - self._now) / self._time_saved(widths, narrowed)
             heapq.heappush(self._heap, (cost, number, self._n_taken))
         return None
 
-    def _time(self, number: int) -> float:
-        step = self._steps[number]
-        return step.n_units * (self._times.group if step.is_attention else self._times.neuron)
+    def _time_saved(self, widths: Widths, narrowed: Widths) -> float:
+        n_groups = int((widths.groups - narrowed.groups).sum())
+        n_neurons = int((widths.neurons - narrowed.neurons).sum())
+        return n_groups * self._times.group + n_neurons * self._times.neuron

@@ -10,8 +10,10 @@ import sys
 import numpy as np
 import pytest
 from elastic_models import logits_of
+from gguf import GGMLQuantizationType as Type
 
 from llmaas_eval.families import write_family
+from llmaas_eval.models import Shape, write_random_model
 from llmaas_plugins.cli import elastic_prepare
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.metadata import read_elastic
@@ -49,8 +51,6 @@ def folder(reference_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """A model that is not quantised, with scores."""
-    from gguf import GGMLQuantizationType as Type
-
     path = write_family("qwen2", tmp_path_factory.mktemp("f16") / "model.gguf", weights=Type.F16)
     assert main(["elastic", "score", str(path), "--tokens", "64"]) == 0
     return path
@@ -115,6 +115,17 @@ def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
         n_levels = int(printed.split(f"biases of {table}: for ")[1].split()[0])
         kept = found.biases[table].any(axis=(1, 2, 3)).sum() if n_levels else 0
         assert (table in found.biases, kept) == (n_levels > 0, n_levels)
+
+
+@pytest.mark.parametrize(("n_ff", "weights"), [(172, Type.F32), (32, Type.Q8_0)])
+def test_neurons_need_not_be_many_whole_steps(tmp_path, elastic, n_ff, weights):
+    """172: the first cut is to a whole number of steps; 32 are one block of Q8_0, which stays."""
+    shape = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=n_ff, n_ctx=512)
+    model = write_random_model(tmp_path / "model.gguf", shape, weights)
+    code, printed = elastic("prepare", model, "--tokens", 64)
+    assert code == 0, printed
+    widths = read_elastic(tmp_path / "model.elastic.gguf").tables["searched"]
+    assert [one.neurons.tolist() for one in (widths[0], widths[-1])] == [[n_ff], [32]]
 
 
 def test_importance_is_found_with_a_text(original, tmp_path, elastic):

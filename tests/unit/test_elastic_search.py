@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
+from llmaas_plugins.cli.offline import loaded
+from llmaas_plugins.elastic import probing
+from llmaas_plugins.elastic.probing import Divergence
 from llmaas_plugins.elastic.searching import UnitTimes, search
 from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.evaluating import Evaluator
 
 SHARES = [1 - n / 10 for n in range(9)]
 TIMES = UnitTimes(group=4.0, neuron=0.02)
@@ -80,7 +85,36 @@ def test_few_steps_are_asked_again():
     assert losses.n_calls < 4 * n_steps  # all 16 anew after each step would be 16 times as many
 
 
+def test_neurons_that_are_no_whole_number_of_steps_are_cut_to_multiples_of_the_least():
+    model = dataclasses.replace(blocks(), n_ff=172)
+    found = search(model, SHARES, Losses(4, seed=0), TIMES, step=64, least=32)
+    assert {n for widths in found for n in widths.neurons.tolist()} == {172, 128, 64, 32}
+    assert found[0].neurons.tolist() == [172] * 4
+
+
+def test_a_step_costs_what_it_loses_in_the_time_that_it_saves():
+    """The first one of 100 neurons leaves out only 4."""
+    model = dataclasses.replace(blocks(n_layers=2), n_ff=100, group_granule=4)
+
+    def loss(widths):
+        first, second = 100 - widths.neurons
+        return 2.0 * first + 1.0 * max(second - 4, 0)
+
+    (found,) = search(model, [0.95], loss, TIMES, step=32, least=32)
+    assert found.neurons.tolist() == [100, 64]
+
+
 def test_floors_end_the_search():
     (found,) = search(blocks(), [0.01], Losses(4, seed=0), TIMES, step=64, least=32)
     assert found.groups.tolist() == [1] * 4
     assert found.neurons.tolist() == [32] * 4
+
+
+def test_what_predictions_are_compared_with_is_bounded(reference_model, monkeypatch):
+    """Windows are whole, but what is kept of them is not more than memory is meant to have."""
+    text = np.arange(300, 360, dtype=np.int32)
+    with loaded(reference_model) as model, Evaluator(model.model, 1) as evaluator:
+        monkeypatch.setattr(probing, "_MOST_REFERENCE_BYTES", 20 * 4 * evaluator.n_vocab)
+        divergence = Divergence(evaluator, text, 60)
+        assert sum(map(len, divergence._expected)) == 20
+        assert divergence.measure() == 0.0
