@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import llama_cpp
@@ -21,6 +22,9 @@ WEIGHTS: Mapping[str, int] = {
     "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
 }
 """File types by the type that all their matrices have."""
+
+_ERROR = 4
+"""Of ggml's levels of logging."""
 
 
 def quantise(source: Path, path: Path, weights: str) -> Path:
@@ -51,11 +55,14 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     params.pure = True  # otherwise some matrices get more bits
     partial = path.with_suffix(".partial")
     try:
-        code = llama_cpp.llama_model_quantize(bytes(source), bytes(partial), ctypes.byref(params))
+        with _errors() as said:
+            code = llama_cpp.llama_model_quantize(
+                bytes(source), bytes(partial), ctypes.byref(params)
+            )
         if code:
             raise LlmaasError(
                 f"llama_model_quantize returned {code}, expected 0, for {source} to {path} as "
-                f"{weights}. llama.cpp's log says why."
+                f"{weights}: {' '.join(said) or 'no reason given'}. Is there room in {path.parent}?"
             )
         others = _other_than(partial, weights)
         if others:
@@ -65,6 +72,25 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
         return partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[list[str]]:
+    """What llama.cpp logs as errors meanwhile, and nothing else: it tells of every tensor."""
+    said: list[str] = []
+
+    def keep(level: int, text: bytes, _: object) -> None:
+        if level == _ERROR:
+            said.append(text.decode(errors="replace").strip())
+
+    listener, before = llama_cpp.llama_log_callback(keep), llama_cpp.llama_log_callback()
+    data = ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
+    llama_cpp.llama_log_set(listener, None)
+    try:
+        yield said
+    finally:
+        llama_cpp.llama_log_set(before, data)
 
 
 def _other_than(path: Path, *weights: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 from llmaas_plugins.cli.elastic_prepare import (
@@ -11,7 +13,7 @@ from llmaas_plugins.cli.elastic_prepare import (
     restore,
 )
 from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
-from llmaas_plugins.cli.elastic_score import add_calibration_options, score
+from llmaas_plugins.cli.elastic_score import add_score_options, score
 from llmaas_plugins.cli.elastic_show import show
 from llmaas_plugins.cli.offline import add_model_action
 
@@ -20,7 +22,7 @@ __all__ = ["add_parser"]
 
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command and its own ones."""
-    parser = subparsers.add_parser("elastic", help="prepare models of which less can be used")
+    parser = subparsers.add_parser("elastic", help="prepare models that run at several widths")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     score_ = add_model_action(
         actions,
@@ -28,15 +30,15 @@ def add_parser(subparsers: Any) -> None:
         score,
         "find which heads, neurons and layers of a model matter",
         "Find how much a model's groups of query heads, neurons and layers matter, and write that "
-        "to MODEL.scores.npz beside it: by gradients if torch is there (`pip install "
+        "to MODEL.scores.npz beside it, or elsewhere: by gradients if torch is there (`pip install "
         "'llmaas-plugins[train]'`), otherwise by how much their values fluctuate.",
     )
-    add_calibration_options(score_)
+    add_score_options(score_)
     prepare_ = add_model_action(
         actions,
         "prepare",
         prepare,
-        "write a model of which less can be used",
+        "write a model that runs at several widths",
         "Write a model with the heads and neurons of each layer in the order in which they matter, "
         "and with how many of them each level from 100 % to 20 % has. It computes what the model "
         "computes, in any llama.cpp, and `elastic` uses less of it when asked. Prepare F32, F16 or "
@@ -44,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         "neurons can only move in blocks of 32 or 256. LoRA adapters fit the model, not the file.",
     )
     add_prepare_options(prepare_)
-    restore_ = add_model_action(
+    restore_ = _add_file_action(
         actions,
         "restore",
         restore,
@@ -53,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
         "What was quantised on the way cannot be restored.",
     )
     add_restore_options(restore_)
-    show_ = add_model_action(
+    show_ = _add_file_action(
         actions,
         "show",
         show,
@@ -62,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         "values' projections apart, and how many groups and neurons of each layer.",
     )
     show_.add_argument("--json", action="store_true", help="print JSON")
-    profile_ = add_model_action(
+    profile_ = _add_file_action(
         actions,
         "profile",
         profile,
@@ -71,3 +73,13 @@ def add_parser(subparsers: Any) -> None:
         "by length of the prompt and number of threads, and keep that.",
     )
     add_profile_options(profile_)
+
+
+def _add_file_action(
+    actions: Any, name: str, func: Any, text: str, description: str
+) -> argparse.ArgumentParser:
+    """Register an action on a prepared file."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
+    parser.add_argument("model", type=Path, metavar="FILE.gguf", help="the prepared model")
+    parser.set_defaults(func=func)
+    return parser

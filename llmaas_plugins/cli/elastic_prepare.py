@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.elastic_score import add_calibration_options, scored
+from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.cli.elastic_score import add_calibration_options, check_text, keep, scored
 from llmaas_plugins.cli.elastic_search import tried
-from llmaas_plugins.cli.offline import content_of, stoppable
+from llmaas_plugins.cli.offline import check_target, folder_beside, stoppable
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.file_bytes import as_store_error
 
@@ -35,7 +34,7 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
         "--scores",
         type=Path,
         metavar="FILE",
-        help="what matters (default: MODEL.scores.npz, which is written if it is not there)",
+        help="what matters; written if it is not there (default: MODEL.scores.npz)",
     )
     parser.add_argument(
         "--quantise",
@@ -73,11 +72,11 @@ def prepare(args: argparse.Namespace) -> int:
 
     blocks = _blocks_of_source(args.model)
     target = args.output or args.model.with_suffix(".elastic.gguf")
+    check_target(target, "-o")
     check_is_another(args.model, target)
-    if not target.parent.is_dir():
-        raise ConfigError(f"found no folder {target.parent} to write {target.name} to.")
-    if args.text is not None:
-        content_of(args.text)  # a mistake is said before anything takes minutes
+    if args.scores is not None and not args.scores.is_file():
+        check_target(args.scores, "--scores")
+    check_text(args)
     with stoppable("what was there is as it was"):
         scores = _scores(args, blocks)
         order = order_by(blocks, scores)
@@ -101,6 +100,7 @@ def restore(args: argparse.Namespace) -> int:
     """Write the file that one was prepared from."""
     from llmaas_plugins.elastic.prepared_file import restore
 
+    check_target(args.output, "-o")
     with stoppable("nothing was written"):
         _write("restoring", args.model, restore(args.model, args.output))
     print(f"{args.output}: {args.output.stat().st_size / 1e6:,.0f} MB, as it was.")
@@ -128,10 +128,15 @@ def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
     from llmaas_plugins.elastic.scores import read_scores, scores_path
 
     path = args.scores or scores_path(args.model)
-    if args.scores is None and not path.exists():
-        return scored(args, blocks)
-    scores = read_scores(path, blocks, args.model)
-    print(f"{path}: as they were found before.")
+    if path.exists():
+        scores = read_scores(path, blocks, args.model)
+        print(f"{path}: as they were found before.")
+        return scores
+    scores = scored(args, blocks)
+    try:
+        keep(args, path, scores)
+    except StoreError as error:  # the long part is done
+        print(f"what matters is not kept: {error} `--scores FILE` keeps it elsewhere.")
     return scores
 
 
@@ -141,21 +146,18 @@ def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[P
 
     The model itself, where nobody computes with it and it is ordered as it is written.
     """
-    from llama_cpp._logger import set_verbose
-
     from llmaas_plugins.elastic.prepared_file import write_reordered
     from llmaas_plugins.quantise import quantise
 
     if not (args.quantise or args.is_searched or args.compensate):
         yield args.model
         return
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        ordered, quantised = Path(folder) / "ordered.gguf", Path(folder) / "quantised.gguf"
+    with folder_beside(target) as folder:
+        ordered, quantised = folder / "ordered.gguf", folder / "quantised.gguf"
         _write("ordering", args.model, write_reordered(args.model, ordered, order))
         if args.quantise is None:
             yield ordered
             return
-        set_verbose(False)  # it tells of every tensor
         quantise(ordered, quantised, args.quantise)
         ordered.unlink()
         yield quantised

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.offline import content_of, evaluating, stoppable
+from llmaas_plugins.cli.offline import (
+    check_target,
+    content_of,
+    evaluating,
+    loaded,
+    stoppable,
+)
 from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
@@ -19,10 +25,28 @@ if TYPE_CHECKING:
     from llmaas_plugins.elastic.units import Blocks, Scores
     from llmaas_plugins.evaluating import Evaluator
 
-__all__ = ["add_calibration_options", "calibration_text", "score", "scored"]
+__all__ = [
+    "add_calibration_options",
+    "add_score_options",
+    "calibration_text",
+    "check_text",
+    "keep",
+    "score",
+    "scored",
+]
 
 _N_TOKENS, _N_LOSS_TOKENS = 8192, 1024
+_LEAST_TOKENS, _LEAST_TEXT = 32, 16
+"""To ask for, and to have: what the model says may end early."""
 _SEED = 0
+
+
+def add_score_options(parser: argparse.ArgumentParser) -> None:
+    """Those of ``score``."""
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: MODEL.scores.npz"
+    )
+    add_calibration_options(parser)
 
 
 def add_calibration_options(parser: argparse.ArgumentParser) -> None:
@@ -35,25 +59,28 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=_positive,
+        type=_n_tokens,
         metavar="N",
-        help=f"of it (default {_N_TOKENS}); whole windows of 512",
+        help=f"of it, {_LEAST_TOKENS} or more (default {_N_TOKENS}); whole windows of 512",
     )
 
 
 def score(args: argparse.Namespace) -> int:
-    """Find a model's scores, and write them beside it."""
+    """Find a model's scores, and write them."""
+    from llmaas_plugins.elastic.prepared_file import check_is_another
+    from llmaas_plugins.elastic.scores import scores_path
     from llmaas_plugins.elastic.units import blocks_of
 
+    blocks, path = blocks_of(args.model), args.output or scores_path(args.model)
+    check_target(path, "-o")
+    check_is_another(args.model, path)
     with stoppable("nothing was written"):
-        scored(args, blocks_of(args.model))
+        keep(args, path, scored(args, blocks))
     return 0
 
 
 def scored(args: argparse.Namespace, blocks: Blocks) -> Scores:
-    """Scores of a model, which are written beside it: by gradients where that is possible."""
-    from llmaas_plugins.elastic.scores import scores_path, write_scores
-
+    """Scores of a model: by gradients where that is possible."""
     n_tokens = args.tokens or _N_TOKENS
     windows, scores = _fluctuations(args, blocks, n_tokens)
     try:
@@ -62,28 +89,49 @@ def scored(args: argparse.Namespace, blocks: Blocks) -> Scores:
         print(f"no gradients: {error}")
     else:
         scores = replace(by_gradients, layers=scores.layers)
-    path = scores_path(args.model)
+    return scores
+
+
+def keep(args: argparse.Namespace, path: Path, scores: Scores) -> None:
+    """Write a model's scores, and say what they are.
+
+    Raises:
+        StoreError: They cannot be written.
+    """
+    from llmaas_plugins.elastic.scores import write_scores
+
     write_scores(path, scores, args.model)
     found = scores.calibration
     said = args.text or "what the model says"
     print(f"{path}: importance by {found.method}, {found.n_tokens:,} tokens of {said}.")
-    return scores
+
+
+def check_text(args: argparse.Namespace) -> None:
+    """See that a text is long enough, before anything takes minutes.
+
+    Raises:
+        ConfigError: It is not, or cannot be read.
+    """
+    if args.text is not None:
+        with loaded(args.model, is_vocab_only=True) as model:
+            _tokens(args.text, model)
 
 
 def calibration_text(path: Path | None, model: Any, evaluator: Evaluator, n_tokens: int) -> Tokens:
     """A text's tokens, or so many that the model says itself.
 
     Raises:
-        ConfigError: The text cannot be read, or is empty.
+        ConfigError: The text cannot be read, or either is too short.
     """
-    import numpy as np
-
-    if path is None:
-        with progress_bar("text", "token", n_tokens) as bar:
-            return evaluator.say(n_tokens, _SEED, bar.update)
-    text = np.array(model.tokenize(content_of(path), False, False), np.int32)
-    if len(text) < 2:
-        raise ConfigError(f"there is nothing in {path} to see with what matters")
+    if path is not None:
+        return _tokens(path, model)
+    with progress_bar("text", "token", n_tokens) as bar:
+        text = evaluator.say(n_tokens, _SEED, bar.update)
+    if len(text) < _LEAST_TEXT:
+        raise ConfigError(
+            f"the model says {len(text)} tokens, expected {_LEAST_TEXT} or more to see with what "
+            "matters. Give it a text with `--text FILE`."
+        )
     return text
 
 
@@ -129,8 +177,21 @@ def _gradients(model: Path, windows: NDArray[np.int32]) -> Scores:
         )
 
 
-def _positive(text: str) -> int:
+def _tokens(path: Path, model: Any) -> Tokens:
+    """A text's."""
+    import numpy as np
+
+    text = np.array(model.tokenize(content_of(path), False, False), np.int32)
+    if len(text) < _LEAST_TEXT:
+        raise ConfigError(
+            f"{path} has {len(text)} tokens, expected {_LEAST_TEXT} or more to see with what "
+            "matters. Give a longer text."
+        )
+    return text
+
+
+def _n_tokens(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    if number < _LEAST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{number} is below {_LEAST_TOKENS}")
     return number

@@ -1,19 +1,31 @@
-"""What commands share that take minutes: a model to evaluate with, and Ctrl-C."""
+"""What commands share that take minutes: a model to evaluate with, files to write, and Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_plugins.file_bytes import as_store_error
 
 if TYPE_CHECKING:
     from llmaas_plugins.evaluating import Evaluator
 
-__all__ = ["add_model_action", "content_of", "evaluating", "loaded", "stoppable"]
+__all__ = [
+    "add_model_action",
+    "check_target",
+    "content_of",
+    "evaluating",
+    "folder_beside",
+    "loaded",
+    "stoppable",
+]
 
 
 def add_model_action(
@@ -33,12 +45,9 @@ def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]
     Raises:
         ConfigError: llama.cpp cannot load it.
     """
-    from llama_cpp._logger import set_verbose
-
     from llmaas_plugins.activation import activate
     from llmaas_plugins.evaluating import Evaluator
 
-    set_verbose(False)  # ggml tells of every graph
     with (
         activate({"on_error": "raise"}, plugins),
         loaded(model) as opened,
@@ -48,15 +57,18 @@ def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]
 
 
 @contextlib.contextmanager
-def loaded(path: Path) -> Iterator[Any]:
-    """A model, for contexts of one's own.
+def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
+    """A model, for contexts of one's own, or only to make tokens of text.
 
     Raises:
         ConfigError: llama.cpp cannot load it.
     """
     from llama_cpp import _internals, llama_cpp
+    from llama_cpp._logger import set_verbose
 
+    set_verbose(False)  # ggml tells of every graph
     params = llama_cpp.llama_model_default_params()
+    params.vocab_only = is_vocab_only
     try:
         model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
     except ValueError as error:
@@ -77,17 +89,60 @@ def content_of(text: Path) -> bytes:
         raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
 
 
+def check_target(path: Path, option: str) -> None:
+    """See that a file can be written, before anything takes minutes.
+
+    Args:
+        path: Of the file.
+        option: What names another one.
+
+    Raises:
+        ConfigError: It is a folder or a device, or there is no folder to write it to.
+        StoreError: It cannot be written.
+    """
+    then = f" `{option} FILE` names another place."
+    with as_store_error(f"cannot write {path}", then):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is a folder or a device, expected a file's name.{then}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"found no folder {path.parent} to write {path.name} to.{then}")
+        with folder_beside(path, then):
+            pass
+
+
+@contextlib.contextmanager
+def folder_beside(path: Path, then: str = "") -> Iterator[Path]:
+    """A folder for what it takes to write a file; it goes when this ends.
+
+    Args:
+        path: Of the file.
+        then: What to do if there cannot be one.
+
+    Raises:
+        StoreError: There cannot be one.
+    """
+    with as_store_error(f"cannot write beside {path}", then):
+        folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    with folder as name:
+        yield Path(name)
+
+
 @contextlib.contextmanager
 def stoppable(then: str) -> Iterator[None]:
-    """Ctrl-C is no accident.
+    """Neither Ctrl-C nor SIGTERM is an accident: what is temporary goes, and the reason is said.
 
     Args:
         then: What is left, or what to do.
 
     Raises:
-        LlmaasError: It was pressed.
+        LlmaasError: One of them came.
     """
+    is_main = threading.current_thread() is threading.main_thread()  # signals are for no other
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
         yield
     except KeyboardInterrupt as error:
         raise LlmaasError(f"stopped; {then}") from error
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 
 from llmaas_eval.families import write_family
 from llmaas_eval.models import Shape, write_random_model
-from llmaas_plugins.cli import elastic_prepare
+from llmaas_plugins.cli import elastic_prepare, elastic_score
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.cli.offline import stoppable
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
@@ -141,21 +144,59 @@ def test_importance_is_found_with_a_text(original, tmp_path, elastic):
     assert (by_text.neurons != by_itself.neurons).mean() > 0.9
     (tmp_path / "text.txt").write_text("")
     code, printed = elastic("score", model, "--text", tmp_path / "text.txt")
-    assert (code, "there is nothing in" in printed) == (2, True)
+    assert (code, "has 0 tokens, expected 16 or more" in printed) == (2, True)
+
+
+def test_what_matters_is_kept_where_that_is_wanted_or_can_be(original, tmp_path, elastic):
+    model, scores = tmp_path / "model.gguf", tmp_path / "elsewhere.npz"
+    os.link(original, model)
+    (tmp_path / "model.scores.npz.partial").mkdir()  # beside the model, nothing can be written
+    options = "--tokens", 32, "--no-search"
+    code, printed = elastic("prepare", model, *options)
+    assert (code, "matters is not kept: cannot write" in printed) == (0, True)
+    assert "`--scores FILE` keeps it elsewhere" in printed
+    code, printed = elastic("prepare", model, *options, "--scores", scores)
+    assert (code, f"{scores}: importance by" in printed) == (0, True)
+    code, printed = elastic("prepare", model, *options, "--scores", scores)
+    assert (code, f"{scores}: as they were found before" in printed) == (0, True)
+    written = scores.read_bytes()
+    scores.unlink()
+    assert elastic("score", model, "--tokens", 32, "-o", scores)[0] == 0
+    assert scores.read_bytes() == written
+
+
+def test_a_text_has_a_least_length(original, tmp_path, elastic, monkeypatch, capfd):
+    with pytest.raises(SystemExit):
+        elastic("prepare", original, "--tokens", 5)
+    assert "--tokens: 5 is below 32" in capfd.readouterr().err
+    monkeypatch.setattr(elastic_score, "_LEAST_TEXT", 33)
+    code, printed = elastic("score", original, "--tokens", 32, "-o", tmp_path / "x")
+    assert (code, "expected 33 or more" in printed) == (2, True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_mistakes_are_said(original, folder, tmp_path, elastic):
     prepared, model = folder / "model.elastic.gguf", folder / "model.gguf"
+    nowhere, short = "/proc/x", folder / "short.txt"
+    short.write_text("Not much, but more than nothing.")
     for args, reason in (
         (("prepare", prepared), "is prepared already"),
         (("prepare", tmp_path / "none.gguf"), "No such file or directory"),
         (("prepare", model, "--text", tmp_path / "x"), "cannot read"),
-        (("prepare", model, "--scores", tmp_path / "x"), "found no file"),
+        (("prepare", model, "--text", short), "tokens, expected 16 or more"),
+        (("prepare", model, "--scores", tmp_path), "is a folder or a device"),
+        (("prepare", model, "--scores", nowhere), "`--scores FILE` names another place"),
         (("prepare", model, "--scores", original.with_suffix(".scores.npz")), "no scores of"),
         (("prepare", model, "-o", model), "cannot replace the file that it is made from"),
         (("prepare", model, "-o", tmp_path / "no" / "x.gguf"), "found no folder"),
+        (("prepare", model, "-o", tmp_path), "is a folder or a device"),
+        (("prepare", model, "-o", nowhere), "`-o FILE` names another place"),
+        (("prepare", model, "-o", tmp_path / ("x" * 250)), "File name too long"),
         (("prepare", model, "--quantise", "Q4_0"), "expected F32, F16 or BF16"),
         (("score", tmp_path), "Is a directory"),
+        (("score", model, "-o", nowhere), "`-o FILE` names another place"),
+        (("score", model, "-o", model), "cannot replace the file that it is made from"),
+        (("restore", prepared, "-o", tmp_path), "is a folder or a device"),
         (("restore", model, "-o", tmp_path / "x"), "was not prepared: there is nothing to restore"),
         (("restore", tmp_path / "none", "-o", tmp_path / "x"), "No such file or directory"),
         (("show", model), "was not prepared; `llmaas elastic prepare"),
@@ -164,6 +205,38 @@ def test_mistakes_are_said(original, folder, tmp_path, elastic):
         assert (code, reason in printed) == (2, True), printed
     assert not list(tmp_path.iterdir())
     assert not list(folder.glob("*partial*"))
+
+
+def test_sigterm_leaves_nothing_behind(original, tmp_path, elastic, monkeypatch):
+    def terminated(*_args):
+        assert list(tmp_path.glob(".x.gguf.*/ordered.gguf"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def unexpected(*_args):
+        raise AssertionError("nobody took the signal")
+
+    monkeypatch.setattr(elastic_prepare, "tried", terminated)
+    before = signal.signal(signal.SIGTERM, unexpected)
+    try:
+        code, printed = elastic("prepare", original, "-o", tmp_path / "x.gguf")
+        assert signal.getsignal(signal.SIGTERM) is unexpected
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, "stopped; what was there is as it was" in printed) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_threads_leave_signals_alone():
+    done = []
+
+    def run():
+        with stoppable("then"):
+            done.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert done == [signal.getsignal(signal.SIGTERM)]
 
 
 def test_every_type_that_can_be_quantised_to_is_offered():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 
+import llama_cpp
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from llama_cpp import Llama
@@ -75,6 +77,16 @@ def test_unknown_weights_are_refused(original, tmp_path):
         quantise(original("llama"), tmp_path / "model.gguf", "Q5_K")
 
 
-def test_the_quantisers_code_is_told(original, tmp_path):
-    with pytest.raises(LlmaasError, match=r"returned 1, expected 0, for .*no-folder/model.gguf"):
+def test_the_quantisers_reason_is_told(original, tmp_path):
+    listener = log_listener()
+    reason = r"returned 1, expected 0, for .*: .*failed to quantize: .* room in .*no-folder\?"
+    with pytest.raises(LlmaasError, match=reason):
         quantise(original("llama"), tmp_path / "no-folder" / "model.gguf", "Q8_0")
+    assert log_listener() == listener
+
+
+def log_listener():
+    """Address of what llama.cpp tells its log to."""
+    listener, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(listener), ctypes.byref(data))
+    return ctypes.cast(listener, ctypes.c_void_p).value
