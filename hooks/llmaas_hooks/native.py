@@ -162,7 +162,8 @@ class Moments(Subscription, Protocol):
     def read(self, layer: int) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
         """Of a layer that is counted: rows, and by channel sums of values and of squares.
 
-        Channels that a level left out of a row count as zeros there.
+        Channels that a level left out of a row count as zeros there. A row of which it left out
+        all does not come.
         """
 
 
@@ -332,10 +333,18 @@ class NativeContext(Protocol):
         """Address of the ``llama_model``."""
 
     @property
+    def has_claims(self) -> bool:
+        """Whether what plugins claimed of its model is in force; False, too, if they did not.
+
+        With ``on_error = "log"`` a model or context has none of them if one cannot be met.
+        """
+
+    @property
     def level(self) -> int:
         """Which extents of the claimed parts are in use: an index; 0 at first.
 
-        Setting it takes effect with the next batch and costs nothing; below 0, every part is all.
+        Setting it takes effect with the next batch, or the next ``n_ubatch`` tokens of one that
+        another thread evaluates meanwhile, and costs nothing; below 0, every part is all.
         """
 
     @level.setter

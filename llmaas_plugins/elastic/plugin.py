@@ -33,7 +33,7 @@ _log = logging.getLogger("llmaas.elastic")
 
 _WHOLE = Levels(1.0, 1.0)
 _NO_CONTEXT = (
-    "no context has levels; it was made before `activate`, or without the hook point in the engine "
+    "the context has no levels; it was made before `activate`, or without the hook point in the engine "
     "(`llmaas doctor` says whether there is one)"
 )
 
@@ -50,10 +50,12 @@ class ElasticModels:
             Levels(config.level, config.level)
         )
         self._lock = threading.RLock()
+        self._block = Levels()
         self._models: dict[str, ElasticModel] = {}
         self._paths: dict[int, str] = {}
         self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
+        self._adapted: set[str] = set()
         self._n_switches = 0
         self._n_tokens: Counter[float] = Counter()
 
@@ -69,16 +71,16 @@ class ElasticModels:
     @hookimpl
     def llmaas_weights(self, load: ModelLoad) -> list[WeightClaim]:
         """Claim the parts of a model that was prepared."""
+        self._models.pop(load.path, None)  # what was there before may be another file
         found = read_elastic(Path(load.path))
         if found is None:
             reason = (
                 f"{load.path} has no levels, so all of it is used; "
                 f"`llmaas elastic prepare {load.path}` makes a file that has"
             )
-            if load.path not in self._left_alone:
-                _log.warning("%s", reason)
-            self._left_alone[load.path] = reason
+            self._leave_alone(load.path, reason)
             return []
+        self._left_alone.pop(load.path, None)
         table = self._table(found, load.path)
         widths = found.tables[table]
         biases = found.biases_of(table) if self._config.compensate else {}
@@ -96,11 +98,18 @@ class ElasticModels:
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Keep it if its model has levels."""
-        model = self._models.get(self._paths.get(context.model, ""))
+        path = self._paths.get(context.model, "")
+        model = self._models.get(path)
         if model is None:
+            return
+        if not context.has_claims:
+            self._leave_alone(
+                path, f"{path} cannot be narrowed, so all of it is used; the log says what is wrong"
+            )
             return
         with self._lock:
             watchers.add(self._rest)
+            self._block = asked.get()
             self._contexts[context.ctx] = ElasticContext(context, model)
             self._settle(self._contexts[context.ctx])
 
@@ -121,6 +130,7 @@ class ElasticModels:
                     raise ConfigError(f"no level can be asked for: {self._reason(request)}")
                 return
             context.request = request
+            self._mind_adapters(request)
             wanted = asks.over(levels).over(self._configured)
             is_declined = "elastic" in request.declined
             self._n_switches += context.begin(_WHOLE if is_declined else wanted)
@@ -173,6 +183,22 @@ class ElasticModels:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _leave_alone(self, path: str, reason: str) -> None:
+        if path not in self._left_alone:
+            _log.warning("%s", reason)
+        self._left_alone[path] = reason
+
+    def _mind_adapters(self, request: Request) -> None:
+        engine, path = request.engine, request.engine.llama.model_path
+        has_some = engine.llama.lora_path or "lora" in (engine.alteration or "")
+        if has_some and path not in self._adapted:
+            self._adapted.add(path)
+            _log.warning(
+                "%s has a LoRA adapter, which is right if it was made for this file, and wrong if "
+                "for the model that this was prepared from: units are in another order",
+                path,
+            )
+
     def _table(self, found: Elastic, path: str) -> str:
         wanted = self._config.table
         if wanted is None:
@@ -190,6 +216,7 @@ class ElasticModels:
     def _rest(self) -> None:
         """A block of ``level`` began or ended: what serves no request follows."""
         with self._lock:
+            self._block = asked.get()
             for context in self._contexts.values():
                 if context.request is None:
                     with contextlib.suppress(ReferenceError):  # the suite ends meanwhile
@@ -197,6 +224,6 @@ class ElasticModels:
 
     def _settle(self, context: ElasticContext) -> None:
         """Use the level of a context that serves no request."""
-        asks, level = asked.get(), self._config.level
+        asks, level = self._block, self._config.level
         levels = asks.over(self._configured) if asks != Levels() else Levels(level, level)
         self._n_switches += context.begin(levels)

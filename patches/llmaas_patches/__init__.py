@@ -41,6 +41,7 @@ class Installed:
     def revert(self) -> None:
         """Finish deferred work and put every original back; idempotent."""
         self._host.collecting.stop()
+        self._host.silence.end()
         if self._host.native is not None:
             self._host.native.close()
         self._host.lanes.close()  # before the wrappers that wait for it are gone

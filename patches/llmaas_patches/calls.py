@@ -62,11 +62,12 @@ def _load(
     host: Host, path: str, params: Any, files: list[str] | None, original: Callable[[Any], Any]
 ) -> Any:
     load = ModelLoad(path, params)
-    host.hooks.model_load(load)
-    if host.native is None:
-        model = original(params)
-    else:
-        model = host.native.load(load, files or split_paths(path), original)
+    with host.silence.kept():
+        host.hooks.model_load(load)
+        if host.native is None:
+            model = original(params)
+        else:
+            model = host.native.load(load, files or split_paths(path), original)
     if model is not None:  # the app may use its structure again, so keep a copy
         host.loads[int(model)] = ModelLoad(path, type(params).from_buffer_copy(params))
     return model
@@ -90,6 +91,7 @@ def wrap_init_context(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_init_from_model(model: Any, params: Any) -> Any:
+        host.silence.end()
         edited = type(params).from_buffer_copy(params)
         create = ContextCreate(address(model), edited, host.loads.get(address(model)))
         host.hooks.context_create(create)

@@ -17,6 +17,7 @@ from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger, address
 from llmaas_patches.native import native_host
+from llmaas_patches.silence import Silence
 
 __all__ = ["Host", "current_context", "declined_plugins", "serving_context", "without"]
 
@@ -59,6 +60,7 @@ class Host:
         hooks: The plugins.
         lanes: Deferred work.
         collecting: Which threads are inside the garbage collector.
+        silence: What is logged while a model is loaded.
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
         states: States that ``Llama.save_state`` made, and how many of their tokens are explained.
@@ -77,6 +79,7 @@ class Host:
         self.native = native_host(hooks)
         self.lanes = Lanes()
         self.collecting = Collecting()
+        self.silence = Silence()
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
         self.states: weakref.WeakKeyDictionary[LlamaState, int] = weakref.WeakKeyDictionary()

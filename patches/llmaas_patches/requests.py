@@ -7,6 +7,7 @@ the longest prefix itself; its body is never copied.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import time
@@ -27,8 +28,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
     """``Llama.generate``: fire the request hooks around it."""
     bind = inspect.signature(original).bind
 
-    @functools.wraps(original)
-    def generate(
+    def served(
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
         clock, n_reused = _Clock(), 0
@@ -44,15 +44,21 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             *current_context.get(),
             declined=declined_plugins.get(),
         )
-        host.hooks.request_begin(request, host.hooks.level(request))
-        if _is_sound(engine, request, resets=resets) and resets:
-            n_reused = _restore(host, engine, request)
+        try:
+            host.hooks.request_begin(request, host.hooks.level(request))
+            if _is_sound(engine, request, resets=resets) and resets:
+                n_reused = _restore(host, engine, request)
+        except BaseException:
+            host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
+            raise
         clock.prepared()
 
         def end() -> None:
-            if _can_save(engine):
-                host.hooks.kv_save(request, engine.resident_tokens())
-            host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
+            try:
+                if _can_save(engine):
+                    host.hooks.kv_save(request, engine.resident_tokens())
+            finally:
+                host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
 
         engine.begin(end)
         try:
@@ -69,6 +75,10 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             if not host.collecting.here():  # else, the next request does it
                 engine.end(end)
 
+    @functools.wraps(original)
+    def generate(self: Llama, *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        return _as_made(served(self, *args, **kwargs))
+
     return generate
 
 
@@ -80,14 +90,35 @@ def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable
     def _create_completion(self: Llama, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         inner = original(self, prompt, *args, **kwargs)
         given = bind(self, prompt, *args).arguments | kwargs if args else kwargs
-        if not given.get("echo") or given.get("logprobs") is None:
-            return inner
-        return _with_all_logits(host.engine(self), inner)
+        if given.get("echo") and given.get("logprobs") is not None:
+            inner = _with_all_logits(host.engine(self), inner)
+        return _as_made(inner)
 
     return _create_completion
 
 
-def _with_all_logits(engine: LlamaEngine, completion: Generator[Any]) -> Generator[Any]:
+def _as_made(generator: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+    """Run it, wherever that is, in the blocks (``level``, ``without``, …) that it was made in."""
+    context = contextvars.copy_context()
+
+    def steps() -> Generator[Any, Any, None]:
+        reply = None
+        try:
+            while True:
+                try:
+                    found = context.run(generator.send, reply)
+                except StopIteration:
+                    return
+                reply = yield found
+        finally:
+            context.run(generator.close)
+
+    return steps()
+
+
+def _with_all_logits(
+    engine: LlamaEngine, completion: Generator[Any, Any, None]
+) -> Generator[Any, Any, None]:
     engine.needs_all_logits = True
     try:
         yield from completion

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -15,7 +17,9 @@ from preparing import prepare
 from restoring import lose
 from switching import ENDINGS, OTHER, PROMPT, ask
 
-from llmaas_hooks import ConfigError, Levels, PluginError, hookimpl
+from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.models import SHAPE_TINY, write_random_model
+from llmaas_hooks import ConfigError, Levels, PluginError, WeightClaim, hookimpl
 from llmaas_plugins import activate, elastic, without
 from llmaas_plugins.elastic.metadata import read_elastic
 
@@ -231,6 +235,35 @@ def test_a_prompt_that_is_asked_again_at_another_level_is_not_answered_from_memo
     assert gap > 0.1 * np.abs(expected[1.0] - expected[0.5]).max()
 
 
+def test_a_stream_belongs_to_the_block_that_it_was_made_in(narrowing, engine):
+    suite = narrowing(level=0.8)
+    llama = engine()
+    with elastic.level(0.5):
+        stream = llama("once upon a time", max_tokens=3, stream=True)
+        tokens = llama.generate([1, 5, 9], temp=0.0)
+    list(stream)
+    next(tokens)
+    tokens.close()
+    assert list(report(suite)["tokens"]) == ["0.5"]
+    assert report(suite)["contexts"][0]["level"] == 0.8
+
+
+def test_a_request_that_cannot_begin_is_over(narrowing, engine):
+    recorder = Unready()
+    suite = narrowing(recorder, level=0.8)
+    llama = engine()
+    with elastic.level(0.5), pytest.raises(PluginError, match="not ready"):
+        answered(llama)
+    (found,) = report(suite)["contexts"]
+    assert (found["level"], found["serves_request"]) == (0.8, False)
+
+
+class Unready:
+    @hookimpl(trylast=True)
+    def llmaas_kv_restore(self):
+        raise RuntimeError("not ready")
+
+
 def test_threads_ask_for_themselves(narrowing, engine):
     recorder = Recorder()
     narrowing(recorder)
@@ -344,6 +377,16 @@ with activate({"on_error": "raise", "plugins": plugins}) as suite:
     assert status["elastic"]["tokens"]["0.5"] == status["elastic"]["tokens"]["1.0"]
 
 
+def test_an_adapter_is_told_of_once(narrowing, engine, tmp_path, caplog):
+    lora = write_lora("llama", tmp_path / "lora.gguf")
+    model = prepare(write_family("llama", tmp_path / "model.gguf"), tmp_path / "prepared.gguf")
+    narrowing()
+    for adapter in (None, str(lora), str(lora)):
+        answered(engine(model, lora_path=adapter), 1)
+    (line,) = [line for line in caplog.messages if "LoRA" in line]
+    assert str(model) in line
+
+
 # -- what cannot be ------------------------------------------------------------------------------
 
 
@@ -363,6 +406,52 @@ def test_a_model_that_was_not_prepared_is_left_alone(narrowing, make, reference_
         pytest.raises(PluginError, match=r"no level can be asked for.*`llmaas elastic prepare"),
     ):
         answered(llama)
+
+
+def test_a_model_that_takes_the_place_of_a_prepared_one(narrowing, engine, model, reference_model):
+    path = shutil.copyfile(model, model.with_stem("replaced"))
+    suite = narrowing(level=0.4)
+    engine(path).close()
+    shutil.copyfile(reference_model, path)
+    engine(path)
+    assert report(suite)["mode"] == "off"
+    shutil.copyfile(model, path)
+    engine(path)
+    assert (report(suite)["mode"], report(suite)["left_alone"]) == ("elastic", [])
+
+
+def test_levels_that_the_engine_cannot_use(narrowing, engine, tmp_path, caplog):
+    """Another plugin's mistake costs all claims: the whole model is no level of it."""
+    suite = narrowing(Mistaken(), on_error="log", level=0.4)
+    untied = write_random_model(tmp_path / "untied.gguf", SHAPE_TINY)
+    answered(engine(prepare(untied, tmp_path / "prepared.gguf")))
+    assert [line for line in caplog.messages if "no graph multiplies" in line]
+    found = report(suite)
+    assert (found["mode"], found["contexts"], found["tokens"]) == ("off", [], {})
+    (line,) = found["left_alone"]
+    assert "all of it is used" in line
+
+
+class Mistaken:
+    @hookimpl
+    def llmaas_weights(self):
+        return [WeightClaim(r"token_embd\.weight", rows=(8,))]
+
+
+def test_what_is_said_while_stderr_leads_nowhere_is_said_afterwards(
+    narrowing, reference_model, tmp_path
+):
+    script = """
+import sys
+from llama_cpp import Llama
+from llmaas_plugins import activate
+with activate({"plugins": {"elastic": {}}}):
+    Llama(sys.argv[1], n_ctx=64, verbose=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, reference_model], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("`llmaas elastic prepare") == 1
 
 
 def test_a_context_that_is_older_than_the_plugin_has_no_levels(narrowing, engine):

@@ -206,6 +206,11 @@ class Context:
         self._lock = threading.RLock()
 
     @property
+    def has_claims(self) -> bool:
+        """Whether what plugins claimed of its model is in force."""
+        return bool(self._table != self._library.ffi.NULL)
+
+    @property
     def level(self) -> int:
         """Which extents of the claimed parts are in use."""
         with self._lock:

@@ -200,7 +200,8 @@ class NativeHost:
             if own_buffers:
                 raise problem
             self._hooks.handle(problem)
-            ctx, engine = self._creating(self._ffi.NULL, lambda: original(params))
+            table = self._ffi.NULL
+            ctx, engine = self._creating(table, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
             with self._lock:
                 self._contexts[int(ctx)] = Context(self._library, engine, int(ctx), model, table)
