@@ -33,8 +33,8 @@ _log = logging.getLogger("llmaas.elastic")
 
 _WHOLE = Levels(1.0, 1.0)
 _NO_CONTEXT = (
-    "the context has no levels; it was made before `activate`, or without the hook point in the engine "
-    "(`llmaas doctor` says whether there is one)"
+    "the context has no levels; it was made before `activate`, or without the hook point in the "
+    "engine (`llmaas doctor` says whether there is one)"
 )
 
 
