@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     params.pure = True  # otherwise some matrices get more bits
     partial = path.with_suffix(".partial")
     try:
-        with _errors() as said:
+        with _signals_wait(), _errors() as said:
             code = llama_cpp.llama_model_quantize(
                 bytes(source), bytes(partial), ctypes.byref(params)
             )
@@ -72,6 +74,26 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
         return partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come when this ends: what they raise would be lost in a callback."""
+    if threading.current_thread() is not threading.main_thread():  # they come to no other
+        yield
+        return
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda this, _frame: came.append(this))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import signal
 
 import llama_cpp
 import pytest
@@ -83,6 +84,27 @@ def test_the_quantisers_reason_is_told(original, tmp_path):
     with pytest.raises(LlmaasError, match=reason):
         quantise(original("llama"), tmp_path / "no-folder" / "model.gguf", "Q8_0")
     assert log_listener() == listener
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_wait_until_llama_cpp_calls_nobody(original, tmp_path, monkeypatch, number):
+    """What their handlers raise would be lost in a callback."""
+    passed = []
+
+    def quantiser(*_args):
+        signal.raise_signal(number)
+        passed.append(number)
+        return 0
+
+    monkeypatch.setattr(llama_cpp, "llama_model_quantize", quantiser)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            quantise(original("llama"), tmp_path / "model.gguf", "Q8_0")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert passed == [number]
 
 
 def log_listener():
