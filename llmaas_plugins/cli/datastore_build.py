@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, LlmaasError, StoreError, hookimpl
+from llmaas_hooks import ConfigError, StoreError, hookimpl
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
+from llmaas_plugins.cli.offline import stoppable
 from llmaas_plugins.cli.output import print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
@@ -134,7 +135,7 @@ def _add(args: argparse.Namespace) -> Added:
             Archive.open(directory, binding_of(llama, key), writable=True)
         )
         encoder = opened.enter_context(Encoder(llama, natives.contexts, key, args.threads or 0))
-        opened.enter_context(_stoppable(stopped))
+        opened.enter_context(stoppable(stopped))
         bar = opened.enter_context(progress_bar("reading", "chat", len(found)))
         return add(archive, llama, encoder, found, progress=bar.update)
 
@@ -157,7 +158,7 @@ def _select(args: argparse.Namespace) -> Selected:
         archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))
         settings = datastore_settings(args)
         plan = Plan(args.size or settings.size, settings.k, settings.dims, args.seed)
-        opened.enter_context(_stoppable("what was selected before is as it was"))
+        opened.enter_context(stoppable("what was selected before is as it was"))
         total = min(plan.size, archive.n_pairs)
         bar = opened.enter_context(progress_bar("selecting", "pair", total))
         return select(archive, plan, bar.update)
@@ -210,15 +211,6 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
             raise ConfigError(f"cannot load model {args.model}: {error}") from error
         with contextlib.closing(llama):
             yield llama
-
-
-@contextlib.contextmanager
-def _stoppable(what_stays: str) -> Iterator[None]:
-    """Ctrl-C is no accident."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise LlmaasError(f"stopped; {what_stays}") from error
 
 
 def _plain(selected: Selected) -> dict[str, Any]:
