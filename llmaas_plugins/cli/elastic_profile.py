@@ -5,33 +5,43 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_plugins.cli.offline import stoppable
+from llmaas_plugins.cli.output import print_report, printable, progress_bar
 
 if TYPE_CHECKING:
+    from llama_cpp import Llama
+
     from llmaas_plugins.elastic.latency import Curves, Latency
 
 __all__ = ["add_profile_options", "profile"]
 
-_LEAST_PROMPT = 8
+_MOST_THREADS = 512  # of ggml
+_LEAST_PROMPT, _MOST_PROMPT = 8, 1 << 24
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
     """Those of its own."""
     parser.add_argument(
+        "--table",
+        choices=("searched", "uniform"),
+        help="widths to measure (default: searched, if the model has them)",
+    )
+    parser.add_argument(
         "--threads",
-        type=_numbers(1),
+        type=_numbers(1, _MOST_THREADS),
         default=(max((os.cpu_count() or 1) // 2, 1),),
         metavar="N,…",
         help="numbers of threads (default: half of the processors, as Llama takes for tokens)",
     )
     parser.add_argument(
         "--prompts",
-        type=_numbers(_LEAST_PROMPT),
+        type=_numbers(_LEAST_PROMPT, _MOST_PROMPT),
         default=(32, 128, 512),
         metavar="N,…",
         help="lengths of prompts in tokens, two or more (default 32,128,512)",
@@ -40,55 +50,95 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Measure a prepared model, keep the times, and print them."""
-    from llmaas_plugins.elastic.latency import latency_path
-
-    if len(args.prompts) < 2:
-        raise ConfigError("--prompts needs two lengths or more, to interpolate between.")
-    latency = _measured(args)
-    path = latency_path(args.model, latency.table)
-    latency.save(path)
-    report = {
-        "path": str(path),
-        **latency.model_dump(mode="json"),
-        "ttft_errors": latency.ttft.errors().model_dump(),
-        "tpot_errors": latency.tpot.errors().model_dump(),
-    }
-    print_report(args, report, _text(latency, path))
+    """Measure a prepared model, print the times, and keep them."""
+    _check_lengths(args.prompts)
+    with stoppable("nothing was kept"):
+        latency, path = _measured(args)
+        report = {
+            "path": str(path),
+            **latency.model_dump(mode="json"),
+            "ttft_errors": latency.ttft.errors().model_dump(),
+            "tpot_errors": latency.tpot.errors().model_dump(),
+        }
+        print_report(args, report, _text(latency))
+        latency.save(path)
+    if not args.json:
+        print(f"kept in {path}")
     return 0
 
 
-def _measured(args: argparse.Namespace) -> Latency:
-    from llama_cpp import Llama
+def _check_lengths(lengths: Sequence[int]) -> None:
+    """Refuse what no times can be interpolated between, or where nothing shows how well."""
+    if len(lengths) < 2:
+        raise ConfigError("--prompts needs two lengths or more, to interpolate between.")
+    for shorter, longer in pairwise(lengths):
+        if longer - shorter < 2:
+            raise ConfigError(
+                f"--prompts has {shorter} and {longer}, and no length between them, at which to "
+                "see how good interpolated times are. Leave one of the two out."
+            )
 
-    from llmaas_plugins.activation import activate
-    from llmaas_plugins.elastic.profiling import N_TOKENS, Plan
+
+def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
+    """A model's times, and where to keep them."""
+    from llmaas_plugins.elastic.latency import check_writable, latency_path
+    from llmaas_plugins.elastic.profiling import Plan
     from llmaas_plugins.elastic.profiling import profile as measure
 
     if not args.model.is_file():
         raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
-    with contextlib.ExitStack() as opened:
-        suite = opened.enter_context(activate({"on_error": "raise", "plugins": {"elastic": {}}}))
-        n_ctx = max(args.prompts) + N_TOKENS + 2
-        llama = opened.enter_context(
-            contextlib.closing(Llama(str(args.model), n_ctx=n_ctx, verbose=False))
-        )
+    with _opened(args) as (llama, model):
+        path = latency_path(args.model, model["table"])
+        check_writable(path)
+        plan = Plan(args.model.name, model["table"], model["levels"], args.threads, args.prompts)
+        with progress_bar("measuring", "prompt", plan.n_runs) as bar:
+            return measure(llama, plan, lambda: bar.update(1)), path
+
+
+@contextlib.contextmanager
+def _opened(args: argparse.Namespace) -> Iterator[tuple[Llama, dict[str, Any]]]:
+    """A prepared model with room for the longest prompt, and what the plugin says of it.
+
+    Raises:
+        ConfigError: It has no levels, or not this table, or llama.cpp cannot open it.
+    """
+    from llmaas_plugins.activation import activate
+
+    with (
+        activate({"on_error": "raise", "plugins": {"elastic": {"table": args.table}}}) as suite,
+        contextlib.closing(_llama(args.model, max(args.prompts))) as llama,
+    ):
         plugin = suite.plugin("elastic")
         if (problem := plugin.problem()) is not None:
             raise ConfigError(f"{args.model} cannot be profiled: {problem}.")
         (model,) = plugin.llmaas_status()["models"].values()
-        plan = Plan(args.model.name, model["table"], model["levels"], args.threads, args.prompts)
-        bar = opened.enter_context(progress_bar("measuring", "prompt", plan.n_runs))
-        return measure(llama, plan, lambda: bar.update(1))
+        yield llama, model
+
+
+def _llama(model: Path, n_prompt: int) -> Llama:
+    from llama_cpp import Llama
+
+    from llmaas_plugins.elastic.profiling import N_TOKENS
+
+    n_ctx = n_prompt + N_TOKENS + 2
+    try:
+        return Llama(str(model), n_ctx=n_ctx, verbose=False)
+    except LlmaasError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"llama.cpp cannot open {model} with a context of {n_ctx:,} tokens: {error}. If there "
+            "is no room for that many, take shorter --prompts."
+        ) from error
 
 
 # -- how it is shown -----------------------------------------------------------------------------
 
 
-def _text(latency: Latency, path: Path) -> Iterator[str]:
+def _text(latency: Latency) -> Iterator[str]:
     machine = latency.machine
     yield (
-        f"{latency.model}, widths {latency.table}, on {machine.n_cpus} × {machine.cpu}, "
+        f"{printable(latency.model)}, widths {latency.table}, on {machine.n_cpus} × {machine.cpu}, "
         f"llama-cpp-python {machine.llama_cpp}"
     )
     for thread, n_threads in enumerate(latency.threads):
@@ -102,7 +152,6 @@ def _text(latency: Latency, path: Path) -> Iterator[str]:
             f"interpolated times of the {name} are off by {100 * errors.median:.1f} % in the "
             f"median, {100 * errors.largest:.1f} % at most"
         )
-    yield f"kept in {path}"
 
 
 def _table(latency: Latency, thread: int) -> Iterator[str]:
@@ -125,11 +174,13 @@ def _cells(curves: Curves, thread: int, level: int) -> list[str]:
     return [f"{ms:.1f} ± {spread / 2:.1f}" for ms, spread in zip(times, spreads, strict=True)]
 
 
-def _numbers(least: int) -> Any:
+def _numbers(least: int, most: int) -> Any:
     def parsed(text: str) -> tuple[int, ...]:
         numbers = sorted({int(part) for part in text.split(",")})
         if numbers[0] < least:
             raise argparse.ArgumentTypeError(f"{numbers[0]} is below {least}")
+        if numbers[-1] > most:
+            raise argparse.ArgumentTypeError(f"{numbers[-1]} is above {most}")
         return tuple(numbers)
 
     parsed.__name__ = "list of numbers"  # what argparse calls a value that it cannot be made of

@@ -7,11 +7,13 @@ too, at lengths in between.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import statistics
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -26,7 +28,7 @@ from llmaas_plugins.file_bytes import as_store_error, sync_directory, write
 from llmaas_plugins.model_digest import file_digest
 from llmaas_plugins.partial_file import taken
 
-__all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "latency_path"]
+__all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "check_writable", "latency_path"]
 
 DIRECTORY = Path("~/.cache/llmaas/latency")
 
@@ -181,14 +183,12 @@ class Latency(_Model):
             format="llmaas-latency", version=1, sha256=_digest(times), times=times, errors=errors
         )
         partial = path.with_suffix(".partial")
-        with as_store_error(f"cannot write {path}"):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with taken(partial) as fd:
-                os.ftruncate(fd, 0)
-                write(fd, file.model_dump_json().encode(), 0)
-                os.fsync(fd)
-                partial.replace(path)
-                sync_directory(path.parent)
+        with _written(path), taken(partial) as fd:
+            os.ftruncate(fd, 0)
+            write(fd, file.model_dump_json().encode(), 0)
+            os.fsync(fd)
+            partial.replace(path)
+            sync_directory(path.parent)
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -253,6 +253,24 @@ def latency_path(model: Path, table: str) -> Path:
     for widths in elastic.tables[table]:
         digest.update(widths.groups.tobytes() + widths.neurons.tobytes())
     return DIRECTORY.expanduser() / f"{digest.hexdigest()[:32]}.json"
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place where times cannot be kept, before anything is measured.
+
+    Raises:
+        StoreError: Nothing can be written there.
+    """
+    with _written(path):
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """A file's folder is there, and what refuses to be written has our error."""
+    with as_store_error(f"cannot write {path}", f" Make {path.parent} a folder with room for it."):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
 
 
 def _digest(times: Mapping[str, Any]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 
 import pytest
 from preparing import prepare
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, LlmaasError, StoreError
 from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
 from llmaas_plugins.elastic import latency, profiling
 
@@ -29,9 +31,13 @@ def run(tmp_path, monkeypatch):
 
 
 def test_what_is_measured_is_printed_and_found_again(run, reference_model, tmp_path, capsys):
-    model = prepare(reference_model, tmp_path / "model.gguf", levels=LEVELS)
-    assert run(model, "--prompts", "32,8", "--threads", "1", "--json") == 0
+    tables = ("uniform", "searched")
+    model = prepare(reference_model, tmp_path / "model.gguf", levels=LEVELS, tables=tables)
+    options = "--prompts", "32,8", "--threads", "1", "--table", "uniform", "--json"
+    assert run(model, *options) == 0
     report = json.loads(capsys.readouterr().out)
+    assert report["path"] == str(latency.latency_path(model, "uniform"))
+    assert report["table"] == "uniform"
     found = latency.Latency.load(latency.latency_path(model, "uniform"))
     assert (found.levels, found.threads) == (LEVELS, (1,))
     assert (found.ttft.n_tokens, found.ttft.held) == ((8, 32), (16,))
@@ -41,6 +47,8 @@ def test_what_is_measured_is_printed_and_found_again(run, reference_model, tmp_p
     assert min(min(row) for row in times) > 0
     assert run(model, "--prompts", "8,16") == 0
     text = capsys.readouterr().out
+    assert text.startswith("model.gguf, widths searched, on ")
+    assert text.endswith(f"kept in {latency.latency_path(model, 'searched')}\n")
     assert " ".join(text.split()).count("level prompt of 8 prompt of 16 token after 8") == 1
     assert "interpolated times of the first token are off by" in text
 
@@ -52,7 +60,58 @@ def test_what_cannot_be_measured(run, reference_model, tmp_path, capsys):
         run(reference_model, "--prompts", "32")
     with pytest.raises(ConfigError, match="found no file"):
         run(tmp_path / "nothing.gguf")
-    for wrong in ("4,32", "many"):
+    with pytest.raises(ConfigError, match=r"has 32 and 33, and no length between .* Leave one"):
+        run(reference_model, "--prompts", "8,32,33,100")
+    for wrong in ("4,32", "8,900000000", "many"):
         with pytest.raises(SystemExit):
             run(reference_model, "--prompts", wrong)
-    assert "4 is below 8" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "4 is below 8" in printed
+    assert "900000000 is above 16777216" in printed
+
+
+@pytest.fixture(scope="module")
+def model(reference_model, tmp_path_factory):
+    return prepare(reference_model, tmp_path_factory.mktemp("m") / "model.gguf", levels=LEVELS)
+
+
+def test_a_context_without_room_and_a_table_that_is_missing_are_said(run, model, monkeypatch):
+    with pytest.raises(LlmaasError, match="no table 'searched'; expected one of uniform"):
+        run(model, "--table", "searched")
+
+    def refuse(*_, n_ctx, verbose):
+        raise ValueError("Failed to create llama_context")
+
+    monkeypatch.setattr("llama_cpp.Llama", refuse)
+    with pytest.raises(ConfigError, match=r"context of 5,000,010 tokens: Fail.*take shorter --pro"):
+        run(model, "--prompts", "8,5000000")
+
+
+def test_a_place_that_cannot_be_written_to_is_said_before_measuring(
+    run, model, tmp_path, monkeypatch
+):
+    (tmp_path / "latency").write_text("no folder")
+    monkeypatch.setattr(profiling, "profile", lambda *_: pytest.fail("measures"))
+    with pytest.raises(StoreError, match=r"cannot write .*/latency/.*\. Make .*/latency a folder"):
+        run(model)
+
+
+def test_times_that_cannot_be_kept_are_printed(run, model, monkeypatch, capsys):
+    def fill(fd, data, at):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(latency, "write", fill)
+    with pytest.raises(StoreError, match="No space left on device"):
+        run(model, "--prompts", "8,10", "--threads", "1")
+    printed = capsys.readouterr().out
+    assert "interpolated times of the tokens" in printed
+    assert "kept in" not in printed
+
+
+def test_it_can_be_stopped(run, model, monkeypatch):
+    def press(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling, "_run", press)
+    with pytest.raises(LlmaasError, match="stopped; nothing was kept"):
+        run(model)
