@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.output import printable, size_text
+from llmaas_plugins.cli.output import one_line, printable, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -177,7 +177,7 @@ def contents_text(shown: dict[str, Any]) -> Iterator[str]:
     yield f"selected: {shown['selected']:,} tokens"
     if any(token["text"] is not None for token in shown["selected_tokens"]):
         for token in shown["selected_tokens"]:
-            before, text = _one_line(token["before"]), _one_line(token["text"])
+            before, text = one_line(token["before"]), one_line(token["text"])
             yield f"  {token['position']:>6}  {before}«{text}»"
     elif shown["selected_tokens"]:
         yield "  at " + ", ".join(str(token["position"]) for token in shown["selected_tokens"])
@@ -206,10 +206,6 @@ def _contexts(
             return str(vocab.detokenize(part, special=True).decode(errors="replace"))
 
         return [(text(max(0, at - _N_BEFORE), at), text(at, at + 1)) for at in positions]
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _date(seconds: float) -> str:

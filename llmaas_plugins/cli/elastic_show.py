@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.output import print_report
+from llmaas_plugins.cli.output import print_report, printable
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.metadata import Elastic
@@ -71,7 +71,7 @@ def _lines(elastic: Elastic) -> Iterator[str]:
         f"{blocks.arch}: {blocks.n_layers} layers of {blocks.n_groups} groups of "
         f"{blocks.heads_per_group} query heads, and of {blocks.n_ff:,} neurons"
     )
-    yield f"importance by {calibration.method} of {calibration.n_tokens:,} tokens"
+    yield f"importance by {printable(calibration.method)} of {calibration.n_tokens:,} tokens"
     yield f"anchor layers: {', '.join(map(str, elastic.anchors)) or 'none'}"
     yield f"can be restored: {'no, it was quantised' if elastic.source is None else 'yes'}"
     for name, table in elastic.tables.items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import LlmaasError
 from llmaas_plugins import __version__
+from llmaas_plugins.cli.output import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.func(args, rest) if args.takes_rest else args.func(args))
     except LlmaasError as error:
         logging.getLogger("llmaas").debug("what led to it:", exc_info=error)
-        message = " ".join(str(error).split())
+        message = one_line(" ".join(str(error).split()))  # errors quote files
         print(f"llmaas: error: {message}", file=sys.stderr)
         return 2
 

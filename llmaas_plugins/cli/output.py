@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["print_report", "printable", "progress", "progress_bar", "size_text"]
+__all__ = ["one_line", "print_report", "printable", "progress", "progress_bar", "size_text"]
 
 _MIB = 1 << 20
 
@@ -24,6 +24,11 @@ def size_text(n_bytes: int) -> str:
 def printable(name: str) -> str:
     """Somebody's text, without what a terminal would obey."""
     return name if name.isprintable() else repr(name)
+
+
+def one_line(text: str) -> str:
+    """Somebody's text in a line, with what a terminal would obey spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def progress(what: str, unit: str) -> Any:

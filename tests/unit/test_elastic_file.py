@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, LlmaasError, StoreError
+from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.metadata import PREFIX, Source, order_in, read_elastic
 from llmaas_plugins.elastic.prepared_file import restore, write_prepared
 from llmaas_plugins.elastic.reordering import Move, Order, check_order, moved, order_by
@@ -336,6 +337,19 @@ def test_names_of_a_file_are_quoted(prepared, tmp_path):
     ):
         with pytest.raises(ConfigError, match=r"is damaged: .*\\x1b\[2J"):
             read_elastic(with_field(prepared, path, key, value))
+
+
+def test_a_terminal_is_not_told_what_to_do(prepared, tmp_path, capsys):
+    known = json.loads(read_header(prepared).fields[PREFIX])
+    known["calibration"]["method"] = "\x1b[2Jno method"
+    path = with_field(prepared, tmp_path / "hostile.gguf", PREFIX, json.dumps(known))
+    assert main(["elastic", "show", str(path)]) == 0
+    path = model_with(path, tensors={"blk.0.\x1b[2J": (4,)})
+    assert main(["elastic", "score", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert r"importance by '\x1b[2Jno method' of 0 tokens" in printed.out
+    assert r"it has the tensor blk.0.\x1b[2J, which" in printed.err
 
 
 @pytest.mark.parametrize("n_bytes", [1 << 20, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
