@@ -178,11 +178,13 @@ def _completion(
     It keeps within ``n_ctx``; within a shorter ``limit``, this does.
     """
     try:
-        with closing(llama.create_chat_completion(messages=messages, stream=True, **options)) as it:
+        with serving_context(record.id, record.app):
+            stream = llama.create_chat_completion(messages=messages, stream=True, **options)
+        with closing(stream):
             while True:
-                # a generator runs in its caller's context, so the name is set for each step alone
+                # chat handlers may begin their completions as late as here
                 with serving_context(record.id, record.app):
-                    chunk = next(it, None)
+                    chunk = next(stream, None)
                 if chunk is None:
                     return
                 is_full = llama.n_tokens >= window.limit
