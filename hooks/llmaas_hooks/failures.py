@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import Any
 
-from llmaas_hooks.errors import PluginError
+from llmaas_hooks.errors import LlmaasError, PluginError
 
 __all__ = ["Failures"]
 
@@ -33,13 +33,21 @@ class Failures:
         return n
 
     def log(self, error: PluginError) -> None:
-        """Count ``error``, and log its plugin's first one in that hook with the traceback."""
-        if self.count(error) == 1:
-            _log.error(
-                "%s. The app's call goes on; the next failures there are only counted",
-                error,
-                exc_info=error.__cause__,
-            )
+        """Count ``error``, and log its plugin's first one in that hook.
+
+        With the traceback, unless it is an error of the suite's: its message says what to do.
+        """
+        if self.count(error) > 1:
+            return
+        cause = error.__cause__
+        is_explained = isinstance(cause, LlmaasError)
+        _log.error(
+            "%s. The app's call goes on; the next failures there are only counted",
+            str(error).rstrip("."),
+            exc_info=None if is_explained else cause,
+        )
+        if is_explained:
+            _log.debug("what led to it:", exc_info=cause)
 
     def report(self) -> dict[str, Any]:
         """``{plugin: {hook: {"count": …, "last": …}}}``."""

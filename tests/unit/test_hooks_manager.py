@@ -287,6 +287,16 @@ def test_log_goes_on(caplog):
     assert "deeper" in caplog.text  # with the plugin's traceback
 
 
+def test_a_mistake_of_the_users_is_logged_as_a_message(caplog):
+    found = Failing(ConfigError("no level 3; levels are 1 and 2."))
+    with caplog.at_level(logging.DEBUG, "llmaas.hooks"):
+        manager("log", bad=found).context_create(ContextCreate(1, None))
+    said, cause = caplog.records
+    assert "ConfigError: no level 3; levels are 1 and 2. The app's call goes on" in said.message
+    assert not said.exc_info
+    assert (cause.levelname, bool(cause.exc_info)) == ("DEBUG", True)
+
+
 def test_an_error_that_cannot_be_printed_is_named_all_the_same():
     class Unprintable(Exception):  # noqa: N818  not one of ours
         def __str__(self):
