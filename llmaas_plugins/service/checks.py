@@ -14,12 +14,13 @@ from llama_cpp.server.types import (
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_hooks import ConfigError, Levels
+from llmaas_plugins.service.levels import check_levels, levels_of
+from llmaas_plugins.service.refusal import Refusal, mistakes
 from llmaas_plugins.service.upstream import server_engine
 
 __all__ = ["check_body"]
 
-_MOST_ERRORS = 3
 _BODIES: dict[str, type[BaseModel]] = {
     "chat": CreateChatCompletionRequest,
     "completion": CreateCompletionRequest,
@@ -27,8 +28,11 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 
 
-def check_body(route: str, body: bytes) -> None:
+def check_body(route: str, body: bytes) -> Levels:
     """See whether ``body`` is one that ``route`` can work with.
+
+    Returns:
+        The levels that it asks for, if the route itself does not know of levels.
 
     Raises:
         Refusal: It is not.
@@ -40,10 +44,13 @@ def check_body(route: str, body: bytes) -> None:
         raise _mistake("This server makes no embeddings: start it with --embedding True.")
     if isinstance(prompt := values.get("prompt"), list) and len(prompt) > 1:
         raise _mistake(f"prompt: one at a time, found {len(prompt)}")
-    if route in ("chat", "completion") and (grammar := values.get("grammar")):
-        _check_grammar(grammar)
     if route == "tokens":
         _check_tokens(values.get("tokens"))
+    if route not in ("chat", "completion"):
+        return Levels()
+    if grammar := values.get("grammar"):
+        _check_grammar(grammar)
+    return _levels(values.get("level"))
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -62,11 +69,16 @@ def _validate(model: type[BaseModel], values: dict[str, Any]) -> None:
     try:
         model.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
-            for item in error.errors(include_input=False, include_url=False)
-        ]
-        raise _mistake("; ".join(lines[:_MOST_ERRORS])) from error
+        raise _mistake(mistakes(error.errors(include_input=False, include_url=False))) from error
+
+
+def _levels(value: object) -> Levels:
+    try:
+        levels = levels_of(value)
+        check_levels(levels)
+    except ConfigError as error:
+        raise _mistake(f"level: {error}") from error
+    return levels
 
 
 def _check_grammar(grammar: str) -> None:

@@ -130,15 +130,17 @@ class Gate:
         is_call = route.waits or (route.name == "contexts" and scope["method"] == "DELETE")
         if self._line.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
+        body, levels = b"", Levels()
         if is_call:
             self._line.check(app)  # before a body is read in vain
-            _declining(scope), _at_level(scope)
-        body = b""
+            _declining(scope)
+            levels = _levels(scope)
         if scope["method"] == "POST":
             body = await self._read(scope, receive)
-            await run_in_threadpool(check_body, route.name, body)
+            levels = (await run_in_threadpool(check_body, route.name, body)).over(levels)
         if is_call:
-            await self._call(self._line.enter(app), scope, body, receive, answer)
+            with asking(levels):
+                await self._call(self._line.enter(app), scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)
 
@@ -194,7 +196,7 @@ class Gate:
                 await call.turn.wait()
                 self._metrics.waited(time.perf_counter() - came)
                 named = serving_context(None, call.app or None)
-                with named, _declining(scope), _at_level(scope):
+                with named, _declining(scope):
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:
@@ -214,8 +216,8 @@ class Gate:
             raise call.refusal or ClientDisconnect
 
 
-def _at_level(scope: Message) -> AbstractContextManager[None]:
-    """Use the level that header X-LLMaaS-Level asks for.
+def _levels(scope: Message) -> Levels:
+    """What header X-LLMaaS-Level asks for.
 
     Raises:
         Refusal: It is none, or there are none.
@@ -226,7 +228,7 @@ def _at_level(scope: Message) -> AbstractContextManager[None]:
         check_levels(levels)
     except ConfigError as error:
         raise Refusal(400, f"X-LLMaaS-Level: {error}") from error
-    return asking(levels)
+    return levels
 
 
 def _declining(scope: Message) -> AbstractContextManager[None]:

@@ -84,9 +84,10 @@ class Metrics:
 
 
 class _Plugins(Collector):
-    """``llmaas_<plugin>_<entry>`` for the numbers at the top level of a plugin's report.
+    """``llmaas_<plugin>_<entry>`` for the numbers in a plugin's report.
 
-    Which of them are counters, a report does not say; so they have no type.
+    Those of a dictionary in it have their key as a label. Which of them are counters, a report
+    does not say; so they have no type.
     """
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
@@ -98,7 +99,21 @@ class _Plugins(Collector):
     def collect(self) -> Iterator[Metric]:
         for plugin, report in self._status()["plugins"].items():
             for entry, value in report.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    name = re.sub(r"_s$", "_seconds", f"llmaas_{plugin}_{entry}")
-                    name = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-                    yield UnknownMetricFamily(name, f"{entry} of {plugin}.", value=value)
+                name = re.sub(r"_s$", "_seconds", f"llmaas_{plugin}_{entry}")
+                name = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                text = f"{entry} of {plugin}."
+                if _is_number(value):
+                    yield UnknownMetricFamily(name, text, value=value)
+                if isinstance(value, dict) and any(map(_is_number, value.values())):
+                    yield _by_key(UnknownMetricFamily(name, text, labels=["key"]), value)
+
+
+def _by_key(family: UnknownMetricFamily, values: dict[str, Any]) -> Metric:
+    for key, value in values.items():
+        if _is_number(value):
+            family.add_metric([str(key)], value)
+    return family
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Refusal", "error_body"]
+__all__ = ["Refusal", "error_body", "mistakes"]
 
+_MOST_MISTAKES = 3
 _RETRY_AFTER_S = {429: 1, 503: 5}
 
 
@@ -43,3 +45,12 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return {"error": error, "detail": message, "status": status}
+
+
+def mistakes(errors: Iterable[Any]) -> str:
+    """What is wrong with a body: pydantic's ``errors()``, as one line."""
+    lines = [
+        f"{'.'.join(map(str, error['loc']))}: {error['msg'].removeprefix('Value error, ')}"
+        for error in errors
+    ]
+    return "; ".join(lines[:_MOST_MISTAKES])

@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 from preparing import prepare
-from served import drain, serving
+from served import drain, serving, wait_until
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins import activate
@@ -84,6 +84,24 @@ def test_the_openai_routes_take_a_header(server, levels):
     assert levels() == set()
 
 
+def test_the_openai_routes_take_a_field(server, levels):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none") as client:
+
+        def ask(level, **options):
+            body = SHORT | {"level": level}
+            list(client.completions.create(model="", prompt="I", extra_body=body, **options))
+
+        ask(0.6, stream=True)
+        assert levels() == {"0.6"}
+        ask({"decode": 0.5}, extra_headers={"X-LLMaaS-Level": "0.8"})
+        assert levels() == {"0.8", "0.5"}
+        ask(None)
+        assert levels() == {"0.9"}
+        with pytest.raises(openai.BadRequestError, match=r"'level: the level must .* found 7\b"):
+            ask(7)
+    assert levels() == set()
+
+
 def test_calls_take_a_field(server, levels):
     context = server.client.bind("mail").new_context()
     context.call("Who sings?", level=0.6, **SHORT)
@@ -92,8 +110,9 @@ def test_calls_take_a_field(server, levels):
     assert levels() == {"0.3", "0.5"}
     context.call("Who swims?", level={"decode": 0.7}, **SHORT)
     assert levels() == {"0.9", "0.7"}
+    said = r"^level: (the level must .* 0\.2 to 1\.0|expected .* prefill and decode).*\(HTTP 422\)$"
     for wrong in (0.1, "0.6", {"decoding": 0.5}):
-        with pytest.raises(LlmaasError, match=r"0\.2 to 1\.0|prefill and decode.*\(HTTP 422\)"):
+        with pytest.raises(LlmaasError, match=said):
             context.call("Who?", level=wrong, **SHORT)
     assert levels() == set()
     assert len(context.record()["messages"]) == 6
@@ -109,6 +128,30 @@ def test_a_field_goes_before_a_header(server, levels):
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.status == 200
     assert levels() == {"0.8", "0.5"}
+
+
+def test_contexts_rest_at_what_is_configured(server, model, tmp_path):
+    """As in an app without a service: nothing asks any more."""
+
+    def rests(status):
+        (context,) = status["plugins"]["elastic"]["contexts"]
+        return {context[name] for name in ("level", "prefill_level", "decode_level")} == {0.9}
+
+    level = {"prefill": 0.4, "decode": 0.8}
+    server.client.bind("mail").new_context().call("Who?", level=level, **SHORT)
+    wait_until(lambda: rests(server.status()))
+    with (
+        activate({"on_error": "raise", "plugins": {"elastic": {"level": 0.9}}}) as suite,
+        LLMService.open(model, ServiceConfig(state_dir=tmp_path), n_ctx=256) as service,
+    ):
+        service.bind("mail").new_context().call("Who?", level=level, **SHORT)
+        assert rests(suite.status())
+
+
+def test_numbers_by_level_are_metrics(server):
+    server.client.bind("mail").new_context().call("Who?", level=0.6, **SHORT)
+    tokens = server.status()["plugins"]["elastic"]["tokens"]
+    assert server.metrics()['llmaas_elastic_tokens{key="0.6"}'] == tokens["0.6"] > 0
 
 
 @pytest.mark.parametrize(

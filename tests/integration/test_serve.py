@@ -178,7 +178,7 @@ def test_apps_do_not_see_each_other(app, server):
 )
 def test_what_the_service_cannot_understand(app, sampling, message):
     context = app.new_context()
-    with pytest.raises(LlmaasError, match=rf"{message}.*\(HTTP 422\)"):
+    with pytest.raises(LlmaasError, match=rf"^[^\[{{]*{message}[^\]}}]*\(HTTP 422\)$"):
         context.call("Hi", **sampling)
     with pytest.raises(LlmaasError, match=r"\(HTTP 422\)"):
         next(context.stream("Hi", **sampling))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -242,6 +243,28 @@ def test_what_the_engine_cannot_work_with(request_, path, body, message, stream)
     status, _, found = request_("POST", path, {**body, "stream": stream} if stream else body)
     assert status in (400, 413)
     assert message in found["error"]["message"]
+
+
+CONTEXTS = "/v1/llmaas/apps/mail/contexts"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected", "message"),
+    [
+        ("POST", CONTEXTS, {"system": 5, "sytem": ""}, 422, "system: .*string; sytem: .*not perm"),
+        ("POST", f"{CONTEXTS}/x/call", {"prompt": "Hi", "level": 2}, 422, "^level: the level must"),
+        ("GET", f"{CONTEXTS}/x", None, 404, "no context 'x'"),
+        ("DELETE", CONTEXTS, None, 405, "Method Not Allowed"),
+    ],
+)
+def test_errors_of_our_own_routes_have_the_same_form(  # noqa: PLR0917  a table
+    request_, method, path, body, expected, message
+):
+    status, _, found = request_(method, path, body)
+    assert status == found["status"] == expected
+    assert re.search(message, found["error"]["message"])
+    assert found["error"]["type"] == "invalid_request_error"
+    assert found["detail"] == found["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

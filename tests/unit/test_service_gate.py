@@ -6,9 +6,11 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from fastapi import FastAPI
 from llama_cpp.server import app as server
 from starlette.routing import compile_path
 
+from llmaas_plugins.service.application import explain_refusals
 from llmaas_plugins.service.gate import route_of
 
 APP = "/v1/llmaas/apps/mail/contexts"
@@ -54,3 +56,20 @@ def test_what_an_app_may_not_use_is_the_administrators():
     assert [route_of(path)[0].opens_to for path in ("/metrics", "/v1/llmaas/status", "/new")] == [
         "administrator"
     ] * 3
+
+
+def test_what_fails_in_a_route_is_told_in_the_form_of_a_refusal():
+    pytest.importorskip("httpx")
+    from starlette.testclient import TestClient
+
+    app = FastAPI()
+    explain_refusals(app)
+
+    @app.get("/")
+    def fail():
+        raise OSError("no room")
+
+    answer = TestClient(app, raise_server_exceptions=False).get("/")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (500, "no room")
+    assert error["type"] == "server_error"
