@@ -108,8 +108,9 @@ class ElasticModels:
             )
             return
         with self._lock:
-            watchers.add(self._rest)
-            self._block = asked.get()
+            if self._rest not in watchers:
+                self._block = asked.get()
+                watchers.add(self._rest)
             self._contexts[context.ctx] = ElasticContext(context, model)
             self._settle(self._contexts[context.ctx])
 

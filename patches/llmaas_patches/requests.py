@@ -28,7 +28,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
     """``Llama.generate``: fire the request hooks around it."""
     bind = inspect.signature(original).bind
 
-    def served(
+    @functools.wraps(original)
+    def generate(
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
         clock, n_reused = _Clock(), 0
@@ -75,15 +76,14 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             if not host.collecting.here():  # else, the next request does it
                 engine.end(end)
 
-    @functools.wraps(original)
-    def generate(self: Llama, *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
-        return _as_made(served(self, *args, **kwargs))
-
     return generate
 
 
 def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Llama._create_completion``: echoed logprobs need every token's logits, so evaluate all."""
+    """``Llama._create_completion``: streams belong to the blocks that they were made in.
+
+    Echoed logprobs need every token's logits, so evaluate all.
+    """
     bind = inspect.signature(original).bind
 
     @functools.wraps(original)
