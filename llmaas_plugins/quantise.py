@@ -14,7 +14,7 @@ import llama_cpp
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.gguf_header import read_header
 
-__all__ = ["WEIGHTS", "quantise"]
+__all__ = ["WEIGHTS", "check_original", "quantise"]
 
 WEIGHTS: Mapping[str, int] = {
     "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
@@ -47,11 +47,7 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     """
     if weights not in WEIGHTS:
         raise ConfigError(f"Unknown weights {weights!r}, expected one of {', '.join(WEIGHTS)}.")
-    others = _other_than(source, "F16", "BF16")
-    if others:
-        raise ConfigError(
-            f"{source} has {others}, expected F32, F16 or BF16: quantise its original."
-        )
+    check_original(source)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = WEIGHTS[weights]
     params.pure = True  # otherwise some matrices get more bits
@@ -74,6 +70,19 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
         return partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_original(source: Path) -> None:
+    """See that a model can be quantised.
+
+    Raises:
+        ConfigError: It is quantised already.
+    """
+    others = _other_than(source, "F16", "BF16")
+    if others:
+        raise ConfigError(
+            f"{source} has {others}, expected F32, F16 or BF16: quantise its original."
+        )
 
 
 @contextlib.contextmanager

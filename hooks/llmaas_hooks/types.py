@@ -208,9 +208,10 @@ class Levels:
         """
         for name, level in (("prefill", self.prefill), ("decode", self.decode)):
             if level is not None and not _is_level(level):
+                is_one = (self.prefill,) == (self.decode,)  # also where it is nan
+                which = "the level" if is_one else f"the level of {name}"
                 raise ConfigError(
-                    f"the level of {name} must be a number from {LEAST_LEVEL} to 1.0, "
-                    f"found {level!r}"
+                    f"{which} must be a number from {LEAST_LEVEL} to 1.0, found {level!r}"
                 )
 
     def over(self, other: Levels | None) -> Levels:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 from llmaas_plugins.cli.elastic_prepare import (
@@ -46,40 +44,33 @@ def add_parser(subparsers: Any) -> None:
         "neurons can only move in blocks of 32 or 256. LoRA adapters fit the model, not the file.",
     )
     add_prepare_options(prepare_)
-    restore_ = _add_file_action(
+    restore_ = add_model_action(
         actions,
         "restore",
         restore,
         "write the model that a prepared one was made from",
         "Write the file that a prepared one was made from, byte for byte, and verify its SHA-256. "
         "What was quantised on the way cannot be restored.",
+        is_prepared=True,
     )
     add_restore_options(restore_)
-    show_ = _add_file_action(
+    show_ = add_model_action(
         actions,
         "show",
         show,
         "print the levels of a prepared model",
         "Print a prepared model's levels: the share of the blocks' bytes that each uses, keys' and "
         "values' projections apart, and how many groups and neurons of each layer.",
+        is_prepared=True,
     )
     show_.add_argument("--json", action="store_true", help="print JSON")
-    profile_ = _add_file_action(
+    profile_ = add_model_action(
         actions,
         "profile",
         profile,
         "measure what each level costs on this machine",
         "Measure how long the first token and the others take at each level of a prepared model, "
         "by length of the prompt and number of threads, and keep that.",
+        is_prepared=True,
     )
     add_profile_options(profile_)
-
-
-def _add_file_action(
-    actions: Any, name: str, func: Any, text: str, description: str
-) -> argparse.ArgumentParser:
-    """Register an action on a prepared file."""
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
-    parser.add_argument("model", type=Path, metavar="FILE.gguf", help="the prepared model")
-    parser.set_defaults(func=func)
-    return parser

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError, StoreError
-from llmaas_plugins.cli.elastic_score import add_calibration_options, check_text, keep, scored
+from llmaas_plugins.cli.elastic_score import (
+    add_calibration_options,
+    check_text,
+    keep,
+    scored,
+    source_blocks,
+)
 from llmaas_plugins.cli.elastic_search import tried
 from llmaas_plugins.cli.offline import check_target, folder_beside, stoppable
 from llmaas_plugins.cli.output import progress_bar
@@ -39,6 +45,7 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantise",
         choices=_TYPES,
+        type=str.upper,
         metavar="TYPE",
         help="quantise the model, of F32, F16 or BF16, after its units are in order: "
         f"{', '.join(_TYPES)}",
@@ -61,7 +68,9 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
 
 def add_restore_options(parser: argparse.ArgumentParser) -> None:
     """Those of ``restore``."""
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="MODEL.gguf", required=True, help="where to"
+    )
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -69,13 +78,16 @@ def prepare(args: argparse.Namespace) -> int:
     from llmaas_plugins.elastic.prepared_file import check_is_another, write_prepared
     from llmaas_plugins.elastic.reordering import order_by
     from llmaas_plugins.elastic.units import blocks_of
+    from llmaas_plugins.quantise import check_original
 
-    blocks = _blocks_of_source(args.model)
+    blocks = source_blocks(args.model)
     target = args.output or args.model.with_suffix(".elastic.gguf")
     check_target(target, "-o")
     check_is_another(args.model, target)
     if args.scores is not None and not args.scores.is_file():
         check_target(args.scores, "--scores")
+    if args.quantise is not None:
+        check_original(args.model)
     check_text(args)
     with stoppable("what was there is as it was"):
         scores = _scores(args, blocks)
@@ -86,7 +98,8 @@ def prepare(args: argparse.Namespace) -> int:
             source = ordered if is_quantised else args.model
             writing = write_prepared(source, target, elastic, order, is_ordered=is_quantised)
             _write("writing", source, writing)
-    print(f"{target}: {target.stat().st_size / 1e6:,.0f} MB, {len(elastic.levels)} levels.")
+    size, n_levels = target.stat().st_size / 1e6, len(elastic.levels)
+    print(f"{target}: {size:,.0f} MB, {n_levels} levels: `llmaas elastic show {target}`.")
     least = elastic.blocks.share(elastic.tables["uniform"][-1])
     if least > elastic.levels[-1]:
         print(
@@ -110,27 +123,16 @@ def restore(args: argparse.Namespace) -> int:
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _blocks_of_source(model: Path) -> Blocks:
-    """Of a model that is not prepared yet."""
-    from llmaas_plugins.elastic.metadata import PREFIX
-    from llmaas_plugins.elastic.units import blocks_in
-    from llmaas_plugins.gguf_header import read_header
-
-    header = read_header(model)
-    if PREFIX in header.fields:
-        raise ConfigError(
-            f"{model} is prepared already. `llmaas elastic restore` makes its source of it."
-        )
-    return blocks_in(header, model)
-
-
 def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
     from llmaas_plugins.elastic.scores import read_scores, scores_path
 
     path = args.scores or scores_path(args.model)
     if path.exists():
         scores = read_scores(path, blocks, args.model)
-        print(f"{path}: as they were found before.")
+        found = scores.calibration
+        print(f"{path}: importance by {found.method}, {found.n_tokens:,} tokens, as found before.")
+        if args.text or args.tokens:
+            print(f"--text and --tokens do not change that; without {path} it is found anew.")
         return scores
     scores = scored(args, blocks)
     try:

@@ -85,14 +85,27 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
     from llmaas_plugins.elastic.profiling import Plan
     from llmaas_plugins.elastic.profiling import profile as measure
 
-    if not args.model.is_file():
-        raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
+    n_trained = _n_trained(args.model)
+    if n_trained is not None and args.prompts[-1] > n_trained:
+        raise ConfigError(
+            f"--prompts has {args.prompts[-1]:,} tokens, expected no more than the {n_trained:,} "
+            f"that {args.model} was trained with."
+        )
     with _opened(args) as (llama, model):
         path = latency_path(args.model, model["table"])
         check_writable(path)
         plan = Plan(args.model.name, model["table"], model["levels"], args.threads, args.prompts)
         with progress_bar("measuring", "prompt", plan.n_runs) as bar:
             return measure(llama, plan, lambda: bar.update(1)), path
+
+
+def _n_trained(model: Path) -> int | None:
+    """Tokens of the longest context a model was trained with; None: it does not say."""
+    from llmaas_plugins.gguf_header import read_header
+
+    fields = read_header(model).fields
+    found = fields.get(f"{fields.get('general.architecture')}.context_length")
+    return found if isinstance(found, int) else None
 
 
 @contextlib.contextmanager

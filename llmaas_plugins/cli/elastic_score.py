@@ -33,6 +33,7 @@ __all__ = [
     "keep",
     "score",
     "scored",
+    "source_blocks",
 ]
 
 _N_TOKENS, _N_LOSS_TOKENS = 8192, 1024
@@ -69,9 +70,8 @@ def score(args: argparse.Namespace) -> int:
     """Find a model's scores, and write them."""
     from llmaas_plugins.elastic.prepared_file import check_is_another
     from llmaas_plugins.elastic.scores import scores_path
-    from llmaas_plugins.elastic.units import blocks_of
 
-    blocks, path = blocks_of(args.model), args.output or scores_path(args.model)
+    blocks, path = source_blocks(args.model), args.output or scores_path(args.model)
     check_target(path, "-o")
     check_is_another(args.model, path)
     with stoppable("nothing was written"):
@@ -86,7 +86,7 @@ def scored(args: argparse.Namespace, blocks: Blocks) -> Scores:
     try:
         by_gradients = _gradients(args.model, windows)
     except (ImportError, ConfigError) as error:
-        print(f"no gradients: {error}")
+        print(f"no gradients ({error}): what matters is what fluctuates.")
     else:
         scores = replace(by_gradients, layers=scores.layers)
     return scores
@@ -133,6 +133,20 @@ def calibration_text(path: Path | None, model: Any, evaluator: Evaluator, n_toke
             "matters. Give it a text with `--text FILE`."
         )
     return text
+
+
+def source_blocks(model: Path) -> Blocks:
+    """Of a model that is not prepared yet."""
+    from llmaas_plugins.elastic.metadata import PREFIX
+    from llmaas_plugins.elastic.units import blocks_in
+    from llmaas_plugins.gguf_header import read_header
+
+    header = read_header(model)
+    if PREFIX in header.fields:
+        raise ConfigError(
+            f"{model} is prepared already. `llmaas elastic restore` makes its source of it."
+        )
+    return blocks_in(header, model)
 
 
 # -- inside --------------------------------------------------------------------------------------
@@ -191,7 +205,6 @@ def _tokens(path: Path, model: Any) -> Tokens:
 
 
 def _n_tokens(text: str) -> int:
-    number = int(text)
-    if number < _LEAST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{number} is below {_LEAST_TOKENS}")
-    return number
+    if not text.isdecimal() or int(text) < _LEAST_TOKENS:
+        raise argparse.ArgumentTypeError(f"expected {_LEAST_TOKENS} or more, found {text!r}")
+    return int(text)

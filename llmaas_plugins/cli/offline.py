@@ -28,12 +28,13 @@ __all__ = [
 ]
 
 
-def add_model_action(
-    actions: Any, name: str, func: Any, text: str, description: str
+def add_model_action(  # noqa: PLR0913  these are its parts
+    actions: Any, name: str, func: Any, text: str, description: str, *, is_prepared: bool = False
 ) -> argparse.ArgumentParser:
-    """Register an action on a model."""
+    """Register an action on a model, or on a prepared one."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model")
+    metavar, what = ("FILE", "the prepared model") if is_prepared else ("MODEL", "the model")
+    parser.add_argument("model", type=Path, metavar=f"{metavar}.gguf", help=what)
     parser.set_defaults(func=func)
     return parser
 

@@ -81,11 +81,17 @@ class Curves(_Model):
     held_ms: _Times
 
     def at(self, thread: int, level: int, n_tokens: int) -> float:
-        """Milliseconds, on the line through the two times beside it, or nearest to it."""
+        """Milliseconds, on the line through the two times beside it, or nearest to it.
+
+        Never less than the longest's for more tokens, nor than the shortest's share for fewer.
+        """
         numbers, times = self.n_tokens, self.ms[thread][level]
         i = min(max(int(np.searchsorted(numbers, n_tokens)) - 1, 0), len(numbers) - 2)
         slope = (times[i + 1] - times[i]) / (numbers[i + 1] - numbers[i])
-        return max(times[i] + slope * (n_tokens - numbers[i]), 0.0)
+        line = times[i] + slope * (n_tokens - numbers[i])
+        if n_tokens > numbers[-1]:
+            return max(line, times[-1])
+        return max(line, times[0] * n_tokens / numbers[0]) if n_tokens < numbers[0] else line
 
     def errors(self) -> Errors:
         """Of times between."""

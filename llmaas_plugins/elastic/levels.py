@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 from llmaas_hooks import ConfigError, Levels
-from llmaas_hooks.types import LEAST_LEVEL
 
-__all__ = ["asked", "asking", "both", "level", "level_index", "watchers"]
+__all__ = ["asked", "asking", "level", "level_index", "watchers"]
 
 _ROUNDING = 1e-9
 
@@ -45,24 +44,10 @@ def level(
     Raises:
         ConfigError: Nothing is asked for, or a level that does not exist.
     """
-    levels = Levels(prefill, decode).over(both(level))
+    levels = Levels(prefill, decode).over(Levels(level, level))
     if levels == _NOTHING:
         raise ConfigError("elastic.level() needs a level: level(0.6), or level(prefill=0.4)")
     return _block(levels)
-
-
-def both(level: float | None) -> Levels:
-    """A level of prompt and answer.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
-    try:
-        return Levels(level, level)
-    except ConfigError:  # it names the prompt's alone
-        raise ConfigError(
-            f"the level must be a number from {LEAST_LEVEL} to 1.0, found {level!r}"
-        ) from None
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from typing import Any
 
 from llmaas_hooks import ConfigError, Levels
 from llmaas_plugins.activation import active_suite
-from llmaas_plugins.elastic.levels import both
 
 __all__ = ["LevelArgument", "check_levels", "levels_in_header", "levels_of"]
 
@@ -27,7 +26,7 @@ def levels_of(value: object) -> Levels:
         return value
     if not isinstance(value, Mapping):
         number: Any = value
-        return both(number)
+        return Levels(number, number)
     if not value or not value.keys() <= _PHASES:
         found = ", ".join(map(repr, value)) or "an empty object"
         raise ConfigError(f"expected a level as 0.6, or of prefill and decode, found {found}")
@@ -44,7 +43,7 @@ def levels_in_header(text: str) -> Levels:
         prefill, *decode = map(float, text.split("/", 1))
     except ValueError:
         raise ConfigError(f"expected a level as 0.6, or as 0.4/0.8, found {text!r}") from None
-    return Levels(prefill, *decode) if decode else both(prefill)
+    return Levels(prefill, *(decode or [prefill]))
 
 
 def check_levels(levels: Levels) -> None:

@@ -104,7 +104,7 @@ def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
     path = tmp_path / "searched.gguf"
     code, printed = elastic("prepare", original, "-o", path, "--tokens", 64, "--compensate")
     assert code == 0
-    assert "scores.npz: as they were found before" in printed
+    assert "tokens, as found before" in printed
     found = read_elastic(path)
     assert set(found.tables) == {"uniform", "searched"}
     for level, widths in zip(found.levels, found.tables["searched"], strict=True):
@@ -158,7 +158,7 @@ def test_what_matters_is_kept_where_that_is_wanted_or_can_be(original, tmp_path,
     code, printed = elastic("prepare", model, *options, "--scores", scores)
     assert (code, f"{scores}: importance by" in printed) == (0, True)
     code, printed = elastic("prepare", model, *options, "--scores", scores)
-    assert (code, f"{scores}: as they were found before" in printed) == (0, True)
+    assert (code, "tokens, as found before" in printed) == (0, True)
     written = scores.read_bytes()
     scores.unlink()
     assert elastic("score", model, "--tokens", 32, "-o", scores)[0] == 0
@@ -168,7 +168,7 @@ def test_what_matters_is_kept_where_that_is_wanted_or_can_be(original, tmp_path,
 def test_a_text_has_a_least_length(original, tmp_path, elastic, monkeypatch, capfd):
     with pytest.raises(SystemExit):
         elastic("prepare", original, "--tokens", 5)
-    assert "--tokens: 5 is below 32" in capfd.readouterr().err
+    assert "--tokens: expected 32 or more, found" in capfd.readouterr().err
     monkeypatch.setattr(elastic_score, "_LEAST_TEXT", 33)
     code, printed = elastic("score", original, "--tokens", 32, "-o", tmp_path / "x")
     assert (code, "expected 33 or more" in printed) == (2, True)

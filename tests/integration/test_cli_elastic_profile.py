@@ -58,10 +58,12 @@ def test_what_cannot_be_measured(run, reference_model, tmp_path, capsys):
         run(reference_model)
     with pytest.raises(ConfigError, match="two lengths or more"):
         run(reference_model, "--prompts", "32")
-    with pytest.raises(ConfigError, match="found no file"):
+    with pytest.raises(StoreError, match=r"cannot read .*No such file"):
         run(tmp_path / "nothing.gguf")
     with pytest.raises(ConfigError, match=r"has 32 and 33, and no length between .* Leave one"):
         run(reference_model, "--prompts", "8,32,33,100")
+    with pytest.raises(ConfigError, match=r"has 1,025 tokens, .* more than the 1,024 that"):
+        run(reference_model, "--prompts", "8,1025")
     for wrong in ("4,32", "8,900000000", "many"):
         with pytest.raises(SystemExit):
             run(reference_model, "--prompts", wrong)
@@ -83,8 +85,8 @@ def test_a_context_without_room_and_a_table_that_is_missing_are_said(run, model,
         raise ValueError("Failed to create llama_context")
 
     monkeypatch.setattr("llama_cpp.Llama", refuse)
-    with pytest.raises(ConfigError, match=r"context of 5,000,010 tokens: Fail.*take shorter --pro"):
-        run(model, "--prompts", "8,5000000")
+    with pytest.raises(ConfigError, match=r"context of 910 tokens: Fail.*take shorter --pro"):
+        run(model, "--prompts", "8,900")
 
 
 def test_a_place_that_cannot_be_written_to_is_said_before_measuring(
