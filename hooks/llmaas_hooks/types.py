@@ -208,7 +208,7 @@ class Levels:
         """
         for name, level in (("prefill", self.prefill), ("decode", self.decode)):
             if level is not None and not _is_level(level):
-                is_one = (self.prefill,) == (self.decode,)  # also where it is nan
+                is_one = repr(self.prefill) == repr(self.decode)  # also where it is nan
                 which = "the level" if is_one else f"the level of {name}"
                 raise ConfigError(
                     f"{which} must be a number from {LEAST_LEVEL} to 1.0, found {level!r}"
