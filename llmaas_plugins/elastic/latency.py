@@ -1,8 +1,8 @@
 """What levels cost on this machine: the time to the first token, and of each one after it.
 
 Measured once, by ``profiling``, and kept in a file; whoever chooses a level for a deadline reads it
-(ElastiLM §3.4). Between two lengths times are taken to be linear. How far that is off was measured,
-too, at lengths in between.
+(ElastiLM §3.4). Between two lengths times are taken to be linear. How far that is off is told by
+lengths in between, which are left out for that, and then made use of, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Curves(_Model):
         n_tokens: Two numbers or more, ascending.
         ms: Medians; ``(n_threads, n_levels, n)``.
         spread_ms: From the shortest to the longest time; likewise.
-        held: Numbers in between that are not interpolated from.
+        held: Numbers in between, which tell how good times are that are interpolated without them.
         held_ms: Medians there; ``(n_threads, n_levels, n_held)``.
     """
 
@@ -85,21 +85,17 @@ class Curves(_Model):
 
         Never less than the longest's for more tokens, nor than the shortest's share for fewer.
         """
-        numbers, times = self.n_tokens, self.ms[thread][level]
-        i = min(max(int(np.searchsorted(numbers, n_tokens)) - 1, 0), len(numbers) - 2)
-        slope = (times[i + 1] - times[i]) / (numbers[i + 1] - numbers[i])
-        line = times[i] + slope * (n_tokens - numbers[i])
-        if n_tokens > numbers[-1]:
-            return max(line, times[-1])
-        return max(line, times[0] * n_tokens / numbers[0]) if n_tokens < numbers[0] else line
+        measured = dict(zip(self.n_tokens, self.ms[thread][level], strict=True))
+        measured |= zip(self.held, self.held_ms[thread][level], strict=True)
+        return _between(measured, n_tokens)
 
     def errors(self) -> Errors:
-        """Of times between."""
+        """Of times between, without those that were held out."""
         errors = [
-            abs(self.at(thread, level, n_tokens) - measured) / max(measured, 1e-9)
-            for thread, levels in enumerate(self.held_ms)
-            for level, times in enumerate(levels)
-            for n_tokens, measured in zip(self.held, times, strict=True)
+            abs(_between(dict(zip(self.n_tokens, times, strict=True)), n) - ms) / max(ms, 1e-9)
+            for by_level in zip(self.ms, self.held_ms, strict=True)
+            for times, held in zip(*by_level, strict=True)
+            for n, ms in zip(self.held, held, strict=True)
         ]
         return Errors(median=statistics.median(errors), largest=max(errors))
 
@@ -277,6 +273,16 @@ def _written(path: Path) -> Iterator[None]:
     with as_store_error(f"cannot write {path}", f" Make {path.parent} a folder with room for it."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield
+
+
+def _between(ms: Mapping[int, float], n_tokens: int) -> float:
+    numbers, times = zip(*sorted(ms.items()), strict=True)
+    i = min(max(int(np.searchsorted(numbers, n_tokens)) - 1, 0), len(numbers) - 2)
+    slope = (times[i + 1] - times[i]) / (numbers[i + 1] - numbers[i])
+    line: float = times[i] + slope * (n_tokens - numbers[i])
+    if n_tokens > numbers[-1]:
+        return max(line, times[-1])
+    return max(line, times[0] * n_tokens / numbers[0]) if n_tokens < numbers[0] else line
 
 
 def _digest(times: Mapping[str, Any]) -> str:

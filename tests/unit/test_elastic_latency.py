@@ -49,7 +49,9 @@ def test_times_are_linear_between_lengths_and_beyond_them():
     assert times.ttft_ms(1.0, 1024, 2) == 516.0
     assert times.ttft_ms(0.5, 0, 2) == 0.0
     assert times.ttft_ms(0.9, 128, 2) == times.ttft_ms(0.5, 128, 2) == 40.0  # the narrower one
+    assert times.ttft_ms(0.5, 256, 2) == 79.0  # the line from 128 to 512 is at 83
     assert times.tpot_ms(0.5, 272, 2) == 2.0
+    assert times.tpot_ms(1.0, 0, 2) < times.tpot_ms(1.0, 32, 2)
 
 
 def test_errors_are_those_at_lengths_that_were_held_out():
