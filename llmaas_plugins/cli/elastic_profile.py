@@ -42,9 +42,9 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         type=_numbers(_LEAST_PROMPT, _MOST_PROMPT),
-        default=(32, 128, 512),
+        default=(32, 64, 128, 256, 512),
         metavar="N,…",
-        help="lengths of prompts in tokens, two or more (default 32,128,512)",
+        help="lengths of prompts in tokens, two or more (default 32,64,128,256,512)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
