@@ -127,12 +127,7 @@ def calibration_text(path: Path | None, model: Any, evaluator: Evaluator, n_toke
         return _tokens(path, model)
     with progress_bar("text", "token", n_tokens) as bar:
         text = evaluator.say(n_tokens, _SEED, bar.update)
-    if len(text) < _LEAST_TEXT:
-        raise ConfigError(
-            f"the model says {len(text)} tokens, expected {_LEAST_TEXT} or more to see with what "
-            "matters. Give it a text with `--text FILE`."
-        )
-    return text
+    return _long_enough(text, "the model says", "Give it a text with `--text FILE`.")
 
 
 def source_blocks(model: Path) -> Blocks:
@@ -196,10 +191,14 @@ def _tokens(path: Path, model: Any) -> Tokens:
     import numpy as np
 
     text = np.array(model.tokenize(content_of(path), False, False), np.int32)
+    return _long_enough(text, f"{path} has", "Give a longer text.")
+
+
+def _long_enough(text: Tokens, whose: str, then: str) -> Tokens:
     if len(text) < _LEAST_TEXT:
         raise ConfigError(
-            f"{path} has {len(text)} tokens, expected {_LEAST_TEXT} or more to see with what "
-            "matters. Give a longer text."
+            f"{whose} {len(text)} tokens, expected {_LEAST_TEXT} or more to see with what matters. "
+            f"{then}"
         )
     return text
 
