@@ -16,9 +16,15 @@ test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load -n auto --dist worksteal --durations=10
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
 
-# The long forms: a thousand kills, ten thousand damaged stores, half an hour of mixed load with faults.
+# The long forms: thousands of kills, damaged stores, collections, forks and fuzzed bodies, half an hour of mixed load with
+# faults; up to four hours. Stop it at any time: it goes on with what has not passed yet. SOAK=-k\ kills runs a part of it.
+soak: export PYTHONDONTWRITEBYTECODE =
+soak: export GGML_NO_BACKTRACE = 1
+soak: export OMP_WAIT_POLICY = passive
 soak: setup $(VENV)/.clients
-	GGML_NO_BACKTRACE=1 LLMAAS_SOAK=1 $(BIN)/pytest -m soak --durations=0
+	mkdir -p build
+	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl -n 2 --dist worksteal --ignore=tests/load $(SOAK) || [ $$? = 5 ]
+	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl tests/load $(SOAK) || [ $$? = 5 ]
 
 # llama-cpp-python's own tests, from its sdist, without and with the plugins. Needs the network.
 peer-tests: setup $(VENV)/.clients

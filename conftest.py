@@ -23,15 +23,19 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Our own option."""
+    """Add our own options."""
     parser.addoption("--write-compat", action="store_true", help="rewrite docs/compatibility.md")
+    parser.addoption("--soak-log", metavar="FILE", help="go on from this log of soak tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gather the cells of docs/compatibility.md."""
+    """Gather the cells of docs/compatibility.md, and the times of soak tests."""
     from compat import CompatTables
+    from soak_log import SoakLog
 
     config.pluginmanager.register(CompatTables(), "compat-tables")
+    if path := config.getoption("--soak-log"):
+        config.pluginmanager.register(SoakLog(path), "soak-log")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,8 @@ from soak import scale
 from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.checking import check_store
 
+STORES = scale(120, 1000)
+"""Stores in a part."""
 FILES = ("chunks.slab", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 
 
@@ -141,11 +143,12 @@ def outcome(directory, look_first):
 
 
 @pytest.mark.soak
-def test_damaged_stores_give_no_wrong_cells_and_go_on(originals, tmp_path):
+@pytest.mark.parametrize("part", range(scale(1, 20)))
+def test_damaged_stores_give_no_wrong_cells_and_go_on(originals, tmp_path, part):
     logging.getLogger("llmaas").setLevel(logging.CRITICAL)
     seen = collections.Counter()
     try:
-        for seed in range(scale(120, 10_000)):
+        for seed in range(part * STORES, (part + 1) * STORES):
             rng = np.random.default_rng(seed)
             directory = tmp_path / "kv"
             directory.mkdir(mode=0o700)
