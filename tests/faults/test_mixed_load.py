@@ -267,7 +267,7 @@ def test_mixed_load_with_faults(tmp_path, library, vanilla_peak, expected, codec
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("part", "kind"), FOURS)
-def test_mixed_load_of_all_four_plugins(tmp_path, library, vanilla_peak, four, part, kind):
+def test_mixed_load_of_all_four_plugins(tmp_path, library, four, part, kind):
     model, parts = four
     values = {
         "exact": {"codec": "lossless", "kv": KV, "mix": "false"},

@@ -25,8 +25,8 @@ from soak import scale
 
 from llmaas_plugins.kv_chunks.checking import check_store
 
-# Kills under each setting, whose replies are stock llama.cpp's if all bits of cells are. `make soak`
-# does each ten times: two thousand kills.
+# Kills under each setting, whose replies are stock llama.cpp's if all bits of cells are. There are
+# two thousand in ten parts of `make soak`.
 PARTS = range(scale(1, 10))
 SETTINGS = {
     "lossless": (scale(5, 80), {"codec": "lossless", "ram_budget": "1 MiB"}),
