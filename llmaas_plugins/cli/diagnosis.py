@@ -82,11 +82,12 @@ def _engine() -> Finding:
     except (ImportError, OSError, RuntimeError) as error:  # its shared library is missing or odd
         return Finding("versions", name, None, None, f"cannot be imported: {error}", step)
     found = llama_cpp.__version__
-    value = f"{found} (needed: {compat.VERSION_RANGE}, tested: {compat.TESTED_VERSION})"
+    tested = ", ".join(compat.TESTED_VERSIONS)
+    value = f"{found} (needed: {compat.VERSION_RANGE}, tested: {tested})"
     try:
         compat.check_version()
     except LlmaasError as error:
-        step = f"pip install llama-cpp-python=={compat.TESTED_VERSION}"
+        step = f"pip install llama-cpp-python=={compat.NEWEST_VERSION}"
         return Finding("versions", name, value, None, str(error), step)
     return Finding("versions", name, value)
 
@@ -119,7 +120,7 @@ def _patches() -> list[Finding]:
         return [Finding("patches", "all", None, None, f"cannot be checked: {error}", step)]
     findings = []
     for target, problem in patcher.check(table.PATCHES):
-        cure = None if problem is None else "install the version named as tested above"
+        cure = None if problem is None else "install a version named as tested above"
         findings.append(Finding("patches", target, None, None, problem, cure))
     return findings
 

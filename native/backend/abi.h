@@ -1,18 +1,19 @@
-/* ggml's backend interface, which llama-cpp-python does not install: what version 2 of it looks like in memory.
+/* ggml's backend interface, which llama-cpp-python does not install: what versions 2 and 3 of it look like in memory. Only
+ * buffer types differ.
  *
  * llmaas_abi_problem() compares these declarations with the ggml of this process before anything else uses them. */
 #ifndef LLMAAS_ABI_H
 #define LLMAAS_ABI_H
 
-#include "ggml-backend.h"
-#include "ggml-cpu.h"
-#include "ggml.h"
+#include "ops.h"
 
-#include <stdbool.h>
 #include <stddef.h>
-#include <stdint.h>
 
-#define LLMAAS_BACKEND_API_VERSION 2
+#define LLMAAS_OLDEST_API 2
+#define LLMAAS_NEWEST_API 3
+
+/* Version of the backend interface of this process' ggml. */
+int llmaas_api_version(void);
 
 /* NULL, or one sentence: how the ggml of this process differs. */
 const char * llmaas_abi_problem(void);
@@ -20,19 +21,30 @@ const char * llmaas_abi_problem(void);
 /* Interfaces that we only pass on are left opaque. */
 typedef void (*llmaas_opaque)(void);
 
-struct ggml_backend_buffer_type_i {
+/* A buffer type of version 2. ggml_backend_buffer_type itself stays incomplete: it is one of the two. */
+struct llmaas_buffer_type_2 {
     const char * (*get_name)(ggml_backend_buffer_type_t);
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t size);
     size_t (*get_alignment)(ggml_backend_buffer_type_t);
-    size_t (*get_max_size)(ggml_backend_buffer_type_t);
-    size_t (*get_alloc_size)(ggml_backend_buffer_type_t, const struct ggml_tensor *);
+    llmaas_opaque get_max_size;
+    llmaas_opaque get_alloc_size;
     bool (*is_host)(ggml_backend_buffer_type_t);
+    ggml_backend_dev_t device;
+    void *             context;
 };
 
-struct ggml_backend_buffer_type {
-    struct ggml_backend_buffer_type_i iface;
-    ggml_backend_dev_t                device;
-    void *                            context;
+/* Version 3 adds two slots for lists of tensors; ggml goes through a list by itself where they are NULL. */
+struct llmaas_buffer_type_3 {
+    const char * (*get_name)(ggml_backend_buffer_type_t);
+    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t size);
+    llmaas_opaque alloc_buffer_n;
+    size_t (*get_alignment)(ggml_backend_buffer_type_t);
+    llmaas_opaque get_max_size;
+    llmaas_opaque get_alloc_size;
+    llmaas_opaque get_alloc_size_n;
+    bool (*is_host)(ggml_backend_buffer_type_t);
+    ggml_backend_dev_t device;
+    void *             context;
 };
 
 struct ggml_backend_buffer_i {

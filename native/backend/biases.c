@@ -59,7 +59,7 @@ static bool is_plain(const struct ggml_tensor * tensor, const struct ggml_tensor
 }
 
 static bool pay_in(llmaas_graph * graph, const struct ggml_tensor * node, const llmaas_owed * owed) {
-    if (node->op != GGML_OP_ADD || !is_plain(node, owed->to)) {
+    if (llmaas_op_of(node) != LLMAAS_OP_ADD || !is_plain(node, owed->to)) {
         return false;
     }
     const struct ggml_tensor * other = node->src[0] == owed->to ? node->src[1] : node->src[0];
@@ -84,8 +84,8 @@ static bool reads(const struct ggml_tensor * node, const struct ggml_tensor * te
 
 /* Some of its rows lack what it lacks. */
 static bool hand_on(llmaas_owed * owed, const struct ggml_cgraph * original, struct ggml_tensor * node) {
-    const bool is_handed = node->op == GGML_OP_GET_ROWS && node->src[0] == owed->to && node->type == GGML_TYPE_F32 &&
-                           has_one_reader(original, node);
+    const bool is_handed = llmaas_op_of(node) == LLMAAS_OP_GET_ROWS && node->src[0] == owed->to &&
+                           node->type == GGML_TYPE_F32 && has_one_reader(original, node);
     owed->to = is_handed ? node : owed->to;
     return is_handed;
 }

@@ -122,10 +122,13 @@ static bool is_host(ggml_backend_buffer_type_t type) {
     return false;
 }
 
+#define SLOTS .get_name = get_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host
+
+/* Each as large as the largest, so that nothing is read behind it before the layouts are compared. */
 ggml_backend_buffer_type_t llmaas_buffers(void) {
-    static struct ggml_backend_buffer_type type = {
-        .iface = {
-            .get_name = get_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host},
-        .device = &llmaas_device};
-    return &type;
+    static union {
+        struct llmaas_buffer_type_2 as_2;
+        struct llmaas_buffer_type_3 as_3;
+    } two = {.as_2 = {SLOTS, .device = &llmaas_device}}, three = {.as_3 = {SLOTS, .device = &llmaas_device}};
+    return (ggml_backend_buffer_type_t) (llmaas_api_version() == 2 ? &two : &three);
 }

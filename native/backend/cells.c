@@ -13,7 +13,7 @@
 
 /* The key cache that a node views, as attention and position shifts do: [d, n_head, n_cells, n_stream]. */
 static const struct ggml_tensor * viewed_keys(const struct ggml_tensor * node) {
-    const struct ggml_tensor * root = node->op == GGML_OP_VIEW ? node->view_src : NULL;
+    const struct ggml_tensor * root = llmaas_op_of(node) == LLMAAS_OP_VIEW ? node->view_src : NULL;
     return root && root->buffer && strncmp(root->name, "cache_k_l", 9) == 0 ? root : NULL;
 }
 

@@ -409,7 +409,7 @@ static void multiply(void * arg, int ith, int nth) {
 }
 
 bool llmaas_columns_fit(const struct ggml_tensor * node) {
-    return node->op == GGML_OP_MUL_MAT && ggml_nrows(node->src[1]) == 1 && node->src[1]->type == GGML_TYPE_F32;
+    return llmaas_op_of(node) == LLMAAS_OP_MUL_MAT && ggml_nrows(node->src[1]) == 1 && node->src[1]->type == GGML_TYPE_F32;
 }
 
 bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * graph, struct ggml_tensor * node) {

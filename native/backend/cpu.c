@@ -21,7 +21,7 @@ bool llmaas_cpu_multiplies(ggml_backend_buffer_type_t type, const struct ggml_te
     struct ggml_tensor         x       = {.type = GGML_TYPE_F32, .ne = {weight->ne[0], 4, 1, 1}};
     struct ggml_tensor         product = {.type = GGML_TYPE_F32, .ne = {weight->ne[1], 4, 1, 1}, .src = {&there, &x}};
     there.buffer = &buffer;
-    product.op   = weight->ne[2] > 1 ? GGML_OP_MUL_MAT_ID : GGML_OP_MUL_MAT;
+    product.op   = llmaas_op_number(weight->ne[2] > 1 ? LLMAAS_OP_MUL_MAT_ID : LLMAAS_OP_MUL_MAT);
     return ggml_backend_dev_supports_op(llmaas_cpu_device(), &product);
 }
 

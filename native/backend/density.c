@@ -4,6 +4,7 @@
  * memory, and the last one to finish a node adds everybody's up by position. Only that one touches the totals and the
  * maps from cells to positions, under the mutex that read() takes. */
 #include "density_cells.h"
+#include "ops.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -110,7 +111,7 @@ static void merge(llmaas_density * density, const llmaas_attention * node, int n
 
 /* A graph's inputs are there before it is computed. */
 static bool is_input(const struct ggml_tensor * tensor) {
-    return !tensor || (tensor->view_src ? tensor->view_src : tensor)->op == GGML_OP_NONE;
+    return !tensor || llmaas_op_of(tensor->view_src ? tensor->view_src : tensor) == LLMAAS_OP_NONE;
 }
 
 /* A few tokens of which no query is looked at in this layer: all that is to be done is to remember their cells. */

@@ -2,6 +2,7 @@
 
 #include "density_math.h"
 #include "ggml-cpu.h"
+#include "ops.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -15,7 +16,7 @@ enum { MAX_KEYS_BYTES = 2 << 20 };
 
 llmaas_attention llmaas_attention_of(const llmaas_tap_view * view) {
     const struct ggml_tensor * node     = view->node;
-    const bool                 is_flash = node->op == GGML_OP_FLASH_ATTN_EXT;
+    const bool                 is_flash = llmaas_op_of(node) == LLMAAS_OP_FLASH_ATTN_EXT;
     const struct ggml_tensor * query    = is_flash ? node->src[0] : node;
     return (llmaas_attention){
         .view      = view,

@@ -103,14 +103,14 @@ static void rewrite_lookup(llmaas_engine * engine, struct ggml_tensor * node) {
 }
 
 static void rewrite_other(llmaas_engine * engine, struct ggml_tensor * node) {
-    switch (node->op) {
-        case GGML_OP_GET_ROWS:
+    switch (llmaas_op_of(node)) {
+        case LLMAAS_OP_GET_ROWS:
             rewrite_lookup(engine, node);
             break;
-        case GGML_OP_FLASH_ATTN_EXT:
+        case LLMAAS_OP_FLASH_ATTN_EXT:
             rewrite_flash(engine, node);
             break;
-        case GGML_OP_SOFT_MAX:
+        case LLMAAS_OP_SOFT_MAX:
             llmaas_graph_append(engine->graph, node);
             engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node, 0);
             break;
@@ -125,7 +125,7 @@ static void rewrite_node(
     if (llmaas_biases_settle(&engine->biases, engine->graph, original, node)) {
         return;
     }
-    if (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) {
+    if (llmaas_is_product(node)) {
         rewrite_product(engine, level, original, node);
         return;
     }

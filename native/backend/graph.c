@@ -157,7 +157,7 @@ bool llmaas_graph_step(llmaas_graph * graph, llmaas_step run, const void * arg, 
     step->run = run;
     memcpy(step->arg, arg, size);
     const struct llmaas_custom_params custom = {.fun = run_step, .n_tasks = GGML_N_TASKS_MAX, .userdata = step};
-    node->op = GGML_OP_CUSTOM;
+    node->op = llmaas_op_number(LLMAAS_OP_CUSTOM);
     memcpy(node->op_params, &custom, sizeof custom);
     llmaas_graph_append(graph, node);
     return true;

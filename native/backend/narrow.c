@@ -17,10 +17,10 @@ static const llmaas_seen * seen_by(const llmaas_narrow * narrow, const struct gg
 }
 
 static const struct ggml_tensor * mask_of(const struct ggml_tensor * node) {
-    switch (node->op) {
-        case GGML_OP_FLASH_ATTN_EXT:
+    switch (llmaas_op_of(node)) {
+        case LLMAAS_OP_FLASH_ATTN_EXT:
             return node->src[3];
-        case GGML_OP_SOFT_MAX:
+        case LLMAAS_OP_SOFT_MAX:
             return node->src[1];
         default:
             return NULL;
@@ -36,7 +36,7 @@ bool llmaas_narrow_read(llmaas_narrow * narrow, const struct ggml_cgraph * graph
         const struct ggml_tensor * mask = mask_of(graph->nodes[i]);
         if (llmaas_mask_is_readable(mask) && !seen_by(narrow, mask)) {
             llmaas_seen seen = llmaas_mask_read(mask);
-            if (graph->nodes[i]->op == GGML_OP_SOFT_MAX) {
+            if (llmaas_op_of(graph->nodes[i]) == LLMAAS_OP_SOFT_MAX) {
                 llmaas_mask_find_runs(&seen);
             }
             is_any = is_any || seen.is_narrow || seen.has_holes || seen.n_runs > 0;
@@ -133,8 +133,8 @@ struct ggml_tensor * llmaas_narrow_flash(
 /* llama.cpp's names for what nobody but the next node reads. */
 static bool is_attention(
     const struct ggml_tensor * scores, const struct ggml_tensor * probabilities, const struct ggml_tensor * result) {
-    return scores->op == GGML_OP_MUL_MAT && probabilities->op == GGML_OP_SOFT_MAX && result->op == GGML_OP_MUL_MAT &&
-           probabilities->src[0] == scores && result->src[1] == probabilities &&
+    return llmaas_op_of(scores) == LLMAAS_OP_MUL_MAT && llmaas_op_of(probabilities) == LLMAAS_OP_SOFT_MAX &&
+           llmaas_op_of(result) == LLMAAS_OP_MUL_MAT && probabilities->src[0] == scores && result->src[1] == probabilities &&
            strncmp(probabilities->name, "kq_soft_max", 11) == 0 &&
            !((scores->flags | probabilities->flags) & GGML_TENSOR_FLAG_OUTPUT) &&
            ggml_is_contiguous(scores) && ggml_is_contiguous(probabilities) && ggml_blck_size(result->src[0]->type) == 1;
@@ -142,7 +142,7 @@ static bool is_attention(
 
 const llmaas_seen * llmaas_narrow_attention(
     const llmaas_narrow * narrow, const struct ggml_cgraph * original, int i) {
-    if (i + 2 >= original->n_nodes || original->nodes[i + 1]->op != GGML_OP_SOFT_MAX) {
+    if (i + 2 >= original->n_nodes || llmaas_op_of(original->nodes[i + 1]) != LLMAAS_OP_SOFT_MAX) {
         return NULL;
     }
     const struct ggml_tensor * scores = original->nodes[i];

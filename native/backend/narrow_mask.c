@@ -54,7 +54,7 @@ static int64_t count_hidden(const char * row, size_t size, uint64_t word, int64_
 
 /* Whether the values are there before the graph is computed, and one mask is for all heads and streams. */
 bool llmaas_mask_is_readable(const struct ggml_tensor * mask) {
-    return mask && mask->op == GGML_OP_NONE && mask->data && ggml_is_contiguous(mask) &&
+    return mask && llmaas_op_of(mask) == LLMAAS_OP_NONE && mask->data && ggml_is_contiguous(mask) &&
            mask->ne[2] * mask->ne[3] == 1 && (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32);
 }
 

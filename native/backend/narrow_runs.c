@@ -70,7 +70,7 @@ static void add(llmaas_graph * graph, const struct ggml_tensor * result, struct 
     struct ggml_tensor * sum   = llmaas_graph_copy(graph, result);
     struct ggml_tensor * so_far = llmaas_graph_copy(graph, result);
     if (sum && so_far) {
-        sum->op = GGML_OP_ADD;
+        sum->op = llmaas_op_number(LLMAAS_OP_ADD);
         memset(sum->op_params, 0, sizeof sum->op_params);
         sum->src[0] = so_far;
         sum->src[1] = part;

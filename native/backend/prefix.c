@@ -151,7 +151,7 @@ static bool visit_product(
 static bool visit(
     llmaas_prefixes * prefixes, const llmaas_weights * weights, int32_t level, const struct ggml_cgraph * graph,
     const struct ggml_tensor * node) {
-    const bool            is_product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+    const bool            is_product = llmaas_is_product(node);
     const llmaas_weight * weight     = is_product ? llmaas_weights_find(weights, node->src[0]) : NULL;
     const llmaas_prefix * operand    = read_operands(prefixes, node);
     if (weight && weight->is_claimed) {
@@ -190,9 +190,9 @@ static void close_gaps(struct ggml_tensor * tensor) {
 /* Where its values are: those of a view are another tensor's. */
 static void lay_out(struct ggml_tensor * node, const struct ggml_tensor * from) {
     close_gaps(node);
-    if (node->op == GGML_OP_RESHAPE || node->op == GGML_OP_VIEW) {
+    if (llmaas_op_of(node) == LLMAAS_OP_RESHAPE || llmaas_op_of(node) == LLMAAS_OP_VIEW) {
         node->data = from->data;
-    } else if (node->op == GGML_OP_PERMUTE) {
+    } else if (llmaas_op_of(node) == LLMAAS_OP_PERMUTE) {
         for (int i = 0; i < GGML_MAX_DIMS; i++) {
             node->nb[node->op_params[i]] = from->nb[i];
         }

@@ -116,31 +116,31 @@ bool llmaas_prefix_follow(
     to->axis   = from->axis;
     to->period = from->period;
     to->n      = from->n;
-    switch (node->op) {
-        case GGML_OP_ADD:
-        case GGML_OP_MUL:
-        case GGML_OP_GLU:
+    switch (llmaas_op_of(node)) {
+        case LLMAAS_OP_ADD:
+        case LLMAAS_OP_MUL:
+        case LLMAAS_OP_GLU:
             return follow_elements(prefixes, node, from);
-        case GGML_OP_SCALE:
-        case GGML_OP_UNARY:
+        case LLMAAS_OP_SCALE:
+        case LLMAAS_OP_UNARY:
             return true;
-        case GGML_OP_RMS_NORM:
+        case LLMAAS_OP_RMS_NORM:
             return from->axis > 0;
-        case GGML_OP_ROPE:
+        case LLMAAS_OP_ROPE:
             return from->axis == 1 && is_alone(prefixes, node, 0, from);
-        case GGML_OP_PERMUTE:
+        case LLMAAS_OP_PERMUTE:
             to->axis = node->op_params[from->axis];
             return true;
-        case GGML_OP_VIEW:
+        case LLMAAS_OP_VIEW:
             return is_reshape(node) && follow_shape(node, from, to);
-        case GGML_OP_RESHAPE:
-        case GGML_OP_CONT:
+        case LLMAAS_OP_RESHAPE:
+        case LLMAAS_OP_CONT:
             return follow_shape(node, from, to);
-        case GGML_OP_MUL_MAT:
+        case LLMAAS_OP_MUL_MAT:
             return is_alone(prefixes, node, 1, from) && follow_product(node, from);
-        case GGML_OP_SOFT_MAX:
+        case LLMAAS_OP_SOFT_MAX:
             return is_alone(prefixes, node, 0, from) && follow_soft_max(node, from);
-        case GGML_OP_FLASH_ATTN_EXT:
+        case LLMAAS_OP_FLASH_ATTN_EXT:
             to->axis = 1;
             return is_alone(prefixes, node, 0, from) && follow_flash(node, from);
         default:
@@ -150,16 +150,16 @@ bool llmaas_prefix_follow(
 
 int64_t llmaas_prefix_cut(const struct ggml_tensor * node, int i, const llmaas_prefix * of_node, int * axis) {
     const struct ggml_tensor * operand = node->src[i];
-    switch (node->op) {
-        case GGML_OP_ADD:
-        case GGML_OP_MUL:
-        case GGML_OP_GLU:
+    switch (llmaas_op_of(node)) {
+        case LLMAAS_OP_ADD:
+        case LLMAAS_OP_MUL:
+        case LLMAAS_OP_GLU:
             *axis = of_node->axis;
             return operand->ne[*axis] > 1 ? of_node->n : 0;
-        case GGML_OP_MUL_MAT:
+        case LLMAAS_OP_MUL_MAT:
             *axis = 2;
             return i == 0 && of_node->axis == 2 && operand->ne[2] > 1 ? of_node->n / (node->ne[2] / operand->ne[2]) : 0;
-        case GGML_OP_FLASH_ATTN_EXT:
+        case LLMAAS_OP_FLASH_ATTN_EXT:
             *axis = 2;
             return (i == 1 || i == 2) && operand->ne[2] > 1 ? of_node->n / (node->ne[1] / operand->ne[2]) : 0;
         default:

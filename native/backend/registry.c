@@ -104,9 +104,9 @@ static bool supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
     struct ggml_tensor weight = *op->src[0], plain = *op;
     weight.buffer = NULL;
     plain.src[0]  = &weight;
-    const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;
-    const bool is_lookup  = op->op == GGML_OP_GET_ROWS && op->src[1]->type == GGML_TYPE_I32 && ggml_is_vector(op->src[1]);
-    return ((is_product && op->src[1]->type == GGML_TYPE_F32) || is_lookup) &&
+    const bool is_lookup =
+        llmaas_op_of(op) == LLMAAS_OP_GET_ROWS && op->src[1]->type == GGML_TYPE_I32 && ggml_is_vector(op->src[1]);
+    return ((llmaas_is_product(op) && op->src[1]->type == GGML_TYPE_F32) || is_lookup) &&
            ggml_backend_dev_supports_op(llmaas_cpu_device(), &plain);
 }
 
@@ -139,11 +139,10 @@ static void * reg_proc_address(ggml_backend_reg_t reg, const char * name) {
 }
 
 static struct ggml_backend_reg registry = {
-    .api_version = LLMAAS_BACKEND_API_VERSION,
-    .iface       = {.get_name         = reg_name,
-                    .get_device_count = reg_device_count,
-                    .get_device       = reg_device,
-                    .get_proc_address = reg_proc_address},
+    .iface = {.get_name         = reg_name,
+              .get_device_count = reg_device_count,
+              .get_device       = reg_device,
+              .get_proc_address = reg_proc_address},
 };
 
 struct ggml_backend_device llmaas_device = {
@@ -164,6 +163,7 @@ static void register_device(void) {
     const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
     cpu_proc_address = cpu->iface.get_proc_address;
     __atomic_store_n(&cpu->iface.get_proc_address, get_cpu_proc_address, __ATOMIC_SEQ_CST);
+    registry.api_version = cpu->api_version;
     ggml_backend_register(&registry);
     is_registered = true;
 }

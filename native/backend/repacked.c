@@ -382,7 +382,7 @@ static struct product product_of(const struct layout * layout, const struct ggml
         .n_cols        = n_cols,
         .n_experts     = weight->ne[2],
         .input         = node->src[1],
-        .ids           = node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : NULL,
+        .ids           = llmaas_op_of(node) == LLMAAS_OP_MUL_MAT_ID ? node->src[2] : NULL,
         .output        = node,
         .row_size      = ggml_row_size(layout->activations, n_cols),
     };

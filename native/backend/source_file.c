@@ -184,7 +184,7 @@ static bool multiply(
     const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
     const struct state * state = weight->state;
     if (state->stack) {
-        return node->op == GGML_OP_MUL_MAT_ID && multiply_experts(state, graph, node, n_rows, n_columns);
+        return llmaas_op_of(node) == LLMAAS_OP_MUL_MAT_ID && multiply_experts(state, graph, node, n_rows, n_columns);
     }
     if (state->columns.operand && n_rows == state->as.ne[1] && n_columns == state->as.ne[0] && llmaas_columns_fit(node)) {
         return llmaas_columns_multiply(&state->columns, graph, node);

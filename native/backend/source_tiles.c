@@ -150,7 +150,7 @@ static struct ggml_tensor * columns_of(llmaas_graph * graph, const struct ggml_t
     void * memory = llmaas_graph_scratch(graph, 0, (size_t) (n * x->ne[1] * x->ne[2] * x->ne[3]) * sizeof(float));
     struct ggml_tensor * copy = memory ? llmaas_graph_tensor(graph, n, x->ne[1], x->ne[2], x->ne[3], memory) : NULL;
     if (copy) {
-        copy->op     = GGML_OP_CONT;
+        copy->op     = llmaas_op_number(LLMAAS_OP_CONT);
         copy->src[0] = view;
         llmaas_graph_append(graph, copy);
     }
@@ -165,7 +165,7 @@ static bool add(llmaas_graph * graph, struct ggml_tensor * sum, struct ggml_tens
     }
     memset(added->op_params, 0, sizeof added->op_params);
     memset(added->src, 0, sizeof added->src);
-    added->op     = GGML_OP_ADD;
+    added->op     = llmaas_op_number(LLMAAS_OP_ADD);
     added->src[0] = sum;
     added->src[1] = product;
     llmaas_graph_append(graph, added);

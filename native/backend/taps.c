@@ -42,11 +42,11 @@ static int cache_layer(const struct ggml_tensor * tensor) {
 
 /* What a node says about where tokens go: their positions or their cells; NULL: nothing. */
 static struct ggml_tensor * positions_of(const struct ggml_tensor * node) {
-    return node->op == GGML_OP_ROPE && node->src[1]->type == GGML_TYPE_I32 ? node->src[1] : NULL;
+    return llmaas_op_of(node) == LLMAAS_OP_ROPE && node->src[1]->type == GGML_TYPE_I32 ? node->src[1] : NULL;
 }
 
 static struct ggml_tensor * cells_of(const struct ggml_tensor * node) {
-    const bool is_set = node->op == GGML_OP_SET_ROWS && node->src[1]->type == GGML_TYPE_I64;
+    const bool is_set = llmaas_op_of(node) == LLMAAS_OP_SET_ROWS && node->src[1]->type == GGML_TYPE_I64;
     return is_set && cache_layer(node) >= 0 ? node->src[1] : NULL;
 }
 
@@ -103,10 +103,10 @@ uint32_t llmaas_taps_states(
 
 /* Layer of an attention node, -1: it is another node. */
 static int attention_layer(const struct ggml_tensor * node) {
-    if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+    if (llmaas_op_of(node) == LLMAAS_OP_FLASH_ATTN_EXT) {
         return cache_layer(node->src[1]);
     }
-    return node->op == GGML_OP_SOFT_MAX ? numbered(node, "kq_soft_max-") : -1;
+    return llmaas_op_of(node) == LLMAAS_OP_SOFT_MAX ? numbered(node, "kq_soft_max-") : -1;
 }
 
 uint32_t llmaas_taps_attention(

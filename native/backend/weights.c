@@ -268,11 +268,11 @@ void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph) {
     pthread_rwlock_wrlock(&weights->lock);
     for (int i = 0; i < graph->n_nodes; i++) {
         const struct ggml_tensor * node = graph->nodes[i];
-        if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && node->src[0]->buffer &&
+        if (llmaas_is_product(node) && node->src[0]->buffer &&
             ggml_backend_buffer_get_usage(node->src[0]->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
             note(weights, node->src[0]);
         }
-        if (node->op == GGML_OP_GET_ROWS) {
+        if (llmaas_op_of(node) == LLMAAS_OP_GET_ROWS) {
             note_lookup(weights, node->src[0]);
         }
     }

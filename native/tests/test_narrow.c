@@ -143,9 +143,10 @@ static int narrow(llmaas_narrow * narrowing, llmaas_graph * graph, struct ggml_c
     int n_changed = 0;
     llmaas_graph_begin(graph, original);
     for (int i = 0; i < original->n_nodes; ++i) {
-        struct ggml_tensor * node  = original->nodes[i];
-        struct ggml_tensor * flash = node->op == GGML_OP_FLASH_ATTN_EXT ? llmaas_narrow_flash(narrowing, graph, node) : NULL;
-        const llmaas_seen *  seen = llmaas_narrow_attention(narrowing, original, i);
+        struct ggml_tensor * node     = original->nodes[i];
+        const bool           is_flash = llmaas_op_of(node) == LLMAAS_OP_FLASH_ATTN_EXT;
+        struct ggml_tensor * flash    = is_flash ? llmaas_narrow_flash(narrowing, graph, node) : NULL;
+        const llmaas_seen *  seen     = llmaas_narrow_attention(narrowing, original, i);
         llmaas_narrow_nodes  three;
         if (seen && seen->n_runs > 0) {
             llmaas_runs_scores(seen, graph, node);

@@ -6,12 +6,15 @@ import llama_cpp
 
 from llmaas_hooks import IncompatibleError
 
-__all__ = ["TESTED_VERSION", "VERSION_RANGE", "check_version"]
+__all__ = ["NEWEST_VERSION", "TESTED_VERSIONS", "VERSION_RANGE", "check_version", "is_since"]
 
-TESTED_VERSION = "0.3.36"
-VERSION_RANGE = ">=0.3.36,<0.4"
-_LOWEST = (0, 3, 36)
-_BELOW = (0, 4)
+TESTED_VERSIONS = ("0.3.35", "0.3.36")
+"""Releases of llama-cpp-python on which the whole test suite passes, oldest first."""
+NEWEST_VERSION = TESTED_VERSIONS[-1]
+VERSION_RANGE = ">=0.3.35,<0.3.37"
+"""Ends before the first release that was not tried; ``pyproject.toml`` says the same."""
+_LOWEST = (0, 3, 35)
+_BELOW = (0, 3, 37)
 
 
 def check_version() -> None:
@@ -20,13 +23,22 @@ def check_version() -> None:
     Raises:
         IncompatibleError: With the version found and the range expected.
     """
-    found = llama_cpp.__version__
-    try:
-        parts = tuple(int(part) for part in found.split("+")[0].split(".")[:3])
-    except ValueError:
-        parts = ()
-    if not _LOWEST <= parts < _BELOW:
+    if not _LOWEST <= _parts(llama_cpp.__version__) < _BELOW:
         raise IncompatibleError(
-            f"llama-cpp-python {found} is installed, {VERSION_RANGE} is needed "
-            f"(tested: {TESTED_VERSION}). Try `pip install llama-cpp-python=={TESTED_VERSION}`."
+            f"llama-cpp-python {llama_cpp.__version__} is installed, {VERSION_RANGE} is needed "
+            f"(tested: {', '.join(TESTED_VERSIONS)}). "
+            f"Try `pip install llama-cpp-python=={NEWEST_VERSION}`."
         )
+
+
+def is_since(version: str) -> bool:
+    """Tell whether the installed llama-cpp-python is ``version`` or newer."""
+    return _parts(llama_cpp.__version__) >= _parts(version)
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    """Split a version into numbers; empty if it has others than a release."""
+    try:
+        return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3])
+    except ValueError:
+        return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import IncompatibleError
+from llmaas_patches.compat import is_since
 
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
@@ -32,12 +34,19 @@ class Patch:
         parameters: Names of the leading parameters the wrapper relies on.
         wrap: Makes the replacement from the host and the original.
         also: Other places that hold the same object (``llama_cpp`` star-imports its C bindings).
+        since: First release of llama-cpp-python that has the target; older ones go without.
     """
 
     target: str
     parameters: tuple[str, ...]
     wrap: Callable[[Host, Callable[..., Any]], Callable[..., Any]]
     also: tuple[str, ...] = ()
+    since: str = "0"
+
+    @property
+    def applies(self) -> bool:
+        """Whether the installed release has the target, or must have it."""
+        return is_since(self.since)
 
 
 def resolve(target: str) -> tuple[Any, str]:
@@ -94,7 +103,7 @@ def apply(patches: Sequence[Patch], host: Host) -> Applied:
         IncompatibleError: A target is missing or has other parameters.
     """
     with _lock:
-        found = [(patch, _check(patch)) for patch in patches]
+        found = [(patch, _check(patch)) for patch in patches if patch.applies]
         applied = Applied()
         try:
             replacements: dict[int, tuple[Any, Any]] = {}
@@ -115,7 +124,7 @@ def apply(patches: Sequence[Patch], host: Host) -> Applied:
 def check(patches: Sequence[Patch]) -> list[tuple[str, str | None]]:
     """Each target, and what is wrong with it here or None. Changes nothing."""
     report: list[tuple[str, str | None]] = []
-    for patch in patches:
+    for patch in filter(operator.attrgetter("applies"), patches):
         try:
             _check(patch)
             report.append((patch.target, None))
@@ -164,5 +173,5 @@ def _drift(target: str, what: str) -> IncompatibleError:
 
     return IncompatibleError(
         f"{target} {what} in llama-cpp-python {llama_cpp.__version__}. "
-        "Install the version that `llmaas doctor` names as tested."
+        "Install a version that `llmaas doctor` names as tested."
     )

@@ -148,8 +148,13 @@ _OWN = {
 }
 
 
+# Bindings that not every supported release has.
+_SINCE = {"llama_process": "0.3.36"}
+
+
 def _binding(name: str, parameters: tuple[str, ...], wrap: Wrap) -> Patch:
-    return Patch(f"{_BINDINGS}:{name}", parameters, wrap, also=(f"llama_cpp:{name}",))
+    target, other = f"{_BINDINGS}:{name}", f"llama_cpp:{name}"
+    return Patch(target, parameters, wrap, also=(other,), since=_SINCE.get(name, "0"))
 
 
 PATCHES: tuple[Patch, ...] = (

@@ -233,18 +233,18 @@ def test_wrappers_look_like_what_they_wrap():
         installed.revert()
 
 
-@pytest.mark.parametrize("version", ["0.3.35", "0.4.0", "1.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.3.34", "0.3.37", "0.4.0", "1.0", "dev", ""])
 def test_versions_outside_the_range_are_refused(monkeypatch, version):
     before = originals()
     monkeypatch.setattr(llama_cpp, "__version__", version)
     with pytest.raises(
-        IncompatibleError, match=r"is needed \(tested: 0\.3\.36\)\. Try `pip install"
+        IncompatibleError, match=r"is needed \(tested: 0\.3\.35, 0\.3\.36\)\. Try `pip install"
     ):
         install(HookManager())
     assert originals() == before
 
 
-@pytest.mark.parametrize("version", ["0.3.36", "0.3.40", "0.3.36+cu124"])
+@pytest.mark.parametrize("version", ["0.3.35", "0.3.36", "0.3.36+cu124"])
 def test_versions_inside_the_range(monkeypatch, version):
     monkeypatch.setattr(llama_cpp, "__version__", version)
     compat.check_version()

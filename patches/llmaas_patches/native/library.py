@@ -49,6 +49,5 @@ def include_dirs() -> list[str]:
 def _refused(reason: str) -> IncompatibleError:
     return IncompatibleError(
         f"the engine of llama-cpp-python {llama_cpp.__version__} cannot be hooked: {reason}. "
-        "Contexts stay vanilla; install the version that `llmaas doctor` names as tested, and "
-        "build llmaas_plugins against it."
+        "Contexts stay vanilla; install a version that `llmaas doctor` names as tested."
     )

@@ -1,0 +1,12 @@
+/* Linked into every program that uses the backend: each begins like a process that loads it, with the comparison of the
+ * two sides' declarations, which also looks up the operations. */
+#include "abi.h"
+#include "check.h"
+
+__attribute__((constructor)) static void compare(void) {
+    const char * problem = llmaas_abi_problem();
+    if (problem) {
+        fprintf(stderr, "this ggml is not one we know: %s\n", problem);
+    }
+    CHECK(!problem);
+}
