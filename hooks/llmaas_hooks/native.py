@@ -307,7 +307,7 @@ class FileWeights(Protocol):
         """
 
     def add_operand(self, path: str, operand: ChannelOperand) -> None:
-        """Multiply with the largest values of an activation only, when a batch is one token.
+        """Multiply with the largest values of an activation only, with ``sparse_tokens`` on.
 
         The columns of the matrices that read it come from another file, from the next batch on;
         those used most often of late stay in memory. Longer batches read the matrices as a whole.
@@ -360,6 +360,18 @@ class NativeContext(Protocol):
 
     @narrow_attention.setter
     def narrow_attention(self, is_narrow: bool) -> None: ...
+
+    @property
+    def sparse_tokens(self) -> bool:
+        """Whether batches of one token use the largest values only; False at first.
+
+        That concerns weights with operands (``FileWeights.add_operand``). Setting it takes effect
+        with the next batch. Cells that ``Llama`` evaluates meanwhile serve the request that made
+        them, but no later prompt, and are not saved.
+        """
+
+    @sparse_tokens.setter
+    def sparse_tokens(self, is_sparse: bool) -> None: ...
 
     def set_part(self, weight: str, extents: Sequence[int | None]) -> None:
         """Exchange the extents of a claimed part, in all contexts of the model.

@@ -18,7 +18,8 @@ class FlashWeightsConfig(BaseModel):
         default="exact",
         description="`exact` computes with every weight. `sparse` multiplies tokens with the "
         "largest values of each activation only, and reads what those need: faster, and no longer "
-        "the same text. Prompts stay exact. It needs `llmaas flash pack --sparse`.",
+        "the same text. Prompts stay exact, and drafts are declined. It needs "
+        "`llmaas flash pack --sparse`.",
     )
     sparsity: float = Field(
         default=0.5,

@@ -7,7 +7,8 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,12 +20,15 @@ from llmaas_hooks import (
     ContextCreate,
     DecodeStep,
     FileWeights,
+    LogitsView,
     ModelLoad,
     NativeContext,
+    Request,
     TensorInfo,
     WeightClaim,
     hookimpl,
 )
+from llmaas_plugins.flash_weights.answers import Answers
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
@@ -76,6 +80,21 @@ class FlashWeights:
         self._left_alone: dict[str, str] = {}
         self._tensors: dict[str, Mapping[str, TensorInfo]] = {}
         self._paths: dict[int, str] = {}
+        self._answers = Answers()
+        if config.mode != "sparse":  # it costs something for each token
+            self.llmaas_logits = None  # type: ignore[method-assign,assignment]
+
+    @contextmanager
+    def answer(self, llama: Any) -> Iterator[None]:
+        """Take what the app evaluates itself inside the block for an answer: sparse mode only.
+
+        Requests need no block. Elsewhere, ``Llama.eval`` and ``llama_decode`` are exact.
+
+        Args:
+            llama: The ``Llama`` whose batches of one token are computed sparsely.
+        """
+        with self._answers.block(int(llama.ctx)):
+            yield
 
     def set_memory_budget(self, n_bytes: int | None) -> None:
         """Change the memory of the whole process; it holds from the next batch on.
@@ -132,6 +151,8 @@ class FlashWeights:
             if path in self._tensors and stats["operands"] == 0:  # its first context
                 add_channels(weights, model_channels(path, self._tensors[path]), self._config)
                 release_memory()  # of the scales, which were copied
+            if self._config.mode == "sparse":
+                self._answers.add(context)
             if context.model not in self._models:
                 weights.set_reading(
                     queue_depth=self._config.queue_depth or 0,
@@ -142,6 +163,21 @@ class FlashWeights:
             model.contexts[context.ctx] = context
             weights.set_memory(model.kept, self._config.arena)
             self._room(model, self._budget_of(self._budget))
+
+    @hookimpl
+    def llmaas_request_begin(self, request: Request) -> None:
+        """Compute the prompt exactly."""
+        self._answers.begin(request)
+
+    @hookimpl
+    def llmaas_logits(self, view: LogitsView) -> None:
+        """Compute what follows the first sampled token sparsely."""
+        self._answers.sampled(view.ctx)
+
+    @hookimpl
+    def llmaas_request_end(self, request: Request) -> None:
+        """Compute exactly again."""
+        self._answers.end(request)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -158,6 +194,7 @@ class FlashWeights:
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
         """Let go of it."""
+        self._answers.forget(ctx)
         with self._lock:
             for address, model in list(self._models.items()):
                 model.contexts.pop(ctx, None)
@@ -181,6 +218,7 @@ class FlashWeights:
                 "major_faults": faults.ru_majflt,
                 "minor_faults": faults.ru_minflt,
                 "models": models,
+                "without_drafts": self._answers.n_without_drafts,
                 "left_alone": self._left_alone,
             }
 

@@ -135,8 +135,22 @@ static void rewrite_node(
     }
 }
 
+/* Whether a graph is of one token. In its first product with a weight, every token has a row; in later ones only those whose
+ * logits somebody asked for. */
+static bool is_of_one_token(const struct ggml_cgraph * original) {
+    for (int i = 0; i < original->n_nodes; i++) {
+        const struct ggml_tensor * node = original->nodes[i];
+        if (node->op == GGML_OP_MUL_MAT && node->src[0]->buffer &&
+            ggml_backend_buffer_get_usage(node->src[0]->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+            return ggml_nrows(node->src[1]) == 1;
+        }
+    }
+    return false;
+}
+
 static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struct ggml_cgraph * original) {
     llmaas_graph_begin(engine->graph, original);
+    llmaas_graph_set_sparse(engine->graph, engine->is_sparse && is_of_one_token(original));
     llmaas_prefixes_forget(&engine->prefixes);
     if (llmaas_weights_are_cut(engine->weights, level) &&
         !llmaas_prefixes_find(&engine->prefixes, engine->weights, level, original)) {
@@ -270,6 +284,9 @@ int32_t llmaas_engine_level(const llmaas_engine * engine) { return engine->level
 
 void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow) { engine->is_narrow = is_narrow; }
 bool llmaas_engine_is_narrow(const llmaas_engine * engine) { return engine->is_narrow; }
+
+void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse) { engine->is_sparse = is_sparse; }
+bool llmaas_engine_is_sparse(const llmaas_engine * engine) { return engine->is_sparse; }
 
 llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap) {
     pthread_mutex_lock(&engine->lock);

@@ -19,7 +19,7 @@ struct llmaas_engine {
     ggml_backend_t      cpu;  /* the CPU backend whose context `base` uses */
     llmaas_weights *    weights;
     atomic_int          level;
-    atomic_bool         is_narrow;
+    atomic_bool         is_narrow, is_sparse;
 
     pthread_mutex_t lock; /* held while a graph is computed: guards what follows */
     llmaas_taps     taps;

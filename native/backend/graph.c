@@ -34,6 +34,7 @@ struct llmaas_graph {
     struct block *        blocks; /* the first is the oldest */
     struct block *        block;  /* being filled */
     struct scratch *      scratch[N_SLOTS];
+    bool                  is_sparse;
     atomic_bool           failed;
 };
 
@@ -67,6 +68,7 @@ void llmaas_graph_begin(llmaas_graph * graph, struct ggml_cgraph * original) {
     graph->changed = *original;
     graph->n_nodes = 0;
     graph->failed  = false;
+    graph->is_sparse = false;
     for (struct block * block = graph->blocks; block; block = block->next) {
         block->used = 0;
     }
@@ -179,6 +181,9 @@ void * llmaas_graph_scratch(llmaas_graph * graph, int slot, size_t size) {
 }
 
 void llmaas_graph_fail(llmaas_graph * graph) { graph->failed = true; }
+void llmaas_graph_set_sparse(llmaas_graph * graph, bool is_sparse) { graph->is_sparse = is_sparse; }
+bool llmaas_graph_is_sparse(const llmaas_graph * graph) { return graph->is_sparse; }
+
 bool llmaas_graph_failed(const llmaas_graph * graph) { return graph->failed; }
 
 struct ggml_cgraph * llmaas_graph_end(llmaas_graph * graph) {

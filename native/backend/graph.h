@@ -30,6 +30,10 @@ bool llmaas_graph_step(llmaas_graph * graph, llmaas_step step, const void * arg,
  * same slot, 0 <= slot < 4. 64-byte aligned. NULL: none left, and the graph fails. */
 void * llmaas_graph_scratch(llmaas_graph * graph, int slot, size_t size);
 
+/* Whether products of this graph leave out small values where their weights have channels; not after begin(). */
+void llmaas_graph_set_sparse(llmaas_graph * graph, bool is_sparse);
+bool llmaas_graph_is_sparse(const llmaas_graph * graph);
+
 /* For a step that could not do its work: what the graph computes is void. Thread-safe. */
 void llmaas_graph_fail(llmaas_graph * graph);
 bool llmaas_graph_failed(const llmaas_graph * graph);

@@ -186,7 +186,7 @@ static bool multiply(
     if (state->stack) {
         return llmaas_op_of(node) == LLMAAS_OP_MUL_MAT_ID && multiply_experts(state, graph, node, n_rows, n_columns);
     }
-    if (state->columns.operand && n_rows == state->as.ne[1] && n_columns == state->as.ne[0] && llmaas_columns_fit(node)) {
+    if (llmaas_graph_is_sparse(graph) && state->columns.operand && n_rows == state->as.ne[1] && n_columns == state->as.ne[0] && llmaas_columns_fit(node)) {
         return llmaas_columns_multiply(&state->columns, graph, node);
     }
     for (int64_t first = 0; first < n_rows;) {

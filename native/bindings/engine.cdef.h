@@ -89,6 +89,8 @@ void llmaas_engine_set_level(llmaas_engine * engine, int32_t level);
 int32_t llmaas_engine_level(const llmaas_engine * engine);
 void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow);
 bool llmaas_engine_is_narrow(const llmaas_engine * engine);
+void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse);
+bool llmaas_engine_is_sparse(const llmaas_engine * engine);
 int llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
 int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);

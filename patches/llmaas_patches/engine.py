@@ -142,6 +142,23 @@ class LlamaEngine:
         llama.input_ids[: len(tokens)] = tokens
         llama._requires_eval = True
 
+    def reusable_tokens(self) -> Tokens:
+        """Leading tokens of ``resident_tokens`` whose cells may serve another prompt, or be saved.
+
+        Cells that the largest values made are good for the answer that they belong to only.
+        """
+        return self.resident_tokens()[: self._ledger.sparse_from]
+
+    def drop_sparse(self) -> None:
+        """Empty sequence 0 from the first sparse cell on."""
+        n = self._ledger.sparse_from
+        if n is None or n >= self.llama.n_tokens:
+            return
+        if self.llama._ctx.kv_cache_seq_rm(0, n, -1):
+            self._set_resident(self.resident_tokens()[:n])
+        else:  # a memory that cannot be cut
+            self.drop_resident()
+
     def drop_resident(self) -> None:
         """Empty sequence 0, in the cells and in ``Llama``'s books."""
         self.llama._ctx.kv_cache_seq_rm(0, -1, -1)

@@ -63,7 +63,8 @@ class Host:
         silence: What is logged while a model is loaded.
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
-        states: States that ``Llama.save_state`` made, and how many of their tokens are explained.
+        states: States that ``Llama.save_state`` made: how many of their tokens are explained, and
+            from where on they are sparse (``Ledger``).
         native: The engine-side hook point; None when no plugin needs it.
         real_n_ctx, real_n_seq_max: The bindings that the app's ones stand for.
     """
@@ -82,7 +83,9 @@ class Host:
         self.silence = Silence()
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
-        self.states: weakref.WeakKeyDictionary[LlamaState, int] = weakref.WeakKeyDictionary()
+        self.states: weakref.WeakKeyDictionary[LlamaState, tuple[int, int | None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()

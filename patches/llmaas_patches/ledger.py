@@ -52,6 +52,8 @@ class Ledger:
         is_lent: The calls that come now are a plugin's.
         n_explained: Leading tokens in ``Llama``'s books whose cells it evaluated itself, or that a
             plugin restored.
+        sparse_from: First position of sequence 0 whose cell was computed with the largest values
+            only; None: there is none.
         alterations: Calls by which the computation of cells was changed, or plugins' sequences
             taken; the binding's names.
         is_evaluating: ``Llama.eval`` is running.
@@ -67,13 +69,23 @@ class Ledger:
         self.parked: set[int] = set()
         self.is_lent = False
         self.n_explained = 0
+        self.sparse_from: int | None = None
         self.alterations: list[str] = []
         self.is_evaluating = False
 
     def changed(self, start: int | None) -> None:
         """Cells of sequence 0 from position ``start`` on are not what they were."""
-        if start is not None and start < self.n_explained:
+        if start is None:
+            return
+        if start < self.n_explained:
             self.n_explained = max(start, 0)
+        if self.sparse_from is not None and start <= self.sparse_from:
+            self.sparse_from = None
+
+    def evaluated_sparsely(self, start: int) -> None:
+        """Cells from position ``start`` on are good for the answer that they belong to only."""
+        if self.sparse_from is None or start < self.sparse_from:
+            self.sparse_from = start
 
     def decoded(self, batch: Any) -> None:
         """A ``llama_decode`` is about to run."""
@@ -185,6 +197,8 @@ def wrap_eval(host: Host, original: Function) -> Function:
             ledger.is_evaluating = False
             if start <= ledger.n_explained:
                 ledger.n_explained = self.n_tokens  # also after an error: of what went well
+            if host.native is not None and host.native.is_sparse(address(self.ctx)):
+                ledger.evaluated_sparsely(start)
 
     return eval
 
@@ -197,7 +211,8 @@ def wrap_save_state(host: Host, original: Function) -> Function:
         state = original(self)
         ledger = host.ledgers.get(address(self.ctx))
         if ledger is not None:
-            host.states[state] = min(ledger.n_explained, state.n_tokens)
+            n_explained = min(ledger.n_explained, state.n_tokens)
+            host.states[state] = (n_explained, ledger.sparse_from)
         return state
 
     return save_state
@@ -211,6 +226,6 @@ def wrap_load_state(host: Host, original: Function) -> Function:
         original(self, state)
         ledger = host.ledgers.get(address(self.ctx))
         if ledger is not None:
-            ledger.n_explained = host.states.get(state, 0)
+            ledger.n_explained, ledger.sparse_from = host.states.get(state, (0, None))
 
     return load_state

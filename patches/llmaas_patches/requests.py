@@ -39,6 +39,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         engine = host.engine(self)
         engine.end()  # other requests, if their generators are still open
         engine.settle()
+        if resets:
+            engine.drop_sparse()
         request = Request(
             engine,
             np.asarray(tokens, dtype=np.int32),
@@ -57,7 +59,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         def end() -> None:
             try:
                 if _can_save(engine):
-                    host.hooks.kv_save(request, engine.resident_tokens())
+                    host.hooks.kv_save(request, engine.reusable_tokens())
             finally:
                 host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
 

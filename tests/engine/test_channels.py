@@ -103,6 +103,8 @@ def claim_all(path):
 
 
 def attach(plugin, file, kept=1 << 30, **selection):
+    for context in plugin.contexts:
+        context.sparse_tokens = True
     weights = plugin.contexts[0].file_weights()
     for operand in operands(file, **selection):
         weights.add_operand(str(file.path), operand)
@@ -275,6 +277,23 @@ def test_prompts_are_dense(reference_model, channels):
     assert not np.array_equal(found[35:], expected[35:])
 
 
+@pytest.mark.parametrize("n_tokens", [1, 2, 13])
+def test_tokens_are_sparse_only_when_that_is_switched_on(reference_model, channels, n_tokens):
+    """One row of logits is asked for, so the last layer's block has one row in any batch."""
+    with opened(reference_model, use_extra_bufts=False) as ctx:
+        stock = step(ctx, TOKENS[:n_tokens], 0, n_outputs=1)
+    plugin, rows = Claimer(claim_all(reference_model)), []
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        attach(plugin, channels(1), share=0.5)
+        for is_sparse in (False, True):
+            plugin.contexts[0].sparse_tokens = is_sparse
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+            rows.append(step(ctx, TOKENS[:n_tokens], 0, n_outputs=1))
+    exact, switched = rows
+    assert np.array_equal(exact, stock)
+    assert np.array_equal(switched, stock) == (n_tokens > 1)
+
+
 @pytest.mark.parametrize("cache", ["recent", "streamed"])
 def test_parts_of_weights_with_channels_are_dense(reference_model, channels, cache):
     parts = (
@@ -287,6 +306,7 @@ def test_parts_of_weights_with_channels_are_dense(reference_model, channels, cac
         plugin = Claimer(claim_all(reference_model), *parts)
         with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
             (context,) = plugin.contexts
+            context.sparse_tokens = True
             weights = context.file_weights()
             for operand in used:
                 weights.add_operand(str(file.path), operand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
@@ -43,8 +44,6 @@ def text_of(path):
 @pytest.fixture
 def opened(model):
     """A ``Llama`` and its suite, for a block."""
-    import contextlib
-
     from llama_cpp import Llama
 
     @contextlib.contextmanager
@@ -60,13 +59,18 @@ def opened(model):
     return make
 
 
-def read(llama, tokens, *, n_prompt=8):
-    """Logits of tokens that are read one by one behind a prompt."""
+def read(llama, tokens, suite=None, *, n_prompt=8):
+    """Logits of tokens that are read one by one, as an answer, behind a prompt."""
     llama.reset()
     llama.eval(tokens[:n_prompt])
-    for token in tokens[n_prompt:]:
-        llama.eval([token])
+    with contextlib.nullcontext() if suite is None else answering(suite, llama):
+        for token in tokens[n_prompt:]:
+            llama.eval([token])
     return np.array(llama.scores[: len(tokens)])
+
+
+def answering(suite, llama):
+    return suite.plugin("flash_weights").answer(llama)
 
 
 def status(suite):
@@ -81,7 +85,7 @@ def test_sparse_tokens_and_dense_prompts(opened, make_llama):
     tokens = stock.tokenize(TEXT.encode())
     expected = read(stock, tokens)
     with opened() as (llama, suite):
-        found, report = read(llama, tokens), status(suite)
+        found, report = read(llama, tokens, suite), status(suite)
     assert report["mode"] == "sparse"
     (streamed,) = report["models"]
     assert (streamed["batches"], streamed["tokens"]) == (1 + len(tokens) - 8, len(tokens))
@@ -100,7 +104,7 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
     expected, errors, used = read(stock, tokens)[8:], [], []
     for sparsity in (0.0, 0.3, 0.7):
         with opened(sparsity=sparsity, selection=selection) as (llama, suite):
-            errors.append(np.abs(read(llama, tokens)[8:] - expected).mean())
+            errors.append(np.abs(read(llama, tokens, suite)[8:] - expected).mean())
             (streamed,) = status(suite)["models"]
         used.append(streamed["channel_hits"] + streamed["channel_misses"])
     assert errors[0] < 0.1 < errors[1] < errors[2]
@@ -122,11 +126,12 @@ def test_how_columns_are_read_can_be_set(opened):
         reading = {"queue_depth": 4, "read_size": 64 << 10, "read_gap": read_gap}
         with opened(cache="busiest", **reading) as (llama, suite):
             tokens = llama.tokenize(TEXT.encode())
-            read(llama, tokens[:9])
+            read(llama, tokens[:9], suite)
             weights = keep(suite, 0)
-            llama.eval(tokens[9:10])
-            before = weights.stats()["read_bytes"]
-            llama.eval(tokens[10:11])
+            with answering(suite, llama):
+                llama.eval(tokens[9:10])
+                before = weights.stats()["read_bytes"]
+                llama.eval(tokens[10:11])
             read_bytes.append(weights.stats()["read_bytes"] - before)
             runs.append(np.array(llama.scores[8:11]))
     assert np.array_equal(*runs)
@@ -140,13 +145,14 @@ def test_preloading_is_about_time_only(opened, model, grouped, group_layers):
         table = {"cache": "shared", "selection": "top_k", "preload": preload}
         with opened(model if group_layers == 1 else grouped, **table) as (llama, suite):
             tokens = llama.tokenize(TEXT.encode())
-            read(llama, tokens[:9])
+            read(llama, tokens[:9], suite)
             weights = keep(suite, 0)
-            llama.eval(tokens[9:10])
-            keep(suite, 2 * MIB)
-            before = weights.stats()
-            for token in tokens[10:]:
-                llama.eval([token])
+            with answering(suite, llama):
+                llama.eval(tokens[9:10])
+                keep(suite, 2 * MIB)
+                before = weights.stats()
+                for token in tokens[10:]:
+                    llama.eval([token])
             counts.append({name: n - before[name] for name, n in weights.stats().items()})
             runs.append(np.array(llama.scores[: len(tokens)]))
     assert np.array_equal(*runs)
@@ -208,12 +214,12 @@ def test_a_second_context_and_one_after_the_first(opened):
 
     with opened() as (llama, suite):
         tokens = llama.tokenize(TEXT.encode())
-        expected = read(llama, tokens)
+        expected = read(llama, tokens, suite)
         other = Llama(llama.model_path, n_ctx=256, n_threads=1, logits_all=True, verbose=False)
-        assert np.array_equal(read(other, tokens), expected)
+        assert np.array_equal(read(other, tokens, suite), expected)
         assert len(status(suite)["models"]) == 2
         other.close()
-        assert np.array_equal(read(llama, tokens), expected)
+        assert np.array_equal(read(llama, tokens, suite), expected)
 
 
 def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, tmp_path):
@@ -222,12 +228,14 @@ def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, 
         pass
 
 
-def test_layers_side_by_side_are_not_streamed(opened, grouped):
+def test_layers_side_by_side_are_not_streamed(opened, grouped, model):
     with pytest.raises(Exception, match="without --group-layers"), opened(grouped):
         pass
-    with opened(grouped, cache="busiest") as (llama, _), opened(cache="busiest") as (other, _):
-        tokens = llama.tokenize(TEXT.encode())
-        assert np.array_equal(read(llama, tokens), read(other, tokens))
+    runs = []
+    for path in (grouped, model):
+        with opened(path, cache="busiest") as (llama, suite):
+            runs.append(read(llama, llama.tokenize(TEXT.encode()), suite))
+    assert np.array_equal(*runs)
 
 
 def test_a_channel_file_of_another_model_is_refused(model, opened, tmp_path):

@@ -92,25 +92,25 @@ def opened(path, **settings):
         yield ctx
 
 
-def decode(ctx, tokens, start):
-    """What ``llama_decode`` returns for tokens at positions from ``start``, all with logits."""
+def decode(ctx, tokens, start, n_outputs=None):
+    """What ``llama_decode`` returns for tokens from ``start`` on; all or the last have logits."""
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):
         batch.token[i], batch.pos[i] = token, start + i
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        batch.logits[i] = 1
+        batch.logits[i] = n_outputs is None or i >= len(tokens) - n_outputs
     try:
         return llama_cpp.llama_decode(ctx, batch)
     finally:
         llama_cpp.llama_batch_free(batch)
 
 
-def step(ctx, tokens, start):
-    """Logits of a batch, a row for each token."""
-    assert decode(ctx, tokens, start) == 0
+def step(ctx, tokens, start, n_outputs=None):
+    """Logits of a batch: a row for each token, or for the last ones."""
+    assert decode(ctx, tokens, start, n_outputs) == 0
     vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
-    shape = len(tokens), llama_cpp.llama_vocab_n_tokens(vocab)
+    shape = n_outputs or len(tokens), llama_cpp.llama_vocab_n_tokens(vocab)
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits(ctx), shape).copy()
 
 

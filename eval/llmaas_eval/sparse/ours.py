@@ -58,30 +58,31 @@ def engine_perplexity(
     """Of every token after the ``n_dense`` first of each window, which are a batch."""
     table = {"mode": "sparse", "sparsity": sparsity, "selection": selection.replace("-", "_")}
     what = f"engine, {selection} {sparsity}"
-    with _opened(model, table, windows.shape[1]) as llama:
+    with _opened(model, table, windows.shape[1]) as (llama, flash):
         each = tqdm(windows, desc=what, unit="window", disable=None)
-        nats = np.array([_nats(llama, window, n_dense)[n_dense:] for window in each])
+        nats = np.array([_nats(llama, flash, window, n_dense)[n_dense:] for window in each])
     return float(np.exp(nats.mean()))
 
 
 @contextlib.contextmanager
-def _opened(model: Path, table: dict[str, Any], n_ctx: int) -> Iterator[Any]:
+def _opened(model: Path, table: dict[str, Any], n_ctx: int) -> Iterator[tuple[Any, Any]]:
     from llama_cpp import Llama
 
     config = {"on_error": "raise", "plugins": {"flash_weights": table}}
     settings = {"n_ctx": n_ctx, "n_threads": 1, "n_threads_batch": 1, "logits_all": True}
     with (
-        activate(config),
+        activate(config) as suite,
         contextlib.closing(Llama(str(model), verbose=False, **settings)) as llama,
     ):
-        yield llama
+        yield llama, suite.plugin("flash_weights")
 
 
-def _nats(llama: Any, window: NDArray[np.int64], n_dense: int) -> NDArray[np.float64]:
+def _nats(llama: Any, flash: Any, window: NDArray[np.int64], n_dense: int) -> NDArray[np.float64]:
     llama.reset()
     llama.eval(window[:n_dense].tolist())
-    for token in window[n_dense:-1].tolist():
-        llama.eval([token])
+    with flash.answer(llama):
+        for token in window[n_dense:-1].tolist():
+            llama.eval([token])
     logits = np.array(llama.scores[: len(window) - 1], np.float64)
     own = logits[np.arange(len(logits)), window[1:]]
     return np.asarray(np.logaddexp.reduce(logits, axis=-1) - own)

@@ -172,6 +172,11 @@ LLMAAS_API int32_t llmaas_engine_level(const llmaas_engine * engine);
 LLMAAS_API void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow);
 LLMAAS_API bool llmaas_engine_is_narrow(const llmaas_engine * engine);
 
+/* Whether graphs of one token multiply weights that have channels with the largest values only; false at first. From the next
+ * graph on. Others multiply with every value. */
+LLMAAS_API void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse);
+LLMAAS_API bool llmaas_engine_is_sparse(const llmaas_engine * engine);
+
 /* Add or remove a tap; waits for the graph being computed. The tap's struct is copied; `user` identifies it.
  * ESPACE: 16 are subscribed. EINVAL: remove found none. */
 LLMAAS_API llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);

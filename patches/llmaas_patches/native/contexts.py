@@ -232,6 +232,17 @@ class Context:
         with self._lock:
             self._library.lib.llmaas_engine_set_narrow(self._open(), is_narrow)
 
+    @property
+    def sparse_tokens(self) -> bool:
+        """Whether batches of one token use the largest values only."""
+        with self._lock:
+            return bool(self._library.lib.llmaas_engine_is_sparse(self._open()))
+
+    @sparse_tokens.setter
+    def sparse_tokens(self, is_sparse: bool) -> None:
+        with self._lock:
+            self._library.lib.llmaas_engine_set_sparse(self._open(), is_sparse)
+
     def set_part(self, weight: str, extents: Sequence[int | None]) -> None:
         """Exchange the extents of a claimed part."""
         if not are_extents(extents):
@@ -311,6 +322,7 @@ class Context:
                     tap.close()
                 self._library.lib.llmaas_engine_set_level(self._engine, -1)
                 self._library.lib.llmaas_engine_set_narrow(self._engine, False)
+                self._library.lib.llmaas_engine_set_sparse(self._engine, False)
                 self._engine = None
 
     @contextlib.contextmanager

@@ -213,6 +213,15 @@ class NativeHost:
         if context is not None:
             self._hooks.native_context(context)
 
+    def is_sparse(self, ctx: int) -> bool:
+        """Whether a context's tokens leave values out now."""
+        context = self._contexts.get(ctx)
+        if context is None:
+            return False
+        with contextlib.suppress(ReferenceError):  # freed meanwhile
+            return context.sparse_tokens
+        return False
+
     def forget_context(self, ctx: int) -> None:
         """A context is about to go."""
         with self._lock:

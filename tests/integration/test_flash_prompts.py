@@ -1,0 +1,183 @@
+"""flash_weights, sparse: prompts are exact, whatever the batches, the history and drafts are."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+
+import numpy as np
+import pytest
+from llama_cpp import Llama
+from llama_cpp.llama_cache import LlamaRAMCache
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+import llmaas_plugins
+from llmaas_plugins import activate
+from llmaas_plugins.cli.main import main
+
+PROMPT = "My name is Anna and I live in a small house near the station. I have a dog. His name is"
+OTHER = "The sea is wide and the boat is small."
+SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+
+
+@pytest.fixture(scope="module")
+def model(reference_model, tmp_path_factory):
+    """The reference model with a channel file, whose tokens are another model's than stock's."""
+    path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("prompts") / "model.gguf")
+    assert main(["flash", "pack", str(path)]) == 0
+    assert main(["flash", "pack", "--sparse", str(path)]) == 0
+    return path
+
+
+@contextlib.contextmanager
+def opened(model, *, is_sparse=True, plugins=(), **settings):
+    table = {"flash_weights": {"mode": "sparse", "arena": 4 << 20, "sparsity": 0.7}}
+    tables = (table if is_sparse else {}) | dict(plugins)
+    with (
+        activate({"on_error": "raise", "plugins": tables}) as suite,
+        contextlib.closing(Llama(str(model), **{**SETTINGS, **settings})) as llama,
+    ):
+        yield llama, suite
+
+
+def prompt_logits(llama, n_tokens):
+    """Logits of the last token of a prompt, as the engine has them."""
+    llama.reset()
+    llama.eval(llama.tokenize(PROMPT.encode())[:n_tokens])
+    return np.array(np.ctypeslib.as_array(llama._ctx.get_logits(), (llama.n_vocab(),)))
+
+
+def text(llama, prompt=PROMPT, n_tokens=16):
+    return llama(prompt, max_tokens=n_tokens, temperature=0)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("batches", [{}, {"n_batch": 4}, {"n_ubatch": 3}], ids=str)
+@pytest.mark.parametrize("n_tokens", [1, 5, 13])
+def test_logits_of_a_prompt_are_stock(model, n_tokens, batches):
+    with opened(model, is_sparse=False, **batches) as (llama, _):
+        expected = prompt_logits(llama, n_tokens)
+    with opened(model, **batches) as (llama, _):
+        assert np.array_equal(prompt_logits(llama, n_tokens), expected)
+
+
+def answers(llama):
+    """Requests in an order in which each but the first finds cells of an answer before it."""
+    first = text(llama)
+    return [
+        first,
+        text(llama, n_tokens=1),
+        text(llama),
+        text(llama, PROMPT + first, n_tokens=1),
+        text(llama, PROMPT + first[: len(first) // 2] + OTHER),
+        text(llama, OTHER),
+        text(llama),
+    ]
+
+
+def anew(llama, prompts):
+    """First tokens behind these prompts, each from an empty context."""
+    for prompt in prompts:
+        llama.reset()
+        yield text(llama, prompt, 1)
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["alone", "kv_chunks"])
+def test_history_does_not_matter(model, tmp_path, store):
+    plugins = {"kv_chunks": {"store": str(tmp_path), "codec": "lossless"}} if store else {}
+    with opened(model, plugins=plugins) as (llama, _):
+        first, again, third, *_, last = answers(llama)
+        assert first.startswith(again)
+        assert first == third == last
+    with opened(model, plugins=plugins) as (llama, _):  # after a restart
+        assert text(llama) == first
+
+
+def test_cells_of_an_answer_are_not_a_prompt(model):
+    """Even with so many values left out that the text shows it."""
+    with opened(model, is_sparse=False) as (llama, _):
+        stock = text(llama)
+    with opened(model) as (llama, _):
+        said = text(llama)
+        (first,) = anew(llama, [PROMPT + said + OTHER])
+        text(llama)
+        assert text(llama, PROMPT + said + OTHER, 1) == first
+        n_prompt = len(llama.tokenize((PROMPT + said + OTHER).encode()))
+        found = np.array(np.ctypeslib.as_array(llama._ctx.get_logits(), (llama.n_vocab(),)))
+        llama.reset()
+        llama.eval(llama.tokenize((PROMPT + said + OTHER).encode()))
+        assert llama.n_tokens == n_prompt
+        whole = np.array(np.ctypeslib.as_array(llama._ctx.get_logits(), (llama.n_vocab(),)))
+        assert np.abs(found - whole).max() < 1e-3  # batches were split elsewhere
+    assert said != stock
+
+
+def test_a_saved_state_remembers_where_its_answer_begins(model):
+    with opened(model) as (llama, _):
+        said = text(llama)
+        state = llama.save_state()
+        text(llama, OTHER)
+        llama.load_state(state)
+        continued = text(llama, PROMPT + said + OTHER)
+        llama.reset()
+        assert text(llama, PROMPT + said + OTHER) == continued
+        llama.set_cache(LlamaRAMCache())
+        assert [text(llama) for _ in range(3)] == [said] * 3
+
+
+def test_a_state_is_kept_whole_where_nothing_is_sparse(model):
+    with opened(model, is_sparse=False, plugins={"flash_weights": {}}) as (llama, _):
+        text(llama)
+        state = llama.save_state()
+        llama.load_state(state)
+        assert llama.n_tokens == state.n_tokens
+        list(zip(llama.generate(llama.tokenize(PROMPT.encode()), temp=0), range(1), strict=False))
+
+
+class Drafts(LlamaPromptLookupDecoding):
+    """Counts how often it was asked."""
+
+    n_asked = 0
+
+    def __call__(self, *arguments, **named):
+        """Propose what followed the same tokens before."""
+        self.n_asked += 1
+        return super().__call__(*arguments, **named)
+
+
+def test_drafts_are_declined(model):
+    with opened(model) as (llama, _):
+        expected = text(llama, n_tokens=48)
+    drafts = Drafts(num_pred_tokens=4)
+    with opened(model, draft_model=drafts) as (llama, suite):
+        assert text(llama, n_tokens=48) == expected
+        assert suite.status()["plugins"]["flash_weights"]["without_drafts"] == 1
+        assert llama.draft_model is drafts
+        assert drafts.n_asked == 0
+        with llmaas_plugins.without("flash_weights"):
+            text(llama)
+        assert drafts.n_asked > 0
+
+
+def test_a_request_may_do_without(model):
+    with opened(model, is_sparse=False) as (llama, _):
+        expected = text(llama)
+    with opened(model) as (llama, _):
+        with llmaas_plugins.without("flash_weights"):
+            assert text(llama) == expected
+        assert text(llama) != expected
+
+
+def test_eval_is_exact_outside_of_answers(model):
+    with opened(model, logits_all=True) as (llama, suite):
+        tokens = llama.tokenize(PROMPT.encode())
+        llama.eval(tokens)
+        whole = np.array(llama.scores[: len(tokens)])
+        runs = []
+        for block in (contextlib.nullcontext(), suite.plugin("flash_weights").answer(llama)):
+            llama.reset()
+            with block:
+                for token in tokens:
+                    llama.eval([token])
+            runs.append(np.array(llama.scores[: len(tokens)]))
+    exact, sparse = (np.abs(run - whole).max() for run in runs)
+    assert exact < 1e-3 < sparse
