@@ -1,0 +1,151 @@
+"""Compare the speed of two builds of the suite, which take turns.
+
+    python -m llmaas_eval.builds BEFORE AFTER --rounds 6 --demo \
+        --bench "bench_restore.py -k from_ram" --bench bench_inference.py
+
+``BEFORE`` and ``AFTER`` are checkouts, each with a ``.venv`` made by ``make setup``. Every round
+runs each benchmark once with either build, alternating which goes first. Benchmarks measure against
+vanilla in their own process, so each figure is a ratio already: ours over vanilla in time. The
+report has the median over the rounds of AFTER's ratio over BEFORE's, with its 95 % interval; above
+1 AFTER is slower. Figures in microseconds that a call costs (``added_us``) are shown as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from llmaas_plugins.demo.interval import median_interval
+
+__all__ = ["main"]
+
+Costs = dict[str, float]
+
+_ADDED = "added_us"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison and print it as a Markdown table."""
+    options = _parser().parse_args(arguments)
+    runs = [("demo", None)] if options.demo else []
+    runs += [(bench, bench) for bench in options.bench]
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    steps = [(i, run) for i in range(options.rounds) for run in runs]
+    for i, (name, bench) in tqdm(steps, unit="run", disable=None):
+        builds = [options.before, options.after]
+        costs: dict[Path, Costs] = {}
+        for build in builds if i % 2 else reversed(builds):
+            costs[build] = _demo(build) if bench is None else _bench(build, bench)
+        for figure in costs[options.after].keys() & costs[options.before].keys():
+            pair = costs[options.before][figure], costs[options.after][figure]
+            found[f"{name.split(' ')[0]}: {figure}"].append(pair)
+    rows = [_row(figure, np.array(pairs)) for figure, pairs in sorted(found.items())]
+    sys.stdout.write(f"{_table(rows)}\n")
+    if options.json is not None:
+        command = shlex.join(["python", "-m", "llmaas_eval.builds", *(arguments or sys.argv[1:])])
+        options.json.write_text(json.dumps({"command": command, "figures": rows}, indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m llmaas_eval.builds", description=__doc__)
+    parser.add_argument("before", type=Path, help="checkout of the build to compare with")
+    parser.add_argument("after", type=Path, help="checkout of the build that is judged")
+    parser.add_argument("--rounds", type=int, default=6, help="pairs of runs (default 6)")
+    parser.add_argument("--demo", action="store_true", help="compare `llmaas demo`, too")
+    parser.add_argument(
+        "--bench", action="append", default=[], help="file in eval/bench, with options of pytest"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser
+
+
+def _bench(build: Path, bench: str) -> Costs:
+    """Run one benchmark file with one build; costs by benchmark and figure."""
+    file, *options = shlex.split(bench)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "benchmarks.json"
+        settings = ("-o", "python_files=bench_*.py", "-o", "python_functions=bench_*")
+        command = [*_python(build), "pytest", f"eval/bench/{file}", *options, *settings]
+        _run(build, [*command, "--benchmark-only", "-q", f"--benchmark-json={out}"])
+        benchmarks = json.loads(out.read_text())["benchmarks"]
+    return {
+        f"{one['name']} {figure}": cost
+        for one in benchmarks
+        for figure, cost in _costs(one["extra_info"]).items()
+    }
+
+
+def _costs(figures: dict[str, Any]) -> Costs:
+    """Turn speed-ups over vanilla into times, and keep added microseconds."""
+    costs = {
+        name: 1 / value
+        for name, value in figures.items()
+        if name == "speedup" or name.endswith("_speed")
+    }
+    return costs | ({_ADDED: figures[_ADDED]} if _ADDED in figures else {})
+
+
+def _demo(build: Path) -> Costs:
+    """Run the demo with one build; its switches and decoding in times of each vanilla way's."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "demo.json"
+        _run(build, [*_python(build), "llmaas_plugins.cli.main", "demo", "--json", str(out)])
+        report = json.loads(out.read_text())
+    costs = {
+        f"{name} over {system}": 1 / found[key]["median"]
+        for system, found in report["speedup"].items()
+        for name, key in (("switch", "switch_s"), ("enter", "enter_s"))
+    }
+    decode = {name: one["decode_tokens_per_s"] for name, one in report["systems"].items()}
+    return costs | {"decode over recompute": decode["recompute"] / decode["llmaas"]}
+
+
+def _python(build: Path) -> list[str]:
+    return [str(build / ".venv" / "bin" / "python"), "-m"]
+
+
+def _run(build: Path, command: list[str]) -> None:
+    done = subprocess.run(  # noqa: S603  the two builds that were named
+        command,
+        cwd=build,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+
+
+def _row(figure: str, pairs: Any) -> dict[str, Any]:
+    """Compare pairs of costs, shape ``(n_rounds, 2)``: before, after."""
+    before, after = np.median(pairs, axis=0)
+    row = {"figure": figure, "before": before, "after": after, "rounds": pairs.tolist()}
+    if figure.endswith(_ADDED):
+        return row
+    ratio, low, high = median_interval(pairs[:, 1] / pairs[:, 0])
+    return row | {"ratio": ratio, "low": low, "high": high}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| figure | before | after | after / before |", "|---|---:|---:|---:|"]
+    for row in rows:
+        ratio = f"{row['ratio']:.3f} ({row['low']:.3f}–{row['high']:.3f})" if "low" in row else ""
+        lines.append(f"| {row['figure']} | {row['before']:.3f} | {row['after']:.3f} | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
