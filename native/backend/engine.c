@@ -140,7 +140,7 @@ static void rewrite_node(
 static bool is_of_one_token(const struct ggml_cgraph * original) {
     for (int i = 0; i < original->n_nodes; i++) {
         const struct ggml_tensor * node = original->nodes[i];
-        if (node->op == GGML_OP_MUL_MAT && node->src[0]->buffer &&
+        if (llmaas_op_of(node) == LLMAAS_OP_MUL_MAT && node->src[0]->buffer &&
             ggml_backend_buffer_get_usage(node->src[0]->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
             return ggml_nrows(node->src[1]) == 1;
         }
