@@ -90,6 +90,14 @@ class Engine(Protocol):
         """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
 
     @property
+    def resident_app(self) -> str | None:
+        """App whose tokens ``resident_tokens`` are; None if it has no name.
+
+        A request of another app goes on with none of these cells, unless a plugin says in
+        ``llmaas_kv_restore`` that it does.
+        """
+
+    @property
     def n_outputs(self) -> int:
         """How many of a batch's last tokens give logits and final states; 1 at first.
 

@@ -73,7 +73,8 @@ class KVChunksConfig(BaseModel):
     )
     share_across_apps: bool = Field(
         default=False,
-        description="Whether apps share chunks of equal prefixes; an app's own contexts always do.",
+        description="Whether apps share cells and chunks of equal prefixes; then they can tell by "
+        "the time what others asked. An app's own contexts always share.",
     )
 
     @field_validator("levels", mode="before")

@@ -2,7 +2,8 @@
 
 A parked context is a sequence of its own; leaving and coming back are relabellings, no byte of the
 cells is touched. Contexts that begin with the same tokens share the cells of that beginning, so
-the cells in use are as many as the parked contexts have different beginnings.
+the cells in use are as many as the parked contexts have different beginnings. Contexts of different
+roots, such as those of two apps, share nothing: how long one stays must not tell what another has.
 """
 
 from __future__ import annotations
@@ -54,13 +55,17 @@ class Taken(NamedTuple):
     cells: NDArray[np.int32] | None
 
 
-def _nearest(contexts: Sequence[_Parked], tokens: Tokens) -> tuple[_Parked | None, int]:
-    """The context that begins most like ``tokens``, and how many tokens they have in common."""
-    lengths = [common_prefix(parked.tokens, tokens) for parked in contexts]
-    if not any(lengths):
-        return None, 0
-    n = max(lengths)
-    return contexts[lengths.index(n)], n
+def _nearest(
+    contexts: Sequence[_Parked], tokens: Tokens, root: bytes
+) -> tuple[_Parked | None, int]:
+    """Return the context of ``root`` that begins most like ``tokens``, and their common tokens."""
+    found: _Parked | None = None
+    n_most = 0
+    for parked in contexts:
+        n = common_prefix(parked.tokens, tokens) if parked.root == root else 0
+        if n > n_most:
+            found, n_most = parked, n
+    return found, n_most
 
 
 def _joined(
@@ -75,7 +80,7 @@ class Parking:
 
     Two rules hold between calls. Parked contexts use at most the engine's spare cells, so that
     sequence 0 always finds room for all that the app asked for. And where two of them have the
-    same tokens from the beginning, they have the same cells.
+    same root and the same tokens from the beginning, they have the same cells.
 
     Attributes:
         limit: Cells that parked contexts may use after the next ``switch``.
@@ -87,7 +92,6 @@ class Parking:
         self.limit = engine.n_spare
         self._sequences = engine.parked
         self._contexts: list[_Parked] = []  # the one that was used last is the last
-        self._resident_root = b""
         self._is_expired = False
         self._n_cells = 0
         self._n_parked = self._n_taken = self._n_taken_tokens = self._n_given_up = 0
@@ -98,6 +102,7 @@ class Parking:
         resident: Tokens,
         cells: Callable[[int], NDArray[np.int32] | None] = lambda _: None,
         root: bytes = b"",
+        resident_root: bytes | None = None,
     ) -> Taken | None:
         """Keep what sequence 0 is about to lose, and bring back what the prompt goes on with.
 
@@ -106,6 +111,7 @@ class Parking:
             resident: What sequence 0 is known to hold from position 0, shape ``(m,)``.
             cells: Tells where its first tokens lie, if that is known.
             root: Where the prompt's chain of chunks begins. Contexts with another one stay parked.
+            resident_root: Where the resident tokens' chain begins; ``root`` if None.
 
         Returns:
             The leading tokens of the prompt that sequence 0 holds now, and nothing else; or None
@@ -115,17 +121,17 @@ class Parking:
         if self._is_expired:
             self._is_expired = False
             self.give_up()
-        n_common = common_prefix(resident, prompt)
-        best, n_best = _nearest([p for p in self._contexts if p.root == root], prompt)
+        resident_root = root if resident_root is None else resident_root
+        n_common = common_prefix(resident, prompt) if resident_root == root else 0
+        best, n_best = _nearest(self._contexts, prompt, root)
         if n_best <= n_common:
             best = None
         if best is not None:
             self._touch(best)
         if len(resident) - n_common >= CHUNK_TOKENS and len(resident) <= self.limit:
-            self._park(resident, cells)
+            self._park(resident, cells, resident_root)
         taken = None if best is None else self._take(best, n_best)
         self._make_room()
-        self._resident_root = root
         return taken
 
     def expire(self) -> None:
@@ -157,11 +163,12 @@ class Parking:
 
     # -- one context ----------------------------------------------------------------------------
 
-    def _park(self, tokens: Tokens, where: Callable[[int], NDArray[np.int32] | None]) -> None:
+    def _park(
+        self, tokens: Tokens, where: Callable[[int], NDArray[np.int32] | None], root: bytes
+    ) -> None:
         """Label the cells of sequence 0 as a parked context's too, if it is worth it."""
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(len(tokens)):
             return
-        root = self._resident_root
         for parked in [p for p in self._contexts if p.root == root]:
             n = common_prefix(parked.tokens, tokens)
             if n == len(tokens):
@@ -170,7 +177,7 @@ class Parking:
             if n == len(parked.tokens):
                 self._remove(parked)
         sequence = min(set(PARKED_SEQUENCES) - self._sequences)
-        nearest, n_shared = _nearest(self._contexts, tokens)
+        nearest, n_shared = _nearest(self._contexts, tokens, root)
         cells = where(len(tokens))
         if nearest is not None:
             self._label(nearest.sequence, sequence, 0, n_shared)
@@ -218,7 +225,7 @@ class Parking:
         """Cells in use: of each context, those that no context before it has."""
         n_cells = 0
         for i, parked in enumerate(self._contexts):
-            _, n_shared = _nearest(self._contexts[:i], parked.tokens)
+            _, n_shared = _nearest(self._contexts[:i], parked.tokens, parked.root)
             n_cells += len(parked.tokens) - n_shared
         self._n_cells = n_cells
         return n_cells

@@ -141,7 +141,7 @@ class KVChunks:
             return None
         resident = engine.resident_tokens()[: engine.n_explained]
         try:
-            restored = transfer.restore(request.tokens, resident, request.app)
+            restored = transfer.restore(request.tokens, resident, request.app, engine.resident_app)
         except BudgetError as error:
             self._give_up(request.engine, error)
             return None

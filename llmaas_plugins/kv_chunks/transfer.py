@@ -221,7 +221,9 @@ class Transfer:
 
     # -- load -----------------------------------------------------------------------------------
 
-    def restore(self, prompt: Tokens, resident: Tokens, app: str | None) -> Loaded | None:
+    def restore(
+        self, prompt: Tokens, resident: Tokens, app: str | None, resident_app: str | None
+    ) -> Loaded | None:
         """Bring in as much of ``prompt`` as is parked or stored, if that is more than is resident.
 
         Some of it may be evaluated here, where that is faster or nothing is stored.
@@ -230,17 +232,22 @@ class Transfer:
             prompt: The whole prompt, shape ``(n,)``.
             resident: What sequence 0 holds, shape ``(m,)``.
             app: Who asks, if known.
+            resident_app: Whose resident tokens these are, if known.
 
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
         started = time.perf_counter()
-        root = self._root(app)
+        root, resident_root = self._root(app), self._root(resident_app)
         is_emptied = self._balance(len(resident), len(prompt))
         if is_emptied:
             resident = resident[:0]
-        n_common = common_prefix(prompt, resident)
-        n_taken = self._unpark(prompt, resident, root)
+        is_own = root == resident_root
+        n_common = common_prefix(prompt, resident) if is_own else 0
+        n_taken = self._unpark(prompt, resident, root, resident_root)
+        if n_taken is None and not is_own:
+            is_emptied = True
+            self._empty()
         n_there = n_taken or n_common
         match = self._store.match(root, prompt)
         loader = self._loader or self._open_loader(root)
@@ -248,7 +255,7 @@ class Transfer:
         loaded = None
         if match.n_tokens > n_there and loader is not None:
             loaded = self._load_behind(loader, match, prompt, n_there, started)
-        if loaded is None and (n_taken is not None or is_emptied):
+        if loaded is None and (n_taken is not None or is_emptied or app != resident_app):
             loaded = Loaded(n_there, 0, 0, None, time.perf_counter() - started)
         if loaded is not None and n_taken is not None:
             n_loaded = min(loaded.n_loaded + n_taken - n_common, loaded.n_tokens)
@@ -262,6 +269,12 @@ class Transfer:
         if self._attention is not None:
             self._attention.placed(0, 0)
         return True
+
+    def _empty(self) -> None:
+        """Drop all of sequence 0: it is another app's."""
+        if self._attention is not None:
+            self._attention.placed(0, 0)
+        self._cells.truncate(0)
 
     def close(self) -> None:
         """Give up what is kept in the engine, and stop looking at it. The engine is ours."""
@@ -280,12 +293,14 @@ class Transfer:
         parking, spare = self._parking, self._spare
         return (parking.stats() if parking else {}) | (spare.stats() if spare else {})
 
-    def _unpark(self, prompt: Tokens, resident: Tokens, root: bytes) -> int | None:
+    def _unpark(
+        self, prompt: Tokens, resident: Tokens, root: bytes, resident_root: bytes
+    ) -> int | None:
         """Let a context that is parked in the engine go on; its tokens if there is one."""
         if self._parking is None:
             return None
         where = (lambda _: None) if self._attention is None else self._attention.cells
-        taken = self._parking.switch(prompt, resident, where, root)
+        taken = self._parking.switch(prompt, resident, where, root, resident_root)
         if taken is not None and self._attention is not None:
             self._attention.placed(0, taken.n_tokens, taken.cells)
         return None if taken is None else taken.n_tokens

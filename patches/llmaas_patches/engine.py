@@ -76,6 +76,15 @@ class LlamaEngine:
         return self._ledger.n_explained
 
     @property
+    def resident_app(self) -> str | None:
+        """App whose tokens ``resident_tokens`` are; None if it has no name."""
+        return self._ledger.app
+
+    @resident_app.setter
+    def resident_app(self, app: str | None) -> None:
+        self._ledger.app = app
+
+    @property
     def n_spare(self) -> int:
         """Cells that plugins added to the context."""
         return self._ledger.n_spare

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from llama_cpp import Llama, LlamaState, llama_cpp
@@ -15,42 +13,12 @@ from llmaas_hooks import HookManager, ModelLoad
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
-from llmaas_patches.ledger import Ledger, address
+from llmaas_patches.ledger import Known, Ledger, address
 from llmaas_patches.native import native_host
+from llmaas_patches.scope import serving_context
 from llmaas_patches.silence import Silence
 
-__all__ = ["Host", "current_context", "declined_plugins", "serving_context", "without"]
-
-current_context: contextvars.ContextVar[tuple[str | None, str | None]] = contextvars.ContextVar(
-    "llmaas_current_context", default=(None, None)
-)
-"""Persistent context and app that the ``Llama.generate`` calls of this thread or task belong to."""
-
-
-@contextmanager
-def serving_context(context_id: str | None, app: str | None = None) -> Iterator[None]:
-    """Name the persistent context and the app for the requests started inside the block."""
-    token = current_context.set((context_id, app))
-    try:
-        yield
-    finally:
-        current_context.reset(token)
-
-
-declined_plugins: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
-    "llmaas_declined_plugins", default=frozenset()
-)
-"""Plugins that the ``Llama.generate`` calls of this thread or task do without."""
-
-
-@contextmanager
-def without(names: Iterable[str]) -> Iterator[None]:
-    """Let the requests that are started inside the block do without these plugins, too."""
-    token = declined_plugins.set(declined_plugins.get() | frozenset(names))
-    try:
-        yield
-    finally:
-        declined_plugins.reset(token)
+__all__ = ["Host", "serving_context"]
 
 
 class Host:
@@ -63,8 +31,7 @@ class Host:
         silence: What is logged while a model is loaded.
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
-        states: States that ``Llama.save_state`` made: how many of their tokens are explained, and
-            from where on they are sparse (``Ledger``).
+        states: What is known of the states that ``Llama.save_state`` made.
         native: The engine-side hook point; None when no plugin needs it.
         real_n_ctx, real_n_seq_max: The bindings that the app's ones stand for.
     """
@@ -83,9 +50,7 @@ class Host:
         self.silence = Silence()
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
-        self.states: weakref.WeakKeyDictionary[LlamaState, tuple[int, int | None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.states: weakref.WeakKeyDictionary[LlamaState, Known] = weakref.WeakKeyDictionary()
         self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_cpp import Llama, LlamaState, llama_cpp
+
+from llmaas_patches.scope import current_context
 
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Around",
     "Change",
+    "Known",
     "Ledger",
     "address",
     "around_everything",
@@ -28,6 +31,7 @@ __all__ = [
     "wrap_changing",
     "wrap_eval",
     "wrap_load_state",
+    "wrap_reset",
     "wrap_save_state",
     "wrap_whole",
 ]
@@ -37,6 +41,14 @@ Change = Callable[..., int | None]
 """First position of sequence 0 that a call with these arguments changes; None: it changes none."""
 Around = Callable[["Ledger", Function, tuple[Any, ...]], Any]
 """Makes an app's call on a context to which plugins added sequences."""
+
+
+class Known(NamedTuple):
+    """What is known of a saved state; the attributes are those of ``Ledger``."""
+
+    n_explained: int
+    sparse_from: int | None
+    app: str | None
 
 
 class Ledger:
@@ -57,6 +69,7 @@ class Ledger:
         alterations: Calls by which the computation of cells was changed, or plugins' sequences
             taken; the binding's names.
         is_evaluating: ``Llama.eval`` is running.
+        app: App whose tokens ``Llama``'s books name; None if it has no name.
     """
 
     def __init__(self, handles: tuple[int, ...], app_n_seq_max: int, app_n_ctx: int) -> None:
@@ -72,6 +85,7 @@ class Ledger:
         self.sparse_from: int | None = None
         self.alterations: list[str] = []
         self.is_evaluating = False
+        self.app: str | None = None
 
     def changed(self, start: int | None) -> None:
         """Cells of sequence 0 from position ``start`` on are not what they were."""
@@ -203,6 +217,19 @@ def wrap_eval(host: Host, original: Function) -> Function:
     return eval
 
 
+def wrap_reset(host: Host, original: Function) -> Function:
+    """Wrap ``Llama.reset``: books that were emptied belong to the app that fills them."""
+
+    @functools.wraps(original)
+    def reset(self: Llama) -> None:
+        original(self)
+        ledger = host.ledgers.get(address(self.ctx))
+        if ledger is not None:
+            ledger.app = current_context.get()[1]
+
+    return reset
+
+
 def wrap_save_state(host: Host, original: Function) -> Function:
     """``Llama.save_state``: remember how much of it is explained."""
 
@@ -212,7 +239,7 @@ def wrap_save_state(host: Host, original: Function) -> Function:
         ledger = host.ledgers.get(address(self.ctx))
         if ledger is not None:
             n_explained = min(ledger.n_explained, state.n_tokens)
-            host.states[state] = (n_explained, ledger.sparse_from)
+            host.states[state] = Known(n_explained, ledger.sparse_from, ledger.app)
         return state
 
     return save_state
@@ -226,6 +253,8 @@ def wrap_load_state(host: Host, original: Function) -> Function:
         original(self, state)
         ledger = host.ledgers.get(address(self.ctx))
         if ledger is not None:
-            ledger.n_explained, ledger.sparse_from = host.states.get(state, (0, None))
+            brought_along = Known(0, None, current_context.get()[1])
+            known = host.states.get(state, brought_along)
+            ledger.n_explained, ledger.sparse_from, ledger.app = known
 
     return load_state

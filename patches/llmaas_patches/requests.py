@@ -19,7 +19,8 @@ from llama_cpp import Llama
 
 from llmaas_hooks import KVRestored, PluginError, Request, RequestStats, common_prefix
 from llmaas_patches.engine import LlamaEngine
-from llmaas_patches.host import Host, current_context, declined_plugins
+from llmaas_patches.host import Host
+from llmaas_patches.scope import current_context, declined_plugins
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
@@ -51,6 +52,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             host.hooks.request_begin(request, host.hooks.level(request))
             if _is_sound(engine, request, resets=resets) and resets:
                 n_reused = _restore(host, engine, request)
+            engine.resident_app = request.app  # all that is left, and all that follows
         except BaseException:
             host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
             raise
@@ -158,8 +160,7 @@ class _Clock:
 
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
     """Whether ``Llama`` knows what those cells hold that it goes on with."""
-    resident = engine.resident_tokens()
-    n_kept = common_prefix(resident, request.tokens) if resets else len(resident)
+    n_kept = _common(engine, request) if resets else len(engine.resident_tokens())
     if n_kept > engine.n_explained:
         engine.tell_unexplained()
         return False
@@ -180,7 +181,7 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
     """Let a plugin load cells; leading prompt tokens that sequence 0 holds then."""
     if engine.needs_all_logits:
         engine.drop_restored()
-        return common_prefix(engine.resident_tokens(), request.tokens)
+        return _keep_own(engine, request)
     try:
         restored = _ask_to_restore(host, engine, request)
     except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
@@ -190,9 +191,27 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         host.hooks.handle(error)
         return 0
     if restored is None:
-        return common_prefix(engine.resident_tokens(), request.tokens)
+        return _keep_own(engine, request)
     engine.set_restored(request.tokens[: restored.n_tokens])
     return restored.n_tokens
+
+
+def _common(engine: LlamaEngine, request: Request) -> int:
+    """Leading prompt tokens that are resident; another app's cells count as none."""
+    if engine.resident_app != request.app:
+        return 0
+    return common_prefix(engine.resident_tokens(), request.tokens)
+
+
+def _keep_own(engine: LlamaEngine, request: Request) -> int:
+    """Empty sequence 0 if it holds another app's cells, or its time would tell what they are.
+
+    Returns:
+        Leading prompt tokens that it still holds.
+    """
+    if engine.resident_app != request.app:
+        engine.drop_resident()
+    return _common(engine, request)
 
 
 def _ask_to_restore(host: Host, engine: LlamaEngine, request: Request) -> KVRestored | None:

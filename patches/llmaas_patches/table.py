@@ -29,6 +29,7 @@ from llmaas_patches.ledger import (
     wrap_changing,
     wrap_eval,
     wrap_load_state,
+    wrap_reset,
     wrap_save_state,
     wrap_whole,
 )
@@ -170,6 +171,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),
     Patch("llama_cpp._internals:LlamaBatch.set_batch", ("self", "batch"), wrap_set_batch),
     Patch("llama_cpp.llama:Llama.eval", ("self", "tokens"), wrap_eval),
+    Patch("llama_cpp.llama:Llama.reset", ("self",), wrap_reset),
     Patch("llama_cpp.llama:Llama.save_state", ("self",), wrap_save_state),
     Patch("llama_cpp.llama:Llama.load_state", ("self", "state"), wrap_load_state),
 )
