@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,13 @@ __all__ = [
     "ContextCreate",
     "DecodeStep",
     "Engine",
+    "FileStamp",
     "KVRestored",
     "Levels",
     "LogitsView",
+    "ModelFile",
     "ModelLoad",
+    "Override",
     "Plugin",
     "Request",
     "RequestStats",
@@ -27,6 +30,7 @@ __all__ = [
 ]
 
 Tokens = NDArray[np.int32]
+Override = bool | int | float | str
 
 LEAST_LEVEL = 0.2
 """The narrowest that an elastic model is (ElastiLM §3.2)."""
@@ -64,6 +68,10 @@ class Engine(Protocol):
     @property
     def n_seq_max(self) -> int:
         """Sequences the context really has; the app reads the number it asked for."""
+
+    @property
+    def load(self) -> ModelLoad | None:
+        """How the model was opened; None if that was before the activation."""
 
     @property
     def alteration(self) -> str | None:
@@ -114,6 +122,37 @@ class Engine(Protocol):
         """Run ``job`` on the background thread; calls into this engine wait until it is done."""
 
 
+class FileStamp(NamedTuple):
+    """State of a file's content, as far as the file system tells it without reading the file.
+
+    Attributes:
+        device: Device that holds the file.
+        inode: Its number there.
+        n_bytes: Its size.
+        mtime_ns: When its content last changed.
+        ctime_ns: When its content, owner, mode or names last changed.
+    """
+
+    device: int
+    inode: int
+    n_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class ModelFile(NamedTuple):
+    """A file that was loaded.
+
+    Attributes:
+        path: Absolute path it was opened by.
+        stamp: Its state just before and just after the load; None if these differ, or if it is no
+            regular file: then nobody knows what was loaded.
+    """
+
+    path: str
+    stamp: FileStamp | None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
     """A model file about to be opened.
@@ -122,10 +161,17 @@ class ModelLoad:
         path: The GGUF file.
         params: The ``llama_model_params`` structure; fields may be edited. Keep callback objects
             that you store in it alive as long as the model.
+        files: Every file of the model, all splits in order. Before the load, the stamps are those
+            of the files that are there now.
+        overrides: Metadata that the app replaces (``kv_overrides``), by key.
+        adapters: LoRA files that were loaded for the model, in order.
     """
 
     path: str
     params: Any
+    files: tuple[ModelFile, ...] = ()
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+    adapters: list[ModelFile] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

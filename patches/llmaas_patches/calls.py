@@ -17,6 +17,7 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ContextCreate, DecodeStep, LogitsView, ModelLoad
 from llmaas_patches.host import Host
 from llmaas_patches.ledger import address
+from llmaas_patches.loading import look_at, model_load
 from llmaas_patches.native.claims import split_paths
 
 __all__ = [
@@ -61,15 +62,15 @@ def wrap_load_splits(host: Host, original: Function) -> Function:
 def _load(
     host: Host, path: str, params: Any, files: list[str] | None, original: Callable[[Any], Any]
 ) -> Any:
-    load = ModelLoad(path, params)
+    load = ModelLoad(path, params, look_at(files or split_paths(path)))
     with host.silence.kept():
         host.hooks.model_load(load)
         if host.native is None:
             model = original(params)
         else:
             model = host.native.load(load, files or split_paths(path), original)
-    if model is not None:  # the app may use its structure again, so keep a copy
-        host.loads[int(model)] = ModelLoad(path, type(params).from_buffer_copy(params))
+    if model is not None:
+        host.loads[int(model)] = model_load(load, int(model), is_listed=files is not None)
     return model
 
 

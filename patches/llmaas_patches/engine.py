@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import HookManager, Tokens, common_prefix
+from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger
 
@@ -29,13 +29,21 @@ class LlamaEngine:
     """One ``Llama`` and its context (implements ``llmaas_hooks.Engine``).
 
     Attributes:
+        load: How its model was opened; None if that was before the activation.
         needs_all_logits: The running completion reads the logits of its whole prompt.
     """
 
-    def __init__(
-        self, llama: Llama, hooks: HookManager, lanes: Lanes, n_seq_max: int, ledger: Ledger
+    def __init__(  # noqa: PLR0913, PLR0917  what the host knows of it
+        self,
+        llama: Llama,
+        hooks: HookManager,
+        lanes: Lanes,
+        n_seq_max: int,
+        ledger: Ledger,
+        load: ModelLoad | None,
     ) -> None:
         """Attach to ``llama``, whose context has ``n_seq_max`` sequences, not keeping it alive."""
+        self.load = load
         self._llama = weakref.ref(llama)
         self._hooks = hooks
         self._lanes = lanes

@@ -63,7 +63,8 @@ class Host:
             if engine is None or engine.ctx != int(llama.ctx):
                 n_seq_max = self.real_n_seq_max(llama.ctx)
                 ledger = self.ledgers.get(int(llama.ctx)) or self._adopt(llama, n_seq_max)
-                engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max, ledger)
+                load = self.loads.get(int(llama.model))
+                engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max, ledger, load)
                 self._engines[llama] = engine
             return engine
 

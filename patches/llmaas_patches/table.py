@@ -33,6 +33,7 @@ from llmaas_patches.ledger import (
     wrap_save_state,
     wrap_whole,
 )
+from llmaas_patches.loading import wrap_load_adapter
 from llmaas_patches.outputs import wrap_set_batch
 from llmaas_patches.patcher import Patch
 from llmaas_patches.requests import wrap_create_completion, wrap_generate
@@ -136,6 +137,7 @@ _OWN = {
     "llama_model_load_from_file": (("path_model", "params"), wrap_load_model),
     "llama_load_model_from_file": (("path_model", "params"), wrap_load_model),
     "llama_model_load_from_splits": (("paths", "n_paths", "params"), wrap_load_splits),
+    "llama_adapter_lora_init": (("model", "path_lora"), wrap_load_adapter),
     "llama_model_free": (("model",), wrap_free_model),
     "llama_free_model": (("model",), wrap_free_model),
     "llama_init_from_model": (("model", "params"), wrap_init_context),

@@ -21,11 +21,10 @@ from claiming import (
     opened,
     vanilla,
 )
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from matrices import DOWN, UP, zeroed
+from rewritten_models import write_split
 
 from llmaas_eval.families import write_family
-from llmaas_eval.models import copy_field
 from llmaas_hooks import WeightClaim, hookimpl
 
 # -- several models and contexts --------------------------------------------------------------
@@ -72,27 +71,6 @@ def test_contexts_of_a_model_have_levels_of_their_own(family, tmp_path):
 
 
 # -- several files ----------------------------------------------------------------------------
-
-
-def write_split(path, n):
-    """The same model in ``n`` files, named as llama.cpp names them."""
-    source = GGUFReader(path)
-    paths = [path.parent / f"{path.stem}-{i + 1:05}-of-{n:05}.gguf" for i in range(n)]
-    for i, part in enumerate(paths):
-        writer = GGUFWriter(part, "llama")
-        for name, entry in source.fields.items():
-            if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
-                copy_field(writer, entry)
-        writer.add_key_value("split.no", i, GGUFValueType.UINT16)
-        writer.add_key_value("split.count", n, GGUFValueType.UINT16)
-        writer.add_key_value("split.tensors.count", len(source.tensors), GGUFValueType.INT32)
-        for tensor in source.tensors[i::n]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return paths
 
 
 @pytest.mark.parametrize("source", ["tiles", "file"])
