@@ -56,6 +56,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
             f"{error.name} is not installed. Try `pip install 'llmaas-plugins[server]'`."
         ) from error
     from llmaas_plugins.activation import activate
+    from llmaas_plugins.service.grammars import Grammars
     from llmaas_plugins.service.keys import Keys, read_key_file
     from llmaas_plugins.service.line import Line
     from llmaas_plugins.service.metrics import Metrics
@@ -72,10 +73,13 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         _listening(args.uds, server_settings) as listen,
         activate(config, {"llmaas.line": line, "llmaas.metrics": metrics}) as suite,
         LLMService(server_engine, limits) as service,
+        contextlib.closing(Grammars(server_engine)) as grammars,
     ):
         metrics.read_plugins(suite.status)
         with _ended_at_once():
-            app = make_application(server_settings, model_settings, service, keys, line, metrics)
+            app = make_application(
+                server_settings, model_settings, service, keys, line, metrics, grammars
+            )
             server = Server(app, line, limits, **listen)
             for number in _SIGNALS:
                 signal.signal(number, server.handle_exit)

@@ -12,7 +12,9 @@ from fastapi.responses import JSONResponse
 from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
+from llmaas_plugins.service.confinement import confine_grammars
 from llmaas_plugins.service.gate import Gate
+from llmaas_plugins.service.grammars import Grammars
 from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.line import Line
 from llmaas_plugins.service.metrics import Metrics
@@ -31,12 +33,14 @@ def make_application(  # noqa: PLR0913, PLR0917  these are its parts
     keys: Keys,
     line: Line,
     metrics: Metrics,
+    grammars: Grammars,
 ) -> Any:
     """Load the model and put the app together."""
     settings = server_settings.model_copy(update={"api_key": None})  # the gate looks at keys
     app = create_app(server_settings=settings, model_settings=[model_settings])
     app.include_router(make_router(service, line, metrics))
     explain_mistakes()
+    confine_grammars(grammars, line.refuse_running)
     explain_refusals(app)
     gate = Middleware(
         Gate,
@@ -44,6 +48,7 @@ def make_application(  # noqa: PLR0913, PLR0917  these are its parts
         keys=keys,
         metrics=metrics,
         completion=OpenCompletion(server_engine()),
+        grammars=grammars,
         max_body_bytes=int(service.config.max_body_bytes),
     )
     app.user_middleware.append(gate)  # the innermost: browsers' preflights are answered before

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
-from llama_cpp import llama_cpp
 from llama_cpp.server.types import (
     CreateChatCompletionRequest,
     CreateCompletionRequest,
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from llmaas_hooks import ConfigError, Levels
+from llmaas_plugins.service.grammars import Wanted
 from llmaas_plugins.service.levels import check_levels, levels_of
 from llmaas_plugins.service.refusal import Refusal, mistakes
 from llmaas_plugins.service.upstream import server_engine
@@ -26,31 +27,52 @@ _BODIES: dict[str, type[BaseModel]] = {
     "completion": CreateCompletionRequest,
     "embedding": CreateEmbeddingRequest,
 }
+_MOST_NESTED = 64
+_MOST_GRAMMAR_BYTES = 64 << 10
+_MOST_STOPS, _LONGEST_STOP = 64, 1024
+_MOST_BIASES = 1024
+_INT32 = range(-(1 << 31), 1 << 31)
+_RANGES = {
+    "max_tokens": _INT32,
+    "min_tokens": _INT32,
+    "top_k": _INT32,
+    "logprobs": _INT32,
+    "top_logprobs": _INT32,
+    "n": _INT32,
+    "best_of": _INT32,
+    "seed": range(-(1 << 31), 1 << 32),
+}
+_LARGEST_FLOAT = 1e9
+_FLOATS = ("temperature", "repeat_penalty")
 
 
-def check_body(route: str, body: bytes) -> Levels:
+def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
     """See whether ``body`` is one that ``route`` can work with.
 
     Returns:
-        The levels that it asks for, if the route itself does not know of levels.
+        The levels that it asks for, if the route itself does not know of levels; and the grammars
+        and schemas in it, which are still to be checked.
 
     Raises:
         Refusal: It is not.
     """
     values = _parsed(body)
-    if (model := _BODIES.get(route)) is not None:
-        _validate(model, values)
+    checked = _validated(model, values) if (model := _BODIES.get(route)) is not None else None
     if route == "embedding" and not server_engine().context_params.embeddings:
         raise _mistake("This server makes no embeddings: start it with --embedding True.")
     if isinstance(prompt := values.get("prompt"), list) and len(prompt) > 1:
         raise _mistake(f"prompt: one at a time, found {len(prompt)}")
     if route == "tokens":
         _check_tokens(values.get("tokens"))
-    if route not in ("chat", "completion"):
-        return Levels()
-    if grammar := values.get("grammar"):
-        _check_grammar(grammar)
-    return _levels(values.get("level"))
+    if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
+        return Levels(), []
+    _check_numbers(checked)
+    _check_lists(checked)
+    wanted = list(_wanted(values))
+    for one in wanted:
+        if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
+            raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
+    return _levels(values.get("level")), wanted
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -62,12 +84,22 @@ def _parsed(body: bytes) -> dict[str, Any]:
         raise _mistake(f"The body is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise _mistake(f"The body must be a JSON object, found {type(values).__name__}.")
+    if _is_nested_deeper(values, _MOST_NESTED):
+        raise _mistake(f"The body's JSON is nested deeper than {_MOST_NESTED} levels, the limit.")
     return values
 
 
-def _validate(model: type[BaseModel], values: dict[str, Any]) -> None:
+def _is_nested_deeper(value: object, most: int) -> bool:
+    if isinstance(value, dict):
+        return not most or any(_is_nested_deeper(inner, most - 1) for inner in value.values())
+    if isinstance(value, list):
+        return not most or any(_is_nested_deeper(inner, most - 1) for inner in value)
+    return False
+
+
+def _validated(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     try:
-        model.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise _mistake(mistakes(error.errors(include_input=False, include_url=False))) from error
 
@@ -81,13 +113,50 @@ def _levels(value: object) -> Levels:
     return levels
 
 
-def _check_grammar(grammar: str) -> None:
-    """llama.cpp hands a null pointer on when it cannot parse a grammar."""
-    vocab = llama_cpp.llama_model_get_vocab(server_engine().model)
-    sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root")
-    if not sampler:
-        raise _mistake("grammar: llama.cpp cannot parse it")
-    llama_cpp.llama_sampler_free(sampler)
+def _check_numbers(checked: BaseModel) -> None:
+    """Refuse numbers that do not fit into what llama.cpp takes."""
+    for name, fitting in _RANGES.items():
+        number = getattr(checked, name, None)
+        if type(number) is int and number not in fitting:
+            raise _mistake(f"{name}: must be from {fitting[0]} to {fitting[-1]}")
+    for name in _FLOATS:
+        if abs(getattr(checked, name)) > _LARGEST_FLOAT:
+            raise _mistake(f"{name}: must be at most {_LARGEST_FLOAT:g}")
+
+
+def _check_lists(checked: CreateChatCompletionRequest | CreateCompletionRequest) -> None:
+    """Refuse lists that would be gone through at each token for long, or name what is not there."""
+    stops = [checked.stop] if isinstance(checked.stop, str) else checked.stop or []
+    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+        raise _mistake(f"stop: at most {_MOST_STOPS} of {_LONGEST_STOP} characters each")
+    biases = checked.logit_bias or {}
+    if len(biases) > _MOST_BIASES:
+        raise _mistake(f"logit_bias: at most {_MOST_BIASES} tokens, found {len(biases)}")
+    if checked.logit_bias_type != "tokens":
+        n_vocab = server_engine().n_vocab()
+        for token in biases:
+            if not (token.isascii() and token.isdigit() and int(token[:12]) < n_vocab):
+                expected = f"expected numbers of tokens, integers from 0 to {n_vocab - 1}"
+                raise _mistake(f"logit_bias: {expected}, found {token[:40]!r}")
+
+
+def _wanted(values: dict[str, Any]) -> Iterator[Wanted]:
+    """The grammars and schemas that llama_cpp makes of a body, in any case.
+
+    Schemas of tools that the model may choose from itself, it converts once they are chosen.
+    """
+    if grammar := values.get("grammar"):
+        yield Wanted("grammar", "grammar", grammar)
+    form = values.get("response_format") or {}
+    if form.get("type") == "json_object" and "schema" in form:
+        yield Wanted("response_format.schema", "schema", json.dumps(form["schema"]))
+    functions = list(values.get("functions") or [])
+    functions += [tool["function"] for tool in values.get("tools") or []]
+    chosen = [values.get("function_call"), values.get("tool_choice")]
+    names = [choice.get("function", choice)["name"] for choice in chosen if type(choice) is dict]
+    for function in functions:
+        if function["name"] in names:
+            yield Wanted("tools", "schema", json.dumps(function["parameters"]))
 
 
 def _check_tokens(tokens: object) -> None:

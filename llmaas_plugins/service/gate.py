@@ -24,6 +24,7 @@ from llmaas_plugins.declining import without
 from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.checks import check_body
 from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
+from llmaas_plugins.service.grammars import Grammars
 from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.levels import check_levels, levels_in_header
 from llmaas_plugins.service.line import Call, Line, stopping
@@ -95,6 +96,7 @@ class Gate:
         keys: Keys,
         metrics: Metrics,
         completion: OpenCompletion,
+        grammars: Grammars,
         max_body_bytes: int,
     ) -> None:
         """Stand before ``app``."""
@@ -103,6 +105,8 @@ class Gate:
         self._line = line
         self._keys = keys
         self._metrics = metrics
+        self._grammars = grammars
+        self._checks = anyio.CapacityLimiter(1)  # who waits for a check takes no thread
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -137,7 +141,12 @@ class Gate:
             levels = _levels(scope)
         if scope["method"] == "POST":
             body = await self._read(scope, receive)
-            levels = (await run_in_threadpool(check_body, route.name, body)).over(levels)
+            asked, wanted = await run_in_threadpool(check_body, route.name, body)
+            levels = asked.over(levels)
+            if wanted:
+                await anyio.to_thread.run_sync(
+                    self._grammars.check, wanted, limiter=self._checks, abandon_on_cancel=False
+                )
         if is_call:
             with asking(levels):
                 await self._call(self._line.enter(app), scope, body, receive, answer)

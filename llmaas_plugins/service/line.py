@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import anyio
 
@@ -105,6 +106,16 @@ class Line:
         """End the call that runs."""
         if self.running is not None:
             self.running.end(stopping())
+
+    def refuse_running(self, refusal: Refusal) -> NoReturn:
+        """End the running call from within, on the engine's thread.
+
+        Raises:
+            Abandoned: In any case; nobody on its way out may mistake it.
+        """
+        if self.running is not None and not self.running.is_over:
+            self.running.is_over, self.running.refusal = True, refusal
+        raise Abandoned
 
     @hookimpl(specname="llmaas_decode")
     def end_if_unwanted(self) -> None:

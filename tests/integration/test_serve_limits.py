@@ -215,6 +215,20 @@ def test_other_names_of_json(request_, kind):
     assert request_("POST", "/extras/tokenize", {"input": "Hi"}, kind=kind)[0] == 200
 
 
+def schema(pattern):
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+
+
+def tools(pattern):
+    function = {"name": "f", "parameters": {**schema(pattern), "required": ["a"]}}
+    choice = {"type": "function", "function": {"name": "f"}}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+
+
+def form(pattern):
+    return {"response_format": {"type": "json_object", "schema": schema(pattern)}}
+
+
 GRAMMARS = ["x", "root ::= (", 'root ::= root "a"', "root ::= nothing", 'other ::= "a"']
 WRONG = [
     (CHAT, {"messages": 5}, "messages"),
@@ -233,6 +247,18 @@ WRONG = [
     ("/extras/detokenize", {"tokens": [5, 4096]}, "from 0 to 4095, found 4096"),
     ("/extras/detokenize", {"tokens": [-1]}, "found -1"),
     *((CHAT, {"messages": MESSAGES, "grammar": grammar}, "grammar") for grammar in GRAMMARS),
+    (CHAT, {"messages": MESSAGES, **form("^[^]]$")}, "response_format.schema: it needs more"),
+    (CHAT, {"messages": MESSAGES, **form("^\\$[0-9]+$")}, "llama.cpp cannot parse it"),
+    (CHAT, {"messages": MESSAGES, **tools("^\\$[0-9]+$")}, "tools: llama.cpp cannot"),
+    (CHAT, {"messages": MESSAGES, "grammar": "x" * 15000}, "grammar: "),
+    (CHAT, {"messages": MESSAGES, "x": json.loads("[" * 70 + "]" * 70)}, "nested deeper than 64"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2**63}, "max_tokens: must be from"),
+    (CHAT, {"messages": MESSAGES, "seed": 10**30}, "seed: must be from"),
+    ("/v1/completions", {"prompt": "a", "top_k": 10**30}, "top_k: must be from"),
+    ("/v1/completions", {"prompt": "a", "temperature": 1e300}, "temperature: must be at most"),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 1000}, "stop: at most 64"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"4096": 1}}, "from 0 to 4095, found '4096'"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "found '-1'"),
 ]
 
 

@@ -1,0 +1,263 @@
+"""A process in which grammars are built and run, so that the server does neither.
+
+llama.cpp's parser and its converter of schemas recurse, copy and loop as long as a text makes
+them: a short one can take gigabytes, hours or the whole process. Here they may. This process holds
+only the vocabulary, and forks for each job: a child has a limit of memory and a budget of CPU time,
+and ends on its own when it has used them up, or crashes. Nobody but its client notices.
+
+It is run as a file, and imports nothing of the suite: it is small, and starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BURST_S", "STEP_S", "receive_exactly", "receive_values", "send_values"]
+
+BUILD_S = 1.0
+"""CPU seconds to convert a schema, parse its grammar and find the first tokens."""
+STEP_S = 0.05
+"""CPU seconds that each further token adds to the budget of a grammar that runs."""
+BURST_S = 0.2
+"""CPU seconds that a grammar can have left at most, besides a token's own."""
+MEMORY_BYTES = 256 << 20
+MOST_GRAMMAR_BYTES = 256 << 10
+IDLE_S = 600
+_TRIED_STEPS = 12
+_LENGTH = struct.Struct("<I")
+_TOKEN = struct.Struct("<i")
+
+
+def send_values(connection: socket.socket, values: Any) -> None:
+    """Send JSON values."""
+    content = json.dumps(values).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive_values(connection: socket.socket) -> Any:
+    """Receive what ``send_values`` sent.
+
+    Raises:
+        EOFError: The other end is closed.
+    """
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+    return json.loads(receive_exactly(connection, length))
+
+
+def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
+    """Receive so many bytes.
+
+    Raises:
+        EOFError: The other end is closed.
+    """
+    found = bytearray()
+    while len(found) < n_bytes:
+        piece = connection.recv(n_bytes - len(found))
+        if not piece:
+            raise EOFError
+        found += piece
+    return bytes(found)
+
+
+class Budget:
+    """CPU time of this process; the kernel ends it when there is none left."""
+
+    def __init__(self) -> None:
+        """Have enough to build a grammar."""
+        self._left_s = BUILD_S
+
+    def run_from_here(self) -> None:
+        """Have what a grammar that runs may take."""
+        self._left_s = BURST_S
+
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[None]:
+        """Take what the block takes from the budget."""
+        signal.setitimer(signal.ITIMER_PROF, self._left_s)
+        yield
+        self._left_s = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+
+    def add_step(self) -> None:
+        """Have more for one more token."""
+        self._left_s = min(self._left_s, BURST_S) + STEP_S
+
+
+class Vocabulary:
+    """The tokens of a model, without the model."""
+
+    def __init__(self, path: str) -> None:
+        """Load it from a model's file.
+
+        Raises:
+            ValueError: llama.cpp cannot load it.
+        """
+        import numpy as np
+        from llama_cpp import llama_cpp
+
+        self.lib = llama_cpp
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only, params.use_mmap, params.n_gpu_layers = True, False, 0
+        model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+        if not model:
+            raise ValueError(f"cannot load the vocabulary of {path}")
+        self.handle = llama_cpp.llama_model_get_vocab(model)
+        self.n_tokens = llama_cpp.llama_vocab_n_tokens(self.handle)
+        tokens = range(self.n_tokens)
+        self.ends = np.array([llama_cpp.llama_vocab_is_eog(self.handle, i) for i in tokens])
+        texts = (llama_cpp.llama_vocab_get_text(self.handle, i) for i in tokens)
+        self.lengths = np.array([len(text or b"") for text in texts])
+        self._candidates = (llama_cpp.llama_token_data * self.n_tokens)()
+        self.view = np.frombuffer(
+            self._candidates, np.dtype([("id", "i4"), ("logit", "f4"), ("p", "f4")])
+        )
+        self.array = llama_cpp.llama_token_data_array(
+            data=self._candidates, size=self.n_tokens, selected=-1, sorted=False
+        )
+        self.ids = np.arange(self.n_tokens)
+
+
+class Grammar:
+    """A grammar at work."""
+
+    def __init__(self, vocabulary: Vocabulary, text: str) -> None:
+        """Parse it.
+
+        Raises:
+            ValueError: llama.cpp cannot.
+        """
+        self._vocabulary = vocabulary
+        lib, handle = vocabulary.lib, vocabulary.handle
+        self._sampler = lib.llama_sampler_init_grammar(handle, text.encode(), b"root")
+        if not self._sampler:
+            raise ValueError("llama.cpp cannot parse it")
+
+    def allowed(self) -> Any:
+        """Find the tokens that may come next."""
+        found = self._vocabulary
+        found.view["id"], found.view["logit"] = found.ids, 0.0
+        found.lib.llama_sampler_apply(self._sampler, ctypes.byref(found.array))
+        return found.view["logit"] == 0.0
+
+    def accept(self, token: int) -> None:
+        """Go on with a token."""
+        self._vocabulary.lib.llama_sampler_accept(self._sampler, token)
+
+
+def main() -> None:
+    """Serve jobs, each on the connection it comes with, until nobody sends any."""
+    control = socket.socket(fileno=0)
+    try:
+        vocabulary = Vocabulary(sys.argv[1])
+    except (ValueError, OSError) as error:
+        send_values(control, {"error": str(error)})
+        return
+    ends = vocabulary.ends.nonzero()[0].tolist()
+    send_values(control, {"n_tokens": vocabulary.n_tokens, "ends": ends})
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+    while select.select([control], [], [], IDLE_S)[0]:
+        marker, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not marker:
+            return
+        if os.fork() == 0:
+            control.close()
+            with contextlib.suppress(EOFError, OSError):
+                _work(vocabulary, socket.socket(fileno=descriptors[0]))
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+def _work(vocabulary: Vocabulary, connection: socket.socket) -> None:
+    connection.sendall(b"!")  # from here on, an end is the job's own doing
+    _limit_memory()
+    job = receive_values(connection)
+    if "texts" in job:
+        budget = Budget()
+        found = [_checked(vocabulary, budget, kind, text) for kind, text in job["texts"]]
+        send_values(connection, found)
+    else:
+        _run(vocabulary, connection, job["grammar"])
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _checked(vocabulary: Vocabulary, budget: Budget, kind: str, text: str) -> dict[str, str]:
+    """Build what a text asks for; its grammar, or what is wrong with it."""
+    with budget.spent():
+        if kind == "schema":
+            from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+            try:
+                text = json_schema_to_gbnf(text)
+            except (MemoryError, RecursionError):
+                return {"mistake": "it is nested too deeply, or without end"}
+            except Exception as error:  # its own refusals are of many kinds
+                return {"unknown": str(error) or type(error).__name__}
+        if (n_bytes := len(text.encode())) > MOST_GRAMMAR_BYTES:
+            limit = f"the limit is {MOST_GRAMMAR_BYTES}"
+            return {"mistake": f"it becomes a grammar of {n_bytes} bytes, {limit}"}
+        try:
+            grammar = Grammar(vocabulary, text)
+        except ValueError as error:
+            return {"mistake": str(error)}
+        allowed = grammar.allowed()
+    if not allowed.any():
+        return {"mistake": "no token of this model can begin it"}
+    walk = Budget()
+    walk.run_from_here()
+    _try_out(vocabulary, walk, grammar, allowed)
+    return {"grammar": text}
+
+
+def _try_out(vocabulary: Vocabulary, budget: Budget, grammar: Grammar, allowed: Any) -> None:
+    """Take some steps within the budget: the longest tokens, which cost most, and any."""
+    chance = random.Random(0)  # noqa: S311  tried the same way each time
+    for i in range(_TRIED_STEPS):
+        budget.add_step()
+        with budget.spent():
+            (tokens,) = (allowed & ~vocabulary.ends).nonzero()
+            if not len(tokens):
+                return
+            longest = tokens[vocabulary.lengths[tokens].argmax()]
+            grammar.accept(int(chance.choice(tokens) if i % 2 else longest))
+            allowed = grammar.allowed()
+
+
+def _run(vocabulary: Vocabulary, connection: socket.socket, text: str) -> None:
+    """Tell which tokens may come next, hear which one came, and so on."""
+    import numpy as np
+
+    budget = Budget()
+    with budget.spent():
+        grammar = Grammar(vocabulary, text)
+        allowed = grammar.allowed()
+    budget.run_from_here()
+    while True:
+        connection.sendall(np.packbits(allowed).tobytes())
+        (token,) = _TOKEN.unpack(receive_exactly(connection, _TOKEN.size))
+        budget.add_step()
+        with budget.spent():
+            grammar.accept(token)
+            allowed = grammar.allowed()
+
+
+if __name__ == "__main__":
+    main()

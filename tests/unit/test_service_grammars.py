@@ -1,0 +1,189 @@
+"""Grammars and schemas of clients: built and run in another process, within limits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+from llama_cpp import Llama, _internals, llama_grammar
+
+from llmaas_plugins.service import grammars as module
+from llmaas_plugins.service.confinement import confine_grammars
+from llmaas_plugins.service.grammars import Grammars, Wanted
+from llmaas_plugins.service.refusal import Refusal
+
+GREEDY = {"temperature": 0.0, "max_tokens": 24}
+AMBIGUOUS = 'root ::= root2\nroot2 ::= "a" root2 "b" | "a" root2 "c" | "a" root2 "d" | "a"'
+
+
+@pytest.fixture(scope="module")
+def llama(reference_model):
+    with contextlib.closing(Llama(str(reference_model), n_ctx=256, verbose=False)) as llama:
+        yield llama
+
+
+@pytest.fixture(scope="module")
+def grammars(llama):
+    with contextlib.closing(Grammars(lambda: llama)) as grammars:
+        yield grammars
+
+
+@pytest.fixture
+def confined(grammars, monkeypatch):
+    """Have llama_cpp run grammars there, for one test."""
+
+    def refuse(refusal):
+        raise refusal
+
+    monkeypatch.setattr(llama_grammar, "json_schema_to_gbnf", llama_grammar.json_schema_to_gbnf)
+    monkeypatch.setattr(_internals.LlamaSampler, "add_grammar", None)
+    confine_grammars(grammars, refuse)
+
+
+def schema(**properties):
+    required = list(properties)
+    return json.dumps({"type": "object", "properties": properties, "required": required})
+
+
+def items(**limits):
+    return json.dumps({"type": "array", "items": {"type": "null"}, **limits})
+
+
+def nested(n):
+    return "root ::= " + "(" * n + '"a"' + ")" * n
+
+
+HOSTILE = {
+    "escapes": ("schema", schema(price={"type": "string", "pattern": "^\\$[0-9]+$"})),
+    "long": ("schema", schema(summary={"type": "string", "maxLength": 2000})),
+    "longer": ("schema", schema(summary={"type": "string", "minLength": 10**9})),
+    "many": (
+        "schema",
+        items(maxItems=100_000),
+    ),
+    "too many": (
+        "schema",
+        items(minItems=3 * 10**8),
+    ),
+    "endless": ("schema", json.dumps({"type": "string", "pattern": "^[^]]$"})),
+    "nested": ("grammar", nested(30_000)),
+    "no grammar": ("grammar", "root ::= ("),
+    "no root": ("grammar", 'other ::= "a"'),
+    "left recursion": ("grammar", 'root ::= root "a"'),
+    "repetition": ("grammar", "root ::= " + "(" * 5 + '"a"' + "{2000}){2000}" * 4 + "){2000}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_costs_too_much_or_cannot_be_built_is_refused(grammars, name):
+    started = time.monotonic()
+    with pytest.raises(Refusal, match=r"^field: ") as caught:
+        grammars.check([Wanted("field", *HOSTILE[name])])
+    assert caught.value.status == 400
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < 20  # bounded; a busy machine makes it longer
+    grammars.check([Wanted("field", "grammar", 'root ::= "yes" | "no"')])
+
+
+def test_a_schema_that_the_converter_does_not_know_is_left_to_llama_cpp(grammars):
+    unknown = json.dumps({"$ref": "https://127.0.0.1:1/x"})
+    grammars.check([Wanted("field", "schema", unknown)])
+    with pytest.raises(ValueError, match="remote"):
+        grammars.converted(unknown)
+
+
+def test_verdicts_are_kept_but_not_all_of_them(grammars, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_KEPT", 2)
+    texts = [f'root ::= "{i}"' for i in range(3)]
+    for text in texts:
+        grammars.check([Wanted("", "grammar", text)])
+    assert len(grammars._known) == 2
+    monkeypatch.setattr(grammars, "_job", None)  # nobody is asked
+    for text in texts[1:]:
+        grammars.check([Wanted("", "grammar", text)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [llama_grammar.JSON_GBNF, 'root ::= [a-z ]+ "."', llama_grammar.LIST_GBNF, 'root ::= "yes"'],
+)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}])
+def test_texts_are_those_of_grammars_in_the_process(llama, grammars, request, text, sampling):
+    def complete():
+        grammar = llama_grammar.LlamaGrammar.from_string(text)
+        llama.reset()
+        options = GREEDY | sampling
+        return llama.create_completion("Once upon", grammar=grammar, **options)["choices"]
+
+    expected = complete()
+    request.getfixturevalue("confined")
+    assert complete() == expected
+    assert grammars._running is not None
+
+
+@pytest.mark.usefixtures("confined")
+def test_a_schema_becomes_a_grammar(llama):
+    properties = {"yes": {"type": "boolean"}}
+    found = llama.create_chat_completion(
+        [{"role": "user", "content": "Is it?"}],
+        response_format={"type": "json_object", "schema": json.loads(schema(**properties))},
+        **GREEDY,
+    )
+    assert json.loads(found["choices"][0]["message"]["content"])["yes"] in (True, False)
+
+
+@pytest.mark.usefixtures("confined")
+@pytest.mark.parametrize("text", [nested(30_000), "root ::= (", AMBIGUOUS])
+def test_what_was_not_found_before_ends_the_call_only(llama, text):
+    """It ends the process that builds it, or costs more with each token."""
+    grammar = llama_grammar.LlamaGrammar.from_string(text)
+    with pytest.raises(Refusal, match="grammar: it needs more"):
+        llama.create_completion("aaaa", grammar=grammar, temperature=0.0, max_tokens=200)
+    assert llama.create_completion("Once", **GREEDY)["choices"][0]["text"]
+
+
+def test_a_worker_that_has_ended_is_started_again(grammars):
+    wanted = Wanted("", "grammar", 'root ::= "again"')
+    grammars.check([Wanted("", "grammar", 'root ::= "first"')])
+    grammars._worker._process.kill()
+    grammars._worker._process.wait()
+    grammars.check([wanted])
+
+
+def test_its_process_ends_with_it(llama):
+    with contextlib.closing(Grammars(lambda: llama)) as grammars:
+        running = grammars.run('root ::= "a"+')
+        running.prepare()
+        pid = grammars._worker._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert children
+    deadline = time.monotonic() + 20
+    running.close()
+    while any(_runs(int(child)) for child in [pid, *children]):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_model_whose_vocabulary_was_changed_on_loading(reference_model):
+    changed = {"tokenizer.ggml.eos_token_id": 7}
+    with (
+        contextlib.closing(
+            Llama(str(reference_model), n_ctx=64, verbose=False, kv_overrides=changed)
+        ) as llama,
+        contextlib.closing(Grammars(lambda: llama)) as grammars,
+        pytest.raises(Refusal, match="kv_overrides") as caught,
+    ):
+        grammars.check([Wanted("", "grammar", 'root ::= "a"')])
+    assert caught.value.status == 503
