@@ -26,6 +26,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
+from llmaas_plugins.sizes import Size
 
 __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "validated"]
 
@@ -58,7 +59,7 @@ class ServiceConfig(BaseModel):
     max_queue: int = Field(
         default=32, ge=1, description="Calls that may wait for the engine; one more is refused."
     )
-    max_body_bytes: ByteSize = Field(
+    max_body_bytes: Size = Field(
         default=ByteSize(1 << 20), ge=1024, description="Longest body of a request to the server."
     )
     max_connections: int = Field(

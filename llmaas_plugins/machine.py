@@ -12,9 +12,11 @@ __all__ = [
     "Room",
     "available_bytes",
     "memory_limit_bytes",
+    "nearest_directory",
     "release_memory",
     "resident_bytes",
     "room",
+    "total_bytes",
 ]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -38,11 +40,17 @@ class Room:
 
 def room(directory: Path) -> Room:
     """Look at ``directory``, or at its nearest parent that exists; creates nothing."""
+    place = nearest_directory(directory)
+    is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    return Room(is_writable, shutil.disk_usage(place).free)
+
+
+def nearest_directory(directory: Path) -> Path:
+    """Return ``directory``, or its nearest parent that exists."""
     place = directory.expanduser().absolute()
     while not place.exists():
         place = place.parent
-    is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-    return Room(is_writable, shutil.disk_usage(place).free)
+    return place
 
 
 def resident_bytes() -> int:
@@ -57,51 +65,99 @@ def release_memory() -> None:
         trim(0)
 
 
-def available_bytes() -> int:
-    """Memory that this process can have in all: its own, and what the system could still give.
-
-    No more than the limit of its cgroup, if there is one.
-    """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+def total_bytes() -> int:
+    """Return the memory of the machine, or the limit of this process's cgroup if that is less."""
     limit = memory_limit_bytes()
-    wanted = resident_bytes() + free
-    return wanted if limit is None else min(wanted, limit)
+    total = _meminfo("MemTotal")
+    return total if limit is None else min(total, limit)
+
+
+def available_bytes() -> int:
+    """Return the memory that this process can have in all: its own, and what is left beside it.
+
+    That is what the system could still give, and no more than its cgroups have left: the limit of
+    each, less what others in it use. Files that the system keeps in memory can be dropped, so they
+    do not count.
+    """
+    resident = resident_bytes()
+    found = [resident + _meminfo("MemAvailable")]
+    for group in _groups(Path("/")):
+        limit = group.limit()
+        if limit is not None:
+            found.append(min(limit, resident + max(0, limit - group.used())))
+    return min(found)
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The tightest memory limit of this process's cgroup and its parents; None without one.
+    """Return the tightest memory limit of this process's cgroup and its parents; None without one.
 
     Args:
         root: Where ``proc`` and ``sys`` are mounted.
     """
-    limits = [_limit(file) for file in _limit_files(root)]
+    limits = [group.limit() for group in _groups(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _limit_files(root: Path) -> list[Path]:
+def _meminfo(name: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) << 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A memory cgroup.
+
+    Attributes:
+        path: Its directory.
+        is_v2: Whether it is one of the unified hierarchy.
+    """
+
+    path: Path
+    is_v2: bool
+
+    def limit(self) -> int | None:
+        """Return the bytes that its processes may have together; None: any number."""
+        names = ("memory.max", "memory.high") if self.is_v2 else ("memory.limit_in_bytes",)
+        found = [number for name in names if (number := _number(self.path / name)) is not None]
+        return min((number for number in found if number < _UNLIMITED_BYTES), default=None)
+
+    def used(self) -> int:
+        """Return the bytes that its processes have, without files that could be dropped."""
+        name = "memory.current" if self.is_v2 else "memory.usage_in_bytes"
+        prefix = "" if self.is_v2 else "total_"
+        files = {f"{prefix}inactive_file", f"{prefix}active_file"}
+        try:
+            lines = (self.path / "memory.stat").read_text().splitlines()
+        except OSError:
+            lines = []
+        pairs = [line.split() for line in lines]
+        cached = sum(int(pair[1]) for pair in pairs if len(pair) > 1 and pair[0] in files)
+        return max(0, (_number(self.path / name) or 0) - cached)
+
+
+def _groups(root: Path) -> list[_Group]:
+    """Return the cgroup of this process, and those around it: limits are nested."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    files = []
+    groups = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            mount, name = root / "sys/fs/cgroup", "memory.max"
+            mount = root / "sys/fs/cgroup"
         elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            mount = root / "sys/fs/cgroup/memory"
         else:
             continue
         group = mount / path.lstrip("/")
         inside = [parent for parent in group.parents if parent.is_relative_to(mount)]
-        files += [parent / name for parent in (group, *inside)]
-    return files
+        groups += [_Group(parent, is_v2=not controllers) for parent in (group, *inside)]
+    return groups
 
 
-def _limit(file: Path) -> int | None:
+def _number(file: Path) -> int | None:
     try:
-        limit = int(file.read_text())
+        return int(file.read_text())
     except (OSError, ValueError):  # not there in this cgroup, or "max"
         return None
-    return limit if limit < _UNLIMITED_BYTES else None

@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
 from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.cli.flash_pack import tensors_of
 from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_plugins.sizes import memory_bytes
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.disk import Disk
@@ -324,9 +323,9 @@ def _cells(row: Row, budget: int) -> tuple[str, ...]:
 
 def _size(text: str) -> int:
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected one as 3 GiB") from error
+        size = memory_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from error
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
     return size

@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from llmaas_plugins.sizes import OptionalMemorySize, OptionalSize, Size
+
 __all__ = ["FlashWeightsConfig"]
 
 
@@ -45,13 +47,14 @@ class FlashWeightsConfig(BaseModel):
         description="With a cache other than `streamed`: read ahead the columns that the group of "
         "layers after this one will need, if they are those that this one does (ActiveFlow).",
     )
-    memory_budget: ByteSize | None = Field(
+    memory_budget: OptionalMemorySize = Field(
         default=None,
-        description="Memory of the whole process. Weights that do not fit are streamed from the "
+        description="Memory of the whole process: a size, or a share of what the machine, or the "
+        "process's cgroup, has. Weights that do not fit are streamed from the "
         "model file. When unset, nine tenths of what the system, or the process's cgroup, has left "
         "for it, followed as that changes.",
     )
-    arena: ByteSize = Field(
+    arena: Size = Field(
         default=ByteSize(32 << 20),
         ge=1 << 20,
         description="Memory that streamed weights pass through. A part of the budget.",
@@ -63,14 +66,14 @@ class FlashWeightsConfig(BaseModel):
         description="Reads under way at a time. When unset 16, and 64 of columns that are read "
         "when a token turns out to need them.",
     )
-    read_size: ByteSize | None = Field(
+    read_size: OptionalSize = Field(
         default=None,
         ge=4096,
         le=16 << 20,
         multiple_of=4096,
         description="Longest read. When unset 1 MiB, and 256 KiB of such columns.",
     )
-    read_gap: ByteSize | None = Field(
+    read_gap: OptionalSize = Field(
         default=None,
         le=1 << 20,
         description="Longest gap between two such columns that is read along with them rather "

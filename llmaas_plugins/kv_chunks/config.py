@@ -9,6 +9,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from llmaas_plugins.kv_chunks.queues import Eviction
 from llmaas_plugins.kv_chunks.tolerance import INT8_BITS
+from llmaas_plugins.sizes import DiskSize, MemorySize, OptionalSize
 
 __all__ = ["KVChunksConfig"]
 
@@ -34,7 +35,7 @@ class KVChunksConfig(BaseModel):
         le=1,
         description='Mean bits of a context\'s values with "tolerance", as a share of 8.',
     )
-    ram_budget: ByteSize = Field(
+    ram_budget: MemorySize = Field(
         default=ByteSize(256 << 20),
         ge=1 << 20,
         description="Bytes for contexts outside the running one: encoded chunks in RAM, transfer "
@@ -46,15 +47,15 @@ class KVChunksConfig(BaseModel):
         description="Most tokens of left contexts that stay in the engine's cells, in steps of "
         "256: switching to them is fastest, and they take the most memory.",
     )
-    disk_budget: ByteSize = Field(
-        default=ByteSize(4 << 30), description="Bytes for the slab file; 0 keeps nothing on disk."
-    )
-    write_budget: ByteSize | None = Field(
-        default=None, description="Bytes that may be written to the slab a day; any when unset."
-    )
     store: Path = Field(
         default=Path("~/.cache/llmaas/kv"),
         description="Directory of the disk tier. One process at a time.",
+    )
+    disk_budget: DiskSize = Field(
+        default=ByteSize(4 << 30), description="Bytes for the slab file; 0 keeps nothing on disk."
+    )
+    write_budget: OptionalSize = Field(
+        default=None, description="Bytes that may be written to the slab a day; any when unset."
     )
     eviction: Eviction = Field(
         default="lru",

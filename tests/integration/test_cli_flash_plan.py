@@ -178,7 +178,7 @@ def test_a_budget_that_is_too_small(made, capsys, machine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory-budget", "much"], "is no size"),
+        (["--memory-budget", "much"], "expected a size"),
         (["--memory-budget", "0"], "no memory at all"),
         (["--sparsity", "0.96"], "not between 0 and 0.95"),
         (["--sparsity", "half"], "half"),
