@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +20,12 @@ from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.memory import anonymous
 from llmaas_plugins.kv_chunks.tiers import DiskTier
-from llmaas_plugins.store_lock import holder, try_lock
+from llmaas_plugins.store_lock import user
 
 __all__ = ["Contents", "payloads", "read_contents"]
 
 _MOST_CHUNK_BYTES = 1 << 30
+_MOST_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +72,17 @@ def read_contents(directory: Path) -> Contents:
     """
     directory = directory.expanduser()
     require_store(directory)
-    with contextlib.ExitStack() as opened:
-        who = _hold(directory, opened)
-        check_format(directory)
+    tries = itertools.count(1)
+    while True:
+        is_last, before = next(tries) == _MOST_TRIES, _stamp(directory)
         try:
-            index = ChunkIndex.read_only(directory / INDEX)
-            opened.callback(index.close)
-            return _contents(directory, who, index)
-        except StoreError:
-            raise
-        except (OSError, sqlite3.Error) as error:
-            if isinstance(error, sqlite3.Error) and is_damage(error):
+            found = _read_once(directory)
+        except (StoreError, sqlite3.DatabaseError):
+            if is_last or _stamp(directory) == before:
                 raise
-            raise StoreError(f"cannot read KV store {directory}: {error}") from error
+        else:
+            if is_last or _stamp(directory) == before:
+                return found
 
 
 def payloads(
@@ -117,13 +117,34 @@ def _read(fd: int, row: ChunkRow, address: int) -> Status:
     return status
 
 
-def _hold(directory: Path, opened: contextlib.ExitStack) -> str | None:
-    """Keep others out until ``opened`` ends, or say who is in."""
-    if not os.path.lexists(directory / LOCK):
-        return None
-    fd = FILES.open(directory / LOCK, os.O_RDONLY)
-    opened.callback(os.close, fd)
-    return None if try_lock(fd) else holder(fd)
+def _stamp(directory: Path) -> tuple[object, ...]:
+    """What differs if another process opened or changed an idle store meanwhile.
+
+    Nobody is kept out: an app that starts must find its store free.
+    """
+    try:
+        index = (directory / INDEX).stat()
+    except OSError:
+        return ()
+    has_log = (directory / f"{INDEX}-wal").exists()
+    return index.st_ino, index.st_size, index.st_mtime_ns, has_log
+
+
+def _read_once(directory: Path) -> Contents:
+    who = user(directory / LOCK, FILES)
+    check_format(directory)
+    with contextlib.ExitStack() as opened:
+        try:
+            index = ChunkIndex.read_only(directory / INDEX)
+            opened.callback(index.close)
+            index.freeze()
+            return _contents(directory, who, index)
+        except StoreError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, sqlite3.Error) and is_damage(error):
+                raise
+            raise StoreError(f"cannot read KV store {directory}: {error}") from error
 
 
 def _contents(directory: Path, who: str | None, index: ChunkIndex) -> Contents:

@@ -86,9 +86,33 @@ class DiskStore:
             for name, head in self.index.contexts().items():
                 tree.set_head(name, head)
             self.tier.trim()
+            if self.index.is_erasing():
+                self._erase_again()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
         return dropped
+
+    def end_erasing(self) -> None:
+        """Leave nothing of deleted contexts beside the slab, where it was erased before.
+
+        Raises:
+            StoreError: The disk failed, or another process goes on reading the index's log.
+        """
+        try:
+            (self.directory / UNUSABLE).unlink(missing_ok=True)  # it may hold tokens, too
+            self.index.end_erasing()
+        except StoreError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"KV store {self.directory}: {error}") from error
+
+    def _erase_again(self) -> None:
+        """Finish a deletion that a process did not live to finish."""
+        try:
+            self.tier.erase(self.tier.take_stale())
+            self.end_erasing()
+        except StoreError as error:
+            _log.warning("%s; the next deletion tries again", error)
 
     def allowance(self, write_budget: int | None) -> Allowance:
         """What may be written today.

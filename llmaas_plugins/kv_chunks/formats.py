@@ -43,12 +43,12 @@ def check_format(directory: Path) -> None:
 
 
 def read_only_uri(index: Path) -> str:
-    """How SQLite opens an index to look at it only; hold the store's lock, or know who does.
+    """Return how SQLite opens an index to look at it only.
 
-    Without a write-ahead log nothing beside the file is needed, or made.
+    Without a write-ahead log nothing beside the file is needed, or made. Nobody has the index open
+    then; if somebody opens it meanwhile, read it again.
     """
-    wal = index.with_name(index.name + "-wal")
-    has_wal = wal.is_file() and wal.stat().st_size > 0
+    has_wal = index.with_name(index.name + "-wal").is_file()
     return f"file:{quote(str(index.absolute()))}?mode=ro" + ("" if has_wal else "&immutable=1")
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 from llmaas_plugins.kv_chunks.files import FILES
 from llmaas_plugins.kv_chunks.formats import FORMAT, read_only_uri
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
+from llmaas_plugins.sqlite_log import connect, empty_log
 
 __all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate", "is_damage"]
 
@@ -40,6 +41,8 @@ _MISSHAPEN = f"""
 length(key) != {KEY_BYTES} OR length(parent) != {KEY_BYTES}
 OR length(tokens) NOT BETWEEN {TOKEN_BYTES} AND {CHUNK_TOKENS * TOKEN_BYTES}
 """
+_ERASING = 0x6C6C6D65
+"""Application id of an index as long as bytes of deleted contexts may be in the files."""
 _MOST_NAME_BYTES = 1 << 16
 _MOST_LAYOUT_BYTES = 1 << 20
 
@@ -69,6 +72,8 @@ class IndexUpdate:
     """What a transaction changes.
 
     Attributes:
+        erases: Whether bytes of what is removed are to be erased; ``end_erasing`` tells that they
+            are.
         added: Chunks that are new, or have changed, by key.
         removed: Keys of chunks that are gone; a key that is also in ``added`` came back.
         used: Keys in the order of their last use, oldest first.
@@ -85,6 +90,7 @@ class IndexUpdate:
     layouts: dict[bytes, str] = field(default_factory=dict)
     frees_room: bool = False
     writes: dict[int, int] = field(default_factory=dict)
+    erases: bool = False
 
     def then(self, later: IndexUpdate) -> IndexUpdate:
         """Both changes as one."""
@@ -97,6 +103,7 @@ class IndexUpdate:
             self.layouts | later.layouts,
             self.frees_room or later.frees_room,
             self.writes | later.writes,
+            self.erases or later.erases,
         )
 
 
@@ -120,7 +127,8 @@ class ChunkIndex:
                 raise sqlite3.DatabaseError("index is damaged: it says that it is read-only")
 
     def _open_writable(self, path: Path, new_store_id: bytes) -> bool:
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._path = path
+        self._db = connect(path)
         try:
             self._begin(new_store_id)
         except sqlite3.OperationalError as error:
@@ -140,7 +148,8 @@ class ChunkIndex:
         """
         FILES.is_regular(path)
         self = cls.__new__(cls)
-        self._db = sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)
+        self._path = path
+        self._db = connect(read_only_uri(path), uri=True)
         self._begin(None)
         return self
 
@@ -161,7 +170,6 @@ class ChunkIndex:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute("PRAGMA wal_autocheckpoint=256")  # 1 MiB; cgroups count it
-        self._db.execute("PRAGMA secure_delete=ON")  # tokens are text
         (n_tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if n_tables == 0:
             with self._db:
@@ -267,15 +275,32 @@ class ChunkIndex:
             if update.heads is not None:
                 db.execute("DELETE FROM contexts")
                 db.executemany("INSERT INTO contexts VALUES (?, ?)", update.heads.items())
+            if update.erases:
+                db.execute(f"PRAGMA application_id={_ERASING}")
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:  # some errors end it themselves
                 db.execute("ROLLBACK")
             raise
 
-    def forget_deleted(self) -> None:
-        """Fold the write-ahead log in and empty it: deleted rows are nowhere any more."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    def is_erasing(self) -> bool:
+        """Whether a process ended between an update that ``erases`` and ``end_erasing``."""
+        (mark,) = self._db.execute("PRAGMA application_id").fetchone()
+        return bool(mark == _ERASING)
+
+    def end_erasing(self) -> None:
+        """Empty the write-ahead log: deleted rows are nowhere any more.
+
+        Raises:
+            StoreError: Another process goes on reading the log.
+        """
+        empty_log(self._db, self._path)
+        if self.is_erasing():
+            self._db.execute("PRAGMA application_id=0")
+
+    def freeze(self) -> None:
+        """Show what is committed now, and nothing later, until it is closed."""
+        self._db.execute("BEGIN")
 
     def shrink(self) -> None:
         """Give free pages back to the file system."""

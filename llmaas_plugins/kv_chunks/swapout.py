@@ -86,15 +86,13 @@ class SwapOut:
         with self._flush_lock:  # nobody takes room on disk meanwhile
             with self._shelf.lock:
                 places = self._disk.tier.take_stale()
+                self._shelf.update.erases = True
             try:
                 self.commit()
             finally:
                 self._disk.tier.erase(places)
             with self._index_lock:
-                try:
-                    self._disk.index.forget_deleted()
-                except sqlite3.Error as error:
-                    raise StoreError(f"KV store's index: {error}") from error
+                self._disk.end_erasing()
 
     def layout(self, root: bytes) -> str | None:
         """Layout of the cells under ``root`` that a run before this one wrote."""

@@ -21,7 +21,7 @@ from llmaas_plugins.kv_chunks.checking import Progress
 from llmaas_plugins.kv_chunks.contents import Contents, payloads, read_contents
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.files import SLAB, UNUSABLE, require_store
+from llmaas_plugins.kv_chunks.files import SLAB, require_store
 from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.tiers import DiskTier
 from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
@@ -128,13 +128,12 @@ class Upkeep:
         """
         index, tier = self._disk.index, self._disk.tier
         try:
-            index.apply(IndexUpdate(removed=self._removed, heads=self._tree.contexts()))
+            index.apply(self._update())
             tier.erase(tier.take_stale())
             tier.cut()
             if shrink:
                 index.shrink()
-                (self._directory / UNUSABLE).unlink(missing_ok=True)
-            index.forget_deleted()
+            self._disk.end_erasing()
         except StoreError:
             raise
         except (OSError, sqlite3.Error) as error:
@@ -142,6 +141,10 @@ class Upkeep:
         n_contexts = self._contexts - len(self._tree.contexts())
         freed = self._before - disk_bytes(self._directory)
         return Tidied(n_contexts, len(self._removed), max(0, freed))
+
+    def _update(self) -> IndexUpdate:
+        heads = self._tree.contexts()
+        return IndexUpdate(removed=self._removed, heads=heads, erases=True)
 
     def close(self) -> None:
         """Let go of the store."""

@@ -225,7 +225,7 @@ def test_what_was_deleted_is_in_no_file(index, path):
     a, b = rows(2)
     index.apply(IndexUpdate(added(a, b), heads={"secret name": b.id.key}))
     index.apply(IndexUpdate(removed=[b.id.key], heads={}))
-    index.forget_deleted()
+    index.end_erasing()
     left = b"".join(file.read_bytes() for file in path.parent.iterdir() if "shm" not in file.name)
     assert a.id.tokens in left
     assert b.id.tokens not in left

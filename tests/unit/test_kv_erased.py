@@ -1,0 +1,179 @@
+"""What is deleted from a KV store is in no byte of its folder, or the call says why not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from reading import reader_of
+from stored_chunks import payload, put
+
+from llmaas_hooks import StoreError
+from llmaas_plugins import sqlite_log, store_lock
+from llmaas_plugins._native import Budget, KVGeometry
+from llmaas_plugins.kv_chunks import contents
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.keys import chain
+from llmaas_plugins.kv_chunks.store import ChunkStore
+
+ROOT = b"r" * 32
+GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
+BUDGET = 1 << 20
+A = np.arange(16 * 6 + 5, dtype=np.int32)
+B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])
+ONLY_A, ONLY_B = chain(ROOT, A)[2:], chain(ROOT, B)[2:]
+
+
+def open_store(directory):
+    return ChunkStore(Budget(BUDGET), DiskStore(directory, BUDGET))
+
+
+@pytest.fixture
+def kv(tmp_path):
+    """A store that holds two contexts, which begin alike."""
+    store = open_store(tmp_path / "kv")
+    store.set_layout(ROOT, "{}")
+    put(store, GEOM, chain(ROOT, A), "a")
+    put(store, GEOM, chain(ROOT, B), "b")
+    store.close()
+    return tmp_path / "kv"
+
+
+def left_of(directory, ids):
+    """Chunks of which the folder's files hold keys, tokens or cells."""
+    data = b"".join(path.read_bytes() for path in directory.iterdir())
+    assert all(one.tokens in data for one in chain(ROOT, B))  # the other context's, and shared ones
+    cells = [payload(GEOM, one)[128:] for one in ids]
+    return [
+        i
+        for i, one in enumerate(ids)
+        if {one.key in data, one.tokens in data, cells[i] in data} != {False}
+    ]
+
+
+def n_found(store, tokens):
+    path, _ = store.match(ROOT, tokens)
+    n_ready = len(store.fetch(path))
+    store.release(path[:n_ready])
+    return n_ready
+
+
+DIE = """
+import os, sys
+from pathlib import Path
+from llmaas_plugins._native import Budget
+from llmaas_plugins.kv_chunks import index, tiers
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.store import ChunkStore
+
+directory, where, name = Path(sys.argv[1]), *sys.argv[2:]
+places = {"apply": index.ChunkIndex, "erase": tiers.DiskTier, "empty_log": index}
+store = ChunkStore(Budget(1 << 20), DiskStore(directory, 1 << 20))
+done = getattr(places[name], name)
+
+def die(*args):
+    if where == "after":
+        done(*args)
+    os.kill(os.getpid(), 9)
+
+setattr(places[name], name, die)
+store.evict_context("a")
+"""
+
+
+@pytest.mark.parametrize("step", ["apply", "erase", "empty_log"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
+    command = [sys.executable, "-c", DIE, str(kv), where, step]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert left_of(kv, ONLY_A) or (where, step) == ("after", "empty_log")
+    store = open_store(kv)
+    if (where, step) == ("before", "apply"):
+        assert n_found(store, A) == len(chain(ROOT, A))
+        store.evict_context("a")
+    assert left_of(kv, ONLY_A) == []
+    assert n_found(store, B) == len(chain(ROOT, B))
+    assert not store._swap._disk.index.is_erasing()
+    store.close()
+
+
+def test_who_reads_is_named_while_bytes_are_left(kv, monkeypatch):
+    monkeypatch.setattr(sqlite_log, "PATIENCE_S", 0.1)
+    store = open_store(kv)
+    put(store, GEOM, chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), "late")
+    store.flush()  # into the log
+    late = chain(ROOT, np.arange(9000, 9064, dtype=np.int32))
+    with reader_of(kv / "index.sqlite") as pid:
+        with pytest.raises(StoreError, match=rf"process {pid} \(.*python.*has been reading"):
+            store.evict_context("late")
+        assert left_of(kv, late)
+        with pytest.raises(StoreError, match=f"process {pid} "):
+            store.evict_context("late")
+    assert store.evict_context("late") == 0  # it is done with, but for the erasing
+    assert left_of(kv, late) == []
+    store.close()
+
+
+def test_what_a_reader_kept_is_erased_when_the_store_is_opened(kv, monkeypatch, caplog):
+    monkeypatch.setattr(sqlite_log, "PATIENCE_S", 0.1)
+    store = open_store(kv)
+    with reader_of(kv / "index.sqlite") as pid:
+        with pytest.raises(StoreError, match=f"process {pid} "):
+            store.evict_context("a")
+        store.close()
+        open_store(kv).close()  # it is served all the same
+        assert f"process {pid} " in caplog.text
+    open_store(kv).close()
+    assert left_of(kv, ONLY_A) == []
+
+
+def test_an_index_that_was_set_aside_is_no_hiding_place(kv):
+    (kv / "index.sqlite.unusable").write_bytes(ONLY_A[0].tokens)
+    store = open_store(kv)
+    store.evict_context("a")
+    assert left_of(kv, ONLY_A) == []
+    store.close()
+
+
+def test_nothing_is_kept_in_a_temporary_folder(kv):
+    store = open_store(kv)
+    (where,) = store._swap._disk.index._db.execute("PRAGMA temp_store").fetchone()
+    store.close()
+    assert where == 2  # memory: sorting and VACUUM would write texts to /tmp
+
+
+# -- looking at a store -------------------------------------------------------------------------
+
+
+def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
+    read, started = contents._contents, []
+
+    def start_meanwhile(*args):
+        if not started:
+            started.append(open_store(kv))
+            put(started[0], GEOM, chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), "new")
+            started[0].flush()
+        return read(*args)
+
+    monkeypatch.setattr(contents, "_contents", start_meanwhile)
+    found = contents.read_contents(kv)
+    assert found.holder == "this process already"  # it was read again
+    assert set(found.contexts) == {"a", "b", "new"}
+    started[0].close()
+
+
+def test_those_who_look_do_not_meet_each_other(kv):
+    with (kv / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert contents.read_contents(kv).holder is None
+
+
+def test_an_app_waits_for_a_glance(kv, monkeypatch):
+    looking = os.open(kv / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(store_lock.time, "sleep", lambda _: os.close(looking))
+    open_store(kv).close()
