@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test soak peer-tests compat lint native-test tsan bench setup clean
+.PHONY: demo test soak sanitized peer-tests compat lint native-test tsan bench setup clean
 
 demo: setup
 	$(BIN)/llmaas demo
@@ -25,6 +25,7 @@ soak: setup $(VENV)/.clients
 	mkdir -p build
 	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl -n 2 --dist worksteal --ignore=tests/load $(SOAK) || [ $$? = 5 ]
 	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl tests/load $(SOAK) || [ $$? = 5 ]
+	$(MAKE) sanitized
 
 # llama-cpp-python's own tests, from its sdist, without and with the plugins. Needs the network.
 peer-tests: setup $(VENV)/.clients
@@ -36,6 +37,13 @@ compat: setup $(VENV)/.clients
 
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
+
+# Python tests with both native libraries under ASan and UBSan: those that neither measure memory nor preload a library.
+SANITIZED ?= tests/engine tests/property tests/integration/test_kv_*.py tests/integration/test_flash_sparse.py \
+	tests/integration/test_knn_*.py tests/integration/test_elastic_plugin.py tests/integration/test_requests.py
+MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/test_kv_memory.py -k "not memory and not are_streamed"
+sanitized: setup $(VENV)/.clients
+	PATH="$(abspath $(BIN)):$$PATH" native/tests/python.sh -n 2 --dist worksteal $(SANITIZED) $(MEASURED)
 
 # Engines on many threads under ThreadSanitizer, with a ggml built for it. Needs the network once, for that ggml's source.
 tsan: setup
