@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start a debugger
+for _name in [name for name in os.environ if name.startswith("LLMAAS_PLUGINS")]:
+    del os.environ[_name]  # your settings must not change what the tests see
+os.environ["LLMAAS_CONFIG"] = ""  # nor your files
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "tests" / "data" / "dist"
@@ -64,15 +67,7 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(autouse=True)
-def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Your LLMAAS_CONFIG and LLMAAS_PLUGINS must not change what the tests see."""
-    for name in list(os.environ):
-        if name == "LLMAAS_CONFIG" or name.startswith("LLMAAS_PLUGINS"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def _no_suite_left(_own_settings: None) -> Iterator[None]:
+def _no_suite_left() -> Iterator[None]:
     """No test may leave a suite active; the next one must not suffer if it does."""
     yield
     activation = sys.modules.get("llmaas_plugins.activation")

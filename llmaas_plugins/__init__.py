@@ -12,9 +12,13 @@ Importing this package does nothing: no patch, no plugin, no thread, no file.
 
 from __future__ import annotations
 
-from llmaas_plugins.activation import Suite, activate, active_suite
-from llmaas_plugins.config import Config, load_config
-from llmaas_plugins.declining import without
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmaas_plugins.activation import Suite, activate, active_suite
+    from llmaas_plugins.config import Config, load_config
+    from llmaas_plugins.declining import without
 
 __all__ = [
     "Config",
@@ -27,3 +31,21 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Config": "config",
+    "Suite": "activation",
+    "activate": "activation",
+    "active_suite": "activation",
+    "load_config": "config",
+    "without": "declining",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is used when it is used: `llmaas` must be able to say that it was stopped."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -149,7 +149,8 @@ def activate(
 
     Args:
         config: Path of a ``llmaas.toml``, a mapping of the same shape, a ``Config``, or None for
-            ``LLMAAS_CONFIG`` and the other variables alone.
+            the file that ``LLMAAS_CONFIG`` names or that is found (``llmaas.toml`` in the current
+            folder, else the user's own) and the other variables; ``{}`` reads no file.
         listeners: Objects of the caller's own by name, whose hooks are called as a plugin's are.
 
     Returns:
@@ -167,6 +168,7 @@ def activate(
     with _lock:
         if _active is None:
             _active = Suite(wanted, listeners or {})
+            _say_what_is_without_effect(wanted)
         elif _active.config == wanted and not listeners:
             _active._depth += 1
         else:
@@ -175,6 +177,12 @@ def activate(
                 "call deactivate() on that suite first"
             )
         return _active
+
+
+def _say_what_is_without_effect(config: Config) -> None:
+    for line in (*config.without_effect(), config.nothing_enabled()):
+        if line is not None:
+            _log.warning("%s", line)
 
 
 def active_suite() -> Suite | None:

@@ -8,24 +8,28 @@
     codec = "int8"
     ram_budget = "256 MiB"
 
-Environment: ``LLMAAS_CONFIG`` names the file. ``LLMAAS_PLUGINS`` chooses the enabled plugins:
-unset, what the file says; empty, none; ``a,b``, exactly those. ``LLMAAS_PLUGINS__NAME__KEY``
-sets one key of one plugin.
+The file is the one that is named in code or by ``--config``, else by ``LLMAAS_CONFIG`` (empty: no
+file), else ``./llmaas.toml``, else ``~/.config/llmaas/llmaas.toml``. A file that nobody named is
+said in the log.
+
+Environment: ``LLMAAS_PLUGINS`` chooses the enabled plugins: unset, what the file says; empty, none;
+``a,b``, exactly those. ``LLMAAS_PLUGINS__NAME__KEY`` sets one key of one plugin, and enables
+nothing.
 """
 
 from __future__ import annotations
 
 import os
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from llmaas_hooks import ConfigError
-from llmaas_hooks.discovery import suggest
+from llmaas_hooks.discovery import installed_plugins, suggest
+from llmaas_plugins.config_file import chosen_file, read_config_file
 from llmaas_plugins.sizes import Size
 
 __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "validated"]
@@ -99,11 +103,13 @@ class PluginTable:
         enabled: Whether it is switched on.
         values: Its keys.
         origins: Where each key came from: ``code``, ``env`` or the file's name.
+        is_chosen: Whether somebody said that it is on, or off; a variable that sets a key does not.
     """
 
     enabled: bool
     values: Mapping[str, Any]
     origins: Mapping[str, str]
+    is_chosen: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +122,61 @@ class Config:
         service: Limits and places of the service.
         origins: Where each other key came from (``on_error``, ``service.max_queue``, …), as in
             ``PluginTable``; what is missing here is a default.
+        file: The file it was read from, if any.
+        is_none_meant: Whether it may well enable no plugin: it was made in code, or
+            ``LLMAAS_PLUGINS`` says so.
     """
 
     on_error: Literal["log", "raise"] = "log"
     plugins: Mapping[str, PluginTable] = field(default_factory=dict)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    file: Path | None = field(default=None, compare=False)
+    is_none_meant: bool = field(default=True, compare=False)
 
     def enabled(self) -> list[str]:
-        """Names of the plugins that are on."""
+        """Return the names of the plugins that are on."""
         return [name for name, table in self.plugins.items() if table.enabled]
+
+    def with_default(self, name: str) -> Config:
+        """Return this with plugin ``name`` on, if nobody chose any plugin."""
+        if self.is_none_meant or any(table.is_chosen for table in self.plugins.values()):
+            return self
+        table = self.plugins.get(name, PluginTable(False, {}, {}))
+        return replace(self, plugins={**self.plugins, name: replace(table, enabled=True)})
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield each variable that sets a key of a plugin that is not on, and what to do."""
+        for name, table in self.plugins.items():
+            if table.enabled or table.is_chosen:
+                continue
+            variables = ", ".join(f"{_PREFIX}{name}__{key}".upper() for key in table.values)
+            installed = installed_plugins()
+            if name in installed:
+                reason = f"{name} is off. LLMAAS_PLUGINS={name} enables it."
+            else:
+                known = ", ".join(installed) or "none"
+                reason = f"no plugin {name!r} is installed.{suggest(name, installed)}"
+                reason += f" Installed: {known}."
+            yield f"{variables} has no effect: {reason}"
+
+    def nothing_enabled(self) -> str | None:
+        """Return what to say and do if no plugin is on and nobody said so; else None."""
+        if self.enabled() or self.is_none_meant:
+            return None
+        where = self.file or "llmaas.toml"
+        return (
+            "no plugin is enabled, so apps run as without llmaas. LLMAAS_PLUGINS=kv_chunks, or a "
+            f"table [plugins.kv_chunks] in {where}, enables one; `llmaas plugins` lists them."
+        )
 
 
 def load_config(source: Source = None, environ: Mapping[str, str] | None = None) -> Config:
     """Read a configuration.
 
     Args:
-        source: A mapping shaped like the file (counts as code), the path of a TOML file, or None
-            for the file named by ``LLMAAS_CONFIG`` (if any).
+        source: A mapping shaped like the file (counts as code, and no file is read), the path of a
+            TOML file, or None for the file that ``LLMAAS_CONFIG`` names or that is found.
         environ: The environment; the process's own by default.
 
     Raises:
@@ -141,10 +184,11 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     """
     environ = os.environ if environ is None else environ
     if isinstance(source, Mapping):
-        raw, origin = dict(source), "code"
+        path, raw, origin = None, dict(source), "code"
     else:
-        path = source if source is not None else environ.get("LLMAAS_CONFIG")
-        raw, origin = _read_file(path)
+        path, is_found = (Path(source), False) if source is not None else chosen_file(environ)
+        raw = {} if path is None else read_config_file(path, is_found=is_found)
+        origin = "default" if path is None else path.name
     try:
         file = _File.model_validate(raw)
     except ValidationError as error:
@@ -153,7 +197,9 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
     keys += file.model_fields_set - {"plugins", "service"}
-    return Config(file.on_error, plugins, file.service, dict.fromkeys(keys, origin))
+    is_none_meant = origin == "code" or "LLMAAS_PLUGINS" in environ
+    origins = dict.fromkeys(keys, origin)
+    return Config(file.on_error, plugins, file.service, origins, path, is_none_meant)
 
 
 def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseModel:
@@ -168,19 +214,6 @@ def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseMode
         first = error.errors()[0]["loc"]
         origin = table.origins.get(str(first[0]), "code") if first else "code"
         raise ConfigError(_explain(error, f"plugins.{name} ({origin})", model)) from error
-
-
-def _read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, Any], str]:
-    if not path:
-        return {}, "default"
-    path = Path(path).expanduser()
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file), path.name
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _table(values: Mapping[str, Any], origin: str) -> PluginTable:
@@ -204,7 +237,7 @@ def _apply_environment(
     if chosen is None or code_wins:
         return
     wanted = [name.strip() for name in chosen.split(",") if name.strip()]
-    for name in {*plugins, *wanted}:
+    for name in dict.fromkeys((*plugins, *wanted)):
         old = plugins.get(name, PluginTable(False, {}, {}))
         plugins[name] = PluginTable(name in wanted, old.values, old.origins)
 
@@ -212,7 +245,7 @@ def _apply_environment(
 def _set_from_environment(
     plugins: dict[str, PluginTable], name: str, key: str, value: str, *, code_wins: bool
 ) -> None:
-    old = plugins.get(name, PluginTable(False, {}, {}))
+    old = plugins.get(name, PluginTable(False, {}, {}, is_chosen=False))
     if key == "enabled":
         if value.lower() not in ("true", "false", "1", "0"):
             raise ConfigError(f"{_PREFIX}{name.upper()}__ENABLED: expected true or false")
@@ -221,7 +254,8 @@ def _set_from_environment(
             plugins[name] = PluginTable(enabled, old.values, old.origins)
     elif not (code_wins and key in old.values):
         values = {**old.values, key: value}
-        plugins[name] = PluginTable(old.enabled, values, {**old.origins, key: "env"})
+        origins = {**old.origins, key: "env"}
+        plugins[name] = replace(old, values=values, origins=origins)
 
 
 def _table_model(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:

@@ -5,6 +5,7 @@ Every refusal names the file and the line, what was found and what was expected.
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["json_rows", "named", "wrong"]
 
+_NEWLINE = b"\n"
+_MOST_LINE_BYTES = 64 << 20
 _FOREIGN = {b"PK": "a zip archive", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text"}
 
 
@@ -54,8 +57,7 @@ def json_rows(path: Path, *, max_bytes: int) -> Iterator[tuple[str, object]]:
     read line by line; anything else is one document and is read whole.
 
     Args:
-        path: A regular file in UTF-8, with or without a byte order mark; bytes that are not UTF-8
-            are read as U+FFFD.
+        path: A regular file in UTF-8, with or without a byte order mark.
         max_bytes: Larger files are refused before they are read.
 
     Yields:
@@ -77,30 +79,61 @@ def _rows(path: Path) -> Iterator[tuple[str, object]]:
     number, line = next(lines, (0, ""))
     if not line:
         raise wrong(str(path), "an empty file", "JSON or JSONL")
-    if not _is_object(line):
+    first = _object(line)
+    if first is None:
         yield from _document_rows(path)
         return
-    yield f"{path}:{number}", _parse(line, path, number)
+    yield f"{path}:{number}", first
     for number, line in lines:
         yield f"{path}:{number}", _parse(line, path, number)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if text := line.strip():
+    """Yield lines with their numbers, blank ones left out; only a document's may be very long."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MOST_LINE_BYTES + 1):
+            number += 1
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if len(line) > _MOST_LINE_BYTES:
+                if not line.startswith(b"{"):
+                    yield number, "["  # a document in one line, which is read whole
+                    return
+                limit = f"at most {_MOST_LINE_BYTES >> 20} MiB for a conversation"
+                raise wrong(f"{path}:{number}", "a longer line", limit)
+            if text := _decoded(line, path, number).strip():
                 yield number, text
 
 
-def _is_object(line: str) -> bool:
+def _decoded(content: bytes, path: Path, line: int) -> str:
+    """Decode UTF-8 from ``line`` on.
+
+    Raises:
+        ConfigError: It is not UTF-8, or has a NUL byte, as UTF-16 and binary files do.
+    """
     try:
-        return line.startswith("{") and isinstance(json.loads(line), dict)
+        at, text = content.find(b"\0"), content.decode()
+    except UnicodeDecodeError as error:
+        at, text = error.start, ""
+    if at >= 0:
+        where = f"{path}:{line + content.count(_NEWLINE, 0, at)}"
+        found = f"a byte 0x{content[at]:02x} that is not UTF-8 text"
+        raise wrong(where, found, f"UTF-8; convert it, as with `iconv -f LATIN1 -t UTF-8 {path}`")
+    return text
+
+
+def _object(line: str) -> dict[str, object] | None:
+    """Return the object that a line is; None where it is anything else."""
+    try:
+        value = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _document_rows(path: Path) -> Iterator[tuple[str, object]]:
-    document = _parse(path.read_text(encoding="utf-8-sig", errors="replace"), path, 1)
+    text = _decoded(path.read_bytes().removeprefix(codecs.BOM_UTF8), path, 1)
+    document = _parse(text, path, 1)
     if isinstance(document, dict):
         document = [document]
     if not isinstance(document, list):

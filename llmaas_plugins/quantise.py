@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import llama_cpp
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["WEIGHTS", "check_original", "quantise"]
 
@@ -53,7 +52,7 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     params.pure = True  # otherwise some matrices get more bits
     partial = path.with_suffix(".partial")
     try:
-        with _signals_wait(), _errors() as said:
+        with signals_wait(), _errors() as said:
             code = llama_cpp.llama_model_quantize(
                 bytes(source), bytes(partial), ctypes.byref(params)
             )
@@ -83,26 +82,6 @@ def check_original(source: Path) -> None:
         raise ConfigError(
             f"{source} has {others}, expected F32, F16 or BF16: quantise its original."
         )
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come when this ends: what they raise would be lost in a callback."""
-    if threading.current_thread() is not threading.main_thread():  # they come to no other
-        yield
-        return
-    came: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda this, _frame: came.append(this))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for first in came[:1]:
-            signal.raise_signal(first)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError, StoreError, hookimpl
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
-from llmaas_plugins.cli.offline import stoppable
+from llmaas_plugins.cli.ending import stoppable
 from llmaas_plugins.cli.output import print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError, HookManager, LlmaasError, UnknownPluginError
 from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins import __version__
 from llmaas_plugins.activation import make_plugin
+from llmaas_plugins.cli.findings import Finding
+from llmaas_plugins.cli.resources import resource_findings
 from llmaas_plugins.config import Config, load_config, validated
 from llmaas_plugins.machine import memory_limit_bytes, room
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-__all__ = ["Finding", "diagnose"]
+__all__ = ["diagnose"]
 
 _MIB = 1 << 20
 _STEPS: dict[type[Exception], str] = {
@@ -31,32 +32,12 @@ _STEPS: dict[type[Exception], str] = {
 _REPORT = "reinstall the plugin, or take it out of the configuration"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        section: Group it is printed under.
-        name: What was looked at.
-        value: What was found; None where there is only ok or a problem.
-        origin: Where a setting came from: ``code``, ``env``, the file's name or ``default``.
-        problem: What is wrong, or None.
-        next_step: What to do about the problem.
-    """
-
-    section: str
-    name: str
-    value: Any = None
-    origin: str | None = None
-    problem: str | None = None
-    next_step: str | None = None
-
-
-def diagnose(config_file: str | None = None) -> list[Finding]:
-    """Look at everything; changes nothing, loads no model.
+def diagnose(config_file: str | None = None, model: Path | None = None) -> list[Finding]:
+    """Look at everything; without a model, nothing is changed or opened.
 
     Args:
-        config_file: A ``llmaas.toml``; the one named by ``LLMAAS_CONFIG`` by default.
+        config_file: A ``llmaas.toml``; the one that is chosen without ``--config`` by default.
+        model: A model to open as an app would, with the configured plugins.
     """
     findings = [*_versions(), _kernels(), *_patches()]
     try:
@@ -65,7 +46,12 @@ def diagnose(config_file: str | None = None) -> list[Finding]:
         step = "correct the file or the variable it names"
         return [*findings, Finding("configuration", "llmaas.toml", None, None, str(error), step)]
     settings = _settings(config)
-    return [*findings, *settings, *_directories(settings), _memory()]
+    findings += [*settings, *_directories(settings), _memory(), *resource_findings(config)]
+    if model is not None:
+        from llmaas_plugins.cli.trial import model_findings
+
+        findings += model_findings(model, config)
+    return findings
 
 
 def _versions() -> list[Finding]:
@@ -127,7 +113,16 @@ def _patches() -> list[Finding]:
 
 def _settings(config: Config) -> list[Finding]:
     origin = config.origins.get("on_error", "default")
-    findings = [Finding("configuration", "on_error", config.on_error, origin)]
+    findings = [
+        Finding("configuration", "file", "none" if config.file is None else str(config.file)),
+        Finding("configuration", "on_error", config.on_error, origin),
+    ]
+    findings += [
+        Finding("configuration", line.partition(" ")[0], None, None, line, "correct it or unset it")
+        for line in config.without_effect()
+    ]
+    if (line := config.nothing_enabled()) is not None:
+        findings.append(Finding("configuration", "plugins", "none", next_step=line))
     service = {
         key.removeprefix("service."): origin
         for key, origin in config.origins.items()

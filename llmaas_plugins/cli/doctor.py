@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_plugins.cli.diagnosis import Finding, diagnose
+from llmaas_plugins.cli.diagnosis import diagnose
+from llmaas_plugins.cli.options import add_config_option
+from llmaas_plugins.cli.output import one_line, print_report
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
+
+    from llmaas_plugins.cli.findings import Finding
 
 __all__ = ["add_parser", "doctor"]
 
@@ -18,23 +22,30 @@ __all__ = ["add_parser", "doctor"]
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser(
-        "doctor", help="check versions, patches, directories; show the effective configuration"
+        "doctor",
+        help="check versions, patches, directories; show the effective configuration",
+        description="Check versions, patches and directories, and show each setting and where it "
+        "came from. Exit status 1: something that is configured would not run.",
     )
-    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    add_config_option(parser)
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="GGUF",
+        help="also open this model as an app would, with the configured plugins, and say which of "
+        "them serve it and what is missing",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=doctor)
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Print every finding; 0 when nothing is wrong, else 1."""
-    findings = diagnose(args.config)
+    findings = diagnose(args.config, args.model)
     problems = [finding for finding in findings if finding.problem is not None]
-    if args.json:
-        rows = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"ok": not problems, "findings": rows}, indent=2, default=str))
-    else:
-        print("\n".join(_text(findings)))
-        print(f"\n{len(problems)} problem(s) found." if problems else "\nEverything is fine.")
+    rows = [dataclasses.asdict(finding) for finding in findings]
+    verdict = f"{len(problems)} problem(s) found." if problems else "Everything is fine."
+    print_report(args, {"ok": not problems, "findings": rows}, [*_text(findings), "", verdict])
     return 1 if problems else 0
 
 
@@ -48,7 +59,8 @@ def _text(findings: list[Finding]) -> Iterable[str]:
         origin = f"   ({finding.origin})" if finding.origin else ""
         is_valueless = finding.value is None and finding.origin is None
         value = "" if is_valueless else f" = {finding.value}"
-        yield f"  {mark} {finding.name}{value}{origin}"
+        yield one_line(f"  {mark} {finding.name}{value}{origin}")
         if finding.problem is not None:
-            yield f"       {' '.join(finding.problem.split())}"
-            yield f"       -> {finding.next_step}"
+            yield f"       {one_line(' '.join(finding.problem.split()))}"
+        if finding.next_step is not None:
+            yield f"       -> {one_line(finding.next_step)}"

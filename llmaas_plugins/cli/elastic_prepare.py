@@ -17,7 +17,8 @@ from llmaas_plugins.cli.elastic_score import (
     source_blocks,
 )
 from llmaas_plugins.cli.elastic_search import tried
-from llmaas_plugins.cli.offline import check_target, folder_beside, stoppable
+from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.offline import check_target, folder_beside
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.file_bytes import as_store_error
 

@@ -1,98 +1,77 @@
-"""The command ``llmaas``: its options, its sub-commands and its exit codes.
+"""The command ``llmaas``: how it ends.
 
-Exit code 0: fine; 1: the command found something wrong; 2: it could not do what was asked. After
-``llmaas run`` it is the script's own.
+Exit status 0: fine; 1: the command found something wrong; 2: it could not do what was asked; 130
+and 143: Ctrl-C and SIGTERM; 141: the reader of its output went away. After ``llmaas run`` it is the
+script's own.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import logging
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmaas_hooks import LlmaasError
-from llmaas_plugins import __version__
-from llmaas_plugins.cli.output import one_line
+from llmaas_plugins.cli.ending import Stopped, close_stdout, give_signals_back, take_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["main"]
 
-# Each module exposes `add_parser(subparsers)`, which adds one parser and sets its default `func`:
-# a function of the parsed arguments that returns the exit code. With `takes_rest=True` it is given
-# the list of options it did not declare, too; elsewhere these are errors.
-_COMMANDS = ("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash", "elastic")
+_FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``llmaas`` with ``argv`` (the process's own by default) and return its exit code."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and not args.takes_rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    _log_to_stderr(args.verbose)
+    """Run ``llmaas`` with ``argv`` (the process's own by default) and return its exit status."""
+    take_signals()
     try:
-        return int(args.func(args, rest) if args.takes_rest else args.func(args))
-    except LlmaasError as error:
-        logging.getLogger("llmaas").debug("what led to it:", exc_info=error)
-        message = one_line(" ".join(str(error).split()))  # errors quote files
-        print(f"llmaas: error: {message}", file=sys.stderr)
-        return 2
+        status = _command(argv)
+    except KeyboardInterrupt as error:
+        return _stopped(error, is_alone=argv is None)
+    except BrokenPipeError:  # `| head` has seen enough
+        close_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _refused(error)
+    except Exception:
+        number = give_signals_back()
+        if number is None:
+            raise
+        return _stopped(Stopped(number), is_alone=argv is None)  # it came of that
+    finally:
+        give_signals_back()
+    return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llmaas",
-        description="Plugins for llama-cpp-python apps.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"llmaas {__version__}")
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="count",
-        default=0,
-        help="log what the suite does; twice for details and for the causes of errors",
-    )
-    parser.set_defaults(takes_rest=False)
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in _COMMANDS:
-        _add_command(subparsers, name)
-    return parser
+def _command(argv: Sequence[str] | None) -> int:
+    from llmaas_plugins.cli.commands import run_command  # may take a second, and be stopped
 
-
-def _add_command(subparsers: Any, name: str) -> None:
     try:
-        module = importlib.import_module(f"llmaas_plugins.cli.{name}")
-    except ImportError as error:
-        parser = subparsers.add_parser(name, help=f"(cannot be loaded: {error})", add_help=False)
-        parser.set_defaults(func=_unavailable(name, error), takes_rest=True)
-    else:
-        module.add_parser(subparsers)
+        return run_command(argv)
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # the interpreter would complain with a traceback
 
 
-def _unavailable(name: str, error: ImportError) -> Callable[..., int]:
-    missing = f"`llmaas {name}` cannot be loaded: {error}. "
+def _stopped(error: KeyboardInterrupt, *, is_alone: bool) -> int:
+    if is_alone:  # once more, and it ends at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
+    _say(f"stopped; {stopped.then}" if stopped.then else "stopped")
+    return stopped.status
 
-    def refuse(*_: object) -> int:
-        raise LlmaasError(missing + "Try `pip install 'llmaas-plugins[server]'`.")
 
-    return refuse
+def _refused(error: OSError) -> int:
+    """Say what the system refused that no command expected, and forget output it cannot take."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    _say(f"error: {where}{error.strerror or error}")
+    close_stdout()
+    return _FAILED
 
 
-def _log_to_stderr(verbose: int) -> None:
-    """Only the suite's own logger: the root logger belongs to the app that ``run`` starts."""
-    if not verbose:
-        return
-    logger = logging.getLogger("llmaas")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"llmaas: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

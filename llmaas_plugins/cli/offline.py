@@ -1,17 +1,15 @@
-"""What commands share that take minutes: a model to evaluate with, files to write, and Ctrl-C."""
+"""What commands share that take minutes: a model to evaluate with, and files to write."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_hooks import ConfigError
 from llmaas_plugins.file_bytes import as_store_error
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ __all__ = [
     "evaluating",
     "folder_beside",
     "loaded",
-    "stoppable",
 ]
 
 
@@ -126,24 +123,3 @@ def folder_beside(path: Path, then: str = "") -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     with folder as name:
         yield Path(name)
-
-
-@contextlib.contextmanager
-def stoppable(then: str) -> Iterator[None]:
-    """Neither Ctrl-C nor SIGTERM is an accident: what is temporary goes, and the reason is said.
-
-    Args:
-        then: What is left, or what to do.
-
-    Raises:
-        LlmaasError: One of them came.
-    """
-    is_main = threading.current_thread() is threading.main_thread()  # signals are for no other
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise LlmaasError(f"stopped; {then}") from error
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)

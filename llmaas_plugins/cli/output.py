@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from llmaas_plugins.cli.ending import close_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,7 +51,8 @@ def _bar(rows: Any, **kwargs: Any) -> Any:
 
 def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:
     """Print the one for programs or the one for people."""
+    text = json.dumps(report, indent=2, default=str) if args.json else "\n".join(lines)
     try:
-        print(json.dumps(report, indent=2) if args.json else "\n".join(lines), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not try again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; what was found out stays the exit status
+        close_stdout()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import NAME, LlmaasError, specs
 from llmaas_hooks.discovery import installed_plugins, load_plugin, suggest
+from llmaas_plugins.cli.options import add_config_option
 from llmaas_plugins.config import load_config, validated
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plugins", help="list the installed plugins, their hooks and their keys"
     )
-    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    add_config_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--all", action="store_true", help="import the plugins that are off, too, to show more"

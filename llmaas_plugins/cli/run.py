@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import runpy
+import signal
 import sys
 import zipfile
 from importlib.machinery import SourceFileLoader
@@ -17,6 +18,9 @@ from typing import Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.activation import activate
+from llmaas_plugins.cli.ending import give_signals_back
+from llmaas_plugins.cli.options import add_config_option
+from llmaas_plugins.cli.resources import say_problems
 from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser", "run"]
@@ -30,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run", usage=_USAGE, help="run a Python app with the plugins on", allow_abbrev=False
     )
-    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    add_config_option(parser)
     parser.add_argument(
         "--plugins", metavar="a,b", help="enable exactly these, as $LLMAAS_PLUGINS does"
     )
@@ -50,8 +54,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Activate, run the app in this process, deactivate.
 
-    The app's ``SystemExit`` and ``KeyboardInterrupt`` pass through to the interpreter; any other
-    exception is shown by ``sys.excepthook``, without our frames.
+    Signals do to the app what they do without us. Its ``SystemExit`` passes through to the
+    interpreter; any other exception is shown by ``sys.excepthook``, without our frames. Ctrl-C that
+    the app does not handle ends as that of every command, unless it has an excepthook of its own.
 
     Returns:
         0, or 1 after an exception.
@@ -68,15 +73,26 @@ def run(args: argparse.Namespace) -> int:
         environ["LLMAAS_PLUGINS"] = args.plugins
     suite = activate(load_config(args.config, environ))
     _log.info("plugins: %s", ", ".join(suite.hooks.names()) or "none")
+    say_problems(suite.config)
     try:
+        give_signals_back()
         app.execute()
+    except KeyboardInterrupt as error:
+        if sys.excepthook is sys.__excepthook__:
+            raise
+        _show(error)
+        return 128 + signal.SIGINT
     except Exception as error:
-        error.__traceback__ = _app_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
+        _show(error)
         return 1
     finally:
         suite.deactivate()
     return 0
+
+
+def _show(error: BaseException) -> None:
+    error.__traceback__ = _app_frames(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 class _Module:

@@ -11,12 +11,11 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.config import Config, PluginTable, load_config
+from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]
 
@@ -64,7 +63,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.service.upstream import server_engine
 
     server_settings, model_settings = _settings(rest, show_help=args.server_help)
-    config = _with_default_plugins(load_config(args.config))
+    config = load_config(args.config).with_default("kv_chunks")  # a service keeps its contexts
     limits = config.service
     keys = Keys(server_settings.api_key, read_key_file(limits.key_file))
     line = Line(limits.max_queue)
@@ -131,13 +130,6 @@ def _listening(uds: Path | None, server_settings: Any) -> Iterator[dict[str, Any
         yield {"uds": str(path)}
     finally:
         path.unlink(missing_ok=True)
-
-
-def _with_default_plugins(config: Config) -> Config:
-    """A service without any choice of plugins keeps its contexts."""
-    if config.plugins or "LLMAAS_PLUGINS" in os.environ:
-        return config
-    return replace(config, plugins={"kv_chunks": PluginTable(True, {}, {})})
 
 
 def _settings(rest: list[str], *, show_help: bool) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.options import add_config_option
 from llmaas_plugins.config import PluginTable, load_config, validated
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["add_action", "chosen_directory", "settings_of"]
 def add_action(actions: Any, name: str, func: Any, text: str) -> argparse.ArgumentParser:
     """Register an action on a store, with the options that all of them have."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("--config", metavar="FILE", help="llmaas.toml (default: $LLMAAS_CONFIG)")
+    add_config_option(parser)
     parser.add_argument(
         "--store", type=Path, metavar="DIR", help="the store (default: as configured)"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from tqdm import tqdm
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.demo.scenario import Call, Script, make_trace, scripts_from
-from llmaas_plugins.demo.worker import CallResult, Usage, WorkerSpec, serve_worker
+from llmaas_plugins.demo.worker import CallResult, Failed, Usage, WorkerSpec, serve_worker
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["OURS", "DemoOptions", "DemoRun", "run_demo"]
 
@@ -116,7 +119,7 @@ def run_demo(options: DemoOptions) -> DemoRun:
 def _folder() -> Iterator[Path]:
     """A place for the systems' files: ``/var/tmp``, since ``/tmp`` is in RAM on many systems."""
     parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None  # noqa: S108
-    with tempfile.TemporaryDirectory(prefix="llmaas-demo-", dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix=f"llmaas-demo-{os.getpid()}-", dir=parent) as name:
         yield Path(name)
 
 
@@ -136,8 +139,11 @@ def _ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
     from llama_cpp import Llama
     from llama_cpp._utils import suppress_stdout_stderr
 
-    with suppress_stdout_stderr(disable=False):  # warns that a vocabulary has no context length
-        vocab = Llama(str(options.model), vocab_only=True, verbose=False)
+    try:
+        with suppress_stdout_stderr(disable=False):  # warns that a vocabulary has no context length
+            vocab = Llama(str(options.model), vocab_only=True, verbose=False)
+    except ValueError as error:
+        raise ConfigError(f"cannot load model {options.model}: {error}") from error
     lengths = [
         sum(len(vocab.tokenize(turn.encode())) + options.n_new for turn in script.turns)
         for script in scripts
@@ -184,27 +190,48 @@ def _worker(spec: WorkerSpec) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_worker, args=(spec, theirs), daemon=True)
-    process.start()
+    with _started_in_peace():
+        process.start()
     theirs.close()
     try:
         yield ours
-    finally:
         ours.close()
         process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def _started_in_peace() -> Iterator[None]:
+    """Let no signal come while a process is started, and Ctrl-C never come to that one.
+
+    A terminal sends Ctrl-C to all of them.
+    """
+    resource_tracker.ensure_running()  # it unblocks signals, and the first start would do it
+    with signals_wait():  # also those that another thread gets
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ask(name: str, pipe: Connection, request: object) -> Any:
-    pipe.send(request)
+    with suppress(ConnectionError):  # it died; why is said where it is asked
+        pipe.send(request)
     return _receive(name, pipe)
 
 
 def _receive(name: str, pipe: Connection) -> Any:
     try:
-        return pipe.recv()
-    except EOFError as error:
+        answer = pipe.recv()
+    except (EOFError, ConnectionError) as error:
         raise LlmaasError(
-            f"the process of system {name!r} died; run again with `llmaas -v demo` to see why"
+            f"the process of system {name!r} died, perhaps for want of memory. Try fewer "
+            "--contexts, or a smaller --n-ctx."
         ) from error
+    if isinstance(answer, Failed):
+        raise LlmaasError(f"system {name!r} failed: {answer.reason}")
+    return answer

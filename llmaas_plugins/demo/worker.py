@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,9 +18,10 @@ import numpy as np
 from llmaas_hooks import Tokens
 from llmaas_plugins.demo.scenario import Script
 
-__all__ = ["CallResult", "Usage", "WorkerSpec", "serve_worker"]
+__all__ = ["CallResult", "Failed", "Usage", "WorkerSpec", "serve_worker"]
 
 _FULL = "full"
+_log = logging.getLogger("llmaas.demo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,31 @@ class _ContextState:
     n_calls: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a system can answer no more calls."""
+
+    reason: str
+
+
 def serve_worker(spec: WorkerSpec, pipe: Connection) -> None:
-    """Answer ``(context, turn)`` with a ``CallResult`` or ``"full"``, and None with ``Usage``."""
+    """Answer ``(context, turn)`` with a ``CallResult`` or ``"full"``, and None with ``Usage``.
+
+    An error is answered with ``Failed``. This ends without a word when the demo does; Ctrl-C is for
+    that one alone.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            _answer(spec, pipe)
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            _log.debug("what led to it:", exc_info=error)
+            pipe.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+def _answer(spec: WorkerSpec, pipe: Connection) -> None:
     with _suite(spec):
         worker = _Worker(spec)
         pipe.send("ready")

@@ -168,8 +168,8 @@ def test_adding_that_is_stopped_goes_on(run, command, export, tmp_path, how):
     process.send_signal(how)
     _, errors = process.communicate(timeout=SECONDS)
     if how == signal.SIGINT:
-        assert process.returncode == 2
-        assert "llmaas: error: stopped; what was added stays: the same command" in errors
+        assert process.returncode == 130
+        assert "llmaas: stopped; what was added stays: the same command" in errors
     with Archive.open(tmp_path / "store") as archive:
         n_before = len(archive)
     assert 0 <= n_before < 20

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Type
 from llmaas_eval.families import write_family
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_plugins.cli import elastic_prepare, elastic_score
+from llmaas_plugins.cli.ending import stoppable
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.cli.offline import stoppable
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
@@ -222,7 +222,7 @@ def test_sigterm_leaves_nothing_behind(original, tmp_path, elastic, monkeypatch)
         assert signal.getsignal(signal.SIGTERM) is unexpected
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (code, "stopped; what was there is as it was" in printed) == (2, True)
+    assert (code, "stopped; what was there is as it was" in printed) == (143, True)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ from preparing import prepare
 
 from llmaas_hooks import ConfigError, LlmaasError, StoreError
 from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
+from llmaas_plugins.cli.ending import Stopped
 from llmaas_plugins.elastic import latency, profiling
 
 LEVELS = (1.0, 0.5, 0.2)
@@ -115,5 +116,5 @@ def test_it_can_be_stopped(run, model, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(profiling, "_run", press)
-    with pytest.raises(LlmaasError, match="stopped; nothing was kept"):
+    with pytest.raises(Stopped, match="nothing was kept"):
         run(model)

@@ -192,5 +192,5 @@ def test_stopping_is_no_accident(model, capsys, monkeypatch):
 
     monkeypatch.setattr("llmaas_plugins.flash_weights.packed.write_packed", stopped)
     status, _, err = run(capsys, "pack", model)
-    assert status == 2
+    assert status == 130
     assert "stopped; the same command goes on" in err

@@ -6,8 +6,11 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +21,7 @@ SYSTEMS = ["recompute", "state files", "LlamaDiskCache", "llmaas"]
 
 @pytest.fixture
 def demo(tmp_path):
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("LLMAAS")}
+    environ = dict(os.environ)
 
     def demo(*args):
         return subprocess.run(
@@ -114,3 +117,29 @@ def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options
     assert message in said.err.splitlines()[-1]
     assert said.err.count("error: ") == 1
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("n_children", [1, 2, 5])  # multiprocessing's own, and those of systems
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopping_it_is_one_line_and_leaves_nothing(tmp_path, n_children, number, status):
+    with subprocess.Popen(
+        [sys.executable, "-m", "llmaas_plugins.cli.main", "demo"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 60
+        while len(found := children.read_text().split()) < n_children:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (status, b"", b"llmaas: stopped\n")
+    assert not list(Path("/var/tmp").glob(f"llmaas-demo-{process.pid}-*"))
+    systems = [Path(f"/proc/{pid}/cmdline") for pid in found]
+    assert not [path for path in systems if path.exists() and b"spawn_main" in path.read_bytes()]

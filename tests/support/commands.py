@@ -13,7 +13,7 @@ def run_python(python, *arguments, environ=None, **kwargs):
     done = subprocess.run(
         [python, *map(str, arguments)],
         env=inherited
-        | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"}
+        | {"LLMAAS_CONFIG": "", "PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"}
         | (environ or {}),
         capture_output=True,
         text=True,

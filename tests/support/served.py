@@ -111,14 +111,13 @@ def engine_options(**engine):
 def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
     """The process, as soon as it exists; killed at the end if it still runs."""
     (folder / "llmaas.toml").write_text(config)
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("LLMAAS")}
     command = [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine_options(**engine)]
     with (
         (folder / "log").open("ab") as log,
         subprocess.Popen(
             [*command, *options],
             cwd=folder,
-            env=inherited | {"PYTHONUNBUFFERED": "1"} | (environ or {}),  # tests read its log
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (environ or {}),  # tests read its log
             stdout=log,
             stderr=log,
             preexec_fn=preexec_fn,  # noqa: PLW1509  one that writes its pid to a cgroup

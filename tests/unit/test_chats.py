@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmaas_hooks.errors import ConfigError
+from llmaas_plugins import json_rows
 from llmaas_plugins.chats import Conversation, Message, load_conversations
 
 DATA = Path(__file__).parents[1] / "data" / "chats"
@@ -91,7 +92,6 @@ def test_byte_order_mark_blank_lines_and_windows_newlines(tmp_path):
         (rb"lone \ud83d half", "lone \ufffd half"),
         (rb"pair \ud83d\ude00", "pair \U0001f600"),
         (rb"nul \u0000 byte", "nul \ufffd byte"),
-        (b"bad \xff byte", "bad \ufffd byte"),
         ("separator \u2028 kept".encode(), "separator \u2028 kept"),
         ("العربية e\u0301 👩‍👩‍👧".encode(), "العربية e\u0301 👩‍👩‍👧"),
     ],
@@ -115,6 +115,14 @@ def test_odd_unicode_becomes_encodable_text(tmp_path, raw, expected):
         (b"PK\x03\x04rest", "a zip archive"),
         ("[1]".encode("utf-16"), "UTF-16 text"),
         ("[" * 100_000, "JSON nested too deeply"),
+        ('{"messages": ' * 100_000, "JSON nested too deeply"),
+        (f"{json.dumps(USER_ROW)}\n" + "[" * 100_000, ":2: found JSON nested too deeply"),
+        (f"{json.dumps(USER_ROW)}\n\n".encode() + b'{"a": "caf\xe9"}', ":3: found a byte 0xe9"),
+        (b'[\n  {"messages":\n    [{"role": "caf\xe9"}]}]', ":3: found a byte 0xe9 that is not"),
+        ("[1]".encode("utf-16-le"), ":1: found a byte 0x00 that is not UTF-8"),
+        (f"{json.dumps(USER_ROW)}\n".encode() + b"\0\0\0", ":2: found a byte 0x00"),
+        (json.dumps([USER_ROW])[:-5], "found invalid JSON"),
+        (f"{json.dumps(USER_ROW)}\n{json.dumps(USER_ROW)[:-5]}", ":2:"),
         ('{"messages": ' + "9" * 5_000 + "}", "invalid JSON"),
         (f"{json.dumps(USER_ROW)}\nnot json", ":2:1: found invalid JSON"),
         (f"{json.dumps(USER_ROW)}\n[1]", ":2: found a list of 1"),
@@ -179,3 +187,12 @@ def test_missing_file_and_folder(tmp_path):
 def test_error_is_a_value_error(tmp_path):
     with pytest.raises(ValueError, match="empty file"):
         load_conversations(write(tmp_path, ""))
+
+
+def test_a_conversation_of_hundreds_of_megabytes_is_refused_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_rows, "_MOST_LINE_BYTES", 1000)
+    row = {"messages": [{"role": "user", "content": "x" * 1000}]}
+    long = write(tmp_path, f"{json.dumps(USER_ROW)}\n{json.dumps(row)}\n")
+    assert ":2: found a longer line, expected at most 0 MiB for a conversation" in refusal(long)
+    document = write(tmp_path, json.dumps([row, USER_ROW]))  # as ChatGPT's, all in one line
+    assert len(load_conversations(document)) == 2

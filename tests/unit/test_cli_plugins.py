@@ -12,7 +12,7 @@ import pytest
 
 import llmaas_plugins
 from llmaas_hooks import LlmaasError
-from llmaas_plugins.cli import main as main_module
+from llmaas_plugins.cli import commands
 from llmaas_plugins.cli.main import main
 
 
@@ -165,7 +165,7 @@ def test_usage(capsys, argv, code):
 
 
 def test_a_command_that_cannot_be_imported_spoils_no_other(capsys, monkeypatch):
-    monkeypatch.setattr(main_module, "_COMMANDS", ("plugins", "absent"))
+    monkeypatch.setattr(commands, "_COMMANDS", ("plugins", "absent"))
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     assert left.value.code == 0
@@ -188,7 +188,7 @@ def test_func_contract(monkeypatch, capsys):
         raise LlmaasError("two\n  lines")
 
     monkeypatch.setitem(sys.modules, "llmaas_plugins.cli.fake", Command)
-    monkeypatch.setattr(main_module, "_COMMANDS", ("fake",))
+    monkeypatch.setattr(commands, "_COMMANDS", ("fake",))
     assert main(["plain"]) == 1
     assert main(["rest", "--model", "x", "-v"]) == 3
     assert main(["fails"]) == 2

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 
 import pytest
@@ -46,13 +45,14 @@ def folder(tmp_path):
 @pytest.fixture
 def python(folder, dist_plugins):
     """Run Python in ``folder`` with this process's import path."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
+    environ = os.environ | {"PYTHONPATH": path, "LLMAAS_PLUGINS": ""}
 
     def run(*args, **extra):
         return subprocess.run(
             [sys.executable, *args],
             cwd=folder,
-            env=environ | extra,
+            env={key: value for key, value in (environ | extra).items() if value is not None},
             capture_output=True,
             text=True,
             timeout=60,
@@ -121,20 +121,51 @@ def test_the_apps_excepthook_is_called(llmaas, folder):
     assert (run.returncode, run.stdout, run.stderr) == (1, "hook\n", "")
 
 
-def test_control_c(folder, python):
-    (folder / "wait.py").write_text("import time; print('up', flush=True); time.sleep(30)")
+HANDLERS = {
+    "none": "",
+    "own": "import signal; signal.signal(signal.SIGINT, lambda *_: sys.exit(7))",
+    "excepthook": "sys.excepthook = lambda *_: print('hook', flush=True)",
+    "caught": "caught = True",
+}
+
+
+@pytest.mark.parametrize(
+    ("handler", "number", "status", "said"),
+    [
+        ("none", signal.SIGINT, 130, b"llmaas: stopped\n"),
+        ("own", signal.SIGINT, 7, b""),
+        ("excepthook", signal.SIGINT, 130, b""),
+        ("caught", signal.SIGINT, 0, b""),
+        ("none", signal.SIGTERM, -signal.SIGTERM, b""),  # as under python: nobody handles it
+    ],
+)
+def test_a_signal_is_the_apps_first(folder, dist_plugins, *, handler, number, status, said):
+    (folder / "wait.py").write_text(
+        f"import sys, time\ncaught = False\n{HANDLERS[handler]}\ntry:\n"
+        "    print('up', flush=True)\n    time.sleep(30)\n"
+        "except KeyboardInterrupt:\n    if not caught: raise\n"
+    )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "llmaas_plugins.cli.main", "run", "wait.py"]
     with subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=folder,
+        env=environ | {"LLMAAS_PLUGINS": "recorder"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout.readline() == b"up\n"
-        started = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
-    assert time.monotonic() - started < 15
-    assert process.returncode == -signal.SIGINT
-    assert stderr.endswith(b"KeyboardInterrupt\n")
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stderr) == (status, said)
+    assert stdout == (b"hook\n" if handler == "excepthook" else b"")
+
+
+def test_nothing_enabled_is_said_once_in_a_line(llmaas):
+    run = llmaas("run", "active.py", LLMAAS_PLUGINS=None)
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("no plugin is enabled, so apps run as without llmaas. LLMAAS_PLUGINS=")
+    assert run.stdout == "[] True\n"
 
 
 def test_the_suite_is_active_inside(llmaas):
@@ -150,7 +181,8 @@ def test_plugins_option_and_variable(llmaas):
 
 def test_config_option(llmaas, folder):
     (folder / "my.toml").write_text("[plugins.recorder]\nlevel = 4")
-    assert llmaas("run", "--config", "my.toml", "active.py").stdout == "['recorder'] True\n"
+    run = llmaas("run", "--config", "my.toml", "active.py", LLMAAS_PLUGINS=None)
+    assert (run.stdout, run.stderr) == ("['recorder'] True\n", "")
 
 
 def test_plugins_are_shut_down_also_after_a_failure(llmaas, folder):

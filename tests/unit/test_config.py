@@ -26,6 +26,11 @@ k = 8
 KV = "LLMAAS_PLUGINS__KV__"
 
 
+@pytest.fixture(autouse=True)
+def _no_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

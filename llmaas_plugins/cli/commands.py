@@ -1,0 +1,91 @@
+"""The command ``llmaas``: its options and its sub-commands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import LlmaasError
+from llmaas_plugins import __version__
+from llmaas_plugins.cli.output import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["run_command"]
+
+# Each module exposes `add_parser(subparsers)`, which adds one parser and sets its default `func`:
+# a function of the parsed arguments that returns the exit code. With `takes_rest=True` it is given
+# the list of options it did not declare, too; elsewhere these are errors.
+_COMMANDS = ("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash", "elastic")
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Run ``llmaas`` with ``argv``, and return its exit status; our own errors are one line."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    _log_to_stderr(args.verbose)
+    try:
+        return int(args.func(args, rest) if args.takes_rest else args.func(args))
+    except LlmaasError as error:
+        logging.getLogger("llmaas").debug("what led to it:", exc_info=error)
+        message = one_line(" ".join(str(error).split()))  # errors quote files
+        print(f"llmaas: error: {message}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llmaas",
+        description="Plugins for llama-cpp-python apps.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"llmaas {__version__}")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="log what the suite does; twice for details and for the causes of errors",
+    )
+    parser.set_defaults(takes_rest=False)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name in _COMMANDS:
+        _add_command(subparsers, name)
+    return parser
+
+
+def _add_command(subparsers: Any, name: str) -> None:
+    try:
+        module = importlib.import_module(f"llmaas_plugins.cli.{name}")
+    except ImportError as error:
+        parser = subparsers.add_parser(name, help=f"(cannot be loaded: {error})", add_help=False)
+        parser.set_defaults(func=_unavailable(name, error), takes_rest=True)
+    else:
+        module.add_parser(subparsers)
+
+
+def _unavailable(name: str, error: ImportError) -> Callable[..., int]:
+    missing = f"`llmaas {name}` cannot be loaded: {error}. "
+
+    def refuse(*_: object) -> int:
+        raise LlmaasError(missing + "Try `pip install 'llmaas-plugins[server]'`.")
+
+    return refuse
+
+
+def _log_to_stderr(verbose: int) -> None:
+    """Only the suite's own logger: the root logger belongs to the app that ``run`` starts."""
+    if not verbose:
+        return
+    logger = logging.getLogger("llmaas")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)

@@ -1,0 +1,99 @@
+"""Whether this machine has what the configured plugins ask for: memory, room on disk, files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import LlmaasError
+from llmaas_hooks.discovery import load_plugin
+from llmaas_plugins.cli.findings import Finding
+from llmaas_plugins.cli.output import size_text
+from llmaas_plugins.config import validated
+from llmaas_plugins.machine import available_bytes, room
+
+if TYPE_CHECKING:
+    from llmaas_plugins.config import Config
+
+__all__ = ["resource_findings", "say_problems"]
+
+_log = logging.getLogger("llmaas.cli")
+
+
+def resource_findings(config: Config) -> list[Finding]:
+    """Look at what each plugin that is on asks of this machine; changes and opens nothing."""
+    findings = []
+    for name in config.enabled():
+        if (look := _LOOKS.get(name)) is None:
+            continue
+        try:
+            settings = validated(name, load_plugin(name).Config, config.plugins[name])
+        except LlmaasError:  # said where settings are
+            continue
+        findings += list(look(settings))
+    return findings
+
+
+def say_problems(config: Config) -> None:
+    """Say each problem in the log, in one line, when an app starts."""
+    for finding in resource_findings(config):
+        if finding.problem is not None:
+            _log.warning("%s: %s; %s", finding.name, finding.problem, finding.next_step)
+
+
+def _kv_chunks(settings: Any) -> Iterator[Finding]:
+    yield _memory("plugins.kv_chunks.ram_budget", settings.ram_budget)
+    directory = settings.store.expanduser()
+    slab = directory / "chunks.slab"
+    taken = slab.stat().st_blocks * 512 if slab.is_file() else 0
+    has, name = taken + room(directory).free_bytes, "plugins.kv_chunks.disk_budget"
+    if settings.disk_budget <= has:
+        yield Finding("machine", name, f"{size_text(settings.disk_budget)}, and there is room")
+        return
+    problem = (
+        f"{size_text(settings.disk_budget)} do not fit on the disk of {directory}, which has room "
+        f"for {size_text(has)}"
+    )
+    step = "lower it, make room, or set plugins.kv_chunks.store to another disk"
+    yield Finding("machine", name, None, None, problem, step)
+
+
+def _flash_weights(settings: Any) -> Iterator[Finding]:
+    if settings.memory_budget is not None:
+        yield _memory("plugins.flash_weights.memory_budget", settings.memory_budget)
+
+
+def _knn_lm(settings: Any) -> Iterator[Finding]:
+    from llmaas_plugins.knn_lm.selected import read_selected
+
+    directory, name = settings.store.expanduser(), "plugins.knn_lm.datastore"
+    step = "build one with `llmaas datastore build EXPORT --model GGUF`"
+    try:
+        selected = read_selected(directory)
+    except LlmaasError as error:
+        step = "select it again with `llmaas datastore select`"
+        yield Finding("machine", name, None, None, str(error), step)
+        return
+    if selected is not None:
+        yield Finding("machine", name, f"{selected.n_pairs:,} pairs in {directory}")
+    elif settings.learn:
+        yield Finding("machine", name, f"none yet in {directory}", next_step=step)
+    else:
+        problem = f"there is no datastore in {directory}, so nothing is mixed or proposed"
+        yield Finding("machine", name, None, None, problem, step)
+
+
+def _memory(name: str, wanted: int) -> Finding:
+    available = available_bytes()
+    if wanted <= available:
+        return Finding("machine", name, f"{size_text(wanted)} of {size_text(available)}")
+    problem = f"{size_text(wanted)} of memory, but this process can have {size_text(available)}"
+    return Finding("machine", name, None, None, problem, "lower it, or end other programs")
+
+
+_LOOKS: dict[str, Callable[[Any], Iterator[Finding]]] = {
+    "kv_chunks": _kv_chunks,
+    "flash_weights": _flash_weights,
+    "knn_lm": _knn_lm,
+}

@@ -1,0 +1,123 @@
+"""``llmaas doctor --model``: what the configured plugins would do with a model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import LlmaasError
+from llmaas_plugins.activation import activate
+from llmaas_plugins.cli.findings import Finding
+from llmaas_plugins.cli.output import size_text
+from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.machine import available_bytes
+
+if TYPE_CHECKING:
+    from llmaas_plugins.config import Config
+
+__all__ = ["model_findings"]
+
+_N_CTX = 512
+_SECTION = "model"
+_FITS = "fit into"
+
+
+class _Said(logging.Handler):
+    """Keeps what plugins warn of, and keeps it out of other logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message once."""
+        if (line := record.getMessage()) not in self.lines:
+            self.lines.append(line)
+
+
+def model_findings(model: Path, config: Config) -> list[Finding]:
+    """Open a model as an app would, evaluate a token, and report what each plugin did.
+
+    Args:
+        model: A GGUF file.
+        config: The plugins.
+    """
+    try:
+        header = read_header(model)
+    except LlmaasError as error:
+        return [_problem("file", str(error), "name a model in GGUF")]
+    arch = header.fields.get("general.architecture")
+    findings = [Finding(_SECTION, "file", f"{model}, {arch}, {size_text(header.n_bytes)}")]
+    has = available_bytes()
+    if header.n_bytes > has and "flash_weights" not in config.enabled():
+        problem = (
+            f"its {size_text(header.n_bytes)} do not fit into memory, which has {has >> 20} MiB"
+        )
+        step = f"enable flash_weights; `llmaas flash plan {model}` says with what budget"
+        return [*findings, _problem("memory", problem, step)]
+    with _listening() as said:
+        findings += _opened(model, config)
+    notes = (Finding(_SECTION, f"note {i}", line) for i, line in enumerate(said.lines, start=1))
+    return [*findings, *notes]
+
+
+def _opened(model: Path, config: Config) -> Iterator[Finding]:
+    from llama_cpp import Llama
+
+    try:
+        with (
+            activate(config) as suite,
+            contextlib.closing(Llama(str(model), n_ctx=_N_CTX, verbose=False)) as llama,
+        ):
+            llama.create_completion("A", max_tokens=1, temperature=0.0)
+            status = suite.status()
+    except (LlmaasError, ValueError, RuntimeError) as error:
+        step = "correct the setting it names, or take the plugin out of the configuration"
+        return iter([_problem("opening it", str(error), step)])
+    return _reported(config, status)
+
+
+def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
+    errors = status["errors"]
+    for name in config.enabled():
+        failed = errors.get(name, {})
+        report = status["plugins"].get(name) or {}
+        left = _left_alone(report)
+        if failed:
+            hook, first = next(iter(failed.items()))
+            step = f"correct it, or take {name} out of the configuration"
+            yield _problem(f"plugins.{name}", f"failed in {hook}: {first['last']}", step)
+        elif left is not None and _FITS in left:
+            yield Finding(_SECTION, f"plugins.{name}", f"not needed: {left}")
+        elif left is not None:
+            step = f"do that, or take {name} out of the configuration"
+            yield _problem(f"plugins.{name}", f"leaves the model as it is: {left}", step)
+        else:
+            yield Finding(_SECTION, f"plugins.{name}", "serves it")
+
+
+def _left_alone(report: dict[str, Any]) -> str | None:
+    """Return why a plugin leaves the model alone, if it does."""
+    found = report.get("left_alone")
+    if isinstance(found, dict):
+        found = next((str(reason) for reason in found.values()), None)
+    return str(found) if found else None
+
+
+def _problem(name: str, problem: str, step: str) -> Finding:
+    return Finding(_SECTION, name, None, None, problem, step)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[_Said]:
+    said, logger = _Said(), logging.getLogger("llmaas")
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(said)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(said)
+        logger.propagate = propagates
