@@ -60,8 +60,10 @@ def model_findings(model: Path, config: Config) -> list[Finding]:
         return [*findings, _problem("memory", problem, step)]
     with _listening() as said:
         findings += _opened(model, config)
-    notes = (Finding(_SECTION, f"note {i}", line) for i, line in enumerate(said.lines, start=1))
-    return [*findings, *notes]
+    told = [finding.problem or "" for finding in findings]
+    notes = [line for line in said.lines if not any(_is_same(line, problem) for problem in told)]
+    findings += [Finding(_SECTION, f"note {i}", line) for i, line in enumerate(notes, start=1)]
+    return findings
 
 
 def _opened(model: Path, config: Config) -> Iterator[Finding]:
@@ -87,9 +89,9 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
         report = status["plugins"].get(name) or {}
         left = _left_alone(report)
         if failed:
-            hook, first = next(iter(failed.items()))
+            first = next(iter(failed.values()))
             step = f"correct it, or take {name} out of the configuration"
-            yield _problem(f"plugins.{name}", f"failed in {hook}: {first['last']}", step)
+            yield _problem(f"plugins.{name}", str(first["last"]), step)
         elif left is not None and _FITS in left:
             yield Finding(_SECTION, f"plugins.{name}", f"not needed: {left}")
         elif left is not None:
@@ -102,9 +104,14 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
 def _left_alone(report: dict[str, Any]) -> str | None:
     """Return why a plugin leaves the model alone, if it does."""
     found = report.get("left_alone")
-    if isinstance(found, dict):
-        found = next((str(reason) for reason in found.values()), None)
-    return str(found) if found else None
+    reasons = list(found.values()) if isinstance(found, dict) else found
+    return str(reasons[0]) if reasons else None
+
+
+def _is_same(line: str, problem: str) -> bool:
+    """Return whether a line of the log tells what a problem does."""
+    _, _, reason = problem.partition(": ")
+    return bool(reason) and reason in line
 
 
 def _problem(name: str, problem: str, step: str) -> Finding:

@@ -44,6 +44,8 @@ def test_fine(examined):
     assert found["versions", "llama-cpp-python"]["value"].startswith(llama_cpp.__version__)
     assert ("patches", "llama_cpp.llama:Llama.generate") in found
     assert found["configuration", "on_error"]["origin"] == "default"
+    assert found["configuration", "file"]["value"] == "none"
+    assert "LLMAAS_PLUGINS=kv_chunks" in found["configuration", "plugins"]["next_step"]
     assert found["configuration", "service.max_queue"]["value"] == 32
 
 
@@ -61,6 +63,7 @@ def test_origins(examined, tmp_path, monkeypatch):
         for (section, name), row in found.items()
         if section == "configuration"
     }
+    assert shown["file"] == (str(path), None)
     assert shown["on_error"] == ("raise", "my.toml")
     assert shown["service.max_queue"] == (7, "my.toml")
     assert shown["service.max_new_tokens"] == (256, "default")
@@ -100,6 +103,13 @@ def test_wrong_configuration(examined, monkeypatch, variables, name, problem):
     code, found = examined()
     assert code == 1
     assert problem in found["configuration", name]["problem"]
+
+
+def test_a_variable_without_effect(examined, monkeypatch):
+    monkeypatch.setenv("LLMAAS_PLUGINS__RECORDEN__LEVEL", "2")
+    code, found = examined()
+    problem = found["configuration", "LLMAAS_PLUGINS__RECORDEN__LEVEL"]["problem"]
+    assert (code, "no plugin 'recorden' is installed" in problem) == (1, True)
 
 
 def test_wrong_engine_version(examined, monkeypatch):

@@ -1,0 +1,93 @@
+"""``llmaas doctor --model``: what plugins would do with a model, and what they lack for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from llmaas_plugins.cli import trial
+from llmaas_plugins.cli.main import main
+
+
+@pytest.fixture
+def model(reference_model, tmp_path):
+    return shutil.copy(reference_model, tmp_path / "m.gguf")
+
+
+@pytest.fixture
+def examined(tmp_path, capfd, model):
+    """Exit status, and the findings about a model and settings, by name."""
+
+    def run(path=model, **tables):
+        lines = []
+        for name, table in tables.items():
+            lines.append(f"[plugins.{name}]")
+            lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+        config = tmp_path / "my.toml"
+        config.write_text("\n".join(lines))
+        code = main(["doctor", "--json", "--config", str(config), "--model", str(path)])
+        report = json.loads(capfd.readouterr().out)
+        found = {row["name"]: row for row in report["findings"] if row["section"] == "model"}
+        assert all(row["next_step"] for row in found.values() if row["problem"])
+        return code, found
+
+    return run
+
+
+def test_served(examined, tmp_path):
+    code, found = examined(kv_chunks={"store": str(tmp_path / "kv")}, flash_weights={})
+    assert code == 0
+    assert found["file"]["value"].startswith(f"{tmp_path / 'm.gguf'}, llama, ")
+    assert found["plugins.kv_chunks"]["value"] == "serves it"
+    assert found["plugins.flash_weights"]["value"].startswith("not needed: its ")
+
+
+def test_what_is_missing(examined, tmp_path):
+    code, found = examined(
+        knn_lm={"store": str(tmp_path / "knn")}, elastic={}, flash_weights={"mode": "sparse"}
+    )
+    assert code == 1
+    assert "there is no datastore in" in found["plugins.knn_lm"]["problem"]
+    assert "`llmaas elastic prepare" in found["plugins.elastic"]["problem"]
+    assert "Run `llmaas flash pack --sparse" in found["plugins.flash_weights"]["problem"]
+    assert not [name for name in found if name.startswith("note")]  # nothing is told twice
+
+
+def test_a_budget_that_cannot_be_met_and_a_file_that_would_be_better(examined):
+    code, found = examined(flash_weights={"memory_budget": "20 MiB"})
+    assert code == 1
+    assert "memory_budget is 20 MiB" in found["plugins.flash_weights"]["problem"]
+    assert "`llmaas flash pack" in found["note 1"]["value"]
+
+
+def test_a_model_that_does_not_fit(examined, monkeypatch):
+    monkeypatch.setattr(trial, "available_bytes", lambda: 1 << 20)
+    code, found = examined()
+    assert code == 1
+    assert "do not fit into memory, which has 1 MiB" in found["memory"]["problem"]
+    assert "llmaas flash plan" in found["memory"]["next_step"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"GGUF", b"hello, this is no model at all" * 9])
+def test_what_is_no_model(examined, tmp_path, content):
+    path = tmp_path / "no.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    code, found = examined(path)
+    assert (code, list(found), found["file"]["next_step"]) == (1, ["file"], "name a model in GGUF")
+
+
+def test_a_header_alone(examined, model):
+    with model.open("r+b") as file:
+        file.truncate(4 << 20)
+    code, found = examined(model)
+    assert code == 1
+    assert found["opening it"]["problem"] if "opening it" in found else found["file"]["problem"]
+
+
+def test_settings_that_are_wrong_are_told_once(examined):
+    code, found = examined(kv_chunks={"codek": 1})
+    assert code == 1
+    assert "unknown key 'codek'" in found["opening it"]["problem"]

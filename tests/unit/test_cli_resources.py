@@ -1,0 +1,38 @@
+"""Whether this machine has what plugins ask for: told by ``llmaas doctor``, and at start."""
+
+from __future__ import annotations
+
+from llmaas_plugins.cli.resources import resource_findings, say_problems
+from llmaas_plugins.config import load_config
+
+
+def test_what_this_machine_does_not_have(monkeypatch, tmp_path):
+    for key, value in {
+        "KV_CHUNKS__DISK_BUDGET": "1000000 TiB",
+        "KV_CHUNKS__RAM_BUDGET": "1000000 GiB",
+        "KV_CHUNKS__STORE": str(tmp_path / "kv"),
+        "KNN_LM__STORE": str(tmp_path / "knn"),
+        "FLASH_WEIGHTS__MEMORY_BUDGET": "1000000 GiB",
+    }.items():
+        monkeypatch.setenv(f"LLMAAS_PLUGINS__{key}", value)
+    monkeypatch.setenv("LLMAAS_PLUGINS", "kv_chunks,knn_lm,flash_weights")
+    config = load_config()
+    found = {finding.name: finding for finding in resource_findings(config)}
+    assert "do not fit on the disk of" in found["plugins.kv_chunks.disk_budget"].problem
+    assert "but this process can have" in found["plugins.kv_chunks.ram_budget"].problem
+    assert "there is no datastore in" in found["plugins.knn_lm.datastore"].problem
+    assert "can have" in found["plugins.flash_weights.memory_budget"].problem
+    assert all(finding.next_step for finding in found.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_app_that_starts_is_told_the_same(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("LLMAAS_PLUGINS", "knn_lm")
+    monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__STORE", str(tmp_path))
+    say_problems(load_config())
+    (line,) = caplog.messages
+    assert line.startswith(f"plugins.knn_lm.datastore: there is no datastore in {tmp_path}")
+    assert line.endswith("build one with `llmaas datastore build EXPORT --model GGUF`")
+    monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__LEARN", "true")  # it will come
+    say_problems(load_config())
+    assert len(caplog.messages) == 1
