@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.options import add_config_option
+from llmaas_plugins.cli.resources import say_problems
 from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]
@@ -35,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--api_key, …; `llmaas serve --server-help` lists them. Three defaults differ: "
         "--flash_attn True, --interrupt_requests False, --logits_all False (logprobs need True).",
     )
-    parser.add_argument("--config", type=Path, help="llmaas.toml (default: LLMAAS_CONFIG)")
+    add_config_option(parser)
     parser.add_argument(
         "--uds", type=Path, help="listen on this Unix socket, in a directory of mode 0700"
     )
@@ -75,6 +77,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         contextlib.closing(Grammars(server_engine)) as grammars,
     ):
         metrics.read_plugins(suite.status)
+        say_problems(config)
         with _ended_at_once():
             app = make_application(
                 server_settings, model_settings, service, keys, line, metrics, grammars

@@ -156,7 +156,7 @@ def test_an_engine_that_lives_through_an_activation(make_llama):
 
 
 def test_llmaas_run_without_a_configuration(vanilla, reference_model, tmp_path):
-    environ = dict(os.environ)
+    environ = os.environ | {"LLMAAS_PLUGINS": ""}
     llmaas = [sys.executable, "-m", "llmaas_plugins.cli.main"]
     done = subprocess.run(
         [*llmaas, "run", __file__, reference_model],
