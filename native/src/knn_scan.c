@@ -20,7 +20,7 @@ typedef struct prepared {
     uint32_t front_offset, rest_offset; /* what the codes' zero adds to every product */
     float unit;       /* of their numbers */
     float norm;       /* squared distance from the centre */
-    float front_norm; /* of the dimensions in front */
+    float front_norm; /* the same, less what the other dimensions can take away from a distance */
 } prepared;
 
 /* The unit is the smallest with which neither a number leaves 16 bits, nor any product of a row 32. */
@@ -45,8 +45,17 @@ static uint32_t put(llmaas_knn_query * query, uint32_t at, double value) {
     return KNN_ZERO * (uint32_t) wide;
 }
 
+/* The square of a dimension's number as the products have it: rounded to a whole number of units. */
+static double rounded_square(const prepared * p, const llmaas_knn_query * query, uint32_t at, float step) {
+    const double rounded = step > 0 ? (double) query->wide[at] * (double) p->unit / (double) step : 0;
+    return rounded * rounded;
+}
+
+/* With q the query's numbers, r the rounded ones and k a row's, the dimensions that are not in front add |q|² - 2 r·k + |k|² =
+ * |r - k|² + |q|² - |r|² to a distance: at least |q|² - |r|². That is in front_norm, so no row's whole distance is less than
+ * its distance in front, however coarse a unit one large dimension asks for. */
 static bool prepare(const llmaas_knn_codes * codes, const float * query, prepared * p) {
-    double norm = 0, front_norm = 0;
+    double norm = 0, rest = 0;
     memset(p, 0, sizeof *p);
     p->unit = unit_of(query, codes);
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
@@ -58,13 +67,13 @@ static bool prepare(const llmaas_knn_codes * codes, const float * query, prepare
         }
         if (d < codes->n_front) {
             p->front_offset += put(&p->front, d, value);
-            front_norm = norm;
         } else {
             p->rest_offset += put(&p->rest, d - codes->n_front, value);
+            rest += rounded_square(p, &p->rest, d - codes->n_front, codes->steps[d]);
         }
     }
     p->norm = (float) norm;
-    p->front_norm = (float) front_norm;
+    p->front_norm = (float) (norm - rest);
     return true;
 }
 

@@ -164,6 +164,22 @@ def test_codes_in_two_parts_find_what_codes_in_one_find(kernels):
         assert np.array_equal(whole.distances, split.distances)
 
 
+@pytest.mark.parametrize("large", [slice(0, 2), slice(-2, None)], ids=["in front", "behind"])
+@pytest.mark.parametrize("size", [10, 100, 1000])
+def test_a_few_large_dimensions_hide_no_row_from_codes_in_two_parts(large, size):
+    keys = normal(700, 1024)
+    keys[:, large] *= size
+    centre, steps = keys.mean(0), keys.std(0)
+    whole, parts = KnnCodes.empty(700, centre, steps), KnnCodes.empty(700, centre, steps, 256)
+    knn_quantise(whole, keys)
+    knn_quantise(parts, keys)
+    for query in keys[::100]:
+        for n_best in (1, 24):
+            expected, found = knn_scan(whole, query, n_best), knn_scan(parts, query, n_best)
+            assert np.array_equal(found.rows, expected.rows)
+            assert np.array_equal(found.distances, expected.distances)
+
+
 def test_parts_that_do_not_fit_together_are_refused():
     codes = coded(normal(10, 20))
     parts = {name: getattr(codes, name) for name in KnnCodes.__slots__ if name != "handle"}
