@@ -107,13 +107,20 @@ class Engine(Protocol):
 
     @property
     def n_outputs(self) -> int:
-        """How many of a batch's last tokens give logits and final states; 1 at first.
+        """How many of the running request's last prompt tokens give logits and final states.
 
-        ``Llama`` asks for those of the last one, or of all. Plugins may ask for more, never fewer.
+        It is 1 for each request at first. A plugin may ask for more in ``llmaas_request_begin``,
+        never for fewer: the host then evaluates these tokens, even if their cells are there, and
+        the number is 1 again when the request's first token is there. It stays 1 where the request
+        goes on with cells that nobody can explain.
         """
 
     @n_outputs.setter
     def n_outputs(self, n_outputs: int) -> None: ...
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the batch that is decoded is one of ``Llama.eval``; plugins make others."""
 
     def resident_tokens(self) -> Tokens:
         """Tokens of ``Llama``'s books: what sequence 0 should hold from position 0; ``(n,)``."""
@@ -233,6 +240,8 @@ class Request:
         context_id: Name of the persistent context it belongs to; None for a stateless request.
         app: Name of the app that asks; None if that is not known.
         declined: Plugins that the app asks to do without, for this request.
+        reads_tokens: The app gave a logits processor or a stopping criterion, which reads the
+            tokens so far.
     """
 
     engine: Engine
@@ -240,6 +249,7 @@ class Request:
     context_id: str | None
     app: str | None = None
     declined: frozenset[str] = frozenset()
+    reads_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import LogitsView, NativeContext, Tokens
+from llmaas_hooks import LogitsView, NativeContext, StoreError, Tokens
 from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore import Datastore, Neighbours
 from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.trust import Judged, Memory
+from llmaas_plugins.knn_lm.trust import Judgement
 
-__all__ = ["Counts", "Mixer", "Settings"]
+__all__ = ["Counts", "Mixer", "Settings", "Source"]
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class Counts:
         skipped: Not searched for, because the model was sure.
         distrusted: Not searched for, because the datastore does not know such text.
         unmatched: Left as they were, because their hidden states were not seen.
+        at_other_levels: Left as they were, because a narrowed model computed them.
         search_s: Seconds that searches took.
     """
 
@@ -39,6 +42,7 @@ class Counts:
     skipped: int = 0
     distrusted: int = 0
     unmatched: int = 0
+    at_other_levels: int = 0
     search_s: float = 0.0
 
 
@@ -75,19 +79,33 @@ class Settings:
         return settings
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A datastore, and how it is mixed in."""
+
+    datastore: Datastore
+    settings: Settings
+
+    def search(self, query: npt.NDArray[np.float32]) -> Neighbours:
+        """Return the nearest pairs."""
+        return self.datastore.search(query, self.settings.k)
+
+
 class Mixer:
     """Knows which hidden state each row of a context's logits was made from."""
 
-    def __init__(self, native: NativeContext, key: States, counts: Counts, memory: Memory) -> None:
+    def __init__(self, native: NativeContext, key: States, counts: Counts) -> None:
         """Watch the context's hidden states."""
         n_batch = int(llama_cpp.llama_n_batch(native.ctx))
+        self._native = native
         self._states = native.hidden_states(key, capacity=n_batch)
         self._counts = counts
         self._rows = np.empty((0, 0), np.float32)
+        self._has_keys_level = True
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
-        self._memory = memory
-        self._judged: Judged | None = None
+        self._source: Source | None = None
+        self._judgement: Judgement | None = None
 
     def close(self) -> None:
         """Look no longer."""
@@ -96,76 +114,95 @@ class Mixer:
     def decoded(self) -> None:
         """A batch was evaluated: its outputs are the ones that can be sampled."""
         self._rows = self._states.take()
+        self._has_keys_level = self._native.level <= 0  # keys are always the whole model's
         self._edits.clear()
         self._former.clear()
 
-    def begin(self, prompt: Tokens, *, judges: bool) -> None:
+    def begin(self, source: Source | None, prompt: Tokens, look_back: int) -> None:
         """Another request begins, which may sample from rows that were mixed for the one before.
 
         Args:
-            prompt: Its tokens. If it goes on with an earlier one, what is known of that holds.
-            judges: Whether the datastore is trusted by what it makes of the prompt; or always.
+            source: What is mixed in until the next one begins, also if another datastore takes
+                its place meanwhile; None: nothing.
+            prompt: Its tokens.
+            look_back: By how many of the last ones it is judged whether the datastore is trusted;
+                0 always trusts it.
         """
         self._former |= self._edits
         self._edits.clear()
-        self._judged = self._memory.begin(prompt) if judges else None
+        self._source = source
+        self._judgement = Judgement(prompt, look_back) if look_back else None
 
-    def judge(
-        self, ctx: int, n_past: int, n_tokens: int, datastore: Datastore, settings: Settings
-    ) -> None:
+    def end(self) -> None:
+        """The request is over: what the app samples itself is the model's own."""
+        self._source = self._judgement = None
+
+    def judge(self, ctx: int, n_past: int, n_tokens: int) -> None:
         """Learn from the end of a prompt that was just evaluated (see ``trust``).
 
         Args:
             ctx: Address of the context.
             n_past: Tokens evaluated before.
-            n_tokens: And in this batch.
-            datastore: What is searched.
-            settings: How it is mixed in.
+            n_tokens: Tokens in this batch.
         """
-        end = n_past + n_tokens
-        if self._judged is None or n_tokens == 1 or end != len(self._judged.text):
+        judgement = self._judgement
+        if judgement is None or self._source is None:
             return
-        text, trust, n_known = self._judged
-        n_rows = min(len(self._rows), n_tokens, end - max(n_known, 1) + 1)
-        rows, came = self._rows[len(self._rows) - n_rows :], text[end - n_rows + 1 : end]
-        for i, token in enumerate(came.tolist()):
-            logits = _logits(ctx, i - n_rows)
-            info = logits_peek(logits)
-            if info.max_prob < settings.skip_above:
+        if not self._has_keys_level:
+            judgement.give_up()
+        with self._unless_forgotten(self._source) as source:
+            for n_behind, token in judgement.take(n_past, n_tokens, len(self._rows)):
+                logits = _logits(ctx, -1 - n_behind)
+                info = logits_peek(logits)
                 p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
-                p_mix = _p_mix(token, p_lm, info.max_prob, rows[i], datastore, settings)
-                if p_lm > 0:
-                    trust.observe(p_mix, p_lm)
+                if info.max_prob < source.settings.skip_above and p_lm > 0:
+                    row = self._rows[-1 - n_behind]
+                    judgement.observe(_p_mix(token, p_lm, info.max_prob, row, source), p_lm)
 
     def restore(self, view: LogitsView) -> None:
         """Give a row that was mixed for an earlier request the model's own logits again."""
         if self._former and (edit := self._former.pop(_n_behind(view), None)) is not None:
             edit.undo(view.logits)
 
-    def mix(self, view: LogitsView, datastore: Datastore, settings: Settings) -> None:
+    def mix(self, view: LogitsView) -> None:
         """Mix neighbours into a row of logits, in place, and only once.
 
         Rows are counted from the last one: states of a batch that failed may come before the first.
         """
-        n_behind = _n_behind(view)
-        if n_behind in self._edits:
+        source, n_behind = self._source, _n_behind(view)
+        if source is None or n_behind in self._edits:
             return
         row = len(self._rows) - 1 - n_behind
         if row < 0:
             self._counts.unmatched += 1
             return
         self._edits[n_behind] = None
-        if settings.skip_above < 1 and logits_peek(view.logits).max_prob >= settings.skip_above:
+        if not self._has_keys_level:
+            self._counts.at_other_levels += 1
+            return
+        skip_above = source.settings.skip_above
+        if skip_above < 1 and logits_peek(view.logits).max_prob >= skip_above:
             self._counts.skipped += 1
             return
-        trust = 1.0 if self._judged is None else self._judged.trust.weight
+        trust = 1.0 if self._judgement is None else self._judgement.weight
         if trust == 0:
             self._counts.distrusted += 1
             return
         started = time.perf_counter()
-        self._edits[n_behind] = _mix(view.logits, self._rows[row], datastore, settings, trust)
-        self._counts.mixed += 1
+        with self._unless_forgotten(source):
+            self._edits[n_behind] = _mix(view.logits, self._rows[row], source, trust)
+            self._counts.mixed += 1
         self._counts.search_s += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def _unless_forgotten(self, source: Source) -> Iterator[Source]:
+        """Search for the running request; it goes on without if the datastore was forgotten."""
+        try:
+            yield source
+        except StoreError:
+            if source.datastore.is_current():
+                raise
+            self._source = None  # the next request finds the new one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,13 +220,9 @@ class _Edit:
 
 
 def _mix(
-    logits: npt.NDArray[np.float32],
-    query: npt.NDArray[np.float32],
-    datastore: Datastore,
-    settings: Settings,
-    trust: float,
+    logits: npt.NDArray[np.float32], query: npt.NDArray[np.float32], source: Source, trust: float
 ) -> _Edit:
-    found, mixture = datastore.search(query, settings.k), settings.mixture
+    found, mixture = source.search(query), source.settings.mixture
     before = logits[found.values]
     theta = mixture.theta
     # a weight is as good as a smaller distance: w exp(-d / theta) = exp(-(d - theta log w) / theta)
@@ -199,19 +232,15 @@ def _mix(
     return _Edit(found.values, before, logits[found.values])
 
 
-def _p_mix(  # noqa: PLR0913, PLR0917 -- what a probability depends on
-    token: int,
-    p_lm: float,
-    p_max: float,
-    query: npt.NDArray[np.float32],
-    datastore: Datastore,
-    settings: Settings,
+def _p_mix(
+    token: int, p_lm: float, p_max: float, query: npt.NDArray[np.float32], source: Source
 ) -> float:
     """The mixture's probability of a token, trust left aside."""
-    found = datastore.search(query, settings.k)
+    found = source.search(query)
     hits = (found.values == token)[None]
     each = (np.array([p], np.float32) for p in (p_lm, p_max))
-    p = settings.mixture.probability(found.distances[None], hits, found.weights[None], *each)
+    mixture = source.settings.mixture
+    p = mixture.probability(found.distances[None], hits, found.weights[None], *each)
     return float(p[0])
 
 

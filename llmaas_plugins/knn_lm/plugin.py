@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,10 +25,9 @@ from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.learning import Learner
-from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings
+from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings, Source
 from llmaas_plugins.knn_lm.proposing import Proposer
 from llmaas_plugins.knn_lm.selecting import Plan
-from llmaas_plugins.knn_lm.trust import Memory
 
 __all__ = ["KnnLM"]
 
@@ -47,17 +44,24 @@ class _Served:
     engine: Engine
     mixer: Mixer
     fingerprint: bytes
-    is_on: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """The datastore in use."""
 
-    datastore: Datastore
-    settings: Settings
+    source: Source
     key: Any
-    memory: Memory
+
+    @property
+    def datastore(self) -> Datastore:
+        """What is searched."""
+        return self.source.datastore
+
+    @property
+    def settings(self) -> Settings:
+        """How it is mixed in."""
+        return self.source.settings
 
 
 class KnnLM:
@@ -121,18 +125,24 @@ class KnnLM:
         if self._config.mix:
             self._see_to(engine)
         is_on = _NAME not in request.declined
-        if (served := self._served.get(engine.ctx)) is not None:
+        with self._lock:  # another thread may be about to renew what is open
+            served, opened = self._served.get(engine.ctx), self._opened
+        if served is not None:
             mixes = self._config.alpha != 0 and self._config.skip_above != 0
-            judges = is_on and mixes and self._config.look_back > 0
-            served.mixer.begin(request.tokens, judges=judges)
-            served.is_on = is_on
-            engine.n_outputs = self._config.look_back if judges else 1
+            source = opened.source if opened is not None and is_on else None
+            look_back = self._config.look_back if source is not None and mixes else 0
+            served.mixer.begin(source, request.tokens, look_back)
+            engine.n_outputs = max(1, look_back)
         if self._config.drafts:
-            self._proposer.begin(engine, is_on=is_on)
+            self._proposer.begin(engine, is_on=is_on and not request.reads_tokens)
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
-        """The device may be idle now."""
+        """Mix and propose nothing more; the device may be idle now."""
+        if (served := self._served.get(request.engine.ctx)) is not None:
+            served.mixer.end()
+        if self._config.drafts:
+            self._proposer.end(request.engine)
         if self._config.learn:
             self._learner.request_ended(request.engine)
 
@@ -141,27 +151,16 @@ class KnnLM:
         """Take the states that the batch's logits were made from."""
         if (served := self._served.get(step.ctx)) is not None:
             served.mixer.decoded()
-            opened = self._opened
-            if served.is_on and opened is not None:
-                n_past = int(served.engine.llama.n_tokens)
-                parts = (opened.datastore, opened.settings)
-                with _unless_forgotten(served, opened):
-                    served.mixer.judge(step.ctx, n_past, step.n_tokens, *parts)
+            engine = served.engine
+            if engine.n_outputs > 1 and engine.is_evaluating:
+                served.mixer.judge(step.ctx, int(engine.llama.n_tokens), step.n_tokens)
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
         """Mix, before anything is sampled (Eqs 1, 2, 32 and 33)."""
-        if (served := self._served.get(view.ctx)) is None:
-            return
-        served.mixer.restore(view)
-        opened = self._opened
-        if opened is None:
-            with self._lock:  # another thread is about to renew it
-                opened = self._opened
-        if not served.is_on or opened is None:
-            return
-        with _unless_forgotten(served, opened):
-            served.mixer.mix(view, opened.datastore, opened.settings)
+        if (served := self._served.get(view.ctx)) is not None:
+            served.mixer.restore(view)
+            served.mixer.mix(view)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -239,7 +238,7 @@ class KnnLM:
         opened, model = self._opened, fingerprint(engine.llama)
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
-            mixer = Mixer(native, opened.key, self._counts, opened.memory)
+            mixer = Mixer(native, opened.key, self._counts)
             self._served[engine.ctx] = _Served(engine, mixer, model)
         return None
 
@@ -279,7 +278,7 @@ class KnnLM:
         datastore = Datastore.open(self._path, None, self._config.index)
         try:
             settings = Settings.of(datastore, self._config)
-            return _Opened(datastore, settings, _key_of(datastore), Memory())
+            return _Opened(Source(datastore, settings), _key_of(datastore))
         except ValueError as error:
             datastore.close()
             raise StoreError(
@@ -290,8 +289,6 @@ class KnnLM:
     def _drop(self, ctx: int) -> None:
         if (served := self._served.pop(ctx, None)) is not None:
             served.mixer.close()
-            with contextlib.suppress(ReferenceError):  # the engine may be going
-                served.engine.n_outputs = 1
 
     def _close(self) -> None:
         opened, self._opened = self._opened, None
@@ -300,17 +297,6 @@ class KnnLM:
         self._seen.clear()
         if opened is not None:
             opened.datastore.close()
-
-
-@contextlib.contextmanager
-def _unless_forgotten(served: _Served, opened: _Opened) -> Iterator[None]:
-    """A search for the running request, which goes on without if the datastore was forgotten."""
-    try:
-        yield
-    except StoreError:
-        if opened.datastore.is_current():
-            raise
-        served.is_on = False  # the next request finds the new one
 
 
 def _bent(engine: Engine) -> str | None:

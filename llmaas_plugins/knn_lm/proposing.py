@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ class Proposer:
     def __init__(self, store: Path) -> None:
         """Nothing is read yet."""
         self._store = store
+        self._lock = threading.RLock()
         self._drafts: weakref.WeakKeyDictionary[Engine, DatastoreDraft | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -37,6 +40,10 @@ class Proposer:
         Raises:
             StoreError: The archive is damaged, or of another model.
         """
+        with self._lock:  # several engines' threads
+            self._begin(engine, is_on=is_on)
+
+    def _begin(self, engine: Engine, *, is_on: bool) -> None:
         files = _files(self._store)
         if not files and not self._ids:
             return  # nothing has been built yet
@@ -45,13 +52,23 @@ class Proposer:
             self._looked_at = files
         if engine not in self._drafts:
             self._drafts[engine] = self._attached(engine.llama)
+            self.end(engine)
         draft = self._drafts[engine]
-        if draft is not None:
-            engine.llama.draft_model = draft if is_on else None
+        if is_on and draft is not None and engine.llama.draft_model is None:
+            engine.llama.draft_model = draft
+
+    def end(self, engine: Engine) -> None:
+        """The request is over: what the app evaluates itself needs no rows of logits for drafts."""
+        with self._lock:
+            draft = self._drafts.get(engine)
+        with contextlib.suppress(ReferenceError):  # the engine may be gone
+            if draft is not None and engine.llama.draft_model is draft:
+                engine.llama.draft_model = None
 
     def stats(self) -> dict[str, int]:
         """Tokens proposed and accepted so far, and memory taken."""
-        drafts = [draft for draft in self._drafts.values() if draft is not None]
+        with self._lock:
+            drafts = [draft for draft in self._drafts.values() if draft is not None]
         return {
             "proposed": sum(draft.counts.proposed for draft in drafts),
             "accepted": sum(draft.counts.accepted for draft in drafts),
@@ -60,10 +77,10 @@ class Proposer:
 
     def close(self) -> None:
         """Take the draft models off."""
-        for engine, draft in list(self._drafts.items()):
-            if draft is not None and engine.llama.draft_model is draft:
-                engine.llama.draft_model = None
-        self._drafts.clear()
+        with self._lock:
+            for engine in list(self._drafts):
+                self.end(engine)
+            self._drafts.clear()
 
     def _follow(self, llama: Any) -> None:
         """Take in what was added; start anew when anything was forgotten."""

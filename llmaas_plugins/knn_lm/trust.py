@@ -9,22 +9,21 @@ share in a Bayesian average of both, with a memory that fades: after tokens y_1 
 The weight of the mixture is multiplied by it. On text like the stored one it is soon near 1, on
 other text near 0, where the nearest neighbours are near to nothing. A single token that only the
 datastore foresaw may be chance, so what one can win is limited; what one can lose, the mixture
-limits itself. Tokens that were sampled from the mixture say nothing about any of that, so a reply
-is judged by its prompt.
+limits itself. A reply is judged by its prompt: the last tokens of it, always as many, whoever
+wrote them. Nothing is remembered from one request to the next, so the same prompt has the same
+trust after a restart, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from llmaas_hooks import Tokens, common_prefix
+from llmaas_hooks import Tokens
 
-__all__ = ["Judged", "Memory", "Trust", "trust_before"]
+__all__ = ["Judgement", "Trust", "trust_before"]
 
 _PRIOR = 0.25
 _DECAY = 0.97
@@ -32,20 +31,14 @@ _MOST_LOG_RATIO = 1.0
 _LEAST_WEIGHT = 0.01
 _LEAST_RATIO = 2.0**-20
 """As in the mixing itself: an alpha of 1 leaves the model so much of a say."""
-_REMEMBERED = 64
-"""Texts: as many conversations as take turns on an engine."""
 
 
 class Trust:
     """A text's, from its beginning on."""
 
-    def __init__(self, score: float = 0.0) -> None:
-        """The prior, unless something is known."""
-        self._score = score
-
-    def copy(self) -> Trust:
-        """For a text that goes on with this one."""
-        return Trust(self._score)
+    def __init__(self) -> None:
+        """Begin with the prior."""
+        self._score = 0.0
 
     @property
     def weight(self) -> float:
@@ -59,40 +52,56 @@ class Trust:
         self._score = _DECAY * self._score + min(log_ratio, _MOST_LOG_RATIO)
 
 
-class Judged(NamedTuple):
-    """A text, and what is known of it.
+class Judgement:
+    """The trust that the last tokens of one prompt give, as they are evaluated batch by batch.
 
-    Attributes:
-        text: Its tokens.
-        trust: After the last of them, once they have been judged.
-        n_known: How many of them an earlier text had.
+    It depends on these tokens and the datastore alone. So it does not matter in which batches they
+    are evaluated, whose cells come before them, or what the process was asked before.
     """
 
-    text: Tokens
-    trust: Trust
-    n_known: int
+    def __init__(self, text: Tokens, look_back: int) -> None:
+        """Know nothing yet.
 
+        Args:
+            text: The prompt.
+            look_back: How many of its last states are compared with the token that came next.
+        """
+        self._text = text
+        self._next = max(0, len(text) - look_back)
+        self._trust: Trust | None = Trust()
 
-class Memory:
-    """The texts that were judged last: a turn begins with what the one before it gave.
+    @property
+    def weight(self) -> float:
+        """The trust; the prior if not all of these tokens were seen."""
+        is_whole = self._trust is not None and self._next == len(self._text)
+        return self._trust.weight if self._trust and is_whole else Trust().weight
 
-    So it does not matter whether its cells were evaluated again or restored.
-    """
+    def take(self, n_past: int, n_tokens: int, n_rows: int) -> list[tuple[int, int]]:
+        """Take a batch in; return which of its rows, counted from the last, say which tokens.
 
-    def __init__(self) -> None:
-        """Nothing is known."""
-        self._judged: deque[Judged] = deque(maxlen=_REMEMBERED)
+        Args:
+            n_past: Tokens evaluated before.
+            n_tokens: Tokens in the batch.
+            n_rows: How many of the last ones have a row.
+        """
+        start, end = max(n_past, self._next), n_past + n_tokens
+        if self._trust is None or start >= end or self._next == len(self._text):
+            return []
+        if start != self._next or end - start > n_rows or end > len(self._text):
+            self._trust = None  # some were not seen: another evaluation than that of the prompt
+            return []
+        self._next = end
+        said = self._text[start + 1 : end + 1].tolist()  # nobody knows yet what follows the last
+        return [(end - 1 - start - i, token) for i, token in enumerate(said)]
 
-    def begin(self, text: Tokens) -> Judged:
-        """A text, with the trust of the longest one that it goes on with."""
-        former = [one for one in self._judged if common_prefix(one.text, text) == len(one.text)]
-        if not former:
-            found = Judged(text, Trust(), 0)
-        else:
-            longest = max(former, key=lambda one: len(one.text))
-            found = Judged(text, longest.trust.copy(), len(longest.text))
-        self._judged.append(found)
-        return found
+    def give_up(self) -> None:
+        """Keep the prior: the states are not comparable."""
+        self._trust = None
+
+    def observe(self, p_mix: float, p_lm: float) -> None:
+        """Count the next of the tokens that ``take`` returned."""
+        if self._trust is not None:
+            self._trust.observe(p_mix, p_lm)
 
 
 def trust_before(

@@ -151,6 +151,7 @@ def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
 def wrap_decode(host: Host, original: Function) -> Function:
     """``llama_decode``: wait for deferred work, and time the batch if somebody listens."""
     pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
+    with_more_outputs = host.with_more_outputs
     listens = host.hooks.listens("llmaas_decode")
     keeps_cells = any(map(host.hooks.listens, ("llmaas_kv_save", "llmaas_kv_restore")))
 
@@ -158,6 +159,10 @@ def wrap_decode(host: Host, original: Function) -> Function:
     def llama_decode(ctx: Any, batch: Any) -> Any:
         if pending:
             settle(address(ctx))
+        if with_more_outputs and address(ctx) in with_more_outputs:
+            ledger = ledgers.get(address(ctx))
+            if ledger is None or not ledger.is_evaluating:  # a batch of the app's own
+                with_more_outputs.discard(address(ctx))
         if keeps_cells and (ledger := ledgers.get(address(ctx))) is not None:
             ledger.decoded(batch)
             if ledger.n_spare and ledger.is_full(batch):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,27 @@ from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger
 
-__all__ = ["N_OUTPUTS", "LlamaEngine"]
+__all__ = ["OUTPUTS", "LlamaEngine", "Outputs"]
 
-N_OUTPUTS = "_llmaas_n_outputs"
-"""Attribute of a ``LlamaBatch``: of how many last tokens a plugin wants logits."""
+OUTPUTS = "_llmaas_outputs"
+"""Attribute of a ``LlamaBatch``: the ``Outputs`` of its engine."""
 
 _log = logging.getLogger("llmaas.patches")
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Which tokens of an engine's batches give logits that the app did not ask for.
+
+    Attributes:
+        ctx: Address of the context.
+        app_reads_all: The app made its ``Llama`` with ``logits_all``.
+        first: Position from which on all tokens give logits; None outside of prompts.
+    """
+
+    ctx: int
+    app_reads_all: bool
+    first: int | None = None
 
 
 class LlamaEngine:
@@ -31,6 +47,7 @@ class LlamaEngine:
     Attributes:
         load: How its model was opened; None if that was before the activation.
         needs_all_logits: The running completion reads the logits of its whole prompt.
+        n_outputs: How many of the running request's last prompt tokens give logits and states.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  what the host knows of it
@@ -51,6 +68,9 @@ class LlamaEngine:
         self.model: int = int(llama.model)
         self.n_seq_max = n_seq_max
         self.needs_all_logits = False
+        self.n_outputs = 1
+        self._outputs = Outputs(self.ctx, bool(llama._logits_all))
+        setattr(llama._batch, OUTPUTS, self._outputs)
         self._has_restored = False
         self._has_told = False
         self._ledger = ledger
@@ -98,13 +118,31 @@ class LlamaEngine:
         return self._ledger.n_spare
 
     @property
-    def n_outputs(self) -> int:
-        """How many of a batch's last tokens give logits."""
-        return int(getattr(self.llama._batch, N_OUTPUTS, 1))
+    def is_evaluating(self) -> bool:
+        """Whether ``Llama`` itself evaluates the batch that is decoded."""
+        return self._ledger.is_evaluating
 
-    @n_outputs.setter
-    def n_outputs(self, n_outputs: int) -> None:
-        setattr(self.llama._batch, N_OUTPUTS, n_outputs)
+    def make_room_for_outputs(self, n_prompt: int) -> int | None:
+        """Give up cells of tokens that are to give logits, so that ``Llama`` evaluates them.
+
+        Returns:
+            How many tokens of the prompt come before those; None if the last is the only one.
+        """
+        if self.n_outputs <= 1:
+            return None
+        first, llama = max(0, n_prompt - self.n_outputs), self.llama
+        if llama.n_tokens > first:
+            llama.n_tokens, llama._requires_eval = first, True
+        return first
+
+    @contextmanager
+    def giving_outputs(self, first: int | None) -> Iterator[None]:
+        """Have all tokens from position ``first`` on give logits, inside the block alone."""
+        self._outputs.first = first
+        try:
+            yield
+        finally:
+            self._outputs.first, self.n_outputs = None, 1
 
     @property
     def parked(self) -> set[int]:

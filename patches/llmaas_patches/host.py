@@ -32,6 +32,7 @@ class Host:
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
         states: What is known of the states that ``Llama.save_state`` made.
+        with_more_outputs: Contexts whose last batch gave logits that only plugins asked for.
         native: The engine-side hook point; None when no plugin needs it.
         real_n_ctx, real_n_seq_max: The bindings that the app's ones stand for.
     """
@@ -51,6 +52,7 @@ class Host:
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
         self.states: weakref.WeakKeyDictionary[LlamaState, Known] = weakref.WeakKeyDictionary()
+        self.with_more_outputs: set[int] = set()
         self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
@@ -94,6 +96,7 @@ class Host:
         """A context is about to go."""
         if self.native is not None:
             self.native.forget_context(address(ctx))
+        self.with_more_outputs.discard(address(ctx))
         ledger = self.ledgers.get(address(ctx))
         for handle in ledger.handles if ledger is not None else ():
             self.ledgers.pop(handle, None)

@@ -1,4 +1,4 @@
-"""Which tokens of ``Llama``'s batches give logits."""
+"""Which tokens of ``Llama``'s batches give logits, and which of these the app reads."""
 
 from __future__ import annotations
 
@@ -6,21 +6,42 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmaas_patches.engine import N_OUTPUTS
-from llmaas_patches.host import Host
+from llama_cpp import llama_cpp
 
-__all__ = ["wrap_set_batch"]
+from llmaas_patches.engine import OUTPUTS
+from llmaas_patches.host import Host
+from llmaas_patches.ledger import address
+
+__all__ = ["wrap_get_logits", "wrap_set_batch"]
 
 
 def wrap_set_batch(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
     """``LlamaBatch.set_batch``: mark more than the last token if a plugin asked for it."""
-    listens = host.hooks.listens("llmaas_request_begin")
+    with_more = host.with_more_outputs
 
     @functools.wraps(original)
-    def set_batch(self: Any, batch: Sequence[int], *args: Any, **kwargs: Any) -> None:
-        original(self, batch, *args, **kwargs)
-        if listens and (n_outputs := getattr(self, N_OUTPUTS, 1)) > 1:
-            for i in range(max(0, len(batch) - n_outputs), len(batch)):
-                self.batch.logits[i] = True
+    def set_batch(self: Any, batch: Sequence[int], n_past: int, logits_all: bool) -> None:
+        original(self, batch, n_past, logits_all)
+        outputs = getattr(self, OUTPUTS, None)
+        if outputs is None:
+            return
+        has_more = logits_all and not outputs.app_reads_all
+        if outputs.first is not None:
+            for i in range(max(0, outputs.first - n_past), len(batch) - 1):
+                self.batch.logits[i] = has_more = True
+        (with_more.add if has_more else with_more.discard)(outputs.ctx)
 
     return set_batch
+
+
+def wrap_get_logits(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``llama_get_logits``: show the last token's, as if no plugin had asked for others."""
+    with_more = host.with_more_outputs
+
+    @functools.wraps(original)
+    def llama_get_logits(ctx: Any) -> Any:
+        if address(ctx) in with_more:
+            return llama_cpp.llama_get_logits_ith(ctx, -1)
+        return original(ctx)
+
+    return llama_get_logits

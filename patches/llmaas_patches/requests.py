@@ -11,7 +11,7 @@ import contextvars
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,34 +26,41 @@ __all__ = ["wrap_create_completion", "wrap_generate"]
 
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Llama.generate``: fire the request hooks around it."""
+    """``Llama.generate``: fire the request hooks around it.
+
+    A request belongs to the blocks (``level``, ``without``, …) that it was made in, wherever its
+    generator is run.
+    """
     bind = inspect.signature(original).bind
 
     @functools.wraps(original)
     def generate(
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        clock, n_reused = _Clock(), 0
         inner = original(self, tokens, *args, **kwargs)  # refuses wrong arguments, runs later
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
-        resets = given.get("reset", True)
-        engine = host.engine(self)
+        return steps(self, tokens, given, inner, contextvars.copy_context())
+
+    def steps(
+        llama: Llama,
+        tokens: Sequence[int],
+        given: Mapping[str, Any],
+        inner: Generator[int, Sequence[int] | None, None],
+        blocks: contextvars.Context,
+    ) -> Generator[int, Sequence[int] | None, None]:
+        clock = _Clock()
+        engine = host.engine(llama)
         engine.end()  # other requests, if their generators are still open
         engine.settle()
+        resets = given.get("reset", True)
         if resets:
             engine.drop_sparse()
-        request = Request(
-            engine,
-            np.asarray(tokens, dtype=np.int32),
-            *current_context.get(),
-            declined=declined_plugins.get(),
-        )
+        request = blocks.run(_request, engine, tokens, given)
         try:
-            host.hooks.request_begin(request, host.hooks.level(request))
-            if _is_sound(engine, request, resets=resets) and resets:
-                n_reused = _restore(host, engine, request)
+            n_reused, first_output = blocks.run(_begin, host, engine, request, resets=resets)
             engine.resident_app = request.app  # all that is left, and all that follows
         except BaseException:
+            engine.n_outputs = 1
             host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
             raise
         clock.prepared()
@@ -67,14 +74,15 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
 
         engine.begin(end)
         try:
-            reply: Sequence[int] | None = None
-            while True:
+            with engine.giving_outputs(first_output):
+                token = next(inner, None)
+            while token is not None:
+                clock.token()
+                reply = yield token
                 try:
                     token = inner.send(reply)
                 except StopIteration:
                     return
-                clock.token()
-                reply = yield token
         finally:
             inner.close()
             if not host.collecting.here():  # else, the next request does it
@@ -128,6 +136,35 @@ def _with_all_logits(
         yield from completion
     finally:
         engine.needs_all_logits = False
+
+
+def _request(engine: LlamaEngine, tokens: Sequence[int], given: Mapping[str, Any]) -> Request:
+    """Return the request of a call with these arguments, in the blocks of its caller."""
+    reads_tokens = given.get("logits_processor") or given.get("stopping_criteria")
+    return Request(
+        engine,
+        np.asarray(tokens, dtype=np.int32),
+        *current_context.get(),
+        declined=declined_plugins.get(),
+        reads_tokens=bool(reads_tokens),
+    )
+
+
+def _begin(
+    host: Host, engine: LlamaEngine, request: Request, *, resets: bool
+) -> tuple[int, int | None]:
+    """Ask the plugins, and restore.
+
+    Returns:
+        How many leading prompt tokens are in the cells, and the first that is to give logits.
+    """
+    host.hooks.request_begin(request, host.hooks.level(request))
+    if not (_is_sound(engine, request, resets=resets) and resets):
+        engine.n_outputs = 1  # positions of the prompt's tokens are not known
+        return 0, None
+    n_reused = _restore(host, engine, request)
+    first_output = engine.make_room_for_outputs(len(request.tokens))
+    return n_reused if first_output is None else min(n_reused, first_output), first_output
 
 
 class _Clock:

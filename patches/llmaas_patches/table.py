@@ -34,7 +34,7 @@ from llmaas_patches.ledger import (
     wrap_whole,
 )
 from llmaas_patches.loading import wrap_load_adapter
-from llmaas_patches.outputs import wrap_set_batch
+from llmaas_patches.outputs import wrap_get_logits, wrap_set_batch
 from llmaas_patches.patcher import Patch
 from llmaas_patches.requests import wrap_create_completion, wrap_generate
 
@@ -147,6 +147,7 @@ _OWN = {
     "llama_n_ctx": (("ctx",), wrap_n_ctx),
     "llama_n_ctx_seq": (("ctx",), wrap_n_ctx),
     "llama_n_seq_max": (("ctx",), wrap_n_seq_max),
+    "llama_get_logits": (("ctx",), wrap_get_logits),
     "llama_sampler_sample": (("smpl", "ctx", "idx"), wrap_sample),
 }
 
@@ -171,7 +172,11 @@ PATCHES: tuple[Patch, ...] = (
     *(_binding(name, parameters, wrap_altering) for name, parameters in _ALTERING.items()),
     Patch("llama_cpp.llama:Llama.generate", ("self", "tokens"), wrap_generate),
     Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),
-    Patch("llama_cpp._internals:LlamaBatch.set_batch", ("self", "batch"), wrap_set_batch),
+    Patch(
+        "llama_cpp._internals:LlamaBatch.set_batch",
+        ("self", "batch", "n_past", "logits_all"),
+        wrap_set_batch,
+    ),
     Patch("llama_cpp.llama:Llama.eval", ("self", "tokens"), wrap_eval),
     Patch("llama_cpp.llama:Llama.reset", ("self",), wrap_reset),
     Patch("llama_cpp.llama:Llama.save_state", ("self",), wrap_save_state),

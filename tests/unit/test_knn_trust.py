@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.knn_lm.trust import Memory, Trust, trust_before
+from llmaas_plugins.knn_lm.trust import Judgement, Trust, trust_before
 
 PROBABILITIES = st.lists(
     st.tuples(st.floats(2**-20, 1, width=32), st.floats(2**-20, 1, width=32)), max_size=60
@@ -91,45 +91,47 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
     assert trust.weight == pytest.approx(PRIOR, abs=1e-9)
 
 
-def tokens(*values):
-    return np.array(values, np.int32)
+def judged(n_prompt, look_back, batches, n_rows=None):
+    """Which tokens are judged of a prompt 0, 1, 2, … that is evaluated in these batches."""
+    judgement = Judgement(np.arange(n_prompt, dtype=np.int32), look_back)
+    found, n_past = [], 0
+    for n in batches:
+        taken = judgement.take(n_past, n, n if n_rows is None else n_rows)
+        n_past += n
+        for n_behind, token in taken:
+            assert n_past - 1 - n_behind == token - 1  # the row before a token says it
+            found.append(token)
+            judgement.observe(0.2, 0.1)
+    return found, judgement.weight
 
 
-def test_a_text_that_goes_on_with_another_begins_with_its_trust():
-    memory = Memory()
-    memory.begin(tokens(1, 2)).trust.observe(0.2, 0.1)
-    memory.begin(tokens(7, 8, 9)).trust.observe(0.1, 0.2)
-    first, second = memory.begin(tokens(1, 2, 3)), memory.begin(tokens(7, 8, 9, 1))
-    odds = PRIOR / (1 - PRIOR)
-    assert (first.trust.weight, first.n_known) == (pytest.approx(2 * odds / (2 * odds + 1)), 2)
-    assert (second.trust.weight, second.n_known) == (pytest.approx(odds / (odds + 2)), 3)
+@pytest.mark.parametrize("batches", [[30], [29, 1], [15, 15], [1] * 30, [7, 20, 2, 1], [30, 1, 1]])
+def test_the_same_tokens_are_judged_in_whatever_batches_they_come(batches):
+    found, weight = judged(30, 8, batches)
+    assert found == list(range(23, 30))
+    assert weight == judged(30, 8, [30])[1] > PRIOR
 
 
-def test_the_longest_of_several_is_gone_on_with():
-    memory = Memory()
-    memory.begin(tokens(1))
-    memory.begin(tokens(1, 2, 3)).trust.observe(0.2, 0.1)
-    found = memory.begin(tokens(1, 2, 3, 4))
-    assert found.n_known == 3
-    assert memory.begin(tokens(5)).n_known == 0
+def test_all_but_the_first_are_judged_of_a_short_prompt():
+    assert judged(5, 64, [5])[0] == [1, 2, 3, 4]
+    assert judged(1, 64, [1]) == ([], PRIOR)
 
 
-def test_the_same_text_again_is_known_whole():
-    memory = Memory()
-    memory.begin(tokens(1, 2)).trust.observe(0.2, 0.1)
-    assert memory.begin(tokens(1, 2)).n_known == 2
+def test_cells_before_the_last_tokens_do_not_matter():
+    judgement = Judgement(np.arange(30, dtype=np.int32), 8)
+    assert [token for _, token in judgement.take(22, 8, 8)] == list(range(23, 30))
 
 
-def test_what_goes_on_does_not_change_what_it_came_from():
-    memory = Memory()
-    first = memory.begin(tokens(1, 2))
-    memory.begin(tokens(1, 2, 3)).trust.observe(0.2, 0.1)
-    assert first.trust.weight == pytest.approx(PRIOR)
+@pytest.mark.parametrize(
+    ("start", "n", "n_rows"), [(23, 7, 7), (22, 9, 9), (22, 8, 7)], ids=["late", "longer", "rows"]
+)
+def test_a_prompt_whose_last_tokens_were_not_all_seen_has_the_prior(start, n, n_rows):
+    judgement = Judgement(np.arange(30, dtype=np.int32), 8)
+    assert judgement.take(start, n, n_rows) == []
+    judgement.observe(0.2, 0.1)
+    assert judgement.take(22, 8, 8) == []
+    assert judgement.weight == PRIOR
 
 
-def test_only_the_latest_are_remembered():
-    memory = Memory()
-    for i in range(100):
-        memory.begin(tokens(i, i)).trust.observe(0.2, 0.1)
-    assert memory.begin(tokens(0, 0, 1)).n_known == 0
-    assert memory.begin(tokens(99, 99, 1)).n_known == 2
+def test_one_that_is_half_evaluated_has_the_prior():
+    assert judged(30, 8, [25])[1] == PRIOR
