@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmaas_hooks import Levels, LimitError, StoreError
-from llmaas_patches import serving_context
+from llmaas_patches import in_its_blocks, serving_context
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic.levels import asking
@@ -73,6 +73,8 @@ class Turns:
     ) -> Generator[str, None, Reply]:
         """Generate a reply to ``prompt`` in the context that ``load()`` reads, at these levels.
 
+        The call belongs to the blocks that it is made in, wherever its pieces are read.
+
         Yields:
             Pieces of text.
 
@@ -82,6 +84,15 @@ class Turns:
         Raises:
             ConfigError: Levels are asked for, and there are none.
         """
+        return in_its_blocks(self._run(load, prompt, levels, sampling))
+
+    def _run(
+        self,
+        load: Callable[[], ContextRecord],
+        prompt: str,
+        levels: Levels,
+        sampling: dict[str, Any],
+    ) -> Generator[str, None, Reply]:
         check_levels(levels)  # before it waits in vain
         with self._slot():
             options = {"max_tokens": self._config.max_new_tokens, **sampling}

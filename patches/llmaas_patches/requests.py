@@ -20,7 +20,7 @@ from llama_cpp import Llama
 from llmaas_hooks import KVRestored, PluginError, Request, RequestStats, common_prefix
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
-from llmaas_patches.scope import current_context, declined_plugins
+from llmaas_patches.scope import current_context, declined_plugins, in_its_blocks
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
@@ -104,28 +104,9 @@ def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable
         given = bind(self, prompt, *args).arguments | kwargs if args else kwargs
         if given.get("echo") and given.get("logprobs") is not None:
             inner = _with_all_logits(host.engine(self), inner)
-        return _as_made(inner)
+        return in_its_blocks(inner)
 
     return _create_completion
-
-
-def _as_made(generator: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
-    """Run it, wherever that is, in the blocks (``level``, ``without``, …) that it was made in."""
-    context = contextvars.copy_context()
-
-    def steps() -> Generator[Any, Any, None]:
-        reply = None
-        try:
-            while True:
-                try:
-                    found = context.run(generator.send, reply)
-                except StopIteration:
-                    return
-                reply = yield found
-        finally:
-            context.run(generator.close)
-
-    return steps()
 
 
 def _with_all_logits(

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-__all__ = ["current_context", "declined_plugins", "serving_context", "without"]
+__all__ = [
+    "current_context",
+    "declined_plugins",
+    "in_its_blocks",
+    "serving_context",
+    "without",
+]
+
+_Yield = TypeVar("_Yield")
+_Send = TypeVar("_Send")
+_Return = TypeVar("_Return")
 
 current_context: contextvars.ContextVar[tuple[str | None, str | None]] = contextvars.ContextVar(
     "llmaas_current_context", default=(None, None)
@@ -38,3 +49,25 @@ def without(names: Iterable[str]) -> Iterator[None]:
         yield
     finally:
         declined_plugins.reset(token)
+
+
+def in_its_blocks(
+    generator: Generator[_Yield, _Send | None, _Return],
+) -> Generator[_Yield, _Send | None, _Return]:
+    """Run a generator in the blocks that are open now, whichever thread or task runs it later."""
+    context = contextvars.copy_context()
+
+    def steps() -> Generator[_Yield, _Send | None, _Return]:
+        reply = None
+        try:
+            while True:
+                try:
+                    found = context.run(generator.send, reply)
+                except StopIteration as end:
+                    value: _Return = end.value
+                    return value
+                reply = yield found
+        finally:
+            context.run(generator.close)
+
+    return steps()

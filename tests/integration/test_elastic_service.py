@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from preparing import prepare
 from served import drain, serving, wait_until
 
 from llmaas_hooks import ConfigError, LlmaasError
-from llmaas_plugins import activate
+from llmaas_plugins import activate, elastic, without
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service import LLMService
 
@@ -171,3 +172,29 @@ def test_a_service_without_levels_refuses(plugins, problem, tmp_path, make):
             context.stream("Who?", level=5)
         assert context.call("Who?", max_tokens=1).finish_reason
         assert len(context.record().messages) == 2
+
+
+def test_a_stream_of_a_block_that_is_read_elsewhere(model, tmp_path):
+    """The level, and what the block does without, are those at the call; so is the thread's."""
+    kv_chunks = {"store": str(tmp_path / "kv")}
+    config = {"on_error": "raise", "plugins": {"elastic": {}, "kv_chunks": kv_chunks}}
+    with (
+        activate(config) as suite,
+        LLMService.open(
+            model, ServiceConfig(state_dir=tmp_path), n_ctx=256, n_threads=1
+        ) as service,
+    ):
+
+        def report():
+            suite.settle()
+            found = suite.status()["plugins"]
+            return set(found["elastic"]["tokens"]), found["kv_chunks"]["chunks"] > 0
+
+        context = service.bind("mail").new_context()
+        with elastic.level(0.5), without("kv_chunks"):
+            stream = context.stream("Who flies?", **SHORT)
+        with elastic.level(0.3), ThreadPoolExecutor(1) as pool:
+            pool.submit(list, stream).result()
+        assert report() == ({"0.5"}, False)
+        context.call("And who sails?", **SHORT)
+        assert report() == ({"0.5", "1.0"}, True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from datastores import CONVERSATIONS, ENGINE, QUESTIONS, Natives
-from llama_cpp import Llama
+from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList, StoppingCriteriaList, llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from llmaas_hooks import PluginError
@@ -161,3 +162,100 @@ def test_tokens_of_another_model_are_refused(tmp_path, reference_model):
         pytest.raises(PluginError, match="tokens of another model"),
     ):
         ask(llama, QUESTIONS[0])
+
+
+def test_where_the_app_reads_the_tokens_so_far_nothing_is_proposed(store, reference_model):
+    """They would be shown tokens that nobody said."""
+
+    def seen(llama, **given):
+        lengths = []
+
+        def processor(tokens, scores):
+            lengths.append(len(tokens))
+            return scores
+
+        def criterion(tokens, _scores):
+            lengths.append(len(tokens))
+            return False
+
+        for kind, reader in (
+            ("logits_processor", LogitsProcessorList([processor])),
+            ("stopping_criteria", StoppingCriteriaList([criterion])),
+        ):
+            llama.reset()
+            prompt = f"User: {QUESTIONS[0]}\nAssistant:"
+            reply = llama(prompt, max_tokens=N, temperature=0.0, **given | {kind: reader})
+            lengths.append(reply["choices"][0]["text"])
+        return lengths
+
+    with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
+        vanilla = seen(llama)
+    with proposing(store, reference_model) as (suite, llama):
+        assert seen(llama) == vanilla
+        assert counts(suite) == (0, 0)
+        ask(llama, QUESTIONS[0])
+        assert counts(suite)[1] > 0
+
+
+ASCII = r"root ::= [ -~\n]*"
+SAMPLERS = {
+    "grammar": {"temperature": 0.0, "grammar": ASCII},
+    "sampled grammar": {"temperature": 0.3, "seed": 3, "grammar": ASCII},
+    "sampled": {"temperature": 0.9, "seed": 3},
+    "penalties": {"temperature": 0.0, "repeat_penalty": 1.3, "presence_penalty": 0.5},
+    "mirostat": {"temperature": 0.9, "seed": 3, "mirostat_mode": 2},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_draw_what_they_draw_without_drafts(store, reference_model, name):
+    """Each sees a token once, when it is said: what is proposed in vain is not shown to them."""
+
+    def texts(llama):
+        for question in QUESTIONS:
+            given = dict(SAMPLERS[name])
+            if "grammar" in given:
+                given["grammar"] = LlamaGrammar.from_string(given["grammar"], verbose=False)
+            llama.reset()
+            reply = llama(f"User: {question}\nAssistant:", max_tokens=N, **given)
+            yield reply["choices"][0]["text"]
+
+    with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
+        vanilla = list(texts(llama))
+    with proposing(store, reference_model) as (suite, llama):
+        assert list(texts(llama)) == vanilla
+        assert counts(suite)[0] > 0
+
+
+def test_afterwards_the_engine_is_as_vanilla_has_it(store, reference_model):
+    """A short batch of the app's own gives the logits of its last token, and no others."""
+
+    def read(llama):
+        ask(llama, QUESTIONS[0])
+        llama.reset()
+        llama.eval(llama.tokenize(b"Who feeds Bruno?"))
+        n_outputs = sum(llama._batch.batch.logits[i] for i in range(llama.n_tokens))
+        logits = llama_cpp.llama_get_logits(llama.ctx)
+        found = np.ctypeslib.as_array(logits, shape=(llama.n_vocab(),)).copy()
+        return llama.draft_model, n_outputs, found.argmax(), found.max()
+
+    with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
+        vanilla = read(llama)
+    with proposing(store, reference_model) as (suite, llama):
+        assert read(llama) == vanilla
+        assert counts(suite)[1] > 0
+
+
+def test_engines_in_many_threads(store, reference_model):
+    with contextlib.ExitStack() as stack:
+        suite, first = stack.enter_context(proposing(store, reference_model))
+        settings = ENGINE | ONE_BY_ONE
+        llamas = [Llama(str(reference_model), **settings) for _ in range(5)]
+        for llama in llamas:
+            stack.enter_context(contextlib.closing(llama))
+        expected = ask(first, QUESTIONS[0])
+        with ThreadPoolExecutor(len(llamas)) as pool:
+            found = pool.map(lambda llama: [ask(llama, QUESTIONS[0]) for _ in range(3)], llamas)
+            for _ in range(20):
+                counts(suite)
+        assert list(found) == [[expected] * 3] * len(llamas)

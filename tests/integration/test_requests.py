@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import LogitsProcessorList, StoppingCriteriaList
 
 from llmaas_hooks import Levels, PluginError, RequestStats, hookimpl
-from llmaas_patches import serving_context
+from llmaas_patches import serving_context, without
 
 PROMPT = [1, 400, 401, 402, 403, 404]
 
@@ -65,6 +68,7 @@ ONCE = ["begin", "restore", "save", "end"]
 def test_hook_llmaas_request_begin(recorder, make_llama):
     llama = make_llama()
     generator = llama.generate(PROMPT, temp=0.0)
+    assert inspect.isgenerator(generator)
     assert recorder.events == []  # a generator that nobody asks does nothing, as ever
     next(generator)
     (request,) = recorder.requests
@@ -75,6 +79,27 @@ def test_hook_llmaas_request_begin(recorder, make_llama):
     assert request.engine.llama is llama
     assert (request.engine.ctx, request.engine.model) == (llama.ctx, llama.model)
     generator.close()
+
+
+def test_a_request_belongs_to_the_blocks_it_was_made_in(recorder, make_llama):
+    llama = make_llama()
+    with serving_context("context", "mail"), without(["elastic"]):
+        generator = llama.generate(PROMPT, temp=0.0)
+    with serving_context("other", "notes"), ThreadPoolExecutor(1) as pool:
+        pool.submit(next, generator).result()
+        next(generator)
+    generator.close()
+    (request,) = recorder.requests
+    assert (request.context_id, request.app, request.declined) == ("context", "mail", {"elastic"})
+
+
+def test_a_request_says_whether_the_app_reads_its_tokens(recorder, make_llama):
+    llama = make_llama()
+    reads = LogitsProcessorList([lambda _tokens, scores: scores])
+    stops = StoppingCriteriaList([lambda _tokens, _scores: False])
+    for given in ({}, {"logits_processor": reads}, {"stopping_criteria": stops}):
+        llama("Once", max_tokens=2, **given)
+    assert [request.reads_tokens for request in recorder.requests] == [False, True, True]
 
 
 def test_hook_llmaas_level_is_told_to_those_who_begin(patched, make_llama):
