@@ -350,6 +350,12 @@ class NativeContext(Protocol):
     @level.setter
     def level(self, level: int) -> None: ...
 
+    def hold_level(self, level: int) -> None:
+        """Use this level from now on, whatever ``level`` is set to: the context is a plugin's own.
+
+        Where a plugin evaluates for itself, what apps ask for at that moment must not matter.
+        """
+
     @property
     def narrow_attention(self) -> bool:
         """Whether attention leaves out cells that no token of a batch can see; False at first.

@@ -99,5 +99,5 @@ class ElasticContext:
         if self.level == self.model.levels[index]:
             return False
         self.native.level = index
-        self.level = self.model.levels[index]
-        return True
+        former, self.level = self.level, self.model.levels[self.native.level]  # it may be held
+        return self.level != former

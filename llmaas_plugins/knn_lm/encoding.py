@@ -1,6 +1,7 @@
 """From tokens to pairs: the model's hidden states and probabilities, on a context of their own.
 
-The app's cells are not touched, and both contexts share the model's weights.
+The app's cells are not touched, and both contexts share the model's weights. Keys are the whole
+model's, whatever part of it apps ask for meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ __all__ = ["Encoded", "Encoder"]
 _MOST_LOGITS_BYTES = 64 << 20
 _MOST_BATCH = 512
 _MOST_CELLS = 4096
+_WHOLE = 0
+"""The widest level, at which every part of a model is all."""
 _LEAST = np.finfo(np.float32).tiny
 """Of a probability whose logarithm is wanted."""
 
@@ -128,6 +131,7 @@ class Encoder:
                 "hidden states cannot be read: there is no hook point in the engine. "
                 "`llmaas doctor` says why."
             )
+        native.hold_level(_WHOLE)
         adapter = getattr(self._llama, "_lora_adapter", None)
         if adapter is not None:
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)

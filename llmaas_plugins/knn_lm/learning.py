@@ -94,14 +94,18 @@ class Learner:
             self._changed.notify_all()
 
     def context_freed(self, ctx: int) -> None:
-        """Use this context's engine no longer; returns when nothing of it is in use."""
+        """Use this context's engine no longer; returns when nothing of it is in use.
+
+        The thread itself may hold the last reference to it: then there is nothing to wait for.
+        """
         with self._changed:
             self._busy.discard(ctx)
             if self._engine is None or self._engine.ctx != ctx:
                 return
             self._engine = None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_at_work)
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(lambda: not self._is_at_work)
 
     def close(self) -> None:
         """End the thread, which finishes the batch that it evaluates."""

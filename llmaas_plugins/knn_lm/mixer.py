@@ -114,7 +114,7 @@ class Mixer:
     def decoded(self) -> None:
         """A batch was evaluated: its outputs are the ones that can be sampled."""
         self._rows = self._states.take()
-        self._has_keys_level = self._native.level <= 0  # keys are always the whole model's
+        self._has_keys_level = self._native.level <= 0  # keys are the whole model's
         self._edits.clear()
         self._former.clear()
 

@@ -27,7 +27,7 @@ from llmaas_plugins.knn_lm.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.learning import Learner
 from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings, Source
 from llmaas_plugins.knn_lm.proposing import Proposer
-from llmaas_plugins.knn_lm.selecting import Plan
+from llmaas_plugins.knn_lm.selecting import KEYS_LEVEL, Plan
 
 __all__ = ["KnnLM"]
 
@@ -308,4 +308,7 @@ def _key_of(datastore: Datastore) -> Any:
     key = datastore.settings.get("key")
     if key not in _KEYS:
         raise ValueError(f"found key {key!r}, expected {' or '.join(_KEYS)}")
+    level = datastore.settings.get("level", KEYS_LEVEL)  # older ones do not say
+    if level != KEYS_LEVEL:
+        raise ValueError(f"found keys of level {level!r}, expected {KEYS_LEVEL}")
     return key

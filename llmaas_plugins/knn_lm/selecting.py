@@ -20,6 +20,7 @@ from llmaas_plugins.knn_lm.pca import Basis, fit_basis
 from llmaas_plugins.knn_lm.selection import Selection, offline
 
 __all__ = [
+    "KEYS_LEVEL",
     "ArchiveSource",
     "Plan",
     "Selected",
@@ -34,6 +35,8 @@ Halves = npt.NDArray[np.float16]
 Ints = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
+KEYS_LEVEL = 1.0
+"""Share of the model that computed the keys: all of it, for every datastore there is."""
 _PART = 8192
 _SAMPLE = 20_000
 _PROBES = 512
@@ -186,6 +189,7 @@ def write(
             "k": plan.k,
             "skip_above": threshold,
             "key": binding.key_kind,
+            "level": KEYS_LEVEL,
         },
     )
     return Selected(

@@ -203,6 +203,7 @@ class Context:
         self._library = library
         self._engine: Any | None = engine
         self._taps: set[Tap] = set()
+        self._holds_level = False
         self._lock = threading.RLock()
 
     @property
@@ -219,7 +220,14 @@ class Context:
     @level.setter
     def level(self, level: int) -> None:
         with self._lock:
+            if not self._holds_level:
+                self._library.lib.llmaas_engine_set_level(self._open(), level)
+
+    def hold_level(self, level: int) -> None:
+        """Use this level from now on, whatever ``level`` is set to."""
+        with self._lock:
             self._library.lib.llmaas_engine_set_level(self._open(), level)
+            self._holds_level = True
 
     @property
     def narrow_attention(self) -> bool:
