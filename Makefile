@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test soak sanitized peer-tests compat lint native-test tsan bench setup clean
+.PHONY: demo test soak sanitized peer-tests compat lint native-test releases canary tsan bench setup clean
 
 demo: setup
 	$(BIN)/llmaas demo
@@ -34,6 +34,18 @@ peer-tests: setup $(VENV)/.clients
 # Writes the tables of docs/compatibility.md from the outcomes of the tests that are marked with their cells.
 compat: setup $(VENV)/.clients
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest -m compat --write-compat
+
+# The C tests on the ggml of each supported release, the whole suite on the older one. Needs the network; the first time
+# ten minutes of compiling on two cores. RELEASE_TESTS=tests/engine runs a part of the suite.
+releases: setup $(VENV)/.clients
+	PATH="$(abspath $(BIN)):$$PATH" native/tests/releases.sh
+	for version in $$($(BIN)/python -c 'from llmaas_patches.compat import TESTED_VERSIONS; print(*TESTED_VERSIONS[:-1])'); do \
+	    PATH="$(abspath $(BIN)):$$PATH" tests/release.sh $$version $(RELEASE_TESTS) || exit 1; \
+	done
+
+# What the newest build of llama.cpp changes for the engine. Only warns; needs the network.
+canary: setup
+	$(BIN)/python -m llmaas_eval.canary
 
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh

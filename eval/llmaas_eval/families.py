@@ -221,7 +221,7 @@ FAMILIES: Mapping[str, Family] = {
         {
             **_HEAD_KEYS,
             "attention.sliding_window": 64,
-            "attention.sliding_window_pattern": [True, True, False],
+            "attention.sliding_window_pattern": 3,
         },
     ),
     "mamba2": Family("mamba2", _uniform(_MAMBA2), _SSM_KEYS),

@@ -49,7 +49,7 @@ def unsupported(create: ContextCreate) -> str | None:
         ),
         f"sliding window of {n_window} tokens, less than a chunk": 0 < n_window < CHUNK_TOKENS,
         "embedding context": bool(params.embeddings),
-        _NOT_CAUSAL: not _is_causal(create),
+        _NOT_CAUSAL: params.attention_type == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL,
         f"{params.n_seq_max} sequences of the app's own": params.n_seq_max > 1,
         "2-D positions (M-RoPE)": _has_2d_positions(model),
         "layers are offloaded to a GPU: not tested with one": _is_offloaded(create.load),
@@ -65,8 +65,7 @@ def unsupported_cells(ctx: int) -> str | None:
     """
     if llama_cpp.llama_get_memory(ctx) is None:
         return "encoder or diffusion model: it keeps no cells"
-    is_causal = getattr(llama_cpp, "llama_get_causal_attn", None)  # llama-cpp-python 0.3.36
-    if is_causal is not None and not is_causal(ctx):
+    if not _is_causal(ctx):
         return _NOT_CAUSAL
     n_bytes = llama_cpp.llama_state_seq_get_size(ctx, SCRATCH_SEQUENCE)
     has_window = window(llama_cpp.llama_get_model(ctx)) > 0
@@ -75,12 +74,16 @@ def unsupported_cells(ctx: int) -> str | None:
     return None
 
 
-def _is_causal(create: ContextCreate) -> bool:
-    """Tell what a context's settings, or else its model's metadata, say about attention."""
-    if create.params.attention_type != llama_cpp.LLAMA_ATTENTION_TYPE_UNSPECIFIED:
-        return bool(create.params.attention_type == llama_cpp.LLAMA_ATTENTION_TYPE_CAUSAL)
-    arch = metadata(create.model, "general.architecture")
-    return metadata(create.model, f"{arch}.attention.causal") != "false"
+def _is_causal(ctx: int) -> bool:
+    """Ask llama.cpp, or the model's metadata before llama-cpp-python 0.3.36.
+
+    Models that are not causal by their architecture keep no cells in 0.3.35.
+    """
+    if hasattr(llama_cpp, "llama_get_causal_attn"):
+        return bool(llama_cpp.llama_get_causal_attn(ctx))
+    model = llama_cpp.llama_get_model(ctx)
+    arch = metadata(model, "general.architecture")
+    return metadata(model, f"{arch}.attention.causal") != "false"
 
 
 def spare_cells(create: ContextCreate, wanted: int) -> int:

@@ -1,24 +1,31 @@
 #!/bin/sh
-# Build ggml for ThreadSanitizer: native/tests/ggml.sh [folder]
+# Build the ggml of a release of llama-cpp-python: native/tests/ggml.sh tsan|plain [folder] [version]
 #
-# The installed one runs its threads with OpenMP, whose barriers ThreadSanitizer cannot see. This one is of the same
-# version, out of llama-cpp-python's sdist, and comes as folder/lib, with the same SONAMEs, and folder/include.
-# A second run does nothing. Programs that link to it need the same compiler, whose name is in folder/built.
+# tsan: for ThreadSanitizer. The installed one runs its threads with OpenMP, whose barriers ThreadSanitizer cannot see.
+# plain: quickly compiled, to run the tests on a release that is not installed.
+# It comes out of the sdist, of the installed version unless one is named, as folder/lib, with the same SONAMEs, and
+# folder/include. A second run does nothing. Programs that link to it need the same compiler, whose name is in folder/built.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
-out=${1:-$root/build/ggml-tsan}
+kind=$1
+out=${2:-$root/build/ggml-$kind}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
 say() { echo "ggml.sh: $*" >&2; }
 fail() { say "error: $*"; exit 1; }
 
-version=$(python -c 'from importlib.metadata import version; print(version("llama-cpp-python"))' 2>/dev/null) ||
+version=${3:-$(python -c 'from importlib.metadata import version; print(version("llama-cpp-python"))' 2>/dev/null)} ||
     fail "python has no llama-cpp-python, so its version is not known; run 'make setup' and put .venv/bin on PATH."
 if [ -z "${CC:-}" ]; then
     if command -v clang++ >/dev/null; then CC=clang CXX=clang++; else CC=gcc CXX=g++; fi
 fi
 CXX=${CXX:-c++}
+case $kind in
+    tsan) flags="-O1 -g1" tsan=ON ;;
+    plain) flags=-O1 tsan=OFF ;;
+    *) fail "expected tsan or plain, found $kind" ;;
+esac
 built="$version $CC"
 if [ "$(cat "$out/built" 2>/dev/null)" = "$built" ]; then
     say "llama-cpp-python $version's, by $CC, is in $out already"
@@ -46,9 +53,9 @@ touch "$out/ggml/ggml.pc.in" # a standalone build wants it, and the sdist leaves
 say "$CC builds it in $out, half a minute on two cores ..."
 {
     CC=$CC CXX=$CXX cmake -S "$out/ggml" -B "$out/build" \
-        -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="-O1 -g1" -DCMAKE_CXX_FLAGS="-O1 -g1" \
+        -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" \
         -DCMAKE_INSTALL_PREFIX="$out" -DCMAKE_INSTALL_LIBDIR=lib -DCMAKE_INSTALL_RPATH="\$ORIGIN" \
-        -DGGML_SANITIZE_THREAD=ON -DGGML_OPENMP=OFF -DGGML_LLAMAFILE=ON \
+        -DGGML_SANITIZE_THREAD=$tsan -DGGML_OPENMP=OFF -DGGML_LLAMAFILE=ON \
         -DGGML_ALL_WARNINGS=OFF -DGGML_CCACHE=OFF -DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF &&
         cmake --build "$out/build" -j2 &&
         cmake --install "$out/build"

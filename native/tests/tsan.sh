@@ -5,7 +5,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 rounds=${1:-4} # of three contexts: each kind once
 build=${2:-$root/build/tsan}
 ggml=${3:-$root/build/ggml-tsan}
-"$root/native/tests/ggml.sh" "$ggml"
+"$root/native/tests/ggml.sh" tsan "$ggml"
 compiler=$(cut -d ' ' -f 2 "$ggml/built")
 CC=$compiler cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Debug -DLLMAAS_TESTS=ON \
     -DCMAKE_C_FLAGS="-fsanitize=thread -O1 -g" -DLLMAAS_GGML_LIBRARIES="$ggml/lib" >/dev/null

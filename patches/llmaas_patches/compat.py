@@ -6,7 +6,14 @@ import llama_cpp
 
 from llmaas_hooks import IncompatibleError
 
-__all__ = ["NEWEST_VERSION", "TESTED_VERSIONS", "VERSION_RANGE", "check_version", "is_since"]
+__all__ = [
+    "NEWEST_VERSION",
+    "TESTED_VERSIONS",
+    "VERSION_RANGE",
+    "check_version",
+    "is_since",
+    "number",
+]
 
 TESTED_VERSIONS = ("0.3.35", "0.3.36")
 """Releases of llama-cpp-python on which the whole test suite passes, oldest first."""
@@ -23,7 +30,7 @@ def check_version() -> None:
     Raises:
         IncompatibleError: With the version found and the range expected.
     """
-    if not _LOWEST <= _parts(llama_cpp.__version__) < _BELOW:
+    if not _LOWEST <= number(llama_cpp.__version__) < _BELOW:
         raise IncompatibleError(
             f"llama-cpp-python {llama_cpp.__version__} is installed, {VERSION_RANGE} is needed "
             f"(tested: {', '.join(TESTED_VERSIONS)}). "
@@ -33,10 +40,10 @@ def check_version() -> None:
 
 def is_since(version: str) -> bool:
     """Tell whether the installed llama-cpp-python is ``version`` or newer."""
-    return _parts(llama_cpp.__version__) >= _parts(version)
+    return number(llama_cpp.__version__) >= number(version)
 
 
-def _parts(version: str) -> tuple[int, ...]:
+def number(version: str) -> tuple[int, ...]:
     """Split a version into numbers; empty if it has others than a release."""
     try:
         return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3])

@@ -175,7 +175,7 @@ def targets():
     from llmaas_patches.patcher import resolve
     from llmaas_patches.table import PATCHES
 
-    names = [target for patch in PATCHES for target in (patch.target, *patch.also)]
+    names = [target for p in PATCHES if p.applies for target in (p.target, *p.also)]
     return {name: inspect.getattr_static(*resolve(name)) for name in names}
 
 

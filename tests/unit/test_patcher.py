@@ -49,8 +49,12 @@ DECODE = Patch("small_engine:decode", ("ctx", "batch"), wrap, also=("small_engin
 GENERATE = Patch("small_engine:Llama.generate", ("self", "tokens"), wrap)
 
 
+APPLIED = [patch for patch in PATCHES if patch.applies]
+"""Patches of the installed release."""
+
+
 def originals():
-    owners = [resolve(target) for patch in PATCHES for target in (patch.target, *patch.also)]
+    owners = [resolve(target) for patch in APPLIED for target in (patch.target, *patch.also)]
     return {(owner, name): inspect.getattr_static(owner, name) for owner, name in owners}
 
 
