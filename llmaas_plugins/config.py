@@ -67,7 +67,9 @@ class ServiceConfig(BaseModel):
         default=ByteSize(1 << 20), ge=1024, description="Longest body of a request to the server."
     )
     max_connections: int = Field(
-        default=64, ge=1, description="Connections to the server; one more is refused."
+        default=64,
+        ge=1,
+        description="Connections to the server; one more takes the place of an idle one.",
     )
     client_timeout_s: float = Field(
         default=30,
@@ -78,6 +80,14 @@ class ServiceConfig(BaseModel):
         default=10,
         ge=0,
         description="How long the running call may go on once the server is ended.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names the server answers to, besides loopback's and the one of --host.",
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins, as https://example.org, whose web pages may use the server.",
     )
     key_file: Path | None = Field(
         default=None,

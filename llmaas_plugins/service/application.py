@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware import Middleware
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
@@ -15,9 +16,7 @@ from starlette.exceptions import HTTPException
 from llmaas_plugins.service.confinement import confine_grammars
 from llmaas_plugins.service.gate import Gate
 from llmaas_plugins.service.grammars import Grammars
-from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.line import Line
-from llmaas_plugins.service.metrics import Metrics
 from llmaas_plugins.service.refusal import error_body, mistakes
 from llmaas_plugins.service.routes import make_router
 from llmaas_plugins.service.service import LLMService
@@ -26,33 +25,42 @@ from llmaas_plugins.service.upstream import OpenCompletion, explain_mistakes, se
 __all__ = ["explain_refusals", "make_application"]
 
 
-def make_application(  # noqa: PLR0913, PLR0917  these are its parts
+def make_application(
     server_settings: Any,
     model_settings: Any,
     service: LLMService,
-    keys: Keys,
-    line: Line,
-    metrics: Metrics,
     grammars: Grammars,
+    gate: Mapping[str, Any],
 ) -> Any:
-    """Load the model and put the app together."""
+    """Load the model and put the app together; ``gate`` is what its gate consists of."""
     settings = server_settings.model_copy(update={"api_key": None})  # the gate looks at keys
     app = create_app(server_settings=settings, model_settings=[model_settings])
-    app.include_router(make_router(service, line, metrics))
+    line: Line = gate["line"]
+    app.include_router(make_router(service, line, gate["metrics"]))
     explain_mistakes()
     confine_grammars(grammars, line.refuse_running)
     explain_refusals(app)
-    gate = Middleware(
+    config = service.config
+    middleware = [found for found in app.user_middleware if found.cls is not CORSMiddleware]
+    own = Middleware(
         Gate,
-        line=line,
-        keys=keys,
-        metrics=metrics,
+        **gate,
         completion=OpenCompletion(server_engine()),
         grammars=grammars,
-        max_body_bytes=int(service.config.max_body_bytes),
+        max_body_bytes=int(config.max_body_bytes),
     )
-    app.user_middleware.append(gate)  # the innermost: browsers' preflights are answered before
+    app.user_middleware[:] = [*_for_pages(config.allowed_origins), *middleware, own]
     return app
+
+
+def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
+    """Have browsers let pages of ``origins`` read answers; the outermost, for their preflights."""
+    if not origins:
+        return []
+    allowed = list(origins)
+    return [
+        Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
+    ]
 
 
 def explain_refusals(app: FastAPI) -> None:

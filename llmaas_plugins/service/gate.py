@@ -31,6 +31,7 @@ from llmaas_plugins.service.line import Call, Line, stopping
 from llmaas_plugins.service.metrics import Metrics
 from llmaas_plugins.service.refusal import Refusal
 from llmaas_plugins.service.upstream import OpenCompletion, stream_failure
+from llmaas_plugins.service.visitors import Visitors
 
 __all__ = ["Gate", "Route", "route_of"]
 
@@ -94,6 +95,7 @@ class Gate:
         *,
         line: Line,
         keys: Keys,
+        visitors: Visitors,
         metrics: Metrics,
         completion: OpenCompletion,
         grammars: Grammars,
@@ -104,6 +106,7 @@ class Gate:
         self._completion = completion
         self._line = line
         self._keys = keys
+        self._visitors = visitors
         self._metrics = metrics
         self._grammars = grammars
         self._checks = anyio.CapacityLimiter(1)  # who waits for a check takes no thread
@@ -130,8 +133,10 @@ class Gate:
     async def _serve(
         self, route: Route, owner: str, scope: Message, receive: Receive, answer: Answer
     ) -> None:
+        self._visitors.check(scope)
         app = self._authorize(route, owner, scope)
-        is_call = route.waits or (route.name == "contexts" and scope["method"] == "DELETE")
+        is_deletion = route.name == "contexts" and scope["method"] == "DELETE"
+        is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
         if self._line.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
         body, levels = b"", Levels()

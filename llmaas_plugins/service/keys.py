@@ -24,6 +24,14 @@ class Keys:
         self._apps = dict(apps)
         self._is_open = administrator is None and not apps
 
+    def opens(self, authorization: bytes) -> bool:
+        """Whether anything opens to this ``Authorization``."""
+        try:
+            self.caller(authorization)
+        except Refusal:
+            return False
+        return True
+
     def caller(self, authorization: bytes) -> str | None:
         """The app that a request's ``Authorization`` belongs to; None for the administrator.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import socket
+import struct
 from asyncio import TimerHandle, Transport
 from typing import Any
 
@@ -12,6 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.service.exchange import header
+from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.line import Line
 from llmaas_plugins.service.refusal import error_body
 
@@ -19,25 +24,37 @@ __all__ = ["Connection", "Server"]
 
 _LAST_BYTES_S = 2
 """Seconds at the end for answers that are on their way."""
+_FORGET = struct.pack("ii", 1, 0)
 
 
 class Connection(H11Protocol):
-    """A connection that cannot be held by sending half a request, or by not reading the answer."""
+    """A connection that nobody can hold without using it.
 
-    def __init__(self, *args: Any, limits: ServiceConfig, **kwargs: Any) -> None:
+    One rule for every state: whatever the client is to do next, it has ``client_timeout_s`` for all
+    of it: send a request, its first one or the next, or take what was written. And when there are
+    too many connections, the one that has waited longest for its client makes room; those on which
+    no key was shown go first, whatever they do.
+    """
+
+    def __init__(self, *args: Any, limits: ServiceConfig, keys: Keys, **kwargs: Any) -> None:
         """Serve a connection within ``limits``."""
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._keys = keys
+        self._is_known = False
+        self._is_dropped = False
+        self._since = self.loop.time()
         self._deadlines: dict[str, TimerHandle] = {}
 
     def connection_made(self, transport: Transport) -> None:
-        """Expect a request; refuse one connection too many."""
+        """Expect a request; make room if there are too many connections."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that any byte that is not taken pauses writing
-        self._expect("request")
-        if len(self.connections) > self._limits.max_connections:
-            transport.write(_too_many(self._limits.max_connections))
-            transport.close()
+        self._watch_request()
+        connections = [found for found in self.connections if not found._is_dropped]
+        if len(connections) > self._limits.max_connections:
+            idle = [found for found in connections if found is not self and found._may_go()]
+            min(idle, key=Connection._rank, default=self)._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
@@ -45,13 +62,18 @@ class Connection(H11Protocol):
             self._done(what)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """More of a request."""
-        super().data_received(data)
-        if self._is_request_incomplete():
-            self._expect("request")
-        else:
-            self._done("request")
+    def handle_events(self) -> None:
+        """Take in what has arrived, or what had before the last answer."""
+        before = self.scope
+        super().handle_events()
+        if self.scope is not before and not self._is_known:
+            self._is_known = self._keys.opens(header(self.scope, b"authorization"))
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        """Expect another request."""
+        self._since = self.loop.time()
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         """The client is slow."""
@@ -73,10 +95,34 @@ class Connection(H11Protocol):
     def _is_request_incomplete(self) -> bool:
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
+    def _watch_request(self) -> None:
+        if self._is_request_incomplete():
+            self._expect("request")
+        else:
+            self._done("request")
+
+    def _may_go(self) -> bool:
+        return not self._is_known or self._is_request_incomplete()
+
+    def _rank(self) -> tuple[bool, float]:
+        return self._is_known, self._since
+
+    def _drop(self) -> None:
+        self._is_dropped = True
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            self.transport.write(_too_many(self._limits.max_connections))
+        self.transport.abort()
+
     def _expect(self, what: str) -> None:
         if what not in self._deadlines:
             timeout_s = self._limits.client_timeout_s
-            self._deadlines[what] = self.loop.call_later(timeout_s, self.transport.abort)
+            self._deadlines[what] = self.loop.call_later(timeout_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """Close, and have the kernel forget what was not taken: it would keep it for minutes."""
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FORGET)
+        self.transport.abort()
 
     def _done(self, what: str) -> None:
         if (deadline := self._deadlines.pop(what, None)) is not None:
@@ -89,12 +135,14 @@ class Server(uvicorn.Server):
     Signals only raise a number: the first one starts this, the next one leaves out the grace.
     """
 
-    def __init__(self, app: Any, line: Line, limits: ServiceConfig, **options: Any) -> None:
+    def __init__(
+        self, app: Any, line: Line, keys: Keys, limits: ServiceConfig, **options: Any
+    ) -> None:
         """Serve ``app``, whose calls are in ``line``; ``options`` are ``uvicorn.Config``'s."""
         super().__init__(
             uvicorn.Config(
                 app,
-                http=lambda *args, **kwargs: Connection(*args, limits=limits, **kwargs),
+                http=lambda *args, **kwargs: Connection(*args, limits=limits, keys=keys, **kwargs),
                 ws="none",
                 timeout_graceful_shutdown=_LAST_BYTES_S,
                 **options,
@@ -105,8 +153,14 @@ class Server(uvicorn.Server):
         self._n_signals = 0
         self._ticks_left: float | None = None
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say where, once it can be reached."""
+        await super().startup(sockets)
+        places = ", ".join(str(listener.getsockname()) for listener in sockets or ())
+        logging.getLogger("uvicorn.error").info("Listening on %s", places)
+
     def handle_exit(self, *_: object) -> None:
-        """End; a signal handler."""
+        """End, or end sooner; for any thread."""
         self._n_signals += 1
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:

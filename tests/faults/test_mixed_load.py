@@ -148,7 +148,9 @@ def send_rubbish(path, end, rng):
     chat = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}).encode()
     kind = b"Content-Type: application/json\r\n"
     post = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + kind + b"Content-Length: %d\r\n\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        + kind
+        + b"Content-Length: %d\r\n\r\n"
     )
     rubbish = [
         rng.randbytes(2000),
@@ -156,7 +158,7 @@ def send_rubbish(path, end, rng):
         post % 4 + b"{{{{",
         (post % len(chat)).replace(kind, b"") + chat,
         post % len(chat) + chat,
-        b"GET /v1/llmaas/status HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /v1/llmaas/status HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ]
     while not end.wait(0.05):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:

@@ -363,7 +363,7 @@ def test_a_socket_directory_that_others_can_enter(refused, tmp_path):
     directory = tmp_path / "open"
     directory.mkdir()
     directory.chmod(0o710)
-    message = refused("--uds", "open/service.sock")
+    message = refused("--toy", "--uds", "open/service.sock")
     assert message.startswith(f"llmaas: error: {directory} can be entered by other users.")
     assert f"mkdir -m 700 {directory}/llmaas" in message
     assert list(directory.iterdir()) == []
@@ -373,15 +373,33 @@ def test_contexts_that_cannot_be_used(refused, tmp_path):
     (tmp_path / "llmaas.toml").write_text('[service]\nstate_dir = "state"')
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "contexts.sqlite").write_text("not a database, but longer than nothing")
-    message = refused("--config", "llmaas.toml")
+    message = refused("--toy", "--config", "llmaas.toml")
     assert "state/contexts.sqlite: file is not a database" in message
+
+
+def test_another_model_configuration(refused, monkeypatch):
+    monkeypatch.setenv("CONFIG_FILE", "models.json")
+    assert "CONFIG_FILE is set, which `llmaas serve` does not read" in refused("--toy")
+
+
+def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
+    message = refused("--toy", "--port", str(server.port))
+    assert f"port {server.port}: Address already in use" in message
+    same = f'[service]\nstate_dir = "{server.folder}/state"\n'
+    (server.folder / "same.toml").write_text(same)
+    message = refused("--toy", "--port", "0", "--config", str(server.folder / "same.toml"))
+    assert message.startswith(f"llmaas: error: another service uses {server.folder}/state.")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ([], "no model is given. Try --model FILE, or --toy"),
+        (["--toy", "--model", "x.gguf"], "both --model and --toy are given"),
+        (["--toy", "--port", "99999"], "ports are from 0 to 65535"),
+        (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
-        (["--n_ctx", "-5"], "n_ctx"),
+        (["--toy", "--n_ctx", "-5"], "n_ctx"),
         (["--n_context", "5"], "unrecognized arguments: --n_context"),
     ],
 )

@@ -44,7 +44,7 @@ def raw(server, path, body):
     data = json.dumps(body).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(server.folder / "run" / "service.sock"))
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection

@@ -199,7 +199,9 @@ def send_garbage(server, rng):
 
 
 def send_half(server, rng):
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     request += b'Content-Length: 40\r\n\r\n{"prompt": "Once", "max_tokens": 300}   '
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(request[: rng.randint(1, len(request))])

@@ -1,0 +1,178 @@
+"""Where the service listens, taken before the model is loaded; and whose state folder it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmaas_hooks import ConfigError, StoreError
+
+__all__ = ["check_certificate", "claimed", "listening_on", "listening_on_port"]
+
+_BACKLOG = 128
+_PORTS = range(1 << 16)
+_PROBE_S = 1.0
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Have a state folder for this service alone; the lock ends with the process.
+
+    Raises:
+        StoreError: It cannot be used, or another service has it.
+    """
+    directory = directory.expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"cannot use service.state_dir {directory}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(
+                f"another service uses {directory}. Stop it, or set service.state_dir to another "
+                "directory."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def listening_on_port(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Listen on every address of ``host``.
+
+    Raises:
+        ConfigError: That is not possible.
+    """
+    if port not in _PORTS:  # others would be taken for smaller ones
+        raise ConfigError(f"ports are from {_PORTS[0]} to {_PORTS[-1]}, found {port}: see --port")
+    with contextlib.ExitStack() as stack:
+        try:
+            found = socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            sockets = [
+                stack.enter_context(listener)
+                for family, _, _, _, address in dict.fromkeys(found)
+                if (listener := _bound(family, address)) is not None
+            ]
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"cannot listen on {host}, port {port}: {reason}. Try another --host or --port."
+            ) from error
+        if not sockets:
+            raise ConfigError(f"{host} is no address of this machine. Choose another with --host.")
+        yield sockets
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket | None:
+    """A listening socket; None where the machine does not have such addresses."""
+    try:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # or another one could be bound to it until then
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def listening_on(path: Path) -> Iterator[list[socket.socket]]:
+    """Listen on a Unix socket that only this user can reach; it is removed at the end.
+
+    Raises:
+        ConfigError: Others can enter its directory, something else has this name, or somebody
+            listens there.
+    """
+    path = _private(path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            _make_free(path)
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {path}: {error.strerror or error}. Choose another with --uds."
+            ) from error
+        ours = path.stat()
+        try:
+            yield [listener]
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(path.lstat(), ours):
+                    path.unlink()
+
+
+def _private(path: Path) -> Path:
+    path = path.expanduser()
+    directory = path.parent.resolve()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {directory}: {error.strerror}") from error
+    if directory.stat().st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} can be entered by other users. Put the socket into a directory of mode "
+            f"0700, e.g. `mkdir -m 700 {directory}/llmaas`."
+        )
+    return directory / path.name
+
+
+def _make_free(path: Path) -> None:
+    """Remove a socket that was left by a service that is gone; nothing else."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} exists and is no socket. Choose another with --uds.")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError:  # a full line of connections, for one, is somebody's
+            pass
+    raise ConfigError(f"another service listens on {path}. Stop it, or choose another.")
+
+
+def check_certificate(key: str | None, certificate: str | None) -> None:
+    """See whether HTTPS can be served with them, if it is asked for.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if key is None and certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate or "", key)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use --ssl_certfile {certificate} with --ssl_keyfile {key}: {error}"
+        ) from error

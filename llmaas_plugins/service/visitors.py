@@ -1,0 +1,72 @@
+"""Pages in a browser are kept out: they reach the service through their visitor's machine.
+
+A page of another site may send requests here; its browser says so in ``Origin``. And a site may
+let its own name lead here (DNS rebinding); its browser says that name in ``Host``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+
+from llmaas_plugins.service.exchange import Message, header
+from llmaas_plugins.service.refusal import Refusal
+
+__all__ = ["Visitors"]
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_ANY_ADDRESS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  told apart, not listened on
+
+
+class Visitors:
+    """The names of this service, and the origins whose pages may use it."""
+
+    def __init__(self, host: str | None, hosts: Collection[str], origins: Collection[str]) -> None:
+        """Answer to loopback names, to ``host`` and to ``hosts``.
+
+        Args:
+            host: The address that the service listens on; None for a Unix socket, which no browser
+                can reach, so names do not matter.
+            hosts: More names.
+            origins: Whose pages may use it, besides its own.
+        """
+        self._host = None if host is None else host.lower()
+        self._names = {*_LOOPBACK, *(name.lower() for name in hosts), self._host}
+        self._origins = {origin.lower() for origin in origins}
+
+    def check(self, scope: Message) -> None:
+        """See whether a request comes from nobody's page, or from one that may.
+
+        Raises:
+            Refusal: It does not.
+        """
+        host = header(scope, b"host").decode("latin-1").lower()
+        if self._host is not None and not self._is_ours(_name(host)):
+            raise Refusal(
+                403, f"This service is not called {_name(host)!r}; see service.allowed_hosts."
+            )
+        origin = header(scope, b"origin").decode("latin-1").lower()
+        if origin and origin not in self._origins and origin.partition("://")[2] != host:
+            raise Refusal(
+                403, f"Pages of {origin!r} may not use this; see service.allowed_origins."
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        if name in self._names:
+            return True
+        return self._host in _ANY_ADDRESS and _is_address(name)  # no name, so nobody's to lead here
+
+
+def _name(host: str) -> str:
+    """A ``Host`` without its port, and without the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

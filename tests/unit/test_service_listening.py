@@ -1,0 +1,127 @@
+"""Where a service listens, and whose state folder it is: told before a model is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+
+import pytest
+
+from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.service.listening import (
+    check_certificate,
+    claimed,
+    listening_on,
+    listening_on_port,
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path / "service.sock"
+
+
+def test_a_socket_is_private_and_removed_at_the_end(path):
+    with listening_on(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link to a file"])
+def test_what_is_no_socket_is_left_alone(path, kind):
+    if kind == "directory":
+        path.mkdir()
+    else:
+        (path if kind == "file" else path.with_name("target")).write_text("precious")
+    if kind == "link to a file":
+        path.symlink_to("target")
+    with pytest.raises(ConfigError, match="exists and is no socket"), listening_on(path):
+        pass
+    if kind != "directory":
+        assert path.read_text() == "precious"
+
+
+def test_one_that_somebody_listens_on_is_left_alone(path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen(0)
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):  # its line is full
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect_ex(str(path))
+            with pytest.raises(ConfigError, match="another service listens"), listening_on(path):
+                pass
+        assert path.is_socket()
+
+
+def test_one_that_was_left_is_replaced(path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+    with listening_on(path) as (listener,), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        listener.accept()[0].close()
+
+
+def test_what_came_in_its_place_is_not_removed(path):
+    with listening_on(path):
+        path.unlink()
+        path.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_a_path_that_is_too_long(path):
+    with (
+        pytest.raises(ConfigError, match="cannot listen on"),
+        listening_on(path.with_name("x" * 200)),
+    ):
+        pass
+
+
+def test_a_port_is_for_one():
+    with listening_on_port("127.0.0.1", 0) as (first,):
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}: .*in use"):
+            listening_on_port("127.0.0.1", port).__enter__()
+    with listening_on_port("127.0.0.1", port) as (again,):
+        assert again.getsockname()[1] == port
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 99999), ("127.0.0.1", -1), ("x" * 300, 80), ("192.0.2.1", 0)]
+)
+def test_addresses_that_there_are_not(host, port):
+    with pytest.raises(ConfigError, match=r"--host|--port"):
+        listening_on_port(host, port).__enter__()
+
+
+def test_a_state_folder_is_for_one(tmp_path):
+    folder = tmp_path / "state"
+    with (
+        claimed(folder),
+        pytest.raises(StoreError, match=r"another service uses .*state_dir"),
+    ):
+        claimed(folder).__enter__()
+    with claimed(folder):
+        assert list(folder.iterdir()) == []
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_state_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"service\.state_dir"), claimed(tmp_path / "file"):
+        pass
+
+
+def test_certificates(tmp_path):
+    check_certificate(None, None)
+    for key in (None, str(tmp_path / "none.pem"), os.devnull):
+        with pytest.raises(ConfigError, match="--ssl_certfile"):
+            check_certificate(key, str(tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match="--ssl_certfile"):
+        check_certificate(os.devnull, None)
