@@ -66,6 +66,17 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Digests of the tests' models stay out of your cache."""
+    from llmaas_plugins import digest_cache
+
+    directory = tmp_path_factory.mktemp("digests", numbered=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_cache, "_directory", lambda: directory)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_suite_left() -> Iterator[None]:
     """No test may leave a suite active; the next one must not suffer if it does."""

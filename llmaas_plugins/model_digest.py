@@ -1,58 +1,235 @@
-"""Which model this is, and how it is used, found without reading all of its file."""
+"""Which model a model is: a digest over every byte of every file that was loaded.
+
+Pieces of a file are hashed by several threads and combined as a tree, about as fast as a disk
+reads. What was hashed once is known by the file's state ever after, in memory and on disk. A file
+that no longer has the state in which it was loaded is never hashed in its place.
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-__all__ = ["file_digest", "model_identity"]
+from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
+from llmaas_plugins import digest_cache
+from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error, read_into
+from llmaas_plugins.gguf_header import read_header
 
-_EDGE_BYTES = 1 << 20
-_N_SAMPLES = 64
-_SAMPLE_BYTES = 4096
-_CONTEXT_FIELDS = (
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-)
+__all__ = ["Digest", "begin_digest", "changed_in_place", "file_digest", "files_now"]
+
+_PIECE_BYTES = 4 << 20
+_MOST_THREADS = 4
+_MOST_KNOWN = 64
+_SETTLED_NS = 2_000_000_000
+"""Age from which on a state tells a file's content: coarse clocks may give two changes one time."""
+_SPLIT = re.compile(r"(.*-)00001-of-(\d{5})\.gguf", re.DOTALL)
+
+_known: dict[tuple[ModelFile, ...], Digest] = {}
 
 
-def model_identity(llama: Any) -> dict[str, Any]:
-    """What decides the hidden states of ``llama`` (a ``llama_cpp.Llama``), as JSON's types.
+class Digest:
+    """A digest that a thread finds, or has found."""
 
-    Its file, what overrides the metadata, its adapter, and RoPE's settings.
+    def __init__(self, files: Sequence[ModelFile]) -> None:
+        """Begin to find the digest of these files."""
+        self._files = tuple(files)
+        self._found: str | None = None
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._run, name="llmaas-digest", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no threads any more; ``get`` does it then
+            self._thread.start()
+
+    def get(self, seconds: float | None = None) -> str | None:
+        """Return the digest, in hexadecimal digits.
+
+        Args:
+            seconds: How long to wait for it; None waits until it is found.
+
+        Returns:
+            None if it takes longer.
+
+        Raises:
+            StoreError: There is none: a file is not what was loaded any more, or unreadable.
+        """
+        if self._found is None and self._problem is None and self._thread.ident is not None:
+            self._thread.join(seconds)
+        if self._found is None and self._problem is None and not self._thread.is_alive():
+            self._run()  # a forked child has no threads of its parent
+        if self._problem is not None:
+            raise StoreError(self._problem)
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            roots = [_file_root(file) for file in self._files]
+            found = roots[0] if len(roots) == 1 else _hash(b"llmaas-model", b"".join(roots))
+            self._found = found.hex()
+        except Exception as error:
+            _known.pop(self._files, None)  # who asks anew may be luckier
+            self._problem = str(error)
+
+
+def begin_digest(files: Sequence[ModelFile]) -> Digest:
+    """Return the digest of loaded files, which is found behind the caller's back."""
+    key = tuple(files)
+    found = _known.get(key)
+    if found is None:
+        found = Digest(key)
+        if _are_settled(key):
+            _known[key] = found
+            with contextlib.suppress(StopIteration, RuntimeError):  # another thread does it, too
+                for oldest in list(itertools.islice(_known, max(0, len(_known) - _MOST_KNOWN))):
+                    _known.pop(oldest, None)
+    return found
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Return the digest of the model file, or of all splits, that a path names now.
+
+    Raises:
+        StoreError: They cannot be read, or change meanwhile.
     """
-    return {
-        "model": file_digest(llama.model_path),
-        "kv_overrides": repr(llama.kv_overrides),
-        "lora": file_digest(llama.lora_path) if llama.lora_path else None,
-        "lora_scale": llama.lora_scale if llama.lora_path else None,
-        **{name: getattr(llama.context_params, name) for name in _CONTEXT_FIELDS},
-    }
+    files = files_now(path)
+    for name in (name for name, stamp in files if stamp is None):
+        with as_store_error(f"cannot read {name}"):
+            if FileStamp.of(Path(name).stat()) is None:
+                raise StoreError(f"cannot read {name}: it is no regular file.")
+    found = begin_digest(files).get()
+    assert found is not None
+    return found
 
 
-def file_digest(path: str) -> str:
-    """Name a model or adapter by its bytes; a file of gigabytes takes milliseconds."""
-    stat = Path(path).stat()
-    return _digest(path, stat.st_size, stat.st_mtime_ns)
+def files_now(path: str | os.PathLike[str]) -> tuple[ModelFile, ...]:
+    """Return the files that opening a path means now: all splits, if it is the first of them."""
+    name = os.fspath(path)
+    match = _SPLIT.fullmatch(name)
+    names = [name]
+    if match is not None and _n_splits(name) == int(match[2]) > 1:
+        names = [f"{match[1]}{i:05}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
+    return tuple(ModelFile(each, _stamp(each)) for each in names)
 
 
-@functools.lru_cache(maxsize=16)
-def _digest(path: str, n_bytes: int, _mtime_ns: int) -> str:
-    """Hash of a file's size, its first and last MiB, and blocks spread evenly over the rest."""
-    digest = hashlib.blake2b(str(n_bytes).encode(), digest_size=32)
-    with Path(path).open("rb") as file:
-        digest.update(file.read(_EDGE_BYTES))
-        for i in range(_N_SAMPLES):
-            file.seek(n_bytes * i // _N_SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, n_bytes - _EDGE_BYTES))
-        digest.update(file.read(_EDGE_BYTES))
-    return digest.hexdigest()
+def changed_in_place(files: Sequence[ModelFile]) -> bool:
+    """Whether a loaded file was written to since, so that even mapped weights are others now.
+
+    A file that was deleted or replaced lives on as it was for those who have it open.
+    """
+    for path, was in files:
+        now = _stamp(path)
+        if was is None or now is None or (now.device, now.inode) != (was.device, was.inode):
+            continue
+        if (now.n_bytes, now.mtime_ns) != (was.n_bytes, was.mtime_ns):
+            return True
+    return False
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _n_splits(path: str) -> int:
+    try:
+        return read_header(Path(path)).whole_number("split.count") or 1
+    except LlmaasError:
+        return 1  # whoever opens it says better what is wrong
+
+
+def _stamp(path: str) -> FileStamp | None:
+    try:
+        return FileStamp.of(Path(path).stat())
+    except (OSError, ValueError):  # a name may have a zero byte
+        return None
+
+
+def _are_settled(files: Sequence[ModelFile]) -> bool:
+    now = time.time_ns()
+    return all(
+        stamp is not None and now - max(stamp.mtime_ns, stamp.ctime_ns) > _SETTLED_NS
+        for _, stamp in files
+    )
+
+
+def _file_root(file: ModelFile) -> bytes:
+    """Return the digest of one file.
+
+    Raises:
+        StoreError: It is not what it was.
+    """
+    path, stamp = file
+    if stamp is None:
+        raise StoreError(
+            f"cannot tell which model {path} is: it is no readable regular file, or was replaced "
+            "while it was loaded. Load it again."
+        )
+    is_settled = _are_settled([file])
+    found = digest_cache.find(stamp) if is_settled else None
+    if found is not None:
+        return found
+    with as_store_error(f"cannot tell which model {path} is"):
+        found = _read_root(path, stamp)
+    if is_settled:
+        digest_cache.keep(stamp, found)
+    return found
+
+
+def _read_root(path: str, stamp: FileStamp) -> bytes:
+    fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+    try:
+        leaves = _leaves(fd, stamp.n_bytes) if _is_still(os.fstat(fd), stamp) else None
+        if leaves is None or not _is_still(os.fstat(fd), stamp):
+            raise StoreError(
+                f"cannot tell which model {path} is: the file was replaced or changed since it was "
+                "loaded. Load it again."
+            )
+    finally:
+        os.close(fd)
+    return _hash(b"llmaas-file", stamp.n_bytes.to_bytes(8, "little") + b"".join(leaves))
+
+
+def _is_still(status: os.stat_result, stamp: FileStamp) -> bool:
+    now = FileStamp.of(status)
+    if now is not None and status.st_nlink == 0:  # deleting it changed that time, and no byte
+        now = now._replace(ctime_ns=stamp.ctime_ns)
+    return now == stamp
+
+
+def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
+    """Return the digest of each piece of a file; None if the file is shorter than it was."""
+    n = -(-n_bytes // _PIECE_BYTES)
+    leaves, numbers, failed = [b""] * n, itertools.count(), list[OSError | None]()
+
+    def work() -> None:
+        room = memoryview(bytearray(min(_PIECE_BYTES, n_bytes)))
+        try:
+            while not failed and (i := next(numbers)) < n:
+                piece = room[: n_bytes - i * _PIECE_BYTES]
+                if read_into(fd, piece, i * _PIECE_BYTES) < len(piece):
+                    failed.append(None)
+                leaves[i] = _hash(b"llmaas-piece", piece)
+        except OSError as error:
+            failed.append(error)
+
+    n_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), n)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(n_threads - 1)]
+    for thread in threads:
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            thread.start()
+    work()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+    for error in failed:
+        if error is not None:
+            raise error
+    return None if failed else leaves
+
+
+def _hash(what: bytes, content: bytes | memoryview) -> bytes:
+    size = digest_cache.DIGEST_BYTES
+    return hashlib.blake2b(content, digest_size=size, person=what).digest()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +147,14 @@ class FileStamp(NamedTuple):
     n_bytes: int
     mtime_ns: int
     ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self | None:
+        """Return the state that ``stat`` told; None for anything but a regular file."""
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return cls(status.st_dev, status.st_ino, status.st_size, *times)
 
 
 class ModelFile(NamedTuple):

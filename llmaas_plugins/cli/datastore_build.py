@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, StoreError, hookimpl
+from llmaas_hooks import ConfigError, ContextCreate, ModelLoad, StoreError, hookimpl
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.ending import stoppable
@@ -29,10 +29,16 @@ _N_CTX = 2048
 
 
 class _Natives:
-    """Keeps the contexts in which hidden states can be read."""
+    """Keeps the contexts in which hidden states can be read, and how the model was opened."""
 
     def __init__(self) -> None:
         self.contexts: dict[int, NativeContext] = {}
+        self.load: ModelLoad | None = None
+
+    @hookimpl
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Keep how its model was opened."""
+        self.load = create.load
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -132,7 +138,7 @@ def _add(args: argparse.Namespace) -> Added:
         llama = opened.enter_context(_loaded(args, natives))
         directory, key = datastore_directory(args), _key(args)
         archive = opened.enter_context(
-            Archive.open(directory, binding_of(llama, key), writable=True)
+            Archive.open(directory, binding_of(llama, key, natives.load), writable=True)
         )
         encoder = opened.enter_context(Encoder(llama, natives.contexts, key, args.threads or 0))
         opened.enter_context(stoppable(stopped))

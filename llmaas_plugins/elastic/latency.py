@@ -249,7 +249,7 @@ def latency_path(model: Path, table: str) -> Path:
     elastic = read_elastic(model)
     if elastic is None or table not in elastic.tables:
         raise ConfigError(f"{model} has no table {table!r} of widths")
-    digest = hashlib.sha256(file_digest(str(model)).encode())
+    digest = hashlib.sha256(file_digest(model).encode())
     digest.update(Machine.this().model_dump_json().encode())
     digest.update(np.array(elastic.levels).tobytes())
     for widths in elastic.tables[table]:

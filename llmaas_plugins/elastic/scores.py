@@ -56,7 +56,7 @@ def write_scores(path: Path, scores: Scores, model: Path) -> None:
     calibration = scores.calibration
     about = _About(
         version=1,
-        model=_digest(model),
+        model=file_digest(model),
         sha256=calibration.sha256,
         seed=calibration.seed,
         n_tokens=calibration.n_tokens,
@@ -98,7 +98,7 @@ def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:
             f"{path} has no scores of {model}, or is damaged: {error}. `llmaas elastic score "
             f"{model}` makes others."
         ) from error
-    if about.model != _digest(model):
+    if about.model != file_digest(model):
         raise ConfigError(
             f"{path} has the scores of another model than {model}. `llmaas elastic score` makes "
             "those of this one."
@@ -108,11 +108,6 @@ def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:
 
 
 # -- inside --------------------------------------------------------------------------------------
-
-
-def _digest(model: Path) -> str:
-    with as_store_error(f"cannot read {model}"):
-        return file_digest(os.fspath(model))
 
 
 def _shapes(blocks: Blocks) -> dict[str, tuple[int, ...]]:

@@ -160,7 +160,8 @@ def open_channels(
         if file.header.fields.get(MODEL) != digest_of(model):
             raise ConfigError(
                 f"{path} cannot be used: it was made from another model file, or the model file "
-                f"was changed since. Run `{CHANNEL_FILE.command} {model}` again, or remove it."
+                f"was changed since, or an earlier version made it. Run `{CHANNEL_FILE.command} "
+                f"{model}` again, or remove it."
             )
         try:
             group_layers, groups, quantiles = contents_of(file.header, tensors)

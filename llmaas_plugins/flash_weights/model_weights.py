@@ -21,13 +21,12 @@ _T = TypeVar("_T")
 
 
 def digest_of(model: str | os.PathLike[str]) -> str:
-    """Which model a file is.
+    """Return which model a file is, by every byte of it.
 
     Raises:
         StoreError: It cannot be read.
     """
-    with as_store_error(f"cannot read {model}"):
-        return file_digest(os.fspath(model))
+    return file_digest(model)
 
 
 class ModelWeights:

@@ -52,7 +52,10 @@ def packed_problem(
     with ContainerFile(path, PACKED_FILE) as file:
         found = file.header
     if found.fields.get(_MODEL) != digest_of(model):
-        return "it was made from another model file, or the model file was changed since"
+        return (
+            "it was made from another model file, or the model file was changed since, or an "
+            "earlier version made it"
+        )
     expected = _header(digest_of(model), streamable(tensors))
     if found.parts != expected.parts:
         return "it has other tensors than the model"

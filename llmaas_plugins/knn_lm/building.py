@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmaas_hooks import LlmaasError, Tokens
+from llmaas_hooks import LlmaasError, ModelLoad, Tokens
 from llmaas_hooks.native import States
 from llmaas_plugins.chats import Conversation
 from llmaas_plugins.knn_lm.archive import Archive
@@ -42,9 +42,13 @@ class Added(NamedTuple):
     n_pairs: int = 0
 
 
-def binding_of(llama: Any, key: States) -> Binding:
-    """What ties an archive to the model of ``llama``."""
-    return Binding(fingerprint(llama), int(llama.n_embd()), key)
+def binding_of(llama: Any, key: States, load: ModelLoad | None = None) -> Binding:
+    """Return what ties an archive to the model of ``llama``, which was opened by ``load``.
+
+    Raises:
+        StoreError: Nobody knows what was loaded.
+    """
+    return Binding(fingerprint(llama, load), int(llama.n_embd()), key)
 
 
 def tokens_of(llama: Any, conversation: Conversation) -> Tokens:

@@ -20,6 +20,7 @@ from llmaas_hooks import HiddenStates, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_peek
 from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.model_identity import load_of, may_have_long_factors, rope_switch
 
 __all__ = ["Encoded", "Encoder"]
 
@@ -28,6 +29,8 @@ _MOST_BATCH = 512
 _MOST_CELLS = 4096
 _WHOLE = 0
 """The widest level, at which every part of a model is all."""
+_STEP = 256
+"""llama.cpp rounds numbers of cells up to its multiples."""
 _LEAST = np.finfo(np.float32).tiny
 """Of a probability whose logarithm is wanted."""
 
@@ -188,13 +191,24 @@ def _params(llama: Any, n_batch: int, n_threads: int) -> Any:
     """The app's, with room for a conversation and for a batch's logits."""
     params = type(llama.context_params).from_buffer_copy(llama.context_params)
     n_train = int(llama_cpp.llama_model_n_ctx_train(llama.model))
-    params.n_ctx = min(n_train, max(int(llama.n_ctx()), n_batch), _MOST_CELLS)
+    n_ctx = min(n_train, max(int(llama.n_ctx()), n_batch), _MOST_CELLS)
+    params.n_ctx = _with_same_factors(llama, n_ctx)
     params.n_batch = params.n_ubatch = min(n_batch, params.n_ctx)
     params.n_seq_max = 1
     params.embeddings = False
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.n_threads = params.n_threads_batch = n_threads or llama.n_threads or os.cpu_count()
     return params
+
+
+def _with_same_factors(llama: Any, n_ctx: int) -> int:
+    """Return the nearest size of a context that takes the RoPE factors of the app's."""
+    load = load_of(llama)
+    switch = rope_switch(int(llama.model), load)
+    is_long = int(llama.n_ctx()) > switch
+    if is_long == (n_ctx > switch // _STEP * _STEP) or not may_have_long_factors(load):
+        return n_ctx
+    return switch + 1 if is_long else switch // _STEP * _STEP
 
 
 def _windows(n_tokens: int, n_ctx: int) -> Iterator[tuple[int, int, int]]:

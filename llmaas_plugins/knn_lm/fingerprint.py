@@ -5,19 +5,26 @@ Types of KV cells and flash attention are left out: they change a state by round
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
-from llmaas_plugins.model_digest import model_identity
+from llmaas_hooks import ModelLoad
+from llmaas_plugins.model_identity import hashed, load_of, state_identity
 
 __all__ = ["fingerprint"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
-def fingerprint(llama: Any) -> bytes:
-    """32 bytes that name the model of ``llama`` (a ``llama_cpp.Llama``) as it is used there."""
-    values = {"format": _FORMAT, **model_identity(llama)}
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=32).digest()
+def fingerprint(llama: Any, load: ModelLoad | None = None) -> bytes:
+    """Return 32 bytes that name the model of ``llama`` (a ``llama_cpp.Llama``) as it is used there.
+
+    Args:
+        llama: The ``Llama``.
+        load: How its model was opened; without that, its files are taken to be those that are
+            there now.
+
+    Raises:
+        StoreError: Nobody knows what was loaded.
+    """
+    values = state_identity(llama, load or load_of(llama))
+    return hashed({"format": _FORMAT, **(values or {})})

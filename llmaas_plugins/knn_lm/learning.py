@@ -161,7 +161,7 @@ class Learner:
         if not waiting:
             return
         llama = engine.llama
-        binding = binding_of(llama, self._key)
+        binding = binding_of(llama, self._key, engine.load)
         with Archive.open(self._store, binding, writable=True) as archive:
             with Encoder(llama, self._natives, self._key, n_batch=_BATCH) as encoder:
                 for path in waiting:

@@ -228,6 +228,8 @@ class KnnLM:
         native = self._natives.get(engine.ctx)
         if native is None:
             return "its context was made before the activation, or has no hook point"
+        if engine.load is None:
+            return "its model was loaded before the activation"
         if not self._is_current() or self._opened is None:
             self._renew()
         if self._opened is None:
@@ -235,7 +237,7 @@ class KnnLM:
                 f"there is no datastore in {self._path.parent}. Make one with "
                 "`llmaas datastore build`"
             )
-        opened, model = self._opened, fingerprint(engine.llama)
+        opened, model = self._opened, fingerprint(engine.llama, engine.load)
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
@@ -246,7 +248,8 @@ class KnnLM:
         if datastore.fingerprint != model:
             raise StoreError(
                 f"datastore {self._path} is of another model: found fingerprint "
-                f"{datastore.fingerprint.hex()[:12]}, expected {model.hex()[:12]}. Set "
+                f"{datastore.fingerprint.hex()[:12]}, expected {model.hex()[:12]} (or an earlier "
+                "version built it). Set "
                 "plugins.knn_lm.store to another directory, or build one for this model there."
             )
         found = datastore.n_embd, int(datastore.values.max(initial=0))

@@ -7,7 +7,6 @@ import logging
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
 from llmaas_hooks import Engine, StoreError
 from llmaas_plugins.knn_lm.archive import Archive
@@ -48,10 +47,10 @@ class Proposer:
         if not files and not self._ids:
             return  # nothing has been built yet
         if files != self._looked_at:
-            self._follow(engine.llama)
+            self._follow(engine)
             self._looked_at = files
         if engine not in self._drafts:
-            self._drafts[engine] = self._attached(engine.llama)
+            self._drafts[engine] = self._attached(engine)
             self.end(engine)
         draft = self._drafts[engine]
         if is_on and draft is not None and engine.llama.draft_model is None:
@@ -82,9 +81,9 @@ class Proposer:
                 self.end(engine)
             self._drafts.clear()
 
-    def _follow(self, llama: Any) -> None:
+    def _follow(self, engine: Engine) -> None:
         """Take in what was added; start anew when anything was forgotten."""
-        with self._opened(llama) as archive:
+        with self._opened(engine) as archive:
             ids = archive.ids()
             if ids[: len(self._ids)] == self._ids:
                 for draft in filter(None, self._drafts.values()):
@@ -94,8 +93,9 @@ class Proposer:
                 self.close()
         self._ids = ids
 
-    def _attached(self, llama: Any) -> DatastoreDraft | None:
-        with self._opened(llama) as archive:
+    def _attached(self, engine: Engine) -> DatastoreDraft | None:
+        llama = engine.llama
+        with self._opened(engine) as archive:
             draft = DatastoreDraft(archive.token_sequences())
         try:
             attach(llama, draft)
@@ -104,10 +104,10 @@ class Proposer:
             return None
         return draft
 
-    def _opened(self, llama: Any) -> Archive:
+    def _opened(self, engine: Engine) -> Archive:
         archive = Archive.open(self._store)
         found = archive.binding
-        if found is not None and found.fingerprint != fingerprint(llama):
+        if found is not None and found.fingerprint != fingerprint(engine.llama, engine.load):
             archive.close()
             raise StoreError(
                 f"the conversations in {self._store} are tokens of another model. Set "

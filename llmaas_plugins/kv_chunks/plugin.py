@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from llmaas_hooks import (
     NativeContext,
     Request,
     RequestStats,
+    StoreError,
     Tokens,
     hookimpl,
 )
@@ -31,7 +32,6 @@ from llmaas_plugins._native import Budget, Codec
 from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.fingerprint import fingerprint, root_key
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.levels import Levels
 from llmaas_plugins.kv_chunks.parking import Parking
@@ -48,11 +48,15 @@ from llmaas_plugins.kv_chunks.support import (
     unsupported_cells,
 )
 from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
+from llmaas_plugins.model_digest import begin_digest, changed_in_place
+from llmaas_plugins.model_identity import cell_identity, hashed, is_rotation_off
 
 __all__ = ["KVChunks"]
 
 _NAME = "kv_chunks"
 _SMALL_SEGMENT_BYTES = 1 << 20
+_IDENTIFY_S = 2.0
+"""Longest that a request waits until its model is identified, once; then it goes without us."""
 _CODECS = {"tolerance": Codec.PLANES, "int8": Codec.INT8, "lossless": Codec.LOSSLESS}
 
 _log = logging.getLogger("llmaas.kv_chunks")
@@ -72,6 +76,7 @@ class KVChunks:
         )
         self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
         self._contexts: dict[int, str | None] = {}
+        self._rotations_off: dict[int, bool] = {}
         self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
         self._with_spare: set[int] = set()
@@ -94,6 +99,8 @@ class KVChunks:
                 create.checks.append(self._note(create.model, path, "its store is not open"))
                 raise
             self._enlarge(create)
+            if create.load is not None:
+                begin_digest(create.load.files)  # needed at the first request
         create.checks.append(self._note(create.model, path, reason))
 
     def _enlarge(self, create: ContextCreate) -> None:
@@ -107,12 +114,14 @@ class KVChunks:
 
     def _note(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
         """What notes whether a new context is served; False if it turns out that it cannot be."""
+        rotation_off = is_rotation_off()
 
         def made(ctx: int) -> bool:
             found = reason or unsupported_cells(ctx)
             with self._lock:
                 self._by_ctx.pop(ctx, None)  # a context that is gone had this address
                 self._contexts[ctx] = found
+                self._rotations_off[ctx] = rotation_off
                 self._with_spare.discard(ctx)
                 if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
                     self._with_spare.add(ctx)
@@ -136,7 +145,7 @@ class KVChunks:
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
         """Load the longest stored prefix of the prompt."""
         engine = request.engine
-        transfer = self._transfer(engine)
+        transfer = self._transfer(engine, _IDENTIFY_S)
         if transfer is None or _NAME in request.declined:
             return None
         resident = engine.resident_tokens()[: engine.n_explained]
@@ -247,29 +256,65 @@ class KVChunks:
         with self._lock:  # two engines may be made at the same time
             return self._store
 
-    def _transfer(self, engine: Engine) -> Transfer | None:
-        if engine.alteration is not None:  # at any time, so chunks of before are another model's
-            self._leave_alone(engine.llama.model_path, f"the app called {engine.alteration}")
-            return None
-        with self._lock:
-            if engine not in self._transfers:
-                self._transfers[engine] = self._make_transfer(engine)
-            return self._transfers[engine]
-
-    def _make_transfer(self, engine: Engine) -> Transfer | None:
-        reason = self._contexts.get(engine.ctx)
-        if reason is None and (engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES):
-            reason = self._refused.get(engine.model, "its context was made before the activation")
-        if reason is not None:
+    def _transfer(self, engine: Engine, wait_s: float = 0.0) -> Transfer | None:
+        """Return what moves an engine's chunks; None if it is left alone, or not identified yet."""
+        if (reason := _bent(engine)) is not None:  # at any time: chunks of before are another's
             self._leave_alone(engine.llama.model_path, reason)
             return None
-        values = fingerprint(engine.llama)
+        with self._lock:
+            if engine in self._transfers:
+                return self._transfers[engine]
+            reason = self._contexts.get(engine.ctx)
+            if reason is None and (
+                engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES
+            ):
+                reason = self._refused.get(
+                    engine.model, "its context was made before the activation"
+                )
+        identity = None
+        try:
+            if reason is None:
+                identity = self._identity(engine, wait_s)  # may wait: no lock is held
+        except StoreError as error:
+            reason = str(error)
+        if reason is not None:
+            self._leave_alone(engine.llama.model_path, reason)
+        elif identity is None:
+            return None  # a later request asks again
+        with self._lock:
+            if engine not in self._transfers:
+                found = None if identity is None else self._make_transfer(engine, identity)
+                self._transfers[engine] = found
+            return self._transfers[engine]
 
+    def _reason(self, engine: Engine) -> str | None:
+        """Return why an engine cannot be served, as its context was made."""
+        if engine.ctx in self._contexts and self._contexts[engine.ctx] is not None:
+            return self._contexts[engine.ctx]
+        if engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES:
+            return self._refused.get(engine.model, "its context was made before the activation")
+        return None
+
+    def _identity(self, engine: Engine, wait_s: float) -> dict[str, Any] | None:
+        """Return what decides the bytes of an engine's cells; None if nobody knows it yet.
+
+        Raises:
+            StoreError: Nobody ever will.
+        """
+        if engine.load is None:
+            raise StoreError("its model was loaded before the activation")
+        is_off = self._rotations_off[engine.ctx]
+        found = cell_identity(engine.llama, engine.load, rotation_off=is_off, wait_s=wait_s)
+        if found is None:
+            _log.info("contexts are stored from when all of the model file has been read once")
+        return found
+
+    def _make_transfer(self, engine: Engine, values: Mapping[str, Any]) -> Transfer:
         @functools.cache
         def root(app: str | None) -> bytes:
             """Apps share no chunks unless they are allowed to: times tell what is stored."""
             is_shared = app is None or self._config.share_across_apps
-            return root_key(values if is_shared else {**values, "app": app})
+            return hashed(values if is_shared else {**values, "app": app})
 
         transfer = Transfer(engine, root, self._parts(engine))
         self._by_ctx[engine.ctx] = transfer
@@ -316,3 +361,12 @@ class KVChunks:
         named = f"{Path(path).name}: {reason}"
         if self._report.left_alone(named):
             _log.warning("kv_chunks leaves a context as it is: %s", named)
+
+
+def _bent(engine: Engine) -> str | None:
+    """Return why an engine's cells are not those of its model as it was loaded, if they are not."""
+    if engine.alteration is not None:
+        return f"the app called {engine.alteration}"
+    if engine.load is not None and changed_in_place(engine.load.files):
+        return "its file was written to while it is in use"
+    return None

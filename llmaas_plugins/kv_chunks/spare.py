@@ -19,7 +19,8 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, metadata
+from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
+from llmaas_plugins.model_identity import metadata
 
 __all__ = ["Spare", "token_bytes"]
 

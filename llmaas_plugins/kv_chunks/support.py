@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from pathlib import Path
-
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate, ModelLoad
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.model_identity import may_have_long_factors, metadata, rope_switch
 
 __all__ = [
     "PARKED_SEQUENCES",
     "SCRATCH_SEQUENCE",
     "SEQUENCES",
-    "metadata",
     "spare_cells",
     "unsupported",
     "unsupported_cells",
@@ -25,7 +21,6 @@ __all__ = [
 _EMPTY_BLOB_BYTES = (16, 24)
 _NOT_CAUSAL = "attention is not causal: cells depend on what follows"
 _STEP = 256
-_HEADER_BYTES = 64 << 20
 
 SCRATCH_SEQUENCE = 1
 """Sequence through which ranges of cells are read and written; empty between calls."""
@@ -99,30 +94,9 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
 
 def _changes_rope(create: ContextCreate, n_spare: int) -> bool:
     """Whether so many cells more would let a model with two sets of RoPE factors take the other."""
-    n_train = llama_cpp.llama_model_n_ctx_train(create.model)
-    n_ctx = int(create.params.n_ctx) or n_train
-    arch = metadata(create.model, "general.architecture")
-    switch = int(metadata(create.model, f"{arch}.rope.scaling.original_context_length") or n_train)
-    return n_ctx <= switch < n_ctx + n_spare + _STEP and _may_have_long_factors(create)
-
-
-def _may_have_long_factors(create: ContextCreate) -> bool:
-    """Unknown counts as yes: where the model came from, or what its other files hold."""
-    is_split = int(metadata(create.model, "split.count") or 1) > 1
-    if create.load is None or is_split:
-        return True
-    with (
-        Path(create.load.path).open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as header,
-    ):
-        return header.find(b"rope_factors_long", 0, _HEADER_BYTES) >= 0
-
-
-def metadata(model: int, key: str) -> str:
-    """A value of the model's metadata; empty if it has none of that name."""
-    value = ctypes.create_string_buffer(256)
-    llama_cpp.llama_model_meta_val_str(model, key.encode(), value, len(value))
-    return value.value.decode(errors="replace")
+    n_ctx = int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+    is_crossed = n_ctx <= rope_switch(create.model, create.load) < n_ctx + n_spare + _STEP
+    return is_crossed and may_have_long_factors(create.load)
 
 
 def window(model: int) -> int:

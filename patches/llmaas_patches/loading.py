@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,14 +76,9 @@ def wrap_load_adapter(host: Host, original: Callable[..., Any]) -> Callable[...,
 
 def _stamp(path: str) -> FileStamp | None:
     try:
-        found = Path(path).stat()
+        return FileStamp.of(Path(path).stat())
     except (OSError, ValueError):  # a name may have a zero byte
         return None
-    if not stat.S_ISREG(found.st_mode):
-        return None
-    return FileStamp(
-        found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    )
 
 
 def _n_splits(model: int) -> int:

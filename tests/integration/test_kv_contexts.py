@@ -13,7 +13,9 @@ import pytest
 from background import chunks_at_rest
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from rewritten_models import ORIGINAL_CONTEXT, write_longrope, write_split
 
+from llmaas_eval.families import write_family
 from llmaas_hooks import PluginError
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
@@ -181,7 +183,6 @@ def loras(tmp_path_factory):
 
 OTHERS = {
     "LoRA": {"lora_path": "adapter"},
-    "beyond training": {"n_ctx": 2048},
     "KV type": {"type_k": llama_cpp.GGML_TYPE_Q8_0},
     "flash attention": {"flash_attn": True},
     "RoPE base": {"rope_freq_base": 20000.0},
@@ -205,6 +206,50 @@ def test_cells_of_other_settings_are_a_miss(make, suite, loras, settings):
         ask(llama, FOREIGN)
         llama.close()
     assert report(active)["restored_tokens"] == 2 * len(FOREIGN)
+
+
+@pytest.fixture
+def answers(suite):
+    """Ask a model file of one's own something, in a new life of the process; what was restored."""
+
+    def find(path, n_ctx=512, meanwhile=lambda: None):
+        active = suite()
+        llama = Llama(str(path), n_ctx=n_ctx, n_threads=1, verbose=False)
+        meanwhile()
+        ask(llama, FOREIGN, 1)
+        llama.close()
+        return report(active)["restored_tokens"]
+
+    return find
+
+
+def test_cells_of_other_rope_factors_are_a_miss(answers, tmp_path):
+    path = write_longrope(write_family("phi3", tmp_path / "phi3.gguf"), tmp_path / "long.gguf")
+    assert answers(path, ORIGINAL_CONTEXT) == 0
+    assert answers(path, 2 * ORIGINAL_CONTEXT) == 0
+    assert answers(path, ORIGINAL_CONTEXT) == len(FOREIGN)
+    assert answers(path, 4 * ORIGINAL_CONTEXT) == len(FOREIGN)
+
+
+def test_a_file_that_is_replaced_after_loading_is_never_taken_for_the_loaded_one(
+    answers, tmp_path, caplog
+):
+    old, new = (write_family("llama", tmp_path / f"{i}.gguf", seed=i) for i in range(2))
+    content = new.read_bytes()
+    assert answers(old, meanwhile=lambda: new.replace(old)) == 0
+    assert answers(old) == 0  # the new one
+    assert answers(old) == len(FOREIGN)
+    assert answers(old, meanwhile=lambda: old.write_bytes(content)) == 0  # mapped, so written to
+    assert "its file was written to while it is in use" in caplog.text
+
+
+def test_splits_behind_the_first_count(answers, tmp_path):
+    models = [write_family("llama", tmp_path / f"{i}.gguf", seed=i) for i in range(2)]
+    (one, two), (_, other) = (write_split(model, 2) for model in models)
+    assert answers(one) == 0
+    assert answers(one) == len(FOREIGN)
+    other.replace(two)
+    assert answers(one) == 0
 
 
 def test_adapters_are_told_apart(make, suite, loras):

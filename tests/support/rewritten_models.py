@@ -29,7 +29,11 @@ def write_longrope(source_path, path):
     """Write a model with other RoPE factors beyond ``ORIGINAL_CONTEXT`` tokens; return ``path``."""
     source = GGUFReader(source_path)
     architecture = _architecture(source)
-    n_factors = int(source.fields[f"{architecture}.rope.dimension_count"].contents()) // 2
+    n_embd, n_head = (
+        int(source.fields[f"{architecture}.{key}"].contents())
+        for key in ("embedding_length", "attention.head_count")
+    )
+    n_factors = n_embd // n_head // 2
     writer = GGUFWriter(path, architecture)
     _copy_fields(source, writer)
     key = f"{architecture}.rope.scaling.original_context_length"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import llama_cpp
 import pytest
+from rewritten_models import write_longrope
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ContextCreate, ModelLoad
 from llmaas_plugins.kv_chunks.support import spare_cells
+from llmaas_plugins.model_digest import files_now
 
 SHAPE = Shape(n_layer=1, n_embd=256, n_head=2, n_head_kv=1, n_ff=512, n_ctx=1024)
 """Little attention for its weights."""
@@ -32,7 +34,8 @@ def create(model, path):
         params = llama_cpp.llama_context_default_params()
         for name, value in fields.items():
             setattr(params, name, value)
-        return ContextCreate(model, params, path and ModelLoad(str(path), None))
+        load = path and ModelLoad(str(path), None, files_now(path))
+        return ContextCreate(model, params, load)
 
     return create
 
@@ -41,10 +44,9 @@ def test_cells_come_in_llama_cpps_steps(create):
     assert [spare_cells(create(), n) for n in (0, 255, 256, 1000)] == [0, 0, 256, 768]
 
 
-def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, tmp_path):
+def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, path, tmp_path):
     """llama.cpp takes the other one if the context is larger than that of the model's training."""
-    longer = tmp_path / "long.gguf"
-    longer.write_bytes(b"GGUF, and then blk.0.rope_factors_long.weight, and so on")
+    longer = write_longrope(path, tmp_path / "long.gguf")
     for n_ctx in (1024, 800, 0):
         assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 0
         assert spare_cells(create(None, n_ctx=n_ctx), 512) == 0  # nobody knows

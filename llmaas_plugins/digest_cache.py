@@ -1,0 +1,105 @@
+"""Digests of files that were read before, kept on disk: one tiny file each, by the file's state.
+
+The state (device, inode, size, times of change) names the entry, so a file that changed has none.
+Entries appear whole or not at all, need no lock, and are worth nothing when damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import re
+import struct
+import tempfile
+from pathlib import Path
+
+from llmaas_hooks import FileStamp, StoreError
+from llmaas_plugins.private_files import PrivateFiles
+
+__all__ = ["DIGEST_BYTES", "find", "keep"]
+
+DIGEST_BYTES = 32
+
+_CHECK_BYTES = 16
+_MOST_ENTRIES = 256
+_PARTIAL = "partial-"
+_FILES = PrivateFiles(
+    "cache of digests",
+    "XDG_CACHE_HOME",
+    lambda name: bool(re.fullmatch(rf"[0-9a-f]{{32}}|{_PARTIAL}\w+", name)),
+)
+_log = logging.getLogger("llmaas")
+
+
+def find(stamp: FileStamp) -> bytes | None:
+    """Return the digest of the file that had this state; None if nobody kept it, or it is damaged.
+
+    A use makes an entry young again.
+    """
+    path = _directory() / _name(stamp)
+    try:
+        fd = _FILES.open(path, os.O_RDONLY)
+    except StoreError:
+        return None
+    try:
+        content = os.read(fd, DIGEST_BYTES + _CHECK_BYTES + 1)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    digest = content[:DIGEST_BYTES]
+    return digest if content == digest + _check(stamp, digest) else None
+
+
+def keep(stamp: FileStamp, digest: bytes) -> None:
+    """Keep a digest for later processes; where that fails, they read the file again."""
+    directory = _directory()
+    try:
+        _FILES.directory(directory)
+        fd, partial = tempfile.mkstemp(prefix=_PARTIAL, dir=directory)
+        try:
+            os.write(fd, digest + _check(stamp, digest))
+        finally:
+            os.close(fd)
+        Path(partial).replace(directory / _name(stamp))
+        _trim(directory)
+    except (OSError, StoreError) as error:
+        _tell(str(error))
+
+
+@functools.cache
+def _tell(reason: str) -> None:
+    """Say once why digests cannot be kept."""
+    _log.warning("each start reads whole model files, as their digests cannot be kept: %s", reason)
+
+
+def _directory() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "llmaas" / "digests"
+
+
+def _name(stamp: FileStamp) -> str:
+    return hashlib.blake2b(_packed(stamp), digest_size=16).hexdigest()
+
+
+def _check(stamp: FileStamp, digest: bytes) -> bytes:
+    return hashlib.blake2b(_packed(stamp) + digest, digest_size=_CHECK_BYTES).digest()
+
+
+def _packed(stamp: FileStamp) -> bytes:
+    return struct.pack("<QQQqq", *stamp)
+
+
+def _trim(directory: Path) -> None:
+    """Delete the entries that were used longest ago, partial ones of killed processes too."""
+    found = []
+    for entry in os.scandir(directory):
+        with contextlib.suppress(FileNotFoundError):  # another process trims, too
+            found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
+    for _, path in sorted(found)[:-_MOST_ENTRIES]:
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,289 @@
+"""Digests of models: every byte counts, of the file that was loaded, and none is read twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rewritten_models import write_split
+
+from llmaas_eval.families import write_family
+from llmaas_hooks import StoreError
+from llmaas_plugins import digest_cache, model_digest
+from llmaas_plugins.model_digest import Digest, begin_digest, changed_in_place, files_now
+
+PIECE = 1000
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    """Pieces are small, every state is old enough to be trusted, and nothing is known yet."""
+    monkeypatch.setattr(model_digest, "_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(model_digest, "_SETTLED_NS", -(1 << 62))
+    monkeypatch.setattr(model_digest, "_known", {})
+    monkeypatch.setattr(digest_cache, "_directory", lambda: tmp_path / "cache")
+    digest_cache._tell.cache_clear()
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(np.random.default_rng(0).bytes(5 * PIECE + 7))
+    os.utime(path, (1, 1))  # clocks of file systems are coarse
+    return path
+
+
+def entries():
+    return sorted(digest_cache._directory().iterdir())
+
+
+def never_read(monkeypatch):
+    monkeypatch.setattr(model_digest, "_leaves", lambda *_: pytest.fail("the file was read"))
+
+
+def digest(path):
+    return model_digest.file_digest(path)
+
+
+# -- what it is of -------------------------------------------------------------------------------
+
+
+def test_every_byte_and_the_length_count(path):
+    content, found = path.read_bytes(), {digest(path)}
+    for at in (0, PIECE - 1, PIECE, 3 * PIECE + 500, len(content) - 1):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        found.add(digest(path))
+    for other in (content[:-1], content + b"\0", content[PIECE:] + content[:PIECE], b""):
+        path.write_bytes(other)
+        found.add(digest(path))
+    assert len(found) == 10
+
+
+def test_equal_files_have_equal_digests_whatever_reads_them(path, monkeypatch):
+    copy = path.with_name("copy.gguf")
+    copy.write_bytes(path.read_bytes())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    one = digest(path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert digest(copy) == one
+
+
+def test_every_split_counts(tmp_path):
+    digests = set()
+    for seed in range(2):
+        paths = write_split(write_family("llama", tmp_path / f"{seed}.gguf", seed=seed), 2)
+        digests |= {digest(paths[0]), digest(paths[1])}
+        if seed == 0:
+            first = paths[0].read_bytes()
+    paths[0].write_bytes(first)  # the other model's, before these others
+    assert len(digests | {digest(paths[0])}) == 5
+
+
+def test_a_file_named_like_a_split_is_one_file(path):
+    named = path.rename(path.with_name("x-00001-of-00002.gguf"))
+    assert [file.path for file in files_now(named)] == [str(named)]
+
+
+# -- the file that was loaded ----------------------------------------------------------------------
+
+
+def replace(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+def rewrite(path):
+    path.write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("change", [replace, rewrite, Path.unlink, os.utime])
+def test_a_file_that_is_not_what_was_loaded_has_no_digest(path, change):
+    files = files_now(path)
+    change(path)
+    with pytest.raises(StoreError, match=r"cannot tell which model .*model\.gguf is"):
+        begin_digest(files).get()
+    assert not digest_cache._directory().exists()
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_digest(path, monkeypatch):
+    leaves = model_digest._leaves
+
+    def changing(fd, n_bytes):
+        found = leaves(fd, n_bytes)
+        rewrite(path)
+        return found
+
+    monkeypatch.setattr(model_digest, "_leaves", changing)
+    with pytest.raises(StoreError, match="replaced or changed since it was loaded"):
+        digest(path)
+
+
+def test_a_file_that_is_deleted_while_it_is_read_keeps_its_digest(path, monkeypatch):
+    expected, leaves = digest(path), model_digest._leaves
+    copy = path.with_name("copy.gguf")
+    copy.write_bytes(path.read_bytes())
+
+    def deleting(fd, n_bytes):
+        copy.unlink()
+        return leaves(fd, n_bytes)
+
+    monkeypatch.setattr(model_digest, "_leaves", deleting)
+    assert digest(copy) == expected
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: None])
+def test_what_is_no_readable_file_is_refused_at_once(tmp_path, make):
+    odd = tmp_path / "odd"
+    make(odd)
+    with pytest.raises(StoreError, match=r"cannot read .*odd"):
+        digest(odd)
+    with pytest.raises(StoreError, match="no readable regular file"):
+        begin_digest(files_now(odd)).get()
+
+
+def test_writing_to_a_file_in_use_is_noticed_and_replacing_it_is_none(path):
+    files = files_now(path)
+    assert not changed_in_place(files)
+    replace(path)
+    assert not changed_in_place(files)
+    files = files_now(path)
+    path.write_bytes(b"other")
+    assert changed_in_place(files)
+    path.unlink()
+    assert not changed_in_place(files)
+
+
+# -- what is known -------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_once_by_a_process_and_by_later_ones(path, monkeypatch):
+    found = digest(path)
+    never_read(monkeypatch)
+    assert digest(path) == found
+    model_digest._known.clear()  # another process
+    assert digest(path) == found
+    link = path.with_name("link.gguf")
+    link.symlink_to(path)
+    assert digest(link) == found
+
+
+def test_a_file_that_was_written_just_now_is_read_again(path, monkeypatch):
+    """Two contents may have the same time."""
+    monkeypatch.setattr(model_digest, "_SETTLED_NS", 1 << 62)
+    found = digest(path)
+    assert model_digest._known == {}
+    assert not digest_cache._directory().exists()
+    assert digest(path) == found
+
+
+def damage(entry):
+    entry.write_bytes(bytes([entry.read_bytes()[0] ^ 1]) + entry.read_bytes()[1:])
+
+
+def cut(entry):
+    entry.write_bytes(entry.read_bytes()[:-1])
+
+
+def lengthen(entry):
+    entry.write_bytes(entry.read_bytes() + b"\0")
+
+
+def link(entry):
+    entry.rename(entry.with_name("elsewhere"))
+    entry.symlink_to("elsewhere")
+
+
+def folder(entry):
+    entry.unlink()
+    entry.mkdir()
+
+
+@pytest.mark.parametrize("harm", [damage, cut, lengthen, link, folder, Path.unlink])
+def test_a_damaged_entry_is_found_out_and_mended(path, harm, monkeypatch):
+    found = digest(path)
+    (entry,) = entries()
+    harm(entry)
+    model_digest._known.clear()
+    assert digest(path) == found
+    if harm is not folder:
+        model_digest._known.clear()
+        never_read(monkeypatch)
+        assert digest(path) == found
+
+
+def test_entries_are_private_and_their_number_is_bounded(path, monkeypatch):
+    monkeypatch.setattr(digest_cache, "_MOST_ENTRIES", 4)
+    for i in range(9):
+        copy = path.with_name(f"{i}.gguf")
+        copy.write_bytes(bytes([i]))
+        digest(copy)
+        assert len(entries()) <= 4
+    assert {entry.stat().st_mode & 0o777 for entry in entries()} == {0o600}
+    assert digest_cache._directory().stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_cache_it_says_so_once_and_goes_on(path, caplog, monkeypatch):
+    digest_cache._directory().write_bytes(b"a file in the way")
+    with caplog.at_level(logging.WARNING, "llmaas"):
+        for _ in range(2):
+            model_digest._known.clear()
+            found = digest(path)
+    assert len(caplog.messages) == 1
+    assert "each start reads whole model files" in caplog.text
+    monkeypatch.setattr(digest_cache, "_directory", lambda: path.parent / "another")
+    model_digest._known.clear()
+    assert digest(path) == found
+
+
+# -- threads and forks ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Let threads of digests wait for this event."""
+    event, root = threading.Event(), model_digest._file_root
+
+    def file_root(file):
+        if threading.current_thread().name == "llmaas-digest":
+            event.wait()
+        return root(file)
+
+    monkeypatch.setattr(model_digest, "_file_root", file_root)
+    yield event
+    event.set()
+
+
+def test_nobody_waits_longer_than_asked(path, slow):
+    found = begin_digest(files_now(path))
+    assert found.get(0) is None
+    assert found.get(0.01) is None
+    assert begin_digest(files_now(path)) is found
+    slow.set()
+    assert found.get() == found.get(0)
+
+
+def test_a_forked_child_finds_it_itself(path, slow):
+    found = Digest(files_now(path))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if len(found.get() or "") == 64 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slow.set()
+    assert found.get() is not None
+
+
+def test_an_error_of_one_thread_ends_all(path, monkeypatch):
+    def read(_fd, _room, at):
+        if at == 2 * PIECE:
+            raise OSError(5, "Input/output error")
+        return min(PIECE, 5 * PIECE + 7 - at)
+
+    monkeypatch.setattr(model_digest, "read_into", read)
+    with pytest.raises(StoreError, match="Input/output error"):
+        digest(path)
+    monkeypatch.undo()
