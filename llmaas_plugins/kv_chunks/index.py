@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from llmaas_plugins.kv_chunks.files import FILES
 from llmaas_plugins.kv_chunks.formats import FORMAT, read_only_uri
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
-from llmaas_plugins.sqlite_log import connect, empty_log
+from llmaas_plugins.sqlite_erasing import Eraser, connect
 
 __all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate", "is_damage"]
 
@@ -127,8 +127,8 @@ class ChunkIndex:
                 raise sqlite3.DatabaseError("index is damaged: it says that it is read-only")
 
     def _open_writable(self, path: Path, new_store_id: bytes) -> bool:
-        self._path = path
         self._db = connect(path)
+        self._eraser = Eraser(self._db, path)
         try:
             self._begin(new_store_id)
         except sqlite3.OperationalError as error:
@@ -148,8 +148,8 @@ class ChunkIndex:
         """
         FILES.is_regular(path)
         self = cls.__new__(cls)
-        self._path = path
         self._db = connect(read_only_uri(path), uri=True)
+        self._eraser = Eraser(self._db, path)
         self._begin(None)
         return self
 
@@ -289,12 +289,12 @@ class ChunkIndex:
         return bool(mark == _ERASING)
 
     def end_erasing(self) -> None:
-        """Empty the write-ahead log: deleted rows are nowhere any more.
+        """Leave nothing of deleted rows in any file.
 
         Raises:
             StoreError: Another process goes on reading the log.
         """
-        empty_log(self._db, self._path)
+        self._eraser.erase()
         if self.is_erasing():
             self._db.execute("PRAGMA application_id=0")
 
@@ -309,6 +309,7 @@ class ChunkIndex:
     def close(self) -> None:
         """Close the file; the WAL is folded in."""
         self._db.close()
+        self._eraser.close()
 
 
 def is_damage(error: sqlite3.Error) -> bool:

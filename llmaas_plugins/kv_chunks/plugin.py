@@ -154,7 +154,7 @@ class KVChunks:
         except BudgetError as error:
             self._give_up(request.engine, error)
             return None
-        if restored is not None:
+        if restored is not None and restored.n_tokens:  # else the cells were another app's
             self._report.restored(restored)
         return restored
 

@@ -2,6 +2,9 @@
 
 A context is its messages. They are committed before a call returns, so a process killed at any
 moment comes back with every completed call; KV that did not make it to disk is recomputed.
+
+A deletion begins with one commit, which removes the text and notes the context's name. The name
+goes when the text is in no file any more, and the KV is gone; whoever finds one finishes that.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.sqlite_erasing import Eraser, connect
 
 __all__ = ["ContextLog", "ContextRecord", "read_log"]
 
@@ -30,8 +34,11 @@ _CHANGES = (  # what each format adds to the one before
         "CREATE INDEX contexts_by_app ON contexts (app, used)",
     ),
     ("ALTER TABLE contexts ADD COLUMN seen_from INTEGER NOT NULL DEFAULT 0",),
+    ("CREATE TABLE deletions (id TEXT PRIMARY KEY, app TEXT NOT NULL) WITHOUT ROWID",),
 )
 _FORMAT = len(_CHANGES)
+_ERASING_FORMAT = 3
+"""Files of formats before may hold deleted texts in their free pages."""
 
 
 @dataclass(slots=True)
@@ -77,7 +84,9 @@ class ContextLog:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._path = path
             self._db: sqlite3.Connection | None = _connect(path)
+            self._eraser = Eraser(self._db, path)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
                 f"cannot use the contexts in {path}: {error}. "
@@ -91,15 +100,15 @@ class ContextLog:
             (latest,) = self._opened().execute(query, (app,)).fetchone()
         return max(time.time(), (latest or 0.0) + _TICK_S)
 
-    def get(self, context_id: str) -> ContextRecord | None:
-        """The context named ``context_id``."""
-        rows = self._rows("SELECT * FROM contexts WHERE id=?", context_id)
+    def get(self, context_id: str, app: str) -> ContextRecord | None:
+        """The app's context named ``context_id``; another app's is not looked at."""
+        rows = self._rows("SELECT * FROM contexts WHERE id=? AND app=?", context_id, app)
         return rows[0] if rows else None
 
     def lacks(self, context_id: str) -> bool:
         """Whether the context was deleted; a closed log cannot tell, and says no."""
         with contextlib.suppress(StoreError):
-            return self.get(context_id) is None
+            return not self._count("SELECT count(*) FROM contexts WHERE id=?", context_id)
         return False
 
     def of_app(self, app: str) -> list[ContextRecord]:
@@ -142,15 +151,56 @@ class ContextLog:
             record.id,
         )
 
-    def delete(self, context_id: str) -> bool:
-        """Remove a context; False if there was none."""
-        return self._change("DELETE FROM contexts WHERE id=?", context_id)
+    def delete(self, context_id: str, app: str) -> bool:
+        """Begin to delete an app's context; False if it has none, nor one half deleted.
+
+        No call finds the context any more. ``erase`` and ``end_deletion`` are due.
+        """
+        with self._lock:
+            db, name = self._opened(), (context_id, app)
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                found = db.execute("DELETE FROM contexts WHERE id=? AND app=?", name)
+                if found.rowcount:
+                    db.execute("INSERT OR IGNORE INTO deletions VALUES (?, ?)", name)
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+            rows = db.execute("SELECT 1 FROM deletions WHERE id=? AND app=?", name)
+            return rows.fetchone() is not None
+
+    def deletions(self) -> list[str]:
+        """Names of the contexts whose deletion has not ended."""
+        with self._lock:
+            return [name for (name,) in self._opened().execute("SELECT id FROM deletions")]
+
+    def erase(self) -> None:
+        """Leave no byte of deleted texts in any file.
+
+        Raises:
+            StoreError: Another process goes on reading the file, or the disk failed.
+        """
+        with self._lock:
+            self._opened()
+            try:
+                self._eraser.erase()
+            except StoreError:
+                raise
+            except (OSError, sqlite3.Error) as error:
+                raise StoreError(f"cannot erase from {self._path}: {error}") from error
+
+    def end_deletion(self, context_id: str) -> None:
+        """Note that nothing of a context is left."""
+        self._change("DELETE FROM deletions WHERE id=?", context_id)
 
     def close(self) -> None:
         """Close the file; nothing can be read or changed after that."""
         with self._lock:
             if self._db is not None:
                 self._db.close()
+                self._eraser.close()
             self._db = None
 
     def _opened(self) -> sqlite3.Connection:
@@ -161,6 +211,11 @@ class ContextLog:
     def _change(self, statement: str, *arguments: object) -> bool:
         with self._lock:
             return self._opened().execute(statement, arguments).rowcount > 0
+
+    def _count(self, query: str, *arguments: str) -> int:
+        with self._lock:
+            (n,) = self._opened().execute(query, arguments).fetchone()
+        return int(n)
 
     def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
         with self._lock:
@@ -186,12 +241,15 @@ def read_log(directory: Path) -> list[ContextRecord]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db = connect(path)
     try:
         _check(db)
         db.execute("PRAGMA journal_mode=WAL")  # changes the file, so not before it was checked
         db.execute("PRAGMA synchronous=NORMAL")
+        if 0 < _version(db) < _ERASING_FORMAT:
+            db.execute("VACUUM")
         _bring_up_to_date(db)
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # unless somebody reads; `erase` insists
     except BaseException:
         db.close()
         raise
@@ -209,6 +267,8 @@ def _check(db: sqlite3.Connection) -> None:
     db.execute("SELECT id, app, messages, n_tokens, n_calls, created, used FROM contexts LIMIT 0")
     if version > 1:
         db.execute("SELECT seen_from FROM contexts LIMIT 0")
+    if version >= _ERASING_FORMAT:
+        db.execute("SELECT id, app FROM deletions LIMIT 0")
     (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if problem != "ok":
         raise sqlite3.DatabaseError(f"it is damaged: {problem}")

@@ -105,7 +105,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
     @router.delete("/{context_id}")
     async def delete(app: str, context_id: str) -> dict[str, int]:
         with _http_errors():
-            found = service.bind(app).context(context_id)
+            found = Context(context_id, service.bind(app))  # maybe half deleted
             async with engine_lock():
                 return {"freed_bytes": await run_in_threadpool(found.delete)}
 
@@ -165,5 +165,5 @@ def _status(error: Exception) -> int | None:
     """The HTTP status that says what ``error`` does, or None for what only a log can explain."""
     if isinstance(error, PluginError) and isinstance(error.__cause__, StoreError):
         return 503  # a context that cannot be deleted now, on a disk that fails
-    kinds = {LookupError: 404, LimitError: 429, ConfigError: 422, TypeError: 422}
+    kinds = {LookupError: 404, LimitError: 429, ConfigError: 422, TypeError: 422, StoreError: 503}
     return next((status for kind, status in kinds.items() if isinstance(error, kind)), None)

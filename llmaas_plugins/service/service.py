@@ -21,7 +21,7 @@ from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import LevelArgument, levels_of
-from llmaas_plugins.service.turns import Reply, Turns, forget_kv
+from llmaas_plugins.service.turns import Reply, Turns
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
 
@@ -46,6 +46,7 @@ class LLMService:
         )
         self._log = ContextLog(self.config.state_dir)
         self._turns = Turns(provider, self.config, self._log)
+        self._turns.finish_deletions()
 
     @classmethod
     def open(cls, model: str | Path, config: ServiceConfig | None = None, **llama: Any) -> Self:
@@ -141,10 +142,13 @@ class App:
         return Context(context_id, self)
 
     def _record(self, context_id: str) -> ContextRecord:
-        record = self._log.get(context_id)
-        if record is None or record.app != self.name:
-            raise LookupError(f"app {self.name!r} has no context {context_id!r}")
+        record = self._log.get(context_id, self.name)
+        if record is None:
+            raise self._unknown(context_id)
         return record
+
+    def _unknown(self, context_id: str) -> LookupError:
+        return LookupError(f"app {self.name!r} has no context {context_id!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +203,18 @@ class Context:
     def delete(self) -> int:
         """Forget the context: its text, and its KV in every tier; bytes of KV freed.
 
-        A call that is still running fails when it is done.
+        Both are in no file any more when this returns. After an error the context is gone, but
+        bytes of it may be left; deleting it again, or the next service, erases them. A call that is
+        still running fails when it is done.
 
         Raises:
             LookupError: It was deleted already.
+            PluginError: A plugin could not erase its KV.
+            StoreError: Its text could not be erased, for instance because somebody reads the file.
         """
-        self.app._record(self.id)
-        freed = forget_kv(self.id)  # first: a process killed in between must not leave it behind
-        self.app._log.delete(self.id)
-        return freed + forget_kv(self.id)  # what a call saved meanwhile
+        if not self.app._log.delete(self.id, self.app.name):
+            raise self.app._unknown(self.id)
+        return self.app._turns.forget(self.id)
 
 
 def _is_llama(engine: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import Levels, LimitError, StoreError
+from llmaas_hooks import Levels, LimitError, LlmaasError, StoreError
 from llmaas_patches import in_its_blocks, serving_context
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
@@ -19,7 +20,9 @@ from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import check_levels
 from llmaas_plugins.service.window import Messages, Window, visible
 
-__all__ = ["Reply", "Turns", "forget_kv"]
+__all__ = ["Reply", "Turns"]
+
+_log = logging.getLogger("llmaas.service")
 
 _Piece = tuple[str, str | None]
 
@@ -58,6 +61,7 @@ class Turns:
         self._calls: deque[object] = deque()
         self._step = threading.Lock()
         self._is_closed = False
+        self._running: str | None = None  # the context that a call runs in
 
     def queue_length(self) -> int:
         """Calls that run or wait."""
@@ -94,10 +98,10 @@ class Turns:
         sampling: dict[str, Any],
     ) -> Generator[str, None, Reply]:
         check_levels(levels)  # before it waits in vain
-        with self._slot():
+        with self._slot(), self._context(load) as record:
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
-                record, llama = load(), self._engine()
+                llama = self._engine()
                 started = time.perf_counter()
                 window = Window(self._config, llama)
                 messages = [*record.messages, {"role": "user", "content": prompt}]
@@ -106,27 +110,52 @@ class Turns:
             n_left_out = len(visible(messages, record.seen_from)) - len(seen)
             pieces: list[str] = []
             finish_reason, first_token_s = "stop", 0.0
-            try:
-                with closing(_completion(llama, record, seen, window, options)) as completion:
-                    for piece, reason in self._steps(completion, levels):
-                        finish_reason = reason or finish_reason
-                        if piece:
-                            first_token_s = first_token_s or time.perf_counter() - started
-                            pieces.append(piece)
-                            yield piece
-                text = "".join(pieces).strip()
-                record.messages = [*messages, {"role": "assistant", "content": text}]
-                record.n_tokens, record.used = int(llama.n_tokens), self._log.now(record.app)
-                record.n_calls += 1
-                record.seen_from = seen_from
-                if not self._log.update(record):
-                    raise LookupError(f"context {record.id} was deleted during the call")
-            finally:
-                if self._log.lacks(record.id):  # what this call saved must go, too
-                    forget_kv(record.id)
+            with closing(_completion(llama, record, seen, window, options)) as completion:
+                for piece, reason in self._steps(completion, levels):
+                    finish_reason = reason or finish_reason
+                    if piece:
+                        first_token_s = first_token_s or time.perf_counter() - started
+                        pieces.append(piece)
+                        yield piece
+            text = "".join(pieces).strip()
+            record.messages = [*messages, {"role": "assistant", "content": text}]
+            record.n_tokens, record.used = int(llama.n_tokens), self._log.now(record.app)
+            record.n_calls += 1
+            record.seen_from = seen_from
+            if not self._log.update(record):
+                raise LookupError(f"context {record.id} was deleted during the call")
             total_s = time.perf_counter() - started
             n_tokens = record.n_tokens
             return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s)
+
+    def forget(self, context_id: str) -> int:
+        """Erase a context that was deleted from the log: its KV in every tier, then its text.
+
+        A call that runs in it does so again at its end.
+
+        Returns:
+            Bytes of KV freed.
+
+        Raises:
+            PluginError: A plugin failed.
+            StoreError: The text is still in a file.
+        """
+        suite = active_suite()
+        try:
+            freed = 0 if suite is None else suite.evict(context_id)
+        finally:
+            self._log.erase()
+        if self._running != context_id:
+            self._log.end_deletion(context_id)
+        return freed
+
+    def finish_deletions(self) -> None:
+        """Finish what services before this one began; without a suite nobody finds the KV."""
+        for context_id in self._log.deletions() if active_suite() else ():
+            try:
+                self.forget(context_id)
+            except LlmaasError as error:
+                _log.warning("a deleted context is not erased yet: %s", error)
 
     def close(self) -> None:
         """Let no call go on, waiting until none is at the engine; whose it is may close it then."""
@@ -143,6 +172,19 @@ class Turns:
             if piece is None:
                 return
             yield piece
+
+    @contextmanager
+    def _context(self, load: Callable[[], ContextRecord]) -> Iterator[ContextRecord]:
+        """Read the context that a call runs in, and erase it behind the call if it was deleted."""
+        try:
+            with self._at_the_engine():
+                self._running = load().id
+                record = load()  # still there: whoever deletes it from now on sees the call
+            yield record
+        finally:
+            name, self._running = self._running, None
+            if name is not None and self._log.lacks(name):  # what the call saved must go, too
+                self.forget(name)
 
     @contextmanager
     def _at_the_engine(self) -> Iterator[None]:
@@ -169,12 +211,6 @@ class Turns:
             with self._turn:
                 self._calls.remove(call)
                 self._turn.notify_all()
-
-
-def forget_kv(context_id: str) -> int:
-    """Evict a context's KV from every tier of the active suite, if any; bytes freed."""
-    suite = active_suite()
-    return 0 if suite is None else suite.evict(context_id)
 
 
 def _completion(

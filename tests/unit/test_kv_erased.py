@@ -13,7 +13,7 @@ from reading import reader_of
 from stored_chunks import payload, put
 
 from llmaas_hooks import StoreError
-from llmaas_plugins import sqlite_log, store_lock
+from llmaas_plugins import sqlite_erasing, store_lock
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.kv_chunks import contents
 from llmaas_plugins.kv_chunks.disk import DiskStore
@@ -66,33 +66,40 @@ DIE = """
 import os, sys
 from pathlib import Path
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks import index, tiers
 from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.index import ChunkIndex
 from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.tiers import DiskTier
+from llmaas_plugins.sqlite_erasing import Eraser
 
-directory, where, name = Path(sys.argv[1]), *sys.argv[2:]
-places = {"apply": index.ChunkIndex, "erase": tiers.DiskTier, "empty_log": index}
+directory, where, step = Path(sys.argv[1]), *sys.argv[2:]
+place, name = {
+    "commit": (ChunkIndex, "apply"),
+    "slab": (DiskTier, "erase"),
+    "log": (Eraser, "_empty_log"),
+    "gaps": (Eraser, "_fill_gaps"),
+}[step]
 store = ChunkStore(Budget(1 << 20), DiskStore(directory, 1 << 20))
-done = getattr(places[name], name)
+done = getattr(place, name)
 
 def die(*args):
     if where == "after":
         done(*args)
     os.kill(os.getpid(), 9)
 
-setattr(places[name], name, die)
+setattr(place, name, die)
 store.evict_context("a")
 """
 
 
-@pytest.mark.parametrize("step", ["apply", "erase", "empty_log"])
+@pytest.mark.parametrize("step", ["commit", "slab", "log", "gaps"])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
     command = [sys.executable, "-c", DIE, str(kv), where, step]
     assert subprocess.run(command, check=False, timeout=60).returncode == -9
-    assert left_of(kv, ONLY_A) or (where, step) == ("after", "empty_log")
+    assert left_of(kv, ONLY_A) or step == "gaps" or (where, step) == ("after", "log")
     store = open_store(kv)
-    if (where, step) == ("before", "apply"):
+    if (where, step) == ("before", "commit"):
         assert n_found(store, A) == len(chain(ROOT, A))
         store.evict_context("a")
     assert left_of(kv, ONLY_A) == []
@@ -102,7 +109,7 @@ def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
 
 
 def test_who_reads_is_named_while_bytes_are_left(kv, monkeypatch):
-    monkeypatch.setattr(sqlite_log, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(sqlite_erasing, "PATIENCE_S", 0.1)
     store = open_store(kv)
     put(store, GEOM, chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), "late")
     store.flush()  # into the log
@@ -119,7 +126,7 @@ def test_who_reads_is_named_while_bytes_are_left(kv, monkeypatch):
 
 
 def test_what_a_reader_kept_is_erased_when_the_store_is_opened(kv, monkeypatch, caplog):
-    monkeypatch.setattr(sqlite_log, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(sqlite_erasing, "PATIENCE_S", 0.1)
     store = open_store(kv)
     with reader_of(kv / "index.sqlite") as pid:
         with pytest.raises(StoreError, match=f"process {pid} "):

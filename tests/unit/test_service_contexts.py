@@ -40,10 +40,10 @@ def add(log, name, app="mail", **values):
 
 def test_everything_comes_back(log, folder):
     record = add(log, "a", messages=MESSAGES, n_tokens=7, n_calls=2, seen_from=1)
-    assert log.get("a") == record
+    assert log.get("a", "mail") == record
     log.close()
     again = ContextLog(folder)
-    assert again.get("a") == record
+    assert again.get("a", "mail") == record
     assert again.of_app("mail") == [record]
     again.close()
 
@@ -53,15 +53,17 @@ def test_update_replaces_what_a_call_changes(log):
     record.messages, record.n_tokens, record.n_calls, record.used = MESSAGES, 9, 1, 2.0
     record.seen_from = 1
     assert log.update(record)
-    assert log.get("a") == record
+    assert log.get("a", "mail") == record
 
 
 def test_update_does_not_bring_a_deleted_context_back(log):
     record = add(log, "a")
-    assert log.delete("a")
+    assert log.delete("a", "mail")
     assert not log.update(record)
-    assert log.get("a") is None
-    assert not log.delete("a")
+    assert log.get("a", "mail") is None
+    assert log.delete("a", "mail")  # again, as long as it has not ended
+    log.end_deletion("a")
+    assert not log.delete("a", "mail")
 
 
 def test_lacks(log):
@@ -98,12 +100,12 @@ def test_closed(log):
     log.close()
     log.close()
     for use in (
-        lambda: log.get("a"),
+        lambda: log.get("a", "mail"),
         lambda: log.of_app("mail"),
         lambda: log.now("mail"),
         lambda: log.add(record, 9),
         lambda: log.update(record),
-        lambda: log.delete("a"),
+        lambda: log.delete("a", "mail"),
     ):
         with pytest.raises(StoreError, match="this service was closed"):
             use()
@@ -149,7 +151,7 @@ def test_committed_before_a_kill(folder):
     done = subprocess.run([sys.executable, "-c", script, folder], check=False, timeout=60)
     assert done.returncode == -9
     log = ContextLog(folder)
-    assert log.get("a").n_tokens == 5
+    assert log.get("a", "mail").n_tokens == 5
     log.close()
 
 
@@ -188,7 +190,7 @@ def test_format_1_is_brought_up_to_date(folder):
     log = ContextLog(folder)
     record = OLD_RECORDS[0]
     assert log.update(dataclasses.replace(record, seen_from=3))
-    assert log.get("a").seen_from == 3
+    assert log.get("a", "mail").seen_from == 3
     log.close()
 
 
@@ -212,7 +214,7 @@ def test_format_1_by_several_at_a_time(folder):
 
 
 def newer(path):
-    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=3")
+    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=4")
 
 
 def foreign(path):
