@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["MAX_BYTES", "Conversation", "Message", "Role", "load_conversations"]
+__all__ = ["MAX_BYTES", "NO_APP", "Conversation", "Message", "Role", "load_conversations"]
 
 MAX_BYTES = 512 * 1024 * 1024
+
+NO_APP = "chat"
+"""Where an export names no app, the name that its conversations are listed under."""
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 
@@ -54,13 +57,15 @@ class Conversation:
 
     Attributes:
         title: Title from the export, or the file's name and the conversation's number.
-        app: Name of the app it belongs to; `"chat"` where the export names none.
+        app: Name of the app it belongs to; `NO_APP` where the export names none.
         messages: At least one message.
+        is_shared: Whether the export names no app: then every app may be answered with it.
     """
 
     title: str
     app: str
     messages: tuple[Message, ...]
+    is_shared: bool = False
 
 
 def load_conversations(path: Path, *, max_bytes: int = MAX_BYTES) -> list[Conversation]:
@@ -97,10 +102,12 @@ def _conversation(row: object, where: str, default_title: str) -> Conversation:
         raise wrong(where, named(row), expected)
     messages = _chatgpt(row, where) if key == "mapping" else _openai(row[key], key, where)
     title, app = row.get("title"), row.get("app")
+    names_app = isinstance(app, str) and bool(app.strip())
     return Conversation(
         title=_clean(title) if isinstance(title, str) and title.strip() else default_title,
-        app=_clean(app) if isinstance(app, str) and app.strip() else "chat",
+        app=_clean(str(app)) if names_app else NO_APP,
         messages=tuple(messages),
+        is_shared=not names_app,
     )
 
 

@@ -56,9 +56,12 @@ class FaissIndex:
         self._index: Any = index
         self.n_bytes = n * (n_dims + 8) + 4 * n_lists * n_dims
 
-    def nearest(self, query: Floats, n: int) -> Ints:
-        """About the ``n`` nearest rows; fewer where fewer are in the lists visited."""
-        _, (rows,) = self._index.search(query[None], n)
+    def nearest(self, query: Floats, n: int, within: range) -> Ints:
+        """About the ``n`` nearest rows of these; fewer where fewer are in the lists visited."""
+        faiss = _faiss()
+        selector = faiss.IDSelectorRange(within.start, within.stop)
+        how = faiss.SearchParametersIVF(nprobe=self._index.nprobe, sel=selector)
+        _, (rows,) = self._index.search(query[None], n, params=how)
         return rows[rows >= 0].astype(np.int32)
 
 

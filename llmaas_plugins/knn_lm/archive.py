@@ -49,6 +49,7 @@ class ConversationInfo:
         id: Its id in hexadecimal digits, made from its app, title and messages.
         title: Its title.
         app: The app it belongs to.
+        is_shared: Whether it belongs to none, and every app may be answered with it.
         source: Name of the file it came from.
         added: When, in seconds since 1970.
         n_messages: Messages in it.
@@ -61,6 +62,7 @@ class ConversationInfo:
     id: str
     title: str
     app: str
+    is_shared: bool
     source: str
     added: float
     n_messages: int
@@ -199,6 +201,17 @@ class Archive:
     def token_sequences(self) -> list[npt.NDArray[np.int32]]:
         """The tokens of every conversation, in order; nothing else is read for it."""
         return [self.tokens(id_) for id_ in self._places]
+
+    def owner(self, id_: bytes) -> str | None:
+        """Return the app that alone may be answered with a conversation; None: all may be.
+
+        Raises:
+            KeyError: It is not in the archive.
+        """
+        segment, stored = self._places[id_]
+        with self._trouble("read"):
+            conversation = segment.meta(stored).conversation
+        return None if conversation.is_shared else conversation.app
 
     def columns(self) -> Columns:
         """Targets and probabilities of all pairs."""
@@ -365,8 +378,9 @@ def _info(segment: Segment, stored: Stored) -> ConversationInfo:
     meta, header = segment.meta(stored), stored.header
     conversation = meta.conversation
     return ConversationInfo(
-        header.number, header.id.hex(), conversation.title, conversation.app, meta.source,
-        meta.added, len(conversation.messages), header.n_tokens, header.n_pairs, header.n_bytes,
+        header.number, header.id.hex(), conversation.title, conversation.app,
+        conversation.is_shared, meta.source, meta.added, len(conversation.messages),
+        header.n_tokens, header.n_pairs, header.n_bytes,
     )  # fmt: skip
 
 

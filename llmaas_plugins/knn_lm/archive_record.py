@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmaas_plugins._native import crc32c, knn_sum
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats import NO_APP, Conversation, Message
 from llmaas_plugins.knn_lm.pairs import Pairs
 
 __all__ = [
@@ -209,7 +209,9 @@ def decode_meta(data: bytes) -> Meta:
     try:
         found = json.loads(data)
         messages = tuple(_messages(found["messages"]))
-        conversation = Conversation(_text(found["title"]), _text(found["app"]), messages)
+        title, app = _text(found["title"]), _text(found["app"])
+        is_shared = found.get("shared", app == NO_APP)  # which older programs do not say
+        conversation = Conversation(title, app, messages, bool(is_shared))
         return Meta(conversation, _text(found["source"]), _date(found["added"]))
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise Unsound(
@@ -228,6 +230,8 @@ def _encode_meta(record: Record) -> bytes:
         "added": record.added,
         "messages": messages,
     }
+    if conversation.is_shared != (conversation.app == NO_APP):
+        meta["shared"] = conversation.is_shared
     return json.dumps(meta, ensure_ascii=False).encode(errors="replace")
 
 

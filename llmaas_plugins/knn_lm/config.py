@@ -73,6 +73,11 @@ class KnnLMConfig(BaseModel):
         description="Propose what followed the same words in past chats, to be verified several "
         "tokens at a time: the same text, sooner.",
     )
+    share_across_apps: bool = Field(
+        default=False,
+        description="Answer every app with every app's stored chats. Otherwise with its own and "
+        "those that name no app.",
+    )
     learn: bool = Field(
         default=False,
         description="Learn what waits in the store's `inbox` while the device is idle: chat "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import weakref
@@ -29,6 +30,9 @@ IndexKind = Literal["scan", "faiss"]
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Keys = NDArray[np.float16] | NDArray[np.float32]
+
+_NO_ROWS: Ints = np.empty(0, np.int32)
+_NO_DISTANCES: Floats = np.empty(0, np.float32)
 
 
 class Neighbours(NamedTuple):
@@ -69,6 +73,7 @@ class Datastore:
         self._index = _Scan(file) if kind == "scan" else _faiss_index(file, self._basis)
         self._file = file
         self._check_ranges()
+        self._runs = _runs(self.origins[:, 0], text.owners)
         weakref.finalize(self, file.close)  # who replaces one cannot know who still searches it
 
     @classmethod
@@ -104,6 +109,7 @@ class Datastore:
         conversations: Sequence[str],
         basis: Basis | None,
         settings: Mapping[str, Any],
+        owners: Sequence[str | None] | None = None,
     ) -> None:
         """Write a file in place of the one that is there, if any.
 
@@ -117,6 +123,8 @@ class Datastore:
             conversations: Their ids.
             basis: Directions to scan in; in all, if ``None``.
             settings: Anything of plain JSON types; it is given back as it is.
+            owners: Of each conversation, the app that alone may be answered with it; None: all.
+                A search is fastest where pairs of one owner are neighbours.
 
         Raises:
             ValueError: The arrays do not fit together, or a key is not finite in float16.
@@ -132,6 +140,7 @@ class Datastore:
             conversations=conversations,
             basis=basis,
             settings=settings,
+            owners=[None] * len(conversations) if owners is None else owners,
         )
 
     @staticmethod
@@ -177,8 +186,24 @@ class Datastore:
         except OSError:
             return False
 
-    def search(self, query: Floats, k: int) -> Neighbours:
+    def ranges_for(self, app: str | None, *, of_all: bool = False) -> tuple[range, ...]:
+        """Return the rows that an app may be answered with: its own, and those of no app.
+
+        Args:
+            app: Its name; None has none of its own.
+            of_all: It may be answered with what belongs to other apps, too.
+        """
+        if of_all:
+            return (range(len(self)),) if len(self) else ()
+        return tuple(rows for owner, rows in self._runs if owner is None or owner == app)
+
+    def search(self, query: Floats, k: int, ranges: Sequence[range] | None = None) -> Neighbours:
         """The ``k`` pairs whose keys are nearest to ``query``; fewer where there are fewer.
+
+        Args:
+            query: A hidden state.
+            k: How many.
+            ranges: The rows to search in; all if left out. Others are not looked at.
 
         Raises:
             ValueError: ``k`` or the query's shape is wrong, or the query is not finite.
@@ -191,8 +216,11 @@ class Datastore:
             )
         scanned = query if self._basis is None else self._basis.project(query)
         n_best = min(math.ceil(k * self._rows_per_neighbour) + _SPARE_ROWS, KNN_MAX_BEST)
-        rows = self._index.nearest(scanned, n_best)
-        distances = self._exact_distances(rows, query)
+        ranges = self.ranges_for(None, of_all=True) if ranges is None else ranges
+        found = [self._index.nearest(scanned, n_best, within) for within in ranges]
+        rows = np.concatenate([_NO_ROWS, *found])
+        exact = [self._exact_distances(part, query) for part in found]
+        distances = np.concatenate([_NO_DISTANCES, *exact])
         order = np.lexsort((rows, distances))[:k]
         rows = rows[order]
         return Neighbours(self.values[rows], distances[order], self.weights[rows], rows)
@@ -238,9 +266,20 @@ class _Scan:
         self._codes = _read_codes(file)
         self.n_bytes = self._codes.n_bytes
 
-    def nearest(self, query: Floats, n: int) -> Ints:
-        """The ``n`` nearest rows."""
-        return knn_scan(self._codes, query, n).rows
+    def nearest(self, query: Floats, n: int, within: range) -> Ints:
+        """The ``n`` nearest rows of these."""
+        return knn_scan(self._codes, query, n, within.start, len(within)).rows
+
+
+def _runs(numbers: Ints, owners: Sequence[str | None]) -> list[tuple[str | None, range]]:
+    """Neighbouring rows of one owner, given each row's conversation."""
+    if not owners:
+        return [(None, range(len(numbers)))] if len(numbers) else []
+    names = list(dict.fromkeys(owners))
+    of_rows = np.array([names.index(owner) for owner in owners], np.int64)[numbers]
+    edges = [0, *(np.flatnonzero(np.diff(of_rows)) + 1).tolist(), len(numbers)]
+    parts = [range(a, b) for a, b in itertools.pairwise(edges) if a < b]
+    return [(names[of_rows[rows.start]], rows) for rows in parts]
 
 
 def _faiss_index(file: DatastoreFile, basis: Basis | None) -> FaissIndex:

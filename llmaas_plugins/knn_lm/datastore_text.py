@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, damaged
@@ -19,11 +19,20 @@ class Text(NamedTuple):
         conversations: Ids of those that pairs are from.
         settings: Whatever was given.
         rows_per_neighbour: Rows that a scan is to return for each neighbour.
+        owners: Of each conversation, the app that alone may be answered with it; None: all may be.
+            An older datastore does not say, and is for all.
     """
 
     conversations: tuple[str, ...]
     settings: Mapping[str, Any]
     rows_per_neighbour: float
+    owners: tuple[str | None, ...] = ()
+
+    def without(self, kept: Sequence[int]) -> Text:
+        """Return what is left when only these conversations are kept."""
+        names = tuple(self.conversations[i] for i in kept)
+        owners = tuple(self.owners[i] for i in kept) if self.owners else ()
+        return self._replace(conversations=names, owners=owners)
 
     def encoded(self) -> bytes:
         """As JSON."""
@@ -41,6 +50,8 @@ class Text(NamedTuple):
             is_sound = (
                 all(isinstance(name, str) for name in text.conversations)
                 and isinstance(text.settings, dict)
+                and len(text.owners) in (0, len(text.conversations))
+                and all(owner is None or isinstance(owner, str) for owner in text.owners)
                 and 1 <= text.rows_per_neighbour <= MOST_ROWS
             )
         except (ValueError, TypeError, RecursionError):
@@ -49,4 +60,4 @@ class Text(NamedTuple):
             raise damaged(
                 file.path, "names and settings in another form", "those that were written"
             )
-        return text._replace(conversations=tuple(text.conversations))
+        return text._replace(conversations=tuple(text.conversations), owners=tuple(text.owners))

@@ -58,13 +58,16 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
     conversations: Sequence[str],
     basis: Basis | None,
     settings: Mapping[str, Any],
+    owners: Sequence[str | None],
 ) -> None:
     """See :meth:`.Datastore.write`."""
     _check(fingerprint, keys, values, weights, origins, conversations)
+    _require("owners", len(owners), len(conversations))
     with np.errstate(over="ignore"):  # what overflows is refused with what was infinite before
         halves = np.ascontiguousarray(keys, np.float16)
     codes = _quantised(halves, basis)
-    text = Text(tuple(conversations), settings, rows_per_neighbour(codes, basis, halves)).encoded()
+    n_wanted = rows_per_neighbour(codes, basis, halves)
+    text = Text(tuple(conversations), settings, n_wanted, tuple(owners)).encoded()
     n_embd = keys.shape[1]
     counts = Counts(
         n_embd=n_embd,
@@ -108,7 +111,7 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
             if len(arrays[name]):  # front_norms may be of no rows
                 arrays[name] = arrays[name][is_kept]
         arrays["origins"][:, 0] = np.searchsorted(kept, arrays["origins"][:, 0])
-        new_text = text._replace(conversations=tuple(text.conversations[i] for i in kept)).encoded()
+        new_text = text.without(kept).encoded()
         arrays["text"] = np.frombuffer(new_text, np.uint8)
         counts = file.counts._replace(n_rows=int(is_kept.sum()), n_text=len(new_text))
         kept_keys = _kept(read_keys(file), is_kept)

@@ -24,7 +24,7 @@ _ENDINGS = (".json", ".jsonl")
 
 
 def remember(
-    store: Path, messages: Sequence[Message], *, title: str = "", app: str = "chat"
+    store: Path, messages: Sequence[Message], *, title: str = "", app: str | None = None
 ) -> Path:
     """Have a conversation with a cloud model learnt when the device is idle.
 
@@ -32,7 +32,7 @@ def remember(
         store: The datastore's directory, ``plugins.knn_lm.store``.
         messages: The conversation, in order.
         title: To know it by, in ``llmaas datastore inspect``.
-        app: Whose it is.
+        app: Whose it is: no other app is answered with it. None: every app may be.
 
     Returns:
         The file in which it waits; it survives a restart.
@@ -49,7 +49,7 @@ def remember(
     directory.mkdir(mode=0o700, exist_ok=True)
     row = {
         "title": title or time.strftime("%Y-%m-%d %H:%M"),
-        "app": app,
+        **({} if app is None else {"app": app}),
         "messages": [{"role": m.role, "content": m.content} for m in messages],
     }
     path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json"

@@ -81,14 +81,21 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A datastore, and how it is mixed in."""
+    """A datastore, and how it is mixed in.
+
+    Attributes:
+        datastore: What is searched.
+        settings: How its pairs are mixed in.
+        ranges: The rows that the app may be answered with; None: all.
+    """
 
     datastore: Datastore
     settings: Settings
+    ranges: tuple[range, ...] | None = None
 
     def search(self, query: npt.NDArray[np.float32]) -> Neighbours:
         """Return the nearest pairs."""
-        return self.datastore.search(query, self.settings.k)
+        return self.datastore.search(query, self.settings.k, self.ranges)
 
 
 class Mixer:

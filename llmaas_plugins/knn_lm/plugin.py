@@ -81,7 +81,7 @@ class KnnLM:
         self._opened: _Opened | None = None
         self._left_alone: dict[str, str] = {}
         self._counts = Counts()
-        self._proposer = Proposer(self._path.parent)
+        self._proposer = Proposer(self._path.parent, shares=config.share_across_apps)
         plan = Plan(config.size, config.k, config.dims)
         self._learner = Learner(self._path.parent, config.key, plan, config.idle_s, self._natives)
 
@@ -129,12 +129,13 @@ class KnnLM:
             served, opened = self._served.get(engine.ctx), self._opened
         if served is not None:
             mixes = self._config.alpha != 0 and self._config.skip_above != 0
-            source = opened.source if opened is not None and is_on else None
+            source = self._source_for(request.app, opened) if is_on else None
             look_back = self._config.look_back if source is not None and mixes else 0
             served.mixer.begin(source, request.tokens, look_back)
             engine.n_outputs = max(1, look_back)
         if self._config.drafts:
-            self._proposer.begin(engine, is_on=is_on and not request.reads_tokens)
+            is_on = is_on and not request.reads_tokens
+            self._proposer.begin(engine, request.app, is_on=is_on)
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
@@ -190,6 +191,14 @@ class KnnLM:
         self._close()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _source_for(self, app: str | None, opened: _Opened | None) -> Source | None:
+        """What an app is answered with; None if there is nothing of its own or of no app."""
+        if opened is None:
+            return None
+        of_all = self._config.share_across_apps
+        ranges = opened.datastore.ranges_for(app, of_all=of_all)
+        return dataclasses.replace(opened.source, ranges=ranges) if ranges else None
 
     def _see_to(self, engine: Engine) -> None:
         """Serve an engine that is new, or as the datastore is now."""

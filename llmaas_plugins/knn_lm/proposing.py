@@ -8,6 +8,9 @@ import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmaas_hooks import Engine, StoreError
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import segment_files
@@ -20,54 +23,62 @@ __all__ = ["Proposer"]
 _log = logging.getLogger("llmaas.knn_lm")
 
 
-class Proposer:
-    """Puts a draft model on each engine that can have one, and keeps it up to date."""
+_Drafts = dict[str | None, DatastoreDraft | None]
+"""Of one engine, by app; None: for all apps that have no chats of their own."""
 
-    def __init__(self, store: Path) -> None:
-        """Nothing is read yet."""
+
+class Proposer:
+    """Puts a draft model on each engine that can have one, and keeps it up to date.
+
+    An app is proposed what its own chats say, and those of no app.
+    """
+
+    def __init__(self, store: Path, *, shares: bool) -> None:
+        """Read nothing yet.
+
+        Args:
+            store: The datastore's directory.
+            shares: Every app may be proposed what every app's chats say.
+        """
         self._store = store
+        self._shares = shares
         self._lock = threading.RLock()
-        self._drafts: weakref.WeakKeyDictionary[Engine, DatastoreDraft | None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._ids: list[bytes] = []
+        self._drafts: weakref.WeakKeyDictionary[Engine, _Drafts] = weakref.WeakKeyDictionary()
+        self._owners: dict[bytes, str | None] = {}
         self._looked_at: list[tuple[str, int]] | None = None
 
-    def begin(self, engine: Engine, *, is_on: bool) -> None:
-        """A request begins: propose for it, or leave it alone.
+    def begin(self, engine: Engine, app: str | None, *, is_on: bool) -> None:
+        """A request of an app begins: propose for it, or leave it alone.
 
         Raises:
             StoreError: The archive is damaged, or of another model.
         """
         with self._lock:  # several engines' threads
-            self._begin(engine, is_on=is_on)
-
-    def _begin(self, engine: Engine, *, is_on: bool) -> None:
-        files = _files(self._store)
-        if not files and not self._ids:
-            return  # nothing has been built yet
-        if files != self._looked_at:
-            self._follow(engine)
-            self._looked_at = files
-        if engine not in self._drafts:
-            self._drafts[engine] = self._attached(engine)
+            files = _files(self._store)
+            if not files and not self._owners:
+                return  # nothing has been built yet
+            if files != self._looked_at:
+                self._follow(engine)
+                self._looked_at = files
+            key = app if app in self._owners.values() else None
+            drafts = self._drafts.setdefault(engine, {})
+            if key not in drafts:
+                drafts[key] = self._attached(engine, key)
             self.end(engine)
-        draft = self._drafts[engine]
+            draft = drafts[key]
         if is_on and draft is not None and engine.llama.draft_model is None:
             engine.llama.draft_model = draft
 
     def end(self, engine: Engine) -> None:
         """The request is over: what the app evaluates itself needs no rows of logits for drafts."""
-        with self._lock:
-            draft = self._drafts.get(engine)
-        with contextlib.suppress(ReferenceError):  # the engine may be gone
-            if draft is not None and engine.llama.draft_model is draft:
-                engine.llama.draft_model = None
+        with self._lock, contextlib.suppress(ReferenceError):  # the engine may be gone
+            llama = engine.llama
+            if any(llama.draft_model is draft for draft in self._drafts.get(engine, {}).values()):
+                llama.draft_model = None
 
     def stats(self) -> dict[str, int]:
         """Tokens proposed and accepted so far, and memory taken."""
-        with self._lock:
-            drafts = [draft for draft in self._drafts.values() if draft is not None]
+        drafts = self._all()
         return {
             "proposed": sum(draft.counts.proposed for draft in drafts),
             "accepted": sum(draft.counts.accepted for draft in drafts),
@@ -81,22 +92,34 @@ class Proposer:
                 self.end(engine)
             self._drafts.clear()
 
+    def _all(self) -> list[DatastoreDraft]:
+        with self._lock:
+            found = [draft for drafts in self._drafts.values() for draft in drafts.values()]
+        return [draft for draft in found if draft is not None]
+
     def _follow(self, engine: Engine) -> None:
         """Take in what was added; start anew when anything was forgotten."""
         with self._opened(engine) as archive:
-            ids = archive.ids()
-            if ids[: len(self._ids)] == self._ids:
-                for draft in filter(None, self._drafts.values()):
-                    for id_ in ids[len(self._ids) :]:
-                        draft.update(archive.tokens(id_))
-            else:
+            ids, known = archive.ids(), list(self._owners)
+            if ids[: len(known)] != known:
                 self.close()
-        self._ids = ids
+                self._owners.clear()
+            for id_ in ids[len(self._owners) :]:
+                owner = None if self._shares else archive.owner(id_)
+                self._take_in(archive.tokens(id_), owner)
+                self._owners[id_] = owner
 
-    def _attached(self, engine: Engine) -> DatastoreDraft | None:
-        llama = engine.llama
+    def _take_in(self, tokens: NDArray[np.int32], owner: str | None) -> None:
+        for drafts in self._drafts.values():
+            for app, draft in drafts.items():
+                if draft is not None and owner in (None, app):
+                    draft.update(tokens)
+
+    def _attached(self, engine: Engine, app: str | None) -> DatastoreDraft | None:
         with self._opened(engine) as archive:
-            draft = DatastoreDraft(archive.token_sequences())
+            ids = [id_ for id_, owner in self._owners.items() if owner in (None, app)]
+            draft = DatastoreDraft(archive.tokens(id_) for id_ in ids)
+        llama = engine.llama
         try:
             attach(llama, draft)
         except ValueError as error:

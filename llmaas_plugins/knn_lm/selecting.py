@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive import Archive, ConversationInfo
 from llmaas_plugins.knn_lm.archive_files import SELECTED
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fitting import Fitted, HeldOut, fit, skip_above
@@ -167,13 +168,12 @@ def write(
     binding = archive.binding
     if binding is None or not len(selection):
         raise StoreError(f"nothing was selected from the datastore in {archive.directory}")
-    order = np.argsort(selection.indices)
-    selection = Selection(selection.indices[order], selection.weights[order])
+    infos = {info.number: info for info in archive.conversations()}
+    selection = _by_owner(archive, selection, infos)
     pairs, origin = archive.pairs(selection.indices), archive.origin(selection.indices)
-    held_out = _held_out(archive, source, selection, pairs.keys, plan)
+    held_out = _held_out(archive, source, selection, pairs.keys, infos, plan)
     fitted = fit(held_out) if len(held_out.p_lm) else _unfitted(objective.theta)
     threshold, skipped = skip_above(held_out, fitted.mixture)
-    ids = {info.number: info.id for info in archive.conversations()}
     numbers, places = np.unique(origin.numbers, return_inverse=True)
     Datastore.write(
         archive.directory / SELECTED,
@@ -182,7 +182,8 @@ def write(
         values=pairs.values,
         weights=selection.weights,
         origins=np.stack([places, origin.positions], axis=1).astype(np.int32),
-        conversations=[ids[number] for number in numbers.tolist()],
+        conversations=[infos[number].id for number in numbers.tolist()],
+        owners=[_owner(infos[number]) for number in numbers.tolist()],
         basis=source.basis,
         settings={
             "mixture": fitted.mixture.as_json(),
@@ -203,25 +204,68 @@ def write(
     )
 
 
+def _owner(info: ConversationInfo) -> str | None:
+    return None if info.is_shared else info.app
+
+
+def _by_owner(
+    archive: Archive, selection: Selection, infos: Mapping[int, ConversationInfo]
+) -> Selection:
+    """The same pairs; those of one owner are neighbours, and searched as one range."""
+    whose = _whose(archive, selection.indices, infos)
+    order = np.lexsort((selection.indices, whose.owners))
+    return Selection(selection.indices[order], selection.weights[order])
+
+
+class _Whose(NamedTuple):
+    """Of some pairs, their conversations' numbers and these's owners; owner 0 is all apps."""
+
+    numbers: Ints
+    owners: Indices
+
+    def may_hear(self, others: _Whose, part: slice) -> npt.NDArray[np.bool_]:
+        """Whether each may be answered with each of a part of the others."""
+        numbers, owners = others.numbers[part], others.owners[part]
+        is_allowed = (owners == 0) | (owners == self.owners[:, None])
+        return is_allowed & (numbers != self.numbers[:, None])
+
+
+def _whose(
+    archive: Archive, indices: npt.NDArray[np.integer], infos: Mapping[int, ConversationInfo]
+) -> _Whose:
+    names = sorted({owner for info in infos.values() if (owner := _owner(info)) is not None})
+    places = {name: i for i, name in enumerate(names, start=1)}
+    by_number = {n: places.get(_owner(info) or "", 0) for n, info in infos.items()}
+    numbers = archive.origin(indices).numbers
+    return _Whose(numbers, np.array([by_number[number] for number in numbers.tolist()], np.int64))
+
+
 def _unfitted(theta: float) -> Fitted:
     """Of one conversation nothing can be held out: weigh neighbours little, and only near ones."""
     return Fitted(Mixture(alpha=0.25, beta=0.5, theta=theta, far=4 * theta), math.nan, math.nan)
 
 
-def _held_out(
-    archive: Archive, source: ArchiveSource, chosen: Selection, keys: Halves, plan: Plan
+def _held_out(  # noqa: PLR0913, PLR0917
+    archive: Archive,
+    source: ArchiveSource,
+    chosen: Selection,
+    keys: Halves,
+    infos: Mapping[int, ConversationInfo],
+    plan: Plan,
 ) -> HeldOut:
     """Targets from all over the archive, and their neighbours in other conversations.
+
+    Neighbours are those that their app may be answered with.
 
     The neighbours are found as they will be: nearest first in the basis, then exactly.
     """
     rng = np.random.default_rng(plan.seed)
     n = len(source.values)
     picks = np.sort(rng.choice(n, min(_QUERIES, n), replace=False))
-    queries, own = archive.pairs(picks), archive.origin(picks).numbers
+    queries, asking = archive.pairs(picks), _whose(archive, picks, infos)
     wide = queries.keys.astype(np.float32)
-    others = archive.origin(chosen.indices).numbers
-    rows = _nearest(source, wide, own, keys, others, 2 * plan.k)
+    others = _whose(archive, chosen.indices, infos)
+    rows = _nearest(source, (wide, asking), (keys, others), 2 * plan.k)
     distances = np.stack([_exact(*each, keys) for each in zip(wide, rows, strict=True)])
     order = np.argsort(distances, axis=1, kind="stable")[:, : plan.k]
     rows = np.take_along_axis(rows, order, axis=1)
@@ -237,17 +281,18 @@ def _held_out(
     )
 
 
-def _nearest(  # noqa: PLR0913, PLR0917
-    source: ArchiveSource, queries: Floats, own: Ints, keys: Halves, others: Ints, n: int
+def _nearest(
+    source: ArchiveSource, asked: tuple[Floats, _Whose], said: tuple[Halves, _Whose], n: int
 ) -> npt.NDArray[np.intp]:
-    """Of each query: ``n`` rows nearest in the basis, -1 where none of another conversation is."""
+    """Of each query: ``n`` rows nearest in the basis that it may be answered with, or -1."""
+    (queries, asking), (keys, others) = asked, said
     projected = source.basis.project(queries)
     rows = np.empty((len(queries), 0), np.intp)
     found = np.empty((len(queries), 0), np.float32)
     for start in range(0, len(keys), _PART):
         part = source.basis.project(keys[start : start + _PART].astype(np.float32))
         distances = squared_distances(projected, part)
-        distances[own[:, None] == others[None, start : start + _PART]] = np.inf
+        distances[~asking.may_hear(others, slice(start, start + _PART))] = np.inf
         found = np.concatenate([found, distances], axis=1)
         here = np.broadcast_to(np.arange(start, start + len(part)), distances.shape)
         rows = np.concatenate([rows, here], axis=1)

@@ -31,7 +31,7 @@ def filled(tmp_path_factory, reference_model):
     with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
         said = {q: llama.detokenize(ask(llama, q)).decode() for q in QUESTIONS}
     chats = [
-        Conversation(q, "chat", (Message("user", q), Message("assistant", said[q].strip())))
+        Conversation(q, "chat", (Message("user", q), Message("assistant", said[q].strip())), True)
         for q in QUESTIONS
     ]
     folder = tmp_path_factory.mktemp("filled")
@@ -79,7 +79,7 @@ def counts(suite):
 
 def draft_of(suite):
     """The draft model of the only engine; it is on the engine during requests alone."""
-    (draft,) = suite.plugin("knn_lm")._proposer._drafts.values()
+    (draft,) = suite.plugin("knn_lm")._proposer._all()
     return draft
 
 
@@ -135,7 +135,7 @@ def copy(source, target):
             id_ = bytes.fromhex(row.id)
             numbers = np.arange(first, first + row.n_pairs)
             first += row.n_pairs
-            talk = Conversation(row.title, row.app, old.messages(id_))
+            talk = Conversation(row.title, row.app, old.messages(id_), row.is_shared)
             tokens, positions = old.tokens(id_), old.origin(numbers).positions
             new.append(Record(talk, "copy", 0.0, tokens, positions, old.pairs(numbers)))
 

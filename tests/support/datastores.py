@@ -24,7 +24,7 @@ ENGINE = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 1, "verbos
 MIXTURE = Mixture(alpha=0.7, beta=0.25, theta=40.0, far=120.0)
 K = 16
 CONVERSATIONS = tuple(
-    Conversation(question, "chat", (Message("user", question), Message("assistant", answer)))
+    Conversation(question, "chat", (Message("user", question), Message("assistant", answer)), True)
     for question, answer in (
         ("Where does Bruno sleep?", "Bruno sleeps in the old boat behind the station."),
         ("Who feeds Bruno?", "Anna feeds Bruno at seven, before she takes the boat to work."),
@@ -53,12 +53,13 @@ class Stored:
     origins: Any
     key: str
 
-    def write(self, directory, *, rows=slice(None), **settings):
+    def write(self, directory, *, rows=slice(None), owners=None, **settings):
         """Write it, or some rows of it, into a directory; its path.
 
         Args:
             directory: That of the store.
             rows: Pairs to write.
+            owners: Of each conversation, the app that it belongs to.
             **settings: Other ones than the usual.
         """
         directory.mkdir(parents=True, exist_ok=True)
@@ -71,6 +72,7 @@ class Stored:
             origins=self.origins[rows],
             conversations=[one.title for one in CONVERSATIONS],
             basis=None,
+            owners=owners,
             settings={"mixture": MIXTURE.as_json(), "skip_above": 1.0, "key": self.key} | settings,
         )
         return directory / SELECTED

@@ -77,7 +77,9 @@ def test_chatgpt_follows_the_current_branch():
         Message("user", "And this one?"),
         Message("assistant", "That one is a golf ball."),
     )
-    assert untitled == Conversation("conversations 3", "chat", (Message("user", "Hello again"),))
+    assert untitled == Conversation(
+        "conversations 3", "chat", (Message("user", "Hello again"),), True
+    )
 
 
 def test_byte_order_mark_blank_lines_and_windows_newlines(tmp_path):

@@ -79,6 +79,7 @@ def test_every_setting_may_come_from_the_environment():
         "look_back": "0",
         "mix": "false",
         "drafts": "true",
+        "share_across_apps": "true",
         "learn": "true",
         "idle_s": "2.5",
     }
@@ -98,6 +99,7 @@ def test_every_setting_may_come_from_the_environment():
         look_back=0,
         mix=False,
         drafts=True,
+        share_across_apps=True,
         learn=True,
         idle_s=2.5,
     )

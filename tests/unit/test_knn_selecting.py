@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from archived import BINDING, N_EMBD, fill, record
@@ -33,6 +35,10 @@ def archive(tmp_path):
     fill(tmp_path, [record(seed, n_tokens=20) for seed in range(N_CHATS)])
     with Archive.open(tmp_path, BINDING, writable=True) as archive:
         yield archive
+
+
+def infos(archive):
+    return {info.number: info for info in archive.conversations()}
 
 
 def selected(archive, plan=IN_ALL):
@@ -114,7 +120,7 @@ def test_held_out_are_the_nearest_of_other_conversations(archive, monkeypatch, p
     pairs, numbers = everything(archive)
     source, chosen = selected(archive)
     keys = pairs.keys[chosen.indices]
-    held = _held_out(archive, source, chosen, keys, IN_ALL)
+    held = _held_out(archive, source, chosen, keys, infos(archive), IN_ALL)
     picks = sorted(np.random.default_rng(0).choice(len(pairs), len(pairs), replace=False))
     assert len(held.p_lm) == len(picks)
     assert np.array_equal(held.p_lm, pairs.p_lm[picks])
@@ -136,12 +142,30 @@ def test_where_other_conversations_have_few_pairs_there_are_few_neighbours(archi
     rest = np.flatnonzero(numbers != numbers[0])[:2]
     chosen = Selection(np.sort([*first, *rest]), np.ones(len(first) + 2, np.float32))
     source = source_of(archive, IN_ALL)
-    held = _held_out(
-        archive, source, chosen, source.keys(chosen.indices).astype(np.float16), IN_ALL
-    )
+    keys = source.keys(chosen.indices).astype(np.float16)
+    held = _held_out(archive, source, chosen, keys, infos(archive), IN_ALL)
     n_finite = np.isfinite(held.distances).sum(axis=1)
     assert (n_finite[: len(first)] == 2).all()  # of the first conversation's own targets
     assert set(n_finite[len(first) :].tolist()) == {6}
+
+
+def test_what_is_fitted_on_is_what_the_app_may_hear(tmp_path):
+    """Its own, and what belongs to no app."""
+    apps = ["mail", "notes", "chat"] * 4
+    fill(tmp_path, [record(seed, n_tokens=20, app=app) for seed, app in enumerate(apps)])
+    with Archive.open(tmp_path, BINDING) as archive:
+        shared = {
+            n: dataclasses.replace(i, is_shared=i.app == "chat") for n, i in infos(archive).items()
+        }
+        source, chosen = selected(archive, Plan(size=200, k=199, n_dims=N_EMBD))
+        keys = archive.pairs(chosen.indices).keys
+        whole = dataclasses.replace(IN_ALL, k=199)
+        held = _held_out(archive, source, chosen, keys, shared, whole)
+        numbers = archive.origin(chosen.indices).numbers
+        for pick, distances in enumerate(held.distances):
+            own = archive.origin(np.array([pick])).numbers[0]
+            may = [apps[n] in {"chat", apps[own]} and n != own for n in numbers.tolist()]
+            assert np.isfinite(distances).sum() == sum(may)
 
 
 # -- the file ------------------------------------------------------------------------------------
