@@ -203,6 +203,7 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
         file = _File.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin, _File)) from error
+    _require_homes("service", file.service)
     plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
@@ -219,11 +220,23 @@ def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseMode
         ConfigError: A key is unknown (with a suggestion) or has a wrong value (with its origin).
     """
     try:
-        return model.model_validate(dict(table.values))
+        settings = model.model_validate(dict(table.values))
     except ValidationError as error:
         first = error.errors()[0]["loc"]
         origin = table.origins.get(str(first[0]), "code") if first else "code"
         raise ConfigError(_explain(error, f"plugins.{name} ({origin})", model)) from error
+    _require_homes(f"plugins.{name}", settings)
+    return settings
+
+
+def _require_homes(where: str, settings: BaseModel) -> None:
+    """Refuse ``~user`` of nobody, which is found out late otherwise."""
+    for key, value in settings:
+        if isinstance(value, Path):
+            try:
+                value.expanduser()
+            except RuntimeError as error:
+                raise ConfigError(f"{where}.{key}: {value} is nobody's home") from error
 
 
 def _table(values: Mapping[str, Any], origin: str) -> PluginTable:

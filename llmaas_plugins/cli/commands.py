@@ -6,7 +6,7 @@ import argparse
 import importlib
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmaas_hooks import LlmaasError
 from llmaas_plugins import __version__
@@ -39,8 +39,16 @@ def run_command(argv: Sequence[str] | None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, whatever was typed."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and end."""
+        super().error(one_line(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="llmaas",
         description="Plugins for llama-cpp-python apps.",
         allow_abbrev=False,

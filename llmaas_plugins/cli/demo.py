@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.offline import check_target
+from llmaas_plugins.cli.options import at_least, positive
 
 __all__ = ["add_parser"]
+
+_LEAST_PROMPT = 64
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,21 +28,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--data", type=Path, help="your chats: OpenAI-style JSONL or ChatGPT's conversations.json"
     )
-    parser.add_argument("--contexts", type=int, default=12, help="most contexts (default 12)")
-    parser.add_argument("--calls", type=int, help="most calls (default: every user turn)")
-    parser.add_argument("--tokens", type=int, default=24, help="tokens of a reply (default 24)")
     parser.add_argument(
-        "--n-ctx", type=int, default=1024, help="context length; 0: the model's own"
+        "--contexts", type=at_least(2), default=12, help="most contexts (default 12)"
+    )
+    parser.add_argument("--calls", type=at_least(1), help="most calls (default: every user turn)")
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=24, help="tokens of a reply (default 24)"
+    )
+    parser.add_argument(
+        "--n-ctx",
+        type=at_least(0),
+        default=1024,
+        help="context length (default 1024); 0: the model's own",
     )
     parser.add_argument(
         "--budget-share",
-        type=float,
+        type=positive,
         default=0.25,
         help="RAM for stored contexts as a share of all contexts' KV (default 0.25)",
     )
-    parser.add_argument("--codec", choices=("tolerance", "int8", "lossless"), default="tolerance")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: llama.cpp's choice)")
-    parser.add_argument("--seed", type=int, default=0, help="of the trace (default 0)")
+    parser.add_argument(
+        "--codec",
+        choices=("tolerance", "int8", "lossless"),
+        default="tolerance",
+        help="how ours keeps contexts (default tolerance)",
+    )
+    parser.add_argument(
+        "--threads", type=at_least(1), help="CPU threads (default: llama.cpp's choice)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the trace (default 0)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write everything measured; - is stdout"
     )
@@ -54,6 +72,16 @@ def demo(args: argparse.Namespace) -> int:
 
     if args.model is not None and not args.model.is_file():
         raise ConfigError(f"no such model: {args.model}")
+    if 0 < args.n_ctx < args.tokens + _LEAST_PROMPT:
+        raise ConfigError(
+            f"--n-ctx is {args.n_ctx}, expected {args.tokens + _LEAST_PROMPT} or more for replies "
+            f"of {args.tokens} tokens, or 0 for the model's own."
+        )
+    to_stdout = args.json is not None and str(args.json) == "-"
+    if args.json is not None and not to_stdout:
+        check_target(args.json, "--json")
+    if args.plot is not None:
+        check_target(args.plot, "--plot")
     run = run_demo(
         DemoOptions(
             model=args.model or reference_model_path(),
@@ -68,7 +96,6 @@ def demo(args: argparse.Namespace) -> int:
             threads=args.threads,
         )
     )
-    to_stdout = args.json is not None and str(args.json) == "-"
     text = sys.stderr if to_stdout else sys.stdout
     print(as_texts(run), as_table(run), sep="\n\n", file=text)
     if to_stdout:

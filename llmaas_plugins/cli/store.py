@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.cli.output import print_report, printable, progress, size_text
-from llmaas_plugins.cli.store_actions import add_action, chosen_directory, settings_of
+from llmaas_plugins.cli.store_actions import add_action, chosen_directory, expanded, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -103,7 +103,9 @@ def export(args: argparse.Namespace) -> int:
     """Copy chunks to a new store; 1 when some could not be copied."""
     from llmaas_plugins.kv_chunks.upkeep import export_store
 
-    done = export_store(_directory(args), args.target, args.context, progress("copying", "chunk"))
+    done = export_store(
+        _directory(args), expanded(args.target), args.context, progress("copying", "chunk")
+    )
     lines = [
         f"{done.n_contexts} contexts, {done.n_chunks} chunks, {size_text(done.n_bytes)} "
         f"copied to {args.target}."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-__all__ = ["add_action", "chosen_directory", "settings_of"]
+__all__ = ["add_action", "chosen_directory", "expanded", "settings_of"]
 
 
 def add_action(actions: Any, name: str, func: Any, text: str) -> argparse.ArgumentParser:
@@ -41,4 +41,16 @@ def chosen_directory(args: argparse.Namespace, configured: Callable[[], Path]) -
     if args.store is not None and not str(args.store):
         raise ConfigError("--store needs a directory")
     path: Path = args.store or configured()
-    return path.expanduser()
+    return expanded(path)
+
+
+def expanded(path: Path) -> Path:
+    """Return a path with ``~`` replaced by a home.
+
+    Raises:
+        ConfigError: It names nobody's.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path} is nobody's home; expected a folder") from error

@@ -102,7 +102,12 @@ def turns(*subjects):
         (["--data", "one.jsonl"], "found 1 conversations with user turns, need 2"),
         (["--data", "none.jsonl"], "none.jsonl"),
         (["--model", "none.gguf"], "none.gguf"),
-        (["--contexts", "x"], "invalid int value: 'x'"),
+        (["--contexts", "x"], "argument --contexts: expected a number from 2 on, found 'x'"),
+        (["--tokens", "-1"], "argument --tokens: expected a number from 1 on, found '-1'"),
+        (["--budget-share", "nan"], "expected a number above 0, found 'nan'"),
+        (["--json", "none/x"], "found no folder none to write x to"),
+        (["--plot", "."], ". is a folder or a device, expected a file's name"),
+        (["--n-ctx", "8"], "--n-ctx"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options, message):

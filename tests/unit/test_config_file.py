@@ -217,3 +217,8 @@ def test_the_default_of_a_service(folder, environ, enabled):
     assert config.enabled() == enabled
     if f"{KV}CODEC" in environ:
         assert config.plugins["kv_chunks"].values == {"codec": "int8"}
+
+
+def test_nobodys_home_is_refused_at_once(folder):
+    with pytest.raises(ConfigError, match=r"service.state_dir: ~nobody-of-this-name/x is nobody's"):
+        load_config({"service": {"state_dir": "~nobody-of-this-name/x"}}, {})
