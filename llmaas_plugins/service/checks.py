@@ -20,7 +20,7 @@ from llmaas_plugins.service.levels import check_levels, levels_of
 from llmaas_plugins.service.refusal import Refusal, mistakes
 from llmaas_plugins.service.upstream import server_engine
 
-__all__ = ["check_body"]
+__all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "check_body"]
 
 _BODIES: dict[str, type[BaseModel]] = {
     "chat": CreateChatCompletionRequest,
@@ -29,7 +29,7 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 _MOST_NESTED = 64
 _MOST_GRAMMAR_BYTES = 64 << 10
-_MOST_STOPS, _LONGEST_STOP = 64, 1024
+MOST_STOPS, LONGEST_STOP = 64, 1024
 _MOST_BIASES = 1024
 _INT32 = range(-(1 << 31), 1 << 31)
 _RANGES = {
@@ -42,7 +42,7 @@ _RANGES = {
     "best_of": _INT32,
     "seed": range(-(1 << 31), 1 << 32),
 }
-_LARGEST_FLOAT = 1e9
+LARGEST_FLOAT = 1e9
 _FLOATS = ("temperature", "repeat_penalty")
 
 
@@ -68,7 +68,7 @@ def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
         return Levels(), []
     _check_numbers(checked)
     _check_lists(checked)
-    wanted = list(_wanted(values))
+    wanted = list(_wanted(values, is_chat=route == "chat"))
     for one in wanted:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
@@ -120,15 +120,15 @@ def _check_numbers(checked: BaseModel) -> None:
         if type(number) is int and number not in fitting:
             raise _mistake(f"{name}: must be from {fitting[0]} to {fitting[-1]}")
     for name in _FLOATS:
-        if abs(getattr(checked, name)) > _LARGEST_FLOAT:
-            raise _mistake(f"{name}: must be at most {_LARGEST_FLOAT:g}")
+        if abs(getattr(checked, name)) > LARGEST_FLOAT:
+            raise _mistake(f"{name}: must be at most {LARGEST_FLOAT:g}")
 
 
 def _check_lists(checked: CreateChatCompletionRequest | CreateCompletionRequest) -> None:
     """Refuse lists that would be gone through at each token for long, or name what is not there."""
     stops = [checked.stop] if isinstance(checked.stop, str) else checked.stop or []
-    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise _mistake(f"stop: at most {_MOST_STOPS} of {_LONGEST_STOP} characters each")
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        raise _mistake(f"stop: at most {MOST_STOPS} of {LONGEST_STOP} characters each")
     biases = checked.logit_bias or {}
     if len(biases) > _MOST_BIASES:
         raise _mistake(f"logit_bias: at most {_MOST_BIASES} tokens, found {len(biases)}")
@@ -140,13 +140,15 @@ def _check_lists(checked: CreateChatCompletionRequest | CreateCompletionRequest)
                 raise _mistake(f"logit_bias: {expected}, found {token[:40]!r}")
 
 
-def _wanted(values: dict[str, Any]) -> Iterator[Wanted]:
+def _wanted(values: dict[str, Any], *, is_chat: bool) -> Iterator[Wanted]:
     """The grammars and schemas that llama_cpp makes of a body, in any case.
 
     Schemas of tools that the model may choose from itself, it converts once they are chosen.
     """
     if grammar := values.get("grammar"):
         yield Wanted("grammar", "grammar", grammar)
+    if not is_chat:
+        return  # what is none of a completion's business was not validated
     form = values.get("response_format") or {}
     if form.get("type") == "json_object" and "schema" in form:
         yield Wanted("response_format.schema", "schema", json.dumps(form["schema"]))

@@ -19,6 +19,7 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from llmaas_hooks import ConfigError, Levels, LimitError, PluginError, StoreError
+from llmaas_plugins.service.checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
 from llmaas_plugins.service.levels import levels_of
 from llmaas_plugins.service.line import Line
 from llmaas_plugins.service.metrics import CONTENT_TYPE_LATEST, Metrics
@@ -44,14 +45,16 @@ class Call(BaseModel):
 
     prompt: str
     stream: bool = False
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(default=None, ge=0, le=LARGEST_FLOAT)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = None
+    top_k: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repeat_penalty: float | None = Field(default=None, gt=0)
-    seed: int | None = None
-    stop: list[str] | None = None
+    repeat_penalty: float | None = Field(default=None, gt=0, le=LARGEST_FLOAT)
+    seed: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 32)
+    stop: list[Annotated[str, Field(max_length=LONGEST_STOP)]] | None = Field(
+        default=None, max_length=MOST_STOPS
+    )
     level: Annotated[Levels, BeforeValidator(levels_of)] = Levels()
 
     def arguments(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ __all__ = ["Connection", "Server"]
 
 _LAST_BYTES_S = 2
 """Seconds at the end for answers that are on their way."""
-_FORGET = struct.pack("ii", 1, 0)
+_DROP = struct.pack("ii", 1, 0)
 
 
 class Connection(H11Protocol):
@@ -116,12 +116,13 @@ class Connection(H11Protocol):
     def _expect(self, what: str) -> None:
         if what not in self._deadlines:
             timeout_s = self._limits.client_timeout_s
-            self._deadlines[what] = self.loop.call_later(timeout_s, self._give_up)
+            end = self.transport.abort if what == "request" else self._forget
+            self._deadlines[what] = self.loop.call_later(timeout_s, end)
 
-    def _give_up(self) -> None:
-        """Close, and have the kernel forget what was not taken: it would keep it for minutes."""
+    def _forget(self) -> None:
+        """Close, and have the kernel drop what was not taken: it would keep it for minutes."""
         connection = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FORGET)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP)
         self.transport.abort()
 
     def _done(self, what: str) -> None:

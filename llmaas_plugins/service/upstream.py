@@ -6,10 +6,13 @@ import contextlib
 import inspect
 import json
 import re
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from llama_cpp.server import app as server
 from llama_cpp.server.errors import RouteErrorHandler
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
@@ -62,15 +65,36 @@ class OpenCompletion:
 
 
 def explain_mistakes() -> None:
-    """Have the server answer 400, not 500, to more of what its clients do wrong."""
+    """Have the server answer 400 or 422, not 500, to more of what its clients do wrong."""
     RouteErrorHandler.pattern_and_formatters[_MISTAKES] = lambda _, found: (
         400,
         error_body(400, found.string)["error"],
     )
+    explain = RouteErrorHandler.error_message_wrapper
+
+    def explained(handler: Any, error: Exception, body: Any = None) -> tuple[int, Any]:
+        if isinstance(error, RequestValidationError):
+            raise error  # for the handler of all routes
+        if _is_about_messages(error):
+            reason = " ".join(str(error).split()) or type(error).__name__
+            message = f"The chat format cannot work with these messages or tools: {reason}"
+            return 400, error_body(400, message)["error"]
+        return explain(handler, error=error, body=body)
+
+    RouteErrorHandler.error_message_wrapper = explained
+
+
+def _is_about_messages(error: Exception) -> bool:
+    """Whether messages could not be made into a prompt, long before there was anything to run."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = Path(frame.f_code.co_filename)
+    return file.name in ("llama_chat_format.py", "<template>") or "jinja2" in file.parts
 
 
 def stream_failure(body: bytes, error: Exception) -> Refusal:
     """What the server answers when ``error`` ends a call; for streams, it does not say."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
     values = json.loads(body)
     kind = CreateChatCompletionRequest if "messages" in values else CreateCompletionRequest
     handler: Any = RouteErrorHandler
