@@ -114,7 +114,13 @@ def forget(args: argparse.Namespace) -> int:
         gone = forget_all(directory)
     else:
         with Archive.open(directory, writable=True) as archive:
-            gone = forget_conversations(archive, _chosen(args, archive))
+            gone = forget_conversations(archive, _chosen(args, archive), args.app)
+            if args.app is not None and not gone.n_conversations:
+                apps = ", ".join(sorted({printable(row.app) for row in archive.conversations()}))
+                raise StoreError(
+                    f"no conversation of app {args.app!r}; nothing was changed. Apps there are: "
+                    f"{apps or 'none'}."
+                )
     text = (
         f"{gone.n_conversations} conversations and {gone.n_pairs} pairs removed, "
         f"{gone.n_selected} of those selected; {size_text(gone.freed_bytes)} given back."
@@ -135,13 +141,7 @@ def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
     from llmaas_plugins.knn_lm.selected import read_selected
 
     if args.app is not None:
-        rows = archive.conversations()
-        ids = [row.id for row in rows if row.app == args.app]
-        if not ids:
-            apps = ", ".join(sorted({printable(row.app) for row in rows})) or "none"
-            raise StoreError(
-                f"no conversation of app {args.app!r}; nothing was changed. Apps there are: {apps}."
-            )
+        ids = [row.id for row in archive.conversations() if row.app == args.app]
     else:
         selected = read_selected(archive.directory)
         known = [id_.hex() for id_ in archive.ids()]

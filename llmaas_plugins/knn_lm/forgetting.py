@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.chats import Conversation
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import (
     FILES,
@@ -18,8 +19,10 @@ from llmaas_plugins.knn_lm.archive_files import (
     require_datastore,
     retire,
 )
+from llmaas_plugins.knn_lm.archive_record import conversation_id
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore_file import erase_leftovers
+from llmaas_plugins.knn_lm.inbox import forget_waiting
 from llmaas_plugins.knn_lm.selected import read_selected
 from llmaas_plugins.store_lock import lock, unlock
 
@@ -31,7 +34,7 @@ class Gone:
     """What went.
 
     Attributes:
-        n_conversations: Conversations of the archive.
+        n_conversations: Conversations, of the archive and of those that waited.
         n_pairs: Their pairs.
         n_selected: Pairs that were selected.
         freed_bytes: Bytes of files.
@@ -43,12 +46,15 @@ class Gone:
     freed_bytes: int
 
 
-def forget_conversations(archive: Archive, ids: Collection[bytes]) -> Gone:
+def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | None = None) -> Gone:
     """Erase conversations; the selected pairs of theirs go first, so that all can be done again.
+
+    Those that wait to be learnt go, too.
 
     Args:
         archive: Open for writing.
         ids: Which; those that are nowhere are passed over.
+        app: Whatever waits of this app goes with them.
 
     Raises:
         StoreError: The disk failed, or what is selected is damaged.
@@ -56,7 +62,12 @@ def forget_conversations(archive: Archive, ids: Collection[bytes]) -> Gone:
     directory, n_selected = archive.directory, 0
     before = _n_bytes(directory)
     path = directory / SELECTED
+
+    def is_gone(one: Conversation) -> bool:
+        return one.app == app or conversation_id(one) in ids
+
     try:
+        n_waiting = forget_waiting(directory, is_gone)
         erase_leftovers(path)
     except OSError as error:
         raise _failed(directory, error) from error
@@ -64,7 +75,7 @@ def forget_conversations(archive: Archive, ids: Collection[bytes]) -> Gone:
         n_selected = Datastore.without(path, [id_.hex() for id_ in ids])
     forgotten = archive.forget(ids)
     freed = before - _n_bytes(directory)
-    return Gone(forgotten.n_conversations, forgotten.n_pairs, n_selected, freed)
+    return Gone(forgotten.n_conversations + n_waiting, forgotten.n_pairs, n_selected, freed)
 
 
 def forget_all(directory: Path) -> Gone:

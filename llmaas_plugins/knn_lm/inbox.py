@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.chats import Message
+from llmaas_plugins.chats import NO_APP, Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm.archive_files import FILES, INBOX, retire, write_whole
 
-__all__ = ["REFUSED", "remember", "waiting"]
+__all__ = ["REFUSED", "forget_waiting", "remember", "waiting"]
 
 REFUSED = ".refused"
 """Added to the name of a file that is no export, and left for somebody to look at."""
@@ -47,13 +47,47 @@ def remember(
     FILES.directory(store)
     directory = store / INBOX
     directory.mkdir(mode=0o700, exist_ok=True)
-    row = {
-        "title": title or time.strftime("%Y-%m-%d %H:%M"),
-        **({} if app is None else {"app": app}),
-        "messages": [{"role": m.role, "content": m.content} for m in messages],
+    title = title or time.strftime("%Y-%m-%d %H:%M")
+    one = Conversation(title, app or NO_APP, tuple(messages), is_shared=app is None)
+    return _write(directory, [_row(one)])
+
+
+def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
+    """Erase conversations that wait to be learnt, also of files that hold others, too.
+
+    Files that cannot be read stay: nobody knows what they hold, and nothing is learnt of them.
+
+    Returns:
+        How many went.
+    """
+    n_gone = 0
+    for path in waiting(store):
+        try:
+            found = load_conversations(path)
+        except ConfigError:
+            continue
+        kept = [one for one in found if not is_gone(one)]
+        if len(kept) < len(found):
+            if kept:
+                _write(path.parent, [_row(one) for one in kept])
+            done(path)
+            n_gone += len(found) - len(kept)
+    return n_gone
+
+
+def _row(one: Conversation) -> dict[str, object]:
+    messages = [{"role": m.role, "content": m.content} for m in one.messages]
+    return {
+        "title": one.title,
+        **({} if one.is_shared else {"app": one.app}),
+        "messages": messages,
     }
-    path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json"
-    write_whole(path, [json.dumps(row, ensure_ascii=False).encode(errors="replace")])
+
+
+def _write(directory: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.jsonl"
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(path, [line.encode(errors="replace") for line in lines])
     return path
 
 

@@ -112,7 +112,7 @@ class Mixer:
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
         self._source: Source | None = None
-        self._judgement: Judgement | None = None
+        self._judged: Judgement | None = None
 
     def close(self) -> None:
         """Look no longer."""
@@ -138,11 +138,11 @@ class Mixer:
         self._former |= self._edits
         self._edits.clear()
         self._source = source
-        self._judgement = Judgement(prompt, look_back) if look_back else None
+        self._judged = Judgement(prompt, look_back) if look_back else None
 
     def end(self) -> None:
         """The request is over: what the app samples itself is the model's own."""
-        self._source = self._judgement = None
+        self._source = None
 
     def judge(self, ctx: int, n_past: int, n_tokens: int) -> None:
         """Learn from the end of a prompt that was just evaluated (see ``trust``).
@@ -152,7 +152,7 @@ class Mixer:
             n_past: Tokens evaluated before.
             n_tokens: Tokens in this batch.
         """
-        judgement = self._judgement
+        judgement = self._judged
         if judgement is None or self._source is None:
             return
         if not self._has_keys_level:
@@ -191,7 +191,7 @@ class Mixer:
         if skip_above < 1 and logits_peek(view.logits).max_prob >= skip_above:
             self._counts.skipped += 1
             return
-        trust = 1.0 if self._judgement is None else self._judgement.weight
+        trust = 1.0 if self._judged is None else self._judged.trust.weight
         if trust == 0:
             self._counts.distrusted += 1
             return

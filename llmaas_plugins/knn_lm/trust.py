@@ -71,10 +71,10 @@ class Judgement:
         self._trust: Trust | None = Trust()
 
     @property
-    def weight(self) -> float:
+    def trust(self) -> Trust:
         """The trust; the prior if not all of these tokens were seen."""
         is_whole = self._trust is not None and self._next == len(self._text)
-        return self._trust.weight if self._trust and is_whole else Trust().weight
+        return self._trust if self._trust and is_whole else Trust()
 
     def take(self, n_past: int, n_tokens: int, n_rows: int) -> list[tuple[int, int]]:
         """Take a batch in; return which of its rows, counted from the last, say which tokens.

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
 
-from llmaas_plugins.chats import Message
+from llmaas_plugins.chats import Message, load_conversations
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.inbox import remember, waiting
 from llmaas_plugins.knn_lm.selected import read_selected
 
 MAIL, NOTE, LONG = record(1), record(2, app="notes"), record(3, n_tokens=200)
@@ -50,7 +51,7 @@ def run(capsys, store):
 
 
 def files(store):
-    return {path.name: path.read_bytes() for path in store.iterdir()}
+    return {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
 
 
 def damage_segment(store):
@@ -215,7 +216,7 @@ def test_ambiguous_id_is_refused(run, store):
 
 
 def is_anywhere(store, one):
-    content = b"".join(files(store).values())
+    content = b"".join([*files(store).values(), *(path.read_bytes() for path in waiting(store))])
     texts = [message.content.encode() for message in one.conversation.messages]
     id_, keys = record_id(one), [key.tobytes() for key in one.pairs.keys]
     return any(trace in content for trace in [*texts, *keys, id_, id_.hex().encode()])
@@ -247,6 +248,26 @@ def test_forgotten_conversation_is_gone_from_every_file(run, store, digits):
     code, message = run("forget", hex_id(LONG))
     assert code == 2
     assert "no conversation" in message
+
+
+def test_what_waits_to_be_learnt_is_forgotten_too(run, store):
+    """Also where it waits beside another one, which stays."""
+    for one, app in ((LONG, "mail"), (NOTE, "notes"), (MAIL, "mail")):
+        talk = one.conversation
+        remember(store, talk.messages, title=talk.title, app=app)
+    first, *others = waiting(store)
+    first.write_bytes(b"".join(path.read_bytes() for path in (first, others[0])))
+    code, found = run("forget", hex_id(LONG))
+    assert (code, found["n_conversations"]) == (0, 2)
+    assert not is_anywhere(store, LONG)
+    assert sum(len(load_conversations(path)) for path in waiting(store)) == 3
+    run("forget", "--app", "mail")
+    assert not is_anywhere(store, MAIL)
+    left = [one for path in waiting(store) for one in load_conversations(path)]
+    assert left == [NOTE.conversation] * 2
+    remember(store, MAIL.conversation.messages, app="mail")
+    assert run("forget", "--app", "mail")[1]["n_conversations"] == 1
+    assert not is_anywhere(store, MAIL)
 
 
 def test_app_can_be_forgotten(run, store):

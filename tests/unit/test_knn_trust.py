@@ -102,7 +102,7 @@ def judged(n_prompt, look_back, batches, n_rows=None):
             assert n_past - 1 - n_behind == token - 1  # the row before a token says it
             found.append(token)
             judgement.observe(0.2, 0.1)
-    return found, judgement.weight
+    return found, judgement.trust.weight
 
 
 @pytest.mark.parametrize("batches", [[30], [29, 1], [15, 15], [1] * 30, [7, 20, 2, 1], [30, 1, 1]])
@@ -130,7 +130,7 @@ def test_a_prompt_whose_last_tokens_were_not_all_seen_has_the_prior(start, n, n_
     assert judgement.take(start, n, n_rows) == []
     judgement.observe(0.2, 0.1)
     assert judgement.take(22, 8, 8) == []
-    assert judgement.weight == PRIOR
+    assert judgement.trust.weight == PRIOR
 
 
 def test_one_that_is_half_evaluated_has_the_prior():
