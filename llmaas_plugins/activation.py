@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import logging
 import threading
@@ -84,19 +86,25 @@ class Suite:
         return self.hooks.kv_evict(context_id)
 
     def deactivate(self) -> None:
-        """Revert the patches and close the plugins. Nested activations end with the outermost."""
-        global _active  # noqa: PLW0603  one activation a process: the patches are global
+        """Revert the patches and close the plugins. Nested activations end with the outermost.
+
+        A suite that is active when the interpreter exits is closed then.
+        """
         with _lock:
             self._depth -= 1
             if self._depth > 0 or _active is not self:
                 return
-            _active = None
-            try:
-                if _log.isEnabledFor(logging.INFO):
-                    self._log_reports()
-                self._installed.revert()
-            finally:
-                self.hooks.shutdown()
+            if _log.isEnabledFor(logging.INFO):
+                self._log_reports()
+            self._close()
+
+    def _close(self) -> None:
+        global _active  # noqa: PLW0603  one activation a process: the patches are global
+        _active = None
+        try:
+            self._installed.revert()
+        finally:
+            self.hooks.shutdown()
 
     def _log_reports(self) -> None:
         try:
@@ -154,8 +162,8 @@ def activate(
         listeners: Objects of the caller's own by name, whose hooks are called as a plugin's are.
 
     Returns:
-        The suite; leave it as a context manager or call ``deactivate``. Activating again with an
-        equal configuration returns the same suite.
+        The suite; leave it as a context manager or call ``deactivate``, or let the interpreter's
+        exit do that. Activating again with an equal configuration returns the same suite.
 
     Raises:
         ConfigError: The configuration is wrong, or another one is active.
@@ -168,6 +176,7 @@ def activate(
     with _lock:
         if _active is None:
             _active = Suite(wanted, listeners or {})
+            _close_at_exit()
             _say_what_is_without_effect(wanted)
         elif _active.config == wanted and not listeners:
             _active._depth += 1
@@ -183,6 +192,18 @@ def _say_what_is_without_effect(config: Config) -> None:
     for line in (*config.without_effect(), config.nothing_enabled()):
         if line is not None:
             _log.warning("%s", line)
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    """Finish what the active suite has to write; nobody is left to read reports."""
+    with _lock:
+        if _active is not None:
+            _active._close()
 
 
 def active_suite() -> Suite | None:

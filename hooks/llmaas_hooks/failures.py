@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
+from llmaas_hooks import forks
 from llmaas_hooks.errors import LlmaasError, PluginError
 
 __all__ = ["Failures"]
@@ -18,7 +18,7 @@ class Failures:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._seen: dict[tuple[str, str], tuple[int, str]] = {}
 
     def count(self, error: PluginError) -> int:

@@ -96,9 +96,10 @@ def llmaas_native_context(context: NativeContext) -> None:
 def llmaas_context_free(ctx: int) -> None:
     """Let go of what depends on a context, or on its model.
 
-    When: inside ``llama_free``, before the original and after deferred work. The model may be freed
-    next. Not at the end of the suite: ``llmaas_shutdown`` is.
-    Thread: the app's. Cost: once a context; may take milliseconds.
+    When: before the context is freed and after deferred work. The model may be freed next. Not at
+    the end of the suite: ``llmaas_shutdown`` is.
+    Thread: the app's, inside ``llama_free``; or the lane's, where the app cannot wait. Never inside
+    the garbage collector. Cost: once a context; may take milliseconds.
     Errors: always logged; the context is freed.
     """
 

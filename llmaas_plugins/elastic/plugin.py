@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from llmaas_hooks import (
     NativeContext,
     Request,
     WeightClaim,
+    forks,
     hookimpl,
 )
 from llmaas_plugins.elastic.config import ElasticConfig
@@ -49,7 +49,7 @@ class ElasticModels:
         self._configured = Levels(config.prefill_level, config.decode_level).over(
             Levels(config.level, config.level)
         )
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._block = Levels()
         self._models: dict[str, ElasticModel] = {}
         self._paths: dict[int, str] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import resource
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from llmaas_hooks import (
     Request,
     TensorInfo,
     WeightClaim,
+    forks,
     hookimpl,
 )
 from llmaas_plugins.flash_weights.answers import Answers
@@ -75,7 +75,7 @@ class FlashWeights:
         """Claim nothing yet."""
         self._config = config
         self._budget: int | None = config.memory_budget
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._models: dict[int, _Model] = {}
         self._left_alone: dict[str, str] = {}
         self._tensors: dict[str, Mapping[str, TensorInfo]] = {}

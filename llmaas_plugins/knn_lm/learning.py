@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmaas_hooks import ConfigError, Engine, NativeContext, StoreError
+from llmaas_hooks import ConfigError, Engine, NativeContext, StoreError, forks
 from llmaas_hooks.native import States
 from llmaas_plugins.chats import load_conversations
 from llmaas_plugins.knn_lm import inbox
@@ -39,7 +39,7 @@ class _Stopped(Exception):  # noqa: N818  no error
     """The engine goes, or the suite ends."""
 
 
-class Learner:
+class Learner(forks.Forked):
     """The thread, from the first engine on until ``close``."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Learner:
         """
         self._store, self._key, self._plan, self._idle_s = store, key, plan, idle_s
         self._natives = natives
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(forks.lock())
         self._busy: set[int] = set()
         self._last_end = time.monotonic()
         self._engine: Engine | None = None
@@ -69,6 +69,7 @@ class Learner:
         self._thread: threading.Thread | None = None
         self.n_learnt = 0
         self.last_error: str | None = None
+        forks.watch(self)
 
     @property
     def n_waiting(self) -> int:
@@ -114,6 +115,12 @@ class Learner:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Leave learning to the parent, whose thread a child does not have."""
+        if in_child:
+            self._is_closed, self._is_at_work = True, False
+            self._engine = self._thread = None
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # only of this thread, on Linux

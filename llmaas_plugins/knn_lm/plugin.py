@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from llmaas_hooks import (
     NativeContext,
     Request,
     StoreError,
+    forks,
     hookimpl,
 )
 from llmaas_plugins.knn_lm.archive_files import SELECTED
@@ -73,7 +73,7 @@ class KnnLM:
         """Open nothing yet: the datastore is opened with the first request."""
         self._config = config
         self._path = config.store.expanduser() / SELECTED
-        self._lock = threading.RLock()  # a context may be freed by a collection inside
+        self._lock = forks.lock()
         self._natives: dict[int, NativeContext] = {}
         self._unfit: dict[int, str] = {}
         self._served: dict[int, _Served] = {}

@@ -11,8 +11,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
+from llmaas_hooks import forks
 from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment, records
 from llmaas_plugins.kv_chunks.planning import Run
@@ -26,15 +27,42 @@ _LOADERS = 4
 _SMALL_BYTES = 16 << 20
 _AHEAD_SHARE = 2
 
+_T = TypeVar("_T")
 
-class Workers:
+
+class _Pool(ThreadPoolExecutor):
+    """Threads; who submits does the work where there can be none: the interpreter exits."""
+
+    def submit(self, job: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        """Have a thread do ``job``."""
+        try:
+            return super().submit(job, *args, **kwargs)
+        except RuntimeError:
+            done: Future[_T] = Future()
+            try:
+                done.set_result(job(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+            return done
+
+
+class Workers(forks.Forked):
     """The plugin's threads: loading and swap-out writes do not wait for each other."""
 
     def __init__(self) -> None:
         """No thread starts before its first job."""
-        self.load = ThreadPoolExecutor(_LOADERS, thread_name_prefix="llmaas-kv-load")
-        self.ahead = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-ahead")
-        self.write = ThreadPoolExecutor(1, thread_name_prefix="llmaas-kv-write")
+        self._make()
+        forks.watch(self)
+
+    def _make(self) -> None:
+        self.load = _Pool(_LOADERS, thread_name_prefix="llmaas-kv-load")
+        self.ahead = _Pool(1, thread_name_prefix="llmaas-kv-ahead")
+        self.write = _Pool(1, thread_name_prefix="llmaas-kv-write")
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Have other threads in the child, which has none of its parent's."""
+        if in_child:
+            self._make()
 
     def close(self) -> None:
         """Finish what is queued."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 import weakref
 from collections import Counter
@@ -26,6 +25,7 @@ from llmaas_hooks import (
     RequestStats,
     StoreError,
     Tokens,
+    forks,
     hookimpl,
 )
 from llmaas_plugins._native import Budget, Codec
@@ -70,7 +70,7 @@ class KVChunks:
     def __init__(self, config: KVChunksConfig) -> None:
         """Open nothing yet: the store is opened with the first context that can be served."""
         self._config = config
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
             weakref.WeakKeyDictionary()
         )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-from llmaas_hooks import RequestStats
+from llmaas_hooks import RequestStats, forks
 from llmaas_plugins.kv_chunks.transfer import Loaded
 
 __all__ = ["Report"]
@@ -16,7 +15,7 @@ class Report:
 
     def __init__(self) -> None:
         """Everything is zero."""
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._values: dict[str, float] = dict.fromkeys(
             (
                 "requests",

@@ -95,6 +95,11 @@ class Shelf:
             del self._lent[owner]
         return is_met
 
+    def forget(self, owner: Hashable) -> None:
+        """Give up what an owner that is gone was lent, and its working set."""
+        self._working.pop(owner, None)
+        self.lend(owner, 0)
+
     def lent(self, owner: Hashable) -> int:
         """Bytes that ``owner`` was lent."""
         return self._lent.get(owner, 0)

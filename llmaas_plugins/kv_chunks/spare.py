@@ -89,7 +89,7 @@ class Spare:
         else:
             self._token_bytes = self._memory.n_bytes // self._memory.n
             self._app_cells = self._memory.n - engine.n_spare
-        weakref.finalize(self, store.lend, self._owner, 0)
+        weakref.finalize(self, store.leave, self._owner)
         if self._memory is None:
             self._lend_all()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import BudgetError
+from llmaas_hooks import BudgetError, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.extents import page_round
@@ -36,7 +34,7 @@ class Staging:
             store: Whose RAM tier they are a corner of.
             segment_bytes: Bytes of cells that travel at a time.
         """
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
         self.whole: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._store = store
         self._segment_bytes = segment_bytes

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import Tokens
+from llmaas_hooks import Tokens, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks import forks
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE, page_round
 from llmaas_plugins.kv_chunks.keys import ChunkId
@@ -33,7 +32,7 @@ _log = logging.getLogger("llmaas.kv_chunks")
 _REFILL_CHUNKS = 16
 
 
-class ChunkStore:
+class ChunkStore(forks.Forked):
     """The chunks of one process. Thread-safe; I/O and codecs run outside the lock."""
 
     def __init__(
@@ -64,6 +63,7 @@ class ChunkStore:
             raise
         self._layouts: dict[bytes, str] = {}
         self._buffer_bytes = self._n_fetches = 0
+        self._gone: deque[Hashable] = deque()
         forks.watch(self)
 
     @property
@@ -91,11 +91,20 @@ class ChunkStore:
             ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
         self._buffer_bytes -= len(area)
 
+    def leave(self, owner: Hashable) -> None:
+        """Note that ``owner`` is gone, with its working set and what it was lent.
+
+        Called by the garbage collector, inside the store, too; so nothing is done before the next
+        call that needs room.
+        """
+        self._gone.append(owner)
+
     def lendable(self, owner: Hashable) -> int:
         """Bytes of the RAM tier that no chunk of a context in use needs, nor anybody but ``owner``.
 
         Below 0 if these contexts do not all fit.
         """
+        self._forget_gone()
         with self._shelf.lock:
             ram = self._shelf.ram
             others = ram.lent - self._shelf.lent(owner)
@@ -103,6 +112,7 @@ class ChunkStore:
 
     def lend(self, owner: Hashable, n_bytes: int) -> int:
         """Let ``owner`` use so much memory elsewhere, at the cost of chunks; what it may use."""
+        self._forget_gone()
         for flushed in (False, True):
             with self._shelf.lock:
                 is_met = self._shelf.lend(owner, n_bytes)
@@ -365,6 +375,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, object]:
         """Sizes and counters, as plain JSON types."""
+        self._forget_gone()
         with self._shelf.lock:
             tree, ram, disk = self._shelf.tree, self._shelf.ram, self._shelf.disk
             levels = Counter(chunk.bits for chunk in tree if chunk.bits)
@@ -408,8 +419,14 @@ class ChunkStore:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _forget_gone(self) -> None:
+        while self._gone:
+            with self._shelf.lock:
+                self._shelf.forget(self._gone.popleft())
+
     def _reserve_ram(self, n_bytes: int, parent: bytes | None = None) -> int | None:
         """Room for ``n_bytes``, without dropping ``parent``; dirty chunks go to disk first."""
+        self._forget_gone()
         for flushed in (False, True):
             with self._shelf.lock:
                 offset = self._shelf.reserve_ram(n_bytes, parent)

@@ -118,7 +118,8 @@ class Transfer:
         self._geometry: KVGeometry | None = None
         self._is_learned = False
         self._loader: Loader | None = None
-        weakref.finalize(self, self._store.lock_working_set, self._ctx, ())
+        self._owner = object()  # of the working set
+        weakref.finalize(self, self._store.leave, self._owner)
 
     # -- swap-out -------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class Transfer:
             self._levels.settle(ids, bits, attention, self._geometry)
         self._store.compact()
         self._store.touch(ids)
-        self._store.lock_working_set(self._ctx, self._store.known(ids))
+        self._store.lock_working_set(self._owner, self._store.known(ids))
         if context_id is not None:
             self._store.set_head(context_id, ids)
         if self._profile.has_news:
@@ -251,7 +252,7 @@ class Transfer:
         n_there = n_taken or n_common
         match = self._store.match(root, prompt)
         loader = self._loader or self._open_loader(root)
-        self._store.lock_working_set(self._ctx, match.path)
+        self._store.lock_working_set(self._owner, match.path)
         loaded = None
         if match.n_tokens > n_there and loader is not None:
             loaded = self._load_behind(loader, match, prompt, n_there, started)

@@ -1,4 +1,5 @@
-/* The device that makes engines, and its place in ggml's registry: there while a context is created or has an engine. */
+/* The device that makes engines, and its place in ggml's registry, which has no lock: other threads read it at any time, by
+ * calls that nobody announces. So it changes in llmaas_register and llmaas_unregister only. */
 #include "buffer.h"
 #include "cpu.h"
 #include "engine.h"
@@ -7,14 +8,14 @@
 #include <string.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER; /* nothing is being loaded */
-static uint32_t        n_loading;  /* threads that are loading a model, and so may read the registry */
-static uint32_t        n_creating; /* contexts being created */
+static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER; /* no announced call is under way */
+static uint32_t        n_users;  /* llmaas_register, less llmaas_unregister */
+static uint32_t        n_calls;  /* loads and creations under way */
 static uint32_t        n_engines;
 static bool            is_registered;
 
-/* Loads that this thread is in: from a callback of one it may create a context, and must not wait for itself. */
-static _Thread_local uint32_t n_loading_here;
+/* Calls that this thread is in: a callback of one may unregister, and must not wait for itself. */
+static _Thread_local uint32_t n_calls_here;
 
 /* What this thread creates. */
 static _Thread_local struct {
@@ -26,7 +27,7 @@ static _Thread_local struct {
 /* -- thread pools ------------------------------------------------------------------------------------------------ */
 
 /* llama.cpp gives a context's thread pool to the CPU backend of its own only, just before each graph, through a function it
- * asks ggml-cpu's registry for. While we are registered that function also tells us. */
+ * asks ggml-cpu's registry for. While we are registered or there are engines, that function also tells us. */
 static void * (*cpu_proc_address)(ggml_backend_reg_t, const char *);
 
 static void set_threadpool(ggml_backend_t backend, ggml_threadpool_t pool) {
@@ -70,7 +71,7 @@ static void get_props(ggml_backend_dev_t dev, struct ggml_backend_dev_props * pr
     props->type        = get_type(dev);
 }
 
-/* A context that nobody announced (made while another's engine keeps us registered) gets a plain CPU backend. */
+/* A context that nobody announced gets a plain CPU backend. */
 static ggml_backend_t init_backend(ggml_backend_dev_t dev, const char * params) {
     (void) params;
     if (!creation.is_on || creation.made) {
@@ -132,9 +133,12 @@ static ggml_backend_dev_t reg_device(ggml_backend_reg_t reg, size_t index) {
     return index == 0 ? &llmaas_device : NULL;
 }
 
-/* Engines are CPU backends, so ggml-cpu's functions set their threads and abort callback. */
+/* Engines are CPU backends, so ggml-cpu's functions set their threads and abort callback. Its features are listed once. */
 static void * reg_proc_address(ggml_backend_reg_t reg, const char * name) {
     (void) reg;
+    if (strcmp(name, "ggml_backend_get_features") == 0) {
+        return NULL;
+    }
     return ggml_backend_reg_get_proc_address(ggml_backend_cpu_reg(), name);
 }
 
@@ -158,27 +162,37 @@ struct ggml_backend_device llmaas_device = {
     .reg = &registry,
 };
 
-/* With the lock held, and no thread reading ggml's registry. */
-static void register_device(void) {
+/* These three with the lock held. */
+
+static void add_device(void) {
     const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
-    cpu_proc_address = cpu->iface.get_proc_address;
-    __atomic_store_n(&cpu->iface.get_proc_address, get_cpu_proc_address, __ATOMIC_SEQ_CST);
+    if (!cpu_proc_address) {
+        cpu_proc_address = cpu->iface.get_proc_address;
+        __atomic_store_n(&cpu->iface.get_proc_address, get_cpu_proc_address, __ATOMIC_SEQ_CST);
+    }
     registry.api_version = cpu->api_version;
     ggml_backend_register(&registry);
     is_registered = true;
 }
 
-/* With the lock held. Not while a model is loaded: llmaas_load_end() comes back to it. */
-static void unregister_if_unused(void) {
-    if (is_registered && n_engines == 0 && n_creating == 0 && n_loading == 0) {
-        const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
-        if (cpu->iface.get_proc_address == get_cpu_proc_address) {
-            __atomic_store_n(&cpu->iface.get_proc_address, cpu_proc_address, __ATOMIC_SEQ_CST);
-        }
-        ggml_backend_unload(&registry);
-        is_registered = false;
+/* The function that tells us of thread pools: engines need it as long as they live. */
+static void restore_if_unused(void) {
+    const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
+    if (!is_registered && n_engines == 0 && cpu_proc_address && cpu->iface.get_proc_address == get_cpu_proc_address) {
+        __atomic_store_n(&cpu->iface.get_proc_address, cpu_proc_address, __ATOMIC_SEQ_CST);
+        cpu_proc_address = NULL;
     }
 }
+
+static void remove_device(void) {
+    ggml_backend_unload(&registry);
+    is_registered = false;
+    restore_if_unused();
+}
+
+/* A child must not find the lock held by a thread that it does not have. */
+static void hold(void) { pthread_mutex_lock(&lock); }
+static void let_go(void) { pthread_mutex_unlock(&lock); }
 
 /* -- the API ----------------------------------------------------------------------------------------------------- */
 
@@ -200,6 +214,7 @@ static const char * accelerator_problem(void) {
 }
 
 static void check(void) {
+    pthread_atfork(hold, let_go, let_go);
     refusal = llmaas_abi_problem();
     if (!refusal) {
         refusal = accelerator_problem();
@@ -213,34 +228,53 @@ const char * llmaas_ggml_refusal(void) {
 
 void * llmaas_buffer_type(void) { return llmaas_buffers(); }
 
-void llmaas_load_begin(llmaas_weights * weights) {
+void llmaas_register(void) {
     pthread_mutex_lock(&lock);
-    n_loading++;
+    if (n_users++ == 0) {
+        add_device();
+    }
     pthread_mutex_unlock(&lock);
-    n_loading_here++;
+}
+
+void llmaas_unregister(void) {
+    pthread_mutex_lock(&lock);
+    n_users--;
+    while (n_users == 0 && n_calls > n_calls_here) {
+        pthread_cond_wait(&idle, &lock);
+    }
+    if (n_users == 0 && is_registered) {
+        remove_device();
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+static void begin_call(void) {
+    pthread_mutex_lock(&lock);
+    n_calls++;
+    pthread_mutex_unlock(&lock);
+    n_calls_here++;
+}
+
+static void end_call(void) {
+    n_calls_here--;
+    pthread_mutex_lock(&lock);
+    n_calls--;
+    pthread_cond_broadcast(&idle);
+    pthread_mutex_unlock(&lock);
+}
+
+void llmaas_load_begin(llmaas_weights * weights) {
+    begin_call();
     llmaas_buffers_belong_to(weights);
 }
 
 void llmaas_load_end(void) {
     llmaas_buffers_belong_to(NULL);
-    n_loading_here--;
-    pthread_mutex_lock(&lock);
-    n_loading--;
-    unregister_if_unused();
-    pthread_cond_broadcast(&idle);
-    pthread_mutex_unlock(&lock);
+    end_call();
 }
 
 void llmaas_create_begin(llmaas_weights * weights) {
-    pthread_mutex_lock(&lock);
-    while (!is_registered && n_loading > n_loading_here) {
-        pthread_cond_wait(&idle, &lock);
-    }
-    if (!is_registered) {
-        register_device();
-    }
-    n_creating++;
-    pthread_mutex_unlock(&lock);
+    begin_call();
     creation.is_on   = true;
     creation.weights = weights;
     creation.made    = NULL;
@@ -248,10 +282,7 @@ void llmaas_create_begin(llmaas_weights * weights) {
 
 llmaas_engine * llmaas_create_end(void) {
     creation.is_on = false;
-    pthread_mutex_lock(&lock);
-    n_creating--;
-    unregister_if_unused();
-    pthread_mutex_unlock(&lock);
+    end_call();
     return creation.made;
 }
 
@@ -263,7 +294,7 @@ void llmaas_engine_gone(const llmaas_engine * engine) {
     }
     pthread_mutex_lock(&lock);
     n_engines--;
-    unregister_if_unused();
+    restore_if_unused();
     pthread_mutex_unlock(&lock);
 }
 

@@ -81,6 +81,8 @@ int llmaas_weights_add_columns(
 uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created);
 void * llmaas_buffer_type(void);
+void llmaas_register(void);
+void llmaas_unregister(void);
 void llmaas_load_begin(llmaas_weights * weights);
 void llmaas_load_end(void);
 void llmaas_create_begin(llmaas_weights * weights);

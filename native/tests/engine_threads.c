@@ -159,6 +159,7 @@ int main(int argc, char ** argv) {
     n_rounds = argc > 1 ? atoi(argv[1]) : 1;
     ggml_log_set(no_log, NULL);
     CHECK(!llmaas_ggml_refusal());
+    llmaas_register();
     for (int i = 0; i < N_MODELS; ++i) {
         load_model(&models[i], (model_kind) i);
     }
@@ -173,6 +174,7 @@ int main(int argc, char ** argv) {
     for (int i = 0; i < N_WORKERS + 3; ++i) {
         CHECK(pthread_join(threads[i], NULL) == 0);
     }
+    llmaas_unregister();
     CHECK(llmaas_engine_count() == 0 && !llmaas_backend_registered());
     for (int i = 0; i < N_MODELS; ++i) {
         unload_model(&models[i]);

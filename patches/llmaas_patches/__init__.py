@@ -49,12 +49,11 @@ class Installed:
 
     def revert(self) -> None:
         """Finish deferred work and put every original back; idempotent."""
-        self._host.collecting.stop()
         self._host.silence.end()
-        if self._host.native is not None:
-            self._host.native.close()
-        self._host.lanes.close()  # before the wrappers that wait for it are gone
+        self.settle()
+        _close(self._host)
         self._applied.revert()
+        self._host.collecting.stop()
 
 
 def install(hooks: HookManager) -> Installed:
@@ -66,6 +65,17 @@ def install(hooks: HookManager) -> Installed:
     """
     check_version()
     host = Host(hooks)
-    applied = apply(PATCHES, host)
+    try:
+        applied = apply(PATCHES, host)
+    except BaseException:
+        _close(host)
+        raise
     host.collecting.start()
     return Installed(host, applied)
+
+
+def _close(host: Host) -> None:
+    """Let go of the engine and end the lane, before the wrappers that wait for it are gone."""
+    if host.native is not None:
+        host.native.close()
+    host.lanes.close()

@@ -63,6 +63,7 @@ def _load(
     host: Host, path: str, params: Any, files: list[str] | None, original: Callable[[Any], Any]
 ) -> Any:
     load = ModelLoad(path, params, look_at(files or split_paths(path)))
+    host.lifetimes.settle()
     with host.silence.kept():
         host.hooks.model_load(load)
         if host.native is None:
@@ -75,14 +76,14 @@ def _load(
 
 
 def wrap_free_model(host: Host, original: Function) -> Function:
-    """``llama_model_free``: another model may get its address."""
+    """``llama_model_free``: a model goes after its contexts."""
 
     @functools.wraps(original)
     def llama_model_free(model: Any) -> None:
-        host.loads.pop(address(model), None)
-        if host.native is not None:
-            host.native.forget_model(address(model))
-        original(model)
+        if not address(model):
+            original(model)
+            return
+        host.free_model(address(model), functools.partial(original, model))
 
     return llama_model_free
 
@@ -104,6 +105,7 @@ def wrap_init_context(host: Host, original: Function) -> Function:
             own, n_spare = type(params).from_buffer_copy(params), 0
             ctx = _create(host, model, own, original)
         if ctx is not None:
+            host.lifetimes.context_made(int(ctx), address(model))
             host.watch(int(ctx), int(params.n_seq_max), n_spare)
             _opened(host, ctx)
         return ctx
@@ -193,16 +195,14 @@ def wrap_settled(host: Host, original: Function) -> Function:
 
 
 def wrap_free(host: Host, original: Function) -> Function:
-    """``llama_free``: deferred work must be over before the context is."""
+    """``llama_free``: a context goes after its deferred work, and nobody waits who must not."""
 
     @functools.wraps(original)
     def llama_free(ctx: Any) -> None:
-        host.lanes.settle(address(ctx))
-        try:
-            host.hooks.context_free(address(ctx))
-        finally:
-            host.forget(ctx)
+        if not address(ctx):
             original(ctx)
+            return
+        host.free_context(address(ctx), functools.partial(original, ctx))
 
     return llama_free
 

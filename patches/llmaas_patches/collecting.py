@@ -1,16 +1,21 @@
-"""Whether this thread is inside Python's garbage collector.
+"""Where a thread is that calls us: inside the garbage collector, a finalizer, or our own code.
 
-It ends the generators that it finds in cycles wherever a thread happens to allocate something: with
-a lock held, or while another thread evaluates on the same engine. No plugin can be called there.
+Python's collector runs wherever a thread happens to allocate something, and objects are finalized
+wherever their last reference goes: with a lock held, on one of our threads, or while another thread
+evaluates on the same engine. No plugin can be called there, and nothing may be waited for.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 __all__ = ["Collecting"]
+
+_OURS = ("llmaas_patches", "llmaas_hooks")
 
 
 class Collecting:
@@ -30,9 +35,31 @@ class Collecting:
             gc.callbacks.remove(self._told)
 
     def here(self) -> bool:
-        """Whether this thread collects garbage right now."""
+        """Return whether this thread collects garbage right now."""
         return threading.get_ident() in self._threads
+
+    def may_wait(self) -> bool:
+        """Return whether the caller can wait for other threads, as far as our locks matter.
+
+        It cannot inside the collector or a finalizer, nor where a plugin or the host called the
+        code that calls us: they may hold a lock that the awaited thread needs. A signal handler on
+        top of our own code is such a place, too.
+        """
+        if self.here():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and _is_ours(frame):  # the wrapper that asks
+            frame = frame.f_back
+        while frame is not None:
+            if frame.f_code.co_name == "__del__" or _is_ours(frame):
+                return False
+            frame = frame.f_back
+        return True
 
     def _told(self, phase: str, _info: dict[str, Any]) -> None:
         change = self._threads.add if phase == "start" else self._threads.discard
         change(threading.get_ident())
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix
+from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
 from llmaas_patches.lanes import Lanes
 from llmaas_patches.ledger import Ledger
 
@@ -75,7 +74,7 @@ class LlamaEngine:
         self._has_told = False
         self._ledger = ledger
         self._open: list[Callable[[], None]] = []
-        self._ending = threading.RLock()
+        self._ending = forks.lock()
 
     @property
     def llama(self) -> Any:

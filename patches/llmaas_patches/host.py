@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from llama_cpp import Llama, LlamaState, llama_cpp
 
-from llmaas_hooks import HookManager, ModelLoad
+from llmaas_hooks import HookManager, ModelLoad, forks
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lanes import Lanes
-from llmaas_patches.ledger import Known, Ledger, address
+from llmaas_patches.ledger import Known, Ledger
+from llmaas_patches.lifetimes import Lifetimes
 from llmaas_patches.native import native_host
 from llmaas_patches.scope import serving_context
 from llmaas_patches.silence import Silence
@@ -28,6 +28,7 @@ class Host:
         hooks: The plugins.
         lanes: Deferred work.
         collecting: Which threads are inside the garbage collector.
+        lifetimes: When contexts and models go.
         silence: What is logged while a model is loaded.
         loads: How each model was opened, by its address; those opened since the activation.
         ledgers: By the addresses of a context and its memory.
@@ -46,8 +47,9 @@ class Host:
         """
         self.hooks = hooks
         self.native = native_host(hooks)
-        self.lanes = Lanes()
         self.collecting = Collecting()
+        self.lanes = Lanes(self.collecting)
+        self.lifetimes = Lifetimes(self.lanes, self.collecting)
         self.silence = Silence()
         self.loads: dict[int, ModelLoad] = {}
         self.ledgers: dict[int, Ledger] = {}
@@ -56,7 +58,7 @@ class Host:
         self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def engine(self, llama: Llama) -> LlamaEngine:
         """The engine of ``llama``; made at its first request, and anew if its context changed."""
@@ -92,11 +94,31 @@ class Host:
         ledger.n_explained = llama.n_tokens
         return ledger
 
-    def forget(self, ctx: Any) -> None:
-        """A context is about to go."""
-        if self.native is not None:
-            self.native.forget_context(address(ctx))
-        self.with_more_outputs.discard(address(ctx))
-        ledger = self.ledgers.get(address(ctx))
-        for handle in ledger.handles if ledger is not None else ():
-            self.ledgers.pop(handle, None)
+    def free_context(self, ctx: int, free: Callable[[], None]) -> None:
+        """Free a context by calling ``free``, when and where that is possible."""
+        ledger = self.ledgers.get(ctx)
+        handles = (ctx,) if ledger is None else ledger.handles
+
+        def tell() -> None:
+            try:
+                if not (self.lanes.is_closed and self.collecting.here()):  # the suite ends just now
+                    self.hooks.context_free(ctx)
+            finally:
+                if self.native is not None:
+                    self.native.forget_context(ctx)
+                self.with_more_outputs.discard(ctx)
+                for handle in handles:
+                    self.ledgers.pop(handle, None)
+
+        self.lifetimes.free_context(ctx, handles, tell, free)
+
+    def free_model(self, model: int, free: Callable[[], None]) -> None:
+        """Free a model by calling ``free``, once no context of it is left."""
+
+        def go() -> None:
+            self.loads.pop(model, None)  # another model may get its address
+            if self.native is not None:
+                self.native.forget_model(model)
+            free()
+
+        self.lifetimes.free_model(model, go)

@@ -1,4 +1,4 @@
-"""The backend is in ggml's registry while contexts need it, once, and at no other time."""
+"""The backend is in ggml's registry while a native plugin is on, once, and at no other time."""
 
 from __future__ import annotations
 
@@ -113,24 +113,62 @@ def test_without_a_native_plugin_the_library_is_not_loaded(model):
     assert done.stdout == "False False\n"
 
 
-def test_it_is_registered_from_the_first_context_to_the_last_ones_end(model, untouched):
+def test_it_is_registered_as_long_as_the_activation_whatever_comes_and_goes(model, untouched):
     plugin = Claimer()
-    with native(plugin=plugin), loaded(model) as llama:
-        assert registry() == untouched
-        with created(llama) as first:
+    with native(plugin=plugin):
+        assert is_there_once(untouched)
+        with loaded(model) as llama:
             assert is_there_once(untouched)
-            with created(llama):
+            with created(llama) as first:
                 assert is_there_once(untouched)
-                assert n_engines() == 2
-            assert is_there_once(untouched)
-            evaluate(first)
-        assert registry() == untouched
-        with created(llama):
-            assert is_there_once(untouched)
-            with loaded(model) as other, created(other):
+                with created(llama):
+                    assert is_there_once(untouched)
+                    assert n_engines() == 2
                 assert is_there_once(untouched)
-        assert registry() == untouched
+                evaluate(first)
+            assert is_there_once(untouched)
+            with created(llama), loaded(model) as other, created(other):
+                assert is_there_once(untouched)
+        assert is_there_once(untouched)
+    assert registry() == untouched
     assert len(plugin.contexts) == 4
+
+
+def test_the_features_of_the_system_are_vanillas(untouched):
+    expected = llama_cpp.llama_print_system_info()
+    with native(plugin=Claimer()):
+        assert llama_cpp.llama_print_system_info() == expected
+
+
+RACE = """
+import sys, threading, llama_cpp
+from claiming import Claimer, created, loaded, native
+
+is_over = threading.Event()
+
+def read():
+    while not is_over.is_set():
+        llama_cpp.llama_print_system_info()
+        llama_cpp.llama_supports_gpu_offload()
+
+with native(plugin=Claimer()), loaded(sys.argv[1]) as llama:
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(int(sys.argv[2])):
+        with created(llama):
+            pass
+    is_over.set()
+    for thread in threads:
+        thread.join()
+print("survived")
+"""
+
+
+@pytest.mark.soak
+def test_other_threads_read_the_registry_while_contexts_come_and_go(model):
+    done = in_a_process(RACE, model, str(scale(300, 10_000)))
+    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr[-1000:]
 
 
 @contextlib.contextmanager
@@ -154,7 +192,7 @@ def test_a_context_that_cannot_be_created_leaves_nothing(model, untouched, claim
             assert ctx is None
         with little_memory(), created(llama, n_ctx=1 << 19) as ctx:  # half a GiB of cells
             assert ctx is None
-        assert registry() == untouched
+        assert n_engines() == 0
         assert plugin.contexts == []
         with created(llama) as ctx:
             assert is_there_once(untouched)
@@ -168,7 +206,6 @@ def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path, untouched):
         for path in (broken, tmp_path / "missing.gguf"):
             with loaded(path) as llama:
                 assert llama is None
-        assert registry() == untouched
 
 
 def test_a_context_outlives_the_suite(model, untouched):
@@ -178,7 +215,8 @@ def test_a_context_outlives_the_suite(model, untouched):
         with native(plugin=plugin):
             ours = created(llama)
             ctx = ours.__enter__()
-        assert is_there_once(untouched)
+        assert registry()[:2] == untouched[:2]
+        assert registry()[2] != untouched[2]  # its engine must still learn of thread pools
         with pytest.raises(ReferenceError):
             plugin.contexts[0].stats()
         assert np.array_equal(evaluate(ctx), expected)
@@ -205,10 +243,11 @@ def test_an_activation_takes_over_while_another_ones_context_is_open(model, unto
         with native(plugin=first):
             stack.enter_context(opened(model))
         with native(plugin=second), opened(model) as ctx:
+            assert is_there_once(untouched)
             assert n_engines() == 2
             evaluate(ctx)
             assert second.contexts[0].stats()["graphs"] > 0
-        assert is_there_once(untouched)
+        assert registry()[:2] == untouched[:2]
     assert len(first.contexts) == len(second.contexts) == 1
 
 

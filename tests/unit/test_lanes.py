@@ -7,19 +7,20 @@ import time
 
 import pytest
 
+from llmaas_patches.collecting import Collecting
 from llmaas_patches.lanes import Lanes
 
 
 @pytest.fixture
 def lanes():
-    lanes = Lanes()
+    lanes = Lanes(Collecting())
     yield lanes
     lanes.close()
 
 
 def test_no_thread_before_the_first_job():
     before = threading.active_count()
-    lanes = Lanes()
+    lanes = Lanes(Collecting())
     assert threading.active_count() == before
     lanes.close()
 
@@ -35,7 +36,7 @@ def test_settle_waits_under_every_handle(lanes):
         lanes.defer((1, 2), job)
         threading.Timer(0.02, gate.set).start()
         lanes.settle(handle)
-        assert done == ["llmaas-lane_0"]
+        assert done == ["llmaas-lane"]
         assert lanes.pending == {}
 
 
@@ -87,7 +88,7 @@ def test_a_job_may_defer_another(lanes):
 
 
 def test_close_finishes_what_is_queued():
-    lanes, seen = Lanes(), []
+    lanes, seen = Lanes(Collecting()), []
     for _ in range(3):
         lanes.defer((1,), lambda: (time.sleep(0.01), seen.append(1)))
     lanes.close()
@@ -96,7 +97,7 @@ def test_close_finishes_what_is_queued():
 
 
 def test_after_close_work_is_dropped_and_nobody_hangs():
-    lanes, seen = Lanes(), []
+    lanes, seen = Lanes(Collecting()), []
     lanes.close()
     lanes.defer((1,), lambda: seen.append(1))
     lanes.settle(1)

@@ -152,12 +152,19 @@ LLMAAS_API uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 
 /* -- around libllama's calls, on the thread that makes them ------------------------------------------------------ */
 
+/* Add the backend to ggml's registry, and remove it; they are counted. The registry has no lock, so no other call changes it,
+ * and no other thread may load models or make contexts meanwhile unannounced. Removing waits for announced calls on other
+ * threads. Engines that are left go on. */
+LLMAAS_API void llmaas_register(void);
+LLMAAS_API void llmaas_unregister(void);
+
 /* Around llama_model_load_from_file: tensors that are allocated in llmaas_buffer_type() belong to `weights`, which may be
- * NULL. Contexts cannot be created on other threads meanwhile: ggml's device registry has no lock of its own. */
+ * NULL. */
 LLMAAS_API void llmaas_load_begin(llmaas_weights * weights);
 LLMAAS_API void llmaas_load_end(void);
 
-/* Around llama_init_from_model: the context gets an engine. It lives as long as the context; NULL: no context was made. */
+/* Around llama_init_from_model, while the backend is registered: the context gets an engine. It lives as long as the context;
+ * NULL: no context was made. */
 typedef struct llmaas_engine llmaas_engine;
 LLMAAS_API void            llmaas_create_begin(llmaas_weights * weights);
 LLMAAS_API llmaas_engine * llmaas_create_end(void);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError
+from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, forks
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.claims import EXTENTS, are_extents, c_extents
 from llmaas_patches.native.library import Library
@@ -204,7 +203,7 @@ class Context:
         self._engine: Any | None = engine
         self._taps: set[Tap] = set()
         self._holds_level = False
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
 
     @property
     def has_claims(self) -> bool:

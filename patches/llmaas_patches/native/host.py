@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -75,12 +74,13 @@ class NativeHost:
     """Models with claimed weights, and contexts on the native backend."""
 
     def __init__(self, hooks: HookManager, library: Library) -> None:
-        """Attach to the plugins of one activation."""
+        """Attach to the plugins of one activation, and put the backend in ggml's registry."""
         self._hooks, self._library = hooks, library
         self._ffi, self._lib = library
         self._models: dict[int, _Model] = {}
         self._contexts: dict[int, Context] = {}
-        self._lock = threading.Lock()
+        self._is_registered = True
+        self._lib.llmaas_register()
 
     # -- models ---------------------------------------------------------------------------------
 
@@ -109,14 +109,12 @@ class NativeHost:
             llama_cpp.llama_model_free(loaded)
             self._hooks.handle(problem)
             return self._loading(self._ffi.NULL, lambda: original(load.params))
-        with self._lock:
-            self._models[int(loaded)] = model
+        self._models[int(loaded)] = model
         return loaded
 
     def forget_model(self, model: int) -> None:
         """A model is about to go."""
-        with self._lock:
-            self._models.pop(model, None)
+        self._models.pop(model, None)
 
     def _loading(self, table: Any, load: Callable[[], Any]) -> Any:
         self._lib.llmaas_load_begin(table)
@@ -203,8 +201,7 @@ class NativeHost:
             table = self._ffi.NULL
             ctx, engine = self._creating(table, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
-            with self._lock:
-                self._contexts[int(ctx)] = Context(self._library, engine, int(ctx), model, table)
+            self._contexts[int(ctx)] = Context(self._library, engine, int(ctx), model, table)
         return ctx
 
     def opened(self, ctx: int) -> None:
@@ -224,8 +221,7 @@ class NativeHost:
 
     def forget_context(self, ctx: int) -> None:
         """A context is about to go."""
-        with self._lock:
-            context = self._contexts.pop(ctx, None)
+        context = self._contexts.pop(ctx, None)
         if context is not None:
             context.close()
 
@@ -239,9 +235,15 @@ class NativeHost:
         return ctx, engine
 
     def close(self) -> None:
-        """Detach from every context: those that are still open pass their graphs through."""
+        """Detach from every context: those that are still open pass their graphs through.
+
+        The backend leaves ggml's registry. Idempotent.
+        """
         for ctx in list(self._contexts):
             self.forget_context(ctx)
+        if self._is_registered:
+            self._is_registered = False
+            self._lib.llmaas_unregister()
 
     def report(self) -> dict[str, Any]:
         """Counters of every open context."""

@@ -1,0 +1,210 @@
+"""Contexts that go at any moment: at exit, in a forked child, under their own save."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+from llama_cpp import Llama
+
+from llmaas_hooks import hookimpl
+
+TEXT = "The quick brown fox jumps over the lazy dog and then it runs away. " * 12
+OTHER = "Some other text about mail and calendars, which is long enough. " * 8
+
+SCRIPT = """
+import os, signal, sys
+from llama_cpp import Llama
+from llmaas_plugins import activate
+from llmaas_plugins.models import reference_model_path
+
+signal.alarm(50)
+TEXT, OTHER = {TEXT!r}, {OTHER!r}
+
+def start():
+    return activate({{"plugins": {{"kv_chunks": {{"store": sys.argv[1]}}}}}})
+
+def opened():
+    settings = {{"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False}}
+    return Llama(str(reference_model_path()), **settings)
+
+def ask(llama, text):
+    return llama.create_completion(text, max_tokens=4, temperature=0)["choices"][0]["text"]
+"""
+
+
+def run(script, *arguments):
+    """What a process prints that is nothing but this script; it must end well, and silently."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT.format(TEXT=TEXT, OTHER=OTHER) + script]
+        + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-2000:]
+    return done.stdout
+
+
+AT_EXIT = {
+    "at once": "",
+    "with an open stream": """
+stream = llama.create_completion(OTHER, max_tokens=50, temperature=0, stream=True)
+next(stream)
+""",
+    "in a cycle": "llama.itself = llama; del llama",
+    "in a child, too": """
+if os.fork() == 0:
+    ask(llama, OTHER)
+    sys.exit()
+os.wait()
+""",
+    "twice active": "start()",
+}
+
+
+@pytest.mark.parametrize("end", AT_EXIT.values(), ids=AT_EXIT)
+def test_an_exit_without_deactivating_loses_nothing(tmp_path, end):
+    run(
+        "import logging; logging.basicConfig(); start(); llama = opened(); ask(llama, TEXT)\n"
+        + end,
+        tmp_path,
+    )
+    reused = run(
+        "suite = start(); llama = opened(); ask(llama, TEXT)\n"
+        "print(suite.status()['plugins']['kv_chunks']['reused_tokens'])",
+        tmp_path,
+    )
+    assert int(reused) > 100
+
+
+FORK = """
+with start():
+    llama = opened()
+    ask(llama, TEXT)
+    pid = os.fork()  # its save is still to be done
+    if pid == 0:
+        print(repr([ask(llama, OTHER), ask(llama, TEXT + "x"), ask(llama, TEXT)]), flush=True)
+        llama.close()
+        again = opened()
+        print(repr(ask(again, OTHER)), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    ask(llama, OTHER)
+    llama.close()
+"""
+VANILLA = """
+llama = opened()
+print(repr([ask(llama, OTHER), ask(llama, TEXT + "x"), ask(llama, TEXT)]))
+print(repr(ask(llama, OTHER)))
+"""
+
+
+def test_a_forked_child_goes_on_with_its_parents_llama(tmp_path):
+    assert run(FORK, tmp_path) == run(VANILLA)
+
+
+BUSY = """
+import threading
+with start():
+    llamas = [opened() for _ in range(3)]
+    is_over = threading.Event()
+    def work(llama):
+        while not is_over.is_set():
+            ask(llama, TEXT)
+            ask(llama, OTHER)
+    threads = [threading.Thread(target=work, args=(llama,)) for llama in llamas[1:]]
+    for thread in threads:
+        thread.start()
+    for i in range(8):
+        ask(llamas[0], TEXT[i:])
+        pid = os.fork()
+        if pid == 0:
+            ask(llamas[0], OTHER)
+            ask(llamas[0], TEXT)
+            llamas[0].close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    is_over.set()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_children_of_a_busy_parent_are_not_stuck(tmp_path):
+    run(BUSY, tmp_path)
+
+
+class Saver:
+    """Has a save that takes a lock, and notes what happens."""
+
+    def __init__(self, lock):
+        self.lock, self.events = lock, []
+
+    @hookimpl
+    def llmaas_kv_save(self, request, tokens):
+        def job():
+            with self.lock:
+                self.events.append("saved")
+
+        request.engine.defer(job)
+
+    @hookimpl
+    def llmaas_context_free(self, ctx):
+        with self.lock:
+            self.events.append("freed")
+
+    @hookimpl
+    def llmaas_native_context(self, context):
+        gc.collect()  # inside the creation of a context
+
+
+def begun(model):
+    llama = Llama(str(model), n_ctx=64, n_threads=1, verbose=False)
+    generator = llama.generate([1, 2, 3], temp=0.0)
+    next(generator)
+    generator.close()
+    return llama
+
+
+def test_a_llama_that_is_dropped_under_its_save(patched, reference_model):
+    saver = Saver(threading.Lock())
+    installed = patched(saver=saver)
+    for is_cycle in (False, True):
+        with saver.lock:
+            llama = begun(reference_model)
+            llama.itself = llama if is_cycle else None
+            del llama
+            gc.collect()
+            assert saver.events == []
+        installed.settle()
+        assert saver.events == ["saved", "freed"]
+        saver.events.clear()
+
+
+def test_a_llama_that_is_dropped_while_another_one_is_made(patched, reference_model):
+    saver = Saver(threading.Lock())
+    installed = patched(saver=saver)
+    llama = begun(reference_model)
+    llama.itself = llama
+    gc.disable()
+    try:
+        del llama
+        with saver.lock:
+            begun(reference_model)
+    finally:
+        gc.enable()
+    installed.settle()
+    assert saver.events == ["saved", "freed"] * 2
+
+
+def test_a_closed_llama_is_gone_when_close_returns(patched, reference_model):
+    saver = Saver(threading.Lock())
+    patched(saver=saver)
+    llama = begun(reference_model)
+    llama.close()
+    assert saver.events == ["saved", "freed"]

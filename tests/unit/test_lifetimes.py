@@ -1,0 +1,320 @@
+"""Who frees what, and when: the one rule of ``llmaas_patches.lifetimes``, without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+
+import pytest
+
+from llmaas_patches.collecting import Collecting
+from llmaas_patches.lanes import Lanes
+from llmaas_patches.lifetimes import Lifetimes
+
+MODEL = 100
+
+
+class Life:
+    """Contexts of one model, and what happened to them on which thread."""
+
+    def __init__(self):
+        self.collecting = Collecting()
+        self.lanes = Lanes(self.collecting)
+        self.lifetimes = Lifetimes(self.lanes, self.collecting)
+        self.events = []
+        self.lock = threading.Lock()  # a plugin's, which its save needs
+
+    def make(self, *contexts):
+        for ctx in contexts:
+            self.lifetimes.context_made(ctx, MODEL)
+
+    def save(self, ctx):
+        def job():
+            with self.lock:
+                self.events.append(f"saved {ctx}")
+
+        self.lanes.defer((ctx,), job)
+
+    def free(self, ctx):
+        def note(what):
+            self.events.append(f"{what} {ctx}")
+            if what == "freed":
+                self.events.append(threading.current_thread().name)
+
+        self.lifetimes.free_context(ctx, (ctx,), lambda: note("told"), lambda: note("freed"))
+
+    def free_model(self):
+        self.lifetimes.free_model(MODEL, lambda: self.events.append("model"))
+
+
+@pytest.fixture
+def life():
+    life = Life()
+    life.collecting.start()
+    yield life
+    life.lanes.close()
+    life.collecting.stop()
+
+
+class Owner:
+    """Frees its context when it goes, as ``Llama`` does."""
+
+    def __init__(self, life, ctx):
+        self.life, self.ctx = life, ctx
+
+    def __del__(self):
+        self.life.free(self.ctx)
+
+
+def in_a_cycle(owner):
+    owner.itself = owner
+    return owner
+
+
+HERE = threading.main_thread().name
+
+
+def test_a_free_waits_for_the_save_and_is_over_when_it_returns(life):
+    life.make(1)
+    life.save(1)
+    life.free(1)
+    assert life.events == ["saved 1", "told 1", "freed 1", HERE]
+
+
+def test_a_finalizer_under_a_lock_of_the_save_does_not_wait(life):
+    life.make(1)
+    owner = Owner(life, 1)
+    with life.lock:
+        life.save(1)
+        del owner
+        assert life.events == []
+    life.lifetimes.settle()
+    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
+
+
+def test_the_collector_under_a_lock_of_the_save_does_not_wait(life):
+    life.make(1)
+    owner = in_a_cycle(Owner(life, 1))
+    with life.lock:
+        life.save(1)
+        del owner
+        gc.collect()
+        assert life.events == []
+    life.lifetimes.settle()
+    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
+
+
+def test_the_collector_does_not_call_plugins_even_where_nothing_is_deferred(life):
+    life.make(1)
+    del_on = Owner(life, 1)
+    in_a_cycle(del_on)
+    del del_on
+    gc.collect()
+    life.lifetimes.settle()
+    assert life.events == ["told 1", "freed 1", "llmaas-lane"]
+
+
+def test_the_lane_finds_its_own_context_unused_any_more(life):
+    life.make(1)
+    owner = Owner(life, 1)
+    gate = threading.Event()
+
+    def job(owner=owner):
+        gate.wait()
+        life.events.append(f"saved {owner.ctx}")
+
+    life.lanes.defer((1,), job)
+    del owner, job
+    gate.set()
+    while "freed 1" not in life.events:  # the lane lets go of the job after it is done
+        life.lanes.settle(1)
+    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
+
+
+def test_a_signal_handler_on_top_of_a_waiting_call_does_not_wait(life):
+    life.make(1)
+    gate = threading.Event()
+    life.lanes.defer((1,), gate.wait)
+
+    def handler(*_):
+        life.free(1)
+        life.events.append("handled")
+        gate.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+        life.lanes.settle(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    life.lifetimes.settle()
+    assert life.events == ["handled", "told 1", "freed 1", "llmaas-lane"]
+
+
+def test_a_free_that_is_interrupted_is_done_later(life):
+    life.make(1)
+    gate = threading.Event()
+    life.lanes.defer((1,), gate.wait)
+    main = threading.main_thread().ident
+    threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        life.free(1)
+    assert life.events == []
+    gate.set()
+    life.lifetimes.settle()
+    assert life.events == ["told 1", "freed 1", "llmaas-lane"]
+
+
+@pytest.mark.parametrize("order", [(1, 2, "model"), ("model", 1, 2), (2, "model", 1)], ids=str)
+def test_a_model_goes_after_its_contexts(life, order):
+    life.make(1, 2)
+    for one in order:
+        life.free_model() if one == "model" else life.free(one)
+    assert life.events.count("model") == 1
+    assert life.events[-1] == "model" or life.events[-2:] == ["freed 2", HERE]
+    freed = [event for event in life.events if event.startswith(("freed", "model"))]
+    assert freed[-1] == "model"
+
+
+def test_a_model_waits_for_a_context_in_line(life):
+    life.make(1)
+    gate = threading.Event()
+    life.lanes.defer((1,), gate.wait)
+    owner = Owner(life, 1)
+    del owner
+    threading.Timer(0.05, gate.set).start()
+    life.free_model()
+    assert life.events == ["told 1", "freed 1", "llmaas-lane", "model"]
+
+
+def test_a_model_in_a_cycle_with_its_context_goes_after_it(life):
+    class Model:
+        def __del__(self):
+            life.free_model()
+
+    for first in (True, False):
+        life.events.clear()
+        life.make(1)
+        both = [Model(), Owner(life, 1)] if first else [Owner(life, 1), Model()]
+        both.append(both)
+        del both
+        gc.collect()
+        life.lifetimes.settle()
+        assert life.events == ["told 1", "freed 1", "llmaas-lane", "model"]
+
+
+def test_a_new_context_may_get_the_address_while_the_free_ends(life):
+    life.make(1)
+    life.lifetimes.free_context(1, (1,), lambda: None, lambda: life.make(1))
+    life.free_model()
+    assert life.events == []  # for the new one is there
+    life.free(1)
+    assert life.events == ["told 1", "freed 1", HERE, "model"]
+
+
+def test_what_fails_in_a_plugin_frees_all_the_same(life):
+    def fail():
+        raise ValueError("oops")
+
+    life.make(1)
+    life.free_model()
+    with pytest.raises(ValueError, match="oops"):
+        life.lifetimes.free_context(1, (1,), fail, lambda: life.events.append("freed"))
+    assert life.events == ["freed", "model"]
+
+
+def test_after_close_frees_are_done_at_once(life):
+    life.make(1, 2)
+    life.lanes.close()
+    life.free(1)
+    owner = in_a_cycle(Owner(life, 2))
+    del owner
+    gc.collect()
+    assert life.events == ["told 1", "freed 1", HERE, "told 2", "freed 2", HERE]
+
+
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+
+
+def in_child(work):
+    """Exit code of a forked child that did ``work``."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            signal.alarm(20)
+            work()
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@FORKS
+def test_a_child_does_none_of_its_parents_work_but_frees(life, monkeypatch):
+    life.make(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(life.lanes, "_start", lambda: False)  # all stays in line
+        life.save(1)
+        owner = Owner(life, 2)
+        del owner
+
+        def work():
+            patch.undo()
+            life.free(1)
+            life.free_model()
+            frees = ["told 1", "freed 1", HERE, "told 2", "freed 2", "llmaas-lane", "model"]
+            assert life.events == frees
+            life.save(3)
+            life.lanes.close()
+            assert life.events[-1] == "saved 3"
+
+        assert in_child(work) == 0
+    life.free(1)
+    life.lifetimes.settle()
+    done = {"saved 1", "told 1", "freed 1", HERE, "told 2", "freed 2", "llmaas-lane"}
+    assert set(life.events) == done
+
+
+@FORKS
+def test_a_fork_waits_for_the_job_that_runs(life):
+    gate, is_running = threading.Event(), threading.Event()
+
+    def job():
+        is_running.set()
+        gate.wait()
+        life.events.append("done")
+
+    life.lanes.defer((1,), job)
+    is_running.wait()
+    threading.Timer(0.05, gate.set).start()
+
+    def work():
+        assert life.events == ["done"]
+
+    assert in_child(work) == 0
+
+
+@FORKS
+def test_a_fork_inside_a_lock_of_the_running_job_does_not_wait(life):
+    owner = in_a_cycle(Forker(life))
+    with life.lock:
+        life.save(1)
+        del owner
+        gc.collect()
+    life.lanes.settle(1)
+    assert life.events == ["child ended", "saved 1"]
+
+
+class Forker:
+    """Forks inside the collector."""
+
+    def __init__(self, life):
+        self.life = life
+
+    def __del__(self):
+        assert in_child(lambda: None) == 0
+        self.life.events.append("child ended")
