@@ -146,13 +146,17 @@ from claiming import Claimer, created, loaded, native
 
 is_over = threading.Event()
 
-def read():
+def read(function):
     while not is_over.is_set():
-        llama_cpp.llama_print_system_info()
-        llama_cpp.llama_supports_gpu_offload()
+        function()
+
+READERS = [  # the first has a buffer, so one thread calls it
+    llama_cpp.llama_print_system_info,
+    llama_cpp.llama_supports_gpu_offload,
+]
 
 with native(plugin=Claimer()), loaded(sys.argv[1]) as llama:
-    threads = [threading.Thread(target=read) for _ in range(2)]
+    threads = [threading.Thread(target=read, args=(function,)) for function in READERS]
     for thread in threads:
         thread.start()
     for _ in range(int(sys.argv[2])):
