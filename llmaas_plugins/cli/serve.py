@@ -129,6 +129,11 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         model: Any = parse_model_from_args(ModelSettings, values)
     except ValueError as error:  # pydantic's, with a line for each option
         raise ConfigError(str(error)) from error
+    if model.cache:
+        raise ConfigError(
+            "--cache would let apps tell by the time what others asked. Leave it out: kv_chunks "
+            "keeps prompts, each for its app."
+        )
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
     return server, model

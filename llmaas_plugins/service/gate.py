@@ -149,9 +149,10 @@ class Gate:
             asked, wanted = await run_in_threadpool(check_body, route.name, body)
             levels = asked.over(levels)
             if wanted:
-                await anyio.to_thread.run_sync(
-                    self._grammars.check, wanted, limiter=self._checks, abandon_on_cancel=False
-                )
+                with serving_context(None, app or None):
+                    await anyio.to_thread.run_sync(
+                        self._grammars.check, wanted, limiter=self._checks, abandon_on_cancel=False
+                    )
         if is_call:
             with asking(levels):
                 await self._call(self._line.enter(app), scope, body, receive, answer)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from llama_cpp import llama_cpp
 
+from llmaas_patches import serving_app
 from llmaas_plugins.service import grammar_worker as worker
 from llmaas_plugins.service.refusal import Refusal
 
@@ -58,9 +59,9 @@ class Wanted:
     kind: Literal["grammar", "schema"]
     text: str
 
-    def digest(self) -> bytes:
-        """Name it."""
-        return hashlib.sha256(f"{self.kind} {self.text}".encode()).digest()
+    def digest(self, app: str | None) -> bytes:
+        """Name it, as wanted by an app."""
+        return hashlib.sha256(repr((app, self.kind, self.text)).encode()).digest()
 
     def mistake(self, message: str) -> Refusal:
         """Refuse it."""
@@ -121,8 +122,8 @@ class Grammars:
             self._worker = None
 
     def _found(self, wanted: Wanted) -> dict[str, str]:
-        """Look it up, or have it checked."""
-        digest = wanted.digest()
+        """Look it up, or have it checked: each app once, or its time would tell of another's."""
+        digest = wanted.digest(serving_app())
         with self._lock:
             if (known := self._known.get(digest)) is not None:
                 self._known.move_to_end(digest)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_cpp import Llama, LlamaState, llama_cpp
 
-from llmaas_patches.scope import current_context
+from llmaas_patches.scope import serving_app
 
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
@@ -225,7 +225,7 @@ def wrap_reset(host: Host, original: Function) -> Function:
         original(self)
         ledger = host.ledgers.get(address(self.ctx))
         if ledger is not None:
-            ledger.app = current_context.get()[1]
+            ledger.app = serving_app()
 
     return reset
 
@@ -253,7 +253,7 @@ def wrap_load_state(host: Host, original: Function) -> Function:
         original(self, state)
         ledger = host.ledgers.get(address(self.ctx))
         if ledger is not None:
-            brought_along = Known(0, None, current_context.get()[1])
+            brought_along = Known(0, None, serving_app())
             known = host.states.get(state, brought_along)
             ledger.n_explained, ledger.sparse_from, ledger.app = known
 

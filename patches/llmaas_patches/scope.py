@@ -11,6 +11,7 @@ __all__ = [
     "current_context",
     "declined_plugins",
     "in_its_blocks",
+    "serving_app",
     "serving_context",
     "without",
 ]
@@ -33,6 +34,11 @@ def serving_context(context_id: str | None, app: str | None = None) -> Iterator[
         yield
     finally:
         current_context.reset(token)
+
+
+def serving_app() -> str | None:
+    """Return the app that ``serving_context`` named; None if it named none."""
+    return current_context.get()[1]
 
 
 declined_plugins: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(

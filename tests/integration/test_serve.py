@@ -398,6 +398,7 @@ def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
         (["--toy", "--model", "x.gguf"], "both --model and --toy are given"),
         (["--toy", "--port", "99999"], "ports are from 0 to 65535"),
         (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
+        (["--toy", "--cache", "True"], "--cache would let apps tell by the time"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
         (["--toy", "--n_ctx", "-5"], "n_ctx"),
         (["--n_context", "5"], "unrecognized arguments: --n_context"),

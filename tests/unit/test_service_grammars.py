@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 from llama_cpp import Llama, _internals, llama_grammar
 
+from llmaas_patches import serving_context
 from llmaas_plugins.service import grammars as module
 from llmaas_plugins.service.confinement import confine_grammars
 from llmaas_plugins.service.grammars import Grammars, Wanted
@@ -107,6 +108,18 @@ def test_verdicts_are_kept_but_not_all_of_them(grammars, monkeypatch):
     monkeypatch.setattr(grammars, "_job", None)  # nobody is asked
     for text in texts[1:]:
         grammars.check([Wanted("", "grammar", text)])
+
+
+def test_a_verdict_is_kept_for_the_app_that_asked_alone(grammars, monkeypatch):
+    wanted = [Wanted("", "grammar", 'root ::= "secret of mail"')]
+    with serving_context(None, "mail"):
+        grammars.check(wanted)
+    asked, job = [], grammars._job
+    monkeypatch.setattr(grammars, "_job", lambda what: asked.append(what) or job(what))
+    for app in ("game", None, "mail", "game"):
+        with serving_context(None, app):
+            grammars.check(wanted)
+    assert len(asked) == 2  # of game and of nobody, once each
 
 
 @pytest.mark.parametrize(
