@@ -34,7 +34,7 @@ LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
 COMMANDS = {
     "plain": [sys.executable, "-m", *SERVER],
     "run": [*LLMAAS, "run", "--config", "llmaas.toml", "-m", *SERVER],
-    "serve": [*LLMAAS, "serve", "--config", "llmaas.toml"],
+    "serve": [*LLMAAS, "-v", "serve", "--config", "llmaas.toml"],
 }
 ROWS = {"run": "openai, `llmaas run -m llama_cpp.server`", "serve": "openai, `llmaas serve`"}
 CONFIG = """

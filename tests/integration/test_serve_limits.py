@@ -1,49 +1,33 @@
-"""Limits of ``llmaas serve``: keys, bodies, the line, connections; and what it tells of itself."""
+"""Limits of ``llmaas serve``: keys, bodies, the line, and what it tells of itself."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import re
-import select
-import socket
 import threading
-import time
 
 import pytest
-from served import ENDLESS, LONG_N_CTX, drain, serving, wait_until
+from limited import ADMINISTRATOR, MAIL, NOTES, ask, busy, connect, limited
+from served import drain, wait_until
 
-from llmaas_hooks import LimitError, LlmaasError
+from llmaas_hooks import LimitError
 from llmaas_plugins.service.client import LLMClient
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-ADMINISTRATOR, MAIL, NOTES = "sesame", "mail-0123456789abcdef", "notes-0123456789abcdef"
 SHORT = {"temperature": 0.0, "max_tokens": 4}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
-SETTINGS = """
-key_file = "keys.toml"
-max_queue = 4
-max_body_bytes = 16384
-max_connections = 12
-client_timeout_s = 2
-"""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("limits")
-    (folder / "keys.toml").write_text(f'mail = "{MAIL}"\nnotes = "{NOTES}"\n')
-    (folder / "keys.toml").chmod(0o600)
-    options = {"service": SETTINGS, "key": ADMINISTRATOR, "n_ctx": LONG_N_CTX}
-    with serving(folder, "--api_key", ADMINISTRATOR, **options) as server:
+    with limited(tmp_path_factory.mktemp("limits")) as server:
         yield server
-        log = server.log()
-        assert not any(key in log for key in (ADMINISTRATOR, MAIL, NOTES))
-        assert "Traceback" not in log
 
 
 @pytest.fixture
@@ -56,34 +40,7 @@ def mail(server):
 
 @pytest.fixture
 def request_(server):
-    """Send a request; its status, headers and JSON."""
-
-    def request(method, path, body=None, key=MAIL, kind="application/json"):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        headers = {"Content-Type": kind}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        with contextlib.closing(connection):
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
-            connection.request(method, path, data, headers, encode_chunked=False)
-            response = connection.getresponse()
-            content = response.read()
-            is_json = content and response.headers["content-type"].startswith("application/json")
-            return response.status, response.headers, json.loads(content) if is_json else content
-
-    return request
-
-
-@contextlib.contextmanager
-def busy(server, mail):
-    """While the engine is busy with a stream."""
-    stream = mail.new_context().stream("Tell me a long story.", **ENDLESS)
-    next(stream)
-    try:
-        yield
-    finally:
-        stream.close()
-        server.wait_until_idle()
+    return functools.partial(ask, server)
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -357,127 +314,6 @@ def test_one_app_does_not_keep_another_one_out(server, mail, request_):
     for thread in threads:
         thread.join(60)
     assert sorted(done[2:]) == [(MAIL, 200)] * 2 + [(NOTES, 200)] * 2
-
-
-# -- connections -----------------------------------------------------------------------------------
-
-
-def connect(server, data=b""):
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    connection.sendall(data)
-    return connection
-
-
-def test_one_connection_too_many_is_told_so(server):
-    wait_until(lambda: server.n_files() > 0)
-    with contextlib.ExitStack() as stack:
-        answers = []
-        for _ in range(20):
-            connection = stack.enter_context(connect(server))
-            connection.setblocking(False)
-            answers.append(connection)
-        time.sleep(0.2)
-        told = []
-        for connection in answers:
-            with contextlib.suppress(BlockingIOError):
-                told.append(connection.recv(1000))
-        assert len(told) >= 8
-        assert all(b" 503 " in answer and b"12 connections, the limit" in answer for answer in told)
-    wait_until(lambda: _answers(server))
-
-
-def _answers(server):
-    with contextlib.suppress(LlmaasError, OSError):
-        return server.status()["queue"] == 0
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-HEAD += b"Authorization: Bearer %s\r\n" % MAIL.encode()
-
-
-WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-HALVES = [b"", b"GET /heal", HEAD, HEAD + b"Content-Length: 99\r\n\r\n{"]
-HALVES += [HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"]
-HALVES += [WHOLE + half for half in HALVES]  # in one piece, so nothing more arrives
-
-
-def test_half_a_request_is_not_waited_for(server):
-    """``client_timeout_s`` after it began, no matter what else comes now and then."""
-    with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connect(server, half)) for half in HALVES]
-        for connection in connections[1:]:
-            with contextlib.suppress(ConnectionError):  # the first ones may be gone already
-                threading.Event().wait(0.2)
-                connection.sendall(b"x")
-        for connection in connections:
-            with contextlib.suppress(ConnectionError):
-                while connection.recv(1000):
-                    pass
-    assert server.status()["queue"] == 0
-
-
-def test_who_does_not_read_is_not_waited_for(server):
-    with connect(server) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.sendall(WHOLE.replace(b"/health", b"/openapi.json") * 300)  # 10 MB of answers
-        poll = select.poll()
-        poll.register(connection, 0)
-        assert poll.poll(20_000)[0][1] & select.POLLHUP
-
-
-@pytest.mark.parametrize("held", [b"", WHOLE[:20], HALVES[3], WHOLE + HALVES[3]])
-def test_who_shows_no_key_keeps_nobody_out(server, mail, request_, held):
-    context = mail.new_context()
-    with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(contextlib.closing(context.stream("Why?", **ENDLESS)))
-        next(stream)
-        for _ in range(30):
-            stack.enter_context(connect(server, held))
-            assert request_("GET", "/v1/llmaas/apps/mail/contexts")[0] == 200
-        next(stream)  # an answer that somebody waits for goes on
-    server.wait_until_idle()
-
-
-@pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "BREW"])
-def test_other_methods(server, mail, request_, method):
-    with busy(server, mail):  # they do not wait for the engine
-        for path in (CHAT, "/v1/models", "/health"):
-            assert request_(method, path)[0] == 405
-
-
-def test_an_upgrade_is_an_ordinary_request(server):
-    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    with connect(server, WHOLE[:-2] + upgrade + b"\r\n") as connection:
-        assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
-
-
-@pytest.mark.parametrize(
-    "request_line",
-    [b"GET /" + b"x" * 100_000 + b" HTTP/1.1", b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000, b"\0"],
-)
-def test_heads_that_are_too_long_or_none(server, request_line):
-    with connect(server, request_line + b"\r\n\r\n") as connection:
-        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
-
-
-# -- pages in browsers -----------------------------------------------------------------------------
-
-
-def test_pages_of_others_are_kept_out(server):
-    evil = {"Origin": "https://evil.example", "Access-Control-Request-Method": "DELETE"}
-    for method, path, headers, expected in (
-        ("OPTIONS", "/v1/llmaas/apps/mail/contexts/x", evil, 403),
-        ("GET", "/v1/llmaas/apps/mail/contexts", evil, 403),
-        ("GET", "/health", {"Host": "rebound.evil.example"}, 403),
-        ("GET", "/health", {"Origin": f"http://localhost:{server.port}"}, 403),  # another name
-        ("GET", "/health", {"Origin": f"http://127.0.0.1:{server.port}"}, 200),
-    ):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        with contextlib.closing(connection):
-            connection.request(method, path, headers=headers)
-            answer = connection.getresponse()
-            assert answer.status == expected
-            assert not [name for name in answer.headers if name.lower().startswith("access-")]
 
 
 # -- what it tells about itself --------------------------------------------------------------------
