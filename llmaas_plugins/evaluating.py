@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -12,6 +11,7 @@ from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_hooks import LlmaasError, NativeContext, Tokens, hookimpl
+from llmaas_plugins.machine import usable_processors
 
 __all__ = ["Evaluator", "Listener", "log_softmax"]
 
@@ -77,7 +77,7 @@ class Evaluator:
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max, params.n_ctx = _N_SEQUENCES, _N_SEQUENCES * self._length
         params.n_batch = params.n_ubatch = self._n_batch
-        params.n_threads = params.n_threads_batch = n_threads or os.cpu_count()
+        params.n_threads = params.n_threads_batch = n_threads or usable_processors()
         self.ctx = llama_cpp.llama_init_from_model(model, params)
         if self.ctx is None:
             raise LlmaasError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = [
     "resident_bytes",
     "room",
     "total_bytes",
+    "usable_processors",
 ]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -53,9 +55,19 @@ def nearest_directory(directory: Path) -> Path:
     return place
 
 
+def usable_processors() -> int:
+    """Count the processors that this process may run on, which may be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def resident_bytes() -> int:
-    """Memory of this process now (RSS)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    """Return the memory of this process now (RSS); the most it ever was where /proc is hidden."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def release_memory() -> None:
@@ -98,8 +110,15 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+_SYSCONF = {"MemTotal": "SC_PHYS_PAGES", "MemAvailable": "SC_AVPHYS_PAGES"}
+"""What is known without /proc; of memory that is available, only what is free."""
+
+
 def _meminfo(name: str) -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except FileNotFoundError:
+        return os.sysconf(_SYSCONF[name]) * _PAGE
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) << 10
 
 

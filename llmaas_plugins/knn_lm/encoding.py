@@ -7,7 +7,6 @@ model's, whatever part of it apps ask for meanwhile.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -197,7 +196,7 @@ def _params(llama: Any, n_batch: int, n_threads: int) -> Any:
     params.n_seq_max = 1
     params.embeddings = False
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    params.n_threads = params.n_threads_batch = n_threads or llama.n_threads or os.cpu_count()
+    params.n_threads = params.n_threads_batch = n_threads or llama.n_threads
     return params
 
 
