@@ -14,6 +14,7 @@ from llmaas_hooks import ConfigError, ContextCreate, ModelLoad, StoreError, hook
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.offline import trained_context
 from llmaas_plugins.cli.output import print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
@@ -95,7 +96,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-scale", type=float, default=1.0, help="(default 1)")
     parser.add_argument("--chat-format", help="as in your app (default: what the model says)")
     parser.add_argument(
-        "--n-ctx", type=_positive, default=_N_CTX, help="tokens seen at a time (default 2048)"
+        "--n-ctx",
+        type=_positive,
+        help=f"tokens seen at a time (default {_N_CTX}, or what the model was trained with)",
     )
     parser.add_argument("--threads", type=_positive, help="CPU threads (default: all)")
 
@@ -205,7 +208,7 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
         try:
             llama = Llama(
                 str(args.model),
-                n_ctx=args.n_ctx,
+                n_ctx=args.n_ctx or min(_N_CTX, trained_context(args.model) or _N_CTX),
                 n_threads=args.threads,
                 n_threads_batch=args.threads,
                 lora_path=str(args.lora) if args.lora else None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.offline import trained_context
 from llmaas_plugins.cli.output import print_report, printable, progress_bar
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
     from llmaas_plugins.elastic.profiling import Plan
     from llmaas_plugins.elastic.profiling import profile as measure
 
-    n_trained = _n_trained(args.model)
+    n_trained = trained_context(args.model)
     if n_trained is not None and args.prompts[-1] > n_trained:
         raise ConfigError(
             f"--prompts has {args.prompts[-1]:,} tokens, expected no more than the {n_trained:,} "
@@ -97,15 +98,6 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
         plan = Plan(args.model.name, model["table"], model["levels"], args.threads, args.prompts)
         with progress_bar("measuring", "prompt", plan.n_runs) as bar:
             return measure(llama, plan, lambda: bar.update(1)), path
-
-
-def _n_trained(model: Path) -> int | None:
-    """Tokens of the longest context a model was trained with; None: it does not say."""
-    from llmaas_plugins.gguf_header import read_header
-
-    fields = read_header(model).fields
-    found = fields.get(f"{fields.get('general.architecture')}.context_length")
-    return found if isinstance(found, int) else None
 
 
 @contextlib.contextmanager

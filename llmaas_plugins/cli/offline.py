@@ -22,6 +22,7 @@ __all__ = [
     "evaluating",
     "folder_beside",
     "loaded",
+    "trained_context",
 ]
 
 
@@ -73,6 +74,19 @@ def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
         raise ConfigError(f"cannot load model {path}: {error}") from error
     with contextlib.closing(model):
         yield model
+
+
+def trained_context(model: Path) -> int | None:
+    """Return the longest context that a model was trained with; None: it does not say.
+
+    Raises:
+        ConfigError: It is no GGUF.
+    """
+    from llmaas_plugins.gguf_header import read_header
+
+    fields = read_header(model).fields
+    found = fields.get(f"{fields.get('general.architecture')}.context_length")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def content_of(text: Path) -> bytes:
