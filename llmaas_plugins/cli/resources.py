@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -65,18 +66,20 @@ def _flash_weights(settings: Any) -> Iterator[Finding]:
 
 
 def _knn_lm(settings: Any) -> Iterator[Finding]:
-    from llmaas_plugins.knn_lm.selected import read_selected
+    from llmaas_plugins.knn_lm.archive_files import SELECTED
+    from llmaas_plugins.knn_lm.datastore_file import DatastoreFile
 
     directory, name = settings.store.expanduser(), "plugins.knn_lm.datastore"
     step = "build one with `llmaas datastore build EXPORT --model GGUF`"
-    try:
-        selected = read_selected(directory)
-    except LlmaasError as error:
-        step = "select it again with `llmaas datastore select`"
-        yield Finding("machine", name, None, None, str(error), step)
-        return
-    if selected is not None:
-        yield Finding("machine", name, f"{selected.n_pairs:,} pairs in {directory}")
+    path = directory / SELECTED
+    if os.path.lexists(path):
+        try:
+            DatastoreFile(path).close()  # its first page only: this is done at every start
+        except LlmaasError as error:
+            step = "select it again with `llmaas datastore select`"
+            yield Finding("machine", name, None, None, str(error), step)
+        else:
+            yield Finding("machine", name, str(path))
     elif settings.learn:
         yield Finding("machine", name, f"none yet in {directory}", next_step=step)
     else:

@@ -36,3 +36,12 @@ def test_an_app_that_starts_is_told_the_same(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__LEARN", "true")  # it will come
     say_problems(load_config())
     assert len(caplog.messages) == 1
+
+
+def test_a_datastore_that_is_damaged(monkeypatch, tmp_path):
+    (tmp_path / "datastore.knn").write_bytes(b"no datastore")
+    monkeypatch.setenv("LLMAAS_PLUGINS", "knn_lm")
+    monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__STORE", str(tmp_path))
+    (finding,) = resource_findings(load_config())
+    assert "cannot use datastore" in finding.problem
+    assert "`llmaas datastore select`" in finding.next_step
