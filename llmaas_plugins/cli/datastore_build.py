@@ -101,6 +101,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"tokens seen at a time (default {_N_CTX}, or what the model was trained with)",
     )
     parser.add_argument("--threads", type=_positive, help="CPU threads (default: all)")
+    parser.add_argument(
+        "--again", action="store_true", help="take conversations that were forgotten, too"
+    )
 
 
 def build(args: argparse.Namespace) -> int:
@@ -146,7 +149,7 @@ def _add(args: argparse.Namespace) -> Added:
         encoder = opened.enter_context(Encoder(llama, natives.contexts, key, args.threads or 0))
         opened.enter_context(stoppable(stopped))
         bar = opened.enter_context(progress_bar("reading", "chat", len(found)))
-        return add(archive, llama, encoder, found, progress=bar.update)
+        return add(archive, llama, encoder, found, progress=bar.update, again=args.again)
 
 
 def _key(args: argparse.Namespace) -> States:
@@ -241,7 +244,9 @@ def _add_text(added: Added) -> str:
         else ""
     )
     refused = f"; {added.n_refused:,} that the model's chat template does not take"
-    return text + (refused if added.n_refused else "") + "."
+    text += refused if added.n_refused else ""
+    forgotten = f"; {added.n_forgotten:,} left out that were forgotten (--again takes them)"
+    return text + (forgotten if added.n_forgotten else "") + "."
 
 
 def _select_text(selected: Selected) -> str:

@@ -19,6 +19,7 @@ from llmaas_plugins.private_files import PrivateFiles
 
 __all__ = [
     "FILES",
+    "FORGOTTEN",
     "INBOX",
     "LOCK",
     "ONLINE",
@@ -36,6 +37,7 @@ LOCK = "lock"
 SELECTED = "datastore.knn"
 ONLINE = "online.npz"
 INBOX = "inbox"
+FORGOTTEN = "forgotten"
 
 _SEGMENT = re.compile(r"(\d{6})\.(\d{1,9})\.segment")
 _PARTIAL = ".partial"  # not written whole yet
@@ -45,7 +47,9 @@ _BLOCK = 1 << 20
 
 def _is_own(name: str) -> bool:
     stem = _stem(name)
-    return stem in (LOCK, SELECTED, ONLINE, INBOX) or _SEGMENT.fullmatch(stem) is not None
+    return (
+        stem in (LOCK, SELECTED, ONLINE, INBOX, FORGOTTEN) or _SEGMENT.fullmatch(stem) is not None
+    )
 
 
 FILES = PrivateFiles("datastore", "plugins.knn_lm.store", _is_own)

@@ -16,6 +16,7 @@ from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_record import Record, conversation_id
 from llmaas_plugins.knn_lm.encoding import Encoder
 from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.forgotten import Forgotten
 from llmaas_plugins.knn_lm.segments import Binding
 from llmaas_plugins.prompts import conversation_tokens
 
@@ -33,6 +34,7 @@ class Added(NamedTuple):
         n_left_out: Left out: fewer than two tokens, or states that are too large for float16.
         n_refused: Left out: the model's chat template does not take them.
         n_pairs: Pairs added.
+        n_forgotten: Left out: they were forgotten before.
     """
 
     n_added: int = 0
@@ -40,6 +42,7 @@ class Added(NamedTuple):
     n_left_out: int = 0
     n_refused: int = 0
     n_pairs: int = 0
+    n_forgotten: int = 0
 
 
 def binding_of(llama: Any, key: States, load: ModelLoad | None = None) -> Binding:
@@ -79,6 +82,7 @@ def add(  # noqa: PLR0913 -- what it works with, and two callbacks
     *,
     progress: Callable[[int], None] = lambda _n: None,
     between: Callable[[], None] = lambda: None,
+    again: bool = False,
 ) -> Added:
     """Add conversations; each counts as soon as it is evaluated, so this can be ended at any time.
 
@@ -89,17 +93,25 @@ def add(  # noqa: PLR0913 -- what it works with, and two callbacks
         conversations: Each with the name of the file it came from.
         progress: Told after each that it is done.
         between: Called between batches; what it raises ends the work.
+        again: Whether to take conversations that were forgotten.
+
+    Raises:
+        StoreError: The archive or the list of what was forgotten is damaged, or the disk failed.
     """
-    done = Added()
+    done, forgotten = Added(), Forgotten(archive.directory)
     for conversation, source in conversations:
-        if conversation_id(conversation) in archive:
+        id_ = conversation_id(conversation)
+        if id_ in archive:
             done = done._replace(n_known=done.n_known + 1)
+        elif id_ in forgotten and not again:
+            done = done._replace(n_forgotten=done.n_forgotten + 1)
         elif (tokens := _readable(llama, conversation)) is None:
             done = done._replace(n_refused=done.n_refused + 1)
         elif (record := _record(encoder, conversation, source, tokens, between)) is None:
             done = done._replace(n_left_out=done.n_left_out + 1)
         else:
             archive.append(record)
+            forgotten.discard(id_)
             n_pairs = done.n_pairs + len(record.pairs)
             done = done._replace(n_added=done.n_added + 1, n_pairs=n_pairs)
         progress(1)

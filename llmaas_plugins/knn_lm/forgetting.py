@@ -22,6 +22,7 @@ from llmaas_plugins.knn_lm.archive_files import (
 from llmaas_plugins.knn_lm.archive_record import conversation_id
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore_file import erase_leftovers
+from llmaas_plugins.knn_lm.forgotten import Forgotten
 from llmaas_plugins.knn_lm.inbox import forget_waiting
 from llmaas_plugins.knn_lm.selected import read_selected
 from llmaas_plugins.store_lock import lock, unlock
@@ -49,7 +50,7 @@ class Gone:
 def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | None = None) -> Gone:
     """Erase conversations; the selected pairs of theirs go first, so that all can be done again.
 
-    Those that wait to be learnt go, too.
+    Those that wait to be learnt go, too. That they were forgotten is noted first (``Forgotten``).
 
     Args:
         archive: Open for writing.
@@ -63,11 +64,19 @@ def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | No
     before = _n_bytes(directory)
     path = directory / SELECTED
 
+    noted = Forgotten(directory)
+    waiting: set[bytes] = set()
+
     def is_gone(one: Conversation) -> bool:
-        return one.app == app or conversation_id(one) in ids
+        if one.app == app or conversation_id(one) in ids:
+            waiting.add(conversation_id(one))
+            return True
+        return False
 
     try:
+        noted.add(ids)
         n_waiting = forget_waiting(directory, is_gone)
+        noted.add(waiting)
         erase_leftovers(path)
     except OSError as error:
         raise _failed(directory, error) from error
@@ -79,7 +88,7 @@ def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | No
 
 
 def forget_all(directory: Path) -> Gone:
-    """Erase everything in a datastore, also what is damaged.
+    """Erase everything in a datastore, also what is damaged, and what was forgotten before.
 
     Raises:
         StoreError: There is none, another process writes to it, or the disk failed.

@@ -109,7 +109,11 @@ def test_forgotten_chats_are_neither_stored_nor_selected(run, export, tmp_path):
     assert (code, found["n_pairs"], found["n_selected"]) == (0, gone["pairs"], gone["selected"])
     assert all(b"animal 1." not in path.read_bytes() for path in (tmp_path / "store").iterdir())
     assert run("select")[1]["n_full"] == run("stats")[1]["pairs"]
-    assert run("build", export(range(4)))[1]["n_added"] == 1  # it comes back only if it is asked to
+    rebuilt = run("build", export(range(5)))[1]
+    assert (rebuilt["n_added"], rebuilt["n_known"], rebuilt["n_forgotten"]) == (1, 3, 1)
+    taken = run("build", "--again", export(range(5)))[1]
+    assert (taken["n_added"], taken["n_known"], taken["n_forgotten"]) == (1, 4, 0)
+    assert run("add", export(range(5)))[1]["n_known"] == 5
 
 
 def test_a_datastore_keeps_its_kind_of_keys(run, export, monkeypatch):

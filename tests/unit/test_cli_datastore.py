@@ -315,7 +315,7 @@ def test_what_a_crash_left_of_the_selection_goes_with_the_next_forget(run, store
     assert set(os.pread(fd, len(left), 0)) == {0}
     os.close(fd)
     assert {path.name for path in store.iterdir()} == {
-        "lock", "000000.1.segment", "datastore.knn",
+        "lock", "000000.1.segment", "datastore.knn", "forgotten",
     }  # fmt: skip
 
 
