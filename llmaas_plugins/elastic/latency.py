@@ -32,8 +32,8 @@ __all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "check_writabl
 
 DIRECTORY = Path("~/.cache/llmaas/latency")
 
-_Time = Annotated[float, Field(ge=0)]
-_Count = Annotated[int, Field(gt=0)]
+_Time = Annotated[float, Field(ge=0, le=1e15)]
+_Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 _Times = tuple[tuple[tuple[_Time, ...], ...], ...]
 
 

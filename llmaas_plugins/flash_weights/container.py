@@ -157,9 +157,13 @@ def _parsed(content: bytes) -> tuple[Header, list[int]]:
     for name in (_ALIGNMENT, _OWN_SUM):
         fields.pop(name, None)
     header = Header(str(architecture), fields, parts)
-    values = [int(value) for value in sums] if isinstance(sums, tuple) else []
     if not parts or len({part.name for part in parts}) < len(parts):
         raise ValueError("it has no tensors, or two of the same name")
+    if not isinstance(sums, tuple) or not all(type(value) is int for value in sums):
+        raise ValueError("its checksums are no whole numbers")
+    if len(sums) != len(parts):
+        raise ValueError(f"it has {len(sums)} checksums, expected {len(parts)}")
+    values = [int(value) for value in sums]
     if header.with_sums(values) != content[: len(header.blank)]:
         raise ValueError("its metadata is not what was written, or not all was written")
     return header, values

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import read_rate
+from llmaas_plugins.json_text import parse_json
 
 __all__ = ["DEPTHS", "MOST_BYTES", "SIZES", "Disk", "Rate", "fit_disk", "measure_disk"]
 
@@ -25,6 +26,8 @@ MOST_BYTES = 64 << 20
 """Of all reads under way: memory that measuring takes."""
 _ROUNDS = 5
 _LEAST_S = 1e-3
+_MOST_COUNT = 1 << 40
+_MOST_SPEED = 1e15
 _ALIKE = 0.95
 """Rates that differ by less are the same here: fewer reads at a time are better then."""
 
@@ -83,11 +86,30 @@ class Disk:
             ValueError: It is something else.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             rates = tuple(Rate(*rate) for rate in fields.pop("rates"))
-            return cls(**fields, rates=rates)
-        except (TypeError, KeyError, AttributeError) as error:
+            found = cls(**fields, rates=rates)
+            found._check()
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no measurement of a disk: {error}") from error
+        return found
+
+    def _check(self) -> None:
+        """Refuse numbers that no measurement gives.
+
+        Raises:
+            ValueError: There is one.
+        """
+        counts = [self.small_depth, self.large_depth]
+        speeds = [self.read_s, self.bytes_per_s]
+        for rate in self.rates:
+            counts += rate[:2]
+            speeds.append(rate.bytes_per_s)
+        if not self.rates or not all(type(n) is int and 0 < n <= _MOST_COUNT for n in counts):
+            raise ValueError(f"found {counts}, expected sizes and depths from 1 to {_MOST_COUNT}")
+        are_numbers = all(type(n) in {int, float} for n in speeds)
+        if not are_numbers or not all(0 <= n <= _MOST_SPEED for n in speeds) or not all(speeds[1:]):
+            raise ValueError(f"found {speeds}, expected times and speeds up to {_MOST_SPEED:g}")
 
 
 def measure_disk(

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from llmaas_plugins._native import crc32c, knn_sum
 from llmaas_plugins.chats import NO_APP, Conversation, Message
+from llmaas_plugins.json_text import parse_json
 from llmaas_plugins.knn_lm.pairs import Pairs
 
 __all__ = [
@@ -207,13 +208,13 @@ def decode_meta(data: bytes) -> Meta:
         Unsound: It is not JSON of this form.
     """
     try:
-        found = json.loads(data)
+        found = parse_json(data)
         messages = tuple(_messages(found["messages"]))
         title, app = _text(found["title"]), _text(found["app"])
         is_shared = found.get("shared", app == NO_APP)  # which older programs do not say
         conversation = Conversation(title, app, messages, bool(is_shared))
         return Meta(conversation, _text(found["source"]), _date(found["added"]))
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
         raise Unsound(
             f"found meta of another form ({type(error).__name__}), expected JSON with title, app, "
             "source, added and messages"

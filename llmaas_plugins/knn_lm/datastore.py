@@ -51,6 +51,10 @@ class Neighbours(NamedTuple):
     rows: Ints
 
 
+_MOST_IN_QUERY = 1e15
+"""Beyond, distances to keys that are finite may be none in float32."""
+
+
 class Datastore:
     """One that is open; several threads may search it."""
 
@@ -228,9 +232,12 @@ class Datastore:
     def _exact_distances(self, rows: Ints, query: Floats) -> Floats:
         file = self._file
         try:
-            return knn_rescore(file.fd, file.keys_at, self._sums, rows, query)
+            distances = knn_rescore(file.fd, file.keys_at, self._sums, rows, query)
         except NativeError as error:
             raise damaged(file.path, "a damaged key", "the one that was written") from error
+        if not np.isfinite(distances).all() and np.abs(query).max() < _MOST_IN_QUERY:
+            raise damaged(file.path, "a key that is not finite", "finite ones")
+        return distances
 
     def close(self) -> None:
         """Close the file; more than once is the same as once."""

@@ -36,6 +36,12 @@ _MAGIC = b"LLMAASKN"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIIIIQQ32s14I")  # then its own checksum
 _PART = 1 << 24
+_MOST = 1e15
+"""Numbers follow from float16 keys of at most 65,504, in sums of squares over all dimensions."""
+_LEAST = {
+    "weights": float(np.finfo(np.float32).tiny),
+    **dict.fromkeys(("steps", "scales", "norms", "front_norms"), 0.0),
+}
 _NEXT = "Make it again with `llmaas datastore select`"
 
 
@@ -88,6 +94,7 @@ class DatastoreFile:
         self._read(name, array, self._places[name])
         if crc32c(array) != self._sums[list(self.counts.arrays()).index(name)]:
             raise damaged(self.path, f"damaged {name}", "those that were written")
+        self._require_possible(name, array)
         return array
 
     def read_keys(self, first: int, n: int) -> NDArray[np.float16]:
@@ -95,6 +102,14 @@ class DatastoreFile:
         keys = np.empty((n, self.counts.n_embd), np.float16)
         self._read("keys", keys, self.keys_at + 2 * first * self.counts.n_embd)
         return keys
+
+    def _require_possible(self, name: str, array: NDArray[Any]) -> None:
+        """Refuse numbers that no writer writes: sums tell damage, not a file somebody else made."""
+        if array.dtype.kind != "f" or array.size == 0:
+            return
+        least = _LEAST.get(name, -_MOST)
+        if not (array.min() >= least and array.max() <= _MOST):  # NaN is neither
+            raise damaged(self.path, f"impossible {name}", f"{least:g} to {_MOST:g}")
 
     def _require_size(self) -> None:
         found, expected = os.fstat(self.fd).st_size, self._places["end"]

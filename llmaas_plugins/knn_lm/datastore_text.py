@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from llmaas_plugins.json_text import parse_json
 from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, damaged
 from llmaas_plugins.knn_lm.recall import MOST_ROWS
 
@@ -46,7 +47,7 @@ class Text(NamedTuple):
             StoreError: It is damaged, or not what a writer of this version writes.
         """
         try:
-            text = cls(**json.loads(file.read("text").tobytes()))
+            text = cls(**parse_json(file.read("text").tobytes()))
             is_sound = (
                 all(isinstance(name, str) for name in text.conversations)
                 and isinstance(text.settings, dict)
@@ -54,7 +55,7 @@ class Text(NamedTuple):
                 and all(owner is None or isinstance(owner, str) for owner in text.owners)
                 and 1 <= text.rows_per_neighbour <= MOST_ROWS
             )
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError):
             is_sound = False
         if not is_sound:
             raise damaged(

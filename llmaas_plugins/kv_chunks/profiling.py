@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_plugins.json_text import parse_json
 from llmaas_plugins.kv_chunks.planning import Costs
 
 __all__ = ["Line", "Profile", "non_negative"]
@@ -99,10 +100,10 @@ class Profile:
         self._n_points = 0
         self.n_stored = 0
         try:
-            found = json.loads(stored or "{}")
+            found = parse_json(stored or "{}")
             for name, line in self._lines().items():
                 line.restore(found.get(name, ()))
-        except (ValueError, AttributeError, TypeError, RecursionError):
+        except (ValueError, AttributeError, TypeError):
             pass  # hostile or torn: as if nothing were known
 
     @property

@@ -46,6 +46,8 @@ def unsupported(create: ContextCreate) -> str | None:
         "embedding context": bool(params.embeddings),
         _NOT_CAUSAL: params.attention_type == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL,
         f"{params.n_seq_max} sequences of the app's own": params.n_seq_max > 1,
+        f"batches of {_batch_tokens(create)} tokens: llama.cpp aborts with fewer than it has "
+        f"sequences, {SEQUENCES} here": _batch_tokens(create) < SEQUENCES,
         "2-D positions (M-RoPE)": _has_2d_positions(model),
         "layers are offloaded to a GPU: not tested with one": _is_offloaded(create.load),
     }
@@ -85,11 +87,22 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
     """How many of ``wanted`` cells for parked contexts a context that is served may be given.
 
     None with a sliding window: llama.cpp uses cells again that no token of their sequence will see,
-    and cuts such a sequence where that left a gap. None if a larger context is computed otherwise.
+    and cuts such a sequence where that left a gap. None if a larger context is computed otherwise,
+    or batches have fewer tokens than there would be sequences.
     """
     if window(create.model) > 0 or _changes_rope(create, wanted):
         return 0
+    if _batch_tokens(create) < PARKED_SEQUENCES.stop:
+        return 0
     return wanted // _STEP * _STEP
+
+
+def _batch_tokens(create: ContextCreate) -> int:
+    """Return how many tokens are computed at once, for whose reserve llama.cpp needs a sequence."""
+    params = create.params
+    n_ctx = int(params.n_ctx) or int(llama_cpp.llama_model_n_ctx_train(create.model))
+    n_batch = min(n_ctx, int(params.n_batch))
+    return min(n_batch, int(params.n_ubatch) or n_batch)
 
 
 def _changes_rope(create: ContextCreate, n_spare: int) -> bool:

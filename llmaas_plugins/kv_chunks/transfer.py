@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 import weakref
@@ -16,13 +15,22 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import CellMemory, CodecError, Engine, KVRestored, Tokens, common_prefix
+from llmaas_hooks import (
+    BudgetError,
+    CellMemory,
+    CodecError,
+    Engine,
+    KVRestored,
+    Tokens,
+    common_prefix,
+)
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
 from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.cells import Cells
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain, chunk_key
 from llmaas_plugins.kv_chunks.landing import land
+from llmaas_plugins.kv_chunks.layouts import pack_layout, unpack_layout
 from llmaas_plugins.kv_chunks.levels import Attention, Levels
 from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment
 from llmaas_plugins.kv_chunks.memory import sparse
@@ -141,6 +149,8 @@ class Transfer:
         if context_id is not None:
             self._store.leave_behind(context_id, ids)
         missing = self._store.missing(ids)
+        if not missing and (not self._is_learned or self._store.layout(root) is None):
+            self._learn_geometry(root)  # what is stored may be damaged
         if missing:
             geometry = self._learn_geometry(root)
             step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
@@ -408,18 +418,25 @@ class Transfer:
         return False
 
     def _open_loader(self, root: bytes) -> Loader | None:
-        """The loader; None as long as nobody knows the cells' layout."""
+        """Return the loader; None as long as nobody knows the cells' layout."""
         geometry = self._geometry or self._stored_geometry(root)
-        if geometry is not None:
-            self._geometry = geometry
+        if geometry is None:
+            return None
+        try:
             self._loader = Loader(self._store, self._staging, self._workers, geometry)
+        except BudgetError:
+            if self._is_learned:
+                raise
+            _log.warning("the stored layout of this model's cells does not fit; it is left out")
+            return None
+        self._geometry = geometry
         return self._loader
 
     def _stored_geometry(self, root: bytes) -> KVGeometry | None:
         layout = self._store.layout(root)
         try:
-            return None if layout is None else KVGeometry.from_json(json.loads(layout))
-        except (ValueError, OverflowError) as error:
+            return None if layout is None else unpack_layout(layout)
+        except ValueError as error:
             _log.warning("the stored layout of this model's cells is unusable: %s", error)
             return None
 
@@ -432,7 +449,7 @@ class Transfer:
             if geometry != self._geometry:
                 self._geometry, self._loader = geometry, None
             self._is_learned = True
-        layout = json.dumps(self._geometry.to_json())
+        layout = pack_layout(self._geometry)
         if self._store.layout(root) != layout:
             self._store.set_layout(root, layout)
         return self._geometry

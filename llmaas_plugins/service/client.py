@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from llmaas_hooks import ConfigError, LimitError, LlmaasError
+from llmaas_plugins.json_text import parse_json
 
 __all__ = ["ClientApp", "ClientContext", "LLMClient"]
 
@@ -58,7 +59,7 @@ class LLMClient:
             OSError: The service cannot be reached.
         """
         with self._open(method, path, body) as response, _broken_off():
-            return json.loads(response.read())
+            return parse_json(response.read())
 
     def events(self, path: str, body: object) -> Iterator[tuple[str, Any]]:
         """Send a request and yield its server-sent events as (event, JSON)."""
@@ -69,7 +70,7 @@ class LLMClient:
                 if line.startswith("event:"):
                     event = line[6:].strip()
                 elif line.startswith("data:"):
-                    yield event, json.loads(line[5:])
+                    yield event, parse_json(line[5:])
                 elif not line:
                     event = "message"
 
@@ -171,7 +172,7 @@ def _broken_off() -> Iterator[None]:
 
 def _detail(body: bytes) -> str:
     try:
-        return str(json.loads(body)["detail"])
+        return str(parse_json(body)["detail"])
     except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace")[:500]
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.json_text import parse_json
 from llmaas_plugins.sqlite_erasing import Eraser, connect
 
 __all__ = ["ContextLog", "ContextRecord", "read_log"]
@@ -220,7 +221,7 @@ class ContextLog:
     def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
         with self._lock:
             rows = self._opened().execute(query, arguments).fetchall()
-        return [ContextRecord(row[0], row[1], json.loads(row[2]), *row[3:]) for row in rows]
+        return [ContextRecord(row[0], row[1], parse_json(row[2]), *row[3:]) for row in rows]
 
 
 def read_log(directory: Path) -> list[ContextRecord]:

@@ -24,6 +24,7 @@ from llmaas_plugins._native import (
     chunk_encode,
 )
 from llmaas_plugins.kv_chunks.extents import page_round
+from llmaas_plugins.kv_chunks.layouts import pack_layout
 
 RNG = np.random.default_rng(3)
 PROMPT = [1, *RNG.integers(300, 4000, 179).tolist()]  # 11 chunks and a piece
@@ -199,12 +200,26 @@ def test_cells_are_those_that_were_promised(make, suite, kv, budget, damaged, n_
     llama.close()
 
 
+def summed(layout):
+    return pack_layout(KVGeometry.from_json(layout))
+
+
 LAYOUTS = {
     "no JSON": lambda layout: "{",
     "a list": lambda layout: "[1]",
     "infinite": lambda layout: json.dumps(layout | {"n_layer": float("inf")}),
     "too large": lambda layout: json.dumps(layout | {"n_layer": 10**30}),
     "other rows": lambda layout: json.dumps(layout | {"k_row": [128] * 8}),
+    "other rows, rightly summed": lambda layout: summed(layout | {"k_row": [128] * 8}),
+    "huge rows, rightly summed": lambda layout: summed(
+        layout | {"k_row": [1 << 20] * 8, "v_row": [1 << 20] * 8}
+    ),
+    "many layers, rightly summed": lambda layout: summed(
+        layout | {"n_layer": 1024, "k_row": [256] * 1024, "v_row": [256] * 1024}
+    ),
+    "of an earlier version": lambda layout: json.dumps(
+        {name: value for name, value in layout.items() if name != "sum"}
+    ),
     "V the other way": lambda layout: json.dumps(layout | {"v_trans": not layout["v_trans"]}),
 }
 
@@ -220,9 +235,10 @@ def test_wrong_layout_costs_one_evaluation(make, suite, kv, vanilla_answer, chan
         "UPDATE geometry SET layout = ? WHERE layout LIKE '%n_layer%'",
         change(json.loads(layout)),
     )
-    active = suite()
+    active = suite(ram_budget="16 MiB")
     llama = make()
     assert ask(llama, PROMPT) == vanilla_answer
+    assert report(active)["left_alone"] == []
     ask(llama, FOREIGN, 1)
     before = report(active)["restored_tokens"]
     assert ask(llama, PROMPT) == vanilla_answer

@@ -73,6 +73,10 @@ def test_threads_must_have_been_measured():
         {"threads": (1, 2)},
         {"levels": (1.0,)},
         {"ttft": TTFT.model_copy(update={"n_tokens": (128, 32, 512)})},
+        {"ttft": TTFT.model_dump() | {"n_tokens": (32, 128, 1 << 70)}},
+        {"ttft": TTFT.model_dump() | {"held": (64, 1 << 70)}},
+        {"threads": (1 << 70,)},
+        {"tpot": TPOT.model_dump() | {"ms": (((1e300,) * 2,) * 2,)}},
         {"tpot": TPOT.model_copy(update={"held_ms": (((2.5,), (1.4, 1.0)),)})},
     ],
 )

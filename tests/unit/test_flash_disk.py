@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from llmaas_hooks import StoreError
@@ -101,6 +103,28 @@ def test_as_text_and_back():
 def test_other_texts(text):
     with pytest.raises(ValueError):
         Disk.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"read_s": -1.0}, {"read_s": "x"}, {"read_s": 1e30}, {"bytes_per_s": 0.0},
+        {"bytes_per_s": True}, {"small_depth": 0}, {"large_depth": 1 << 60},
+        {"large_depth": 2.0}, {"rates": []}, {"rates": [[4096, 1, -5.0]]},
+        {"rates": [[0, 1, 5.0]]}, {"rates": [["a", "b", "c"]]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_no_disk_has(change):
+    fields = json.loads(fit_disk(measured()).to_json())
+    Disk.from_json(json.dumps(fields))
+    with pytest.raises(ValueError, match="no measurement of a disk"):
+        Disk.from_json(json.dumps(fields | change))
+
+
+def test_deep_nesting_is_no_measurement():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Disk.from_json("[" * 100_000)
 
 
 def test_a_file_is_read_in_turns(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +27,7 @@ from llmaas_plugins.flash_weights.channels import (
     open_channels,
     write_channels,
 )
-from llmaas_plugins.flash_weights.container import Header, Part
+from llmaas_plugins.flash_weights.container import Header, Part, parse_header
 from llmaas_plugins.flash_weights.container_file import ContainerFile
 from llmaas_plugins.flash_weights.model_weights import ModelWeights
 from llmaas_plugins.flash_weights.packed import (
@@ -353,6 +354,20 @@ def test_bytes_that_do_not_fit_their_place_are_refused(model):
     tensors = tensors_of(model)
     with pytest.raises(ValueError, match="has 0 bytes, not"):
         list(write_packed(model, packed_path(model), tensors, lambda *_: np.empty(0, np.uint8)))
+
+
+@pytest.mark.parametrize("kind", ["I", "f"])
+@pytest.mark.parametrize("value", [0, 1, float("inf"), float("nan"), 1e38])
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_checksums_are_as_many_whole_numbers_as_there_are_tensors(kind, value, n):
+    """A made-up file is no reason for another error than that it is one."""
+    header = Header("x", {"a": 1}, (Part("a", 0, (2, 32)),))
+    content, at = header.with_sums([1]), header.sums_at
+    code = {"I": 4, "f": 6}[kind]
+    number = struct.pack(f"<{kind}", value if kind == "f" else 7)
+    made_up = content[: at - 12] + struct.pack("<IQ", code, n) + number * n + content[at + 4 :]
+    with pytest.raises(ValueError, match=r"checksums|arrays|written|names"):
+        parse_header(made_up)
 
 
 def test_headers_have_a_most_size(tmp_path, monkeypatch):

@@ -401,11 +401,38 @@ class TestRefusals:
             rewrite(path, **{name: made_of[name]})
         Datastore.open(path, MODEL).close()
 
-    def test_numbers_that_are_none_find_nothing(self, written):
+    @pytest.mark.parametrize(
+        "name", ["weights", "mean", "axes", "centre", "steps", "scales", "norms", "front_norms"]
+    )
+    @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 3e38, -1.0])
+    def test_impossible_numbers_are_refused_when_it_is_opened(self, written, name, wrong):
+        path, _ = written
+        file = DatastoreFile(path)
+        array = file.read(name)
+        file.close()
+        if array.size == 0 or (wrong == -1 and name in {"mean", "axes", "centre"}):
+            return
+        array.reshape(-1)[array.size // 2] = wrong
+        rewrite(path, **{name: array})
+        with pytest.raises(StoreError, match=f"impossible {name}"):
+            Datastore.open(path, MODEL)
+
+    def test_a_pair_stands_for_some(self, written):
+        path, _ = written
+        rewrite(path, weights=np.zeros(600, np.float32))
+        with pytest.raises(StoreError, match="impossible weights"):
+            Datastore.open(path, MODEL)
+
+    def test_keys_that_are_not_finite_are_told_when_they_are_read(self, written):
         path, made_of = written
-        rewrite(path, norms=np.full(600, np.nan, np.float32))
-        (found,) = search_all(path, made_of["keys"][:1].astype(np.float32))
-        assert len(found.rows) == 0
+        keys = np.full_like(made_of["keys"], np.nan)
+        file = DatastoreFile(path)
+        arrays = {name: file.read(name) for name in file.counts.arrays()}
+        arrays["sums"] = np.array([crc32c(row.tobytes()) for row in keys], np.uint32)
+        write_file(path, file.fingerprint, file.counts, arrays, [keys])
+        file.close()
+        with pytest.raises(StoreError, match="a key that is not finite"):
+            search_all(path, made_of["keys"][:1].astype(np.float32))
 
 
 def counts_of(path):

@@ -8,7 +8,7 @@ from rewritten_models import write_longrope
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ContextCreate, ModelLoad
-from llmaas_plugins.kv_chunks.support import spare_cells
+from llmaas_plugins.kv_chunks.support import spare_cells, unsupported
 from llmaas_plugins.model_digest import files_now
 
 SHAPE = Shape(n_layer=1, n_embd=256, n_head=2, n_head_kv=1, n_ff=512, n_ctx=1024)
@@ -53,3 +53,13 @@ def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, path, tmp_p
         assert spare_cells(create(n_ctx=n_ctx), 512) == 512
     for n_ctx in (256, 1025):  # the same set with those cells and without
         assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 512
+
+
+def test_batches_have_a_token_for_each_sequence(create):
+    """Otherwise llama.cpp aborts the process."""
+    for fields in ({"n_batch": 7}, {"n_ubatch": 7}, {"n_ctx": 7}):
+        assert spare_cells(create(**fields), 512) == 0
+        assert unsupported(create(**fields)) is None
+    assert spare_cells(create(n_batch=8, n_ubatch=0), 512) == 512
+    for fields in ({"n_batch": 1}, {"n_ubatch": 1}, {"n_ctx": 1}):
+        assert "batches of 1 tokens" in unsupported(create(**fields))

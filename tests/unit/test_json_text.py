@@ -1,0 +1,59 @@
+"""JSON from files: values, or ``ValueError``; and everybody reads it in one place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import llmaas_plugins
+from llmaas_plugins.json_text import parse_json
+
+OTHERS = {
+    "json_text.py",
+    "json_rows.py",  # tells where in a chat export it is wrong
+    "service/grammar_worker.py",  # between two processes of ours
+    "service/upstream.py",  # a body that was parsed before
+}
+
+
+def test_values():
+    assert parse_json('{"a": [1, 2.5, -1e3, null, true, "x"]}') == {
+        "a": [1, 2.5, -1000.0, None, True, "x"]
+    }
+    assert parse_json(b"[]") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "NaN",
+        "[Infinity]",
+        "-Infinity",
+        "[1e400]",
+        "",
+        "{",
+        b"\xff",
+    ],
+    ids=lambda text: str(text)[:8],
+)
+def test_anything_else_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        parse_json(text)
+
+
+def test_nobody_else_parses_json():
+    root = Path(llmaas_plugins.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in {"load", "loads"}
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "json"
+    }
+    assert found == OTHERS
