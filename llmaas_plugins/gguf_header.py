@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.file_bytes import OPEN_FLAGS
 
 __all__ = ["Header", "Place", "Value", "entry", "read_header"]
 
@@ -121,9 +123,8 @@ def read_header(path: Path) -> Header:
         StoreError: It cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            n_bytes = os.fstat(file.fileno()).st_size
-            return _parsed(file, n_bytes)
+        with os.fdopen(os.open(path, os.O_RDONLY | OPEN_FLAGS), "rb") as file:
+            return _parsed(file, os.fstat(file.fileno()))
     except (ValueError, struct.error) as error:
         raise ConfigError(f"{path} is not a GGUF file, or is damaged: {error}.") from error
     except OSError as error:
@@ -148,9 +149,11 @@ class _CutOffError(ValueError):
     """There is more to read than was given."""
 
 
-def _parsed(file: Any, n_bytes: int) -> Header:
-    """Of as much of the file as it takes: more and more of it is read."""
-    room = _FIRST_BYTES
+def _parsed(file: Any, status: os.stat_result) -> Header:
+    """Return the header of as much of the file as it takes: more and more of it is read."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    n_bytes, room = status.st_size, _FIRST_BYTES
     while True:
         file.seek(0)
         content = file.read(room)

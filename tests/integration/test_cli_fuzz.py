@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,8 @@ def places(tmp_path_factory, reference_model):
 def odd_value(rng, action, places):
     if action.choices is not None and rng.random() < 0.7:
         return str(rng.choice(list(action.choices)))
+    if not action.option_strings and rng.random() < 0.1:
+        return str(Path(places[0]).parent / "pipe")  # nobody waits for its other end
     return rng.choice(rng.choice((NUMBERS, TEXTS, places, places)))
 
 
