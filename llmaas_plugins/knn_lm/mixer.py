@@ -20,7 +20,7 @@ from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore import Datastore, Neighbours
 from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.trust import Judgement
+from llmaas_plugins.knn_lm.trust import Judgment
 
 __all__ = ["Counts", "Mixer", "Settings", "Source"]
 
@@ -112,7 +112,7 @@ class Mixer:
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
         self._source: Source | None = None
-        self._judged: Judgement | None = None
+        self._judged: Judgment | None = None
 
     def close(self) -> None:
         """Look no longer."""
@@ -138,7 +138,7 @@ class Mixer:
         self._former |= self._edits
         self._edits.clear()
         self._source = source
-        self._judged = Judgement(prompt, look_back) if look_back else None
+        self._judged = Judgment(prompt, look_back) if look_back else None
 
     def end(self) -> None:
         """The request is over: what the app samples itself is the model's own."""
@@ -152,19 +152,19 @@ class Mixer:
             n_past: Tokens evaluated before.
             n_tokens: Tokens in this batch.
         """
-        judgement = self._judged
-        if judgement is None or self._source is None:
+        judgment = self._judged
+        if judgment is None or self._source is None:
             return
         if not self._has_keys_level:
-            judgement.give_up()
+            judgment.give_up()
         with self._unless_forgotten(self._source) as source:
-            for n_behind, token in judgement.take(n_past, n_tokens, len(self._rows)):
+            for n_behind, token in judgment.take(n_past, n_tokens, len(self._rows)):
                 logits = _logits(ctx, -1 - n_behind)
                 info = logits_peek(logits)
                 p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
                 if info.max_prob < source.settings.skip_above and p_lm > 0:
                     row = self._rows[-1 - n_behind]
-                    judgement.observe(_p_mix(token, p_lm, info.max_prob, row, source), p_lm)
+                    judgment.observe(_p_mix(token, p_lm, info.max_prob, row, source), p_lm)
 
     def restore(self, view: LogitsView) -> None:
         """Give a row that was mixed for an earlier request the model's own logits again."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from llmaas_hooks import Tokens
 
-__all__ = ["Judgement", "Trust", "trust_before"]
+__all__ = ["Judgment", "Trust", "trust_before"]
 
 _PRIOR = 0.25
 _DECAY = 0.97
@@ -52,7 +52,7 @@ class Trust:
         self._score = _DECAY * self._score + min(log_ratio, _MOST_LOG_RATIO)
 
 
-class Judgement:
+class Judgment:
     """The trust that the last tokens of one prompt give, as they are evaluated batch by batch.
 
     It depends on these tokens and the datastore alone. So it does not matter in which batches they

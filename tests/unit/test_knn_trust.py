@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.knn_lm.trust import Judgement, Trust, trust_before
+from llmaas_plugins.knn_lm.trust import Judgment, Trust, trust_before
 
 PROBABILITIES = st.lists(
     st.tuples(st.floats(2**-20, 1, width=32), st.floats(2**-20, 1, width=32)), max_size=60
@@ -93,16 +93,16 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
 
 def judged(n_prompt, look_back, batches, n_rows=None):
     """Which tokens are judged of a prompt 0, 1, 2, … that is evaluated in these batches."""
-    judgement = Judgement(np.arange(n_prompt, dtype=np.int32), look_back)
+    judgment = Judgment(np.arange(n_prompt, dtype=np.int32), look_back)
     found, n_past = [], 0
     for n in batches:
-        taken = judgement.take(n_past, n, n if n_rows is None else n_rows)
+        taken = judgment.take(n_past, n, n if n_rows is None else n_rows)
         n_past += n
         for n_behind, token in taken:
             assert n_past - 1 - n_behind == token - 1  # the row before a token says it
             found.append(token)
-            judgement.observe(0.2, 0.1)
-    return found, judgement.trust.weight
+            judgment.observe(0.2, 0.1)
+    return found, judgment.trust.weight
 
 
 @pytest.mark.parametrize("batches", [[30], [29, 1], [15, 15], [1] * 30, [7, 20, 2, 1], [30, 1, 1]])
@@ -118,19 +118,19 @@ def test_all_but_the_first_are_judged_of_a_short_prompt():
 
 
 def test_cells_before_the_last_tokens_do_not_matter():
-    judgement = Judgement(np.arange(30, dtype=np.int32), 8)
-    assert [token for _, token in judgement.take(22, 8, 8)] == list(range(23, 30))
+    judgment = Judgment(np.arange(30, dtype=np.int32), 8)
+    assert [token for _, token in judgment.take(22, 8, 8)] == list(range(23, 30))
 
 
 @pytest.mark.parametrize(
     ("start", "n", "n_rows"), [(23, 7, 7), (22, 9, 9), (22, 8, 7)], ids=["late", "longer", "rows"]
 )
 def test_a_prompt_whose_last_tokens_were_not_all_seen_has_the_prior(start, n, n_rows):
-    judgement = Judgement(np.arange(30, dtype=np.int32), 8)
-    assert judgement.take(start, n, n_rows) == []
-    judgement.observe(0.2, 0.1)
-    assert judgement.take(22, 8, 8) == []
-    assert judgement.trust.weight == PRIOR
+    judgment = Judgment(np.arange(30, dtype=np.int32), 8)
+    assert judgment.take(start, n, n_rows) == []
+    judgment.observe(0.2, 0.1)
+    assert judgment.take(22, 8, 8) == []
+    assert judgment.trust.weight == PRIOR
 
 
 def test_one_that_is_half_evaluated_has_the_prior():
