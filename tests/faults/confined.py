@@ -117,7 +117,9 @@ def restored(store):
     from llmaas_plugins.models import reference_model_path
 
     def lived():
-        llama = Llama(str(reference_model_path()), n_ctx=256, n_threads=1, verbose=False)
+        llama = Llama(
+            str(reference_model_path()), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False
+        )
         with contextlib.closing(llama):
             return [ask(llama, prompt, 4)[0] for prompt in (PROMPT, OTHER, PROMPT)]
 
