@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from llmaas_plugins.declining import without
 from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.checks import check_body
 from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
-from llmaas_plugins.service.grammars import Grammars
+from llmaas_plugins.service.grammars import Grammars, Wanted
 from llmaas_plugins.service.keys import Keys
 from llmaas_plugins.service.levels import check_levels, levels_in_header
 from llmaas_plugins.service.line import Call, Line, stopping
@@ -75,6 +76,7 @@ _ROUTES = tuple(
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _WITHOUT, _LEVEL = b"x-llmaas-without", b"x-llmaas-level"
 _MOST_DISCARDED = 16 << 20
+_MOST_CHECKS = 4
 _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
 
@@ -110,6 +112,7 @@ class Gate:
         self._metrics = metrics
         self._grammars = grammars
         self._checks = anyio.CapacityLimiter(1)  # who waits for a check takes no thread
+        self._checking: Counter[str] = Counter()
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -150,9 +153,7 @@ class Gate:
             levels = asked.over(levels)
             if wanted:
                 with serving_context(None, app or None):
-                    await anyio.to_thread.run_sync(
-                        self._grammars.check, wanted, limiter=self._checks, abandon_on_cancel=False
-                    )
+                    await self._check_grammars(app, wanted)
         if is_call:
             with asking(levels):
                 await self._call(self._line.enter(app), scope, body, receive, answer)
@@ -175,6 +176,25 @@ class Gate:
         if owner not in ("", app):
             raise Refusal(403, f"This is the key of app {app!r}; it does not open {owner!r}.")
         return app
+
+    async def _check_grammars(self, app: str, wanted: list[Wanted]) -> None:
+        """Have grammars checked that were not before; one at a time, and few of an app wait.
+
+        Raises:
+            Refusal: One of them costs too much, or the app has too many on their way.
+        """
+        if self._grammars.know(wanted):
+            await run_in_threadpool(self._grammars.check, wanted)
+            return
+        if self._checking[app] >= _MOST_CHECKS:
+            message = f"{_MOST_CHECKS} new grammars of this app are being checked, the limit."
+            raise Refusal(429, message, "rate_limit_exceeded")
+        self._checking[app] += 1
+        try:
+            await anyio.to_thread.run_sync(self._grammars.check, wanted, limiter=self._checks)
+        finally:
+            self._checking[app] -= 1
+            self._checking += Counter()  # forgets who has none
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
         if not _JSON.match(kind := header(scope, b"content-type")):  # or browsers would not ask

@@ -22,11 +22,12 @@ from typing import Any, Literal
 import numpy as np
 from llama_cpp import llama_cpp
 
+from llmaas_hooks import ConfigError
 from llmaas_patches import serving_app
 from llmaas_plugins.service import grammar_worker as worker
 from llmaas_plugins.service.refusal import Refusal
 
-__all__ = ["Grammars", "Running", "Wanted"]
+__all__ = ["Grammars", "Running", "Wanted", "check_parses"]
 
 _START_S = 120.0
 _ANSWER_S = 30.0
@@ -68,6 +69,22 @@ class Wanted:
         return Refusal(400, f"{self.field}: {message}")
 
 
+def check_parses(llama: Any, grammar: Any) -> None:
+    """See whether llama.cpp can parse an app's own ``LlamaGrammar``; it ends the process if not.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    text = getattr(grammar, "_grammar", None)
+    if not text:
+        return
+    vocab = llama_cpp.llama_model_get_vocab(llama.model)
+    sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
+    if not sampler:
+        raise ConfigError("grammar: llama.cpp cannot parse it")
+    llama_cpp.llama_sampler_free(sampler)
+
+
 class Grammars:
     """Checks grammars, and runs them. Thread-safe; its process is started when it is needed."""
 
@@ -88,6 +105,12 @@ class Grammars:
         for one in wanted:
             if "mistake" in (found := self._found(one)):
                 raise one.mistake(found["mistake"])
+
+    def know(self, wanted: Sequence[Wanted]) -> bool:
+        """Tell whether all of them were checked not long ago."""
+        digests = [one.digest(serving_app()) for one in wanted]
+        with self._lock:
+            return all(digest in self._known for digest in digests)
 
     def converted(self, schema: str) -> str:
         """Convert a schema to a grammar.

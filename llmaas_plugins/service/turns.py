@@ -17,6 +17,7 @@ from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.grammars import check_parses
 from llmaas_plugins.service.levels import check_levels
 from llmaas_plugins.service.window import Messages, Window, visible
 
@@ -86,7 +87,7 @@ class Turns:
             The reply; by then it is committed.
 
         Raises:
-            ConfigError: Levels are asked for, and there are none.
+            ConfigError: Levels are asked for, and there are none; or the grammar is none.
         """
         return in_its_blocks(self._run(load, prompt, levels, sampling))
 
@@ -102,6 +103,7 @@ class Turns:
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
                 llama = self._engine()
+                check_parses(llama, options.get("grammar"))
                 started = time.perf_counter()
                 window = Window(self._config, llama)
                 messages = [*record.messages, {"role": "user", "content": prompt}]

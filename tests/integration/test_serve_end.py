@@ -221,3 +221,47 @@ def test_ended_while_it_loads(tmp_path, slow_plugin, how):
         process.send_signal(how)
         assert process.wait(60) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+HANGING_PLUGIN = """
+import ctypes, pathlib
+from llmaas_hooks import hookimpl
+from pydantic import BaseModel
+
+class Plugin:
+    class Config(BaseModel):
+        pass
+
+    def __init__(self, config):
+        pass
+
+    @hookimpl
+    def llmaas_decode(self, step):
+        pathlib.Path("hangs").touch()
+        while True:
+            ctypes.CDLL(None).sleep(600)
+"""
+
+
+CONFIG = """
+[service]
+state_dir = "state"
+shutdown_grace_s = {grace}
+[plugins.hanging]
+"""
+
+
+def test_signals_end_it_though_a_call_hangs(tmp_path):
+    environ = install_plugin(tmp_path, "hanging", HANGING_PLUGIN)
+    settings = {"config": CONFIG.format(grace=600), "environ": environ}
+    with serving(tmp_path, **settings) as server:
+        context = server.client.bind("mail").new_context()
+        caller = Caller(lambda: context.call("Hi", **SHORT))
+        wait_until((tmp_path / "hangs").exists)
+        for n in range(1, 4):
+            server.process.send_signal(signal.SIGTERM)
+            if n == 1:
+                wait_until(lambda: is_stopping(server))
+        assert server.process.wait(60) == 1
+        caller.join(60)
+        assert "ended without waiting any longer" in server.log()

@@ -250,6 +250,43 @@ def test_errors_of_our_own_routes_have_the_same_form(  # noqa: PLR0917  a table
     assert found["detail"] == found["error"]["message"]
 
 
+GROWING = 'root ::= root2\nroot2 ::= "a" root2 "b" | "a" root2 "c" | "a" root2 "d" | "a"'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_costs_more_with_each_token(request_, stream):
+    body = {"prompt": "aaaa", "grammar": GROWING, "max_tokens": 200, "stream": stream}
+    body |= {"temperature": 0.0, "logit_bias": {"66": 100}}
+    status, _, found = request_("POST", "/v1/completions", body)
+    if stream and status == 200:
+        (message,) = re.findall(rb'event: error\ndata: .*"message": "(.*?)"', found)
+        assert message.startswith(b"grammar: it needs more")
+    else:
+        assert status == 400
+        assert found["error"]["message"].startswith("grammar: it needs more")
+    assert request_("POST", "/v1/completions", {"prompt": "Once", **SHORT})[0] == 200
+
+
+def test_too_many_new_grammars_of_one_app(request_):
+    """Each takes a second; others come between them."""
+    pattern = {"type": "string", "pattern": "^[^]]$"}
+    found = []
+
+    def ask_for(i):
+        form = {"type": "json_object", "schema": {**pattern, "title": str(i)}}
+        body = {"messages": MESSAGES, "response_format": form}
+        found.append(request_("POST", CHAT, body)[0])
+
+    threads = [threading.Thread(target=ask_for, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    body = {"prompt": "Once", "grammar": 'root ::= "yes"', **SHORT}
+    assert request_("POST", "/v1/completions", body, NOTES)[0] == 200
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [400] * 4 + [429] * 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_does_not_fit(request_, stream):
     body = {"prompt": "a b " * 3000, "stream": stream}

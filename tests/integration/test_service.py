@@ -10,9 +10,10 @@ import threading
 import time
 
 import pytest
+from llama_cpp import LlamaGrammar
 from served import drain, wait_until
 
-from llmaas_hooks import LimitError, StoreError
+from llmaas_hooks import ConfigError, LimitError, StoreError
 from llmaas_plugins.service import LLMService, ServiceConfig
 
 # Tokens are evaluated one by one, so texts do not depend on what had to be evaluated again: in
@@ -174,6 +175,15 @@ def test_longest_context(serve, max_tokens):
     assert context.record().n_tokens == 40
     with pytest.raises(LimitError, match=r"holds 40 tokens.*into 40.*service\.max_context_tokens"):
         context.call("And then?")
+
+
+def test_a_grammar_that_is_none(serve):
+    context = serve().bind("mail").new_context()
+    with pytest.raises(ConfigError, match=r"grammar: llama\.cpp cannot"):
+        context.call("Hi", grammar=LlamaGrammar.from_string("root ::= ("))
+    assert context.record().messages == []
+    yes = LlamaGrammar.from_string('root ::= "yes"')
+    assert context.call("Hi", grammar=yes, max_tokens=8).text == "yes"
 
 
 @pytest.mark.parametrize("at_limit", ["slide", "error"])
