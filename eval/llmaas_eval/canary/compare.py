@@ -58,4 +58,4 @@ def problems(newest: Facts, bindings: Iterable[str]) -> Iterator[str]:
     elif not newest["products"]:
         yield "no product went through the engine"
     elif newest["left registered"]:
-        yield "the engine stays registered after its last context"
+        yield "the engine stays registered after it was to go"

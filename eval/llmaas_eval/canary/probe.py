@@ -75,7 +75,9 @@ def main(argv: Sequence[str]) -> int:
         built.lib.llama_backend_init()
         _say("vanilla", _Vanilla(built.lib, model).logits())
         hooked = _Hooked(built.lib, model, module)
+        module.lib.llmaas_register()
         _say("hooked", hooked.logits())
+        module.lib.llmaas_unregister()
         _say("products", hooked.n_products)
         _say("left registered", bool(module.lib.llmaas_backend_registered()))
     return 0
