@@ -84,7 +84,11 @@ class ContextLog:
         path = directory.expanduser() / _FILE
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.fchmod(fd, 0o600)  # SQLite gives its other files the same mode
+            finally:
+                os.close(fd)
             self._path = path
             self._db: sqlite3.Connection | None = _connect(path)
             self._eraser = Eraser(self._db, path)

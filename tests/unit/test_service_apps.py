@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.service import LLMService, ServiceConfig
 from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.service.service import Context
 
 
 def no_engine():
@@ -60,6 +64,22 @@ def test_apps_do_not_see_each_other(service):
     with pytest.raises(LookupError, match=f"app 'notes' has no context '{mine.id}'"):
         other.context(mine.id)
     assert service.bind("mail").context(mine.id) == mine
+
+
+def test_another_apps_context_cannot_be_told_from_none(service, monkeypatch):
+    """Neither by what is said nor by what is read; and nobody guesses a name of 122 random bits."""
+    mine, other = service.bind("mail").new_context("secret " * 1000), service.bind("notes")
+    read = []
+    monkeypatch.setattr(json, "loads", read.append)  # messages are read from the file with it
+    said = []
+    for name in (mine.id, "0" * 32):
+        for use in (other.context, lambda name: Context(name, other).delete()):
+            with pytest.raises(LookupError) as caught:
+                use(name)
+            said.append(str(caught.value).replace(name, "…"))
+    assert len(set(said)) == 1
+    assert read == []
+    assert re.fullmatch("[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}", mine.id)
 
 
 def test_a_deleted_context_is_gone(service):

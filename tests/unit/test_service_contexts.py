@@ -134,6 +134,15 @@ def test_modes(log, folder):
     assert (folder / "contexts.sqlite").is_file()
 
 
+def test_a_file_that_others_could_read_is_made_private(log, folder):
+    log.close()
+    (folder / "contexts.sqlite").chmod(0o644)
+    again = ContextLog(folder)
+    add(again, "a")
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    again.close()
+
+
 def test_close_leaves_one_file(log, folder):
     add(log, "a")
     log.close()
