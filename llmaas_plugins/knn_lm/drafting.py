@@ -19,7 +19,7 @@ from llama_cpp import Llama, llama_cpp
 
 from llmaas_plugins.knn_lm.drafts import DatastoreDraft
 
-__all__ = ["attach", "measured_costs"]
+__all__ = ["attach", "keeps_tokens", "measured_costs"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 _N_ROUNDS = 5
@@ -83,14 +83,23 @@ def _seconds(llama: Llama, size: int) -> float:
     return elapsed
 
 
-def _unsupported(llama: Llama, largest: int) -> str | None:
+def keeps_tokens(llama: Llama) -> str | None:
+    """Return why an engine cannot go back by a few tokens; None: it can."""
     model: Any = llama.model
     has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
     reasons = {
-        "the engine has a draft model": llama.draft_model is not None,
         "recurrent model: its state cannot drop tokens": llama_cpp.llama_model_is_recurrent(model),
         "hybrid model: its state cannot drop tokens": llama_cpp.llama_model_is_hybrid(model),
         "sliding window without swa_full: tokens of before the draft are gone": has_gaps,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _unsupported(llama: Llama, largest: int) -> str | None:
+    if (reason := keeps_tokens(llama)) is not None:
+        return reason
+    reasons = {
+        "the engine has a draft model": llama.draft_model is not None,
         f"n_batch is {llama.n_batch}, and batches of {largest} tokens are to be verified": (
             llama.n_batch < largest
         ),

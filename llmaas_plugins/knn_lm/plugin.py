@@ -23,6 +23,7 @@ from llmaas_hooks import (
 from llmaas_plugins.knn_lm.archive_files import SELECTED
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.drafting import keeps_tokens
 from llmaas_plugins.knn_lm.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.learning import Learner
 from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings, Source
@@ -39,11 +40,19 @@ _log = logging.getLogger("llmaas.knn_lm")
 
 @dataclass(slots=True)
 class _Served:
-    """An engine whose logits are mixed."""
+    """An engine whose logits are mixed.
+
+    Attributes:
+        engine: The engine.
+        mixer: Its logits and states.
+        fingerprint: Of its model.
+        can_go_back: Tokens that are in its cells can be evaluated again, so prompts are judged.
+    """
 
     engine: Engine
     mixer: Mixer
     fingerprint: bytes
+    can_go_back: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ class KnnLM:
             source = self._source_for(request.app, opened) if is_on else None
             look_back = self._config.look_back if source is not None and mixes else 0
             served.mixer.begin(source, request.tokens, look_back)
-            engine.n_outputs = max(1, look_back)
+            engine.n_outputs = max(1, look_back) if served.can_go_back else 1
         if self._config.drafts:
             is_on = is_on and not request.reads_tokens
             self._proposer.begin(engine, request.app, is_on=is_on)
@@ -250,7 +259,8 @@ class KnnLM:
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
-            self._served[engine.ctx] = _Served(engine, mixer, model)
+            can_go_back = keeps_tokens(engine.llama) is None
+            self._served[engine.ctx] = _Served(engine, mixer, model, can_go_back)
         return None
 
     def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:
