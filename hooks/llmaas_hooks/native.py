@@ -268,15 +268,19 @@ class ChannelOperand:
 class FileWeights(Protocol):
     """The memory of a model's weights that are claimed with the source ``"file"``."""
 
-    def set_memory(self, kept: int, arena: int) -> None:
-        """Change it, from the next batch on; waits for the one being evaluated.
+    def set_memory(self, kept: int, arena: int, *, waits: bool = True) -> bool:
+        """Change it; what it takes less is free when this returns.
 
         Args:
             kept: Bytes of weights that stay in memory; 0 at first. What larger batches compute in
                 is taken from it, and given back after them.
             arena: Bytes that the others pass through: read ahead, used, and overwritten. At least
                 two of the pieces they are read in, which are mostly 2 MiB. Channels that are
-                predicted are read ahead to as much again.
+                predicted are read ahead to as much again. 0: none until the next batch.
+            waits: Whether to wait for the batch that is being evaluated.
+
+        Returns:
+            Whether it was changed: always if it waits, else unless a batch is being evaluated.
         """
 
     def set_reading(

@@ -199,7 +199,9 @@ def _measured(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str
     from llama_cpp import Llama
 
     from llmaas_plugins.activation import activate
+    from llmaas_plugins.machine import release_memory
 
+    release_memory()  # of the plan: what is measured has none of it
     n_warm = min(_WARM_TOKENS, args.context // 2)
     n_timed = min(_TOKENS, args.context // 4)
     config = {"on_error": "raise", "plugins": {"flash_weights": dict(settings)}}

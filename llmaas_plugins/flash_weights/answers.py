@@ -7,12 +7,11 @@ say nothing: the last token of a prompt may come alone.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import NativeContext, Request
+from llmaas_hooks import NativeContext, Request, forks
 
 __all__ = ["Answers"]
 
@@ -47,7 +46,7 @@ class Answers:
     def __init__(self) -> None:
         """Know no context yet."""
         self._contexts: dict[int, _Context] = {}
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self.n_without_drafts = 0
 
     def add(self, native: NativeContext) -> None:

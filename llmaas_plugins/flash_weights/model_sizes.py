@@ -28,7 +28,7 @@ __all__ = ["ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
 _CELL_BYTES = 2
 _BATCH = 512
 """Tokens that llama.cpp's buffers are made for, unless the context is shorter."""
-_LLAMA_BYTES, _TOKEN_BYTES = 15 << 20, 400
+_LLAMA_BYTES, _TOKEN_BYTES = 8 << 20, 400
 """What a ``Llama`` was seen to take beside weights, cells and buffers, and each token it knows."""
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
 _KEYS = re.compile(r"blk\.\d+\.attn_[kv]\.weight")
@@ -89,6 +89,7 @@ class ModelSizes:
         expert_share: Of the experts, how many a token uses.
         least_experts: Of experts that stay in memory in any case.
         resident: Of all other weights, except embeddings: their rows are read one by one.
+        largest: Of the largest tensor, which llama.cpp reads as a whole when it loads the model.
         kv: Of the KV cache.
         buffers: Of llama.cpp's for a batch.
         app: Of a ``Llama`` beside all these: its vocabulary, graphs, templates.
@@ -104,6 +105,7 @@ class ModelSizes:
     expert_share: float
     least_experts: int
     resident: int
+    largest: int
     kv: int
     buffers: int
     app: int
@@ -145,7 +147,11 @@ def metadata_of(model: Path) -> Metadata:
 
 
 def sizes_of(
-    tensors: Mapping[str, TensorInfo], metadata: Metadata, n_ctx: int, group_layers: int = 1
+    tensors: Mapping[str, TensorInfo],
+    metadata: Metadata,
+    n_ctx: int,
+    group_layers: int = 1,
+    n_batch: int = _BATCH,
 ) -> ModelSizes:
     """What a model needs.
 
@@ -154,6 +160,7 @@ def sizes_of(
         metadata: Likewise.
         n_ctx: Tokens of the context, with cells of 16 bits.
         group_layers: Layers whose channels are side by side in the channel file.
+        n_batch: Tokens that are computed together at most (``n_ubatch``).
     """
     streamed = streamable(tensors)
     keys = {key_of(operand) for operand in channel_operands(tensors)}
@@ -169,8 +176,9 @@ def sizes_of(
         expert_share=metadata.expert_share,
         least_experts=max(experts, default=0),
         resident=sum(info.n_bytes for info in tensors.values() if not info.is_matrix),
+        largest=max((info.n_bytes for info in tensors.values()), default=0),
         kv=n_ctx * _CELL_BYTES * _kv_values(tensors),
-        buffers=_buffers(tensors, metadata.n_heads, n_ctx),
+        buffers=_buffers(tensors, metadata.n_heads, n_ctx, min(n_batch, n_ctx)),
         app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
         channels=_channels(groups),
         dense=n_streamed - sum(experts) - sum(tensors[name].n_bytes for name in with_channels),
@@ -206,10 +214,10 @@ def _embeddings(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
     return (info.shape[0], info.shape[1]) if info else (0, 0)
 
 
-def _buffers(tensors: Mapping[str, TensorInfo], n_heads: int, n_ctx: int) -> int:
+def _buffers(tensors: Mapping[str, TensorInfo], n_heads: int, n_ctx: int, n_batch: int) -> int:
     """Of the largest of attention, the feed-forward block and logits; as it was seen to be."""
     width, n_vocab = _embeddings(tensors)
     ups = [info.shape[1] for name, info in tensors.items() if ".ffn_up" in name]
     attention, forward = n_heads * n_ctx + 6 * width, 3 * max(ups, default=0) + 4 * width
     largest = max(attention, forward, n_vocab + 2 * width)
-    return 4 * min(_BATCH, n_ctx) * (n_ctx + largest)
+    return 9 * n_batch * (n_ctx + largest) // 2  # 4 bytes each, and an eighth more

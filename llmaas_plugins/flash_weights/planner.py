@@ -6,7 +6,6 @@ model (cost_model.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 
-from llmaas_hooks import BudgetError
 from llmaas_plugins.flash_weights.cost_model import Cost, Search, System, search_group
 from llmaas_plugins.flash_weights.disk import Disk
 from llmaas_plugins.flash_weights.locality import (
@@ -23,9 +21,11 @@ from llmaas_plugins.flash_weights.locality import (
     expected_reads,
     use_rates,
 )
+from llmaas_plugins.flash_weights.memory import SPARE_BYTES, require
 from llmaas_plugins.flash_weights.model_sizes import ModelSizes
 
 __all__ = [
+    "ARENA_BYTES",
     "MOST_SPARSITY",
     "SIMILARITY",
     "Machine",
@@ -33,12 +33,15 @@ __all__ = [
     "Row",
     "check_budget",
     "hit_rate_between",
+    "least_budget",
     "make_plan",
     "system_of",
 ]
 
 Mode = Literal["exact", "sparse", "pipeline"]
 Keeps = Literal["streamed", "busiest", "shared"]
+Cache = Literal["streamed", "busiest", "shared", "layer"]
+"""Those, and one that is not planned."""
 HitRate = Callable[[float, float], float]
 """Of a cache with this share of the channels, at this sparsity."""
 
@@ -49,8 +52,7 @@ SIMILARITY: Mapping[str, float] = MappingProxyType(
 small model; for two families that is what chance would have."""
 MOST_SPARSITY = 0.95
 
-_SPARE = 6 << 20
-_ARENA = 32 << 20
+ARENA_BYTES = 32 << 20
 _RING = 4 << 20
 _PIECE = 2 << 20
 """Of the engine, as are those before."""
@@ -177,12 +179,23 @@ def check_budget(sizes: ModelSizes, process: int, budget: int) -> None:
     Raises:
         BudgetError: It does not.
     """
-    least = _least_exact(sizes, process)
-    if budget < least:
-        raise BudgetError(
-            f"a budget of {budget // _MIB} MiB is too small for this model and context; expected "
-            f"{math.ceil(least / _MIB)} MiB or more. A shorter context takes less."
-        )
+    require(budget, least_budget(sizes, process))
+
+
+def least_budget(
+    sizes: ModelSizes, process: int, keeps: Cache | None = None, arena: int = ARENA_BYTES
+) -> int:
+    """Return the least memory of a process in which a model can be loaded and runs.
+
+    Args:
+        sizes: Of the model.
+        process: Bytes of the process without it.
+        keeps: ``cache`` of the sparse mode; None for the exact mode.
+        arena: Memory that streamed weights pass through.
+    """
+    loading = process + sizes.resident + sizes.app + sizes.largest
+    running = _fixed(sizes, process) + _through(sizes, keeps, arena) + _least(sizes)
+    return max(loading, running)
 
 
 def system_of(
@@ -206,7 +219,11 @@ def system_of(
         s_m=in_channels,
         n_layers=sizes.n_layers,
         m_max=budget,
-        m_kv=_fixed(sizes, machine.process) + _ARENA + sizes.scales + sizes.dense + sizes.experts,
+        m_kv=_fixed(sizes, machine.process)
+        + ARENA_BYTES
+        + sizes.scales
+        + sizes.dense
+        + sizes.experts,
         si=sum(one.all_bytes * similarity[one.family] for one in sizes.channels) / in_channels,
         bw_mem=machine.bytes_per_s,
         bw_flash=bw_flash,
@@ -233,11 +250,17 @@ def hit_rate_between(points: Mapping[float, float]) -> HitRate:
 def _fixed(sizes: ModelSizes, process: int) -> int:
     """What the process has beside streamed weights; what batches compute in, tokens give back."""
     own = sizes.resident + sizes.kv + sizes.app
-    return process + own + _SPARE
+    return process + own + SPARE_BYTES
 
 
-def _least_exact(sizes: ModelSizes, process: int) -> int:
-    return _fixed(sizes, process) + _ARENA + _least(sizes)
+def _through(sizes: ModelSizes, keeps: Cache | None, arena: int) -> int:
+    """What weights are read through, and what the sparse mode has beside them."""
+    widest = max((one.layer_bytes for one in sizes.channels), default=0)
+    if keeps is None:
+        return arena
+    if keeps == "streamed":  # an activation's channels are used together
+        return max(arena, widest + 2 * _PIECE) + sizes.scales
+    return arena + sizes.scales + _RING + widest // 2
 
 
 def _least(sizes: ModelSizes) -> int:
@@ -247,8 +270,7 @@ def _least(sizes: ModelSizes) -> int:
 
 def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
     """Reading and computing overlap: the longer of both counts."""
-    least = _least_exact(sizes, machine.process)
-    room = max(0, budget - least + _least(sizes))
+    room = max(0, budget - _fixed(sizes, machine.process) - _through(sizes, None, ARENA_BYTES))
     read = _streamed(sizes.streamed - sizes.experts, sizes, room)
     return Row(
         mode="exact",
@@ -258,15 +280,13 @@ def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
         cache=min(room, sizes.streamed),
         token_s=max(sizes.used / machine.bytes_per_s, read / machine.disk.bytes_per_s),
         read=read,
-        least_budget=least,
+        least_budget=least_budget(sizes, machine.process),
     )
 
 
 def _read_ahead(sizes: ModelSizes, machine: Machine, budget: int, sparsity: float) -> Row:
     """All channels that are not kept are read, as the exact mode reads weights."""
-    widest = max(one.layer_bytes for one in sizes.channels)
-    arena = max(_ARENA, widest + 2 * _PIECE)  # an activation's channels are used together
-    through = _fixed(sizes, machine.process) + arena + sizes.scales
+    through = _fixed(sizes, machine.process) + _through(sizes, "streamed", ARENA_BYTES)
     room = max(0, budget - through)
     plain = sizes.dense + sizes.in_channels
     read = _streamed(plain, sizes, room)
@@ -279,7 +299,7 @@ def _read_ahead(sizes: ModelSizes, machine: Machine, budget: int, sparsity: floa
         cache=min(room, plain + sizes.experts),
         token_s=max(computing_s, read / machine.disk.bytes_per_s),
         read=read,
-        least_budget=through + _least(sizes),
+        least_budget=least_budget(sizes, machine.process, "streamed"),
     )
 
 
@@ -287,8 +307,7 @@ def _sparse(
     sizes: ModelSizes, machine: Machine, budget: int, sparsity: float, *, keeps: Keeps
 ) -> Row:
     """Channels are read when they are known; only other weights are read ahead."""
-    widest = max(one.layer_bytes for one in sizes.channels)
-    through = _fixed(sizes, machine.process) + _ARENA + sizes.scales + _RING + widest // 2
+    through = _fixed(sizes, machine.process) + _through(sizes, keeps, ARENA_BYTES)
     room = max(0, budget - through)
     cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
     disk = machine.disk
@@ -304,7 +323,7 @@ def _sparse(
         cache=min(room, sizes.dense + sizes.experts + cache),
         token_s=waiting_s + max(computing_s, dense / disk.bytes_per_s),
         read=reads.n_bytes + dense,
-        least_budget=through + _least(sizes),
+        least_budget=least_budget(sizes, machine.process, keeps),
     )
 
 

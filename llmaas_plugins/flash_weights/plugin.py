@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import resource
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import (
@@ -18,52 +19,58 @@ from llmaas_hooks import (
     ConfigError,
     ContextCreate,
     DecodeStep,
-    FileWeights,
     LogitsView,
     ModelLoad,
     NativeContext,
     Request,
     TensorInfo,
     WeightClaim,
-    forks,
     hookimpl,
 )
 from llmaas_plugins.flash_weights.answers import Answers
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.memory import require
+from llmaas_plugins.flash_weights.model_sizes import Metadata, ModelSizes, metadata_of, sizes_of
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
+from llmaas_plugins.flash_weights.planner import least_budget
+from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
-from llmaas_plugins.machine import available_bytes, release_memory, resident_bytes
+from llmaas_plugins.machine import drop_cached, release_memory, resident_bytes
 
 __all__ = ["FlashWeights"]
 
 _log = logging.getLogger("llmaas.flash_weights")
 
-_SHARE = 0.9
-"""Of what could be had: the rest is for whoever else wants memory."""
-_SPARE = 6 << 20
-"""For what grows beside weights: the app's own objects, a batch's logits."""
-_STEP = 2 << 20
-"""Smaller changes of what is kept are not worth the reading."""
 _OUTSIDE = 128 << 20
 """A process around a model whose weights all fit: the interpreter, libraries, a short context."""
-_EVERY_S = 0.25
+_SHORTEST = 512
+"""Tokens of a context, before anybody knows how many it will have: what ``Llama`` takes."""
 
 
-@dataclass(slots=True)
-class _Model:
-    """A streamed model: its contexts, what is kept of it, and what it was used for so far."""
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A model file that was claimed.
 
-    contexts: dict[int, NativeContext] = field(default_factory=dict)
-    kept: int = 0
-    n_batches: int = 0
-    n_tokens: int = 0
-    is_crowded: bool = False
-    looked_at: float = 0.0
+    Attributes:
+        tensors: What it has.
+        process: Bytes of the process before it was loaded, without streamed weights.
+    """
 
-    @property
-    def weights(self) -> FileWeights:
-        """Its memory, which all contexts share."""
-        return next(iter(self.contexts.values())).file_weights()
+    tensors: Mapping[str, TensorInfo]
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """Bytes that are expected once a new context computes.
+
+    Attributes:
+        buffers: For a batch.
+        process: Of the process without streamed weights; 0: as it is.
+    """
+
+    buffers: int
+    process: int
 
 
 class FlashWeights:
@@ -74,12 +81,11 @@ class FlashWeights:
     def __init__(self, config: FlashWeightsConfig) -> None:
         """Claim nothing yet."""
         self._config = config
-        self._budget: int | None = config.memory_budget
-        self._lock = forks.lock()
-        self._models: dict[int, _Model] = {}
+        self._residency = Residency(config.memory_budget, config.arena)
         self._left_alone: dict[str, str] = {}
-        self._tensors: dict[str, Mapping[str, TensorInfo]] = {}
+        self._loads: dict[str, _Loading] = {}
         self._paths: dict[int, str] = {}
+        self._growth: dict[int, _Growth] = {}
         self._answers = Answers()
         if config.mode != "sparse":  # it costs something for each token
             self.llmaas_logits = None  # type: ignore[method-assign,assignment]
@@ -97,21 +103,15 @@ class FlashWeights:
             yield
 
     def set_memory_budget(self, n_bytes: int | None) -> None:
-        """Change the memory of the whole process; it holds from the next batch on.
+        """Change the memory of the whole process; it holds when this returns.
 
         Args:
             n_bytes: As ``memory_budget`` of the configuration; ``None`` follows the system.
 
         Raises:
-            BudgetError: Less than the process needs beside the weights. Nothing was changed.
+            BudgetError: It cannot be met. Nothing was changed.
         """
-        with self._lock:
-            budget = self._budget_of(n_bytes)
-            for model in self._models.values():
-                self._room(model, budget)
-            self._budget = n_bytes
-            for model in self._models.values():
-                self._adapt(model)
+        self._residency.set_budget(n_bytes)
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -122,47 +122,51 @@ class FlashWeights:
         """Claim all matrices of a model that does not fit; in the sparse mode of any."""
         if self._config.mode == "sparse":
             model_channels(load.path, tensors)  # before the model is read, not after
-            self._tensors[load.path] = tensors
         elif self._fits(load.path, tensors):
             return []
-        # the model file's pages in the page cache would be memory beside that of the weights
-        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
+        # A tensor is read as a whole, and twice as much memory is taken for that with direct I/O.
+        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
         if packed is None:  # what is in memory is what the file has, so nothing else is repacked
             load.params.use_extra_bufts = False
+        self._prepare(load.path, tensors)
         pattern = "|".join(map(re.escape, names))
         return [WeightClaim(pattern, source="file", path=packed)] if names else []
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Note which file its model is from."""
-        self._paths[create.model] = "" if create.load is None else create.load.path
+        """Note which file its model is from; see that there is room for the context."""
+        path = self._paths[create.model] = "" if create.load is None else create.load.path
+        if path in self._loads:
+            self._reserve(create, self._loads[path])
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Give a streamed model its arena; what is kept is decided after its first batch."""
+        """Give a streamed model its arena, and its share of the memory."""
         weights = context.file_weights()
         stats = weights.stats()
         if stats["bytes"] == 0:
             return
-        with self._lock:
-            path = self._paths.get(context.model, "")
-            if path in self._tensors and stats["operands"] == 0:  # its first context
-                add_channels(weights, model_channels(path, self._tensors[path]), self._config)
-                release_memory()  # of the scales, which were copied
-            if self._config.mode == "sparse":
-                self._answers.add(context)
-            if context.model not in self._models:
-                weights.set_reading(
-                    queue_depth=self._config.queue_depth or 0,
-                    read_size=self._config.read_size or 0,
-                    read_gap=self._config.read_gap,
-                )
-            model = self._models.setdefault(context.model, _Model())
-            model.contexts[context.ctx] = context
-            weights.set_memory(model.kept, self._config.arena)
-            self._room(model, self._budget_of(self._budget))
+        path = self._paths.get(context.model, "")
+        is_sparse = self._config.mode == "sparse" and path in self._loads
+        if is_sparse and stats["operands"] == 0:  # its first context
+            file = model_channels(path, self._loads[path].tensors)
+            add_channels(weights, file, self._config)
+            release_memory()  # of the scales, which were copied
+        if is_sparse:
+            self._answers.add(context)
+        if context.model not in self._residency:
+            drop_cached(path)  # it was read as a whole, and will be read past the page cache
+            weights.set_reading(
+                queue_depth=self._config.queue_depth or 0,
+                read_size=self._config.read_size or 0,
+                read_gap=self._config.read_gap,
+            )
+        with self._residency.lock:
+            growth = self._growth.pop(context.model, _Growth(0, 0))
+            expected = growth.process - self._residency.others()
+            self._residency.add(context, max(growth.buffers, expected))
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
@@ -182,92 +186,82 @@ class FlashWeights:
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
         """Count it, and see what memory is left."""
-        with self._lock:
-            for model in self._models.values():
-                if step.ctx not in model.contexts:
-                    continue
-                model.n_batches += 1
-                model.n_tokens += step.n_tokens
-                if time.monotonic() - model.looked_at > _EVERY_S:
-                    self._adapt(model)
+        self._residency.decoded(step.ctx, step.n_tokens)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
         """Let go of it."""
         self._answers.forget(ctx)
-        with self._lock:
-            for address, model in list(self._models.items()):
-                model.contexts.pop(ctx, None)
-                if not model.contexts:
-                    del self._models[address]
+        self._residency.remove(ctx)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
         """Mode, memory, and what was read."""
-        with self._lock:
-            models = [
-                {"batches": model.n_batches, "tokens": model.n_tokens} | model.weights.stats()
-                for model in self._models.values()
-            ]
-            budget = self._budget_of(self._budget)
-            faults = resource.getrusage(resource.RUSAGE_SELF)
-            return {
-                "mode": self._config.mode if models else "off",
-                "memory_budget": budget,
-                "resident_bytes": resident_bytes(),
-                "major_faults": faults.ru_majflt,
-                "minor_faults": faults.ru_minflt,
-                "models": models,
-                "without_drafts": self._answers.n_without_drafts,
-                "left_alone": self._left_alone,
-            }
+        models = self._residency.report()
+        faults = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "mode": self._config.mode if models else "off",
+            "memory_budget": self._residency.budget,
+            "resident_bytes": resident_bytes(),
+            "major_faults": faults.ru_majflt,
+            "minor_faults": faults.ru_minflt,
+            "models": models,
+            "without_drafts": self._answers.n_without_drafts,
+            "left_alone": self._left_alone,
+        }
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _budget_of(self, wanted: int | None) -> int:
-        return int(_SHARE * available_bytes()) if wanted is None else int(wanted)
-
-    def _adapt(self, model: _Model) -> None:
-        """Keep as many weights as there is room for; none if others took it all."""
-        try:
-            room = self._room(model, self._budget_of(self._budget))
-        except BudgetError as error:
-            room = 0
-            if not model.is_crowded:
-                _log.warning("%s Every weight is streamed until there is more.", error)
-        model.is_crowded = room == 0
-        model.looked_at = time.monotonic()
-        is_whole = room >= model.weights.stats()["bytes"] > model.kept
-        if room < model.kept or room - model.kept >= _STEP or is_whole:
-            model.kept = room
-            model.weights.set_memory(room, self._config.arena)
-
-    def _room(self, model: _Model, budget: int) -> int:
-        """Bytes of weights that fit beside everything else.
+    def _prepare(self, path: str, tensors: Mapping[str, TensorInfo]) -> None:
+        """Have other models make room for loading one.
 
         Raises:
-            BudgetError: None do, and the arena does not either.
+            BudgetError: There cannot be so much. Then the least is that of the shortest context.
         """
-        stats = model.weights.stats()
-        passing = stats["passing_bytes"]
-        others = resident_bytes() - stats["kept_bytes"] - stats["arena_bytes"] - passing + _SPARE
-        arena = max(self._config.arena, stats["arena_bytes"])
-        room = budget - others - arena - passing
-        # what larger batches compute in is the engine's to make room for
-        others += sum(context.untouched_bytes() for context in model.contexts.values())
-        through = arena + passing + stats["least_bytes"]
-        if budget < others + through:
-            least = -(-(others + through) // (1 << 20))
-            raise BudgetError(
-                f"memory_budget is {budget >> 20} MiB, but without any weights this process takes "
-                f"{others >> 20} MiB, and {through >> 20} MiB to stream them through; expected "
-                f"{least} MiB or more. A shorter n_ctx or a smaller n_batch takes less."
+        residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
+        with residency.lock:
+            residency.look()
+            process = residency.others()
+            self._loads[path] = _Loading(tensors, process)
+            try:
+                residency.make_room(sizes.resident + sizes.app + sizes.largest)
+            except BudgetError:
+                found = sizes_of(tensors, metadata_of(Path(path)), _SHORTEST)
+                require(residency.budget, self._least(found, process))
+                raise
+
+    def _reserve(self, create: ContextCreate, loading: _Loading) -> None:
+        """Have other contexts make room for a new one.
+
+        Raises:
+            BudgetError: There cannot be so much.
+        """
+        params, residency = create.params, self._residency
+        n_ctx = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+        heads = Metadata(llama_cpp.llama_model_n_head(create.model), 1.0)
+        n_batch = int(params.n_ubatch) or int(params.n_batch)
+        sizes = sizes_of(loading.tensors, heads, n_ctx, n_batch=n_batch)
+        sizes = replace(sizes, kv=int(sizes.kv * _cell_bytes(params) / 4))
+        with residency.lock:
+            if create.model in residency:  # its weights have what they need
+                residency.make_room(sizes.kv + sizes.buffers)
+            else:
+                require(residency.budget, self._least(sizes, loading.process))
+                residency.make_room(sizes.kv)
+            own = sizes.kv + sizes.buffers + sizes.resident + sizes.app
+            is_new = create.model not in residency
+            self._growth[create.model] = _Growth(
+                sizes.buffers, loading.process + own if is_new else 0
             )
-        return room
+
+    def _least(self, sizes: ModelSizes, process: int) -> int:
+        """Return the least budget for one more model beside those there are."""
+        keeps = self._config.cache if self._config.mode == "sparse" else None
+        return self._residency.needed() + least_budget(sizes, process, keeps, self._config.arena)
 
     def _fits(self, model: str, tensors: Mapping[str, TensorInfo]) -> bool:
         n_bytes = sum(info.n_bytes for info in tensors.values())
-        budget = self._budget_of(self._budget)
+        budget = self._residency.budget
         fits = resident_bytes() + n_bytes + _OUTSIDE <= budget
         if fits:
             self._left_alone[model] = (
@@ -293,3 +287,9 @@ class FlashWeights:
                 "remove it."
             )
         return str(path)
+
+
+def _cell_bytes(params: Any) -> float:
+    """Return the bytes of a key and a value."""
+    sizes = (GGML_QUANT_SIZES[GGMLQuantizationType(int(t))] for t in (params.type_k, params.type_v))
+    return sum(n_bytes / n_values for n_values, n_bytes in sizes)

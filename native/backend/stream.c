@@ -151,18 +151,6 @@ void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece) {
     pthread_mutex_unlock(&stream->lock);
 }
 
-void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
-    pthread_mutex_lock(&stream->lock);
-    stream->n_kept_set = stream->n_kept_max = n_kept;
-    stream->n_more      = 0;
-    stream->n_arena_min = n_arena;
-    stream->is_stale    = true;
-    if (stream->channels) {
-        llmaas_channels_set_ahead(stream->channels, n_arena);
-    }
-    pthread_mutex_unlock(&stream->lock);
-}
-
 bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading) {
     pthread_mutex_lock(&stream->lock);
     stream->reading = *reading;
@@ -554,6 +542,45 @@ static bool make_arena(llmaas_stream * stream) {
     llmaas_io_memory_free(stream->arena, stream->n_arena);
     stream->arena   = arena;
     stream->n_arena = n_bytes;
+    return true;
+}
+
+/* The next graph makes another one. */
+static void drop_arena(llmaas_stream * stream) {
+    cut_loads(stream, 0);
+    llmaas_io_register(stream->io, NULL, 0);
+    llmaas_io_memory_free(stream->arena, stream->n_arena);
+    stream->arena   = NULL;
+    stream->n_arena = 0;
+}
+
+/* What is more than may be kept is given back at once: other models, or the app, may need the memory before this one's next graph.
+ * The lock is held while a graph is computed, so no product needs it. */
+static void set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
+    stream->n_kept_set = stream->n_kept_max = n_kept;
+    stream->n_more      = 0;
+    stream->n_arena_min = n_arena;
+    if (stream->channels) {
+        llmaas_channels_set_ahead(stream->channels, n_arena);
+    }
+    adapt(stream);
+    if (n_arena == 0) {
+        drop_arena(stream);
+    }
+}
+
+void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
+    pthread_mutex_lock(&stream->lock);
+    set_memory(stream, n_kept, n_arena);
+    pthread_mutex_unlock(&stream->lock);
+}
+
+bool llmaas_stream_try_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
+    if (pthread_mutex_trylock(&stream->lock) != 0) {
+        return false;
+    }
+    set_memory(stream, n_kept, n_arena);
+    pthread_mutex_unlock(&stream->lock);
     return true;
 }
 

@@ -51,8 +51,11 @@ llmaas_channels * llmaas_stream_channels(llmaas_stream * stream);
 /* From the next graph on, a piece is only read for graphs that use it as a whole. */
 void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece);
 
-/* Bytes of pieces, experts and channels that may be kept, and of the ones that are read at a time; from the next graph on. */
+/* Bytes of pieces, experts and channels that may be kept, and of the ones that are read at a time. Memory beyond that is given
+ * back before it returns, after the graph being computed; with n_arena 0 the arena's, too, until the next graph. */
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
+/* The same, unless a graph is being computed: false then, and nothing was changed. */
+bool llmaas_stream_try_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
 /* How pieces, experts and channels are read, from the next graph on. False: memory; some are, then. */
 bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading);
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);

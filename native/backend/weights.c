@@ -159,6 +159,10 @@ llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kep
     return LLMAAS_OK;
 }
 
+bool llmaas_weights_try_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena) {
+    return !weights->stream || llmaas_stream_try_set_memory(weights->stream, n_kept, n_arena);
+}
+
 llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading) {
     if (!weights->stream || reading->depth > LLMAAS_IO_MAX_DEPTH || reading->n_bytes > LLMAAS_MAX_READ_BYTES ||
         reading->n_bytes % READ_ALIGN != 0) {

@@ -54,6 +54,7 @@ int llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const
 int llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * packed);
 uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
+bool llmaas_weights_try_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 typedef struct llmaas_reading {
     uint32_t depth, n_bytes;
     int32_t n_gap;

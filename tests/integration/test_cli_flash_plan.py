@@ -168,7 +168,7 @@ def test_files_that_cannot_be_used(alone, made, capsys, place, content):
 def test_a_budget_that_is_too_small(made, capsys, machine):
     status, out, err = run(capsys, made, budget="20 MiB")
     assert (status, out) == (2, "")
-    assert "a budget of 20 MiB is too small" in err
+    assert "a memory_budget of 20 MiB cannot be met" in err
     assert machine == []  # nobody waits for that
     least = int(err.partition("expected ")[2].split()[0])
     assert run(capsys, made, budget=f"{least} MiB")[0] == 0

@@ -103,7 +103,7 @@ flash.set_memory_budget(least + 2 * MIB)
 print(json.dumps([message, before, least, expected, tokens(llama), resident_bytes()]))
 """
     message, before, least, expected, found, resident = run(model, script)
-    assert message.startswith("memory_budget is 10 MiB, but without any weights this process takes")
+    assert message.startswith("a memory_budget of 10 MiB cannot be met; expected ")
     assert before > least
     assert found == expected
     assert resident <= least + 2 * MIB
@@ -137,14 +137,14 @@ print(json.dumps([expected, found, kept[29], kept[59], kept[99], lines]))
     assert "expected" in line
 
 
-def test_an_app_that_cannot_fit_is_told_when_it_makes_its_context(model):
+def test_an_app_that_cannot_fit_is_told_before_the_model_is_loaded(model):
     script = """
 try:
     app(30 * MIB)
 except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
-    assert "BudgetError: memory_budget is 30 MiB" in run(model, script)
+    assert "BudgetError: a memory_budget of 30 MiB cannot be met" in run(model, script)
 
 
 def test_a_model_that_fits_is_left_alone(model):

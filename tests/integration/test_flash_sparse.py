@@ -114,8 +114,9 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
 
 def keep(suite, n_bytes):
     """The weights of the one model that is open, of which so much stays in memory from now on."""
-    (model,) = suite.plugin("flash_weights")._models.values()
-    model.looked_at = float("inf")
+    residency = suite.plugin("flash_weights")._residency
+    (model,) = residency._models.values()
+    residency._looked_at = float("inf")
     model.weights.set_memory(n_bytes, 4 * MIB)
     return model.weights
 

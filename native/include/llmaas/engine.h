@@ -66,10 +66,13 @@ LLMAAS_API llmaas_status llmaas_weights_claim_file(
 LLMAAS_API llmaas_status llmaas_weights_claim_rows(
     llmaas_weights * weights, const char * name, const char * path, uint64_t offset);
 
-/* How much memory the weights in files take, from the next graph on: bytes of what is kept, 0 at first, and of the arena that
- * the rest is read to, at least two of the pieces it is read in; channels that are predicted are read ahead to as much again.
+/* How much memory the weights in files take: bytes of what is kept, 0 at first, and of the arena that the rest is read to, at
+ * least two of the pieces it is read in; channels that are predicted are read ahead to as much again. What is more is given back
+ * before it returns, after the graph being computed; with n_arena 0 the arena is, too, until the next graph.
  * While graphs compute in more memory than at the time of this call, fewer are kept. EINVAL: none is in a file. */
 LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
+/* The same, unless a graph is being computed: false then, and nothing was changed. */
+LLMAAS_API bool llmaas_weights_try_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
 /* How weights in files are read. */
 typedef struct llmaas_reading {

@@ -85,10 +85,15 @@ class Weights:
         """Attach to the model of ``context``."""
         self._context, self._library = context, library
 
-    def set_memory(self, kept: int, arena: int) -> None:
+    def set_memory(self, kept: int, arena: int, *, waits: bool = True) -> bool:
         """Change it."""
+        lib = self._library.lib
         with self._context._alive():
-            self._library.lib.llmaas_weights_set_memory(self._context._table, kept, arena)
+            table = self._context._table
+            if not waits:
+                return bool(lib.llmaas_weights_try_set_memory(table, kept, arena))
+            lib.llmaas_weights_set_memory(table, kept, arena)
+            return True
 
     def set_reading(
         self, *, queue_depth: int = 0, read_size: int = 0, read_gap: int | None = None

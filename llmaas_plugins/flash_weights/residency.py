@@ -1,0 +1,243 @@
+"""The streamed models of a process, and what each of them has in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmaas_hooks import BudgetError, FileWeights, NativeContext, forks
+from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, least_of, require, shares
+from llmaas_plugins.machine import available_bytes, resident_bytes
+
+__all__ = ["Residency"]
+
+_log = logging.getLogger("llmaas.flash_weights")
+
+_SHARE = 0.9
+"""Of what could be had: the rest is for whoever else wants memory."""
+_STEP = 2 << 20
+"""Smaller changes of what is kept are not worth the reading."""
+_EVERY_S = 0.25
+
+
+@dataclass(slots=True)
+class _Model:
+    """A streamed model.
+
+    Attributes:
+        contexts: Its contexts, by address.
+        growth: Bytes that contexts will compute in which have not computed anything yet.
+        kept: Bytes of weights that it may keep.
+        is_late: Whether it still keeps more, as it was computing.
+        seen: Its figures when it was looked at last: not while it computes, as that would wait.
+        untouched: Likewise bytes that its contexts may compute in, and have not touched yet.
+        n_batches: Batches so far.
+        n_tokens: Tokens in them.
+    """
+
+    contexts: dict[int, NativeContext] = field(default_factory=dict)
+    growth: dict[int, int] = field(default_factory=dict)
+    kept: int = 0
+    is_late: bool = False
+    seen: dict[str, int] = field(default_factory=dict)
+    untouched: int = 0
+    n_batches: int = 0
+    n_tokens: int = 0
+
+    @property
+    def weights(self) -> FileWeights:
+        """Its memory, which all contexts share."""
+        return next(iter(self.contexts.values())).file_weights()
+
+    @property
+    def held(self) -> int:
+        """Bytes that its weights have in memory, as far as that is known."""
+        return sum(self.seen[name] for name in ("kept_bytes", "arena_bytes", "passing_bytes"))
+
+    def look(self) -> None:
+        """See what it has, and what its contexts may still compute in."""
+        with contextlib.suppress(ReferenceError):  # a collection freed a context meanwhile
+            self.seen = self.weights.stats()
+            self.untouched = sum(
+                context.untouched_bytes()
+                for ctx, context in list(self.contexts.items())
+                if ctx not in self.growth
+            )
+
+    def needs(self, arena: int) -> Needs:
+        """Return what it needs with an arena of this size."""
+        growth = self.untouched + sum(self.growth.values())
+        passing = max(arena, self.seen["arena_bytes"]) + self.seen["passing_bytes"]
+        return Needs(self.seen["bytes"], self.seen["least_bytes"], passing, growth)
+
+
+class Residency:
+    """Divides the memory budget among streamed models, by size.
+
+    Attributes:
+        lock: Guards the models; a collection may free a context inside.
+    """
+
+    def __init__(self, budget: int | None, arena: int) -> None:
+        """Know no model yet.
+
+        Args:
+            budget: Memory of the process; None follows the system.
+            arena: Memory that a model's weights pass through.
+        """
+        self.lock = forks.lock()
+        self._budget = budget
+        self._arena = arena
+        self._models: dict[int, _Model] = {}
+        self._is_crowded = False
+        self._looked_at = 0.0
+
+    @property
+    def budget(self) -> int:
+        """Memory that the process may have."""
+        return self._bytes_of(self._budget)
+
+    def set_budget(self, n_bytes: int | None) -> None:
+        """Change the memory of the process; more than that is given back before this returns.
+
+        Raises:
+            BudgetError: It cannot be met. Nothing was changed.
+        """
+        with self.lock:
+            self.look()
+            if self._models:
+                require(self._bytes_of(n_bytes), self.least())
+            self._budget = n_bytes
+            self.share(waits=True)
+
+    def __contains__(self, model: int) -> bool:
+        """Whether a model is streamed."""
+        return model in self._models
+
+    def add(self, context: NativeContext, growth: int) -> None:
+        """Take in a new context, which will compute in so many bytes, and share anew.
+
+        Raises:
+            BudgetError: The budget cannot be met.
+        """
+        with self.lock:
+            model = self._models.setdefault(context.model, _Model())
+            model.contexts[context.ctx] = context
+            model.growth[context.ctx] = growth
+            model.weights.set_memory(model.kept, self._arena)
+            self.look()
+            self.share(waits=True)
+
+    def remove(self, ctx: int) -> None:
+        """Drop a context that is about to go; with the last one go its model's weights."""
+        with self.lock:
+            for address, model in list(self._models.items()):
+                if ctx not in model.contexts:
+                    continue
+                model.growth.pop(ctx, None)
+                if len(model.contexts) == 1:
+                    model.weights.set_memory(0, 0)
+                    del self._models[address]
+                else:
+                    del model.contexts[ctx]
+
+    def decoded(self, ctx: int, n_tokens: int) -> None:
+        """Count a batch, and see what memory is left."""
+        with self.lock:
+            for model in list(self._models.values()):
+                if ctx not in model.contexts:
+                    continue
+                model.n_batches += 1
+                model.n_tokens += n_tokens
+                is_first = model.growth.pop(ctx, None) is not None
+                if model.is_late:
+                    self._apply(model, model.kept, waits=True)
+                if is_first or time.monotonic() - self._looked_at > _EVERY_S:
+                    model.look()
+                    self._share_or_tell()
+
+    def needed(self) -> int:
+        """Return the bytes that the models need beside everything else."""
+        return self.least() - self.others() - SPARE_BYTES
+
+    def others(self) -> int:
+        """Return the bytes that the process has beside streamed weights."""
+        return resident_bytes() - sum(model.held for model in self._models.values())
+
+    def least(self) -> int:
+        """Return the least budget that the models in use need."""
+        return least_of(self.others(), self._needs(list(self._models.values())))
+
+    def make_room(self, n_bytes: int) -> None:
+        """Have weights make way, before something else takes so much memory."""
+        with self.lock:
+            self.look()
+            self.share(n_bytes, waits=True)
+
+    def share(self, n_more: int = 0, *, waits: bool = False) -> None:
+        """Have each model keep its share.
+
+        Args:
+            n_more: Bytes that something else is about to take.
+            waits: Whether models that are computing give memory back first.
+
+        Raises:
+            BudgetError: The budget cannot be met.
+        """
+        models = list(self._models.values())
+        found = shares(self.budget, self.others() + n_more, self._needs(models))
+        self._looked_at = time.monotonic()
+        for model, kept in sorted(zip(models, found, strict=True), key=_change):
+            is_whole = kept >= model.seen["bytes"] > model.kept
+            if kept < model.kept or kept - model.kept >= _STEP or is_whole:
+                self._apply(model, kept, waits=waits)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return each model's figures."""
+        with self.lock:
+            self.look()
+            return [
+                {"batches": model.n_batches, "tokens": model.n_tokens} | model.seen
+                for model in self._models.values()
+            ]
+
+    def _bytes_of(self, budget: int | None) -> int:
+        return int(_SHARE * available_bytes()) if budget is None else int(budget)
+
+    def _needs(self, models: list[_Model]) -> list[Needs]:
+        return [model.needs(self._arena) for model in models]
+
+    def look(self) -> None:
+        """See what the models have; waits for those that compute."""
+        for model in list(self._models.values()):
+            model.look()
+
+    def _apply(self, model: _Model, kept: int, *, waits: bool) -> None:
+        model.kept = kept
+        with contextlib.suppress(ReferenceError):
+            model.is_late = not model.weights.set_memory(kept, self._arena, waits=waits)
+        if not model.is_late:
+            model.look()
+
+    def _share_or_tell(self) -> None:
+        """Share; keep nothing if others took it all, which the log says once."""
+        try:
+            self.share()
+        except BudgetError as error:
+            for model in list(self._models.values()):
+                self._apply(model, 0, waits=False)
+            self._looked_at = time.monotonic()
+            if not self._is_crowded:
+                _log.warning("%s Every weight is streamed until there is more.", error)
+            self._is_crowded = True
+        else:
+            self._is_crowded = False
+
+
+def _change(pair: tuple[_Model, int]) -> int:
+    """Order by growth: what is given back comes before what is taken."""
+    model, kept = pair
+    return kept - model.kept

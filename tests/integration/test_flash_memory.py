@@ -1,0 +1,220 @@
+"""flash_weights: a budget is kept while models come and go, or is refused with one figure."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from cgroups import memory_group
+from flash_apps import MIB, run
+from gguf import GGMLQuantizationType
+
+from llmaas_eval.models import Shape, write_random_model
+
+SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
+"""75 MB of weights in Q8_0."""
+
+PRELUDE = """
+import re, shutil, threading
+from llmaas_hooks import BudgetError
+other = path.replace("model.gguf", "other.gguf")
+settings = dict(n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
+def suite_of(n_bytes, on_error="raise", **plugins):
+    flash = {"memory_budget": n_bytes, "arena": 8 * MIB}
+    return activate({"on_error": on_error, "plugins": {"flash_weights": flash} | plugins})
+def kept(suite):
+    return [model["kept_bytes"] for model in streamed(suite)["models"]]
+def warm(llama):
+    tokens(llama, 24); time.sleep(0.3); tokens(llama, 24)
+def forget_peak():
+    open("/proc/self/clear_refs", "w").write("5")
+import time
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One model, and another one beside it."""
+    folder = tmp_path_factory.mktemp("memory")
+    write_random_model(folder / "other.gguf", SHAPE, GGMLQuantizationType.Q8_0, seed=1)
+    return write_random_model(folder / "model.gguf", SHAPE, GGMLQuantizationType.Q8_0)
+
+
+LIFE = """
+start = resident_bytes()
+budget = BUDGET
+forget_peak()
+report, peaks = {}, []
+def note():
+    peaks.append(peak())
+suite = suite_of(budget)
+one = Llama(path, **settings); note()
+warm(one); note()
+report["alone"] = kept(suite)
+two = Llama(other, **settings); note()
+warm(two); warm(one); warm(two); note()
+report["both"] = kept(suite)
+flash = suite.plugin("flash_weights")
+flash.set_memory_budget(budget - 20 * MIB)
+report["lower"] = [resident_bytes(), budget - 20 * MIB]
+warm(one); warm(two)
+report["lowered"] = [resident_bytes(), budget - 20 * MIB, *kept(suite)]
+flash.set_memory_budget(budget)
+warm(one); warm(two); note()
+report["before"] = resident_bytes() - sum(kept(suite))
+two.close()
+warm(one); note()
+report["closed"] = kept(suite)
+again = Llama(other, **settings); note()
+warm(again); warm(one); note()
+report["again"] = kept(suite)
+report["peaks"], report["budget"] = peaks, budget
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["budget", "cgroup"])
+def test_memory_stays_within_the_budget_while_models_come_and_go(model, limited):
+    """In a cgroup of this size, too: what is beyond it ends the process."""
+    with contextlib.ExitStack() as stack:
+        group, budget = None, "start + 100 * MIB"
+        if limited:
+            group, budget = stack.enter_context(memory_group()), str(190 * MIB)
+            group.limit(190 * MIB)
+        found = run(model, PRELUDE + LIFE.replace("BUDGET", budget), group=group)
+    assert max(found["peaks"]) <= found["budget"]
+    assert found["lower"][0] <= found["lower"][1]
+    resident, lower, *kept = found["lowered"]
+    assert resident <= lower
+    assert kept[0] == pytest.approx(kept[1], abs=4 * MIB)
+    (alone,), both, (closed,), again = (found[k] for k in ("alone", "both", "closed", "again"))
+    assert both[0] == pytest.approx(both[1], abs=4 * MIB)
+    assert 4 * MIB < both[0] < alone - 10 * MIB
+    assert closed > both[0] + 10 * MIB
+    assert again[0] == pytest.approx(again[1], abs=4 * MIB)
+
+
+PLAN = """
+import contextlib, io
+from llmaas_plugins.cli.main import main
+errors = io.StringIO()
+with contextlib.redirect_stderr(errors):
+    assert main(["flash", "plan", path, "--memory-budget", "20 MiB", "--context", "512"]) == 2
+print(json.dumps(int(re.search(r"expected (\\d+) MiB", errors.getvalue())[1])))
+"""
+
+OPEN = """
+arena = {"memory_budget": BUDGET * MIB}
+message = None
+with activate({"on_error": "raise", "plugins": {"flash_weights": arena}}) as suite:
+    forget_peak()
+    try:
+        llama = Llama(path, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
+        llama.eval(list(range(300, 811)))
+        for _ in zip(range(30), llama.generate([1, 2, 3], temp=0.0)): pass
+        llama.close()
+    except Exception as error:
+        message = str(error)
+print(json.dumps([message and int(re.search(r"expected (\\d+) MiB", message)[1]), peak() / MIB]))
+"""
+
+
+def test_plan_and_error_name_the_same_figure_and_it_works(model):
+    """Whether it is refused before the model is loaded, or when the context is made."""
+    planned = run(model, PRELUDE + PLAN)
+    for budget in (20, planned - 12):
+        figure, peak = run(model, PRELUDE + OPEN.replace("BUDGET", str(budget)))
+        assert figure == pytest.approx(planned, abs=4)  # other imports, another process
+    assert peak <= budget
+    figure, peak = run(model, PRELUDE + OPEN.replace("BUDGET", str(planned + 4)))
+    assert figure is None
+    assert planned - 20 < peak <= planned + 4
+
+
+def test_a_second_model_that_cannot_be_met_changes_nothing(model):
+    script = """
+suite = suite_of(resident_bytes() + 44 * MIB)
+one = Llama(path, **settings)
+expected = tokens(one, 24)
+try:
+    Llama(other, **settings)
+except Exception as error:
+    message = str(error)
+least = int(re.search(r"expected (\\d+) MiB", message)[1]) * MIB
+found = tokens(one, 24)
+suite.plugin("flash_weights").set_memory_budget(least + 2 * MIB)
+two = Llama(other, **settings)
+warm(two); warm(one)
+print(json.dumps([expected == found, least, peak(), len(kept(suite))]))
+"""
+    same, least, peak, n_models = run(model, PRELUDE + script)
+    assert same
+    assert n_models == 2
+    assert peak <= least + 2 * MIB
+
+
+def test_threads_another_plugin_and_a_budget_that_changes(model):
+    """Two models on two threads, with kv_chunks; a third thread moves the budget."""
+    script = """
+import tempfile
+expected = []
+for file in (path, other):
+    llama_cpp.llama_model_default_params = unrepacked
+    llama = Llama(file, **settings)
+    expected.append(tokens(llama, 60))
+    llama.close()
+llama_cpp.llama_model_default_params = defaults
+start = resident_bytes()
+with tempfile.TemporaryDirectory() as folder:
+    store = {"store": folder, "codec": "lossless", "ram_budget": "2 MiB"}
+    suite = suite_of(start + 110 * MIB, kv_chunks=store)
+    llamas = [Llama(file, **settings) for file in (path, other)]
+    for llama in llamas: warm(llama)  # kv_chunks takes its own memory
+    found, over = [[], []], []
+    def answer(i):
+        for _ in range(3):
+            llamas[i].reset()
+            found[i].append(tokens(llamas[i], 60))
+    threads = [threading.Thread(target=answer, args=(i,)) for i in range(2)]
+    for thread in threads: thread.start()
+    flash, n = suite.plugin("flash_weights"), 0
+    while any(thread.is_alive() for thread in threads):
+        budget = start + (110 if n % 2 else 85) * MIB
+        flash.set_memory_budget(budget)
+        over.append(resident_bytes() - budget)
+        n += 1
+    for thread in threads: thread.join()
+    for llama in llamas: llama.close()
+    suite.deactivate()
+print(json.dumps([found == [[e] * 3 for e in expected], n, max(over)]))
+"""
+    same, n, over = run(model, PRELUDE + script)
+    assert same
+    assert n > 2
+    assert over <= 0
+
+
+def test_nobody_waits_for_another_models_batch(model):
+    """A model that computes gives memory back when it is done; others go on meanwhile."""
+    script = """
+suite = suite_of(resident_bytes() + 100 * MIB)
+one, two = Llama(path, **settings), Llama(other, **settings)
+warm(one); warm(two)
+residency = suite.plugin("flash_weights")._residency
+first, second = residency._models.values()
+busy = threading.Event(); ends = threading.Event()
+from llama_cpp import LogitsProcessorList
+import ctypes
+callback = llama_cpp.ggml_abort_callback(lambda data: (busy.set(), not ends.wait(20))[1] and False)
+llama_cpp.llama_set_abort_callback(one._ctx.ctx, callback, None)
+thread = threading.Thread(target=lambda: one.eval([5, 6, 7]))
+thread.start()
+busy.wait(20)
+residency._looked_at = 0.0
+two.eval([9])
+before = ends.is_set()
+late = first.weights.set_memory(0, 8 * MIB, waits=False)
+ends.set(); thread.join()
+print(json.dumps([before, late]))
+"""
+    assert run(model, PRELUDE + script) == [False, False]

@@ -1,0 +1,80 @@
+"""How streamed models share one memory budget."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from llmaas_hooks import BudgetError
+from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, least_of, shares
+
+MIB = 1 << 20
+
+
+def needs(n_bytes, least=0, passing=8, growth=0):
+    return Needs(n_bytes * MIB, least * MIB, passing * MIB, growth * MIB)
+
+
+def shared(budget, others, *models):
+    """MiB that each keeps of a budget beside the spare."""
+    return [n // MIB for n in shares(budget * MIB + SPARE_BYTES, others * MIB, models)]
+
+
+def test_by_size():
+    assert shared(216, 100, needs(300), needs(100)) == [75, 25]
+    assert shared(216, 100, needs(100), needs(300)) == [25, 75]
+
+
+def test_none_gets_more_than_it_has():
+    assert shared(2000, 100, needs(300), needs(100)) == [300, 100]
+    assert shared(100, 100) == []
+
+
+def test_what_one_cannot_use_is_for_the_others():
+    small, large = shared(400, 100, needs(10, growth=30), needs(400))
+    assert small == 10
+    assert large == 400 - 100 - 16 - 30  # batches of the small one need more than it keeps
+
+
+def test_experts_and_batches_have_room_in_any_case():
+    found = shared(166, 100, needs(1000, least=10, growth=20), needs(1000))
+    assert found[0] >= 30
+    assert sum(found) <= 50
+
+
+def test_a_budget_that_cannot_be_met_is_refused_with_the_least():
+    models = needs(1000, least=10, growth=20), needs(1000)
+    least = least_of(100 * MIB, models)
+    assert least == (100 + 16 + 30) * MIB + SPARE_BYTES
+    assert [n // MIB for n in shares(least, 100 * MIB, models)] == [30, 0]
+    with pytest.raises(BudgetError) as caught:
+        shares(least - 1, 100 * MIB, models)
+    assert int(re.search(r"expected (\d+) MiB", str(caught.value))[1]) == -(-least // MIB)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_budget_holds_whatever_the_models_are():
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        models = [
+            Needs(*(int(n) for n in rng.integers(0, 1 << 30, 4) >> rng.integers(0, 20, 4)))
+            for _ in range(rng.integers(1, 5))
+        ]
+        others = int(rng.integers(1 << 28))
+        least = least_of(others, models)
+        budget = least + int(rng.integers(0, 1 << 31))
+        found = shares(budget, others, models)
+        room = budget - others - SPARE_BYTES - sum(one.passing for one in models)
+        # weights make way for batches, as far as there are some
+        assert (
+            sum(
+                max(kept, min(one.least + one.growth, kept + one.growth))
+                for kept, one in zip(found, models, strict=True)
+            )
+            <= room
+        )
+        for kept, one in zip(found, models, strict=True):
+            assert kept <= one.n_bytes
+            assert kept >= min(one.least, one.n_bytes)
