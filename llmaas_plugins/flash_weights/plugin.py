@@ -165,8 +165,8 @@ class FlashWeights:
             )
         with self._residency.lock:
             growth = self._growth.pop(context.model, _Growth(0, 0))
-            expected = growth.process - self._residency.others()
-            self._residency.add(context, max(growth.buffers, expected))
+            beside = growth.process - growth.buffers - self._residency.others()
+            self._residency.add(context, growth.buffers, max(beside, 0))
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:

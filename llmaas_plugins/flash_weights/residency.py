@@ -30,6 +30,7 @@ class _Model:
     Attributes:
         contexts: Its contexts, by address.
         growth: Bytes that contexts will compute in which have not computed anything yet.
+        beside: Bytes that else will be taken when they do.
         kept: Bytes of weights that it may keep.
         is_late: Whether it still keeps more, as it was computing.
         seen: Its figures when it was looked at last: not while it computes, as that would wait.
@@ -40,6 +41,7 @@ class _Model:
 
     contexts: dict[int, NativeContext] = field(default_factory=dict)
     growth: dict[int, int] = field(default_factory=dict)
+    beside: dict[int, int] = field(default_factory=dict)
     kept: int = 0
     is_late: bool = False
     seen: dict[str, int] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class _Model:
         """Return what it needs with an arena of this size."""
         growth = self.untouched + sum(self.growth.values())
         passing = max(arena, self.seen["arena_bytes"]) + self.seen["passing_bytes"]
+        passing += sum(self.beside.values())
         return Needs(self.seen["bytes"], self.seen["least_bytes"], passing, growth)
 
 
@@ -117,8 +120,13 @@ class Residency:
         """Whether a model is streamed."""
         return model in self._models
 
-    def add(self, context: NativeContext, growth: int) -> None:
-        """Take in a new context, which will compute in so many bytes, and share anew.
+    def add(self, context: NativeContext, growth: int, beside: int) -> None:
+        """Take in a new context, and share anew.
+
+        Args:
+            context: The new one.
+            growth: Bytes that it will compute in; weights make way then.
+            beside: Bytes that will be taken besides.
 
         Raises:
             BudgetError: The budget cannot be met.
@@ -126,7 +134,7 @@ class Residency:
         with self.lock:
             model = self._models.setdefault(context.model, _Model())
             model.contexts[context.ctx] = context
-            model.growth[context.ctx] = growth
+            model.growth[context.ctx], model.beside[context.ctx] = growth, beside
             model.weights.set_memory(model.kept, self._arena)
             self.look()
             self.share(waits=True)
@@ -138,6 +146,7 @@ class Residency:
                 if ctx not in model.contexts:
                     continue
                 model.growth.pop(ctx, None)
+                model.beside.pop(ctx, None)
                 if len(model.contexts) == 1:
                     model.weights.set_memory(0, 0)
                     del self._models[address]
@@ -153,6 +162,7 @@ class Residency:
                 model.n_batches += 1
                 model.n_tokens += n_tokens
                 is_first = model.growth.pop(ctx, None) is not None
+                model.beside.pop(ctx, None)
                 if model.is_late:
                     self._apply(model, model.kept, waits=True)
                 if is_first or time.monotonic() - self._looked_at > _EVERY_S:
