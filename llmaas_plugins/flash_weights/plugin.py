@@ -220,6 +220,7 @@ class FlashWeights:
         """
         residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
         with residency.lock:
+            release_memory()  # of what the files were checked with
             residency.look()
             process = residency.others()
             self._loads[path] = _Loading(tensors, process)

@@ -167,7 +167,7 @@ llama_cpp.llama_model_default_params = defaults
 start = resident_bytes()
 with tempfile.TemporaryDirectory() as folder:
     store = {"store": folder, "codec": "lossless", "ram_budget": "2 MiB"}
-    suite = suite_of(start + 110 * MIB, kv_chunks=store)
+    suite = suite_of(start + 130 * MIB, kv_chunks=store)
     llamas = [Llama(file, **settings) for file in (path, other)]
     for llama in llamas: warm(llama)  # kv_chunks takes its own memory
     found, over = [[], []], []
@@ -179,7 +179,7 @@ with tempfile.TemporaryDirectory() as folder:
     for thread in threads: thread.start()
     flash, n = suite.plugin("flash_weights"), 0
     while any(thread.is_alive() for thread in threads):
-        budget = start + (110 if n % 2 else 85) * MIB
+        budget = start + (130 if n % 2 else 100) * MIB
         flash.set_memory_budget(budget)
         over.append(resident_bytes() - budget)
         n += 1
