@@ -10,42 +10,47 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.file_bytes import OPEN_FLAGS
 
-__all__ = ["Header", "Place", "Value", "entry", "read_header"]
+if TYPE_CHECKING:  # importing gguf takes 3 MiB
+    from gguf.constants import GGMLQuantizationType
+
+__all__ = ["Header", "Place", "Value", "entry", "read_header", "tensor_names"]
 
 Value = int | float | bool | str | NDArray[Any] | None
 """Of a field; arrays of strings are passed over: None."""
 
-_FIRST_BYTES, _MOST_BYTES = 16 << 20, 256 << 20
+_Found = TypeVar("_Found")
+_FIRST_BYTES, _MOST_BYTES = 256 << 10, 256 << 20
 _MOST_ENTRIES = 1 << 16
 _START = struct.Struct("<4sIQQ")
 _LENGTH = struct.Struct("<Q")
 _KIND = struct.Struct("<I")
 _ARRAY = struct.Struct("<IQ")
+_STRING_KIND, _ARRAY_KIND = 8, 9
 _DTYPES: Mapping[int, np.dtype[Any]] = {
-    GGUFValueType.UINT8: np.dtype("<u1"),
-    GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.BOOL: np.dtype("?"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
 }
+"""GGUF's numbers of the types that values in metadata have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,9 @@ class Place:
 
     @property
     def block_columns(self) -> int:
-        """Columns that are quantised together."""
+        """Number of columns that are quantized together."""
+        from gguf.constants import GGML_QUANT_SIZES
+
         return int(GGML_QUANT_SIZES[self.type][0])
 
 
@@ -122,13 +129,17 @@ def read_header(path: Path) -> Header:
         ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
         StoreError: It cannot be read.
     """
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | OPEN_FLAGS), "rb") as file:
-            return _parsed(file, os.fstat(file.fileno()))
-    except (ValueError, struct.error) as error:
-        raise ConfigError(f"{path} is not a GGUF file, or is damaged: {error}.") from error
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+    return _read(path, _Cursor.header)
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """Return the names of a file's tensors, without looking at anything else of them.
+
+    Raises:
+        ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
+        StoreError: It cannot be read.
+    """
+    return _read(path, lambda cursor, _: cursor.names())
 
 
 def entry(key: str, value: str | NDArray[Any]) -> bytes:
@@ -136,9 +147,9 @@ def entry(key: str, value: str | NDArray[Any]) -> bytes:
     name = _LENGTH.pack(len(key.encode())) + key.encode()
     if isinstance(value, str):
         text = value.encode()
-        return name + _KIND.pack(GGUFValueType.STRING) + _LENGTH.pack(len(text)) + text
+        return name + _KIND.pack(_STRING_KIND) + _LENGTH.pack(len(text)) + text
     (kind,) = (kind for kind, dtype in _DTYPES.items() if dtype == value.dtype)
-    head = _KIND.pack(GGUFValueType.ARRAY) + _ARRAY.pack(kind, value.size)
+    head = _KIND.pack(_ARRAY_KIND) + _ARRAY.pack(kind, value.size)
     return name + head + value.tobytes()
 
 
@@ -149,18 +160,38 @@ class _CutOffError(ValueError):
     """There is more to read than was given."""
 
 
-def _parsed(file: Any, status: os.stat_result) -> Header:
-    """Return the header of as much of the file as it takes: more and more of it is read."""
+_Parse = Callable[["_Cursor", int], _Found]
+"""Reads what is wanted of a header, of a file of so many bytes."""
+
+
+def _read(path: Path, parse: _Parse[_Found]) -> _Found:
+    """Open a file and parse its header.
+
+    Raises:
+        ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
+        StoreError: It cannot be read.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | OPEN_FLAGS), "rb") as file:
+            return _parsed(file, os.fstat(file.fileno()), parse)
+    except (ValueError, struct.error) as error:
+        raise ConfigError(f"{path} is not a GGUF file, or is damaged: {error}.") from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+
+
+def _parsed(file: Any, status: os.stat_result, parse: _Parse[_Found]) -> _Found:
+    """Parse as much of the file as its header takes: more and more of it is read."""
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
-    n_bytes, room = status.st_size, _FIRST_BYTES
+    room = _FIRST_BYTES
     while True:
         file.seek(0)
         content = file.read(room)
         try:
-            return _Cursor(content).header(n_bytes)
+            return parse(_Cursor(content), status.st_size)
         except (_CutOffError, struct.error):
-            if len(content) >= min(n_bytes, _MOST_BYTES):
+            if len(content) >= min(status.st_size, _MOST_BYTES):
                 raise
         room = min(room * 4, _MOST_BYTES)
 
@@ -171,12 +202,13 @@ class _Cursor:
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
+    def names(self) -> frozenset[str]:
+        n_tensors, n_fields = self._counts()
+        self._fields(n_fields)
+        return frozenset(self._info()[0] for _ in range(n_tensors))
+
     def header(self, n_bytes: int) -> Header:
-        magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not begin as one of version 2 or 3 does")
-        if max(n_tensors, n_fields) > _MOST_ENTRIES:
-            raise ValueError(f"it claims {n_tensors:,} tensors and {n_fields:,} fields")
+        n_tensors, n_fields = self._counts()
         fields, spans = self._fields(n_fields)
         infos_at = self._at
         infos = [self._info() for _ in range(n_tensors)]
@@ -187,6 +219,14 @@ class _Cursor:
         if len(tensors) < n_tensors:
             raise ValueError("it has two tensors of the same name")
         return Header(fields, spans, tensors, infos_at, infos_end, data_at, n_bytes)
+
+    def _counts(self) -> tuple[int, int]:
+        magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("it does not begin as one of version 2 or 3 does")
+        if max(n_tensors, n_fields) > _MOST_ENTRIES:
+            raise ValueError(f"it claims {n_tensors:,} tensors and {n_fields:,} fields")
+        return n_tensors, n_fields
 
     def _fields(self, n: int) -> tuple[dict[str, Value], dict[str, tuple[int, int]]]:
         fields, spans = dict[str, Value](), dict[str, tuple[int, int]]()
@@ -200,15 +240,15 @@ class _Cursor:
         return fields, spans
 
     def _value(self, kind: int) -> Value:
-        if kind == GGUFValueType.STRING:
+        if kind == _STRING_KIND:
             return self._text()
-        if kind == GGUFValueType.ARRAY:
+        if kind == _ARRAY_KIND:
             return self._array(*_ARRAY.unpack(self._take(_ARRAY.size)))
         value: Value = self._numbers(kind, 1)[0].item()
         return value
 
     def _array(self, kind: int, n: int) -> Value:
-        if kind != GGUFValueType.STRING:
+        if kind != _STRING_KIND:
             return self._numbers(kind, n)
         content, at, unpack = self._content, self._at, _LENGTH.unpack_from
         try:
@@ -247,6 +287,8 @@ class _Cursor:
 
 
 def _place(name: str, info: tuple[int, tuple[int, ...], int], data_at: int, end: int) -> Place:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
     kind, shape, at = info
     try:
         type_ = GGMLQuantizationType(kind)

@@ -25,6 +25,8 @@ from llmaas_plugins.gguf_header import read_header
 __all__ = ["Digest", "begin_digest", "changed_in_place", "file_digest", "files_now"]
 
 _PIECE_BYTES = 4 << 20
+_READ_BYTES = 256 << 10
+"""Bytes of a piece in memory at a time: digests are found beside contexts that have a budget."""
 _MOST_THREADS = 4
 _MOST_KNOWN = 64
 _SETTLED_NS = 2_000_000_000
@@ -205,13 +207,14 @@ def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
     leaves, numbers, failed = [b""] * n, itertools.count(), list[OSError | None]()
 
     def work() -> None:
-        room = memoryview(bytearray(min(_PIECE_BYTES, n_bytes)))
+        room = memoryview(bytearray(min(_READ_BYTES, n_bytes)))
         try:
             while not failed and (i := next(numbers)) < n:
-                piece = room[: n_bytes - i * _PIECE_BYTES]
-                if read_into(fd, piece, i * _PIECE_BYTES) < len(piece):
+                leaf = _leaf(fd, i * _PIECE_BYTES, min((i + 1) * _PIECE_BYTES, n_bytes), room)
+                if leaf is None:
                     failed.append(None)
-                leaves[i] = _hash(b"llmaas-piece", piece)
+                else:
+                    leaves[i] = leaf
         except OSError as error:
             failed.append(error)
 
@@ -230,6 +233,17 @@ def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
     return None if failed else leaves
 
 
-def _hash(what: bytes, content: bytes | memoryview) -> bytes:
+def _leaf(fd: int, begin: int, end: int, room: memoryview) -> bytes | None:
+    """Return the digest of a piece, read through ``room``; None if the file ends within it."""
+    digest = hashlib.blake2b(digest_size=digest_cache.DIGEST_BYTES, person=b"llmaas-piece")
+    for at in range(begin, end, len(room)):
+        part = room[: end - at]
+        if read_into(fd, part, at) < len(part):
+            return None
+        digest.update(part)
+    return digest.digest()
+
+
+def _hash(what: bytes, content: bytes) -> bytes:
     size = digest_cache.DIGEST_BYTES
     return hashlib.blake2b(content, digest_size=size, person=what).digest()

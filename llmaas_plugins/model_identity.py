@@ -22,7 +22,7 @@ import llama_cpp as package
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import LlmaasError, ModelFile, ModelLoad, StoreError
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.gguf_header import tensor_names
 from llmaas_plugins.model_digest import begin_digest, files_now
 
 __all__ = [
@@ -249,7 +249,7 @@ def _has_long_factors(llama: Any, load: ModelLoad) -> bool:
 @functools.lru_cache(maxsize=64)
 def _names_long_factors(file: ModelFile) -> bool:
     try:
-        names = read_header(Path(file.path)).tensors
+        names = tensor_names(Path(file.path))
     except LlmaasError:
         return True
     is_same = files_now(file.path)[0].stamp == file.stamp
