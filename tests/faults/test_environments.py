@@ -51,7 +51,9 @@ def test_an_app_gets_what_it_gets_anywhere(model, tmp_path, refused):
         pytest.skip(f"this process may not confine another so: {said['skipped']}")
     assert said["streamed"]["same"]
     (streamed,) = said["streamed"]["models"]
-    assert streamed["kept_bytes"] < streamed["bytes"] < streamed["read_bytes"]
+    assert streamed["read_bytes"] > 0
+    if "proc" not in refused.split(","):  # or else all may be kept: memory is known less exactly
+        assert streamed["kept_bytes"] < streamed["bytes"] < streamed["read_bytes"]
     assert said["streamed"]["rate"] > 0
     assert said["restored"]["same"]
     assert said["restored"]["restored"][1] > 0
