@@ -50,6 +50,7 @@ from llmaas_plugins.kv_chunks.support import (
 from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
 from llmaas_plugins.model_digest import begin_digest, changed_in_place
 from llmaas_plugins.model_identity import cell_identity, hashed, is_rotation_off
+from llmaas_plugins.trouble import Trouble
 
 __all__ = ["KVChunks"]
 
@@ -81,6 +82,7 @@ class KVChunks:
         self._natives: dict[int, NativeContext] = {}
         self._with_spare: set[int] = set()
         self._report = Report()
+        self._swapping = Trouble(_log)
         self._looks_into_engine = config.codec == "tolerance" or config.parked_tokens > 0
         if not self._looks_into_engine:
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
@@ -346,8 +348,12 @@ class KVChunks:
         try:
             self._store.flush()
             self._store.refill()
-        except Exception:
-            _log.exception("swapping ahead of time failed; contexts will be recomputed")
+        except Exception as error:
+            self._swapping.failed(
+                "swapping ahead of time failed; contexts will be recomputed", error=error
+            )
+        else:
+            self._swapping.worked()
 
     def _give_up(self, engine: Engine, error: BudgetError) -> None:
         with self._lock:

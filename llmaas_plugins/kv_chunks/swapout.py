@@ -14,6 +14,7 @@ from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.index import IndexUpdate
 from llmaas_plugins.kv_chunks.shelf import Shelf
 from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.trouble import Trouble
 
 __all__ = ["SwapOut"]
 
@@ -36,6 +37,7 @@ class SwapOut:
         self._allowance = disk.allowance(write_budget)
         self._flush_lock = threading.Lock()
         self._index_lock = threading.Lock()
+        self._writing, self._indexing = Trouble(_log), Trouble(_log)
         unsound = disk.load(shelf.tree)
         shelf.counters.faults += len(unsound)
         shelf.update.removed += unsound
@@ -100,7 +102,7 @@ class SwapOut:
             try:
                 return self._disk.index.geometry(root)
             except sqlite3.Error as error:
-                self._failed(error)
+                self._failed(self._indexing, error)
                 return None
 
     def close(self) -> None:
@@ -116,7 +118,9 @@ class SwapOut:
         try:
             self.commit()
         except StoreError as error:
-            self._failed(error)
+            self._failed(self._indexing, error)
+        else:
+            self._indexing.worked()
 
     def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
         """Dirty chunks, pinned, and their new places on disk; those that get none are ``lost``."""
@@ -161,7 +165,9 @@ class SwapOut:
             )
         except StoreError as error:
             failure = error
-            self._failed(error)
+            self._failed(self._writing, error)
+        else:
+            self._writing.worked()
         with self._shelf.lock:
             for chunk, place in zip(batch, places, strict=True):
                 in_tree = self._shelf.tree.get(chunk.id.key) is chunk
@@ -182,6 +188,6 @@ class SwapOut:
         self._shelf.counters.written_bytes += chunk.size
         self._allowance.spend(page_round(chunk.size))
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, trouble: Trouble, error: Exception) -> None:
         self._shelf.counters.io_errors += 1
-        _log.error("cannot write to the KV store: %s; contexts will be recomputed", error)
+        trouble.failed("cannot write to the KV store: %s; contexts will be recomputed", error)

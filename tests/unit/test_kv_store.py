@@ -14,6 +14,7 @@ import pytest
 from stored_chunks import encoder, payload
 
 from llmaas_hooks import StoreError
+from llmaas_plugins import _native
 from llmaas_plugins._native import (
     Budget,
     Codec,
@@ -688,3 +689,28 @@ def test_layout_is_known_without_a_disk(open_store):
     store = open_store(ram=20)
     store.set_layout(ROOT, '{"a": 1}')
     assert store.layout(ROOT) == '{"a": 1}'
+
+
+def test_a_full_disk_is_told_once_then_counted(open_store, monkeypatch, caplog):
+    store, whole = open_store(ram=64, disk=64), _native.store_write
+
+    def full(*_):
+        raise StoreError("No space left on device")
+
+    def lines():
+        return [line.getMessage() for line in caplog.records if "No space" in line.getMessage()]
+
+    monkeypatch.setattr(_native, "store_write", full)
+    for n in range(5):
+        save(store, text((1000 * n, 64)))
+        store.flush()
+    assert len(lines()) == 1
+    assert "the next failures are only counted" in lines()[0]
+    assert store.stats()["io_errors"] == 5
+    monkeypatch.setattr(_native, "store_write", whole)
+    save(store, text((9000, 64)))
+    store.flush()
+    monkeypatch.setattr(_native, "store_write", full)
+    save(store, text((10000, 64)))
+    store.flush()
+    assert len(lines()) == 2
