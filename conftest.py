@@ -68,12 +68,11 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Digests of the tests' models stay out of your cache."""
-    from llmaas_plugins import digest_cache
-
-    directory = tmp_path_factory.mktemp("digests", numbered=True)
+    """Digests of the tests' models stay out of your cache, those of child processes too."""
+    fonts = os.environ.get("MPLCONFIGDIR", str(Path("~/.cache/matplotlib").expanduser()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_cache, "_directory", lambda: directory)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MPLCONFIGDIR", fonts)  # takes seconds to make again
         yield
 
 

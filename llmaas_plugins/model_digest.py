@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,14 +35,20 @@ _SETTLED_NS = 2_000_000_000
 _SPLIT = re.compile(r"(.*-)00001-of-(\d{5})\.gguf", re.DOTALL)
 
 _known: dict[tuple[ModelFile, ...], Digest] = {}
+_begun: weakref.WeakValueDictionary[int, Digest] = weakref.WeakValueDictionary()
+"""By the address of a load's tuple of files, which a digest keeps alive."""
 
 
 class Digest:
-    """A digest that a thread finds, or has found."""
+    """A digest that a thread finds, or has found.
+
+    Attributes:
+        files: What it is of.
+    """
 
     def __init__(self, files: Sequence[ModelFile]) -> None:
         """Begin to find the digest of these files."""
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._found: str | None = None
         self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="llmaas-digest", daemon=True)
@@ -70,20 +77,24 @@ class Digest:
 
     def _run(self) -> None:
         try:
-            roots = [_file_root(file) for file in self._files]
+            roots = [_file_root(file) for file in self.files]
             found = roots[0] if len(roots) == 1 else _hash(b"llmaas-model", b"".join(roots))
             self._found = found.hex()
         except Exception as error:
-            _known.pop(self._files, None)  # who asks anew may be luckier
+            _known.pop(self.files, None)  # who asks anew may be luckier
             self._problem = str(error)
 
 
 def begin_digest(files: Sequence[ModelFile]) -> Digest:
-    """Return the digest of loaded files, which is found behind the caller's back."""
+    """Return the digest of loaded files, which is found behind the caller's back.
+
+    It is found once for files whose state tells their content, and once a load for others, if
+    somebody keeps what is returned.
+    """
     key = tuple(files)
-    found = _known.get(key)
+    found = _known.get(key) or _of_load(key)
     if found is None:
-        found = Digest(key)
+        found = _begun[id(key)] = Digest(key)
         if _are_settled(key):
             _known[key] = found
             with contextlib.suppress(StopIteration, RuntimeError):  # another thread does it, too
@@ -133,6 +144,11 @@ def changed_in_place(files: Sequence[ModelFile]) -> bool:
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _of_load(files: tuple[ModelFile, ...]) -> Digest | None:
+    found = _begun.get(id(files))
+    return found if found is not None and found.files is files else None
 
 
 def _n_splits(path: str) -> int:

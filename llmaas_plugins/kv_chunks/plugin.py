@@ -48,7 +48,7 @@ from llmaas_plugins.kv_chunks.support import (
     unsupported_cells,
 )
 from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
-from llmaas_plugins.model_digest import begin_digest, changed_in_place
+from llmaas_plugins.model_digest import Digest, begin_digest, changed_in_place
 from llmaas_plugins.model_identity import cell_identity, hashed, is_rotation_off
 from llmaas_plugins.trouble import Trouble
 
@@ -78,6 +78,7 @@ class KVChunks:
         self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
         self._contexts: dict[int, str | None] = {}
         self._rotations_off: dict[int, bool] = {}
+        self._digests: dict[int, Digest] = {}
         self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
         self._with_spare: set[int] = set()
@@ -102,7 +103,7 @@ class KVChunks:
                 raise
             self._enlarge(create)
             if create.load is not None:
-                begin_digest(create.load.files)  # needed at the first request
+                self._digests[create.model] = begin_digest(create.load.files)  # needed soon
         create.checks.append(self._note(create.model, path, reason))
 
     def _enlarge(self, create: ContextCreate) -> None:

@@ -98,11 +98,9 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
 
 
 def _batch_tokens(create: ContextCreate) -> int:
-    """Return how many tokens are computed at once, for whose reserve llama.cpp needs a sequence."""
-    params = create.params
-    n_ctx = int(params.n_ctx) or int(llama_cpp.llama_model_n_ctx_train(create.model))
-    n_batch = min(n_ctx, int(params.n_batch))
-    return min(n_batch, int(params.n_ubatch) or n_batch)
+    """Return the most tokens of a batch: llama.cpp reserves an output for each sequence in one."""
+    n_ctx = int(create.params.n_ctx) or int(llama_cpp.llama_model_n_ctx_train(create.model))
+    return min(n_ctx, int(create.params.n_batch))
 
 
 def _changes_rope(create: ContextCreate, n_spare: int) -> bool:

@@ -57,9 +57,10 @@ def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, path, tmp_p
 
 def test_batches_have_a_token_for_each_sequence(create):
     """Otherwise llama.cpp aborts the process."""
-    for fields in ({"n_batch": 7}, {"n_ubatch": 7}, {"n_ctx": 7}):
+    for fields in ({"n_batch": 7}, {"n_ctx": 7}):
         assert spare_cells(create(**fields), 512) == 0
         assert unsupported(create(**fields)) is None
-    assert spare_cells(create(n_batch=8, n_ubatch=0), 512) == 512
-    for fields in ({"n_batch": 1}, {"n_ubatch": 1}, {"n_ctx": 1}):
+    assert spare_cells(create(n_batch=8, n_ubatch=1), 512) == 512
+    for fields in ({"n_batch": 1}, {"n_ctx": 1}):
         assert "batches of 1 tokens" in unsupported(create(**fields))
+    assert unsupported(create(n_batch=2, n_ubatch=1)) is None

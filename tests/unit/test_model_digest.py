@@ -181,6 +181,17 @@ def test_a_file_that_was_written_just_now_is_read_again(path, monkeypatch):
     assert digest(path) == found
 
 
+def test_a_load_of_such_a_file_reads_it_once(path, monkeypatch):
+    monkeypatch.setattr(model_digest, "_SETTLED_NS", 1 << 62)
+    files, again = files_now(path), files_now(path)
+    begun = begin_digest(files)
+    found = begun.get()
+    assert begin_digest(files) is begun
+    assert begin_digest(again) is not begun
+    del begun
+    assert begin_digest(files).get() == found
+
+
 def damage(entry):
     entry.write_bytes(bytes([entry.read_bytes()[0] ^ 1]) + entry.read_bytes()[1:])
 
