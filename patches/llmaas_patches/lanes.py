@@ -81,9 +81,13 @@ class Lanes(forks.Forked):
             is_free: It frees a context, and is not dropped after ``close`` or in a forked child.
         """
         made = _Job(handles, job, is_free=is_free)
-        for handle in handles:
-            self.pending[handle] = made
-        self._line.put(made)
+        try:
+            for handle in handles:
+                self.pending[handle] = made
+            self._line.put(made)
+        except BaseException:  # Ctrl-C, perhaps before it was in line: a second time does nothing
+            self._line.put(made)
+            raise
         if self._is_closed:
             self._drain()
         else:
@@ -183,6 +187,8 @@ class Lanes(forks.Forked):
                     self._run(job)
 
     def _run(self, job: _Job) -> None:
+        if job.done.is_set():
+            return
         here = threading.get_ident()
         is_outermost = here not in self._workers
         self._workers.add(here)

@@ -4,8 +4,9 @@
 
 A seed is one life of N_ROUNDS rounds. Each moves the collector's threshold and does one thing:
 ask, abandon a stream, drop an engine in one of several ways, fork, be interrupted by a signal that
-drops one, ask on two threads, look at the suite, evict, activate anew. What failed is written with
-its seed, round and operation; a crash or a hang leaves the last one in FOLDER/operation.
+drops one, be interrupted by Ctrl-C, ask on two threads, look at the suite, evict, activate anew.
+What failed is written with its seed, round and operation; a crash or a hang leaves the last one in
+FOLDER/operation.
 """
 
 from __future__ import annotations
@@ -165,6 +166,24 @@ class Life:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
+    def cancel(self):
+        """Ctrl-C at any moment of a request; what follows is right again."""
+        llama = self.engine()
+
+        def handler(*_):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self.random.uniform(0.0005, 0.05))
+            self.check(llama, self.random.choice(PROMPTS))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        self.check(llama, self.random.choice(PROMPTS))
+
     def threads(self):
         """Two engines work on threads, and a third one is garbage."""
         while len(self.engines) < 2:
@@ -208,6 +227,7 @@ class Life:
         replace: 4,
         fork: 3,
         interrupt: 4,
+        cancel: 3,
         threads: 2,
         look: 1,
         evict: 1,

@@ -120,3 +120,30 @@ def test_many_threads(lanes):
     for thread in threads:
         thread.join()
     assert set(counts.values()) == {100}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_work_that_is_interrupted_while_it_is_put_in_line_is_done_once(lanes, is_late):
+    class Interrupted:
+        def __init__(self, line):
+            self.line, self.is_new = line, True
+
+        def put(self, job):
+            is_new, self.is_new = self.is_new, False
+            if is_late or not is_new:
+                self.line.put(job)
+            if is_new:
+                raise KeyboardInterrupt
+
+        def __getattr__(self, name):
+            return getattr(self.line, name)
+
+    seen = []
+    lanes._line = Interrupted(lanes._line)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.defer((1,), lambda: seen.append(1))
+    lanes.settle(1)
+    lanes.defer((1,), lambda: seen.append(2))
+    lanes.settle(1)
+    assert seen == [1, 2]
+    assert lanes.pending == {}
