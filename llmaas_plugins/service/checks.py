@@ -43,6 +43,7 @@ _RANGES = {
     "seed": range(-(1 << 31), 1 << 32),
 }
 LARGEST_FLOAT = 1e9
+_PENALTIES = ("presence_penalty", "frequency_penalty")
 _FLOATS = ("temperature", "repeat_penalty")
 
 
@@ -119,6 +120,9 @@ def _check_numbers(checked: BaseModel) -> None:
         number = getattr(checked, name, None)
         if type(number) is int and number not in fitting:
             raise _mistake(f"{name}: must be from {fitting[0]} to {fitting[-1]}")
+    for name in _PENALTIES:
+        if getattr(checked, name) is None:
+            raise _mistake(f"{name}: must be a number")
     for name in _FLOATS:
         if abs(getattr(checked, name)) > LARGEST_FLOAT:
             raise _mistake(f"{name}: must be at most {LARGEST_FLOAT:g}")

@@ -91,7 +91,8 @@ class Grammars:
     def __init__(self, engine: Callable[[], Any]) -> None:
         """Serve the ``Llama`` that ``engine()`` returns."""
         self._engine = engine
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is known; never held for long
+        self._starting = threading.Lock()
         self._worker: _Worker | None = None
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._running: Running | None = None
@@ -139,7 +140,9 @@ class Grammars:
 
     def close(self) -> None:
         """End the process; another one is started if there is more to do."""
-        with self._lock:
+        if self._running is not None:
+            self._running.close()
+        with self._starting:
             if self._worker is not None:
                 self._worker.close()
             self._worker = None
@@ -164,7 +167,7 @@ class Grammars:
 
     def _job(self, job: dict[str, Any]) -> socket.socket:
         """Give a job to a child of the worker; the connection to it."""
-        with self._lock:
+        with self._starting:
             for _ in range(2):  # the worker may just have ended, having had nothing to do
                 if self._worker is None:
                     self._worker = _Worker(self._engine())

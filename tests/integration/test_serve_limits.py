@@ -213,6 +213,7 @@ WRONG = [
     (CHAT, {"messages": MESSAGES, "seed": 10**30}, "seed: must be from"),
     ("/v1/completions", {"prompt": "a", "top_k": 10**30}, "top_k: must be from"),
     ("/v1/completions", {"prompt": "a", "temperature": 1e300}, "temperature: must be at most"),
+    (CHAT, {"messages": MESSAGES, "presence_penalty": None}, "presence_penalty: must be a number"),
     ("/v1/completions", {"prompt": "a", "stop": ["x"] * 1000}, "stop: at most 64"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"4096": 1}}, "from 0 to 4095, found '4096'"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "found '-1'"),

@@ -116,22 +116,26 @@ class Bodies:
     # -- grammars ----------------------------------------------------------------------------------
 
     def _with_grammar(self, body):
-        body["grammar"] = self._pick([self._rules, self._damaged, self._deep])()
+        body["grammar"] = self._pick([self.rules, self._damaged, self._deep])()
 
-    def _rules(self):
+    def sound_rule(self):
+        """Make a grammar that llama.cpp can parse."""
+        return f"root ::= {self._expression(3, ATOMS[:5], TIMES[:6])}"
+
+    def rules(self):
         names = ["root", "x", "y", "z"]
         return "\n".join(f"{name} ::= {self._expression(3)}" for name in names)
 
-    def _expression(self, depth):
+    def _expression(self, depth, atoms=ATOMS, times=TIMES):
         parts = []
         for _ in range(self._pick([1, 1, 2, 3, 4])):
             inner = depth and self._random.random() < 0.4
-            atom = f"({self._expression(depth - 1)})" if inner else self._pick(ATOMS)
-            parts.append(atom + self._pick(TIMES))
+            atom = f"({self._expression(depth - 1, atoms, times)})" if inner else self._pick(atoms)
+            parts.append(atom + self._pick(times))
         return self._pick([" ", " ", " | "]).join(parts)
 
     def _damaged(self):
-        text = self._pick([llama_grammar.JSON_GBNF, llama_grammar.LIST_GBNF, self._rules()])
+        text = self._pick([llama_grammar.JSON_GBNF, llama_grammar.LIST_GBNF, self.rules()])
         for _ in range(self._pick([0, 1, 3])):
             start = self._random.randrange(len(text) + 1)
             end = start + self._pick([0, 1, 5, 40])

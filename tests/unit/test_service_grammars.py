@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import time
 from pathlib import Path
 
 import pytest
+from fuzzing import Bodies
+from soak import scale
 
 pytest.importorskip("fastapi")
 from llama_cpp import Llama, _internals, llama_grammar
@@ -159,6 +162,27 @@ def test_what_was_not_found_before_ends_the_call_only(llama, text):
     with pytest.raises(Refusal, match="grammar: it needs more"):
         llama.create_completion("aaaa", grammar=grammar, temperature=0.0, max_tokens=200)
     assert llama.create_completion("Once", **GREEDY)["choices"][0]["text"]
+
+
+@pytest.mark.soak
+def test_accepted_ones_cost_little(llama, grammars):
+    """The kernel ends what takes more; so what is measured here is what a call waits for."""
+    chance = random.Random(1)
+    n_tokens, n_accepted, waited_s = 0, 0, 0.0
+    for seed in range(scale(40, 4000)):
+        text = Bodies(seed).sound_rule()
+        with contextlib.suppress(Refusal):
+            grammars.check([Wanted("", "grammar", text)])
+            n_accepted += 1
+            running = grammars.run(text)
+            for _ in range(20):
+                started = time.perf_counter()
+                running.prepare()
+                waited_s += time.perf_counter() - started
+                n_tokens += 1
+                running.accept(int(chance.choice(running._allowed.nonzero()[0])))
+    assert n_accepted >= 20
+    assert waited_s / n_tokens < 0.05
 
 
 def test_a_worker_that_has_ended_is_started_again(grammars):
