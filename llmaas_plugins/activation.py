@@ -76,6 +76,10 @@ class Suite:
         """Wait until contexts that were swapped out ahead of time are out of the engine."""
         self._installed.settle()
 
+    def n_said(self, llama: Any) -> int:
+        """Return the tokens in a context, less those that a draft model only proposed."""
+        return self._installed.n_said(llama)
+
     def evict(self, context_id: str) -> int:
         """Forget a persistent context's KV in every tier; bytes freed.
 

@@ -121,7 +121,7 @@ class Turns:
                         yield piece
             text = "".join(pieces).strip()
             record.messages = [*messages, {"role": "assistant", "content": text}]
-            record.n_tokens, record.used = int(llama.n_tokens), self._log.now(record.app)
+            record.n_tokens, record.used = _n_said(llama), self._log.now(record.app)
             record.n_calls += 1
             record.seen_from = seen_from
             if not self._log.update(record):
@@ -215,6 +215,12 @@ class Turns:
                 self._turn.notify_all()
 
 
+def _n_said(llama: Any) -> int:
+    """Tokens in the context; what drafts only proposed must not end a reply."""
+    suite = active_suite()
+    return int(llama.n_tokens) if suite is None else suite.n_said(llama)
+
+
 def _completion(
     llama: Any,
     record: ContextRecord,
@@ -236,7 +242,7 @@ def _completion(
                     chunk = next(stream, None)
                 if chunk is None:
                     return
-                is_full = llama.n_tokens >= window.limit
+                is_full = _n_said(llama) >= window.limit
                 choice = chunk["choices"][0]
                 reason = choice["finish_reason"] or ("length" if is_full else None)
                 yield choice["delta"].get("content") or "", reason

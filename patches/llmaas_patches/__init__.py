@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llama_cpp import Llama
+
 from llmaas_hooks import HookManager
 from llmaas_patches.compat import TESTED_VERSIONS, VERSION_RANGE, check_version
 from llmaas_patches.host import Host
@@ -42,6 +44,10 @@ class Installed:
     def native(self) -> dict[str, Any] | None:
         """Counters of the contexts on the native backend; None: no plugin needs it."""
         return None if self._host.native is None else self._host.native.report()
+
+    def n_said(self, llama: Llama) -> int:
+        """Return the tokens in a context, less those that a draft model only proposed."""
+        return self._host.n_said(llama)
 
     def settle(self) -> None:
         """Wait until deferred work on every engine is done."""

@@ -47,6 +47,8 @@ class LlamaEngine:
         load: How its model was opened; None if that was before the activation.
         needs_all_logits: The running completion reads the logits of its whole prompt.
         n_outputs: How many of the running request's last prompt tokens give logits and states.
+        n_said: Tokens in the books of the running or last request, less those that were only
+            proposed by a draft model.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  what the host knows of it
@@ -68,6 +70,7 @@ class LlamaEngine:
         self.n_seq_max = n_seq_max
         self.needs_all_logits = False
         self.n_outputs = 1
+        self.n_said = 0
         self._outputs = Outputs(self.ctx, bool(llama._logits_all))
         setattr(llama._batch, OUTPUTS, self._outputs)
         self._has_restored = False

@@ -72,6 +72,13 @@ class Host:
                 self._engines[llama] = engine
             return engine
 
+    def n_said(self, llama: Llama) -> int:
+        """Return the tokens in a context, less those that a draft model only proposed."""
+        with self._lock:
+            engine = self._engines.get(llama)
+        n_tokens = int(llama.n_tokens)
+        return n_tokens if engine is None else min(n_tokens, engine.n_said)
+
     def watch(self, ctx: int, app_n_seq_max: int, n_spare: int = 0) -> Ledger:
         """Start a context's ledger; it is found under the context's and its memory's address.
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         try:
             with engine.giving_outputs(first_output):
                 token = next(inner, None)
+            engine.n_said = int(llama.n_tokens)  # nothing is proposed with a prompt
             while token is not None:
                 clock.token()
                 reply = yield token
@@ -83,6 +85,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                     token = inner.send(reply)
                 except StopIteration:
                     return
+                engine.n_said += 1 if reply is None else 1 + len(reply)
         finally:
             inner.close()
             if not host.collecting.here():  # else, the next request does it
@@ -121,13 +124,25 @@ def _with_all_logits(
 
 def _request(engine: LlamaEngine, tokens: Sequence[int], given: Mapping[str, Any]) -> Request:
     """Return the request of a call with these arguments, in the blocks of its caller."""
-    reads_tokens = given.get("logits_processor") or given.get("stopping_criteria")
+    readers = (given.get("logits_processor"), given.get("stopping_criteria"))
     return Request(
         engine,
         np.asarray(tokens, dtype=np.int32),
         *current_context.get(),
         declined=declined_plugins.get(),
-        reads_tokens=bool(reads_tokens),
+        reads_tokens=any(map(_is_app_s, readers)),
+    )
+
+
+def _is_app_s(readers: Any) -> bool:
+    """Whether some of these are not functions of llama-cpp-python itself.
+
+    Its logit bias reads no tokens, and its chat templates' criterion the last one that was said,
+    which it is shown rightly even while proposed ones are verified.
+    """
+    return readers is not None and not all(
+        isinstance(one, FunctionType) and one.__module__.startswith("llama_cpp.")
+        for one in (readers if isinstance(readers, list) else [readers])
     )
 
 

@@ -16,10 +16,12 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from llmaas_hooks import PluginError
 from llmaas_plugins import activate, without
 from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.building import add, binding_of
 from llmaas_plugins.knn_lm.encoding import Encoder
 from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.service import LLMService
 
 N = 24
 ONE_BY_ONE = {"n_ubatch": 1}  # the same kernels, whatever a batch holds
@@ -259,3 +261,25 @@ def test_engines_in_many_threads(store, reference_model):
             for _ in range(20):
                 counts(suite)
         assert list(found) == [[expected] * 3] * len(llamas)
+
+
+def test_a_reply_at_the_limit_ends_where_it_does_without_drafts(tmp_path, reference_model):
+    """Tokens that are only proposed take no room in a context."""
+
+    def answers(llama, limit):
+        settings = ServiceConfig(state_dir=tmp_path / str(limit), max_context_tokens=limit)
+        with LLMService(llama, settings) as service:
+            context = service.bind("mail").new_context()
+            reply = context.call(QUESTIONS[0], max_tokens=150, temperature=0.0)
+            shutil.rmtree(settings.state_dir)
+            return reply.text, reply.finish_reason, reply.n_tokens
+
+    limits = range(100, 116)
+    with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
+        expected = [answers(llama, limit) for limit in limits]
+        long = answers(llama, 200)[0]
+    messages = (Message("user", QUESTIONS[0]), Message("assistant", long))
+    fill(tmp_path / "store", reference_model, [Conversation("long", "chat", messages, True)])
+    with proposing(tmp_path / "store", reference_model) as (suite, llama):
+        assert [answers(llama, limit) for limit in limits] == expected
+        assert counts(suite)[1] > 0

@@ -99,7 +99,10 @@ def test_a_request_says_whether_the_app_reads_its_tokens(recorder, make_llama):
     stops = StoppingCriteriaList([lambda _tokens, _scores: False])
     for given in ({}, {"logits_processor": reads}, {"stopping_criteria": stops}):
         llama("Once", max_tokens=2, **given)
-    assert [request.reads_tokens for request in recorder.requests] == [False, True, True]
+    llama("Once", max_tokens=2, logit_bias={"300": 1.0})  # both of these are llama-cpp-python's
+    llama.create_chat_completion([{"role": "user", "content": "Hello"}], max_tokens=2)
+    found = [request.reads_tokens for request in recorder.requests]
+    assert found == [False, True, True, False, False]
 
 
 def test_hook_llmaas_level_is_told_to_those_who_begin(patched, make_llama):
