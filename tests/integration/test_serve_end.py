@@ -58,7 +58,7 @@ def health(connection):
 def recorded(server, context):
     """What is on disk of a context, once the server is gone."""
     with contextlib.closing(ContextLog(server.folder / "state")) as log:
-        return log.get(context.id)
+        return log.get(context.id, "mail")
 
 
 def test_the_running_call_finishes_and_the_waiting_ones_are_told(start):
