@@ -26,7 +26,7 @@ def wrap_set_batch(host: Host, original: Callable[..., Any]) -> Callable[..., An
         if outputs is None:
             return
         has_more = logits_all and not outputs.app_reads_all
-        if outputs.first is not None:
+        if outputs.first is not None and not outputs.app_reads_all:
             for i in range(max(0, outputs.first - n_past), len(batch) - 1):
                 self.batch.logits[i] = has_more = True
         (with_more.add if has_more else with_more.discard)(outputs.ctx)
