@@ -112,7 +112,7 @@ def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
     """The process, as soon as it exists; killed at the end if it still runs."""
     (folder / "llmaas.toml").write_text(config)
     command = [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine_options(**engine)]
-    command += () if "--model" in options else ("--toy",)
+    command += () if "--model" in options or "model" in engine else ("--toy",)
     with (
         (folder / "log").open("ab") as log,
         subprocess.Popen(
