@@ -21,22 +21,28 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BURST_S", "STEP_S", "receive_exactly", "receive_values", "send_values"]
+__all__ = ["STEP_S", "receive_exactly", "receive_values", "send_values"]
 
 BUILD_S = 1.0
 """CPU seconds to convert a schema, parse its grammar and find the first tokens."""
 STEP_S = 0.05
-"""CPU seconds that each further token adds to the budget of a grammar that runs."""
-BURST_S = 0.2
-"""CPU seconds that a grammar can have left at most, besides a token's own."""
+"""CPU seconds that each further token adds to the budget of a grammar that runs, at least."""
+BURST_STEPS = 4
+"""Steps whose CPU time a grammar can have left at most, besides a token's own."""
 MEMORY_BYTES = 256 << 20
 MOST_GRAMMAR_BYTES = 256 << 10
 IDLE_S = 600
 _TRIED_STEPS = 12
+_PLAIN = r"""root ::= ([^"\\\x7F\x00-\x1F] | "\\" ["\\/bfnrt])*"""
+"""The inside of a JSON string, which nearly every token fits into."""
+_TIMES_PLAIN = 4
+"""Steps of ``_PLAIN`` that one step of any grammar may cost."""
+_PLAIN_STEPS = 3
 _LENGTH = struct.Struct("<I")
 _TOKEN = struct.Struct("<i")
 
@@ -75,13 +81,14 @@ def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
 class Budget:
     """CPU time of this process; the kernel ends it when there is none left."""
 
-    def __init__(self) -> None:
-        """Have enough to build a grammar."""
-        self._left_s = BUILD_S
+    def __init__(self, step_s: float) -> None:
+        """Have enough to build a grammar, and ``step_s`` for each step that is added later."""
+        self._step_s = step_s
+        self._left_s = BUILD_S + step_s
 
     def run_from_here(self) -> None:
         """Have what a grammar that runs may take."""
-        self._left_s = BURST_S
+        self._left_s = BURST_STEPS * self._step_s
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
@@ -92,7 +99,7 @@ class Budget:
 
     def add_step(self) -> None:
         """Have more for one more token."""
-        self._left_s = min(self._left_s, BURST_S) + STEP_S
+        self._left_s = min(self._left_s, BURST_STEPS * self._step_s) + self._step_s
 
 
 class Vocabulary:
@@ -157,11 +164,25 @@ class Grammar:
         self._vocabulary.lib.llama_sampler_accept(self._sampler, token)
 
 
+def step_budget(vocabulary: Vocabulary) -> float:
+    """Return the CPU seconds a step may take: more for a large vocabulary, or a slow processor.
+
+    llama.cpp looks at every token in each step, so that plain JSON may need more than ``STEP_S``.
+    """
+    grammar, seconds = Grammar(vocabulary, _PLAIN), []
+    for _ in range(_PLAIN_STEPS):
+        started = time.process_time()
+        grammar.allowed()
+        seconds.append(time.process_time() - started)
+    return max(STEP_S, _TIMES_PLAIN * sorted(seconds)[_PLAIN_STEPS // 2])
+
+
 def main() -> None:
     """Serve jobs, each on the connection it comes with, until nobody sends any."""
     control = socket.socket(fileno=0)
     try:
         vocabulary = Vocabulary(sys.argv[1])
+        step_s = step_budget(vocabulary)
     except (ValueError, OSError) as error:
         send_values(control, {"error": str(error)})
         return
@@ -175,21 +196,20 @@ def main() -> None:
         if os.fork() == 0:
             control.close()
             with contextlib.suppress(EOFError, OSError):
-                _work(vocabulary, socket.socket(fileno=descriptors[0]))
+                _work(vocabulary, step_s, socket.socket(fileno=descriptors[0]))
             os._exit(0)
         os.close(descriptors[0])
 
 
-def _work(vocabulary: Vocabulary, connection: socket.socket) -> None:
+def _work(vocabulary: Vocabulary, step_s: float, connection: socket.socket) -> None:
     connection.sendall(b"!")  # from here on, an end is the job's own doing
     _limit_memory()
     job = receive_values(connection)
     if "texts" in job:
-        budget = Budget()
-        found = [_checked(vocabulary, budget, kind, text) for kind, text in job["texts"]]
+        found = [_checked(vocabulary, step_s, kind, text) for kind, text in job["texts"]]
         send_values(connection, found)
     else:
-        _run(vocabulary, connection, job["grammar"])
+        _run(vocabulary, step_s, connection, job["grammar"])
 
 
 def _limit_memory() -> None:
@@ -199,9 +219,9 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _checked(vocabulary: Vocabulary, budget: Budget, kind: str, text: str) -> dict[str, str]:
+def _checked(vocabulary: Vocabulary, step_s: float, kind: str, text: str) -> dict[str, str]:
     """Build what a text asks for; its grammar, or what is wrong with it."""
-    with budget.spent():
+    with Budget(step_s).spent():
         if kind == "schema":
             from llama_cpp.llama_grammar import json_schema_to_gbnf
 
@@ -221,7 +241,7 @@ def _checked(vocabulary: Vocabulary, budget: Budget, kind: str, text: str) -> di
         allowed = grammar.allowed()
     if not allowed.any():
         return {"mistake": "no token of this model can begin it"}
-    walk = Budget()
+    walk = Budget(step_s)
     walk.run_from_here()
     _try_out(vocabulary, walk, grammar, allowed)
     return {"grammar": text}
@@ -241,11 +261,11 @@ def _try_out(vocabulary: Vocabulary, budget: Budget, grammar: Grammar, allowed: 
             allowed = grammar.allowed()
 
 
-def _run(vocabulary: Vocabulary, connection: socket.socket, text: str) -> None:
+def _run(vocabulary: Vocabulary, step_s: float, connection: socket.socket, text: str) -> None:
     """Tell which tokens may come next, hear which one came, and so on."""
     import numpy as np
 
-    budget = Budget()
+    budget = Budget(step_s)
     with budget.spent():
         grammar = Grammar(vocabulary, text)
         allowed = grammar.allowed()

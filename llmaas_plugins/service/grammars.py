@@ -40,8 +40,8 @@ _ALONE = {
     "GGML_NO_BACKTRACE": "1",
 }
 _TOO_MUCH = (
-    f"it needs more than {worker.BUILD_S:g} s, {1000 * worker.STEP_S:g} ms a token or "
-    f"{worker.MEMORY_BYTES >> 20} MiB, or llama.cpp cannot work with it"
+    f"it needs more than {worker.BUILD_S:g} s, {1000 * worker.STEP_S:g} ms a token (with a large "
+    f"vocabulary, more) or {worker.MEMORY_BYTES >> 20} MiB, or llama.cpp cannot work with it"
 )
 _CANDIDATES = np.dtype([("id", "i4"), ("logit", "f4"), ("p", "f4")])
 

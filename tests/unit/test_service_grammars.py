@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -162,6 +164,30 @@ def test_what_was_not_found_before_ends_the_call_only(llama, text):
     with pytest.raises(Refusal, match="grammar: it needs more"):
         llama.create_completion("aaaa", grammar=grammar, temperature=0.0, max_tokens=200)
     assert llama.create_completion("Once", **GREEDY)["choices"][0]["text"]
+
+
+_LARGE = """
+import sys
+import numpy as np
+from llmaas_plugins.service import grammar_worker as worker
+from llama_cpp.llama_grammar import JSON_GBNF
+found = worker.Vocabulary(sys.argv[1])
+n_tokens, n_times = found.n_tokens, 96
+found._candidates = (found.lib.llama_token_data * (n_tokens * n_times))()
+found.view = np.frombuffer(found._candidates, found.view.dtype)
+found.array.data, found.array.size = found._candidates, n_tokens * n_times
+found.ids = np.tile(found.ids, n_times)
+found.lengths = np.tile(found.lengths, n_times)
+found.ends = np.append(found.ends, np.ones(n_tokens * (n_times - 1), bool))  # none is accepted
+assert "grammar" in worker._checked(found, worker.step_budget(found), "grammar", JSON_GBNF)
+"""
+
+
+def test_json_is_accepted_with_any_vocabulary_and_processor(reference_model):
+    """With 400,000 tokens, each step of any grammar takes more than 50 ms."""
+    command = [sys.executable, "-c", _LARGE, str(reference_model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak
