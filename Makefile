@@ -52,7 +52,8 @@ native-test: setup
 
 # Python tests with both native libraries under ASan and UBSan: those that neither measure memory nor preload a library.
 SANITIZED ?= tests/engine tests/property tests/integration/test_kv_*.py tests/integration/test_flash_sparse.py \
-	tests/integration/test_knn_*.py tests/integration/test_elastic_plugin.py tests/integration/test_requests.py
+	tests/integration/test_knn_*.py tests/integration/test_elastic_plugin.py tests/integration/test_requests.py \
+	tests/faults/test_life.py
 MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/test_kv_memory.py -k "not memory and not are_streamed"
 sanitized: setup $(VENV)/.clients
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/python.sh -n 2 --dist worksteal $(SANITIZED) $(MEASURED)

@@ -4,34 +4,47 @@
 
 A seed is one life of N_ROUNDS rounds. Each moves the collector's threshold and does one thing:
 ask, abandon a stream, drop an engine in one of several ways, fork, be interrupted by a signal that
-drops one, be interrupted by Ctrl-C, ask on two threads, look at the suite, evict, activate anew.
-What failed is written with its seed, round and operation; a crash or a hang leaves the last one in
-FOLDER/operation.
+drops one, be interrupted by Ctrl-C, ask on two threads, change the memory budget, look at the
+suite, evict, activate anew. Where knn_lm mixes, texts must be those of knn_lm alone.
+A failure is written with its seed, round and operation; a crash or a hang leaves the last one in
+FOLDER/operation. At the end, what the plugins did is printed as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
 import traceback
 import weakref
+from collections import Counter
 from pathlib import Path
 
 from llama_cpp import Llama
 
+from llmaas_hooks import BudgetError
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
+from llmaas_plugins.knn_lm.drafts import DatastoreDraft
+from llmaas_plugins.machine import resident_bytes
 
 MOST_ENGINES = 3
 HANGS_AFTER_S = 30
+MIB = 1 << 20
+ROOM = 100 * MIB
+"""Enough for a model to be loaded; less than what would let flash_weights leave it alone."""
 SETTINGS = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
+CHEAP = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.4}
+"""Batches so cheap that something is proposed where hardly anything is known."""
+DONE = {"kv_chunks": ["reused_tokens"], "knn_lm": ["proposed", "mixed"]}
 START = "The quick brown fox jumps over the lazy dog and then it runs away. "
 PROMPTS = [
     START * 4,
@@ -39,10 +52,13 @@ PROMPTS = [
     START * 6 + "Everybody saw it and",
     "Some other text about mail and calendars, which is long enough. " * 5,
     "Short and",
+    "User: Who feeds Bruno?\nAssistant: Anna feeds Bruno at seven, before",
+    "User: When is the boat?\nAssistant: The boat leaves at",
 ]
+N_TOKENS = 8
 
 
-def answer(llama, prompt, n=4):
+def answer(llama, prompt, n=N_TOKENS):
     return llama.create_completion(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
 
 
@@ -54,19 +70,46 @@ class Cycle:
 
 
 class Life:
-    """One seed: the engines, the suite, and what vanilla says to each prompt."""
+    """One seed: the engines, the suite, and what each prompt must be answered with.
 
-    def __init__(self, seed, config, model, expected):
+    Attributes:
+        done: What the plugins did, by name.
+    """
+
+    def __init__(self, seed, plugins, model, expected):
         self.random = random.Random(seed)
-        self.config, self.model, self.expected = config, model, expected
+        self.config = {"on_error": "raise", "plugins": plugins}
+        self.is_streamed = "flash_weights" in plugins
+        self.kind = "mixed" if plugins.get("knn_lm", {}).get("mix") else "vanilla"
+        self.model, self.expected = model, expected
         self.engines = []
-        self.garbage = []
-        self.suite = activate(config)
+        self.done = Counter()
+        self.suite = activate(self.config)
 
     def end(self):
         for llama in self.engines:
             llama.close()
         self.suite.deactivate()
+
+    def count(self):
+        """Note the most of what the plugins have done so far; drafts go with their engines."""
+        status = self.suite.status()["plugins"]
+        for plugin, names in DONE.items():
+            for name in names:
+                found = status.get(plugin, {}).get(name, 0)
+                self.done[name] = max(self.done[name], found)
+        for model in status.get("flash_weights", {}).get("models", ()):
+            self.done["streamed"] += model["kept_bytes"] < model["bytes"] < model["read_bytes"]
+
+    def make(self):
+        if self.is_streamed:
+            flash = self.suite.plugin("flash_weights")
+            flash.set_memory_budget(resident_bytes() + ROOM)
+        llama = Llama(self.model, **SETTINGS)
+        if self.is_streamed:
+            self.change_budget()
+        llama.kind = self.kind
+        return llama
 
     def engine(self):
         if not self.engines:
@@ -74,15 +117,15 @@ class Life:
         return self.random.choice(self.engines)
 
     def check(self, llama, prompt):
-        found = answer(llama, prompt)
-        assert found == self.expected[prompt], (prompt[-30:], found, self.expected[prompt])
+        found, expected = answer(llama, prompt), self.expected[llama.kind][prompt]
+        assert found == expected, (prompt[-30:], found, expected)
 
     # -- operations -----------------------------------------------------------------------------
 
     def begin(self):
         if len(self.engines) == MOST_ENGINES:
             self.engines.pop().close()
-        self.engines.append(Llama(self.model, **SETTINGS))
+        self.engines.append(self.make())
 
     def ask(self):
         with serving_context(self.random.choice([None, "a", "b"])):
@@ -125,7 +168,10 @@ class Life:
         self.check(self.engines[-1], self.random.choice(PROMPTS))
 
     def fork(self):
-        """A child goes on with an engine, and ends in one of several ways."""
+        """A child goes on with an engine, and ends in one of several ways.
+
+        Weights in files are read by the process that opened them, so it makes one then.
+        """
         llama, prompts = self.engine(), self.random.sample(PROMPTS, 2)
         how = self.random.randrange(3)
         pid = os.fork()
@@ -133,6 +179,8 @@ class Life:
             code = 1
             with contextlib.suppress(BaseException):
                 signal.alarm(HANGS_AFTER_S - 5)
+                if self.is_streamed:  # the parent's rings are the parent's
+                    llama, how = self.make(), 0
                 for prompt in prompts:
                     self.check(llama, prompt)
                 if how == 1:
@@ -185,10 +233,10 @@ class Life:
         self.check(llama, self.random.choice(PROMPTS))
 
     def threads(self):
-        """Two engines work on threads, and a third one is garbage."""
+        """Two engines work on threads; a third one is garbage, and budgets change."""
         while len(self.engines) < 2:
             self.begin()
-        Cycle(Llama(self.model, **SETTINGS))
+        Cycle(self.make())
         failed = []
 
         def work(llama, prompt):
@@ -201,9 +249,28 @@ class Life:
         threads = [threading.Thread(target=work, args=pair) for pair in pairs]
         for thread in threads:
             thread.start()
+        if self.is_streamed:
+            self.change_budget()
         for thread in threads:
             thread.join()
         assert not failed, failed
+
+    def squeeze(self):
+        """Stream as many weights as a new budget wants."""
+        llama = self.engine()
+        if self.is_streamed:
+            self.change_budget()
+        self.check(llama, self.random.choice(PROMPTS))
+
+    def change_budget(self):
+        """Set one a little above the least, which a refusal names."""
+        flash = self.suite.plugin("flash_weights")
+        try:
+            flash.set_memory_budget(0)
+        except BudgetError as error:
+            least = int(re.search(r"expected (\d+) MiB", str(error))[1])
+            with contextlib.suppress(BudgetError):  # the process has grown meanwhile
+                flash.set_memory_budget((least + self.random.randrange(10)) * MIB)
 
     def look(self):
         status = self.suite.status()
@@ -217,6 +284,8 @@ class Life:
         if self.random.random() < 0.5:
             self.drop()
         self.suite.deactivate()
+        for llama in self.engines:
+            llama.kind = "vanilla"
         self.suite = activate(self.config)
 
     OPERATIONS = {  # noqa: RUF012  a table, by weight
@@ -229,6 +298,7 @@ class Life:
         interrupt: 4,
         cancel: 3,
         threads: 2,
+        squeeze: 2,
         look: 1,
         evict: 1,
         activate_anew: 1,
@@ -240,10 +310,11 @@ class Life:
         note(f"{operation.__name__}, threshold {threshold}")
         gc.set_threshold(threshold, self.random.choice([1, 10]), self.random.choice([1, 10]))
         operation(self)
+        self.count()
 
 
 def texts(model):
-    """What vanilla says to each prompt, with empty cells."""
+    """What each prompt is answered with, with empty cells."""
     with contextlib.closing(Llama(model, **SETTINGS)) as llama:
         found = {}
         for prompt in PROMPTS:
@@ -252,35 +323,47 @@ def texts(model):
         return found
 
 
+def live(life, n_rounds, note):
+    """Do the rounds, and see that the engines end with the life."""
+    for i in range(n_rounds):
+        life.round(functools.partial(note, i))
+    note(n_rounds, "end")
+    alive = [weakref.ref(llama) for llama in life.engines]
+    life.end()
+    life.engines.clear()
+    gc.collect()
+    assert not any(ref() for ref in alive), "engines outlive their life"
+
+
 def main():
     first, n_seeds, n_rounds = map(int, sys.argv[1:4])
     folder, plugins, model = Path(sys.argv[4]), json.loads(sys.argv[5]), sys.argv[6]
-    plugins["kv_chunks"]["store"] = str(folder / "kv")
-    expected, doing = texts(model), ""
+    if "kv_chunks" in plugins:
+        plugins["kv_chunks"]["store"] = str(folder / "kv")
+    DatastoreDraft.__init__.__kwdefaults__["costs"] = CHEAP
+    knn = {name: table for name, table in plugins.items() if name == "knn_lm"}
+    expected = {"vanilla": texts(model)}
+    with activate({"on_error": "raise", "plugins": knn}):
+        expected["mixed"] = texts(model)
+    done, doing = Counter(), ""
     for seed in range(first, first + n_seeds):
-        life = Life(seed, {"on_error": "raise", "plugins": plugins}, model, expected)
-        for i in range(n_rounds):
 
-            def note(operation, i=i, seed=seed):
-                nonlocal doing
-                doing = f"seed {seed}, round {i}: {operation}"
-                (folder / "operation").write_text(doing)
-                faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
+        def note(i, operation, seed=seed):
+            nonlocal doing
+            doing = f"seed {seed}, round {i}: {operation}"
+            (folder / "operation").write_text(doing)
+            faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
 
-            try:
-                life.round(note)
-            except BaseException:
-                traceback.print_exc()
-                sys.exit(doing)
-        note("end", n_rounds)
-        alive = [weakref.ref(llama) for llama in life.engines]
-        life.end()
-        life.engines.clear()
-        del life
-        gc.collect()
-        assert not any(ref() for ref in alive), f"seed {seed}: engines outlive their life"
+        try:
+            life = Life(seed, plugins, model, expected)
+            live(life, n_rounds, note)
+        except BaseException:
+            traceback.print_exc()
+            sys.exit(doing)
+        done += life.done
     faulthandler.cancel_dump_traceback_later()
-    sys.stdout.write("whole\n")
+    done["words_mixed"] = sum(expected["mixed"][one] != expected["vanilla"][one] for one in PROMPTS)
+    json.dump(done, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,14 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
-from datastores import CONVERSATIONS, ENGINE, QUESTIONS, K, stored
+from datastores import ENGINE, QUESTIONS, K, built
 from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList
 from packed_models import pack
 from preparing import prepare
 from soak import scale
 
 from llmaas_plugins import activate, elastic, without
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import Record
-from llmaas_plugins.knn_lm.building import tokens_of
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.segments import Binding
 
 NAMES = ("kv_chunks", "flash_weights", "elastic", "knn_lm")
 COMBINATIONS = [*itertools.combinations(NAMES, 2), NAMES]
@@ -170,19 +164,7 @@ def model(reference_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def knn(model, tmp_path_factory):
     """A datastore, and the conversations that drafts are taken from."""
-    store, pairs = tmp_path_factory.mktemp("knn"), stored(model)
-    pairs.write(store)
-    binding = Binding(pairs.fingerprint, pairs.keys.shape[1], pairs.key)
-    with (
-        contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as llama,
-        Archive.open(store, binding, writable=True) as archive,
-    ):
-        for i, one in enumerate(CONVERSATIONS):
-            mine = pairs.origins[:, 0] == i
-            tokens, at = tokens_of(llama, one), pairs.origins[mine, 1]
-            p = np.full(mine.sum(), 0.5, np.float32)
-            found = Pairs(pairs.keys[mine], pairs.values[mine], p, p)
-            archive.append(Record(one, "test", 0.0, tokens, at, found))
+    store = built(model, tmp_path_factory.mktemp("knn"))
     return {"store": str(store), "k": K, "look_back": 12}
 
 

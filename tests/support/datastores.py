@@ -13,12 +13,16 @@ from llama_cpp import Llama
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.archive_record import Record
 from llmaas_plugins.knn_lm.building import tokens_of
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.encoding import Encoder
 from llmaas_plugins.knn_lm.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.mixing import Mixture
+from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.segments import Binding
 
 ENGINE = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 1, "verbose": False}
 MIXTURE = Mixture(alpha=0.7, beta=0.25, theta=40.0, far=120.0)
@@ -126,6 +130,24 @@ def stored(model, key="ffn_input", lora=None):
         origins=np.array(origins, np.int32),
         key=key,
     )
+
+
+def built(model, directory):
+    """Make a datastore, and the archive of conversations that drafts are taken from."""
+    pairs = stored(model)
+    pairs.write(directory)
+    binding = Binding(pairs.fingerprint, pairs.keys.shape[1], pairs.key)
+    with (
+        contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as llama,
+        Archive.open(directory, binding, writable=True) as archive,
+    ):
+        for i, one in enumerate(CONVERSATIONS):
+            mine = pairs.origins[:, 0] == i
+            tokens, at = tokens_of(llama, one), pairs.origins[mine, 1]
+            p = np.full(mine.sum(), 0.5, np.float32)
+            found = Pairs(pairs.keys[mine], pairs.values[mine], p, p)
+            archive.append(Record(one, "test", 0.0, tokens, at, found))
+    return directory
 
 
 def softmax(logits):
