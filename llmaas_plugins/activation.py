@@ -6,12 +6,11 @@ import atexit
 import functools
 import json
 import logging
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from llmaas_hooks import HookManager
+from llmaas_hooks import HookManager, forks
 from llmaas_hooks.discovery import load_plugin
 from llmaas_hooks.errors import ConfigError, PluginError
 from llmaas_plugins.config import Config, Source, load_config, validated
@@ -19,7 +18,7 @@ from llmaas_plugins.config import Config, Source, load_config, validated
 __all__ = ["Suite", "activate", "active_suite", "make_plugin"]
 
 _log = logging.getLogger("llmaas")
-_lock = threading.RLock()
+_lock = forks.lock()
 _active: Suite | None = None
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import Engine, StoreError
+from llmaas_hooks import Engine, StoreError, forks
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import segment_files
 from llmaas_plugins.knn_lm.drafting import attach
@@ -42,7 +41,7 @@ class Proposer:
         """
         self._store = store
         self._shares = shares
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._drafts: weakref.WeakKeyDictionary[Engine, _Drafts] = weakref.WeakKeyDictionary()
         self._owners: dict[bytes, str | None] = {}
         self._looked_at: list[tuple[str, int]] | None = None

@@ -7,13 +7,12 @@ import inspect
 import logging
 import operator
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import IncompatibleError
+from llmaas_hooks import IncompatibleError, forks
 from llmaas_patches.compat import is_since
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Applied", "Patch", "apply", "check", "resolve"]
 
-_lock = threading.RLock()
+_lock = forks.lock()
 _log = logging.getLogger("llmaas.patches")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -186,6 +189,33 @@ def test_threads_share_one_suite(dist_plugins):
         suite.deactivate()
     assert active_suite() is None
     assert dist_plugins.events == ["construct", "shutdown"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+def test_a_child_forked_while_another_thread_activates_can_activate():
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __dir__(self):  # pluggy looks for hooks
+            inside.set()
+            go_on.wait()
+            return []
+
+    thread = threading.Thread(target=lambda: activate({}, {"slow": Slow()}).deactivate())
+    thread.start()
+    inside.wait()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            signal.alarm(20)
+            activate({}).deactivate()
+            code = 0
+        os._exit(code)
+    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    go_on.set()
+    thread.join()
+    assert found == 0
 
 
 def test_public_names():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llama_cpp.llama_speculative import LlamaDraftModel
 
+from llmaas_plugins.knn_lm import proposing
 from llmaas_plugins.knn_lm.drafts import BATCH_COSTS, DatastoreDraft
 from llmaas_plugins.knn_lm.suffixes import LONGEST, SuffixIndex, match_within
 
@@ -230,3 +236,34 @@ class TestDatastoreDraft:
         sizes = replay(DatastoreDraft([said[100:200], said[250:400]]), said, 5)
         assert set(sizes) <= set(BATCH_COSTS)
         assert len(set(sizes)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+def test_a_child_forked_while_another_thread_looks_at_the_archive_is_not_stuck(
+    tmp_path, monkeypatch
+):
+    proposer = proposing.Proposer(tmp_path, shares=False)
+    inside, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+
+    def files(_store):
+        if os.getpid() == parent:
+            inside.set()
+            go_on.wait()
+        return []
+
+    monkeypatch.setattr(proposing, "_files", files)
+    thread = threading.Thread(target=lambda: proposer.begin(None, None, is_on=True))
+    thread.start()
+    inside.wait()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            signal.alarm(20)
+            proposer.begin(None, None, is_on=True)
+            code = 0
+        os._exit(code)
+    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    go_on.set()
+    thread.join()
+    assert found == 0
