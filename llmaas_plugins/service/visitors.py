@@ -41,12 +41,14 @@ class Visitors:
             Refusal: It does not.
         """
         host = header(scope, b"host").decode("latin-1").lower()
-        if self._host is not None and not self._is_ours(_name(host)):
+        is_named = bool(host) and self._host is not None  # browsers always send one; probes may not
+        if is_named and not self._is_ours(_name(host)):
             raise Refusal(
                 403, f"This service is not called {_name(host)!r}; see service.allowed_hosts."
             )
         origin = header(scope, b"origin").decode("latin-1").lower()
-        if origin and origin not in self._origins and origin.partition("://")[2] != host:
+        is_own = bool(host) and origin.partition("://")[2] == host
+        if origin and origin not in self._origins and not is_own:
             raise Refusal(
                 403, f"Pages of {origin!r} may not use this; see service.allowed_origins."
             )
@@ -58,10 +60,10 @@ class Visitors:
 
 
 def _name(host: str) -> str:
-    """A ``Host`` without its port, and without the brackets of an IPv6 address."""
+    """Return a ``Host`` without its port, an IPv6 address's brackets and a root's dot."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+    return host.partition(":")[0].removesuffix(".")
 
 
 def _is_address(name: str) -> bool:

@@ -21,14 +21,15 @@ def admits(visitors, host, origin=None):
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost:8000", "LocalHost", "127.0.0.1:8000", "[::1]:8000", "[::1]", "mail.lan:1"]
+    "host",
+    ["", "localhost:8000", "LocalHost", "localhost.:80", "127.0.0.1:80", "[::1]:80", "mail.lan:1"],
 )
 def test_names_of_the_service(host):
     assert admits(Visitors("mail.lan", (), ()), host)
 
 
 @pytest.mark.parametrize(
-    "host", ["", "rebound.example", "localhost.evil.example", "evil:8000", "192.0.2.1", "[::2]:80"]
+    "host", ["rebound.example", "localhost.evil.example", "evil:8000", "192.0.2.1", "[::2]:80"]
 )
 def test_names_of_others(host):
     assert not admits(Visitors("localhost", (), ()), host)
@@ -54,6 +55,13 @@ def test_origins():
         "https://own.example.x",
     ):
         assert not admits(visitors, "localhost:8000", origin)
+
+
+@pytest.mark.parametrize("bound", [None, "localhost"])
+def test_an_origin_without_a_host_is_nobodys_own(bound):
+    visitors = Visitors(bound, (), ())
+    for origin in ("null", "https://", "https://evil.example"):
+        assert not admits(visitors, "", origin)
 
 
 def test_behind_a_socket_names_do_not_matter_but_origins_do():
