@@ -61,7 +61,7 @@ def read_config_file(path: Path, *, is_found: bool) -> dict[str, Any]:
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES:,} bytes, expected a {NAME}")
     try:
-        values = tomllib.loads(content.decode())
+        values = tomllib.loads(content.decode("utf-8-sig"))
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: nested too deeply") from error
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,16 @@ class Keys:
     """The keys of a service; without any, everything is open to everybody."""
 
     def __init__(self, administrator: str | None, apps: Mapping[str, str]) -> None:
-        """Accept the administrator's key, and the key of each app."""
+        """Accept the administrator's key, and the key of each app.
+
+        Raises:
+            ConfigError: An app's key is the administrator's, so that it would open everything.
+        """
+        for app, key in apps.items():
+            if key == administrator:
+                raise ConfigError(
+                    f"app {app!r} has the administrator's key, --api_key. Give it another one."
+                )
         self._administrator = administrator
         self._apps = dict(apps)
         self._is_open = administrator is None and not apps
@@ -61,13 +71,16 @@ def read_key_file(path: Path | None) -> dict[str, str]:
         return {}
     path = path.expanduser()
     try:
-        mode, content = path.stat().st_mode, path.read_bytes()
+        mode = path.stat().st_mode
+        content = path.read_bytes() if stat.S_ISREG(mode) else None  # a pipe would wait
     except OSError as error:
         raise ConfigError(f"cannot read service.key_file {path}: {error.strerror}") from error
+    if content is None:
+        raise _wrong(path, "is no regular file")
     if mode & 0o077:
         raise ConfigError(f"{path} is open to other users. Try `chmod 600 {path}`.")
     try:
-        keys = tomllib.loads(content.decode())
+        keys = tomllib.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise _wrong(path, "is not valid TOML") from error
     for app, key in keys.items():

@@ -48,6 +48,12 @@ def test_precedence(folder, environ, tmp_path):
     assert n_queue(**environ, LLMAAS_CONFIG="") == 32
 
 
+def test_a_byte_order_mark_and_crlf_are_no_mistake(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf[service]\r\nmax_queue = 7\r\n")
+    assert n_queue(path) == 7
+
+
 def test_the_users_own_file_is_where_xdg_says(folder, environ, tmp_path):
     (tmp_path / "xdg" / "llmaas").mkdir(parents=True)
     (tmp_path / "xdg" / "llmaas" / "llmaas.toml").write_text(HERE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from llmaas_hooks import ConfigError
@@ -95,3 +97,19 @@ def test_wrong_key_files(key_file, text, message):
 def test_a_key_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read service\.key_file .*No such file"):
         read_key_file(tmp_path / "none.toml")
+
+
+def test_a_pipe_is_no_key_file(tmp_path):
+    os.mkfifo(tmp_path / "keys.toml", 0o600)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        read_key_file(tmp_path / "keys.toml")  # does not wait for a writer
+
+
+def test_a_key_file_with_a_byte_order_mark(key_file):
+    assert read_key_file(key_file(f'\ufeffmail = "{MAIL}"\r\n')) == {"mail": MAIL}
+
+
+def test_no_app_has_the_administrators_key():
+    with pytest.raises(ConfigError, match="app 'mail' has the administrator's key") as caught:
+        Keys(MAIL, {"mail": MAIL})
+    assert MAIL not in str(caught.value)
