@@ -9,7 +9,7 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, NoReturn
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.options import add_config_option
@@ -19,6 +19,14 @@ from llmaas_plugins.config import load_config
 __all__ = ["add_parser"]
 
 _CERTIFICATE = ("ssl_keyfile", "ssl_certfile")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of llama_cpp.server's options is a page."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and end."""
+        raise ConfigError(f"{message}. `llmaas serve --server-help` lists the options.")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,7 +68,6 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.service.grammars import Grammars
     from llmaas_plugins.service.keys import Keys, read_key_file
     from llmaas_plugins.service.line import Line
-    from llmaas_plugins.service.listening import claimed
     from llmaas_plugins.service.metrics import Metrics
     from llmaas_plugins.service.service import LLMService
     from llmaas_plugins.service.upstream import server_engine
@@ -77,7 +84,6 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     with (
         Ending(limits.shutdown_grace_s) as ending,
         _listening(args.uds, server_settings) as sockets,
-        claimed(limits.state_dir),
         activate(config, {"llmaas.line": line, "llmaas.metrics": metrics}) as suite,
         LLMService(server_engine, limits) as service,
         contextlib.closing(Grammars(server_engine)) as grammars,
@@ -109,7 +115,7 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     from llama_cpp.server.cli import add_args_from_model, parse_model_from_args
     from llama_cpp.server.settings import ModelSettings, ServerSettings, Settings
 
-    parser = argparse.ArgumentParser(prog="llmaas serve", allow_abbrev=False)
+    parser = _Parser(prog="llmaas serve", allow_abbrev=False)
     add_args_from_model(parser, Settings)
     # an app must not cut another one's reply short; n_ctx rows of logits are a lot of memory
     parser.set_defaults(flash_attn=True, interrupt_requests=False, logits_all=False)

@@ -15,6 +15,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -101,8 +102,8 @@ class ContextLog:
     def now(self, app: str) -> float:
         """The time, later than any use of the app's contexts even if clocks were set back."""
         query = "SELECT max(used) FROM contexts WHERE app=?"
-        with self._lock:
-            (latest,) = self._opened().execute(query, (app,)).fetchone()
+        with self._opened() as db:
+            (latest,) = db.execute(query, (app,)).fetchone()
         return max(time.time(), (latest or 0.0) + _TICK_S)
 
     def get(self, context_id: str, app: str) -> ContextRecord | None:
@@ -161,8 +162,8 @@ class ContextLog:
 
         No call finds the context any more. ``erase`` and ``end_deletion`` are due.
         """
-        with self._lock:
-            db, name = self._opened(), (context_id, app)
+        name = (context_id, app)
+        with self._opened() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 found = db.execute("DELETE FROM contexts WHERE id=? AND app=?", name)
@@ -178,8 +179,8 @@ class ContextLog:
 
     def deletions(self) -> list[str]:
         """Names of the contexts whose deletion has not ended."""
-        with self._lock:
-            return [name for (name,) in self._opened().execute("SELECT id FROM deletions")]
+        with self._opened() as db:
+            return [name for (name,) in db.execute("SELECT id FROM deletions")]
 
     def erase(self) -> None:
         """Leave no byte of deleted texts in any file.
@@ -187,14 +188,8 @@ class ContextLog:
         Raises:
             StoreError: Another process goes on reading the file, or the disk failed.
         """
-        with self._lock:
-            self._opened()
-            try:
-                self._eraser.erase()
-            except StoreError:
-                raise
-            except (OSError, sqlite3.Error) as error:
-                raise StoreError(f"cannot erase from {self._path}: {error}") from error
+        with self._opened():
+            self._eraser.erase()
 
     def end_deletion(self, context_id: str) -> None:
         """Note that nothing of a context is left."""
@@ -208,23 +203,38 @@ class ContextLog:
                 self._eraser.close()
             self._db = None
 
-    def _opened(self) -> sqlite3.Connection:
-        if self._db is None:
-            raise StoreError("this service was closed; open another one on the same state_dir")
-        return self._db
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """Lend the database; the only way to it.
+
+        Raises:
+            StoreError: It was closed; or the disk is full or fails, and the change is not made.
+        """
+        with self._lock:
+            if self._db is None:
+                raise StoreError("this service was closed; open another one on the same state_dir")
+            try:
+                yield self._db
+            except (OSError, sqlite3.Error) as error:
+                if isinstance(error, StoreError):
+                    raise
+                raise StoreError(
+                    f"cannot use the contexts in {self._path}: {error}. Make room on its disk, or "
+                    "see that it can be written."
+                ) from error
 
     def _change(self, statement: str, *arguments: object) -> bool:
-        with self._lock:
-            return self._opened().execute(statement, arguments).rowcount > 0
+        with self._opened() as db:
+            return db.execute(statement, arguments).rowcount > 0
 
     def _count(self, query: str, *arguments: str) -> int:
-        with self._lock:
-            (n,) = self._opened().execute(query, arguments).fetchone()
+        with self._opened() as db:
+            (n,) = db.execute(query, arguments).fetchone()
         return int(n)
 
     def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
-        with self._lock:
-            rows = self._opened().execute(query, arguments).fetchall()
+        with self._opened() as db:
+            rows = db.execute(query, arguments).fetchall()
         return [ContextRecord(row[0], row[1], parse_json(row[2]), *row[3:]) for row in rows]
 
 

@@ -1,10 +1,9 @@
-"""Where the service listens, taken before the model is loaded; and whose state folder it is."""
+"""The places where the service listens, taken before the model is loaded."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import ssl
@@ -12,39 +11,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmaas_hooks import ConfigError, StoreError
+from llmaas_hooks import ConfigError
 
-__all__ = ["check_certificate", "claimed", "listening_on", "listening_on_port"]
+__all__ = ["check_certificate", "listening_on", "listening_on_port"]
 
 _BACKLOG = 128
 _PORTS = range(1 << 16)
 _PROBE_S = 1.0
-
-
-@contextlib.contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """Have a state folder for this service alone; the lock ends with the process.
-
-    Raises:
-        StoreError: It cannot be used, or another service has it.
-    """
-    directory = directory.expanduser()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"cannot use service.state_dir {directory}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StoreError(
-                f"another service uses {directory}. Stop it, or set service.state_dir to another "
-                "directory."
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

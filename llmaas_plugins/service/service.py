@@ -19,6 +19,7 @@ from typing import Any, Self
 from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.service.claim import Claim
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import LevelArgument, levels_of
 from llmaas_plugins.service.turns import Reply, Turns
@@ -38,15 +39,20 @@ class LLMService:
         """Serve ``engine``, a ``llama_cpp.Llama`` or a callable that returns one.
 
         Raises:
-            StoreError: ``config.state_dir`` cannot be used.
+            StoreError: ``config.state_dir`` cannot be used, or another service uses it.
         """
         self.config = ServiceConfig() if config is None else config
         provider: Callable[[], Any] = (
             engine if callable(engine) and not _is_llama(engine) else (lambda: engine)
         )
-        self._log = ContextLog(self.config.state_dir)
-        self._turns = Turns(provider, self.config, self._log)
-        self._turns.finish_deletions()
+        self._claim = Claim(self.config.state_dir)
+        try:
+            self._log = ContextLog(self.config.state_dir)
+            self._turns = Turns(provider, self.config, self._log)
+            self._turns.finish_deletions()
+        except BaseException:
+            self._claim.release()  # an error keeps its frames, and they this
+            raise
 
     @classmethod
     def open(cls, model: str | Path, config: ServiceConfig | None = None, **llama: Any) -> Self:
@@ -88,6 +94,7 @@ class LLMService:
         """
         self._turns.close()
         self._log.close()
+        self._claim.release()
 
     def __enter__(self) -> Self:
         """Use as a context manager."""

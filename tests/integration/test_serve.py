@@ -401,11 +401,18 @@ def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
         (["--toy", "--cache", "True"], "--cache would let apps tell by the time"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
         (["--toy", "--n_ctx", "-5"], "n_ctx"),
-        (["--n_context", "5"], "unrecognized arguments: --n_context"),
+        (["--n_context", "5"], "error: unrecognized arguments: --n_context 5. `llmaas serve --ser"),
     ],
 )
 def test_mistakes(refused, options, message):
     assert message in refused(*options)
+
+
+def test_a_misspelt_option_takes_one_line():
+    done = subprocess.run(
+        [*LLMAAS, "serve", "--modle", "x"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_server_help():

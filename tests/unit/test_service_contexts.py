@@ -111,6 +111,23 @@ def test_closed(log):
             use()
 
 
+def test_a_full_disk_is_told_and_changes_nothing(log):
+    small = ContextRecord("small", "mail")
+    assert log.add(small, 16)
+    (n_pages,) = log._db.execute("PRAGMA page_count").fetchone()
+    log._db.execute(f"PRAGMA max_page_count={n_pages}")  # as on a full disk
+    long = [{"role": "user", "content": "x" * 100_000}]
+    for change in (
+        lambda: log.add(ContextRecord("long", "mail", long), 16),
+        lambda: log.update(dataclasses.replace(small, messages=long)),
+    ):
+        with pytest.raises(StoreError, match=r"disk is full\. Make room"):
+            change()
+    assert log.of_all() == [small]
+    log._db.execute(f"PRAGMA max_page_count={1 << 20}")
+    assert log.update(dataclasses.replace(small, messages=long))
+
+
 def test_add_keeps_to_the_limit_with_threads(log):
     start, added = threading.Barrier(8), []
 

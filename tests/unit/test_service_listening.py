@@ -9,10 +9,9 @@ import stat
 
 import pytest
 
-from llmaas_hooks import ConfigError, StoreError
+from llmaas_hooks import ConfigError
 from llmaas_plugins.service.listening import (
     check_certificate,
-    claimed,
     listening_on,
     listening_on_port,
 )
@@ -98,24 +97,6 @@ def test_a_port_is_for_one():
 def test_addresses_that_there_are_not(host, port):
     with pytest.raises(ConfigError, match=r"--host|--port"):
         listening_on_port(host, port).__enter__()
-
-
-def test_a_state_folder_is_for_one(tmp_path):
-    folder = tmp_path / "state"
-    with (
-        claimed(folder),
-        pytest.raises(StoreError, match=r"another service uses .*state_dir"),
-    ):
-        claimed(folder).__enter__()
-    with claimed(folder):
-        assert list(folder.iterdir()) == []
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_a_state_folder_that_cannot_be(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"service\.state_dir"), claimed(tmp_path / "file"):
-        pass
 
 
 def test_certificates(tmp_path):
