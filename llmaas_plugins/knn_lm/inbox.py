@@ -6,6 +6,7 @@ Anybody who may write there can put an export in; what has been learnt is erased
 from __future__ import annotations
 
 import json
+import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -105,5 +106,9 @@ def refuse(path: Path) -> Path:
 
 
 def done(path: Path) -> None:
-    """Erase a file that has been learnt."""
-    retire(path)
+    """Erase a file that has been learnt; of one that has another name, too, only this name."""
+    found = path.lstat()
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        retire(path)
+    else:  # its bytes are somebody's own export
+        path.unlink()

@@ -19,7 +19,7 @@ from llmaas_plugins.knn_lm.archive_files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.building import add, binding_of
 from llmaas_plugins.knn_lm.encoding import Encoder
 from llmaas_plugins.knn_lm.forgetting import forget_all
-from llmaas_plugins.knn_lm.inbox import remember, waiting
+from llmaas_plugins.knn_lm.inbox import done, remember, waiting
 from llmaas_plugins.knn_lm.refreshing import is_due, refresh
 from llmaas_plugins.knn_lm.selecting import Plan
 
@@ -117,6 +117,19 @@ def test_a_request_stops_the_work_until_it_is_over(tmp_path, reference_model):
             wait_until(lambda: report(suite)["learnt"] > 0, seconds=2.5)
         stream.close()
         wait_until(lambda: report(suite)["learnt"] > 0)
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_an_export_that_is_linked_into_the_inbox_stays_as_it_is(tmp_path, link):
+    own, name = tmp_path / "own.jsonl", tmp_path / INBOX / "own.jsonl"
+    own.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    before = own.read_bytes()
+    name.parent.mkdir()
+    getattr(name, link)(own)
+    assert waiting(tmp_path) == [name]
+    done(name)
+    assert own.read_bytes() == before
+    assert list(name.parent.iterdir()) == []
 
 
 def test_a_conversation_needs_messages(tmp_path):
