@@ -20,7 +20,7 @@ from llmaas_plugins.cli.datastore_reports import (
     stats_text,
 )
 from llmaas_plugins.cli.datastore_settings import datastore_directory
-from llmaas_plugins.cli.output import print_report, printable, size_text
+from llmaas_plugins.cli.output import counted, print_report, printable, size_text
 from llmaas_plugins.cli.store_actions import add_action
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def forget(args: argparse.Namespace) -> int:
                     f"{apps or 'none'}."
                 )
     text = (
-        f"{gone.n_conversations} conversations and {gone.n_pairs} pairs removed, "
-        f"{gone.n_selected} of those selected; {size_text(gone.freed_bytes)} given back."
+        f"{counted(gone.n_conversations, 'conversation')} and "
+        f"{counted(gone.n_pairs, 'pair')} removed, {gone.n_selected} of those selected; "
+        f"{size_text(gone.freed_bytes)} given back."
     )
     print_report(args, dataclasses.asdict(gone), [text])
     return 0
@@ -146,19 +147,18 @@ def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
         selected = read_selected(archive.directory)
         known = [id_.hex() for id_ in archive.ids()]
         known += [id_ for id_ in selected.positions if _ID.fullmatch(id_)] if selected else []
-        ids = [_resolved(text, known) for text in args.conversations]
+        ids = [_resolved(text, known, "; nothing was changed") for text in args.conversations]
     return [bytes.fromhex(id_) for id_ in ids]
 
 
-def _resolved(text: str, known: list[str]) -> str:
-    """The id that begins so."""
+def _resolved(text: str, known: list[str], then: str = "") -> str:
+    """Return the id that begins so; an error says ``then`` what came of it."""
     found = {id_ for id_ in known if text and id_.startswith(text.lower())}
     if len(found) != 1:
         what = (
             f"{len(found)} conversations have ids that begin with" if found else "no conversation"
         )
         raise StoreError(
-            f"{what} {text!r}; nothing was changed. `llmaas datastore inspect` lists those there "
-            "are."
+            f"{what} {text!r}{then}. `llmaas datastore inspect` lists those there are."
         )
     return found.pop()

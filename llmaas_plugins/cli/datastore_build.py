@@ -15,7 +15,7 @@ from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore_settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.ending import stoppable
 from llmaas_plugins.cli.offline import trained_context
-from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_plugins.cli.output import counted, print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
 
@@ -236,7 +236,7 @@ def _is_unknown(value: object) -> bool:
 
 
 def _add_text(added: Added) -> str:
-    text = f"{added.n_added:,} conversations added, {added.n_pairs:,} pairs"
+    text = f"{counted(added.n_added, 'conversation')} added, {counted(added.n_pairs, 'pair')}"
     text += f"; {added.n_known:,} were in already" if added.n_known else ""
     text += (
         f"; {added.n_left_out:,} left out: too short, or with states beyond float16"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.output import one_line, printable, size_text
+from llmaas_plugins.cli.output import counted, one_line, printable, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,7 +95,8 @@ def _selected_text(found: dict[str, Any]) -> str:
     if "error" in selected:
         return str(selected["error"])
     text = (
-        f"{selected['pairs']:,} pairs of {selected['conversations']:,} conversations, "
+        f"{counted(selected['pairs'], 'pair')} of "
+        f"{counted(selected['conversations'], 'conversation')}, "
         f"{size_text(selected['disk_bytes'])}"
     )
     is_foreign = found["model"] is not None and selected["model"] != found["model"]

@@ -135,6 +135,7 @@ def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
         if args.text or args.tokens:
             print(f"--text and --tokens do not change that; without {path} it is found anew.")
         return scores
+    print(f"{args.model}: finding what matters; minutes for a large model.", flush=True)
     scores = scored(args, blocks)
     try:
         keep(args, path, scores)

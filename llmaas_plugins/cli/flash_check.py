@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, LlmaasError, TensorInfo
+from llmaas_hooks import LlmaasError, TensorInfo
 from llmaas_plugins.cli.flash_pack import tensors_of
 from llmaas_plugins.cli.output import print_report, printable, progress_bar, size_text
 
@@ -21,7 +21,7 @@ Problem = Callable[[Path, Path, Mapping[str, TensorInfo]], str | None]
 
 
 def check(args: argparse.Namespace) -> int:
-    """Verify a model's packed file and channel file; 0 when they are sound, else 1."""
+    """Verify a model's packed file and channel file; 0 when there are any and sound, else 1."""
     from llmaas_plugins.flash_weights.channels import CHANNEL_FILE, channel_path
     from llmaas_plugins.flash_weights.packed import PACKED_FILE, packed_path, packed_problem
 
@@ -36,12 +36,10 @@ def check(args: argparse.Namespace) -> int:
         for path, kind, problem in files
         if path.exists()
     ]
-    if not reports:
-        raise ConfigError(
-            f"{model} has no packed file and no channel file. `llmaas flash pack` makes them."
-        )
-    print_report(args, {"model": str(model), "files": reports}, _text(reports))
-    return 1 if any(report["problems"] for report in reports) else 0
+    nothing = f"{model} has no packed file and no channel file. `llmaas flash pack` makes them."
+    lines = _text(reports) if reports else [nothing]
+    print_report(args, {"model": str(model), "files": reports}, lines)
+    return 1 if not reports or any(report["problems"] for report in reports) else 0
 
 
 def _checked(path: Path, kind: Kind, problem: Callable[[], str | None]) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from llmaas_plugins.cli.ending import close_stdout
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["one_line", "print_report", "printable", "progress", "progress_bar", "size_text"]
+__all__ = [
+    "counted",
+    "one_line",
+    "print_report",
+    "printable",
+    "progress",
+    "progress_bar",
+    "size_text",
+]
 
 _MIB = 1 << 20
 
@@ -20,6 +28,11 @@ _MIB = 1 << 20
 def size_text(n_bytes: int) -> str:
     """Bytes for people."""
     return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
+
+
+def counted(n: int, what: str) -> str:
+    """Return a number of things whose plural ends in s."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def printable(name: str) -> str:

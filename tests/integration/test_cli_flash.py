@@ -147,9 +147,9 @@ def test_only_the_files_that_are_there_are_checked(model, capsys):
     status, out, _ = run(capsys, "check", model)
     assert (status, len(out.splitlines())) == (0, 1)
     packed_path(model).unlink()
-    status, _, err = run(capsys, "check", model)
-    assert status == 2
-    assert "has no packed file and no channel file" in err
+    status, out, _ = run(capsys, "check", model)
+    assert status == 1
+    assert "has no packed file and no channel file" in out
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from archived import BINDING, assert_holds, fill, record, record_id, select
 
 from llmaas_plugins.chats import Message, load_conversations
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.cli.output import counted
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.inbox import remember, waiting
@@ -193,10 +194,10 @@ def test_terminal_is_not_obeyed_by_texts(run, store):
 @pytest.mark.parametrize("text", ["zz", "", "title 1"])
 def test_unknown_id_is_refused(run, store, text):
     before = files(store)
-    for action in ("inspect", "forget"):
+    for action, then in (("inspect", ""), ("forget", "; nothing was changed")):
         code, message = run(action, text)
         assert code == 2
-        assert f"no conversation {text!r}; nothing was changed. `llmaas datastore ins" in message
+        assert f"no conversation {text!r}{then}. `llmaas datastore inspect` lists" in message
     code, message = run("forget", hex_id(MAIL), "zz")
     assert code == 2
     assert files(store)["000000.0.segment"] == before["000000.0.segment"]
@@ -213,6 +214,12 @@ def test_ambiguous_id_is_refused(run, store):
 
 
 # -- forget -------------------------------------------------------------------------------------
+
+
+def test_one_is_not_many():
+    assert [counted(n, "pair") for n in (0, 1, 2, 1000)] == [
+        "0 pairs", "1 pair", "2 pairs", "1,000 pairs"
+    ]  # fmt: skip
 
 
 def is_anywhere(store, one):
