@@ -2,8 +2,10 @@
 #include "iov.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -19,6 +21,11 @@ struct llmaas_io {
     uint32_t                  n_held;  /* of these, those that the backend does not have yet */
     llmaas_io_read *          held;    /* a list; the next one to go comes first */
     bool                      is_waited_for;
+    uint32_t                  n_forks;      /* when the backend was opened */
+    void *                    region;       /* registered memory */
+    size_t                    region_bytes;
+    uint32_t                  n_passed;
+    llmaas_io_read *          passed[LLMAAS_IO_MAX_DEPTH]; /* reads that the backend has, in any order */
 };
 
 /* Threads of the process that wait for reads, whichever library's: a GNU unique symbol is one variable for all of them. */
@@ -26,6 +33,23 @@ __attribute__((visibility("default"))) atomic_uint llmaas_io_n_waiting;
 #ifdef __linux__
 __asm__(".type llmaas_io_n_waiting, %gnu_unique_object");
 #endif
+
+/* -- forks --------------------------------------------------------------------------------------------------------- */
+
+static atomic_uint n_forks; /* between this process and the one that loaded this library */
+
+/* Other threads' waits are not over in a child, but nobody waits. */
+static void note_child(void) {
+    atomic_fetch_add(&n_forks, 1);
+    atomic_store(&llmaas_io_n_waiting, 0);
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, note_child); }
+
+static void expect_forks(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+}
 
 /* -- for backends -------------------------------------------------------------------------------------------------- */
 
@@ -62,36 +86,118 @@ void llmaas_io_read_now(llmaas_io_read * read) {
 
 /* -- the engine ---------------------------------------------------------------------------------------------------- */
 
+static llmaas_status open_backend(llmaas_io * io, llmaas_io_kind kind) {
+    const llmaas_io_backend * backend = kind == LLMAAS_IO_THREADS ? &llmaas_io_threads : &llmaas_io_uring;
+    void *                    state   = NULL;
+    llmaas_status             status  = backend->open(io->depth, &state);
+    if (status != LLMAAS_OK && kind == LLMAAS_IO_BEST) {
+        backend = &llmaas_io_threads;
+        status  = backend->open(io->depth, &state);
+    }
+    if (status == LLMAAS_OK) {
+        io->backend   = backend;
+        io->state     = state;
+        io->n_at_once = io->depth < backend->n_at_once ? io->depth : backend->n_at_once;
+        io->n_forks   = atomic_load(&n_forks);
+    }
+    return status;
+}
+
+static void start_backend(llmaas_io * io, llmaas_io_read * read) {
+    io->passed[io->n_passed++] = read;
+    io->backend->start(io->state, read);
+}
+
+static void forget_passed(llmaas_io * io, const llmaas_io_read * read) {
+    uint32_t i = 0;
+    while (io->passed[i] != read) {
+        i++;
+    }
+    io->passed[i] = io->passed[--io->n_passed];
+}
+
+static void finish(llmaas_io * io, llmaas_io_read * read) {
+    read->is_done = true;
+    io->n_ahead -= read->is_ahead ? 1 : 0;
+    io->n_in_flight--;
+}
+
+static bool is_inherited(const llmaas_io * io) { return io->n_forks != atomic_load(&n_forks); }
+
+/* Make the reads again that the parent's backend had. A vector is partly used up by then. */
+static void restart_passed(llmaas_io * io) {
+    const uint32_t n = io->n_passed;
+    llmaas_io_read * reads[LLMAAS_IO_MAX_DEPTH];
+    memcpy(reads, io->passed, n * sizeof *reads);
+    io->n_passed = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        reads[i]->n_read = 0;
+        reads[i]->error  = reads[i]->vector ? ECANCELED : 0;
+        if (reads[i]->vector) {
+            finish(io, reads[i]);
+        } else {
+            start_backend(io, reads[i]);
+        }
+    }
+}
+
+/* In a child, leave the parent's rings and threads to the parent, whose results they have: open others, and go on with the
+ * same reads. Out of memory, all reads fail. */
+static bool own_backend(llmaas_io * io) {
+    if (!is_inherited(io)) {
+        return true;
+    }
+    const llmaas_io_backend * parents = io->backend;
+    void *                    state   = io->state;
+    if (open_backend(io, parents->kind == LLMAAS_IO_THREADS ? LLMAAS_IO_THREADS : LLMAAS_IO_BEST) != LLMAAS_OK) {
+        return false;
+    }
+    parents->abandon(state);
+    io->is_waited_for = false;
+    io->backend->use_region(io->state, io->region, io->region_bytes);
+    restart_passed(io);
+    return true;
+}
+
+static void fail_all(llmaas_io * io) {
+    for (; io->n_passed > 0; io->n_passed--) {
+        io->passed[io->n_passed - 1]->error = ENOMEM;
+        finish(io, io->passed[io->n_passed - 1]);
+    }
+    for (; io->held; io->held = io->held->next) {
+        io->held->error = ENOMEM;
+        finish(io, io->held);
+    }
+    io->n_held = 0;
+}
+
 llmaas_status llmaas_io_open(llmaas_io_kind kind, uint32_t depth, llmaas_io ** io) {
     if (!io || depth == 0 || depth > LLMAAS_IO_MAX_DEPTH || (unsigned) kind > LLMAAS_IO_THREADS) {
         return LLMAAS_EINVAL;
     }
+    expect_forks();
     llmaas_io * made = calloc(1, sizeof *made);
     if (!made) {
         return LLMAAS_ESPACE;
     }
-    made->depth   = depth;
-    made->backend = kind == LLMAAS_IO_THREADS ? &llmaas_io_threads : &llmaas_io_uring;
-    llmaas_status status = made->backend->open(depth, &made->state);
-    if (status != LLMAAS_OK && kind == LLMAAS_IO_BEST) {
-        made->backend = &llmaas_io_threads;
-        status = made->backend->open(depth, &made->state);
-    }
+    made->depth                = depth;
+    const llmaas_status status = open_backend(made, kind);
     if (status != LLMAAS_OK) {
         free(made);
         return status;
     }
-    made->n_at_once = depth < made->backend->n_at_once ? depth : made->backend->n_at_once;
-    *io             = made;
+    *io = made;
     return LLMAAS_OK;
 }
 
 void llmaas_io_close(llmaas_io * io) {
-    if (io) {
+    if (io && !is_inherited(io)) {
         llmaas_io_drain(io);
         io->backend->close(io->state);
-        free(io);
+    } else if (io) {
+        io->backend->abandon(io->state);
     }
+    free(io);
 }
 
 llmaas_io_kind llmaas_io_kind_of(const llmaas_io * io) { return io->backend->kind; }
@@ -128,7 +234,11 @@ llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_t n_bytes) 
     if (io->n_in_flight > 0 || (!memory && n_bytes > 0)) {
         return LLMAAS_EINVAL;
     }
-    io->backend->use_region(io->state, memory, n_bytes);
+    io->region       = memory;
+    io->region_bytes = n_bytes;
+    if (!is_inherited(io)) { /* else once it has a backend of its own */
+        io->backend->use_region(io->state, memory, n_bytes);
+    }
     return LLMAAS_OK;
 }
 
@@ -154,7 +264,7 @@ static void pass(llmaas_io * io, llmaas_io_read ** held) {
     llmaas_io_read * read = *held;
     *held                 = read->next;
     io->n_held--;
-    io->backend->start(io->state, read);
+    start_backend(io, read);
 }
 
 static bool others_wait(const llmaas_io * io) { return atomic_load(&llmaas_io_n_waiting) > (io->is_waited_for ? 1u : 0u); }
@@ -172,6 +282,12 @@ llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read) {
         read->offset > INT64_MAX - UINT32_MAX) {
         return LLMAAS_EINVAL;
     }
+    if (!own_backend(io)) {
+        fail_all(io);
+        read->error   = ENOMEM;
+        read->is_done = true;
+        return LLMAAS_ESPACE;
+    }
     read->error   = 0;
     read->is_done = false;
     read->n_read  = 0;
@@ -181,23 +297,33 @@ llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read) {
         io->n_ahead++;
         hold(io, read);
     } else {
-        io->backend->start(io->state, read);
+        start_backend(io, read);
     }
     return LLMAAS_OK;
 }
 
 static void collect(llmaas_io * io, bool is_patient) {
+    if (!own_backend(io)) {
+        fail_all(io);
+        return;
+    }
     pass_held(io);
+    if (io->n_in_flight == 0) { /* none of the parent's could be made again */
+        return;
+    }
     llmaas_io_read * next;
     for (llmaas_io_read * read = io->backend->collect(io->state, is_patient); read; read = next) {
-        next          = read->next;
-        read->is_done = true;
-        io->n_ahead -= read->is_ahead ? 1 : 0;
-        io->n_in_flight--;
+        next = read->next;
+        forget_passed(io, read);
+        finish(io, read);
     }
 }
 
-void llmaas_io_begin_waiting(void) { atomic_fetch_add(&llmaas_io_n_waiting, 1); }
+void llmaas_io_begin_waiting(void) {
+    expect_forks();
+    atomic_fetch_add(&llmaas_io_n_waiting, 1);
+}
+
 void llmaas_io_end_waiting(void) { atomic_fetch_sub(&llmaas_io_n_waiting, 1); }
 
 void llmaas_io_poll(llmaas_io * io) {
@@ -222,14 +348,14 @@ void llmaas_io_wait(llmaas_io * io, const llmaas_io_read * read) {
     while (*at && *at != read) {
         at = &(*at)->next;
     }
-    if (*at) {
+    if (*at && own_backend(io)) {
         pass(io, at);
     }
     wait_for(io, read);
 }
 
 void llmaas_io_drain(llmaas_io * io) {
-    while (io->held) {
+    while (io->held && own_backend(io)) {
         pass(io, &io->held);
     }
     wait_for(io, NULL);

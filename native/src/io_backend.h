@@ -9,6 +9,7 @@ typedef struct llmaas_io_backend {
     uint32_t       n_at_once; /* reads that are under way at a time, at most */
     llmaas_status (* open)(uint32_t depth, void ** state);
     void (* close)(void * state); /* nothing is in flight */
+    void (* abandon)(void * state); /* give a child's copy back; the parent's goes on, with whatever is in flight */
     void (* start)(void * state, llmaas_io_read * read);
 
     /* Reads that are done, as a list. A patient call waits for one if there is none; some read is in flight. */

@@ -104,6 +104,9 @@ static void threads_close(void * state) {
     free(c);
 }
 
+/* A child has none of the threads. */
+static void threads_abandon(void * state) { free(state); }
+
 static void threads_start(void * state, llmaas_io_read * read) {
     crew * c = state;
     pthread_mutex_lock(&c->lock);
@@ -138,6 +141,7 @@ const llmaas_io_backend llmaas_io_threads = {
     .n_at_once  = MAX_THREADS,
     .open       = threads_open,
     .close      = threads_close,
+    .abandon    = threads_abandon,
     .start      = threads_start,
     .collect    = threads_collect,
     .use_region = threads_use_region,

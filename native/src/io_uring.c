@@ -135,6 +135,9 @@ static void uring_close(void * state) {
     uring_free(state);
 }
 
+/* A child has the same rings, and what it unregistered would be its parent's. */
+static void uring_abandon(void * state) { uring_free(state); }
+
 static bool is_in_one_buffer(const uring * u, uintptr_t at, uint32_t n_bytes) {
     const uintptr_t from = at - u->region; /* huge where it starts before the region */
     return from < u->region_bytes && n_bytes <= u->region_bytes - from &&
@@ -220,6 +223,7 @@ const llmaas_io_backend llmaas_io_uring = {
     .n_at_once  = LLMAAS_IO_MAX_DEPTH,
     .open       = uring_open,
     .close      = uring_close,
+    .abandon    = uring_abandon,
     .start      = uring_start,
     .collect    = uring_collect,
     .use_region = uring_use_region,

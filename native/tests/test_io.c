@@ -7,7 +7,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 enum { BLOCK = 4096, N_BLOCKS = 300, TAIL = 777, FILE_BYTES = N_BLOCKS * BLOCK + TAIL, SLOT = 16 * BLOCK, DEPTH = 64 };
@@ -20,6 +23,8 @@ typedef struct context {
     uint8_t *      memory; /* SLOT bytes for each read */
     llmaas_io_read reads[DEPTH];
 } context;
+
+extern atomic_uint llmaas_io_n_waiting;
 
 static uint8_t * content; /* of the file; zeros follow it */
 
@@ -413,6 +418,82 @@ static void check_two_threads(context * c) {
     check_drained(c, DEPTH);
 }
 
+/* -- forks --------------------------------------------------------------------------------------------------------- */
+
+static void * wait_for_ever(void * waits) {
+    llmaas_io_begin_waiting();
+    sem_post(waits);
+    pause();
+    return NULL;
+}
+
+static void check_child(context * c, uint32_t n) {
+    CHECK(atomic_load(&llmaas_io_n_waiting) == 0); /* the thread that waits is the parent's */
+    check_drained(c, n);
+    check_random_reads(c);
+    llmaas_io_close(c->io);
+}
+
+/* Both processes get all reads that were in flight, those ahead too, each to its own memory; and others after them. */
+static void check_fork(context * c) {
+    const bool had_region = c->is_direct && llmaas_io_register(c->io, c->memory, DEPTH * SLOT) == LLMAAS_OK;
+    for (int round = 0; round < 8; ++round) {
+        const uint32_t n_ahead = start_ahead(c);
+        uint32_t       n       = n_ahead;
+        while (llmaas_io_room(c->io) > 0) {
+            start_any(c, n++);
+        }
+        if (round % 2 == 1) {
+            llmaas_io_poll(c->io);
+        }
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(60);
+            check_child(c, n);
+            _exit(0);
+        }
+        check_drained(c, n);
+        check_random_reads(c);
+        int status = -1;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    }
+    CHECK(!had_region || llmaas_io_register(c->io, NULL, 0) == LLMAAS_OK);
+}
+
+/* Those to several places cannot be made again. */
+static void check_vector_in_child(context * c) {
+    struct iovec   piece = {c->memory, BLOCK};
+    llmaas_io_read read  = {.fd = c->fd, .n_bytes = BLOCK, .n_needed = BLOCK, .vector = &piece, .n_pieces = 1};
+    CHECK(llmaas_io_start(c->io, &read) == LLMAAS_OK);
+    const pid_t child = fork();
+    if (child == 0) {
+        llmaas_io_wait(c->io, &read);
+        _exit(read.is_done && read.error == ECANCELED && llmaas_io_room(c->io) == DEPTH ? 0 : 1);
+    }
+    llmaas_io_drain(c->io);
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0 && read.error == 0);
+}
+
+/* A thread that waits in the parent does not hold up what a child reads ahead. */
+static void check_waiting_in_child(context * c) {
+    sem_t     waits;
+    pthread_t thread;
+    CHECK(sem_init(&waits, 0, 0) == 0 && pthread_create(&thread, NULL, wait_for_ever, &waits) == 0);
+    CHECK(sem_wait(&waits) == 0 && atomic_load(&llmaas_io_n_waiting) == 1);
+    const pid_t child = fork();
+    if (child == 0) {
+        const uint32_t n = start_ahead(c);
+        check_child(c, n);
+        _exit(0);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(pthread_cancel(thread) == 0 && pthread_join(thread, NULL) == 0);
+    llmaas_io_end_waiting();
+    sem_destroy(&waits);
+}
+
 /* -- kinds --------------------------------------------------------------------------------------------------------- */
 
 /* A ring that the kernel no longer serves, here as it is another file by now. */
@@ -453,7 +534,7 @@ static void check_kind(llmaas_io_kind kind, int fd, bool is_direct) {
         check_ends,         check_errors,           check_refusals,    check_depth_one, check_registered,
         check_large_region, check_threads_that_end, check_two_threads,
         check_room_ahead,   check_ahead_gives_way,  check_ahead_is_waited_for,
-        check_vectors,
+        check_vectors,          check_fork,             check_vector_in_child, check_waiting_in_child,
     };
     for (size_t i = 0; i < sizeof checks / sizeof *checks; ++i) {
         checks[i](&c);

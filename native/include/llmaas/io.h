@@ -1,7 +1,8 @@
 /* Asynchronous reads of files, many at a time: through io_uring, or by threads where the kernel has none to give.
  *
  * One thread at a time uses an engine; it need not be always the same one. Reads get done within the calls of whoever uses
- * the engine, never behind its back. A process that forks with an engine open does not use it in the child.
+ * the engine, never behind its back. A child of a process that forks goes on with its copy of an engine: reads that were in flight are made
+ * again there, but those to vectors fail with ECANCELED. If another thread was using the engine then, it can only be closed.
  *
  * Reads ahead give way to those that somebody waits for: they get on their way behind all others of their engine, and one at a
  * time while any other thread of the process waits for a read. */
