@@ -63,10 +63,14 @@ def keep(stamp: FileStamp, digest: bytes) -> None:
         _FILES.directory(directory)
         fd, partial = tempfile.mkstemp(prefix=_PARTIAL, dir=directory)
         try:
-            os.write(fd, digest + _check(stamp, digest))
-        finally:
-            os.close(fd)
-        Path(partial).replace(directory / _name(stamp))
+            try:
+                os.write(fd, digest + _check(stamp, digest))
+            finally:
+                os.close(fd)
+            Path(partial).replace(directory / _name(stamp))
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
         _trim(directory)
     except (OSError, StoreError) as error:
         _tell(str(error))

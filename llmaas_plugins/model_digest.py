@@ -55,6 +55,11 @@ class Digest:
         with contextlib.suppress(RuntimeError):  # no threads any more; ``get`` does it then
             self._thread.start()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is no digest."""
+        return self._problem is not None
+
     def get(self, seconds: float | None = None) -> str | None:
         """Return the digest, in hexadecimal digits.
 
@@ -81,7 +86,6 @@ class Digest:
             found = roots[0] if len(roots) == 1 else _hash(b"llmaas-model", b"".join(roots))
             self._found = found.hex()
         except Exception as error:
-            _known.pop(self.files, None)  # who asks anew may be luckier
             self._problem = str(error)
 
 
@@ -93,7 +97,7 @@ def begin_digest(files: Sequence[ModelFile]) -> Digest:
     """
     key = tuple(files)
     found = _known.get(key) or _of_load(key)
-    if found is None:
+    if found is None or found.has_failed:  # who asks anew may be luckier
         found = _begun[id(key)] = Digest(key)
         if _are_settled(key):
             _known[key] = found

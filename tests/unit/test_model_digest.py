@@ -251,6 +251,16 @@ def test_without_a_cache_it_says_so_once_and_goes_on(path, caplog, monkeypatch):
     assert digest(path) == found
 
 
+def test_on_a_full_disk_nothing_half_written_is_left(path, monkeypatch):
+    def write(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(digest_cache.os, "write", write)
+        digest(path)
+    assert entries() == []
+
+
 # -- threads and forks ----------------------------------------------------------------------------
 
 
@@ -286,6 +296,32 @@ def test_a_forked_child_finds_it_itself(path, slow):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     slow.set()
     assert found.get() is not None
+
+
+def test_an_error_that_comes_at_once_is_not_kept(path, monkeypatch):
+    class AtOnce:
+        """A thread that is done before anybody looks."""
+
+        def __init__(self, target, **_):
+            self.ident, self.start = 1, target
+
+        def join(self, *_):
+            pass
+
+        def is_alive(self):
+            return False
+
+    def fails(_file):
+        raise OSError(24, "Too many open files")
+
+    files = files_now(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_digest.threading, "Thread", AtOnce)
+        patch.setattr(model_digest, "_file_root", fails)
+        failed = begin_digest(files)
+    with pytest.raises(StoreError, match="Too many open files"):
+        failed.get()
+    assert begin_digest(files).get() == digest(path)
 
 
 def test_an_error_of_one_thread_ends_all(path, monkeypatch):
