@@ -77,10 +77,14 @@ class Learner(forks.Forked):
         return len(inbox.waiting(self._store))
 
     def request_began(self, engine: Engine) -> None:
-        """Pause; and learn with this engine later."""
+        """Pause; and learn with this engine later, if it is known what its model was loaded from.
+
+        Files that replaced those would give their name to keys of another model.
+        """
         with self._changed:
             self._busy.add(engine.ctx)
-            self._engine = self._engine or engine
+            if self._engine is None and engine.load is not None:
+                self._engine = engine
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(
                     target=self._run, name="llmaas-knn-learning", daemon=True

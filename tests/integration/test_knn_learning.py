@@ -14,6 +14,7 @@ from served import wait_until
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
 from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.knn_lm import learning as learning_module
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.building import add, binding_of
@@ -69,6 +70,25 @@ def test_what_waits_is_learnt_and_then_mixed(tmp_path, reference_model):
     assert after["mixed"] + after["skipped"] > 0
     with Archive.open(tmp_path) as archive:
         assert {row.title for row in archive.conversations()} == {c.title for c in CONVERSATIONS}
+
+
+def test_only_a_model_whose_files_are_known_is_learnt_with(tmp_path, reference_model, monkeypatch):
+    used, real = set(), learning_module.binding_of
+
+    def binding_of(llama, *args):
+        used.add(llama)
+        return real(llama, *args)
+
+    monkeypatch.setattr(learning_module, "binding_of", binding_of)
+    with (
+        contextlib.closing(Llama(str(reference_model), **ENGINE)) as older,
+        learning(tmp_path, reference_model) as (_, llama),
+    ):
+        ask(older)
+        ask(llama)
+        leave(tmp_path, CONVERSATIONS[:1])
+        wait_until(lambda: not waiting(tmp_path))
+        assert used == {llama}
 
 
 def test_nothing_is_learnt_unless_it_is_asked_for(tmp_path, reference_model):
