@@ -57,7 +57,7 @@ __all__ = ["KVChunks"]
 _NAME = "kv_chunks"
 _SMALL_SEGMENT_BYTES = 1 << 20
 _IDENTIFY_S = 2.0
-"""Longest that a request waits until its model is identified, once; then it goes without us."""
+"""Longest that an engine's first request waits until its model is identified."""
 _CODECS = {"tolerance": Codec.PLANES, "int8": Codec.INT8, "lossless": Codec.LOSSLESS}
 
 _log = logging.getLogger("llmaas.kv_chunks")
@@ -75,6 +75,7 @@ class KVChunks:
         self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
             weakref.WeakKeyDictionary()
         )
+        self._waited: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
         self._contexts: dict[int, str | None] = {}
         self._rotations_off: dict[int, bool] = {}
@@ -148,7 +149,7 @@ class KVChunks:
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
         """Load the longest stored prefix of the prompt."""
         engine = request.engine
-        transfer = self._transfer(engine, _IDENTIFY_S)
+        transfer = self._transfer(engine, may_wait=True)
         if transfer is None or _NAME in request.declined:
             return None
         resident = engine.resident_tokens()[: engine.n_explained]
@@ -259,7 +260,7 @@ class KVChunks:
         with self._lock:  # two engines may be made at the same time
             return self._store
 
-    def _transfer(self, engine: Engine, wait_s: float = 0.0) -> Transfer | None:
+    def _transfer(self, engine: Engine, *, may_wait: bool = False) -> Transfer | None:
         """Return what moves an engine's chunks; None if it is left alone, or not identified yet."""
         if (reason := _bent(engine)) is not None:  # at any time: chunks of before are another's
             self._leave_alone(engine.llama.model_path, reason)
@@ -267,13 +268,10 @@ class KVChunks:
         with self._lock:
             if engine in self._transfers:
                 return self._transfers[engine]
-            reason = self._contexts.get(engine.ctx)
-            if reason is None and (
-                engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES
-            ):
-                reason = self._refused.get(
-                    engine.model, "its context was made before the activation"
-                )
+            reason = self._reason(engine)
+            wait_s = _IDENTIFY_S if may_wait and engine not in self._waited else 0.0
+            if may_wait:
+                self._waited.add(engine)
         identity = None
         try:
             if reason is None:

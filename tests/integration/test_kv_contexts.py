@@ -20,6 +20,7 @@ from llmaas_hooks import PluginError
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins._native import Codec, chunk_peek
+from llmaas_plugins.kv_chunks import plugin
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 
@@ -129,6 +130,23 @@ def test_contexts_survive_the_process(make, suite):
     assert found["reused_tokens"] == len(CHAT) + len(MAIL)
     assert active.evict("mail") > 0
     llama.close()
+
+
+def test_only_the_first_request_waits_until_a_model_is_identified(make, suite, monkeypatch):
+    waits = []
+
+    def unknown(_llama, _load, *, wait_s, **_):
+        waits.append(wait_s)
+
+    with suite() as active:
+        llama = make()
+        with monkeypatch.context() as patch:
+            patch.setattr(plugin, "cell_identity", unknown)
+            for _ in range(2):
+                ask(llama, CHAT)
+        assert waits == [2.0, 0.0, 0.0, 0.0]  # restore, save, restore, save
+        ask(llama, CHAT)
+        assert report(active)["saves"] == 1
 
 
 def test_short_prompts_are_not_worth_a_chunk(make, suite):
