@@ -269,6 +269,7 @@ llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * we
     engine->base.iface.free           = destroy;
     engine->base.iface.graph_compute  = graph_compute;
     engine->base.iface.graph_optimize = graph_optimize;
+    llmaas_room_init(&engine->room);
     /* llama.cpp turns features off that it finds on a device other than the layer's own (flash attention on "auto"), so
      * be the CPU wherever that can be: not with weights in buffers that only our device takes. */
     if (llmaas_weights_own_buffers(engine->weights)) {

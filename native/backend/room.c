@@ -13,6 +13,13 @@ static bool is_known(const llmaas_room * room, ggml_backend_buffer_t buffer) {
     return false;
 }
 
+void llmaas_room_init(llmaas_room * room) {
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        const enum ggml_backend_dev_type type = ggml_backend_dev_type(ggml_backend_dev_get(i));
+        room->has_gpu = room->has_gpu || type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+    }
+}
+
 void llmaas_room_forget(llmaas_room * room) { room->n_buffers = 0; }
 
 bool llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph) {
@@ -93,19 +100,13 @@ static int64_t fit(llmaas_pages pages, ggml_backend_buffer_t buffer, const struc
 }
 
 /* Of the graphs that stand for one of llama.cpp's, the last one: others may still leave something for it. */
-static bool is_last(const struct ggml_cgraph * graph) {
-    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
-        const enum ggml_backend_dev_type type = ggml_backend_dev_type(ggml_backend_dev_get(i));
-        if (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU) {
-            return false;
-        }
-    }
-    return graph->n_nodes > 0 && graph->nodes[graph->n_nodes - 1]->flags & GGML_TENSOR_FLAG_OUTPUT;
+static bool is_last(const llmaas_room * room, const struct ggml_cgraph * graph) {
+    return !room->has_gpu && graph->n_nodes > 0 && graph->nodes[graph->n_nodes - 1]->flags & GGML_TENSOR_FLAG_OUTPUT;
 }
 
 int64_t llmaas_room_fit(const llmaas_room * room, const struct ggml_cgraph * graph) {
     int64_t n_more = 0;
-    for (int i = 0, n = is_last(graph) ? room->n_buffers : 0; i < n; i++) {
+    for (int i = 0, n = is_last(room, graph) ? room->n_buffers : 0; i < n; i++) {
         if (ggml_backend_buffer_get_usage(room->buffers[i]) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) { /* not KV cells */
             n_more += fit(room->pages[i], room->buffers[i], graph);
         }

@@ -15,7 +15,11 @@ typedef struct llmaas_room {
     ggml_backend_buffer_t buffers[LLMAAS_ROOM_BUFFERS]; /* of the last graph */
     llmaas_pages          pages[LLMAAS_ROOM_BUFFERS];
     int                   n_buffers; /* 0: nobody looked at the graph yet */
+    bool                  has_gpu;   /* which computes other parts of llama.cpp's graphs */
 } llmaas_room;
+
+/* While the context is made: ggml's registry, which has no lock, must not change meanwhile. */
+void llmaas_room_init(llmaas_room * room);
 
 /* A new graph was made, which will be given memory. */
 void llmaas_room_forget(llmaas_room * room);

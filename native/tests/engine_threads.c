@@ -2,8 +2,9 @@
  *
  *     engine_threads n_rounds
  *
- * Workers create contexts, evaluate tokens on two threads each, and free them again; meanwhile others switch levels, exchange
- * extents, listen, read what was heard, load models, and evaluate on a plain CPU backend. */
+ * Workers create contexts, evaluate tokens on two threads each, and free them again, every other one on another thread;
+ * meanwhile others switch levels, exchange extents, change budgets, listen, read what was heard, load models, activate anew,
+ * and evaluate on a plain CPU backend. */
 #include "engine_threads.h"
 
 #include "ggml-cpu.h"
@@ -17,6 +18,9 @@ enum { N_WORKERS = 3, N_MODELS = 3 };
 static model       models[N_MODELS];
 static int         n_rounds;
 static atomic_int  n_working = N_WORKERS;
+
+/* Activations hold it to write; whoever loads a model or makes a context holds it to read. */
+static pthread_rwlock_t activation = PTHREAD_RWLOCK_INITIALIZER;
 
 /* What a worker shows the others: its engine is there while they hold the lock. */
 static struct shown {
@@ -32,33 +36,73 @@ static void show(struct shown * s, llmaas_engine * engine) {
     pthread_mutex_unlock(&s->lock);
 }
 
-/* A context from its creation to its end. */
-static void work_once(struct shown * s, uint64_t variant) {
-    context         c;
+/* A context that nobody uses any more, with its subscriptions. */
+typedef struct grave {
+    context          c;
+    llmaas_density * density;
+    llmaas_states *  states;
+    pthread_t        digger;
+    bool             is_dug; /* by a thread of its own */
+} grave;
+
+static void * bury(void * arg) {
+    grave * g = arg;
+    close_context(&g->c);
+    llmaas_density_free(g->density);
+    llmaas_states_free(g->states);
+    return NULL;
+}
+
+static llmaas_engine * create(context * c, uint64_t variant) {
+    pthread_rwlock_rdlock(&activation);
+    llmaas_engine * engine = create_context(c, &models[variant / 4 % N_MODELS], variant);
+    pthread_rwlock_unlock(&activation);
+    return engine;
+}
+
+/* A context from its creation to its end, or until another thread is to end it. */
+static void work_once(struct shown * s, grave * g, uint64_t variant) {
     float           first[N_OUT], again[N_OUT];
-    llmaas_engine * engine = create_context(&c, &models[variant / 4 % N_MODELS], variant);
-    generate(&c, first); /* at level 0: all of every weight */
+    llmaas_engine * engine = create(&g->c, variant);
+    generate(&g->c, first); /* at level 0: all of every weight */
     show(s, engine);
     for (int i = 0; i < 3; ++i) {
-        generate(&c, again); /* at whatever level */
+        generate(&g->c, again); /* at whatever level */
     }
     pthread_mutex_lock(&s->lock); /* nobody switches now, nor from here on */
     llmaas_engine_set_level(engine, -1);
-    generate(&c, again);
+    llmaas_engine_set_narrow(engine, false);
+    generate(&g->c, again);
     CHECK(memcmp(first, again, sizeof first) == 0);
-    close_context(&c); /* and the subscriptions with it */
-    llmaas_density_free(s->density);
-    llmaas_states_free(s->states);
+    g->density = s->density;
+    g->states  = s->states;
+    g->is_dug  = variant % 2;
     s->engine  = NULL;
     s->density = NULL;
     s->states  = NULL;
     pthread_mutex_unlock(&s->lock);
+    if (g->is_dug) {
+        CHECK(pthread_create(&g->digger, NULL, bury, g) == 0);
+    } else {
+        bury(g);
+    }
 }
 
 static void * work(void * arg) {
-    const int worker = *(const int *) arg;
+    const int worker    = *(const int *) arg;
+    grave     graves[2] = {{.is_dug = false}};
     for (int i = 0; i < n_rounds; ++i) {
-        work_once(&shown[worker], (uint64_t) (i * N_WORKERS + worker));
+        grave * before = &graves[(i + 1) % 2];
+        work_once(&shown[worker], &graves[i % 2], (uint64_t) (i * N_WORKERS + worker));
+        if (before->is_dug) {
+            CHECK(pthread_join(before->digger, NULL) == 0);
+        }
+        before->is_dug = false;
+    }
+    for (int i = 0; i < 2; ++i) {
+        if (graves[i].is_dug) {
+            CHECK(pthread_join(graves[i].digger, NULL) == 0);
+        }
     }
     n_working--;
     return NULL;
@@ -89,6 +133,8 @@ static void read_all(struct shown * s) {
     llmaas_engine_stats stats;
     llmaas_engine_read_stats(s->engine, &stats);
     CHECK(stats.n_passed <= stats.n_graphs);
+    CHECK(llmaas_engine_cells(s->engine).n_cells <= N_CTX);
+    llmaas_engine_untouched(s->engine);
     if (s->density) {
         CHECK(llmaas_density_read(s->density, N_CTX, sums, counts) == LLMAAS_OK);
         CHECK(llmaas_states_take(s->states, 8, rows, &n_taken, &n_lost) == LLMAAS_OK);
@@ -102,20 +148,39 @@ static void exchange(uint32_t i) {
     CHECK(llmaas_weights_set_part(models[i % N_MODELS].weights, name, extents, 3) == LLMAAS_OK);
 }
 
+/* Of a model that is being read for a graph, perhaps. */
+static void set_budget(uint32_t i) {
+    llmaas_weights *     weights = models[ON_DISK].weights;
+    const llmaas_reading reading = {i % 9, 4096 * (i % 5), -1};
+    llmaas_stream_stats  stats;
+    llmaas_weights_read_stats(weights, &stats);
+    CHECK(stats.n_kept <= stats.n_bytes);
+    const uint64_t n_kept = stats.n_bytes * (i % 4) / 3, n_arena = i % 3 << 16;
+    if (i % 5 == 0) {
+        CHECK(llmaas_weights_set_reading(weights, &reading) == LLMAAS_OK);
+    } else if (i % 2) {
+        CHECK(llmaas_weights_set_memory(weights, n_kept, n_arena) == LLMAAS_OK);
+    } else {
+        llmaas_weights_try_set_memory(weights, n_kept, n_arena);
+    }
+}
+
 static void * meddle(void * arg) {
     for (uint32_t i = 0; n_working > 0; ++i) {
         struct shown * s = &shown[i % N_WORKERS];
         exchange(i);
+        set_budget(i);
         pthread_mutex_lock(&s->lock);
         if (s->engine) {
             llmaas_engine_set_level(s->engine, (int32_t) (i / 3 % 5) - 1);
+            llmaas_engine_set_narrow(s->engine, i / 6 % 2);
             read_all(s);
             if (i % 5 < 2) {
                 listen_or_stop(s);
             }
         }
         pthread_mutex_unlock(&s->lock);
-        CHECK(llmaas_engine_count() <= N_WORKERS);
+        CHECK(llmaas_engine_count() <= 3 * N_WORKERS);
         usleep(500);
     }
     (void) arg;
@@ -125,8 +190,30 @@ static void * meddle(void * arg) {
 static void * load_others(void * arg) {
     for (int i = 0; n_working > 0; ++i) {
         model m;
+        pthread_rwlock_rdlock(&activation);
         load_model(&m, (model_kind) (i % 3));
+        pthread_rwlock_unlock(&activation);
         unload_model(&m);
+        usleep(2000);
+    }
+    (void) arg;
+    return NULL;
+}
+
+/* While engines compute that earlier activations made; every other time a second suite comes and goes. */
+static void * activate_anew(void * arg) {
+    for (int i = 0; n_working > 0; ++i) {
+        pthread_rwlock_wrlock(&activation);
+        if (i % 2) {
+            llmaas_register();
+            llmaas_unregister();
+            CHECK(llmaas_backend_registered());
+        } else {
+            llmaas_unregister();
+            CHECK(!llmaas_backend_registered());
+            llmaas_register();
+        }
+        pthread_rwlock_unlock(&activation);
         usleep(2000);
     }
     (void) arg;
@@ -153,8 +240,9 @@ static void no_log(enum ggml_log_level level, const char * text, void * user) {
 }
 
 int main(int argc, char ** argv) {
-    void * (*const others[])(void *) = {meddle, load_others, stay_vanilla};
-    pthread_t threads[N_WORKERS + 3];
+    void * (*const others[])(void *) = {meddle, load_others, activate_anew, stay_vanilla};
+    enum { N_OTHERS = sizeof others / sizeof *others };
+    pthread_t threads[N_WORKERS + N_OTHERS];
     int       workers[N_WORKERS];
     n_rounds = argc > 1 ? atoi(argv[1]) : 1;
     ggml_log_set(no_log, NULL);
@@ -168,10 +256,10 @@ int main(int argc, char ** argv) {
         CHECK(pthread_mutex_init(&shown[i].lock, NULL) == 0);
         CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
     }
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < N_OTHERS; ++i) {
         CHECK(pthread_create(&threads[N_WORKERS + i], NULL, others[i], NULL) == 0);
     }
-    for (int i = 0; i < N_WORKERS + 3; ++i) {
+    for (int i = 0; i < N_WORKERS + N_OTHERS; ++i) {
         CHECK(pthread_join(threads[i], NULL) == 0);
     }
     llmaas_unregister();
