@@ -13,6 +13,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from llmaas_hooks import LlmaasError
+
 __all__ = ["Collecting"]
 
 _OURS = ("llmaas_patches", "llmaas_hooks")
@@ -37,6 +39,19 @@ class Collecting:
     def here(self) -> bool:
         """Return whether this thread collects garbage right now."""
         return threading.get_ident() in self._threads
+
+    def require_none(self) -> None:
+        """See that this thread does not collect garbage: what follows may wait for others.
+
+        Raises:
+            LlmaasError: It does.
+        """
+        if self.here():
+            raise LlmaasError(
+                "a Llama was used inside the garbage collector, where plugins' locks may be held "
+                "and nothing can be waited for; expected the use outside of finalizers. Have the "
+                "finalizer leave a note, and act on it elsewhere."
+            )
 
     def may_wait(self) -> bool:
         """Return whether the caller can wait for other threads, as far as our locks matter.

@@ -76,7 +76,6 @@ class LlamaEngine:
         self._has_restored = False
         self._has_told = False
         self._ledger = ledger
-        self._open: list[Callable[[], None]] = []
         self._ending = forks.lock()
 
     @property
@@ -93,8 +92,8 @@ class LlamaEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the ``Llama`` object is still in use."""
-        return self._llama() is not None
+        """Whether the ``Llama`` object and its context are still in use."""
+        return self._llama() is not None and not self._ledger.is_closed
 
     def resident_tokens(self) -> Tokens:
         """Tokens whose KV cells sequence 0 holds, at positions 0…n-1; a copy of shape ``(n,)``."""
@@ -229,7 +228,7 @@ class LlamaEngine:
 
     def begin(self, end: Callable[[], None]) -> None:
         """A request is under way; ``end`` is what is due when it is over."""
-        self._open.append(end)
+        self._ledger.due.append(end)
 
     def end(self, *ends: Callable[[], None]) -> None:
         """Do what is due for these requests, or all that are open, once.
@@ -238,10 +237,13 @@ class LlamaEngine:
         the first defers, the second must find: hence the lock.
         """
         with self._ending:
-            for end in ends or tuple(self._open):
-                if end in self._open:
-                    self._open.remove(end)
-                    end()
+            due = self._ledger.due
+            for end in ends or tuple(due):
+                try:
+                    due.remove(end)
+                except ValueError:  # it is over, perhaps as its context went
+                    continue
+                end()
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the lane's thread; calls into this context wait until it is done."""

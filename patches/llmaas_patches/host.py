@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,7 @@ class Host:
         def tell() -> None:
             try:
                 if not (self.lanes.is_closed and self.collecting.here()):  # the suite ends just now
-                    self.hooks.context_free(ctx)
+                    _tell(ledger, functools.partial(self.hooks.context_free, ctx))
             finally:
                 if self.native is not None:
                     self.native.forget_context(ctx)
@@ -129,3 +130,12 @@ class Host:
             free()
 
         self.lifetimes.free_model(model, go)
+
+
+def _tell(ledger: Ledger | None, freed: Callable[[], None]) -> None:
+    """Tell the plugins that a context goes, after the ends of its requests."""
+    try:
+        if ledger is not None:
+            ledger.close()
+    finally:
+        freed()

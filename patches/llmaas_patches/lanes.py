@@ -94,9 +94,15 @@ class Lanes(forks.Forked):
             self._start()
 
     def settle(self, handle: int) -> None:
-        """Wait until no job is pending for ``handle``. The job itself passes straight through."""
+        """Wait until no job is pending for ``handle``. The job itself passes straight through.
+
+        Raises:
+            LlmaasError: This thread collects garbage, perhaps with a lock that the job needs, or in
+                the middle of the job.
+        """
         job = self.pending.get(handle)
         if job is not None:
+            self._collecting.require_none()
             self._wait(job)
 
     def settle_frees(self) -> None:

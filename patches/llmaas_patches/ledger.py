@@ -70,6 +70,8 @@ class Ledger:
             taken; the binding's names.
         is_evaluating: ``Llama.eval`` is running.
         app: App whose tokens ``Llama``'s books name; None if it has no name.
+        due: Work that is due at the end of each open request.
+        is_closed: The context is about to go.
     """
 
     def __init__(self, handles: tuple[int, ...], app_n_seq_max: int, app_n_ctx: int) -> None:
@@ -86,6 +88,21 @@ class Ledger:
         self.alterations: list[str] = []
         self.is_evaluating = False
         self.app: str | None = None
+        self.due: list[Callable[[], None]] = []
+        self.is_closed = False
+
+    def close(self) -> None:
+        """End the requests that are open; their generators find nothing left to do.
+
+        Those that end later would be taken for requests of another context at the same address.
+        """
+        self.is_closed = True
+        while self.due:
+            try:
+                end = self.due.pop(0)
+            except IndexError:  # another thread has ended it
+                return
+            end()
 
     def changed(self, start: int | None) -> None:
         """Cells of sequence 0 from position ``start`` on are not what they were."""

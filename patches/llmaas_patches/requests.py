@@ -49,6 +49,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         inner: Generator[int, Sequence[int] | None, None],
         blocks: contextvars.Context,
     ) -> Generator[int, Sequence[int] | None, None]:
+        host.collecting.require_none()  # nor can plugins be called there
         clock = _Clock()
         engine = host.engine(llama)
         engine.end()  # other requests, if their generators are still open

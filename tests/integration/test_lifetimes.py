@@ -10,7 +10,7 @@ import threading
 import pytest
 from llama_cpp import Llama
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import LlmaasError, hookimpl
 
 TEXT = "The quick brown fox jumps over the lazy dog and then it runs away. " * 12
 OTHER = "Some other text about mail and calendars, which is long enough. " * 8
@@ -208,3 +208,84 @@ def test_a_closed_llama_is_gone_when_close_returns(patched, reference_model):
     llama = begun(reference_model)
     llama.close()
     assert saver.events == ["saved", "freed"]
+
+
+class Ends:
+    """Notes when requests and contexts end."""
+
+    def __init__(self):
+        self.events = []
+
+    @hookimpl
+    def llmaas_request_end(self, request):
+        self.events.append("ended")
+
+    @hookimpl
+    def llmaas_context_free(self, ctx):
+        self.events.append("freed")
+
+
+def opened_stream(model):
+    llama = Llama(str(model), n_ctx=64, n_threads=1, verbose=False)
+    stream = llama.generate([1, 2, 3], temp=0.0)
+    next(stream)
+    return llama, stream
+
+
+def test_a_request_ends_before_its_context_goes(patched, reference_model):
+    """Later it would be taken for one of the next context, which may have the same address."""
+    ends = Ends()
+    patched(ends=ends)
+    llama, stream = opened_stream(reference_model)
+    llama.close()
+    assert ends.events == ["ended", "freed"]
+    stream.close()
+    assert ends.events == ["ended", "freed"]
+
+
+def test_a_stream_that_is_garbage_with_its_llama_ends(patched, reference_model):
+    ends = Ends()
+    installed = patched(ends=ends)
+    both = [*opened_stream(reference_model)]
+    both.append(both)
+    del both
+    gc.collect()
+    installed.settle()
+    assert ends.events == ["ended", "freed"]
+
+
+class Asking:
+    """Garbage that uses a live engine when it is collected."""
+
+    def __init__(self, use, errors):
+        self.use, self.errors, self.itself = use, errors, self
+
+    def __del__(self):
+        try:
+            self.use()
+        except LlmaasError as error:
+            self.errors.append(str(error))
+
+
+USES = {
+    "asks": lambda llama: next(llama.generate([4, 5, 6], temp=0.0)),
+    "evaluates": lambda llama: llama.eval([4]),
+    "empties it": lambda llama: llama._ctx.kv_cache_clear(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_finalizer_that_would_wait_for_a_save_is_refused(patched, reference_model, use):
+    """The collector runs with a lock that the save needs."""
+    saver, errors = Saver(threading.Lock()), []
+    installed = patched(saver=saver)
+    with saver.lock:
+        llama = begun(reference_model)
+        Asking(lambda: use(llama), errors)
+        gc.collect()
+    assert len(errors) == 1
+    assert "garbage collector" in errors[0]
+    installed.settle()
+    assert saver.events == ["saved"]
+    llama.eval([4])
+    llama.close()
