@@ -1,6 +1,7 @@
 """Conversations that wait to be learnt: one file each, in the datastore's ``inbox``.
 
-Anybody who may write there can put an export in; what has been learnt is erased.
+Anybody who may write there can put an export in; what has been learnt is erased. A file that is
+still being copied there stays until it is whole: nothing is erased that changed meanwhile.
 """
 
 from __future__ import annotations
@@ -11,17 +12,41 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.chats import NO_APP, Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm.archive_files import FILES, INBOX, retire, write_whole
 
-__all__ = ["REFUSED", "forget_waiting", "remember", "waiting"]
+__all__ = ["REFUSED", "State", "done", "forget_waiting", "refuse", "remember", "waiting"]
 
 REFUSED = ".refused"
 """Added to the name of a file that is no export, and left for somebody to look at."""
 
 _ENDINGS = (".json", ".jsonl")
+_COPYING_S = 5.0
+"""Seconds without a change after which a file that cannot be read is no half of one."""
+
+
+class State(NamedTuple):
+    """The state of a file, by which a change is noticed."""
+
+    inode: int
+    n_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> State | None:
+        """Return the state of ``path``; None if nothing is there."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def is_settled(self) -> bool:
+        """Return whether nobody has written to the file for a while."""
+        return abs(time.time_ns() - self.mtime_ns) > _COPYING_S * 1e9
 
 
 def remember(

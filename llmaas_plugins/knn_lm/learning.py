@@ -181,14 +181,18 @@ class Learner(forks.Forked):
                 refresh(archive, self._plan, self._pause)
 
     def _learn(self, path: Path, archive: Archive, llama: Any, encoder: Encoder) -> None:
+        before = inbox.State.of(path)
         try:
             conversations = [(one, path.name) for one in load_conversations(path)]
         except ConfigError as error:
+            if before is not None and not before.is_settled():
+                return  # it may still be copied here
             _log.warning("%s; it is kept as %s", error, inbox.refuse(path).name)
             return
         added = add(archive, llama, encoder, conversations, between=self._pause)
         self.n_learnt += added.n_added
-        inbox.done(path)
+        if inbox.State.of(path) == before:
+            inbox.done(path)
 
     def _fail(self, error: Exception) -> None:
         """Say it once, and try again when more has come or the process starts again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from served import wait_until
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats import Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm import learning as learning_module
 from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_files import INBOX, ONLINE, SELECTED
@@ -103,12 +104,49 @@ def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog
     leave(tmp_path, CONVERSATIONS[:1])
     odd = tmp_path / INBOX / "0.json"
     odd.write_text("not a chat")
+    os.utime(odd, (0, 0))  # nobody is writing to it
     with learning(tmp_path, reference_model) as (suite, llama):
         ask(llama)
         wait_until(lambda: not waiting(tmp_path))
         assert report(suite)["learnt"] == 1
     assert [path.name for path in (tmp_path / INBOX).iterdir()] == ["0.json.refused"]
     assert "it is kept as 0.json.refused" in caplog.text
+
+
+def test_an_export_that_is_copied_while_it_is_learnt_is_learnt_whole(
+    tmp_path, reference_model, monkeypatch
+):
+    leave(tmp_path, CONVERSATIONS[:1])
+    leave(tmp_path / "other", CONVERSATIONS[1:2])
+    (path,), (other,) = waiting(tmp_path), waiting(tmp_path / "other")
+    text, rest = path.read_bytes(), other.read_bytes()
+    path.write_bytes(text[:-20])  # what a copy has come to
+    steps = iter([lambda: path.write_bytes(text), lambda: path.write_bytes(text + rest)])
+
+    def meanwhile(function):
+        def wrapped(*args, **kwargs):
+            next(steps, lambda: None)()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def load(path):
+        try:
+            return load_conversations(path)
+        except ConfigError:
+            next(steps)()
+            raise
+
+    monkeypatch.setattr(learning_module, "load_conversations", load)
+    monkeypatch.setattr(learning_module, "add", meanwhile(add))
+    with learning(tmp_path, reference_model) as (_, llama):
+        ask(llama)
+        wait_until(lambda: not waiting(tmp_path))
+    assert not list((tmp_path / INBOX).iterdir())
+    with Archive.open(tmp_path) as archive:
+        assert {row.title for row in archive.conversations()} == {
+            c.title for c in CONVERSATIONS[:2]
+        }
 
 
 @pytest.mark.parametrize("ends", ["llama", "suite"])
