@@ -158,7 +158,7 @@ class KVChunks:
         except BudgetError as error:
             self._give_up(request.engine, error)
             return None
-        if restored is not None and restored.n_tokens:  # else the cells were another app's
+        if restored is not None and restored.n_loaded + restored.n_recomputed:  # else, it dropped
             self._report.restored(restored)
         return restored
 

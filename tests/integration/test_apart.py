@@ -7,7 +7,7 @@ from llama_cpp import Llama
 
 from llmaas_hooks import hookimpl
 from llmaas_patches import serving_context, without
-from llmaas_plugins import activate
+from llmaas_plugins import activate, active_suite
 
 PROMPT = [1, *range(400, 500)]
 OTHER = [1, *range(600, 700)]
@@ -103,6 +103,8 @@ def test_apps_share_where_that_is_configured(asked, kv):
     ask = asked({**kv, "share_across_apps": True})
     ask("game")
     assert ask("mail") == (len(PROMPT), 1)  # resident
+    status = active_suite().status()["plugins"]["kv_chunks"]
+    assert (status["restores"], status["restored_tokens"]) == (0, 0)
     assert ask("game", [*PROMPT, 7, 8]) == (len(PROMPT), 2)
     ask("game", OTHER)
     assert ask("mail", [*PROMPT, 9]) == (len(PROMPT), 1)  # parked or stored
