@@ -13,14 +13,14 @@ import threading
 from types import FrameType
 from typing import Any
 
-from llmaas_hooks import LlmaasError
+from llmaas_hooks import LlmaasError, forks
 
 __all__ = ["Collecting"]
 
 _OURS = ("llmaas_patches", "llmaas_hooks")
 
 
-class Collecting:
+class Collecting(forks.Forked):
     """Watches the collector, from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class Collecting:
     def start(self) -> None:
         """Be told of collections."""
         gc.callbacks.append(self._told)
+        forks.watch(self)
 
     def stop(self) -> None:
         """Be told no more; idempotent."""
@@ -70,6 +71,11 @@ class Collecting:
                 return False
             frame = frame.f_back
         return True
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Forget the parent's other threads in a child: its new ones may get their names."""
+        if in_child:
+            self._threads.intersection_update({threading.get_ident()})
 
     def _told(self, phase: str, _info: dict[str, Any]) -> None:
         change = self._threads.add if phase == "start" else self._threads.discard

@@ -254,6 +254,28 @@ def in_child(work):
 
 
 @FORKS
+def test_a_child_that_is_forked_beside_a_collection_collects_nowhere(life):
+    codes = []
+
+    class Forking:
+        def __init__(self):
+            self.myself = self
+
+        def __del__(self):
+            assert life.collecting.here()
+            thread = threading.Thread(target=lambda: codes.append(in_child(work)))
+            thread.start()
+            thread.join()
+
+    def work():
+        assert not life.collecting._threads  # a new thread may get that one's name
+
+    Forking()
+    gc.collect()
+    assert codes == [0]
+
+
+@FORKS
 def test_a_child_does_none_of_its_parents_work_but_frees(life, monkeypatch):
     life.make(1, 2)
     with monkeypatch.context() as patch:
