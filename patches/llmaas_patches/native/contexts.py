@@ -198,11 +198,13 @@ class Context:
     Attributes:
         ctx: Address of the ``llama_context``.
         model: Address of the ``llama_model``.
+        is_sparse: Whether tokens leave values out now: ``sparse_tokens``, for who asks every token.
     """
 
     def __init__(self, library: Library, engine: Any, ctx: int, model: int, table: Any) -> None:
         """Attach to ``engine``, which lives as long as the context; ``table``: of its model."""
         self.ctx, self.model = ctx, model
+        self.is_sparse = False
         self._table = table
         self._library = library
         self._engine: Any | None = engine
@@ -254,6 +256,7 @@ class Context:
     def sparse_tokens(self, is_sparse: bool) -> None:
         with self._lock:
             self._library.lib.llmaas_engine_set_sparse(self._open(), is_sparse)
+            self.is_sparse = is_sparse
 
     def set_part(self, weight: str, extents: Sequence[int | None]) -> None:
         """Exchange the extents of a claimed part."""
@@ -335,6 +338,7 @@ class Context:
                 self._library.lib.llmaas_engine_set_level(self._engine, -1)
                 self._library.lib.llmaas_engine_set_narrow(self._engine, False)
                 self._library.lib.llmaas_engine_set_sparse(self._engine, False)
+                self.is_sparse = False
                 self._engine = None
 
     @contextlib.contextmanager

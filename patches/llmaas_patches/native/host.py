@@ -213,11 +213,7 @@ class NativeHost:
     def is_sparse(self, ctx: int) -> bool:
         """Whether a context's tokens leave values out now."""
         context = self._contexts.get(ctx)
-        if context is None:
-            return False
-        with contextlib.suppress(ReferenceError):  # freed meanwhile
-            return context.sparse_tokens
-        return False
+        return context is not None and context.is_sparse
 
     def forget_context(self, ctx: int) -> None:
         """A context is about to go."""
