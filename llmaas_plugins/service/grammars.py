@@ -124,7 +124,8 @@ class Grammars:
         found = self._found(wanted)
         if "unknown" in found:
             raise ValueError(found["unknown"])
-        self.check([wanted])
+        if "mistake" in found:
+            raise wanted.mistake(found["mistake"])
         return found["grammar"]
 
     def run(self, text: str) -> Running:
@@ -157,8 +158,8 @@ class Grammars:
         with contextlib.closing(self._job({"texts": [(wanted.kind, wanted.text)]})) as connection:
             try:
                 (found,) = worker.receive_values(connection)
-            except (EOFError, OSError):
-                found = {"mistake": _TOO_MUCH}
+            except (EOFError, OSError):  # not kept: perhaps the machine had no memory left
+                return {"mistake": _TOO_MUCH}
         with self._lock:
             self._known[digest] = found
             while len(self._known) > _MOST_KEPT:

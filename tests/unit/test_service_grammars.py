@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -209,6 +210,24 @@ def test_accepted_ones_cost_little(llama, grammars):
                 running.accept(int(chance.choice(running._allowed.nonzero()[0])))
     assert n_accepted >= 20
     assert waited_s / n_tokens < 0.05
+
+
+def test_an_end_that_somebody_else_made_is_no_verdict(grammars, monkeypatch):
+    """A machine without memory kills the process that checks; later, the same grammar is fine."""
+
+    def killed(_):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    wanted = Wanted("", "schema", schema(killed={"type": "boolean"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "_job", killed)
+        for use in (lambda: grammars.check([wanted]), lambda: grammars.converted(wanted.text)):
+            with pytest.raises(Refusal, match="it needs more"):
+                use()
+    grammars.check([wanted])
+    assert "killed" in grammars.converted(wanted.text)
 
 
 def test_a_worker_that_has_ended_is_started_again(grammars):
