@@ -29,7 +29,11 @@ _MOST_PAGES = 1 << 24  # first bytes of other pages are zero then
 
 
 def connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
-    """Open a database that may hold texts: deleted rows are overwritten, nothing goes to /tmp."""
+    """Open a database that may hold texts: deleted rows are overwritten, nothing goes to /tmp.
+
+    Raises:
+        sqlite3.Error: It cannot be opened, or is damaged.
+    """
     db = sqlite3.connect(
         database, PATIENCE_S, isolation_level=None, check_same_thread=False, uri=uri
     )
@@ -37,6 +41,9 @@ def connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
         db.execute("PRAGMA secure_delete=ON")
         db.execute("PRAGMA temp_store=MEMORY")
         db.execute("PRAGMA auto_vacuum=NONE")  # of a new file: its pages can be told apart
+    except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
+        db.close()
+        raise sqlite3.DatabaseError(f"{database} is damaged: its schema is no text") from error
     except BaseException:
         db.close()
         raise

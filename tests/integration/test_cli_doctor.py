@@ -58,7 +58,7 @@ def test_what_is_missing(examined, tmp_path):
 def test_a_budget_that_cannot_be_met_and_a_file_that_would_be_better(examined):
     code, found = examined(flash_weights={"memory_budget": "20 MiB"})
     assert code == 1
-    assert "memory_budget is 20 MiB" in found["plugins.flash_weights"]["problem"]
+    assert "a memory_budget of 20 MiB cannot be met" in found["plugins.flash_weights"]["problem"]
     assert "`llmaas flash pack" in found["note 1"]["value"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import sqlite3
 
 import numpy as np
 import pytest
@@ -98,3 +100,13 @@ def test_a_file_whose_pages_cannot_be_told_apart_is_left_alone(tmp_path):
     assert (tmp_path / "db").read_bytes() == before
     eraser.close()
     db.close()
+
+
+def test_a_schema_that_is_no_text_is_damage(tmp_path):
+    path = tmp_path / "db.sqlite"
+    with contextlib.closing(connect(path)) as db:
+        db.execute("CREATE TABLE chunks (key BLOB)")
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"TABLE chunks (key", b"TABLE chunks \xd9\xff(k"))
+    with pytest.raises(sqlite3.DatabaseError, match="no text"):
+        connect(path)
