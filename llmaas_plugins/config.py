@@ -20,12 +20,21 @@ nothing.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import installed_plugins, suggest
@@ -36,6 +45,10 @@ __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "v
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
 _PREFIX = "LLMAAS_PLUGINS__"
+_NAMES = {
+    "allowed_hosts": (re.compile(r"[^\s/:*\[\]]+|[0-9a-f:]+"), "box.example.org"),
+    "allowed_origins": (re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*]+"), "https://example.org"),
+}
 
 
 class ServiceConfig(BaseModel):
@@ -93,6 +106,16 @@ class ServiceConfig(BaseModel):
         default=None,
         description='TOML file, mode 0600, of lines `app = "key"`: who may use what is an app\'s.',
     )
+
+    @field_validator("allowed_hosts", "allowed_origins")
+    @classmethod
+    def _names(cls, found: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        """Refuse what no browser sends, and would never fit."""
+        pattern, example = _NAMES[str(info.field_name)]
+        names = tuple(name.lower() for name in found)
+        if not all(map(pattern.fullmatch, names)):
+            raise ValueError(f"expected names like {example!r}")  # what was found is added
+        return names
 
 
 class _File(BaseModel):

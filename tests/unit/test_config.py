@@ -209,3 +209,29 @@ def test_validated_wrong_value_names_its_origin(origin):
 def test_equal_configurations_are_equal(path):
     assert load_config(path, {}) == load_config(path, {})
     assert load_config(path, {}) != load_config(path, {"LLMAAS_PLUGINS": ""})
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("allowed_origins", "*"),
+        ("allowed_origins", "https://example.org/"),
+        ("allowed_origins", "example.org"),
+        ("allowed_origins", "null"),
+        ("allowed_hosts", "*"),
+        ("allowed_hosts", "https://example.org"),
+        ("allowed_hosts", "example.org:8000"),
+        ("allowed_hosts", ""),
+    ],
+)
+def test_names_that_no_browser_sends_are_refused(key, name):
+    with pytest.raises(ConfigError, match=rf"service\.{key}: .*expected names like .*found"):
+        load_config({"service": {key: [name]}}, {})
+
+
+def test_names_of_the_service_and_of_pages():
+    hosts = ["Box.example", "192.0.2.1", "2001:db8::1"]
+    origins = ["HTTPS://Own.example:8443", "http://[::1]:3000", "chrome-extension://abc"]
+    found = load_config({"service": {"allowed_hosts": hosts, "allowed_origins": origins}}, {})
+    assert found.service.allowed_hosts == tuple(name.lower() for name in hosts)
+    assert found.service.allowed_origins == tuple(name.lower() for name in origins)
