@@ -1,6 +1,7 @@
 /* Engines: CPU backends of ggml with a graph_compute of ours in front of ggml-cpu's. */
 #include "engine.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 static _Thread_local ggml_threadpool_t next_pool;
@@ -170,6 +171,17 @@ static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struc
     return llmaas_graph_end(engine->graph);
 }
 
+/* After a graph: whether the files of its weights, if it has any, are those that were opened. */
+static void check_files(llmaas_engine * engine) {
+    const char * changed = llmaas_weights_changed(engine->weights);
+    if (changed) {
+        llmaas_graph_fail(engine->graph);
+        snprintf(engine->failure, sizeof engine->failure, "%s was changed while it was in use; load the model again", changed);
+    } else if (llmaas_graph_failed(engine->graph) && llmaas_weights_own_buffers(engine->weights)) {
+        snprintf(engine->failure, sizeof engine->failure, "a read from the model's files failed; see whether the disk is well");
+    }
+}
+
 static enum ggml_status compute_rewritten(
     llmaas_engine * engine, int32_t level, struct ggml_cgraph * original, bool is_new) {
     llmaas_weights_lock(engine->weights);
@@ -182,6 +194,7 @@ static enum ggml_status compute_rewritten(
     if (graph && (!stream || llmaas_stream_start(stream))) {
         const bool is_same = llmaas_graph_is(engine->graph, original);
         status = engine->cpu->iface.graph_compute(&engine->base, is_same ? original : graph);
+        check_files(engine);
         status = llmaas_graph_failed(engine->graph) ? GGML_STATUS_FAILED : status;
     }
     if (stream) {
@@ -216,6 +229,7 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     const int32_t    level = engine->level;
     enum ggml_status status;
     engine->n_graphs++;
+    engine->failure[0] = '\0';
     llmaas_cells_reach(&engine->cells);
     const bool is_new = llmaas_room_notice(&engine->room, graph);
     llmaas_narrow_forget(&engine->narrow);
@@ -307,6 +321,8 @@ void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats 
     *stats = (llmaas_engine_stats) {
         engine->n_graphs, engine->n_passed, engine->n_products, engine->n_taps, engine->n_narrowed, engine->n_cut};
 }
+
+const char * llmaas_engine_failure(const llmaas_engine * engine) { return engine->failure[0] ? engine->failure : NULL; }
 
 llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine) {
     pthread_mutex_lock(&engine->lock);

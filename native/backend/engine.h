@@ -30,6 +30,8 @@ struct llmaas_engine {
     llmaas_biases   biases;
     llmaas_prefixes prefixes;
 
+    char            failure[256]; /* why the last graph failed; empty: it did not */
+
     _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed, n_cut;
 };
 

@@ -84,6 +84,10 @@ bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level);
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level);
 bool llmaas_weights_own_buffers(const llmaas_weights * weights);
 
+/* A file that was written to, or cut, since it was opened; NULL: none was. What was read since then is void, and as nobody knows
+ * what of it was kept, so is everything read later. */
+const char * llmaas_weights_changed(llmaas_weights * weights);
+
 /* Entries must not change while they are used: lock around find(), and as long as what it returned is used. */
 void                  llmaas_weights_lock(llmaas_weights * weights);
 void                  llmaas_weights_unlock(llmaas_weights * weights);

@@ -148,15 +148,33 @@ static int descriptor(llmaas_weights * weights, const char * path) {
     if (fd < 0 && errno == EINVAL) {
         fd = open(path, O_RDONLY | O_CLOEXEC);
     }
-    char * copy = fd < 0 ? NULL : strdup(path);
+    struct stat state;
+    char *      copy = fd < 0 || fstat(fd, &state) != 0 ? NULL : strdup(path);
     if (!copy) {
         if (fd >= 0) {
             close(fd);
         }
         return -1;
     }
-    files[weights->n_files++] = (struct llmaas_weights_file) {copy, fd};
+    files[weights->n_files++] = (struct llmaas_weights_file) {copy, fd, state};
     return fd;
+}
+
+static bool is_same(const struct stat * a, const struct stat * b) {
+    return a->st_dev == b->st_dev && a->st_ino == b->st_ino && a->st_size == b->st_size &&
+           a->st_mtim.tv_sec == b->st_mtim.tv_sec && a->st_mtim.tv_nsec == b->st_mtim.tv_nsec;
+}
+
+const char * llmaas_weights_changed(llmaas_weights * weights) {
+    struct stat now;
+    for (size_t i = 0; i < weights->n_files; i++) {
+        const struct llmaas_weights_file * file = &weights->files[i];
+        if (weights->has_changed || fstat(file->fd, &now) != 0 || !is_same(&file->state, &now)) {
+            weights->has_changed = true;
+            return file->path;
+        }
+    }
+    return NULL;
 }
 
 llmaas_status llmaas_weights_claim_file(

@@ -6,11 +6,13 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/stat.h>
 
 /* A model file that weights are read from. */
 struct llmaas_weights_file {
-    char * path;
-    int    fd;
+    char *      path;
+    int         fd;
+    struct stat state; /* when it was opened */
 };
 
 /* An operand whose channels weights have. */
@@ -32,6 +34,7 @@ struct llmaas_weights {
     bool             own_buffers;
     struct llmaas_weights_file * files;
     size_t           n_files;
+    atomic_bool      has_changed; /* some file has, since it was opened */
     llmaas_stream *  stream;
     struct llmaas_weights_operand * operands;
     size_t           n_operands, operands_capacity;

@@ -96,6 +96,7 @@ void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse);
 bool llmaas_engine_is_sparse(const llmaas_engine * engine);
 int llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
 int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
+const char * llmaas_engine_failure(const llmaas_engine * engine);
 void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
 llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine);
 int llmaas_engine_release_cells(llmaas_engine * engine);

@@ -150,6 +150,12 @@ def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
         raise
 
 
+def _say_why(host: Host, ctx: Any) -> None:
+    """Log why a batch failed: the app gets a number only."""
+    if host.native is not None:
+        host.native.failed(address(ctx))
+
+
 def wrap_decode(host: Host, original: Function) -> Function:
     """``llama_decode``: wait for deferred work, and time the batch if somebody listens."""
     pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
@@ -169,11 +175,11 @@ def wrap_decode(host: Host, original: Function) -> Function:
             ledger.decoded(batch)
             if ledger.n_spare and ledger.is_full(batch):
                 return 1  # no room, says llama.cpp of the app's own number of cells
-        if not listens:
-            return original(ctx, batch)
-        started = time.perf_counter()
+        started = time.perf_counter() if listens else 0.0
         result = original(ctx, batch)
-        if result == 0:
+        if result < 0:
+            _say_why(host, ctx)
+        elif listens and result == 0:
             seconds = time.perf_counter() - started
             host.hooks.decode(DecodeStep(address(ctx), int(batch.n_tokens), seconds))
         return result

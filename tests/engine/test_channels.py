@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 import re
 
 import llama_cpp
@@ -14,6 +13,7 @@ from claiming import Claimer, created, decode, evaluate, loaded, native, opened,
 from gguf import GGMLQuantizationType
 from masked_llama import MaskedLlama
 from packed_models import pack
+from unreadable import unreadable
 
 from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, WeightClaim
 from llmaas_patches.native.packing import model_tensors
@@ -375,9 +375,8 @@ def test_channels_that_cannot_be_read_fail_the_batch(reference_model, channels, 
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
         attach(plugin, file._replace(path=path), 2 << 20, share=0.5)
-        os.truncate(path, 8192)
-        assert decode(ctx, [1], 0) != 0
-        path.write_bytes(file.path.read_bytes())
+        with unreadable(path):
+            assert decode(ctx, [1], 0) != 0
         assert np.array_equal(one_by_one(ctx), expected)
 
 

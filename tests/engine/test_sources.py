@@ -136,16 +136,9 @@ def test_a_file_that_is_cut_off_fails_the_batch(family, tmp_path):
     path = shutil.copyfile(family("llama", "Q8_0"), tmp_path / "model.gguf")
     last = max(GGUFReader(path).tensors, key=lambda tensor: tensor.data_offset)
     plugin = Claimer(WeightClaim(re.escape(last.name), source="file"))
-    whole = path.stat().st_size
     with native(plugin=plugin), opened(path, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE) as ctx:
-        expected = evaluate(ctx)
+        evaluate(ctx)
         os.truncate(path, last.data_offset)
-        statuses = []
-        for _ in range(2):  # the first finds what was read ahead
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
-            statuses.append(decode(ctx, range(10, 20), 0))
-        assert statuses[0] == 0
-        assert statuses[1] != 0
-        shutil.copyfile(family("llama", "Q8_0"), path)
-        assert path.stat().st_size == whole
-        assert np.array_equal(evaluate(ctx), expected)
+        assert decode(ctx, range(10, 20), 0) != 0
+        shutil.copyfile(family("llama", "Q8_0"), path)  # nobody knows what was read meanwhile
+        assert decode(ctx, range(10, 20), 0) != 0

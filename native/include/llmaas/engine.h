@@ -202,6 +202,9 @@ typedef struct llmaas_engine_stats {
 } llmaas_engine_stats;
 LLMAAS_API void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats * stats);
 
+/* Why the last graph failed, for the thread that had it computed and until it has the next one; NULL: it did not, or nobody knows. */
+LLMAAS_API const char * llmaas_engine_failure(const llmaas_engine * engine);
+
 /* Memory of the context's KV cells. All 0: nobody knows, as they lie in several buffers, or not on the host. */
 typedef struct llmaas_cell_memory {
     uint32_t n_cells;

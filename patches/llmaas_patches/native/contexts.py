@@ -341,6 +341,13 @@ class Context:
                 self.is_sparse = False
                 self._engine = None
 
+    def failure(self) -> str | None:
+        """Return why the last graph of this context failed; None: it did not, or nobody knows."""
+        with self._lock:
+            found = self._library.lib.llmaas_engine_failure(self._open())
+            ffi = self._library.ffi
+            return None if found == ffi.NULL else ffi.string(found).decode(errors="replace")
+
     @contextlib.contextmanager
     def _alive(self) -> Iterator[Any]:
         """The context exists until the end of the block, and so does its engine."""

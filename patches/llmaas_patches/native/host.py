@@ -215,6 +215,14 @@ class NativeHost:
         context = self._contexts.get(ctx)
         return context is not None and context.is_sparse
 
+    def failed(self, ctx: int) -> None:
+        """Say why a batch could not be computed, if that is known."""
+        context = self._contexts.get(ctx)
+        with contextlib.suppress(ReferenceError):  # freed meanwhile
+            failure = None if context is None else context.failure()
+            if failure is not None:
+                _log.error("llama_decode failed: %s.", failure)
+
     def forget_context(self, ctx: int) -> None:
         """A context is about to go."""
         context = self._contexts.pop(ctx, None)

@@ -1,0 +1,93 @@
+"""flash_weights on a disk that fails, or with a file that changes: an error, never other tokens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import unreadable
+from flash_apps import run
+from gguf import GGMLQuantizationType
+
+from llmaas_eval.models import Shape, write_random_model
+
+SHAPE = Shape(n_layer=4, n_embd=256, n_head=4, n_head_kv=2, n_ff=4096, n_ctx=256)
+"""15 MB of weights in Q8_0."""
+
+PRELUDE = """
+import logging, os, signal
+signal.alarm(60)  # a process that hangs ends
+said = []
+class Listening(logging.Handler):
+    def emit(self, record): said.append(record.getMessage())
+logging.getLogger("llmaas").addHandler(Listening())
+suite, llama = app(resident_bytes() + 40 * MIB, arena=2 * MIB)
+expected = tokens(llama, 12)
+def broken_off(fault):
+    # A fault in the middle of an answer; what was said until then, and whether that ended it.
+    found = []
+    try:
+        for token, i in zip(generator(llama), range(12)):
+            found.append(token)
+            if i == 3: fault()
+    except RuntimeError as error:
+        return [found == expected[:len(found)] and len(found) < 12, str(error)]
+    return [False, "no error"]
+def fails():
+    try:
+        return tokens(llama, 12) and False
+    except RuntimeError:
+        return True
+"""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("faults") / "model.gguf"
+    return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
+
+
+@pytest.fixture
+def model(original, tmp_path):
+    return shutil.copy(original, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "os.truncate(path, os.path.getsize(path) // 2)",
+        "file = open(path, 'r+b'); file.seek(MIB); file.write(os.urandom(12 * MIB)); file.close()",
+    ],
+    ids=["truncated", "overwritten"],
+)
+def test_a_file_that_changes_ends_the_answer(model, fault):
+    """For good: nobody knows which weights in memory are those of before."""
+    script = f"""
+def fault(): {fault}
+ended, error = broken_off(fault)
+print(json.dumps([ended, error, fails(), said[-1]]))
+"""
+    ended, error, stays, message = run(model, PRELUDE + script)
+    assert ended
+    assert "llama_decode returned -3" in error
+    assert stays
+    assert f"{model} was changed while it was in use; load the model again" in message
+
+
+def test_a_disk_that_fails_for_a_while(model):
+    """A descriptor of the same file that cannot be read from stands for the disk."""
+    support = str(Path(unreadable.__file__).parent)
+    script = """
+import contextlib, sys
+sys.path.append(SUPPORT)
+from unreadable import unreadable
+with contextlib.ExitStack() as stack:
+    ended, error = broken_off(lambda: stack.enter_context(unreadable(path)))
+    stays = fails()
+print(json.dumps([ended, stays, tokens(llama, 12) == expected, error, said[-1]]))
+"""
+    *found, error, message = run(model, PRELUDE + script.replace("SUPPORT", repr(support)))
+    assert found == [True] * 3
+    assert "llama_decode returned -3" in error
+    assert "a read from the model's files failed" in message
