@@ -113,6 +113,10 @@ class LlamaEngine:
     def resident_app(self, app: str | None) -> None:
         self._ledger.app = app
 
+    def doubt_resident(self) -> None:
+        """Have nothing of ``resident_tokens`` stored, nor what follows them."""
+        self._ledger.n_explained = 0
+
     @property
     def n_spare(self) -> int:
         """Cells that plugins added to the context."""

@@ -156,6 +156,8 @@ def _begin(
         How many leading prompt tokens are in the cells, and the first that is to give logits.
     """
     host.hooks.request_begin(request, host.hooks.level(request))
+    if not resets and engine.resident_app != request.app:  # it asked for another app's cells
+        engine.doubt_resident()
     if not (_is_sound(engine, request, resets=resets) and resets):
         engine.n_outputs = 1  # positions of the prompt's tokens are not known
         return 0, None

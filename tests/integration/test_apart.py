@@ -121,6 +121,16 @@ def test_cells_of_a_request_without_the_plugin_are_not_parked_as_anothers(asked)
     ask.llama.close()
 
 
+def test_cells_of_another_app_are_not_stored_as_ones_own(asked):
+    ask = asked(SETTINGS["chunks"])
+    ask("game")
+    ask("mail", [7], reset=False)  # goes on with game's cells, as it says
+    ask("chess", OTHER)
+    assert ask("mail") == NEW
+    assert ask("game") == (len(PROMPT), 1)
+    ask.llama.close()
+
+
 def test_echoed_logprobs_evaluate_another_apps_prompt(asked):
     ask = asked(None, logits_all=True)
     prompt = "The station is near the quiet room with a view."
