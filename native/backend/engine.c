@@ -182,12 +182,20 @@ static void check_files(llmaas_engine * engine) {
     }
 }
 
+/* In a child: what the parent's other thread was changing when it was forked cannot be used. */
+static enum ggml_status is_void(llmaas_engine * engine) {
+    snprintf(engine->failure, sizeof engine->failure,
+             "another thread was computing with this model when the process was forked; load the model again in the child");
+    return GGML_STATUS_FAILED;
+}
+
 static enum ggml_status compute_rewritten(
     llmaas_engine * engine, int32_t level, struct ggml_cgraph * original, bool is_new) {
     llmaas_weights_lock(engine->weights);
     llmaas_stream * stream = llmaas_weights_stream(engine->weights);
-    if (stream) {
-        llmaas_stream_begin(stream, engine->graph, is_new ? llmaas_room_fit(&engine->room, original) : 0);
+    if (stream && !llmaas_stream_begin(stream, engine->graph, is_new ? llmaas_room_fit(&engine->room, original) : 0)) {
+        llmaas_weights_unlock(engine->weights);
+        return is_void(engine);
     }
     struct ggml_cgraph * graph  = rewrite(engine, level, original);
     enum ggml_status     status = GGML_STATUS_ALLOC_FAILED;
@@ -217,17 +225,13 @@ static void destroy(ggml_backend_t backend) {
     llmaas_graph_free(engine->graph);
     llmaas_prefixes_free(&engine->prefixes);
     llmaas_weights_release(engine->weights);
-    pthread_mutex_destroy(&engine->lock);
+    llmaas_fork_lock_destroy(&engine->lock);
     llmaas_engine_gone(engine);
     free(engine);
 }
 
-static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph * graph) {
-    llmaas_engine * engine = (llmaas_engine *) backend;
-    ggml_backend_cpu_set_threadpool(backend, next_pool);
-    pthread_mutex_lock(&engine->lock);
-    const int32_t    level = engine->level;
-    enum ggml_status status;
+static enum ggml_status compute(llmaas_engine * engine, struct ggml_cgraph * graph) {
+    const int32_t level = engine->level;
     engine->n_graphs++;
     engine->failure[0] = '\0';
     llmaas_cells_reach(&engine->cells);
@@ -235,12 +239,20 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     llmaas_narrow_forget(&engine->narrow);
     const bool is_narrowed = engine->is_narrow && llmaas_narrow_read(&engine->narrow, graph);
     if (is_narrowed || engine->taps.n_taps > 0 || llmaas_weights_change(engine->weights, level)) {
-        status = compute_rewritten(engine, level, graph, is_new);
-    } else {
-        engine->n_passed++;
-        status = engine->cpu->iface.graph_compute(backend, graph);
+        return compute_rewritten(engine, level, graph, is_new);
     }
-    pthread_mutex_unlock(&engine->lock);
+    engine->n_passed++;
+    return engine->cpu->iface.graph_compute(&engine->base, graph);
+}
+
+static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph * graph) {
+    llmaas_engine * engine = (llmaas_engine *) backend;
+    ggml_backend_cpu_set_threadpool(backend, next_pool);
+    pthread_mutex_lock(&engine->lock.mutex);
+    engine->lock.is_computing     = true;
+    const enum ggml_status status = engine->lock.is_void ? is_void(engine) : compute(engine, graph);
+    engine->lock.is_computing     = false;
+    pthread_mutex_unlock(&engine->lock.mutex);
     return status;
 }
 
@@ -256,10 +268,10 @@ static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, v
     if (is_creation) {
         llmaas_weights_note(engine->weights, graph);
     }
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     llmaas_cells_notice(&engine->cells, graph, is_creation);
     llmaas_room_forget(&engine->room);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     (void) params;
 }
 
@@ -271,7 +283,7 @@ llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * we
     engine->cpu     = ggml_backend_cpu_init();
     engine->graph   = llmaas_graph_new();
     engine->weights = weights ? llmaas_weights_retain(weights) : llmaas_weights_new();
-    if (!engine->cpu || !engine->graph || !engine->weights || pthread_mutex_init(&engine->lock, NULL) != 0) {
+    if (!engine->cpu || !engine->graph || !engine->weights || !llmaas_fork_lock_init(&engine->lock)) {
         ggml_backend_free(engine->cpu);
         llmaas_graph_free(engine->graph);
         llmaas_weights_release(engine->weights);
@@ -304,16 +316,16 @@ void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse) { engine->
 bool llmaas_engine_is_sparse(const llmaas_engine * engine) { return engine->is_sparse; }
 
 llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap) {
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     const llmaas_status status = llmaas_taps_add(&engine->taps, tap);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     return status;
 }
 
 llmaas_status llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user) {
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     const llmaas_status status = llmaas_taps_remove(&engine->taps, user);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     return status;
 }
 
@@ -325,32 +337,32 @@ void llmaas_engine_read_stats(const llmaas_engine * engine, llmaas_engine_stats 
 const char * llmaas_engine_failure(const llmaas_engine * engine) { return engine->failure[0] ? engine->failure : NULL; }
 
 llmaas_cell_memory llmaas_engine_cells(llmaas_engine * engine) {
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     const llmaas_cell_memory memory = llmaas_cells_memory(&engine->cells);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     return memory;
 }
 
 llmaas_status llmaas_engine_release_cells(llmaas_engine * engine) {
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     const llmaas_status status = llmaas_cells_release(&engine->cells);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     return status;
 }
 
 uint64_t llmaas_engine_untouched(llmaas_engine * engine) {
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     const uint64_t n_bytes = llmaas_room_untouched(&engine->room);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     return n_bytes;
 }
 
 llmaas_status llmaas_engine_land(
     llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
     llmaas_landing * landings, uint32_t n_landings) {
-    pthread_mutex_lock(&engine->lock);
+    pthread_mutex_lock(&engine->lock.mutex);
     const llmaas_status status =
         llmaas_cells_land(&engine->cells, set_data, ctx, sequence, blob, n_bytes, landings, n_landings);
-    pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_unlock(&engine->lock.mutex);
     return status;
 }

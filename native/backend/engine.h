@@ -4,6 +4,7 @@
 
 #include "biases.h"
 #include "cells.h"
+#include "forks.h"
 #include "graph.h"
 #include "narrow.h"
 #include "prefix.h"
@@ -21,7 +22,7 @@ struct llmaas_engine {
     atomic_int          level;
     atomic_bool         is_narrow, is_sparse;
 
-    pthread_mutex_t lock; /* held while a graph is computed: guards what follows */
+    llmaas_fork_lock lock; /* held while a graph is computed: guards what follows */
     llmaas_taps     taps;
     llmaas_graph *  graph;
     llmaas_cells    cells;

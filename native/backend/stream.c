@@ -3,6 +3,7 @@
 #include "../src/clock.h"
 #include "../src/grow.h"
 #include "../src/ring.h"
+#include "forks.h"
 #include "llmaas/io.h"
 #include "pages.h"
 
@@ -38,7 +39,7 @@ typedef struct load {
 } load;
 
 struct llmaas_stream {
-    pthread_mutex_t lock;
+    llmaas_fork_lock lock;
     llmaas_io *     io;
     llmaas_reading  reading;
     llmaas_graph *  graph; /* being computed */
@@ -87,13 +88,13 @@ static bool open_io(llmaas_stream * stream) {
 
 llmaas_stream * llmaas_stream_new(void) {
     llmaas_stream * stream = calloc(1, sizeof *stream);
-    if (!stream || pthread_mutex_init(&stream->lock, NULL) != 0) {
+    if (!stream || !llmaas_fork_lock_init(&stream->lock)) {
         free(stream);
         return NULL;
     }
     stream->reading.n_gap = -1;
     if (!open_io(stream)) {
-        pthread_mutex_destroy(&stream->lock);
+        llmaas_fork_lock_destroy(&stream->lock);
         free(stream);
         return NULL;
     }
@@ -116,7 +117,7 @@ void llmaas_stream_free(llmaas_stream * stream) {
     }
     free(stream->pieces);
     free(stream->plan);
-    pthread_mutex_destroy(&stream->lock);
+    llmaas_fork_lock_destroy(&stream->lock);
     free(stream);
 }
 
@@ -144,24 +145,24 @@ llmaas_channels * llmaas_stream_channels(llmaas_stream * stream) {
 }
 
 void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece) {
-    pthread_mutex_lock(&stream->lock);
+    pthread_mutex_lock(&stream->lock.mutex);
     stream->stats.n_bytes -= piece->is_passing ? 0 : piece->n_bytes;
     stream->is_stale  = true;
     piece->is_passing = true;
-    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_unlock(&stream->lock.mutex);
 }
 
 bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading) {
-    pthread_mutex_lock(&stream->lock);
+    pthread_mutex_lock(&stream->lock.mutex);
     stream->reading = *reading;
     const bool ok   = open_io(stream) && (!stream->experts || llmaas_experts_set_reading(stream->experts, reading)) &&
                       (!stream->channels || llmaas_channels_set_reading(stream->channels, reading));
-    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_unlock(&stream->lock.mutex);
     return ok;
 }
 
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats) {
-    pthread_mutex_lock(&stream->lock);
+    pthread_mutex_lock(&stream->lock.mutex);
     *stats         = stream->stats;
     stats->n_arena = stream->n_arena;
     if (stream->experts) {
@@ -187,7 +188,7 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
         stats->n_channel_misses   = channels.n_misses;
         stats->n_channel_preloads = channels.n_preloads;
     }
-    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_unlock(&stream->lock.mutex);
 }
 
 /* -- what is kept ------------------------------------------------------------------------------------------------ */
@@ -445,8 +446,13 @@ static void make_way(llmaas_stream * stream, int64_t n_more) {
     stream->is_stale     = true;
 }
 
-void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more) {
-    pthread_mutex_lock(&stream->lock);
+bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more) {
+    pthread_mutex_lock(&stream->lock.mutex);
+    if (stream->lock.is_void) {
+        pthread_mutex_unlock(&stream->lock.mutex);
+        return false;
+    }
+    stream->lock.is_computing = true;
     if (n_more != 0) {
         make_way(stream, n_more);
     }
@@ -464,6 +470,7 @@ void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n
     if (stream->channels) {
         llmaas_channels_begin(stream->channels, graph);
     }
+    return true;
 }
 
 /* Before a product: what earlier ones used is free, and what this one uses must be there. */
@@ -570,17 +577,17 @@ static void set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena
 }
 
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
-    pthread_mutex_lock(&stream->lock);
+    pthread_mutex_lock(&stream->lock.mutex);
     set_memory(stream, n_kept, n_arena);
-    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_unlock(&stream->lock.mutex);
 }
 
 bool llmaas_stream_try_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
-    if (pthread_mutex_trylock(&stream->lock) != 0) {
+    if (pthread_mutex_trylock(&stream->lock.mutex) != 0) {
         return false;
     }
     set_memory(stream, n_kept, n_arena);
-    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_unlock(&stream->lock.mutex);
     return true;
 }
 
@@ -635,6 +642,7 @@ void llmaas_stream_end(llmaas_stream * stream) {
     if (stream->channels) {
         llmaas_channels_end(stream->channels);
     }
-    stream->graph = NULL;
-    pthread_mutex_unlock(&stream->lock);
+    stream->graph             = NULL;
+    stream->lock.is_computing = false;
+    pthread_mutex_unlock(&stream->lock.mutex);
 }

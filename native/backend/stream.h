@@ -61,8 +61,9 @@ bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * re
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
 
 /* Around a graph: from begin to end the stream is its own, and no other thread's. n_more: bytes by which other memory grows from
- * then on, which are taken from what may be kept until set_memory() tells anew. */
-void llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more);
+ * then on, which are taken from what may be kept until set_memory() tells anew. False: this is a child, and another thread of its
+ * parent was computing with the stream; it is void. */
+bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more);
 /* The graph uses so much of `piece`, which is kept. */
 void llmaas_stream_note(llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch);
 /* The graph uses so much of `piece` next, which is not kept, as the data of `weight`, together with those that it used in the

@@ -57,3 +57,36 @@ is_streamed = streamed(suite)["models"][0]["read_bytes"] > read_before
 print(json.dumps([is_streamed, *parent, is_well(first), is_well(second)]))
 """
     assert run(model, PRELUDE + script) == [True] * 5
+
+
+def test_a_child_of_a_parent_that_computes_is_told_so(model):
+    """Contexts of the model that computes fail in the child, and nothing hangs. Others go on."""
+    script = """
+import threading
+suite, llama = app(resident_bytes() + 80 * MIB, arena=2 * MIB)
+other = Llama(path, n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
+params = llama_cpp.llama_context_default_params()
+params.n_ctx, params.n_threads, params.n_threads_batch = 256, 1, 1
+beside = llama_cpp.llama_init_from_model(other._model.model, params)  # of the same model
+expected = tokens(llama, 8)
+busy, ends = threading.Event(), threading.Event()
+def pause(data):
+    busy.set()
+    ends.wait(50)
+    return False
+callback = llama_cpp.ggml_abort_callback(pause)
+llama_cpp.llama_set_abort_callback(other._ctx.ctx, callback, None)
+thread = threading.Thread(target=lambda: other.eval([5, 6, 7]))
+def decode(ctx):
+    token = (llama_cpp.llama_token * 1)(9)
+    return llama_cpp.llama_decode(ctx, llama_cpp.llama_batch_get_one(token, 1))
+def is_told():
+    return [decode(other._ctx.ctx), decode(beside), tokens(llama, 8) == expected] == [-3, -3, True]
+thread.start()
+busy.wait()
+child = is_well(in_child(is_told))
+ends.set()
+thread.join()
+print(json.dumps([child, decode(beside), tokens(llama, 8) == expected]))
+"""
+    assert run(model, PRELUDE + script) == [True, 0, True]

@@ -1,0 +1,22 @@
+/* Forks of the process: what other threads hold or change at that moment is lost to a child. */
+#ifndef LLMAAS_FORKS_H
+#define LLMAAS_FORKS_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+/* A mutex that a child never finds held. A fork waits for other holders, but not while a graph is computed: that may take long, or
+ * wait for what the forking thread holds. What the mutex guards is void in the child then. */
+typedef struct llmaas_fork_lock {
+    pthread_mutex_t           mutex;
+    atomic_bool               is_computing; /* set by the holder */
+    bool                      is_ours;      /* during a fork */
+    bool                      is_void;
+    struct llmaas_fork_lock * previous, * next;
+} llmaas_fork_lock;
+
+bool llmaas_fork_lock_init(llmaas_fork_lock * lock);
+void llmaas_fork_lock_destroy(llmaas_fork_lock * lock);
+
+#endif
