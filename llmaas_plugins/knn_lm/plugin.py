@@ -64,7 +64,7 @@ class _Opened:
 
     @property
     def datastore(self) -> Datastore:
-        """What is searched."""
+        """The pairs that are searched."""
         return self.source.datastore
 
     @property
@@ -202,7 +202,7 @@ class KnnLM:
     # -- inside ---------------------------------------------------------------------------------
 
     def _source_for(self, app: str | None, opened: _Opened | None) -> Source | None:
-        """What an app is answered with; None if there is nothing of its own or of no app."""
+        """Return the pairs that may answer an app; None if it has none, and no app's are there."""
         if opened is None:
             return None
         of_all = self._config.share_across_apps

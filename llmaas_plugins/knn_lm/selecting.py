@@ -218,7 +218,7 @@ def _by_owner(
 
 
 class _Whose(NamedTuple):
-    """Of some pairs, their conversations' numbers and these's owners; owner 0 is all apps."""
+    """The conversation of each pair, by number, and its owner; owner 0 is all apps."""
 
     numbers: Ints
     owners: Indices
@@ -284,7 +284,7 @@ def _held_out(  # noqa: PLR0913, PLR0917
 def _nearest(
     source: ArchiveSource, asked: tuple[Floats, _Whose], said: tuple[Halves, _Whose], n: int
 ) -> npt.NDArray[np.intp]:
-    """Of each query: ``n`` rows nearest in the basis that it may be answered with, or -1."""
+    """Return each query's ``n`` nearest rows, of those that may answer it; -1 stands for none."""
     (queries, asking), (keys, others) = asked, said
     projected = source.basis.project(queries)
     rows = np.empty((len(queries), 0), np.intp)

@@ -34,7 +34,7 @@ _LEAST_RATIO = 2.0**-20
 
 
 class Trust:
-    """A text's, from its beginning on."""
+    """The trust in the datastore for one text, token by token."""
 
     def __init__(self) -> None:
         """Begin with the prior."""

@@ -118,7 +118,7 @@ def _read(fd: int, row: ChunkRow, address: int) -> Status:
 
 
 def _stamp(directory: Path) -> tuple[object, ...]:
-    """What differs if another process opened or changed an idle store meanwhile.
+    """Return a value that changes when another process opens or changes an idle store.
 
     Nobody is kept out: an app that starts must find its store free.
     """

@@ -48,7 +48,7 @@ _CANDIDATES = np.dtype([("id", "i4"), ("logit", "f4"), ("p", "f4")])
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an answer should be like.
+    """The form that an answer must have.
 
     Attributes:
         field: Where the body says so.

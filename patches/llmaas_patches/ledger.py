@@ -44,7 +44,7 @@ Around = Callable[["Ledger", Function, tuple[Any, ...]], Any]
 
 
 class Known(NamedTuple):
-    """What is known of a saved state; the attributes are those of ``Ledger``."""
+    """Facts about a saved state; the attributes are those of ``Ledger``."""
 
     n_explained: int
     sparse_from: int | None
@@ -167,7 +167,7 @@ def wrap_changing(host: Host, original: Function, change: Change, around: Around
 
 
 def wrap_altering(host: Host, original: Function) -> Function:
-    """Any call that changes how a context computes cells: likewise."""
+    """Wrap a call that changes how a context computes cells: wait first, and note it."""
     name = original.__name__
     return _noted(
         host, original, lambda ledger, _: ledger.alterations.append(name), around_everything
@@ -175,7 +175,7 @@ def wrap_altering(host: Host, original: Function) -> Function:
 
 
 def wrap_whole(host: Host, original: Function) -> Function:
-    """Any call that reads all of a context's cells: likewise."""
+    """Wrap a call that reads all of a context's cells: wait for deferred work first."""
     return _noted(host, original, lambda *_: None, around_everything)
 
 

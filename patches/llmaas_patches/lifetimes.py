@@ -26,7 +26,7 @@ __all__ = ["Lifetimes"]
 
 
 class _Life:
-    """A context's, from its creation until it is freed."""
+    """The life of a context, from its creation until it is freed."""
 
     def __init__(self, model: int) -> None:
         self.model = model
