@@ -124,13 +124,14 @@ class FlashWeights:
             model_channels(load.path, tensors)  # before the model is read, not after
         elif self._fits(load.path, tensors):
             return []
-        # A tensor is read as a whole, and twice as much memory is taken for that with direct I/O.
-        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
+        self._prepare(load.path, tensors)
+        # Edited last: a model that was refused above may be loaded as the app asked.
+        # A tensor is read as a whole, and twice as much memory is taken for that with direct I/O.
+        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         if packed is None:  # what is in memory is what the file has, so nothing else is repacked
             load.params.use_extra_bufts = False
-        self._prepare(load.path, tensors)
         pattern = "|".join(map(re.escape, names))
         return [WeightClaim(pattern, source="file", path=packed)] if names else []
 
@@ -227,6 +228,7 @@ class FlashWeights:
             try:
                 residency.make_room(sizes.resident + sizes.app + sizes.largest)
             except BudgetError:
+                del self._loads[path]
                 found = sizes_of(tensors, metadata_of(Path(path)), _SHORTEST)
                 require(residency.budget, self._least(found, process))
                 raise

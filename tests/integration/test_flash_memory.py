@@ -218,3 +218,30 @@ ends.set(); thread.join()
 print(json.dumps([before, late]))
 """
     assert run(model, PRELUDE + script) == [False, False]
+
+
+def test_a_logged_refusal_is_one_line_with_the_figure_that_is_raised(model):
+    """The model is then loaded as without plugins, which no budget holds for."""
+    script = """
+def answer(suite):
+    llama = Llama(path, **settings)
+    found = tokens(llama, 8), llama.model_params.load_mode, llama.model_params.use_extra_bufts
+    llama.close()
+    return found
+budget = resident_bytes() + 10 * MIB
+raised = suite_of(budget)
+try:
+    answer(raised)
+except Exception as error:
+    message = str(error)
+raised.deactivate()
+with suite_of(budget, on_error="log") as logged:
+    found, errors = answer(logged), logged.status()["errors"]["flash_weights"]
+figures = [int(re.search(r"expected (\\d+) MiB", text)[1])
+           for text in (message, errors["llmaas_weights"]["last"])]
+print(json.dumps([found == answer(None), list(errors), *figures]))
+"""
+    same, hooks, raised, logged = run(model, PRELUDE + script)
+    assert same
+    assert hooks == ["llmaas_weights"]
+    assert logged == pytest.approx(raised, abs=4)
