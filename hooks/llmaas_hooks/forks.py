@@ -29,7 +29,7 @@ class Forked:
         """Go on, in the parent or in the child."""
 
 
-_watched: weakref.WeakSet[Forked] = weakref.WeakSet()
+_watched: set[weakref.ref[Forked]] = set()
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _held = threading.local()
 
@@ -37,7 +37,7 @@ _held = threading.local()
 def watch(one: Forked) -> None:
     """Tell ``one`` of every fork as long as it lives."""
     _register()
-    _watched.add(one)
+    _watched.add(weakref.ref(one, _watched.discard))
 
 
 def lock() -> Any:
@@ -65,7 +65,9 @@ def _register() -> None:
 
 def _before() -> None:
     _held.told = []
-    for one in sorted(_watched, key=lambda one: not one.runs_work):
+    found = (reference() for reference in list(_watched))  # at once: other threads add some
+    alive = [one for one in found if one is not None]
+    for one in sorted(alive, key=lambda one: not one.runs_work):
         one.before_fork()
         _held.told.append(one)
 
