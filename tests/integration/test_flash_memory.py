@@ -8,13 +8,18 @@ import pytest
 from cgroups import memory_group
 from flash_apps import MIB, run
 from gguf import GGMLQuantizationType
+from soak import scale
 
 from llmaas_eval.models import Shape, write_random_model
 
 SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
 """75 MB of weights in Q8_0."""
 
-PRELUDE = """
+PRELUDE = (
+    f"""
+N_WARM, N_SAID, N_ROUNDS = {scale(4, 24)}, {scale(16, 60)}, {scale(1, 3)}
+"""
+    """
 import re, shutil, threading
 from llmaas_hooks import BudgetError
 other = path.replace("model.gguf", "other.gguf")
@@ -25,11 +30,12 @@ def suite_of(n_bytes, on_error="raise", **plugins):
 def kept(suite):
     return [model["kept_bytes"] for model in streamed(suite)["models"]]
 def warm(llama):
-    tokens(llama, 24); time.sleep(0.3); tokens(llama, 24)
+    tokens(llama, N_WARM); time.sleep(0.3); tokens(llama, N_WARM)
 def forget_peak():
     open("/proc/self/clear_refs", "w").write("5")
 import time
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +79,8 @@ print(json.dumps(report))
 """
 
 
-@pytest.mark.parametrize("limited", [False, True], ids=["budget", "cgroup"])
+@pytest.mark.soak
+@pytest.mark.parametrize("limited", scale([False], [False, True]))
 def test_memory_stays_within_the_budget_while_models_come_and_go(model, limited):
     """In a cgroup of this size, too: what is beyond it ends the process."""
     with contextlib.ExitStack() as stack:
@@ -153,6 +160,7 @@ print(json.dumps([expected == found, least, peak(), len(kept(suite))]))
     assert peak <= least + 2 * MIB
 
 
+@pytest.mark.soak
 def test_threads_another_plugin_and_a_budget_that_changes(model):
     """Two models on two threads, with kv_chunks; a third thread moves the budget."""
     script = """
@@ -161,7 +169,7 @@ expected = []
 for file in (path, other):
     llama_cpp.llama_model_default_params = unrepacked
     llama = Llama(file, **settings)
-    expected.append(tokens(llama, 60))
+    expected.append(tokens(llama, N_SAID))
     llama.close()
 llama_cpp.llama_model_default_params = defaults
 start = resident_bytes()
@@ -172,9 +180,9 @@ with tempfile.TemporaryDirectory() as folder:
     for llama in llamas: warm(llama)  # kv_chunks takes its own memory
     found, over = [[], []], []
     def answer(i):
-        for _ in range(3):
+        for _ in range(N_ROUNDS):
             llamas[i].reset()
-            found[i].append(tokens(llamas[i], 60))
+            found[i].append(tokens(llamas[i], N_SAID))
     threads = [threading.Thread(target=answer, args=(i,)) for i in range(2)]
     for thread in threads: thread.start()
     flash, n = suite.plugin("flash_weights"), 0
@@ -186,7 +194,7 @@ with tempfile.TemporaryDirectory() as folder:
     for thread in threads: thread.join()
     for llama in llamas: llama.close()
     suite.deactivate()
-print(json.dumps([found == [[e] * 3 for e in expected], n, max(over)]))
+print(json.dumps([found == [[e] * N_ROUNDS for e in expected], n, max(over)]))
 """
     same, n, over = run(model, PRELUDE + script)
     assert same
