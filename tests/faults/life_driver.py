@@ -4,8 +4,8 @@
 
 A seed is one life of N_ROUNDS rounds. Each moves the collector's threshold and does one thing:
 ask, abandon a stream, drop an engine in one of several ways, fork, be interrupted by a signal that
-drops one, be interrupted by Ctrl-C, ask on two threads, change the memory budget, look at the
-suite, evict, activate anew. Where knn_lm mixes, texts must be those of knn_lm alone.
+drops one, be interrupted by Ctrl-C, ask on two threads, change the memory budget, evict,
+activate anew. Where knn_lm mixes, texts must be those of knn_lm alone.
 A failure is written with its seed, round and operation; a crash or a hang leaves the last one in
 FOLDER/operation. At the end, what the plugins did is printed as JSON.
 """
@@ -58,8 +58,14 @@ PROMPTS = [
 N_TOKENS = 8
 
 
-def answer(llama, prompt, n=N_TOKENS):
-    return llama.create_completion(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
+def answer(llama, prompt, late=()):
+    """The text; ``late`` are streams of closed engines, to be dropped in the middle of it."""
+    text = ""
+    for part in llama.create_completion(prompt, max_tokens=N_TOKENS, temperature=0, stream=True):
+        text += part["choices"][0]["text"]
+        if late:
+            late.clear()
+    return text
 
 
 class Cycle:
@@ -82,7 +88,7 @@ class Life:
         self.is_streamed = "flash_weights" in plugins
         self.kind = "mixed" if plugins.get("knn_lm", {}).get("mix") else "vanilla"
         self.model, self.expected = model, expected
-        self.engines = []
+        self.engines, self.late = [], []
         self.done = Counter()
         self.suite = activate(self.config)
 
@@ -93,7 +99,9 @@ class Life:
 
     def count(self):
         """Note the most of what the plugins have done so far; drafts go with their engines."""
-        status = self.suite.status()["plugins"]
+        whole = self.suite.status()
+        assert whole["errors"] == {}, whole["errors"]
+        status = whole["plugins"]
         for plugin, names in DONE.items():
             for name in names:
                 found = status.get(plugin, {}).get(name, 0)
@@ -117,7 +125,7 @@ class Life:
         return self.random.choice(self.engines)
 
     def check(self, llama, prompt):
-        found, expected = answer(llama, prompt), self.expected[llama.kind][prompt]
+        found, expected = answer(llama, prompt, self.late), self.expected[llama.kind][prompt]
         assert found == expected, (prompt[-30:], found, expected)
 
     # -- operations -----------------------------------------------------------------------------
@@ -145,11 +153,11 @@ class Life:
         del stream
 
     def drop(self):
-        """Let an engine go: closed, dropped, or in a cycle, perhaps with its open stream."""
+        """Let an engine go: closed, dropped, or in a cycle, perhaps before or with its stream."""
         llama = self.engine()
         self.engines.remove(llama)
         self.check(llama, self.random.choice(PROMPTS))  # so that it has a save to do
-        how = self.random.randrange(4)
+        how = self.random.randrange(5)
         if how == 0:
             llama.close()
         elif how == 1:
@@ -159,6 +167,10 @@ class Life:
             next(stream)
             Cycle((llama, stream))
             del stream
+        elif how == 3:
+            self.late.append(llama.create_completion("And", max_tokens=3, stream=True))
+            next(self.late[-1])
+            llama.close()
         del llama
 
     def replace(self):
@@ -168,21 +180,19 @@ class Life:
         self.check(self.engines[-1], self.random.choice(PROMPTS))
 
     def fork(self):
-        """A child goes on with an engine, and ends in one of several ways.
+        """A child goes on with an engine, and ends in one of several ways."""
+        self.in_child(self.engine(), self.random.randrange(3))
 
-        Weights in files are read by the process that opened them, so it makes one then.
-        """
-        llama, prompts = self.engine(), self.random.sample(PROMPTS, 2)
-        how = self.random.randrange(3)
+    def in_child(self, llama, how):
+        prompts = self.random.sample(PROMPTS, 2)
         pid = os.fork()
         if pid == 0:
             code = 1
-            with contextlib.suppress(BaseException):
+            try:
                 signal.alarm(HANGS_AFTER_S - 5)
-                if self.is_streamed:  # the parent's rings are the parent's
-                    llama, how = self.make(), 0
                 for prompt in prompts:
                     self.check(llama, prompt)
+                assert self.suite.status()["errors"] == {}
                 if how == 1:
                     self.engines.clear()
                     del llama
@@ -190,6 +200,8 @@ class Life:
                 elif how == 2:
                     self.end()
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             os._exit(code)
         status = os.waitpid(pid, 0)[1]
         assert status == 0, f"a child that does {how} ended with {status}"
@@ -233,8 +245,8 @@ class Life:
         self.check(llama, self.random.choice(PROMPTS))
 
     def threads(self):
-        """Two engines work on threads; a third one is garbage, and budgets change."""
-        while len(self.engines) < 2:
+        """Two engines work on threads; budgets change, and a child goes on with a third one."""
+        while len(self.engines) < MOST_ENGINES:
             self.begin()
         Cycle(self.make())
         failed = []
@@ -251,6 +263,8 @@ class Life:
             thread.start()
         if self.is_streamed:
             self.change_budget()
+        if not self.is_streamed:
+            self.in_child(self.engines[-1], 0)
         for thread in threads:
             thread.join()
         assert not failed, failed
@@ -270,11 +284,7 @@ class Life:
         except BudgetError as error:
             least = int(re.search(r"expected (\d+) MiB", str(error))[1])
             with contextlib.suppress(BudgetError):  # the process has grown meanwhile
-                flash.set_memory_budget((least + self.random.randrange(10)) * MIB)
-
-    def look(self):
-        status = self.suite.status()
-        assert status["errors"] == {}, status["errors"]
+                flash.set_memory_budget((least + self.random.randrange(4)) * MIB)
 
     def evict(self):
         self.suite.evict(self.random.choice("ab"))
@@ -299,7 +309,6 @@ class Life:
         cancel: 3,
         threads: 2,
         squeeze: 2,
-        look: 1,
         evict: 1,
         activate_anew: 1,
     }
