@@ -77,7 +77,7 @@ class _Model:
         return Needs(self.seen["bytes"], self.seen["least_bytes"], passing, growth)
 
 
-class Residency(forks.Forked):
+class Residency:
     """Divides the memory budget among streamed models, by size.
 
     Attributes:
@@ -97,14 +97,6 @@ class Residency(forks.Forked):
         self._models: dict[int, _Model] = {}
         self._is_crowded = False
         self._looked_at = 0.0
-        forks.watch(self)
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Leave out models that another thread computed with: a child would wait for it forever."""
-        for address, model in list(self._models.items()) if in_child else ():
-            with contextlib.suppress(ReferenceError):
-                if not model.weights.set_memory(model.kept, self._arena, waits=False):
-                    del self._models[address]
 
     @property
     def budget(self) -> int:

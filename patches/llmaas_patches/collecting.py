@@ -26,7 +26,6 @@ class Collecting(forks.Forked):
     def __init__(self) -> None:
         """Watch nothing yet."""
         self._threads: set[int] = set()
-        forks.watch(self)
 
     def start(self) -> None:
         """Be told of collections."""
@@ -38,19 +37,9 @@ class Collecting(forks.Forked):
         if self._told in gc.callbacks:
             gc.callbacks.remove(self._told)
 
-    def after_fork(self, *, in_child: bool) -> None:
-        """Forget other threads in a child: new ones may get their numbers."""
-        if in_child:
-            self._threads.intersection_update({threading.get_ident()})
-
     def here(self) -> bool:
         """Return whether this thread collects garbage right now."""
-        here = threading.get_ident()
-        if here in self._threads:
-            # A collection inside another does nothing, and tells nobody. So this one only begins,
-            # and ends, if a Ctrl-C kept us from hearing of an end.
-            gc.collect(0)
-        return here in self._threads
+        return threading.get_ident() in self._threads
 
     def require_none(self) -> None:
         """See that this thread does not collect garbage: what follows may wait for others.

@@ -340,26 +340,3 @@ class Forker:
     def __del__(self):
         assert in_child(lambda: None) == 0
         self.life.events.append("child ended")
-
-
-def test_a_collection_is_over_even_if_its_end_was_not_heard():
-    """A Ctrl-C at the beginning of the callback keeps it from running."""
-    collecting, found = Collecting(), []
-
-    class Garbage:
-        def __init__(self):
-            self.itself = self
-
-        def __del__(self):
-            found.append(collecting.here())
-
-    collecting.start()
-    try:
-        collecting._told("start", {})
-        assert not collecting.here()
-        Garbage()
-        gc.collect()
-        assert found == [True]
-        assert not collecting.here()
-    finally:
-        collecting.stop()
