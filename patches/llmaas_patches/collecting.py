@@ -7,39 +7,56 @@ evaluates on the same engine. No plugin can be called there, and nothing may be 
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from llmaas_hooks import LlmaasError, forks
+from llmaas_hooks import LlmaasError
 
 __all__ = ["Collecting"]
 
 _OURS = ("llmaas_patches", "llmaas_hooks")
 
 
-class Collecting(forks.Forked):
-    """Watches the collector, from ``start`` to ``stop``."""
+class Collecting:
+    """Watches the collector, from ``start`` to ``stop``.
+
+    All that notes its phases is written in C: a signal handler's exception, such as that of Ctrl-C,
+    cannot come in between, so no end is ever missed. Each phase tells all its listeners with the
+    same object. A child that is forked while another thread collects has another thread's object.
+    """
 
     def __init__(self) -> None:
         """Watch nothing yet."""
-        self._threads: set[int] = set()
+        self._phases = OrderedDict.fromkeys(("start", "stop"))  # the last one is the last that was
+        self._objects = dict[str, object]()
+        self._own = threading.local()
+        self._listeners: tuple[Callable[[str, Any], object], ...] = (
+            functools.partial(setattr, self._own),
+            self._objects.__setitem__,
+            self._phases.move_to_end,
+        )
 
     def start(self) -> None:
         """Be told of collections."""
-        gc.callbacks.append(self._told)
-        forks.watch(self)
+        gc.callbacks.extend(self._listeners)
 
     def stop(self) -> None:
         """Be told no more; idempotent."""
-        if self._told in gc.callbacks:
-            gc.callbacks.remove(self._told)
+        for listener in self._listeners:
+            if listener in gc.callbacks:
+                gc.callbacks.remove(listener)
 
     def here(self) -> bool:
         """Return whether this thread collects garbage right now."""
-        return threading.get_ident() in self._threads
+        own = getattr(self._own, "start", None)
+        is_on = next(reversed(self._phases)) == "start"
+        return is_on and own is not None and own is self._objects.get("start")
 
     def require_none(self) -> None:
         """See that this thread does not collect garbage: what follows may wait for others.
@@ -71,15 +88,6 @@ class Collecting(forks.Forked):
                 return False
             frame = frame.f_back
         return True
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Forget the parent's other threads in a child: its new ones may get their names."""
-        if in_child:
-            self._threads.intersection_update({threading.get_ident()})
-
-    def _told(self, phase: str, _info: dict[str, Any]) -> None:
-        change = self._threads.add if phase == "start" else self._threads.discard
-        change(threading.get_ident())
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -253,6 +255,49 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+INTERRUPTED = """
+import gc, signal, sys, time
+from llmaas_patches.collecting import Collecting
+
+sys.unraisablehook = lambda _: None  # what a finalizer or another callback was interrupted with
+collecting, seen = Collecting(), []
+
+class Garbage:
+    def __init__(self):
+        self.myself = self
+    def __del__(self):
+        seen.append(collecting.here())
+
+collecting.start()
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+end = time.monotonic() + 0.5
+n_interrupted = 0
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5e-5)
+        for _ in range(50):  # an interrupt in a finalizer comes to nobody
+            Garbage()
+            gc.collect(0)
+    except KeyboardInterrupt:
+        n_interrupted += 1
+    assert not collecting.here()
+Garbage()
+gc.collect()
+assert n_interrupted > 100 and seen[-1], (n_interrupted, seen[-1:])
+"""
+
+
+def test_an_interrupt_cannot_hide_the_end_of_a_collection():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @FORKS
 def test_a_child_that_is_forked_beside_a_collection_collects_nowhere(life):
     codes = []
@@ -268,7 +313,11 @@ def test_a_child_that_is_forked_beside_a_collection_collects_nowhere(life):
             thread.join()
 
     def work():
-        assert not life.collecting._threads  # a new thread may get that one's name
+        found = [life.collecting.here()]
+        thread = threading.Thread(target=lambda: found.append(life.collecting.here()))
+        thread.start()  # which may get the name of the one that collects
+        thread.join()
+        assert found == [False, False]
 
     Forking()
     gc.collect()
