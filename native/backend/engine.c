@@ -361,8 +361,10 @@ llmaas_status llmaas_engine_land(
     llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
     llmaas_landing * landings, uint32_t n_landings) {
     pthread_mutex_lock(&engine->lock.mutex);
+    engine->lock.is_computing = true; /* llama.cpp may log, and a callback of Python's wait for a thread that forks */
     const llmaas_status status =
         llmaas_cells_land(&engine->cells, set_data, ctx, sequence, blob, n_bytes, landings, n_landings);
+    engine->lock.is_computing = false;
     pthread_mutex_unlock(&engine->lock.mutex);
     return status;
 }

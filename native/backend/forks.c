@@ -2,13 +2,18 @@
 
 #include <sched.h>
 #include <stddef.h>
+#include <time.h>
 
 static pthread_mutex_t    list_lock = PTHREAD_MUTEX_INITIALIZER;
 static llmaas_fork_lock * locks;
 
-static bool take(llmaas_fork_lock * lock) {
+enum { PATIENCE_S = 1 }; /* other holders take microseconds, unless something is wrong */
+
+static bool take(llmaas_fork_lock * lock, time_t until) {
     while (pthread_mutex_trylock(&lock->mutex) != 0) {
-        if (lock->is_computing) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (lock->is_computing || now.tv_sec > until) {
             return false;
         }
         sched_yield();
@@ -17,9 +22,11 @@ static bool take(llmaas_fork_lock * lock) {
 }
 
 static void before(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
     pthread_mutex_lock(&list_lock);
     for (llmaas_fork_lock * lock = locks; lock; lock = lock->next) {
-        lock->is_ours = take(lock);
+        lock->is_ours = take(lock, now.tv_sec + PATIENCE_S);
     }
 }
 
