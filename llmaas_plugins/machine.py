@@ -123,7 +123,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 _SYSCONF = {"MemTotal": "SC_PHYS_PAGES", "MemAvailable": "SC_AVPHYS_PAGES"}
-"""What is known without /proc; of memory that is available, only what is free."""
+"""Return the available memory without /proc: only what is free."""
 
 
 def _meminfo(name: str) -> int:

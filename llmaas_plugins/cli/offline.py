@@ -1,4 +1,4 @@
-"""What commands share that take minutes: a model to evaluate with, and files to write."""
+"""Helpers of long commands: a model to evaluate with, and files to write."""
 
 from __future__ import annotations
 

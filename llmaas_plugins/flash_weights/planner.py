@@ -254,7 +254,7 @@ def _fixed(sizes: ModelSizes, process: int) -> int:
 
 
 def _through(sizes: ModelSizes, keeps: Cache | None, arena: int) -> int:
-    """What weights are read through, and what the sparse mode has beside them."""
+    """Return the bytes that weights are read through, and those of the sparse mode beside them."""
     widest = max((one.layer_bytes for one in sizes.channels), default=0)
     if keeps is None:
         return arena

@@ -17,7 +17,7 @@ __all__ = ["Residency"]
 _log = logging.getLogger("llmaas.flash_weights")
 
 _SHARE = 0.9
-"""Of what could be had: the rest is for whoever else wants memory."""
+"""Share of the available memory that is taken; the rest is for other processes."""
 _STEP = 2 << 20
 """Smaller changes of what is kept are not worth the reading."""
 _EVERY_S = 0.25

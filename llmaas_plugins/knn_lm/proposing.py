@@ -23,7 +23,7 @@ _log = logging.getLogger("llmaas.knn_lm")
 
 
 _Drafts = dict[str | None, DatastoreDraft | None]
-"""Of one engine, by app; None: for all apps that have no chats of their own."""
+"""Suffixes of one engine by app; None is for all apps that have no chats of their own."""
 
 
 class Proposer:

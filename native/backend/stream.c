@@ -561,7 +561,7 @@ static void drop_arena(llmaas_stream * stream) {
     stream->n_arena = 0;
 }
 
-/* What is more than may be kept is given back at once: other models, or the app, may need the memory before this one's next graph.
+/* Memory beyond what may be kept is given back at once: other models, or the app, may need the memory before this one's next graph.
  * The lock is held while a graph is computed, so no product needs it. */
 static void set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
     stream->n_kept_set = stream->n_kept_max = n_kept;

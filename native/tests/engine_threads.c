@@ -148,7 +148,7 @@ static void exchange(uint32_t i) {
     CHECK(llmaas_weights_set_part(models[i % N_MODELS].weights, name, extents, 3) == LLMAAS_OK);
 }
 
-/* Of a model that is being read for a graph, perhaps. */
+/* The model may be being read for a graph. */
 static void set_budget(uint32_t i) {
     llmaas_weights *     weights = models[ON_DISK].weights;
     const llmaas_reading reading = {i % 9, 4096 * (i % 5), -1};

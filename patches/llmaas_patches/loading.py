@@ -1,4 +1,4 @@
-"""What a model was really loaded from: its files, and the metadata that the app replaced.
+"""The files that a model was really loaded from, and the metadata that the app replaced.
 
 Files are looked at just before llama.cpp opens them and again when it is done. Whoever hashes them
 later compares with that, so that a file that was replaced or changed meanwhile is never taken for

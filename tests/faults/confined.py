@@ -134,7 +134,7 @@ def restored(store):
 
 
 def erased(store):
-    """What is left of a file's middle after it was erased."""
+    """Return the bytes in the middle of a file after it was erased."""
     from llmaas_plugins import _native
 
     path = Path(store).with_suffix(".bytes")

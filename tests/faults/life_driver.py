@@ -323,7 +323,7 @@ class Life:
 
 
 def texts(model):
-    """What each prompt is answered with, with empty cells."""
+    """Return the answer to each prompt, with empty cells."""
     with contextlib.closing(Llama(model, **SETTINGS)) as llama:
         found = {}
         for prompt in PROMPTS:

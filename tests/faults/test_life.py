@@ -41,7 +41,7 @@ DONE = {
     "proposed": {"proposed"},
     "all four": {"reused_tokens", "streamed", "proposed", "mixed", "words_mixed"},
 }
-"""What must have happened for a run to mean anything."""
+"""Counters that must have moved for a run to mean anything."""
 
 
 @pytest.fixture(scope="session")

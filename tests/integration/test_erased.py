@@ -94,7 +94,7 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_in_the_middle(chats, opened, tmp_path, monkeypatch, step):
-    """What a kill would leave is copied at that moment, and opened later."""
+    """Copy at that moment what a kill would leave, to be opened later."""
     folder, secret, _, traces = chats
     kind, name, when = STEPS[step]
     done = getattr(kind, name)

@@ -18,7 +18,7 @@ from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.inbox import remember, waiting
 
 OWNERS = ["mail", None, "notes", None, None, "mail"]
-"""Of the conversations; ``mail`` has the one about QUESTIONS[0]."""
+"""Apps of the conversations; ``mail`` has the one about QUESTIONS[0]."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def using(reference_model):
 
 
 def says(llama, app, n=12):
-    """What the app is answered to each question."""
+    """Return the answer that the app gets to each question."""
     found = []
     with serving_context(None, app):
         for question in QUESTIONS:

@@ -586,7 +586,7 @@ def post(server, path, body, headers):
 
 
 def mixer_of(suite, llama):
-    """What mixes the logits of an engine."""
+    """Return the mixer of an engine."""
     return suite.plugin("knn_lm")._served[int(llama.ctx)].mixer
 
 

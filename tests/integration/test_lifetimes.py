@@ -37,7 +37,7 @@ def ask(llama, text):
 
 
 def run(script, *arguments):
-    """What a process prints that is nothing but this script; it must end well, and silently."""
+    """Run this script in a process of its own, which must end well and silently; its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT.format(TEXT=TEXT, OTHER=OTHER) + script]
         + [str(argument) for argument in arguments],

@@ -1,4 +1,4 @@
-"""What a model was really loaded from, as plugins learn it."""
+"""The files that a model was really loaded from, as plugins learn them."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Process:
 
 
 def drawn(rng, names):
-    """What happens, and of each request which plugin alone says what it must say."""
+    """Yield the operations, and for each request the plugin that alone says what it must say."""
     ways = ["ask"] * 6 + ["cancel", "abort", "collect", "drop", "restart"]
     ways += ["narrow"] * ("elastic" in names)
     for _ in range(N_STEPS):
@@ -170,7 +170,7 @@ def knn(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model, knn):
-    """What one plugin alone says to a prompt, or vanilla does; evaluated anew each time."""
+    """Return the answer of one plugin alone, or of vanilla; evaluated anew each time."""
     known = {}
     configs = {"vanilla": None, "knn_lm": {"knn_lm": knn}, "elastic": {"elastic": {}}}
 

@@ -93,7 +93,7 @@ def opened(path, **settings):
 
 
 def decode(ctx, tokens, start, n_outputs=None):
-    """What ``llama_decode`` returns for tokens from ``start`` on; all or the last have logits."""
+    """Return the result of ``llama_decode`` for tokens from ``start`` on."""
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):

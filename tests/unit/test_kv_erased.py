@@ -1,4 +1,4 @@
-"""What is deleted from a KV store is in no byte of its folder, or the call says why not."""
+"""A deletion from a KV store leaves no byte in its folder, or the call says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was deleted from an SQLite file is in no byte of it, wherever SQLite has copies."""
+"""A deletion from an SQLite file leaves no byte in it, wherever SQLite has copies."""
 
 from __future__ import annotations
 

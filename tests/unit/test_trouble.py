@@ -1,4 +1,4 @@
-"""What fails again and again is told once, then counted."""
+"""A failure that repeats is told once, then counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changed between two builds, and whether the engine can be hooked on the second."""
+"""Changes between two builds, and whether the engine can be hooked on the second."""
 
 from __future__ import annotations
 

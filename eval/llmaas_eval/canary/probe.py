@@ -1,4 +1,4 @@
-"""What one build of llama.cpp is like, as JSON: run in a process of its own, where nothing else is.
+"""Description of one build of llama.cpp as JSON; runs in a process of its own.
 
 ``python -m llmaas_eval.canary.probe HOOK_FOLDER MODEL LIBRARY...``, libraries in the order in which
 they are to be loaded. Structures whose layout may have changed are passed on unopened.
@@ -24,7 +24,7 @@ _SONAMES = ("libggml-base.so.0", "libggml-cpu.so.0", "libggml.so.0")
 _WEIGHTS = r"blk\.\d+\.ffn_down\.weight"
 _TOKENS = (1, 100, 200, 300, 400)
 _OP_AT = 80
-"""Of ``ggml_tensor.op``; the structure has not changed in three years."""
+"""Offset of ``ggml_tensor.op``; the structure has not changed in three years."""
 _SLOTS = 24
 
 
