@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp import LogitsProcessorList, StoppingCriteriaList
+from served import wait_until
 
 from llmaas_hooks import Levels, PluginError, RequestStats, hookimpl
 from llmaas_patches import serving_context, without
@@ -42,6 +44,7 @@ class Recorder:
 
     @hookimpl
     def llmaas_request_end(self, request, stats):
+        self.ended_on = threading.current_thread()
         self.events.append("end")
         self.stats.append(stats)
 
@@ -250,7 +253,8 @@ def test_llama_dropped_together_with_its_generator(recorder, reference_model):
     del llama, generator, both
     recorder.requests.clear()
     gc.collect()
-    assert recorder.events == ["begin", "restore"]  # no plugin is called inside the collector
+    wait_until(lambda: recorder.events == ["begin", "restore", "end"])
+    assert recorder.ended_on is not threading.current_thread()  # which collected
 
 
 def abandon(generator):
