@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 import subprocess
 import sys
 import threading
 
 import llama_cpp
 import pytest
+from forking import in_child
 
 import llmaas_plugins
 from llmaas_hooks import (
@@ -204,15 +202,7 @@ def test_a_child_forked_while_another_thread_activates_can_activate():
     thread = threading.Thread(target=lambda: activate({}, {"slow": Slow()}).deactivate())
     thread.start()
     inside.wait()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            signal.alarm(20)
-            activate({}).deactivate()
-            code = 0
-        os._exit(code)
-    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = in_child(lambda: activate({}).deactivate())
     go_on.set()
     thread.join()
     assert found == 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
 
 import numpy as np
 import pytest
+from forking import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 from llama_cpp.llama_speculative import LlamaDraftModel
@@ -255,15 +254,7 @@ def test_a_child_forked_while_another_thread_looks_at_the_archive_is_not_stuck(
     thread = threading.Thread(target=lambda: proposer.begin(None, None, is_on=True))
     thread.start()
     inside.wait()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            signal.alarm(20)
-            proposer.begin(None, None, is_on=True)
-            code = 0
-        os._exit(code)
-    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = in_child(lambda: proposer.begin(None, None, is_on=True))
     go_on.set()
     thread.join()
     assert found == 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import signal
 import subprocess
 import sys
 import threading
 
 import pytest
+from forking import in_child
 
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.lanes import Lanes
@@ -240,19 +239,6 @@ def test_after_close_frees_are_done_at_once(life):
 
 
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
-
-
-def in_child(work):
-    """Exit code of a forked child that did ``work``."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            signal.alarm(20)
-            work()
-            code = 0
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 INTERRUPTED = """
