@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make demo` and `make test`.
+# `make demo` and `make test` do all the setup that they need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,15 +9,17 @@ NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_na
 demo: setup
 	$(BIN)/llmaas demo
 
-# The engine's threads sleep while they wait: the tests' engines are many and small. What must have the machine for itself
-# comes last. Bytecode is kept whatever your settings are: each worker and each process of a test would compile all again.
+# OMP_WAIT_POLICY: the tests have many small engines, whose waiting threads must sleep instead of spinning.
+# PYTHONDONTWRITEBYTECODE is emptied: without bytecode on disk each worker and each child process would compile every module.
+# tests/load runs last and alone, because its tests need the whole machine.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load -n auto --dist worksteal --durations=10
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
 
-# The long forms: thousands of kills, damaged stores, collections, forks and fuzzed bodies, half an hour of mixed load with
-# faults; up to four hours. Stop it at any time: it goes on with what has not passed yet. SOAK=-k\ kills runs a part of it.
+# Run the long forms of tests: thousands of kills, damaged stores, garbage collections, forks and fuzzed bodies, and half an
+# hour of mixed load with faults. This takes up to four hours. You can stop it at any time: the next run continues with the
+# tests that have not passed yet. SOAK=-k\ kills runs a part of it.
 soak: export PYTHONDONTWRITEBYTECODE =
 soak: export GGML_NO_BACKTRACE = 1
 soak: export OMP_WAIT_POLICY = passive
@@ -27,30 +29,30 @@ soak: setup $(VENV)/.clients
 	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl tests/load $(SOAK) || [ $$? = 5 ]
 	$(MAKE) sanitized
 
-# llama-cpp-python's own tests, from its sdist, without and with the plugins. Needs the network.
+# Run llama-cpp-python's own tests, from its sdist, without and with the plugins. Needs the network.
 peer-tests: setup $(VENV)/.clients
 	GGML_NO_BACKTRACE=1 $(BIN)/python -m llmaas_eval.peer_tests
 
-# Writes the tables of docs/compatibility.md from the outcomes of the tests that are marked with their cells.
+# Write the tables of docs/compatibility.md: a test that is marked with a table's cell fills that cell with its outcome.
 compat: setup $(VENV)/.clients
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest -m compat --write-compat
 
-# The C tests on the ggml of each supported release, the whole suite on the older one. Needs the network; the first time
-# ten minutes of compiling on two cores. RELEASE_TESTS=tests/engine runs a part of the suite.
+# Run the C tests on the ggml of each supported release, and the whole suite on each older release. Needs the network. The
+# first run compiles for ten minutes on two cores. RELEASE_TESTS=tests/engine runs a part of the suite.
 releases: setup $(VENV)/.clients
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/releases.sh
 	for version in $$($(BIN)/python -c 'from llmaas_patches.compat import TESTED_VERSIONS; print(*TESTED_VERSIONS[:-1])'); do \
 	    PATH="$(abspath $(BIN)):$$PATH" tests/release.sh $$version $(RELEASE_TESTS) || exit 1; \
 	done
 
-# What the newest build of llama.cpp changes for the engine. Only warns; needs the network.
+# Report changes in llama.cpp's newest build that affect the engine. Only warns; needs the network.
 canary: setup
 	$(BIN)/python -m llmaas_eval.canary
 
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
 
-# Python tests with both native libraries under ASan and UBSan: those that neither measure memory nor preload a library.
+# Run Python tests with both native libraries under ASan and UBSan. Tests that measure memory or preload a library are left out.
 SANITIZED ?= tests/engine tests/property tests/integration/test_kv_*.py tests/integration/test_flash_sparse.py \
 	tests/integration/test_knn_*.py tests/integration/test_elastic_plugin.py tests/integration/test_requests.py \
 	tests/faults/test_life.py
@@ -58,7 +60,7 @@ MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/tes
 sanitized: setup $(VENV)/.clients
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/python.sh -n 2 --dist worksteal $(SANITIZED) $(MEASURED)
 
-# Engines on many threads under ThreadSanitizer, with a ggml built for it. Needs the network once, for that ggml's source.
+# Run engines on many threads under ThreadSanitizer, with a ggml built for it. The first run downloads that ggml's source.
 tsan: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/tsan.sh
 
@@ -67,21 +69,23 @@ lint: setup $(VENV)/.clients
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m llmaas_eval.house.voice
+	git ls-files -z | xargs -0 $(BIN)/codespell
 
-# All of them, or BENCH=bench_codec.py; LLMAAS_BENCH_QUICK=1 only shows that they work.
+# Run all benchmarks, or the file of BENCH=bench_codec.py. LLMAAS_BENCH_QUICK=1 only checks that they work.
 bench: setup
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only
 
 setup: $(VENV)/.installed
 
-# llama-cpp-python is compiled here (about five minutes on two cores), everything else in seconds.
+# This compiles llama-cpp-python for about five minutes on two cores; everything else takes seconds.
 $(VENV)/.requirements: requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-# The apps and clients that the tests drive.
+# Install the apps and clients that the tests run.
 $(VENV)/.clients: requirements-clients.txt $(VENV)/.requirements
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-clients.txt
 	touch $@

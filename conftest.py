@@ -1,4 +1,4 @@
-"""Fixtures of every test, and three guards: no network, no leftover suite, no settings of yours."""
+"""Fixtures of all tests, and guards: no network, no suite left active, none of your settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start a debugger
 for _name in [name for name in os.environ if name.startswith("LLMAAS_PLUGINS")]:
-    del os.environ[_name]  # your settings must not change what the tests see
-os.environ["LLMAAS_CONFIG"] = ""  # nor your files
+    del os.environ[_name]  # your settings must not affect the tests
+os.environ["LLMAAS_CONFIG"] = ""  # your configuration file must not either
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "tests" / "data" / "dist"
@@ -26,30 +26,37 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add our own options."""
+    """Add the suite's own options."""
     parser.addoption("--write-compat", action="store_true", help="rewrite docs/compatibility.md")
-    parser.addoption("--soak-log", metavar="FILE", help="go on from this log of soak tests")
+    parser.addoption("--soak-log", metavar="FILE", help="continue from this log of soak tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gather the cells of docs/compatibility.md, and the times of soak tests."""
+    """Register the plugins that collect the cells of docs/compatibility.md and log soak tests."""
     from compat import CompatTables
+    from hypothesis import settings
     from soak_log import SoakLog
 
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")  # a busy machine is no failure
     config.pluginmanager.register(CompatTables(), "compat-tables")
     if path := config.getoption("--soak-log"):
-        config.pluginmanager.register(SoakLog(path), "soak-log")
+        is_worker = hasattr(config, "workerinput")
+        config.pluginmanager.register(SoakLog(path, writes=not is_worker), "soak-log")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """A shell starts background jobs with Ctrl-C ignored, and they would pass that on."""
+    """Let Ctrl-C interrupt the tests.
+
+    A shell starts background jobs with Ctrl-C ignored, and child processes inherit that.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _offline() -> Iterator[None]:
-    """Let nothing leave this machine."""
+    """Block all connections that leave this machine."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("connect", "connect_ex", "sendto"):
             patch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
@@ -68,28 +75,28 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Digests of the tests' models stay out of your cache, those of child processes too."""
+    """Keep the digests of the tests' models out of your cache, also those of child processes."""
     fonts = os.environ.get("MPLCONFIGDIR", str(Path("~/.cache/matplotlib").expanduser()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("MPLCONFIGDIR", fonts)  # takes seconds to make again
+        patch.setenv("MPLCONFIGDIR", fonts)  # matplotlib needs seconds to rebuild its font cache
         yield
 
 
 @pytest.fixture(autouse=True)
 def _no_suite_left() -> Iterator[None]:
-    """No test may leave a suite active; the next one must not suffer if it does."""
+    """Fail a test that leaves a suite active, and deactivate the suite for the next test."""
     yield
     activation = sys.modules.get("llmaas_plugins.activation")
     left = None if activation is None else activation.active_suite()
     while activation is not None and (suite := activation.active_suite()) is not None:
         suite.deactivate()
-    assert left is None, "the test left llmaas_plugins active"
+    assert left is None, "the test left a suite active; deactivate it"
 
 
 @pytest.fixture(scope="session")
 def reference_model() -> Path:
-    """Path of the packaged model."""
+    """Return the path of the packaged model."""
     from llmaas_plugins.models import reference_model_path
 
     try:
@@ -100,7 +107,7 @@ def reference_model() -> Path:
 
 @pytest.fixture
 def make_llama(reference_model: Path) -> Iterator[Callable[..., Any]]:
-    """Make a ``Llama`` on the packaged model; closed when the test ends."""
+    """Yield a function that makes a ``Llama`` on the packaged model; the test's end closes it."""
     from llama_cpp import Llama
 
     with contextlib.ExitStack() as stack:
@@ -116,7 +123,10 @@ def make_llama(reference_model: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Activate for the test's store; activating again is another life of the process."""
+    """Yield a function that activates kv_chunks with the test's own store.
+
+    A second call deactivates the first suite, like a restart of the process.
+    """
     from llmaas_plugins import activate
 
     with contextlib.ExitStack() as stack:
@@ -133,7 +143,7 @@ def suite(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each read of chunks was ahead of need."""
+    """Return a list to which each read of chunks appends whether it was ahead of need."""
     from llmaas_plugins import _native
 
     read, found = _native.store_read, list[bool]()
@@ -148,7 +158,7 @@ def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.fixture
 def dist_plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Module with the plugins of ``tests/data/dist``, findable as if they were installed."""
+    """Return the module with the plugins of ``tests/data/dist``, found as if installed."""
     monkeypatch.syspath_prepend(str(DIST))
     import llmaas_test_plugins
 
@@ -158,7 +168,10 @@ def dist_plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def patched() -> Iterator[Callable[..., Any]]:
-    """Install the patches for plugin objects given as ``name=plugin``; reverted at the end."""
+    """Yield a function that installs the patches for plugin objects given as ``name=plugin``.
+
+    The test's end reverts the patches.
+    """
     from llmaas_hooks import HookManager
     from llmaas_patches import install
 

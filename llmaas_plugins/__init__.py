@@ -43,7 +43,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what is used when it is used: `llmaas` must be able to say that it was stopped."""
+    """Import names on first use, so that the command `llmaas` can handle Ctrl-C while importing."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

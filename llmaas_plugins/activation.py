@@ -1,4 +1,4 @@
-"""Switching the suite on and off."""
+"""Activate and deactivate the suite."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _active: Suite | None = None
 
 
 class Suite:
-    """An activation: enabled plugins, their hooks, and the patches under them."""
+    """An activation: the enabled plugins, their hooks, and the patches that call them."""
 
     def __init__(self, config: Config, listeners: Mapping[str, object]) -> None:
         """Load, configure and register the plugins, then the listeners, then patch llama_cpp."""
-        from llmaas_patches import install  # not before somebody activates
+        from llmaas_patches import install  # import patches only when activated
 
         self.config = config
         self.hooks = HookManager(config.on_error)
@@ -43,14 +43,14 @@ class Suite:
         self._depth = 1
 
     def status(self) -> dict[str, Any]:
-        """What runs: plugin reports by name, what failed in them, the patched entry points.
+        """Return the plugins' reports by name, their errors, and the patched entry points.
 
-        ``errors`` is ``{plugin: {hook: {"count": …, "last": …}}}``, empty when all went well.
-        ``native`` is there if a plugin uses the hook point in the engine: the counters of each
-        context on it.
+        ``errors`` is ``{plugin: {hook: {"count": …, "last": …}}}``; it is empty if no plugin
+        failed. ``native`` is present if a plugin uses the hook point in the engine. It has the
+        counters of each context there.
 
         Raises:
-            PluginError: A plugin could not report, and ``on_error`` is ``"raise"``. With ``"log"``
+            PluginError: A plugin could not report, and ``on_error`` is ``"raise"``. With ``"log"``,
                 its report is ``{"error": …}``.
         """
         self.settle()
@@ -64,7 +64,7 @@ class Suite:
         }
 
     def plugin(self, name: str) -> Any:
-        """An enabled plugin, for what it offers beyond the hooks.
+        """Return an enabled plugin, to call methods that are no hooks.
 
         Raises:
             LookupError: No plugin of this name is enabled.
@@ -72,24 +72,24 @@ class Suite:
         return self.hooks.plugin(name)
 
     def settle(self) -> None:
-        """Wait until contexts that were swapped out ahead of time are out of the engine."""
+        """Wait until contexts that are being swapped out ahead of time have left the engine."""
         self._installed.settle()
 
     def n_said(self, llama: Any) -> int:
-        """Return the tokens in a context, less those that a draft model only proposed."""
+        """Return the tokens in a context, without those that a draft model only proposed."""
         return self._installed.n_said(llama)
 
     def evict(self, context_id: str) -> int:
-        """Forget a persistent context's KV in every tier; bytes freed.
+        """Delete a persistent context's KV cache from every tier; return the bytes freed.
 
         Raises:
-            PluginError: A plugin failed, after all were asked.
+            PluginError: A plugin failed. All plugins were called.
         """
         self.settle()
         return self.hooks.kv_evict(context_id)
 
     def deactivate(self) -> None:
-        """Revert the patches and close the plugins. Nested activations end with the outermost.
+        """Revert the patches and close the plugins. Nested activations end with the outermost one.
 
         A suite that is active when the interpreter exits is closed then.
         """
@@ -102,7 +102,7 @@ class Suite:
             self._close()
 
     def _close(self) -> None:
-        global _active  # noqa: PLW0603  one activation a process: the patches are global
+        global _active  # noqa: PLW0603  one activation per process, because patches are global
         _active = None
         try:
             self._installed.revert()
@@ -119,7 +119,7 @@ class Suite:
             _log.info("%s: %s", name, json.dumps(report))
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
+        """Return the active suite."""
         return self
 
     def __exit__(
@@ -128,17 +128,17 @@ class Suite:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Deactivate."""
+        """Deactivate the suite."""
         self.deactivate()
 
 
 def make_plugin(name: str, config: Config) -> object:
-    """Import the plugin installed as ``name`` and make one with its settings.
+    """Import the plugin installed as ``name`` and create it with its settings.
 
     Raises:
-        UnknownPluginError: It is not installed.
-        ConfigError: Its settings are wrong.
-        PluginError: Its own code failed.
+        UnknownPluginError: The plugin is not installed.
+        ConfigError: The plugin's settings are wrong.
+        PluginError: The plugin's own code failed.
     """
     plugin = load_plugin(name)
     try:
@@ -156,22 +156,22 @@ def make_plugin(name: str, config: Config) -> object:
 def activate(
     config: Source | Config = None, listeners: Mapping[str, object] | None = None
 ) -> Suite:
-    """Switch the configured plugins on in this process, for every ``llama_cpp`` app in it.
+    """Activate the configured plugins in this process, for every app that uses ``llama_cpp``.
 
     Args:
-        config: Path of a ``llmaas.toml``, a mapping of the same shape, a ``Config``, or None for
-            the file that ``LLMAAS_CONFIG`` names or that is found (``llmaas.toml`` in the current
-            folder, else the user's own) and the other variables; ``{}`` reads no file.
-        listeners: Objects of the caller's own by name, whose hooks are called as a plugin's are.
+        config: Path of a ``llmaas.toml``, a mapping of the same shape, or a ``Config``. None means
+            the file that ``LLMAAS_CONFIG`` names, else the ``llmaas.toml`` of the current folder or
+            the user, plus the other environment variables. ``{}`` reads no file.
+        listeners: The caller's own objects by name; their hooks are called like a plugin's.
 
     Returns:
-        The suite; leave it as a context manager or call ``deactivate``, or let the interpreter's
-        exit do that. Activating again with an equal configuration returns the same suite.
+        The suite. Use it as a context manager, call ``deactivate``, or let it end with the
+        interpreter. Activating again with an equal configuration returns the same suite.
 
     Raises:
         ConfigError: The configuration is wrong, or another one is active.
-        UnknownPluginError: It enables a plugin that is not installed.
-        PluginError: A plugin cannot be imported, made or registered; nothing was patched.
+        UnknownPluginError: The configuration enables a plugin that is not installed.
+        PluginError: A plugin cannot be imported, created or registered; nothing was patched.
         IncompatibleError: The installed llama-cpp-python is not supported; nothing was patched.
     """
     global _active  # noqa: PLW0603
@@ -185,8 +185,9 @@ def activate(
             _active._depth += 1
         else:
             raise ConfigError(
-                "llmaas_plugins is active with another configuration; "
-                "call deactivate() on that suite first"
+                "llmaas_plugins is active with another configuration. Under `llmaas run` or "
+                "`llmaas serve` leave out activate(); elsewhere call deactivate() on the active "
+                "suite first"
             )
         return _active
 
@@ -203,12 +204,12 @@ def _close_at_exit() -> None:
 
 
 def _exit() -> None:
-    """Finish what the active suite has to write; nobody is left to read reports."""
+    """Finish the active suite's writes without logging reports."""
     with _lock:
         if _active is not None:
             _active._close()
 
 
 def active_suite() -> Suite | None:
-    """The suite that is active in this process, if any."""
+    """Return the suite that is active in this process, or None."""
     return _active

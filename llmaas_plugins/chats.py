@@ -1,8 +1,8 @@
-"""Reads the user's own chat exports: OpenAI-style JSON or JSONL, and ChatGPT `conversations.json`.
+"""Read chat exports: OpenAI-style JSON or JSONL, and ChatGPT's `conversations.json`.
 
-The format is found from the content, never from the file name. Exports are untrusted: sizes are
-bounded, links between messages are checked, and every refusal says where, what was found and what
-was expected. Text that no tokenizer could take (lone surrogates, NUL) becomes U+FFFD.
+The format is recognized by content, never by file name. Exports are untrusted: sizes are limited,
+and links between messages are checked. Every error tells the place, what was found and what was
+expected. Text that no tokenizer could take (lone surrogates, NUL) becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["MAX_BYTES", "NO_APP", "Conversation", "Message", "Role", "load_conve
 MAX_BYTES = 512 * 1024 * 1024
 
 NO_APP = "chat"
-"""Where an export names no app, the name that its conversations are listed under."""
+"""App name for conversations whose export names no app."""
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 
@@ -45,7 +45,7 @@ _UNENCODABLE = re.compile("[\x00\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message, text only and never empty."""
+    """Message of a conversation; its text is never empty."""
 
     role: Role
     content: str
@@ -53,13 +53,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation in the order it was held.
+    """Conversation in chronological order.
 
     Attributes:
         title: Title from the export, or the file's name and the conversation's number.
-        app: Name of the app it belongs to; `NO_APP` where the export names none.
-        messages: At least one message.
-        is_shared: Whether the export names no app: then every app may be answered with it.
+        app: Name of the app that owns the conversation; `NO_APP` if the export names none.
+        messages: Messages; at least one.
+        is_shared: Whether the export names no app, so that every app may use the conversation.
     """
 
     title: str
@@ -77,7 +77,7 @@ def load_conversations(path: Path, *, max_bytes: int = MAX_BYTES) -> list[Conver
     Args:
         path: An export in UTF-8: JSON or JSONL with `messages` or `turns`, or ChatGPT's
             `conversations.json`.
-        max_bytes: Larger files are refused.
+        max_bytes: Size limit; larger files are refused.
 
     Returns:
         At least one conversation, in file order.
@@ -126,7 +126,7 @@ def _openai(items: object, key: str, where: str) -> Iterator[Message]:
 
 
 def _message(role: object, text: str, where: str) -> Iterator[Message]:
-    """Yield the message, or nothing where it is machine traffic or has no text."""
+    """Yield the message, or nothing if it is machine traffic or has no text."""
     if not isinstance(role, str) or role.lower() not in _ROLES:
         raise wrong(where, f"role {named(role)}", f"one of {', '.join(_ROLES)}")
     mapped = _ROLES[role.lower()]
@@ -159,14 +159,14 @@ def _chatgpt(row: dict[str, Any], where: str) -> Iterator[Message]:
 
 
 def _is_shown(message: dict[str, Any]) -> bool:
-    """Tell what the user saw from hidden set-up and from calls to a tool."""
+    """Return whether the user saw the message; hidden set-up and tool calls are not shown."""
     metadata = message.get("metadata")
     hidden = isinstance(metadata, dict) and metadata.get("is_visually_hidden_from_conversation")
     return not hidden and message.get("recipient") in (None, "all")
 
 
 def _branch(row: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    """Follow `current_node` to the root; other branches are drafts the user left."""
+    """Follow `current_node` to the root; other branches are drafts that the user abandoned."""
     mapping, node_id = row["mapping"], row.get("current_node")
     if not isinstance(mapping, dict) or (mapping and node_id is None):
         raise wrong(where, named(row), "a 'mapping' object and its 'current_node'")

@@ -1,4 +1,4 @@
-"""One configuration: closed, typed, printable. Precedence: code > environment > file > default.
+"""Configuration: closed, typed, printable. Precedence: code > environment > file > default.
 
 ``llmaas.toml``::
 
@@ -8,13 +8,13 @@
     codec = "int8"
     ram_budget = "256 MiB"
 
-The file is the one that is named in code or by ``--config``, else by ``LLMAAS_CONFIG`` (empty: no
-file), else ``./llmaas.toml``, else ``~/.config/llmaas/llmaas.toml``. A file that nobody named is
-said in the log.
+The file is the first of these: the one named in code or by ``--config``, the one named by
+``LLMAAS_CONFIG`` (an empty value means no file), ``./llmaas.toml``, and
+``~/.config/llmaas/llmaas.toml``. A file that was found without being named is logged.
 
-Environment: ``LLMAAS_PLUGINS`` chooses the enabled plugins: unset, what the file says; empty, none;
-``a,b``, exactly those. ``LLMAAS_PLUGINS__NAME__KEY`` sets one key of one plugin, and enables
-nothing.
+The environment variable ``LLMAAS_PLUGINS`` chooses the enabled plugins. Unset, the file decides;
+empty, none is enabled; ``a,b`` enables exactly those. ``LLMAAS_PLUGINS__NAME__KEY`` sets one key of
+one plugin, but does not enable the plugin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -44,6 +44,7 @@ from llmaas_plugins.sizes import Size
 __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "validated"]
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
+_Settings = TypeVar("_Settings", bound=BaseModel)
 _PREFIX = "LLMAAS_PLUGINS__"
 _NAMES = {
     "allowed_hosts": (re.compile(r"[^\s/:*\[\]]+|[0-9a-f:]+"), "box.example.org"),
@@ -68,10 +69,10 @@ class ServiceConfig(BaseModel):
     )
     at_limit: Literal["slide", "error"] = Field(
         default="slide",
-        description="What a context at its longest does: leave its oldest turns out, or refuse.",
+        description="Behavior of a context at its longest: drop the oldest turns, or refuse.",
     )
     max_new_tokens: int = Field(
-        default=256, ge=1, description="Tokens a call generates when it does not say."
+        default=256, ge=1, description="Tokens that a call generates by default."
     )
     max_queue: int = Field(
         default=32, ge=1, description="Calls that may wait for the engine; one more is refused."
@@ -82,44 +83,44 @@ class ServiceConfig(BaseModel):
     max_connections: int = Field(
         default=64,
         ge=1,
-        description="Connections to the server; one more takes the place of an idle one.",
+        description="Most connections to the server; a further one replaces an idle one.",
     )
     client_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Longest time for a client to send a request, or to take a piece of an answer.",
+        description="Longest time for a client to send a request, or to accept part of an answer.",
     )
     shutdown_grace_s: float = Field(
         default=10,
         ge=0,
-        description="How long the running call may go on once the server is ended.",
+        description="Time that the running call may take to finish once the server is stopped.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Names the server answers to, besides loopback's and the one of --host.",
+        description="Host names that the server accepts, besides loopback's and the one of --host.",
     )
     allowed_origins: tuple[str, ...] = Field(
         default=(),
-        description="Origins, as https://example.org, whose web pages may use the server.",
+        description="Origins, such as https://example.org, whose web pages may use the server.",
     )
     key_file: Path | None = Field(
         default=None,
-        description='TOML file, mode 0600, of lines `app = "key"`: who may use what is an app\'s.',
+        description='TOML file, mode 0600, with lines `app = "key"`: the keys of the apps.',
     )
 
     @field_validator("allowed_hosts", "allowed_origins")
     @classmethod
     def _names(cls, found: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        """Refuse what no browser sends, and would never fit."""
+        """Refuse names that no browser sends, and which would therefore never match."""
         pattern, example = _NAMES[str(info.field_name)]
         names = tuple(name.lower() for name in found)
         if not all(map(pattern.fullmatch, names)):
-            raise ValueError(f"expected names like {example!r}")  # what was found is added
+            raise ValueError(f"expected names like {example!r}")  # pydantic adds the value found
         return names
 
 
 class _File(BaseModel):
-    """The tables a configuration may have."""
+    """Tables that a configuration may have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -130,13 +131,14 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PluginTable:
-    """Raw settings of one plugin, not validated yet: its module is loaded only when enabled.
+    """Raw settings of one plugin, which are validated when the plugin is loaded.
 
     Attributes:
-        enabled: Whether it is switched on.
-        values: Its keys.
-        origins: Where each key came from: ``code``, ``env`` or the file's name.
-        is_chosen: Whether somebody said that it is on, or off; a variable that sets a key does not.
+        enabled: Whether the plugin is enabled.
+        values: Values by key.
+        origins: Origin of each key: ``code``, ``env`` or the file's name.
+        is_chosen: Whether the configuration enabled or disabled the plugin explicitly. A variable
+            that sets a key does neither.
     """
 
     enabled: bool
@@ -147,17 +149,17 @@ class PluginTable:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A whole configuration.
+    """Complete configuration.
 
     Attributes:
-        on_error: What a plugin's exception does to the app's call.
-        plugins: One table a plugin, by name.
-        service: Limits and places of the service.
-        origins: Where each other key came from (``on_error``, ``service.max_queue``, …), as in
-            ``PluginTable``; what is missing here is a default.
-        file: The file it was read from, if any.
-        is_none_meant: Whether it may well enable no plugin: it was made in code, or
-            ``LLMAAS_PLUGINS`` says so.
+        on_error: Effect of a plugin's exception on the app's call.
+        plugins: Tables of the plugins, by name.
+        service: Limits and paths of the service.
+        origins: Origin of each other key (``on_error``, ``service.max_queue``, …), as in
+            ``PluginTable``. Keys that are missing here have defaults.
+        file: The file that was read, if any.
+        is_none_meant: Whether enabling no plugin may be intended: the configuration was made in
+            code, or ``LLMAAS_PLUGINS`` is set.
     """
 
     on_error: Literal["log", "raise"] = "log"
@@ -168,18 +170,18 @@ class Config:
     is_none_meant: bool = field(default=True, compare=False)
 
     def enabled(self) -> list[str]:
-        """Return the names of the plugins that are on."""
+        """Return the names of the enabled plugins."""
         return [name for name, table in self.plugins.items() if table.enabled]
 
     def with_default(self, name: str) -> Config:
-        """Return this with plugin ``name`` on, if nobody chose any plugin."""
+        """Return this configuration with plugin ``name`` enabled, if no plugin was chosen."""
         if self.is_none_meant or any(table.is_chosen for table in self.plugins.values()):
             return self
         table = self.plugins.get(name, PluginTable(False, {}, {}))
         return replace(self, plugins={**self.plugins, name: replace(table, enabled=True)})
 
     def without_effect(self) -> Iterator[str]:
-        """Yield each variable that sets a key of a plugin that is not on, and what to do."""
+        """Yield a message for each variable that sets a key of a plugin that is not enabled."""
         for name, table in self.plugins.items():
             if table.enabled or table.is_chosen:
                 continue
@@ -194,12 +196,12 @@ class Config:
             yield f"{variables} has no effect: {reason}"
 
     def nothing_enabled(self) -> str | None:
-        """Return what to say and do if no plugin is on and nobody said so; else None."""
+        """Return a message if no plugin is enabled and that seems unintended, else None."""
         if self.enabled() or self.is_none_meant:
             return None
         where = self.file or "llmaas.toml"
         return (
-            "no plugin is enabled, so apps run as without llmaas. LLMAAS_PLUGINS=kv_chunks, or a "
+            "no plugin is enabled, so apps run without llmaas. LLMAAS_PLUGINS=kv_chunks, or a "
             f"table [plugins.kv_chunks] in {where}, enables one; `llmaas plugins` lists them."
         )
 
@@ -208,9 +210,9 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     """Read a configuration.
 
     Args:
-        source: A mapping shaped like the file (counts as code, and no file is read), the path of a
-            TOML file, or None for the file that ``LLMAAS_CONFIG`` names or that is found.
-        environ: The environment; the process's own by default.
+        source: A mapping shaped like the file (it counts as code, and no file is read), or the path
+            of a TOML file. None means the file that ``LLMAAS_CONFIG`` names or that is found.
+        environ: Environment variables; by default those of the process.
 
     Raises:
         ConfigError: A file cannot be read, or a key is unknown or has a wrong value.
@@ -226,18 +228,18 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
         file = _File.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin, _File)) from error
-    _require_homes("service", file.service)
+    service = _placed("service", file.service)
     plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
     keys += file.model_fields_set - {"plugins", "service"}
     is_none_meant = origin == "code" or "LLMAAS_PLUGINS" in environ
     origins = dict.fromkeys(keys, origin)
-    return Config(file.on_error, plugins, file.service, origins, path, is_none_meant)
+    return Config(file.on_error, plugins, service, origins, path, is_none_meant)
 
 
 def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseModel:
-    """Settings of plugin ``name`` as its own model.
+    """Return the settings of plugin ``name``, validated by the plugin's own model.
 
     Raises:
         ConfigError: A key is unknown (with a suggestion) or has a wrong value (with its origin).
@@ -248,18 +250,25 @@ def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseMode
         first = error.errors()[0]["loc"]
         origin = table.origins.get(str(first[0]), "code") if first else "code"
         raise ConfigError(_explain(error, f"plugins.{name} ({origin})", model)) from error
-    _require_homes(f"plugins.{name}", settings)
-    return settings
+    return _placed(f"plugins.{name}", settings)
 
 
-def _require_homes(where: str, settings: BaseModel) -> None:
-    """Refuse ``~user`` of nobody, which is found out late otherwise."""
+def _placed(where: str, settings: _Settings) -> _Settings:
+    """Return settings with absolute paths, because an app may change its working directory.
+
+    Raises:
+        ConfigError: A path is ``~user`` of an unknown user; using it would fail only later.
+    """
+    placed: dict[str, Path] = {}
     for key, value in settings:
         if isinstance(value, Path):
             try:
-                value.expanduser()
+                is_absolute = value.expanduser().is_absolute()
             except RuntimeError as error:
-                raise ConfigError(f"{where}.{key}: {value} is nobody's home") from error
+                raise ConfigError(f"{where}.{key}: {value} is the home of no user") from error
+            if not is_absolute:
+                placed[key] = value.absolute()
+    return settings.model_copy(update=placed)
 
 
 def _table(values: Mapping[str, Any], origin: str) -> PluginTable:
@@ -305,7 +314,7 @@ def _set_from_environment(
 
 
 def _table_model(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    """The model of the nested table at ``path``."""
+    """Return the model of the nested table at ``path``."""
     for part in path:
         nested = model.model_fields[str(part)].annotation
         if not (isinstance(nested, type) and issubclass(nested, BaseModel)):

@@ -1,8 +1,7 @@
-"""Finds and reads ``llmaas.toml``.
+"""Find and read ``llmaas.toml``.
 
-A file that was found, rather than named, must belong to this user or to root, and only they and
-their group may be able to write it: another user must not choose settings by leaving a file in a
-shared folder.
+A file that was found, not named, must belong to this user or to root, and must not be writable by
+every user. Otherwise another user could choose settings by leaving a file in a shared folder.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _log = logging.getLogger("llmaas")
 def chosen_file(environ: Mapping[str, str]) -> tuple[Path | None, bool]:
     """Choose the file for a caller that names none.
 
-    ``LLMAAS_CONFIG`` names one; set and empty, it means none. Unset, the file is ``llmaas.toml`` in
-    the current folder, or else the user's own.
+    ``LLMAAS_CONFIG`` names a file; if it is empty, no file is used. If it is unset, the file is
+    ``llmaas.toml`` in the current folder, or else the user's own.
 
     Returns:
         The file, or None; and whether it was found rather than named.
@@ -43,20 +42,20 @@ def chosen_file(environ: Mapping[str, str]) -> tuple[Path | None, bool]:
 
 
 def read_config_file(path: Path, *, is_found: bool) -> dict[str, Any]:
-    """Read a configuration file; one that was found is named in the log, once.
+    """Read a configuration file; log the name of a found file once.
 
     Args:
-        path: The file.
-        is_found: Whether nobody named it.
+        path: Path of the file.
+        is_found: Whether the file was found, not named.
 
     Raises:
-        ConfigError: It cannot be read, is no TOML, or was found and is not to be trusted.
+        ConfigError: The file cannot be read, is no TOML, or was found and is not trustworthy.
     """
     try:
         content = _content(path.expanduser(), is_found=is_found)
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except (RuntimeError, ValueError) as error:  # no such user's home; a NUL in the name
+    except (RuntimeError, ValueError) as error:  # unknown user in ~user, or NUL in the name
         raise ConfigError(f"cannot read configuration {path}: {error}") from error
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES:,} bytes, expected a {NAME}")
@@ -79,14 +78,14 @@ def _places(environ: Mapping[str, str]) -> Iterator[Path]:
         yield Path.cwd() / NAME
     home = environ.get("HOME", "")
     folder = environ.get("XDG_CONFIG_HOME", "")
-    if not folder.startswith("/"):  # as its specification asks for
+    if not folder.startswith("/"):  # the XDG specification ignores relative paths
         folder = f"{home}/.config" if home.startswith("/") else ""
     if folder:
         yield Path(folder) / "llmaas" / NAME
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether there is anything; reading it tells what is wrong with it."""
+    """Return whether anything exists at a path; reading it later reports what is wrong."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -97,7 +96,8 @@ def _is_there(path: Path) -> bool:
 
 
 def _content(path: Path, *, is_found: bool) -> bytes:
-    flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_NONBLOCK if is_found else 0)  # a pipe would wait
+    # Opening a pipe without O_NONBLOCK would wait for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_NONBLOCK if is_found else 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         if is_found:
             _refuse_foreign(path, path.lstat(), os.fstat(file.fileno()))
@@ -105,9 +105,9 @@ def _content(path: Path, *, is_found: bool) -> bytes:
 
 
 def _refuse_foreign(path: Path, link: os.stat_result, file: os.stat_result) -> None:
-    then = f"`--config {path}` or LLMAAS_CONFIG={path} uses it all the same."
+    then = f"`--config {path}` or LLMAAS_CONFIG={path} uses it anyway."
     if not stat.S_ISREG(file.st_mode):
-        raise ConfigError(f"{path} was found, but is no regular file; rename or remove it.")
+        raise ConfigError(f"{path} was found, but is not a regular file; rename or remove it.")
     owner = next((uid for uid in (link.st_uid, file.st_uid) if uid not in (os.geteuid(), 0)), None)
     if owner is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Requests that do without a plugin that is on for the others."""
+"""Requests that do not use a plugin that is otherwise active."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["without"]
 
 
 def without(*names: str) -> AbstractContextManager[None]:
-    """Let the requests that are started inside the block do without these plugins.
+    """Exclude plugins from the requests that are started inside the block.
 
-    It holds for this thread or task, and for blocks inside this one. What a plugin does to the
-    whole process (weights, contexts that are made) stays as it is.
+    The block applies to this thread or task; nested blocks add up. A plugin's effects on the whole
+    process (weights, contexts that are created) stay.
 
         with llmaas_plugins.without("knn_lm"):
             llm("Once upon a time")          # the model's own words
@@ -22,11 +22,11 @@ def without(*names: str) -> AbstractContextManager[None]:
     Raises:
         UnknownPluginError: A name is not that of an installed plugin.
     """
-    from llmaas_patches import without as decline  # not before somebody needs it
+    from llmaas_patches import without as decline  # import patches only when needed
 
     suite = active_suite()
     known = () if suite is None else suite.config.enabled()
     for name in names:
-        if name not in known:  # looking for what is installed takes milliseconds
+        if name not in known:  # searching installed plugins takes milliseconds
             plugin_entry(name)
     return decline(names)

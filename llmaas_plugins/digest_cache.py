@@ -1,7 +1,7 @@
-"""Digests of files that were read before, kept on disk: one tiny file each, by the file's state.
+"""Cache of file digests on disk, one small file for each state of a file.
 
-The state (device, inode, size, times of change) names the entry, so a file that changed has none.
-Entries appear whole or not at all, need no lock, and are worth nothing when damaged.
+The state (device, inode, size, times of change) names the entry, so a changed file has no entry.
+Entries are written atomically, need no lock, and are ignored when damaged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _log = logging.getLogger("llmaas")
 
 
 def find(stamp: FileStamp) -> bytes | None:
-    """Return the digest of the file that had this state; None if nobody kept it, or it is damaged.
+    """Return the digest of the file that had this state, or None if it is not cached or damaged.
 
-    A use makes an entry young again.
+    Finding an entry makes it the most recently used one.
     """
     path = _directory() / _name(stamp)
     try:
@@ -57,7 +57,7 @@ def find(stamp: FileStamp) -> bytes | None:
 
 
 def keep(stamp: FileStamp, digest: bytes) -> None:
-    """Keep a digest for later processes; where that fails, they read the file again."""
+    """Cache a digest; if that fails, later processes read the file again."""
     directory = _directory()
     try:
         _FILES.directory(directory)
@@ -78,8 +78,8 @@ def keep(stamp: FileStamp, digest: bytes) -> None:
 
 @functools.cache
 def _tell(reason: str) -> None:
-    """Say once why digests cannot be kept."""
-    _log.warning("each start reads whole model files, as their digests cannot be kept: %s", reason)
+    """Log once why digests cannot be cached."""
+    _log.warning("each start reads whole model files, because digests cannot be cached: %s", reason)
 
 
 def _directory() -> Path:
@@ -100,10 +100,10 @@ def _packed(stamp: FileStamp) -> bytes:
 
 
 def _trim(directory: Path) -> None:
-    """Delete the entries that were used longest ago, partial ones of killed processes too."""
+    """Delete the least recently used entries, and partial files of killed processes."""
     found = []
     for entry in os.scandir(directory):
-        with contextlib.suppress(FileNotFoundError):  # another process trims, too
+        with contextlib.suppress(FileNotFoundError):  # another process trims concurrently
             found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
     for _, path in sorted(found)[:-_MOST_ENTRIES]:
         Path(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Evaluating tokens, only for what happens inside: of a text, or of what the model itself says."""
+"""Run text, or text that the model writes itself, through a model to observe its activations."""
 
 from __future__ import annotations
 
@@ -18,57 +18,65 @@ __all__ = ["Evaluator", "Listener", "log_softmax"]
 _Float = TypeVar("_Float", bound=np.floating[Any])
 
 _LENGTH = 512
-"""Of a text's windows, and of what the model says: attention's results shrink as contexts grow."""
+"""Tokens of a window, and of a generated sequence.
+
+Both are short because attention results shrink as contexts grow.
+"""
 _N_SEQUENCES = 4
 _MOST_LOGITS_BYTES = 64 << 20
-"""Of every token logits are wanted: the last layer leaves the others out."""
+"""Limit of a batch's logits. Logits of every token are requested, because the last layer skips
+other tokens.
+"""
 
 
 class Listener:
-    """Keeps contexts that are made while it listens: ``activate(…, {"name": self})``."""
+    """Plugin that tracks contexts created while it is active.
+
+    Use it as ``activate(…, {"name": listener})``.
+    """
 
     def __init__(self) -> None:
-        """Listen."""
+        """Start without contexts."""
         self._contexts: dict[int, NativeContext] = {}
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
+        """Track a new context."""
         self._contexts[context.ctx] = context
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
-        """Let go of it."""
+        """Stop tracking a context."""
         self._contexts.pop(ctx, None)
 
     def hook_point(self, evaluator: Evaluator) -> NativeContext:
-        """That of an evaluator's context.
+        """Return the native context of an evaluator.
 
         Raises:
-            LlmaasError: There is none.
+            LlmaasError: The engine has no hook point.
         """
         context = self._contexts.get(int(evaluator.ctx))
         if context is None:
             raise LlmaasError(
-                "activations cannot be seen: there is no hook point in the engine. "
+                "activations cannot be observed: there is no hook point in the engine. "
                 "`llmaas doctor` says why."
             )
         return context
 
 
 class Evaluator:
-    """A context of its own; ``close`` it, or use ``with``.
+    """Context for evaluating tokens. Call ``close`` after use, or use ``with``.
 
     Attributes:
         ctx: Address of the ``llama_context``.
-        n_vocab: Tokens that the model knows.
+        n_vocab: Size of the model's vocabulary.
     """
 
     def __init__(self, model: Any, n_threads: int = 0) -> None:
-        """Make the context of a ``llama_model``, with all processors' threads if 0.
+        """Create a context of a ``llama_model``; with ``n_threads`` 0 it uses all processors.
 
         Raises:
-            LlmaasError: There is no memory for it.
+            LlmaasError: There is no memory for the context.
         """
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
@@ -88,29 +96,30 @@ class Evaluator:
         self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
 
     def close(self) -> None:
-        """Free the context; idempotent."""
+        """Free the context; closing it again does nothing."""
         if self.ctx is not None:
             llama_cpp.llama_batch_free(self._batch)
             llama_cpp.llama_free(self.ctx)
             self.ctx = None
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
+        """Return the open evaluator."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the evaluator."""
         self.close()
 
     def evaluate(self, text: Tokens, n_tokens: int) -> Iterator[int]:
-        """Evaluate windows from all over a text; yields tokens done."""
+        """Evaluate windows from all over a text; yield the numbers of tokens done."""
         for tokens, _logits in self.predict(text, n_tokens):
             yield len(tokens)
 
     def predict(self, text: Tokens, n_tokens: int) -> Iterator[tuple[Tokens, NDArray[np.float32]]]:
-        """Likewise; yields tokens that follow each other, and the logits behind each.
+        """Evaluate windows from all over a text.
 
-        Logits, of shape ``(n, n_vocab)``, hold until the next ones.
+        Yield consecutive tokens, and the logits after each of them. Logits have the shape
+        ``(n, n_vocab)`` and are valid until the next ones.
         """
         for tokens in self._windows(text, n_tokens):
             llama_cpp.llama_memory_clear(self._memory, True)
@@ -120,9 +129,9 @@ class Evaluator:
                 yield part, self._decode(part.tolist(), places, [0] * len(part))
 
     def windows(self, text: Tokens, n_tokens: int) -> NDArray[np.int32]:
-        """What is evaluated then, cut to windows of one length: ``(n_windows, n)``.
+        """Return the windows that are evaluated, cut to the same length: ``(n_windows, n)``.
 
-        A last window that is less than half as long as the others is left out.
+        A last window is left out if it is less than half as long as the others.
         """
         windows = list(self._windows(text, n_tokens))
         if len(windows[-1]) < len(windows[0]) // 2:
@@ -136,14 +145,14 @@ class Evaluator:
             yield np.concatenate([np.array(start, np.int32), window])
 
     def generate(self, n_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Evaluate what the model says from nothing, at temperature 1; yields tokens done."""
+        """Evaluate text that the model writes at temperature 1; yield numbers of tokens done."""
         for tokens in self._said(n_tokens, seed):
             yield len(tokens)
 
     def say(
         self, n_tokens: int, seed: int = 0, progress: Callable[[int], None] = lambda _n: None
     ) -> Tokens:
-        """Likewise; what it says, one sequence after the other."""
+        """Return text that the model writes at temperature 1, one sequence after the other."""
         said: list[list[int]] = [[] for _ in range(_N_SEQUENCES)]
         for tokens in self._said(n_tokens, seed):
             for sequence, token in zip(said, tokens, strict=False):
@@ -153,7 +162,7 @@ class Evaluator:
         return np.array([token for token in text if token not in self._start], np.int32)
 
     def _said(self, n_tokens: int, seed: int) -> Iterator[list[int]]:
-        """A token of each sequence at a time."""
+        """Yield one token of each sequence at a time."""
         chance = np.random.default_rng(seed)
         tokens, positions = np.empty((2, _N_SEQUENCES), np.int32)
         self._restart(range(_N_SEQUENCES), tokens, positions, chance)
@@ -167,7 +176,7 @@ class Evaluator:
 
     @property
     def _start(self) -> list[int]:
-        """What a text begins with; some models have nothing."""
+        """Tokens that a text begins with; empty for some models."""
         bos = int(llama_cpp.llama_vocab_bos(self._vocab))
         return [bos] if bos >= 0 else []
 
@@ -189,7 +198,7 @@ class Evaluator:
     def _decode(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
     ) -> NDArray[np.float32]:
-        """Logits of a batch, which hold until the next one."""
+        """Return the logits of a batch, which are valid until the next one."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, (token, position, sequence) in enumerate(
@@ -206,13 +215,13 @@ class Evaluator:
 
 
 def log_softmax(logits: NDArray[_Float]) -> NDArray[_Float]:
-    """Logarithms of probabilities, by row."""
+    """Return log probabilities by row."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
 def _windows(text: Tokens, n_tokens: int, length: int) -> Iterator[Tokens]:
-    """As many windows as that takes, at equal distances; all of a text that has no more."""
+    """Yield enough windows for ``n_tokens``, at equal distances; a shorter text is used whole."""
     starts = range(0, len(text), length)
     n_windows = -(-n_tokens // length)
     for start in starts[:: max(1, len(starts) // n_windows)][:n_windows]:
@@ -220,7 +229,7 @@ def _windows(text: Tokens, n_tokens: int, length: int) -> Iterator[Tokens]:
 
 
 def _sampled(logits: NDArray[np.float32], chance: np.random.Generator) -> NDArray[np.int32]:
-    """A token of each row."""
+    """Sample a token for each row."""
     sums = np.exp(logits - logits.max(axis=1, keepdims=True)).cumsum(axis=1, dtype=np.float64)
     drawn = chance.random(len(sums)) * sums[:, -1]
     return (sums <= drawn[:, None]).sum(axis=1, dtype=np.int32)

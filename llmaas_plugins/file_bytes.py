@@ -1,4 +1,4 @@
-"""Reading and writing at a place in a file, all of it; what makes a new name last; refusals."""
+"""Read and write complete byte ranges of files, sync directories, and convert OS errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from llmaas_hooks import StoreError
 __all__ = ["OPEN_FLAGS", "as_store_error", "read_into", "sync_directory", "write"]
 
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
-"""A pipe would otherwise wait for its other end."""
+"""Flags for opening files. Without ``O_NONBLOCK``, opening a pipe would wait for its other end."""
 
 
 @contextlib.contextmanager
 def as_store_error(what: str, then: str = "") -> Iterator[None]:
-    """What the system refuses as our own error.
+    """Convert an ``OSError`` inside the block to ``StoreError``.
 
     Args:
-        what: What it refuses.
-        then: What to know about it, or to do.
+        what: Start of the message: the operation that failed.
+        then: End of the message: the consequence, or what to do.
 
     Raises:
-        StoreError: Any ``OSError`` inside; our own errors stay what they are.
+        StoreError: An ``OSError`` was raised inside the block. A ``StoreError`` passes unchanged.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def as_store_error(what: str, then: str = "") -> Iterator[None]:
 
 
 def read_into(fd: int, room: memoryview, at: int) -> int:
-    """Fill ``room``; how many bytes of it, fewer only where the file ends."""
+    """Fill ``room`` from offset ``at``; return the bytes read, fewer only at the file's end."""
     n_read = 0
     while n_read < len(room) and (n := os.preadv(fd, [room[n_read:]], at + n_read)):
         n_read += n
@@ -43,7 +43,7 @@ def read_into(fd: int, room: memoryview, at: int) -> int:
 
 
 def write(fd: int, data: bytes | memoryview, at: int) -> None:
-    """Write all of ``data``."""
+    """Write all of ``data`` at offset ``at``."""
     view = memoryview(data)
     while view:
         n_written = os.pwrite(fd, view, at)
@@ -52,7 +52,7 @@ def write(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring names that were made or changed in it to the disk."""
+    """Write new and changed names of a directory to disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,7 +1,7 @@
-"""What a GGUF file begins with: its metadata, and where its tensors are.
+"""Read the header of a GGUF file: its metadata, and where its tensors are.
 
-Read without building objects for each token of the vocabulary: a header of 128,000 tokens takes
-a tenth of a second. Anybody may have written anything into such a file.
+No objects are built for the tokens of the vocabulary, so a header of 128,000 tokens takes only a
+tenth of a second. A file may come from anybody, so every value is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # importing gguf takes 3 MiB
 __all__ = ["Header", "Place", "Value", "entry", "read_header", "tensor_names"]
 
 Value = int | float | bool | str | NDArray[Any] | None
-"""Of a field; arrays of strings are passed over: None."""
+"""Value of a field; None for an array of strings, which is skipped."""
 
 _Found = TypeVar("_Found")
 _FIRST_BYTES, _MOST_BYTES = 256 << 10, 256 << 20
@@ -50,18 +50,18 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-"""GGUF's numbers of the types that values in metadata have."""
+"""Number types of metadata values, by GGUF's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a file.
+    """Type, shape and location of a tensor in a file.
 
     Attributes:
-        type: Its ``ggml_type``.
-        shape: As GGUF has it: columns first.
-        at: Where it begins in the file.
-        n_bytes: Its size.
+        type: ``ggml_type`` of the tensor.
+        shape: Shape in GGUF's order, columns first.
+        at: Offset in the file.
+        n_bytes: Size of the tensor.
     """
 
     type: GGMLQuantizationType
@@ -71,12 +71,12 @@ class Place:
 
     @property
     def n_columns(self) -> int:
-        """Values of a row."""
+        """Number of values of a row."""
         return self.shape[0]
 
     @property
     def n_rows(self) -> int:
-        """Rows of all its matrices; 1 of a vector."""
+        """Number of rows of all matrices; 1 for a vector."""
         return math.prod(self.shape[1:])
 
     @property
@@ -89,15 +89,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """What a file begins with.
+    """Header of a file.
 
     Attributes:
-        fields: Its metadata.
-        spans: Where each field's entry begins and ends.
-        tensors: Its tensors, by name, in the order in which the header has them.
-        infos_at: Where the header's entries of tensors begin: behind the last field.
-        infos_end: Where they end.
-        data_at: Where tensors' bytes begin.
+        fields: Metadata values by key.
+        spans: Start and end of each field's entry.
+        tensors: Tensors by name, in header order.
+        infos_at: Start of the header's tensor entries, after the last field.
+        infos_end: End of the tensor entries.
+        data_at: Start of the tensors' bytes.
         n_bytes: Size of the file.
     """
 
@@ -111,11 +111,14 @@ class Header:
 
     @property
     def alignment(self) -> int:
-        """What places of tensors are multiples of."""
+        """Alignment of the tensors' offsets."""
         return _alignment(self.fields)
 
     def whole_number(self, key: str) -> int | None:
-        """A field, or the one value that all of an array have; None if there is no such thing."""
+        """Return a whole number; of an array, the value that all its elements share.
+
+        Return None if the field is missing, no integer, or an array of different values.
+        """
         value = self.fields.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -123,27 +126,27 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read a file's.
+    """Read the header of a file.
 
     Raises:
-        ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
-        StoreError: It cannot be read.
+        ConfigError: The file is no GGUF file of this processor's byte order, or is damaged.
+        StoreError: The file cannot be read.
     """
     return _read(path, _Cursor.header)
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """Return the names of a file's tensors, without looking at anything else of them.
+    """Return the names of a file's tensors without checking anything else about them.
 
     Raises:
-        ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
-        StoreError: It cannot be read.
+        ConfigError: The file is no GGUF file of this processor's byte order, or is damaged.
+        StoreError: The file cannot be read.
     """
     return _read(path, lambda cursor, _: cursor.names())
 
 
 def entry(key: str, value: str | NDArray[Any]) -> bytes:
-    """A field as a header has it."""
+    """Return a field's entry in a header."""
     name = _LENGTH.pack(len(key.encode())) + key.encode()
     if isinstance(value, str):
         text = value.encode()
@@ -157,19 +160,19 @@ def entry(key: str, value: str | NDArray[Any]) -> bytes:
 
 
 class _CutOffError(ValueError):
-    """There is more to read than was given."""
+    """More bytes are needed than were given."""
 
 
 _Parse = Callable[["_Cursor", int], _Found]
-"""Reads what is wanted of a header, of a file of so many bytes."""
+"""Function that parses the wanted part of a header, given a cursor and the size of the file."""
 
 
 def _read(path: Path, parse: _Parse[_Found]) -> _Found:
     """Open a file and parse its header.
 
     Raises:
-        ConfigError: It is no GGUF file of this processor's byte order, or is damaged.
-        StoreError: It cannot be read.
+        ConfigError: The file is no GGUF file of this processor's byte order, or is damaged.
+        StoreError: The file cannot be read.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | OPEN_FLAGS), "rb") as file:
@@ -181,9 +184,9 @@ def _read(path: Path, parse: _Parse[_Found]) -> _Found:
 
 
 def _parsed(file: Any, status: os.stat_result, parse: _Parse[_Found]) -> _Found:
-    """Parse as much of the file as its header takes: more and more of it is read."""
+    """Parse a header, reading more of the file until the header is complete."""
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     room = _FIRST_BYTES
     while True:
         file.seek(0)
@@ -197,7 +200,7 @@ def _parsed(file: Any, status: os.stat_result, parse: _Parse[_Found]) -> _Found:
 
 
 class _Cursor:
-    """Reads on where it stands."""
+    """Sequential reader of a header."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
@@ -223,7 +226,7 @@ class _Cursor:
     def _counts(self) -> tuple[int, int]:
         magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not begin as one of version 2 or 3 does")
+            raise ValueError("it does not begin like a GGUF file of version 2 or 3")
         if max(n_tensors, n_fields) > _MOST_ENTRIES:
             raise ValueError(f"it claims {n_tensors:,} tensors and {n_fields:,} fields")
         return n_tensors, n_fields
@@ -255,7 +258,7 @@ class _Cursor:
             for _ in range(n):
                 at += 8 + unpack(content, at)[0]
         except (struct.error, OverflowError) as error:
-            raise _CutOffError("its metadata is cut off") from error
+            raise _CutOffError("its metadata is truncated") from error
         self._at = at
         self._take(0)
         return None
@@ -280,7 +283,7 @@ class _Cursor:
 
     def _take(self, n: int) -> bytes:
         if n > len(self._content) - self._at:
-            raise _CutOffError("its metadata is cut off")
+            raise _CutOffError("its metadata is truncated")
         taken = self._content[self._at : self._at + n]
         self._at += n
         return taken

@@ -1,6 +1,6 @@
-"""Reads the rows of a JSON or JSONL file somebody else wrote.
+"""Read the rows of an untrusted JSON or JSONL file.
 
-Every refusal names the file and the line, what was found and what was expected.
+Every error names the file and the line, what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FOREIGN = {b"PK": "a zip archive", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UT
 
 
 def wrong(where: str, found: str, expected: str) -> ConfigError:
-    """Build the error; the place comes first so that editors can jump to it."""
+    """Build an error message that begins with the place, so that editors can jump to it."""
     return ConfigError(f"{where}: found {found}, expected {expected}.")
 
 
 def named(value: object) -> str:
-    """Describe a JSON value for an error message without repeating the user's text at length."""
+    """Describe a JSON value for an error message, quoting little of the user's text."""
     if isinstance(value, dict):
         keys = ", ".join(repr(str(key)[:24]) for key in list(value)[:6])
         return f"an object with keys {keys}" if keys else "an empty object"
@@ -40,7 +40,7 @@ def named(value: object) -> str:
 def _check_file(path: Path, max_bytes: int) -> None:
     n_bytes = path.stat().st_size
     if not path.is_file():
-        raise wrong(str(path), "no regular file", "one JSON or JSONL file")
+        raise wrong(str(path), "not a regular file", "one JSON or JSONL file")
     if n_bytes > max_bytes:
         limit = f"at most {max_bytes:,}; split the file or raise max_bytes"
         raise wrong(str(path), f"{n_bytes:,} bytes", limit)
@@ -53,12 +53,12 @@ def _check_file(path: Path, max_bytes: int) -> None:
 def json_rows(path: Path, *, max_bytes: int) -> Iterator[tuple[str, object]]:
     """Yield every row of a JSON list, a JSON object or a JSONL file.
 
-    A first line that is a whole object means JSONL (a one-line document reads the same way) and is
-    read line by line; anything else is one document and is read whole.
+    If the first line is a complete object, the file is read line by line as JSONL. (A document of
+    one line gives the same result.) Any other file is one document and is read whole.
 
     Args:
         path: A regular file in UTF-8, with or without a byte order mark.
-        max_bytes: Larger files are refused before they are read.
+        max_bytes: Size limit; larger files are refused before they are read.
 
     Yields:
         The place to name in errors, and the row.
@@ -89,7 +89,10 @@ def _rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers, blank ones left out; only a document's may be very long."""
+    """Yield lines with their numbers, except blank ones.
+
+    Only a whole document may be in one very long line.
+    """
     with path.open("rb") as file:
         number = 0
         while line := file.readline(_MOST_LINE_BYTES + 1):
@@ -106,10 +109,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _decoded(content: bytes, path: Path, line: int) -> str:
-    """Decode UTF-8 from ``line`` on.
+    """Decode UTF-8 that starts at line ``line``.
 
     Raises:
-        ConfigError: It is not UTF-8, or has a NUL byte, as UTF-16 and binary files do.
+        ConfigError: The bytes are not UTF-8, or contain a NUL byte, as UTF-16 and binary files do.
     """
     try:
         at, text = content.find(b"\0"), content.decode()
@@ -123,7 +126,7 @@ def _decoded(content: bytes, path: Path, line: int) -> str:
 
 
 def _object(line: str) -> dict[str, object] | None:
-    """Return the object that a line is; None where it is anything else."""
+    """Return the JSON object of a line, or None if the line is anything else."""
     try:
         value = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):
@@ -151,5 +154,5 @@ def _parse(text: str, path: Path, line: int) -> object:
         raise wrong(where, f"invalid JSON ({error.msg})", expected) from None
     except RecursionError:
         raise wrong(where, "JSON nested too deeply", expected) from None
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise wrong(where, f"invalid JSON ({error})", expected) from None

@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: values, or ``ValueError`` and nothing else."""
+"""Parse untrusted JSON; the only error is ``ValueError``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, is nested too deeply, or has numbers that are not finite.
+        ValueError: The text is no JSON, is nested too deeply, or has numbers that are not finite.
     """
     try:
         return json.loads(text, parse_float=_finite, parse_constant=_finite)

@@ -1,4 +1,4 @@
-"""What the machine gives this process: memory, its limit, room in a directory."""
+"""Resources of the machine for this process: memory and its limit, processors, disk space."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = [
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 writes a number near 2**63 where there is no limit."""
+"""Threshold of "no limit": cgroup v1 then writes a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A directory that exists or can be made.
+    """Free space at a directory that exists or can be created.
 
     Attributes:
         is_writable: Whether this process may create files there.
-        free_bytes: Left on its file system.
+        free_bytes: Free bytes of the file system.
     """
 
     is_writable: bool
@@ -43,7 +43,7 @@ class Room:
 
 
 def room(directory: Path) -> Room:
-    """Look at ``directory``, or at its nearest parent that exists; creates nothing."""
+    """Return the free space at ``directory``, or at its nearest existing parent; create nothing."""
     place = nearest_directory(directory)
     is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
     return Room(is_writable, shutil.disk_usage(place).free)
@@ -58,14 +58,14 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def usable_processors() -> int:
-    """Count the processors that this process may run on, which may be fewer than there are."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process now (RSS); the most it ever was where /proc is hidden."""
+    """Return the current resident memory of this process, or its peak where /proc is hidden."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     except FileNotFoundError:
@@ -73,14 +73,14 @@ def resident_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Give back what the C allocator keeps of freed memory, where it is glibc's."""
+    """Return freed memory that glibc's allocator holds to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def drop_cached(path: str) -> None:
-    """Let the page cache forget a file, as far as nobody uses it."""
+    """Drop a file from the page cache, except pages in use."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -97,11 +97,11 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that this process can have in all: its own, and what is left beside it.
+    """Return the memory that this process can have in all: its own, plus what is available.
 
-    That is what the system could still give, and no more than its cgroups have left: the limit of
-    each, less what others in it use. Files that the system keeps in memory can be dropped, so they
-    do not count.
+    The result is limited by the system's available memory, and by the limit of each cgroup of the
+    process minus the memory of other processes in it. The page cache does not count as used,
+    because it can be dropped.
     """
     resident = resident_bytes()
     found = [resident + _meminfo("MemAvailable")]
@@ -113,17 +113,19 @@ def available_bytes() -> int:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Return the tightest memory limit of this process's cgroup and its parents; None without one.
+    """Return the tightest memory limit of this process's cgroup and its parents, or None.
 
     Args:
-        root: Where ``proc`` and ``sys`` are mounted.
+        root: Directory in which ``proc`` and ``sys`` are mounted.
     """
     limits = [group.limit() for group in _groups(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 _SYSCONF = {"MemTotal": "SC_PHYS_PAGES", "MemAvailable": "SC_AVPHYS_PAGES"}
-"""Return the available memory without /proc: only what is free."""
+"""Names of system parameters that replace /proc/meminfo. The available memory is then only the free
+memory.
+"""
 
 
 def _meminfo(name: str) -> int:
@@ -136,24 +138,24 @@ def _meminfo(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A memory cgroup.
+    """Memory cgroup.
 
     Attributes:
-        path: Its directory.
-        is_v2: Whether it is one of the unified hierarchy.
+        path: Directory of the cgroup.
+        is_v2: Whether the cgroup belongs to the unified hierarchy.
     """
 
     path: Path
     is_v2: bool
 
     def limit(self) -> int | None:
-        """Return the bytes that its processes may have together; None: any number."""
+        """Return the memory limit of the cgroup in bytes, or None."""
         names = ("memory.max", "memory.high") if self.is_v2 else ("memory.limit_in_bytes",)
         found = [number for name in names if (number := _number(self.path / name)) is not None]
         return min((number for number in found if number < _UNLIMITED_BYTES), default=None)
 
     def used(self) -> int:
-        """Return the bytes that its processes have, without files that could be dropped."""
+        """Return the bytes that the cgroup uses, without page cache that can be dropped."""
         name = "memory.current" if self.is_v2 else "memory.usage_in_bytes"
         prefix = "" if self.is_v2 else "total_"
         files = {f"{prefix}inactive_file", f"{prefix}active_file"}
@@ -167,7 +169,7 @@ class _Group:
 
 
 def _groups(root: Path) -> list[_Group]:
-    """Return the cgroup of this process, and those around it: limits are nested."""
+    """Return the cgroup of this process and its parents, because limits are nested."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -190,5 +192,5 @@ def _groups(root: Path) -> list[_Group]:
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # not there in this cgroup, or "max"
+    except (OSError, ValueError):  # missing in this cgroup, or "max"
         return None

@@ -1,8 +1,8 @@
-"""Which model a model is: a digest over every byte of every file that was loaded.
+"""Identify a model by a digest over every byte of every file that was loaded.
 
-Pieces of a file are hashed by several threads and combined as a tree, about as fast as a disk
-reads. What was hashed once is known by the file's state ever after, in memory and on disk. A file
-that no longer has the state in which it was loaded is never hashed in its place.
+Several threads hash pieces of a file, and the results are combined as a tree; this is about as fast
+as a disk reads. A digest is cached by the file's state, in memory and on disk. A file whose state
+changed since loading is never hashed in place of the loaded one.
 """
 
 from __future__ import annotations
@@ -27,55 +27,57 @@ __all__ = ["Digest", "begin_digest", "changed_in_place", "file_digest", "files_n
 
 _PIECE_BYTES = 4 << 20
 _READ_BYTES = 256 << 10
-"""Bytes of a piece in memory at a time: digests are found beside contexts that have a budget."""
+"""Bytes of a piece in memory at a time, few because contexts may run under a memory budget."""
 _MOST_THREADS = 4
 _MOST_KNOWN = 64
 _SETTLED_NS = 2_000_000_000
-"""Age from which on a state tells a file's content: coarse clocks may give two changes one time."""
+"""Least age at which a file's state identifies its content. With coarse clocks, two changes in
+quick succession may have the same time.
+"""
 _SPLIT = re.compile(r"(.*-)00001-of-(\d{5})\.gguf", re.DOTALL)
 
 _known: dict[tuple[ModelFile, ...], Digest] = {}
 _begun: weakref.WeakValueDictionary[int, Digest] = weakref.WeakValueDictionary()
-"""By the address of a load's tuple of files, which a digest keeps alive."""
+"""Digests by the address of a load's tuple of files, which the digest keeps alive."""
 
 
 class Digest:
-    """A digest that a thread finds, or has found.
+    """Digest that a background thread computes or has computed.
 
     Attributes:
-        files: What it is of.
+        files: Files of the digest.
     """
 
     def __init__(self, files: Sequence[ModelFile]) -> None:
-        """Begin to find the digest of these files."""
+        """Start computing the digest of these files."""
         self.files = tuple(files)
         self._found: str | None = None
         self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="llmaas-digest", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no threads any more; ``get`` does it then
+        with contextlib.suppress(RuntimeError):  # no new threads at exit; ``get`` computes it
             self._thread.start()
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is no digest."""
+        """Whether the digest could not be computed."""
         return self._problem is not None
 
     def get(self, seconds: float | None = None) -> str | None:
-        """Return the digest, in hexadecimal digits.
+        """Return the digest in hexadecimal digits.
 
         Args:
-            seconds: How long to wait for it; None waits until it is found.
+            seconds: Most seconds to wait; None waits until the digest is computed.
 
         Returns:
-            None if it takes longer.
+            The digest, or None if it takes longer.
 
         Raises:
-            StoreError: There is none: a file is not what was loaded any more, or unreadable.
+            StoreError: A file is unreadable, or was changed since it was loaded.
         """
         if self._found is None and self._problem is None and self._thread.ident is not None:
             self._thread.join(seconds)
         if self._found is None and self._problem is None and not self._thread.is_alive():
-            self._run()  # a forked child has no threads of its parent
+            self._run()  # a forked child lacks its parent's threads
         if self._problem is not None:
             raise StoreError(self._problem)
         return self._found
@@ -90,56 +92,56 @@ class Digest:
 
 
 def begin_digest(files: Sequence[ModelFile]) -> Digest:
-    """Return the digest of loaded files, which is found behind the caller's back.
+    """Return the digest of loaded files, which is computed in the background.
 
-    It is found once for files whose state tells their content, and once a load for others, if
-    somebody keeps what is returned.
+    A digest of files whose state identifies their content is computed once. For other files it is
+    computed once per load, if the caller keeps the returned object.
     """
     key = tuple(files)
     found = _known.get(key) or _of_load(key)
-    if found is None or found.has_failed:  # who asks anew may be luckier
+    if found is None or found.has_failed:  # a new attempt may succeed
         found = _begun[id(key)] = Digest(key)
         if _are_settled(key):
             _known[key] = found
-            with contextlib.suppress(StopIteration, RuntimeError):  # another thread does it, too
+            with contextlib.suppress(StopIteration, RuntimeError):  # another thread trims, too
                 for oldest in list(itertools.islice(_known, max(0, len(_known) - _MOST_KNOWN))):
                     _known.pop(oldest, None)
     return found
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return the digest of the model file, or of all splits, that a path names now.
+    """Return the digest of the model file that a path names now, including all its splits.
 
     Raises:
-        StoreError: They cannot be read, or change meanwhile.
+        StoreError: A file cannot be read, or changes while it is read.
     """
     files = files_now(path)
     for name in (name for name, stamp in files if stamp is None):
         with as_store_error(f"cannot read {name}"):
             if FileStamp.of(Path(name).stat()) is None:
-                raise StoreError(f"cannot read {name}: it is no regular file.")
+                raise StoreError(f"cannot read {name}: it is not a regular file.")
     found = begin_digest(files).get()
     assert found is not None
     return found
 
 
 def files_now(path: str | os.PathLike[str]) -> tuple[ModelFile, ...]:
-    """Return the files that opening a path means now: all splits, if it is the first of them."""
+    """Return the files that opening a path reads now: all splits, if it is the first of them."""
     name = os.fspath(path)
     match = _SPLIT.fullmatch(name)
     names = [name]
     if match is not None and _n_splits(name) == int(match[2]) > 1:
         names = [f"{match[1]}{i:05}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
-    return tuple(ModelFile(each, _stamp(each)) for each in names)
+    return tuple(ModelFile(each, FileStamp.at(each)) for each in names)
 
 
 def changed_in_place(files: Sequence[ModelFile]) -> bool:
-    """Whether a loaded file was written to since, so that even mapped weights are others now.
+    """Return whether a loaded file was written to since, so that even mapped weights changed.
 
-    A file that was deleted or replaced lives on as it was for those who have it open.
+    A deleted or replaced file stays unchanged for processes that have it open.
     """
     for path, was in files:
-        now = _stamp(path)
+        now = FileStamp.at(path)
         if was is None or now is None or (now.device, now.inode) != (was.device, was.inode):
             continue
         if (now.n_bytes, now.mtime_ns) != (was.n_bytes, was.mtime_ns):
@@ -159,14 +161,7 @@ def _n_splits(path: str) -> int:
     try:
         return read_header(Path(path)).whole_number("split.count") or 1
     except LlmaasError:
-        return 1  # whoever opens it says better what is wrong
-
-
-def _stamp(path: str) -> FileStamp | None:
-    try:
-        return FileStamp.of(Path(path).stat())
-    except (OSError, ValueError):  # a name may have a zero byte
-        return None
+        return 1  # opening the file reports the problem better
 
 
 def _are_settled(files: Sequence[ModelFile]) -> bool:
@@ -181,13 +176,13 @@ def _file_root(file: ModelFile) -> bytes:
     """Return the digest of one file.
 
     Raises:
-        StoreError: It is not what it was.
+        StoreError: The file was changed.
     """
     path, stamp = file
     if stamp is None:
         raise StoreError(
-            f"cannot tell which model {path} is: it is no readable regular file, or was replaced "
-            "while it was loaded. Load it again."
+            f"cannot tell which model {path} is: it is not a readable regular file, or was "
+            "replaced while it was loaded. Load it again."
         )
     is_settled = _are_settled([file])
     found = digest_cache.find(stamp) if is_settled else None
@@ -206,7 +201,7 @@ def _read_root(path: str, stamp: FileStamp) -> bytes:
         leaves = _leaves(fd, stamp.n_bytes) if _is_still(os.fstat(fd), stamp) else None
         if leaves is None or not _is_still(os.fstat(fd), stamp):
             raise StoreError(
-                f"cannot tell which model {path} is: the file was replaced or changed since it was "
+                f"cannot tell which model {path} is: the file was replaced or changed after it was "
                 "loaded. Load it again."
             )
     finally:
@@ -216,13 +211,13 @@ def _read_root(path: str, stamp: FileStamp) -> bytes:
 
 def _is_still(status: os.stat_result, stamp: FileStamp) -> bool:
     now = FileStamp.of(status)
-    if now is not None and status.st_nlink == 0:  # deleting it changed that time, and no byte
+    if now is not None and status.st_nlink == 0:  # deleting changes ctime but no byte
         now = now._replace(ctime_ns=stamp.ctime_ns)
     return now == stamp
 
 
 def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
-    """Return the digest of each piece of a file; None if the file is shorter than it was."""
+    """Return the digest of each piece of a file, or None if the file is shorter than it was."""
     n = -(-n_bytes // _PIECE_BYTES)
     leaves, numbers, failed = [b""] * n, itertools.count(), list[OSError | None]()
 
@@ -241,7 +236,7 @@ def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
     n_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), n)
     threads = [threading.Thread(target=work, daemon=True) for _ in range(n_threads - 1)]
     for thread in threads:
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
             thread.start()
     work()
     for thread in threads:
@@ -254,7 +249,7 @@ def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
 
 
 def _leaf(fd: int, begin: int, end: int, room: memoryview) -> bytes | None:
-    """Return the digest of a piece, read through ``room``; None if the file ends within it."""
+    """Return the digest of a piece, read through ``room``, or None if the file ends within it."""
     digest = hashlib.blake2b(digest_size=digest_cache.DIGEST_BYTES, person=b"llmaas-piece")
     for at in range(begin, end, len(room)):
         part = room[: end - at]

@@ -1,9 +1,9 @@
-"""Everything that decides the bytes of KV cells and hidden states, in one place.
+"""Collect everything that decides the bytes of KV cells and hidden states.
 
-``COUNTED`` names each setting of llama.cpp that makes cells or states other ones, and ``LEFT_OUT``
-every other setting, with the reason. A test compares both with the parameters of the installed
-llama-cpp-python, so that a setting of a new release cannot be overlooked. docs/internals.md has the
-same as a table.
+``COUNTED`` names each setting of llama.cpp that changes cells or states. ``LEFT_OUT`` names every
+other setting, with the reason. A test compares both with the parameters of the installed
+llama-cpp-python, so that no setting of a new release is overlooked. docs/internals.md has the same
+as a table.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ _ROPE = (
 _STATES = (*_ROPE, "attention_type", "ctx_type")
 _CELLS = ("type_k", "type_v", "flash_attn_type", "swa_full")
 _LAYOUTS = {2: 3}
-"""Versions of sequence states whose cells, as we store them, are those of a later version."""
+"""Versions of sequence states, and later versions with the same layout of stored cells."""
 
 COUNTED: Mapping[str, str] = {
     "Llama.model_path": "digest over every byte of every split, of the files that were loaded",
-    "Llama.kv_overrides": "as llama.cpp got them",
-    "model.kv_overrides": "likewise",
+    "Llama.kv_overrides": "the values that llama.cpp was given",
+    "model.kv_overrides": "as `Llama.kv_overrides`",
     "Llama.lora_path": "digest of the file that was loaded",
     "Llama.lora_scale": "with an adapter",
-    "Llama.n_ctx": "whether a model with two sets of RoPE factors takes the second; nothing else "
+    "Llama.n_ctx": "whether a model with two sets of RoPE factors uses the second; nothing else "
     "depends on it",
-    "context.n_ctx": "likewise",
+    "context.n_ctx": "as `Llama.n_ctx`",
     **{f"Llama.{name}": "RoPE" for name in _ROPE},
     **{f"context.{name}": "RoPE" for name in _ROPE},
     "Llama.attention_type": "which tokens a token sees",
-    "context.attention_type": "likewise",
+    "context.attention_type": "as `Llama.attention_type`",
     "context.ctx_type": "which layers a context computes",
     "model.load_mtp": "whether layers that predict further tokens have cells",
     "Llama.type_k": "cells only: the type that keys are stored in",
-    "context.type_k": "likewise",
+    "context.type_k": "as `Llama.type_k`",
     "Llama.type_v": "cells only: the type that values are stored in",
-    "context.type_v": "likewise",
+    "context.type_v": "as `Llama.type_v`",
     "Llama.flash_attn": "cells only: whether values are stored transposed",
-    "context.flash_attn_type": "likewise",
+    "context.flash_attn_type": "as `Llama.flash_attn`",
     "Llama.swa_full": "cells only: which cells there are with a sliding window",
-    "context.swa_full": "likewise",
+    "context.swa_full": "as `Llama.swa_full`",
     "environment.LLAMA_ATTN_ROT_DISABLE": "cells only: whether quantized keys and values are "
     "rotated, as it was when the context was made",
 }
@@ -97,7 +97,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("model.load_mode", "model.lazy_mode", "model.check_tensors"),
     ),
     "no context without weights": ("Llama.vocab_only", "model.vocab_only", "model.no_alloc"),
-    "a callback that looks on, which `Llama` never sets": (
+    "a callback that only observes, which `Llama` never sets": (
         *("model.progress_callback", "model.progress_callback_user_data"),
         *("context.cb_eval", "context.cb_eval_user_data"),
         *("context.abort_callback", "context.abort_callback_data"),
@@ -116,7 +116,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "which tokens a prompt has; cells are found by tokens": (
         *("Llama.chat_format", "Llama.chat_handler", "Llama.tokenizer", "Llama.spm_infill"),
     ),
-    "says, measures or does nothing": (
+    "logging, measuring, or no effect": (
         *("Llama.verbose", "Llama.no_perf", "context.no_perf", "Llama.lora_base", "Llama.kwargs"),
     ),
 }
@@ -126,24 +126,25 @@ LEFT_OUT: Mapping[str, str] = {name: reason for reason, names in _REASONS.items(
 def state_identity(
     llama: Any, load: ModelLoad, wait_s: float | None = None
 ) -> dict[str, Any] | None:
-    """Return what decides the hidden states of a model as it is used, as JSON's types.
+    """Return what decides the hidden states of a model, as JSON types.
 
     Args:
         llama: The ``llama_cpp.Llama``.
         load: How its model was opened.
-        wait_s: How long to wait for digests; None waits until they are known.
+        wait_s: Most seconds to wait for digests; None waits until they are known.
 
     Returns:
-        None if that takes longer.
+        The identity, or None if the digests take longer.
 
     Raises:
-        StoreError: Nobody knows what was loaded.
+        StoreError: It is unknown which files were loaded.
     """
     digests = {"model": begin_digest(load.files)}
     if llama.lora_path:
         if not load.adapters:
             raise StoreError(f"cannot tell which adapter {llama.lora_path} is. Load it again.")
-        digests["lora"] = begin_digest(load.adapters[:1])  # others are the app's, and alter it
+        # Other adapters are the app's own; they count as an alteration of the model.
+        digests["lora"] = begin_digest(load.adapters[:1])
     found = {name: digest.get(wait_s) for name, digest in digests.items()}
     if None in found.values():
         return None
@@ -162,19 +163,19 @@ def state_identity(
 def cell_identity(
     llama: Any, load: ModelLoad, *, rotation_off: bool, wait_s: float | None = None
 ) -> dict[str, Any] | None:
-    """Return what decides the bytes of KV cells, as JSON's types.
+    """Return what decides the bytes of KV cells, as JSON types.
 
     Args:
         llama: The ``llama_cpp.Llama``.
         load: How its model was opened.
-        rotation_off: ``is_rotation_off`` when the context was made.
-        wait_s: How long to wait for digests; None waits until they are known.
+        rotation_off: Value of ``is_rotation_off`` when the context was created.
+        wait_s: Most seconds to wait for digests; None waits until they are known.
 
     Returns:
-        None if that takes longer.
+        The identity, or None if the digests take longer.
 
     Raises:
-        StoreError: Nobody knows what was loaded.
+        StoreError: It is unknown which files were loaded.
     """
     states = state_identity(llama, load, wait_s)
     if states is None:
@@ -189,21 +190,21 @@ def cell_identity(
 
 
 def hashed(values: Mapping[str, Any]) -> bytes:
-    """Return 32 bytes that name an identity."""
+    """Return a hash of an identity, 32 bytes."""
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
 def is_rotation_off() -> bool:
-    """Whether a context that is made now rotates no quantized cells, by the environment."""
+    """Return whether the environment turns off the rotation of quantized cells in new contexts."""
     number = re.match(r"\s*[+-]?\d+", os.environ.get("LLAMA_ATTN_ROT_DISABLE", ""))
     return number is not None and int(number[0]) != 0
 
 
 def load_of(llama: Any) -> ModelLoad:
-    """Return how a ``Llama`` that was made without the suite may have been opened.
+    """Return how a ``Llama`` that was created without the suite may have been opened.
 
-    The files are taken to be those that are there now: only for what the caller has just loaded.
+    The result names the files that exist now, so call it only right after loading.
     """
     adapters = list(files_now(llama.lora_path)) if llama.lora_path else []
     files = files_now(llama.model_path)
@@ -213,11 +214,11 @@ def load_of(llama: Any) -> ModelLoad:
 
 
 def rope_switch(model: int, load: ModelLoad | None) -> int:
-    """Return the context length beyond which a model takes its other RoPE factors, if it has any.
+    """Return the context length beyond which a model uses its second RoPE factors, if it has any.
 
     Args:
         model: Address of the ``llama_model``.
-        load: How it was opened; None if nobody knows.
+        load: How the model was opened; None if that is unknown.
     """
     overrides: Mapping[str, Any] = {} if load is None else load.overrides
     arch = metadata(model, "general.architecture")
@@ -229,19 +230,19 @@ def rope_switch(model: int, load: ModelLoad | None) -> int:
 
 
 def may_have_long_factors(load: ModelLoad | None) -> bool:
-    """Whether a model may have two sets of RoPE factors; what nobody can tell counts as yes."""
+    """Return whether a model may have two sets of RoPE factors; if unknown, return True."""
     return load is None or not load.files or any(map(_names_long_factors, load.files))
 
 
 def metadata(model: int, key: str) -> str:
-    """Return a value of the model's metadata; empty if it has none of that name."""
+    """Return a value of the model's metadata, or an empty string if the key is missing."""
     value = ctypes.create_string_buffer(256)
     llama_cpp.llama_model_meta_val_str(model, key.encode(), value, len(value))
     return value.value.decode(errors="replace")
 
 
 def _has_long_factors(llama: Any, load: ModelLoad) -> bool:
-    """Whether a context computes with the second set of RoPE factors."""
+    """Return whether a context uses the second set of RoPE factors."""
     is_long = llama_cpp.llama_n_ctx_seq(llama.ctx) > rope_switch(int(llama.model), load)
     return bool(is_long) and may_have_long_factors(load)
 

@@ -1,4 +1,4 @@
-"""What is written beside a file until it is whole, by one process at a time."""
+"""Partial files, which one process at a time writes until they are complete."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["taken"]
 
 @contextlib.contextmanager
 def taken(partial: Path) -> Iterator[int]:
-    """A file that nobody else writes as long as this has it.
+    """Open a partial file that no other process can write meanwhile.
 
     Raises:
-        StoreError: Somebody else writes it, or it is no file.
-        OSError: It cannot be opened.
+        StoreError: Another process writes the file, or it is not a regular file.
+        OSError: The file cannot be opened.
     """
     fd = _locked(partial)
-    while not _is_named(fd, partial):  # whoever had it has just finished it
+    while not _is_named(fd, partial):  # the previous holder has just renamed it
         os.close(fd)
         fd = _locked(partial)
     try:
@@ -37,7 +37,7 @@ def _locked(partial: Path) -> int:
     fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | OPEN_FLAGS, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise StoreError(f"{partial} is no file; remove it.")
+        raise StoreError(f"{partial} is not a regular file; remove it.")
     if not try_lock(fd):
         os.close(fd)
         raise StoreError(f"{partial} is being written by another process: wait for it, or stop it.")

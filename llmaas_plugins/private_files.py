@@ -1,4 +1,4 @@
-"""Files of a store that are its own, private, and really files. Nothing is followed out of it."""
+"""Open private files of a store, which must be regular files; links are not followed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OTHERS_WRITE = 0o022
 
 @dataclass(frozen=True, slots=True)
 class PrivateFiles:
-    """How one kind of store opens its files.
+    """Rules for opening the files of one kind of store.
 
     Attributes:
-        kind: What messages call such a store.
-        setting: The setting that says where it is.
-        is_own: Whether a file of this name can be one of its files.
+        kind: Name of such a store in messages.
+        setting: Setting that names the store's directory.
+        is_own: Function that returns whether a file of this name can belong to the store.
     """
 
     kind: str
@@ -31,12 +31,14 @@ class PrivateFiles:
     is_own: Callable[[str], bool]
 
     def directory(self, directory: Path) -> None:
-        """Make ``directory``, or make the one that is there private, mode 0700.
+        """Create ``directory``, or make an existing one private (mode 0700).
 
-        One that holds other files, too, keeps its mode: what is in it may be meant for others.
+        A directory that also holds other files keeps its mode, because they may be meant for
+        others.
 
         Raises:
-            StoreError: It cannot be made or made private, or others may replace files in it.
+            StoreError: The directory cannot be created or made private, or others may replace files
+                in it.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,18 +53,18 @@ class PrivateFiles:
         elif mode & _OTHERS_WRITE:
             raise StoreError(
                 f"cannot use {self.kind} {directory}: other users may write to it "
-                f"(mode {mode:04o}), and it holds other files, too. {self._elsewhere()} of its own."
+                f"(mode {mode:04o}), and it also holds other files. {self._elsewhere()} of its own."
             )
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor of a regular file; a link, a pipe or a directory is refused.
+        """Return a descriptor of a regular file; refuse links, pipes and directories.
 
-        Unless it is only read, its mode is 0600 from now on.
+        The file's mode becomes 0600, unless it is opened only for reading.
 
         Raises:
-            StoreError: It is something else, or cannot be opened or made private.
+            StoreError: The path is no regular file, or cannot be opened or made private.
         """
-        try:  # a pipe would otherwise wait for its other end
+        try:  # without O_NONBLOCK, a pipe would wait for its other end
             fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -81,20 +83,21 @@ class PrivateFiles:
         return fd
 
     def is_regular(self, path: Path) -> bool:
-        """Whether the file exists. It is not opened.
+        """Return whether the file exists, without opening it.
 
-        (Closing a descriptor of an SQLite file would drop the locks this process has on it.)
+        Opening is avoided because closing a descriptor of an SQLite file would drop this process's
+        locks on it.
 
         Raises:
-            StoreError: It is something else than a regular file.
+            StoreError: The path is no regular file.
         """
         return self._mode(path) is not None
 
     def make_private(self, path: Path) -> bool:
-        """Whether the file exists; its mode is 0600 then. It is not opened.
+        """Set an existing file's mode to 0600 without opening it; return whether it exists.
 
         Raises:
-            StoreError: It is something else than a regular file, or cannot be made private.
+            StoreError: The path is no regular file, or cannot be made private.
         """
         mode = self._mode(path)
         if mode is not None:

@@ -1,4 +1,4 @@
-"""What a ``Llama``'s own chat handler makes of messages, as tokens; nothing is evaluated."""
+"""Get the tokens that a ``Llama``'s own chat handler makes of messages; nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Messages = list[dict[str, str]]
 
 
 def prompt_tokens(llama: Any, messages: Messages, options: dict[str, Any]) -> list[int] | None:
-    """The prompt that ``llama`` would make of ``messages``.
+    """Return the prompt that ``llama`` would make of ``messages``.
 
     Args:
         llama: A ``llama_cpp.Llama``.
-        messages: OpenAI-style, in order.
-        options: Of ``Llama.create_chat_completion``.
+        messages: OpenAI-style messages, in order.
+        options: Options of ``Llama.create_chat_completion``.
 
     Returns:
-        None if its chat handler does not make a list of tokens, but works with the engine itself.
+        The prompt, or None if the chat handler makes no list of tokens but uses the engine itself.
     """
     listener: Any = _Listener(llama)
     try:
@@ -33,13 +33,13 @@ def prompt_tokens(llama: Any, messages: Messages, options: dict[str, Any]) -> li
 
 
 def conversation_tokens(llama: Any, messages: Messages) -> list[int] | None:
-    """A whole conversation as the engine sees it when it goes on.
+    """Return the tokens of a conversation, as the engine has them when the conversation goes on.
 
-    A prompt ends by opening the assistant's next turn; that is left out, as nobody said it. The
-    token that ends the last turn stays.
+    A prompt ends by opening the assistant's next turn. That opening is left out, because nothing
+    was said in that turn yet. The token that ends the last turn stays.
 
     Returns:
-        None as ``prompt_tokens``.
+        The tokens, or None as ``prompt_tokens``.
     """
     tokens = prompt_tokens(llama, messages, {})
     if tokens is None or messages[-1]["role"] != "assistant":
@@ -49,10 +49,10 @@ def conversation_tokens(llama: Any, messages: Messages) -> list[int] | None:
 
 
 def _opening(llama: Any) -> int:
-    """Tokens between the one that ends a turn and the assistant's next word.
+    """Count the tokens between the end of a turn and the assistant's next word.
 
-    Two prompts whose last words differ end alike in these, and in what ends a turn: that is the
-    first token that ends a generation, or, where there is none, one token.
+    Two prompts that differ only in their last word share these tokens and the end of the turn. The
+    end of the turn is the first token that ends a generation, or, without such a token, one token.
     """
     ends = [prompt_tokens(llama, [_ASKED, _said(word)], {}) for word in ("x", "y")]
     if ends[0] is None or ends[1] is None or ends[0] == ends[1]:
@@ -76,14 +76,14 @@ def _said(word: str) -> dict[str, str]:
 
 
 class _Heard(Exception):  # noqa: N818  no error
-    """A chat handler has said what it wants completed."""
+    """Signal that a chat handler has requested a completion."""
 
     def __init__(self, prompt: object) -> None:
         self.prompt = prompt if isinstance(prompt, list) else None
 
 
 class _Listener:
-    """As much of a ``Llama`` as chat handlers need to make a prompt."""
+    """The attributes of a ``Llama`` that chat handlers need to make a prompt."""
 
     def __init__(self, llama: Any) -> None:
         self.chat_format, self.chat_handler = llama.chat_format, llama.chat_handler

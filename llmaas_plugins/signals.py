@@ -1,4 +1,4 @@
-"""Work that no signal may interrupt."""
+"""Delay signals during work that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["signals_wait"]
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM come when this ends, not while it lasts."""
-    if threading.current_thread() is not threading.main_thread():  # they come to no other
+    """Delay Ctrl-C and SIGTERM until the block ends."""
+    # Python runs signal handlers only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []

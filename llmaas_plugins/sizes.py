@@ -1,4 +1,4 @@
-"""The one parser of sizes, for every setting and option that takes one."""
+"""Parse sizes, for every setting and option that takes one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _NO_SHARE = "expected a size such as 3 GiB, or a share such as 60%"
 
 
 def size_bytes(value: Any) -> int:
-    """Return the bytes that a setting names: ``3 GiB`` (1024³), ``3 GB`` (1000³), or a number.
+    """Return the bytes of a size: ``3 GiB`` (1024³), ``3 GB`` (1000³), or a number.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: The value is no size.
     """
     n_bytes = value if isinstance(value, int) and not isinstance(value, bool) else None
     if isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())) is not None:
@@ -53,19 +53,19 @@ def size_bytes(value: Any) -> int:
 
 
 def memory_bytes(value: Any) -> int:
-    """Return the bytes that a setting names: a size, or ``60%`` of the memory there is.
+    """Return the bytes of a size, or of a share such as ``60%`` of the memory.
 
-    That is the machine's, or the limit of this process's cgroup if that is less.
+    The memory is the machine's, or the limit of this process's cgroup if that is less.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is neither a size nor a share.
     """
     share = _share(value)
     return _size_beside_share(value) if share is None else int(share * total_bytes())
 
 
 def _share(value: Any) -> float | None:
-    """Return the share that a percentage names; None: it is something else."""
+    """Return the share of a percentage, or None if the value is no percentage."""
     found = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
     share = float(found[1]) / 100 if found else None
     if share is not None and not 0 < share <= 1:
@@ -81,18 +81,18 @@ def _size_beside_share(value: Any) -> int:
 
 
 def _disk_bytes(value: Any, info: ValidationInfo) -> int:
-    """Return bytes; a share is one of the file system under the ``store`` of the same table."""
+    """Return bytes; a share refers to the file system under the ``store`` of the same table."""
     share = _share(value)
     if share is None:
         return _size_beside_share(value)
     store = info.data.get("store")
     if store is None:
-        raise ValueError("expected a store, whose file system the share is of")
+        raise ValueError("expected a store: the share refers to its file system")
     return int(share * shutil.disk_usage(nearest_directory(Path(store))).total)
 
 
 def _checked(parse: Callable[..., int]) -> Any:
-    """Return a validator: None is for the type to judge; an error is one line."""
+    """Return a validator that leaves None to the type and reports errors in one line."""
 
     def validate(value: Any, info: ValidationInfo) -> int | None:
         if value is None:
@@ -106,12 +106,12 @@ def _checked(parse: Callable[..., int]) -> Any:
 
 
 Size = Annotated[ByteSize, _checked(size_bytes)]
-"""A setting in bytes."""
+"""Setting in bytes."""
 OptionalSize = Annotated[ByteSize | None, _checked(size_bytes)]
-"""A setting in bytes, or None."""
+"""Setting in bytes, or None."""
 MemorySize = Annotated[ByteSize, _checked(memory_bytes)]
-"""A setting in bytes, or as a share of the memory there is."""
+"""Setting in bytes, or as a share of the memory."""
 OptionalMemorySize = Annotated[ByteSize | None, _checked(memory_bytes)]
-"""A setting in bytes, or as a share of the memory there is, or None."""
+"""Setting in bytes, or as a share of the memory, or None."""
 DiskSize = Annotated[ByteSize, _checked(_disk_bytes)]
-"""A setting in bytes, or as a share of the file system under the field ``store`` before it."""
+"""Setting in bytes, or as a share of the file system under the preceding field ``store``."""

@@ -1,8 +1,8 @@
-"""SQLite databases with texts: what was deleted is in no byte of their files.
+"""Erase deleted text from every byte of an SQLite database's files.
 
-``secure_delete`` overwrites rows that are deleted. Two kinds of copies are left: those in the
-write-ahead log, and those in the free space inside of pages, where SQLite leaves rows behind that
-it moves to other pages. Both are erased here.
+``secure_delete`` overwrites deleted rows. Two kinds of copies remain: those in the write-ahead log,
+and those in the free space inside pages, where SQLite leaves rows that it moved to other pages.
+This module erases both.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from llmaas_plugins.store_lock import readers
 __all__ = ["PATIENCE_S", "Eraser", "connect"]
 
 PATIENCE_S = 5.0
-"""How long a statement waits for other connections; then it fails."""
+"""Seconds that a statement waits for other connections before it fails."""
 _MOST_TRIES = 8
 _BLOCK_PAGES = 256
-_TREE_PAGES = {2: 12, 5: 12, 10: 8, 13: 8}  # bytes of the header by the first byte
+_TREE_PAGES = {2: 12, 5: 12, 10: 8, 13: 8}  # size of the page header, by its first byte
 _FILE_HEADER = 100
-_MOST_PAGES = 1 << 24  # first bytes of other pages are zero then
+_MOST_PAGES = 1 << 24  # in larger files, other pages may not start with zero
 
 
 def connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
-    """Open a database that may hold texts: deleted rows are overwritten, nothing goes to /tmp.
+    """Open a database that may hold text: deleted rows are overwritten, and nothing goes to /tmp.
 
     Raises:
-        sqlite3.Error: It cannot be opened, or is damaged.
+        sqlite3.Error: The database cannot be opened, or is damaged.
     """
     db = sqlite3.connect(
         database, PATIENCE_S, isolation_level=None, check_same_thread=False, uri=uri
@@ -40,7 +40,8 @@ def connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA secure_delete=ON")
         db.execute("PRAGMA temp_store=MEMORY")
-        db.execute("PRAGMA auto_vacuum=NONE")  # of a new file: its pages can be told apart
+        # In a new file without auto_vacuum, tree pages can be told from other pages.
+        db.execute("PRAGMA auto_vacuum=NONE")
     except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
         db.close()
         raise sqlite3.DatabaseError(f"{database} is damaged: its schema is no text") from error
@@ -51,11 +52,11 @@ def connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
 
 
 class _Gap(NamedTuple):
-    """Free space inside of a page, which holds other bytes than zeros.
+    """Free space inside a page with bytes other than zero.
 
     Attributes:
-        offset: Where it begins in the file.
-        n_bytes: Its length.
+        offset: Start in the file.
+        n_bytes: Length in bytes.
     """
 
     offset: int
@@ -73,18 +74,16 @@ class Eraser:
         self._file: int | None = None
 
     def erase(self) -> None:
-        """Leave nothing of deleted rows in any file.
+        """Erase deleted rows from all files of the database.
 
         Raises:
-            StoreError: Somebody went on reading for ``PATIENCE_S``; the message says who.
+            StoreError: Another process kept reading for ``PATIENCE_S``; the message names it.
             OSError: The disk failed.
             sqlite3.Error: The disk failed.
         """
         for _ in range(_MOST_TRIES):
             self._empty_log()
-            self._db.execute(
-                "BEGIN IMMEDIATE"
-            )  # nobody writes, so pages of the file stay as they are
+            self._db.execute("BEGIN IMMEDIATE")  # prevents writes, so pages stay as they are
             try:
                 is_done = not self._log.exists() or self._log.stat().st_size == 0
                 if is_done:
@@ -92,10 +91,11 @@ class Eraser:
             finally:
                 self._db.execute("ROLLBACK")
             if is_done:
-                self._db.execute("PRAGMA shrink_memory")  # cached pages have their gaps, too
+                # SQLite's cached pages have the old bytes in their gaps, too.
+                self._db.execute("PRAGMA shrink_memory")
                 return
         raise StoreError(
-            f"what was deleted cannot be erased from {self._path}: it changes meanwhile."
+            f"what was deleted cannot be erased from {self._path}: it is changed meanwhile."
         )
 
     def close(self) -> None:
@@ -115,8 +115,9 @@ class Eraser:
             )
 
     def _fill_gaps(self) -> None:
-        """Write zeros over the free space inside of pages; nobody ever reads what is there."""
-        if self._file is None:  # kept open: closing it would drop SQLite's locks on the file
+        """Write zeros over the free space inside pages, which SQLite never reads."""
+        # The file is kept open, because closing it would drop SQLite's locks on it.
+        if self._file is None:
             self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         gaps = list(_gaps(self._file))
         for gap in gaps:
@@ -133,7 +134,8 @@ def _gaps(file: int) -> Iterator[_Gap]:
     page_bytes = 1 << 16 if page_bytes == 1 else page_bytes
     usable = page_bytes - header[20]
     n_pages = os.fstat(file).st_size // page_bytes
-    if any(header[52:56]) or n_pages > _MOST_PAGES:  # pages of other kinds would look like ours
+    # With auto_vacuum or in very large files, other pages can look like tree pages.
+    if any(header[52:56]) or n_pages > _MOST_PAGES:
         raise StoreError("nothing can be erased from an SQLite file with auto_vacuum; copy it")
     for first in range(0, n_pages, _BLOCK_PAGES):
         block = os.pread(file, _BLOCK_PAGES * page_bytes, first * page_bytes)
@@ -145,7 +147,10 @@ def _gaps(file: int) -> Iterator[_Gap]:
 
 
 def _gap(page: bytes, at: int) -> tuple[int, int]:
-    """Where the free space between a b-tree page's cell pointers and its cells is; or nowhere."""
+    """Return start and end of the free space between a b-tree page's cell pointers and its cells.
+
+    Return (0, 0) for other pages.
+    """
     header_bytes = _TREE_PAGES.get(page[at])
     if header_bytes is None:
         return 0, 0

@@ -1,4 +1,4 @@
-"""One process a store: the lock, who has it, and who reads a database in it."""
+"""Lock that admits one process to a store, with the names of its holder and of database readers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _GLANCE_S = 0.5
 _STEP_S = 0.005
 _LOCKS = Path("/proc/locks")
 _READ_MARKS = range(120, 128)
-"""Bytes of an SQLite ``-shm`` file that are locked while a transaction runs; 128: while open."""
+"""Bytes of an SQLite ``-shm`` file locked during a transaction; byte 128 is locked while open.
+"""
 
 
 def lock(path: Path, files: PrivateFiles) -> int:
-    """Take the store for this process; a descriptor for ``unlock``.
+    """Lock the store for this process; return a descriptor for ``unlock``.
 
-    The lock is the kernel's: it ends with its process, however that ends. Whoever asks ``user``
-    has it for some microseconds, so it is tried for a moment.
+    The kernel holds the lock, so it ends with the process, however that ends. ``user`` takes the
+    lock for some microseconds, so this function retries for a moment.
 
     Args:
         path: The lock file in the store's directory.
-        files: How such a store opens its files.
+        files: Rules for opening the store's files.
 
     Raises:
-        StoreError: Somebody has it; the message says who.
+        StoreError: Another process holds the lock; the message names it.
     """
     fd = files.open(path, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + _GLANCE_S
@@ -50,7 +51,7 @@ def lock(path: Path, files: PrivateFiles) -> int:
 
 
 def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Whether this descriptor of the lock file holds the lock now."""
+    """Try to lock this descriptor of the lock file; return whether it holds the lock now."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError:
@@ -59,14 +60,17 @@ def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Let go, leaving no name behind; a child that has the descriptor, too, does not keep it."""
+    """Release the lock, and erase the holder's name from the lock file.
+
+    The lock ends even if a child process inherited the descriptor.
+    """
     _write(fd, b"")
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def holder(fd: int) -> str:
-    """Who says to hold the lock, from the file; nothing in it is believed further than that."""
+    """Return the process that the lock file names; the untrusted text is only displayed."""
     try:
         text = os.pread(fd, _MOST_BYTES, 0).decode(errors="replace")
     except OSError:
@@ -85,10 +89,10 @@ def _shown(pid: int, command: str) -> str:
 
 
 def user(path: Path, files: PrivateFiles) -> str | None:
-    """Who has the store at this moment, or None.
+    """Return the process that holds the store now, or None.
 
     Raises:
-        StoreError: The lock file is something else than a file.
+        StoreError: The lock file is not a regular file.
     """
     if not os.path.lexists(path):
         return None
@@ -102,7 +106,7 @@ def user(path: Path, files: PrivateFiles) -> str | None:
 def readers(database: Path) -> list[str]:
     """Return the processes that are in a transaction on an SQLite database in WAL mode.
 
-    The kernel's list of locks says so; processes in other containers are not on it.
+    They are found in the kernel's list of locks, which lacks processes in other containers.
     """
     try:
         inode = database.with_name(database.name + "-shm").stat().st_ino
@@ -115,7 +119,7 @@ def readers(database: Path) -> list[str]:
 
 
 def _posix_lock(line: str) -> tuple[int, int, int]:
-    """Process, inode and first byte of a line of /proc/locks; zeros if it is of another kind."""
+    """Return process, inode and first byte of a line of /proc/locks; zeros for other lock types."""
     words = line.split()
     if len(words) != 8 or words[1] != "POSIX" or not words[4].isdigit():
         return 0, 0, 0
@@ -133,7 +137,7 @@ def _named(pid: int) -> str:
 
 
 def _write(fd: int, text: bytes) -> None:
-    """Only for whoever is refused, so a full disk is no reason to give up."""
+    """Write the holder's name for others' messages; ignore errors such as a full disk."""
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, text[:_MOST_BYTES], 0)

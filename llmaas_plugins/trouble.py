@@ -1,4 +1,4 @@
-"""A failure that may come back with every call, such as a full disk: told once, then counted."""
+"""Report a failure that may recur with every call, such as a full disk: log it once, then count."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ __all__ = ["Trouble"]
 
 
 class Trouble:
-    """One thing that can go wrong again and again.
+    """One kind of failure that may recur.
 
     Attributes:
-        n_failures: How often it failed since it worked last.
+        n_failures: Number of failures since the last success.
     """
 
     def __init__(self, log: logging.Logger, level: int = logging.ERROR) -> None:
-        """Log at ``level`` when it begins, and that it is over as information."""
+        """Log the first failure at ``level``, and the recovery as information."""
         self._log, self._level = log, level
         self.n_failures = 0
 
     def failed(self, message: str, *values: object, error: BaseException | None = None) -> None:
-        """Count a failure; tell the first one since it worked last, with the error's traceback."""
+        """Count a failure; log the first one since the last success, with the error's traceback."""
         self.n_failures += 1
         if self.n_failures == 1:
             told = f"{message}; until it works again, the next failures are only counted"
             self._log.log(self._level, told, *values, exc_info=error)
 
     def worked(self) -> None:
-        """Note that it worked: the next failure is told."""
+        """Record a success, so that the next failure is logged."""
         if self.n_failures > 1:
             self._log.info("it works again, after %d failures", self.n_failures)
         self.n_failures = 0

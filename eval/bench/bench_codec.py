@@ -1,4 +1,4 @@
-"""The codecs alone, one core, against the engine's f16 bytes."""
+"""Speed of the codecs alone on one core, compared with a copy of the engine's F16 bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def kernels(request):
 
 @pytest.fixture(params=[False, True], ids=["flash", "no-flash"])
 def geometry(request):
-    """16 layers, 8 KV heads of 64; V is transposed without flash attention."""
+    """Return the geometry of 16 layers with 8 KV heads of width 64.
+
+    Without flash attention, V is transposed.
+    """
     return KVGeometry(16, request.param, 1, 1, (1024,) * 16, (1024,) * 16)
 
 
@@ -42,7 +45,7 @@ CODECS = {
 
 @pytest.fixture(params=CODECS)
 def codec(request):
-    """The codec, and the bits it keeps."""
+    """Return the codec and the number of bits that it keeps."""
     return CODECS[request.param]
 
 
@@ -64,7 +67,7 @@ def bench_encode(benchmark, kernels, geometry, codec):
 
 
 def measure(benchmark, geometry, code):
-    """GB/s of f16, against a plain copy of as much memory in the same rounds."""
+    """Measure GB/s of F16 bytes, against a plain copy of the same bytes in the same rounds."""
     source = normal_blob(geometry)
     copy = np.empty_like(source)
     compare(benchmark, code, lambda: np.copyto(copy, source), rounds=ROUNDS)

@@ -1,7 +1,7 @@
-"""Sampled attention densities: how well they order chunks, and what they cost.
+"""Quality and cost of sampled attention densities, which order chunks by importance.
 
-Texts are the packaged conversations, or those of ``LLMAAS_BENCH_TEXTS``: a text file, a chat
-export, or a folder of such files.
+The texts are the packaged conversations, or the texts that ``LLMAAS_BENCH_TEXTS`` names: a text
+file, a chat export, or a folder of such files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.models import reference_model_path
 
 N_CONTEXTS = 40
-TEXT_CHARACTERS = 20_000  # of each file
+TEXT_CHARACTERS = 20_000  # most characters read from a file
 LENGTHS = {"short": (100, 200), "long": (400, 1000)}
 TURN, ANSWER = (20, 120), 15
 STEPS = ((1, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 2), (8, 2), (1, 4))
@@ -33,7 +33,7 @@ N_PREFILL = 512
 
 
 class Native:
-    """A native plugin of the benchmark's own."""
+    """Plugin that keeps the native context."""
 
     def __init__(self):
         self.context = None
@@ -46,10 +46,11 @@ class Native:
 @pytest.mark.parametrize("turns", [False, True], ids=["at once", "in turns"])
 @pytest.mark.parametrize("length", LENGTHS)
 def bench_order(benchmark, length, turns):
-    """Spearman's rank correlation of sampled and exact densities of 16-token chunks.
+    """Measure Spearman's rank correlation of sampled and exact densities of 16-token chunks.
 
-    Over all chunks of all contexts, since levels are chosen among those; and the median and the
-    worst of single contexts' own.
+    The first figure is over all chunks of all contexts, because the plugin chooses compression
+    levels among all of them. The figures in parentheses are the median and the lowest correlation
+    within single contexts.
     """
     from llama_cpp import Llama
 
@@ -78,7 +79,10 @@ def bench_order(benchmark, length, turns):
 @pytest.mark.parametrize("what", ["prefill", "generate"])
 @pytest.mark.parametrize("size", ["200m", "1b"])
 def bench_cost(request, benchmark, size, what, row_step):
-    """512 tokens at once, or 8 one by one behind them, against the same context without a tap."""
+    """Compare a context with a density tap with the same context without one.
+
+    The work is 512 tokens at once, or 8 tokens one by one after 512.
+    """
     plugin = Native()
     with contextlib.ExitStack() as stack:
         stack.enter_context(activate({"on_error": "raise"}, {"bench": plugin}))
@@ -106,7 +110,7 @@ def bench_cost(request, benchmark, size, what, row_step):
 
 
 def texts(llama):
-    """Tokens of each text."""
+    """Return the tokens of each text."""
     named = os.environ.get("LLMAAS_BENCH_TEXTS")
     if named is None:
         return conversation_texts(llama, 1 << 20)
@@ -123,7 +127,10 @@ def read(path):
 
 
 def cut(texts, lengths, generator):
-    """Contexts of random lengths from the texts, as many from each."""
+    """Cut up to ``N_CONTEXTS`` contexts of random lengths, equally many from each text.
+
+    If there are more texts than contexts, cut them from all texts concatenated.
+    """
     stream = np.concatenate(texts) if len(texts) > N_CONTEXTS else None
     sources = [stream] if stream is not None else texts
     contexts = []
@@ -137,7 +144,7 @@ def cut(texts, lengths, generator):
 
 
 def densities(llama, taps, tokens, turns, generator):
-    """Densities of whole chunks, shape ``(n_taps, n_chunks)``, once the tokens are evaluated."""
+    """Evaluate the tokens; return densities of whole chunks, shape ``(n_taps, n_chunks)``."""
     llama.reset()
     llama._ctx.kv_cache_clear()
     for tap in taps:

@@ -1,8 +1,8 @@
-"""Levels of an elastic model: what they take, what changing them takes, and their memory.
+"""Levels of an elastic model: their speed, the time to change the level, and their memory.
 
-*Block time* is what is left of a batch's time without what no level narrows: K and V projections,
-norms, embeddings and the output matrix. That is measured as a level of its own, of which no query
-head and no neuron is in use, so neither is attention.
+*Block time* is a batch's time minus the parts that no level narrows: K and V projections, norms,
+embeddings and the output matrix. Those parts are measured as an extra level without any query head
+or neuron, hence without attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ COPIED = 0.6
 
 @pytest.fixture(scope="module")
 def model(model_1b):
-    """Prepared, with the widths of the paper; random weights are as good in any order."""
+    """Prepare the model with the paper's widths and random scores.
+
+    With random weights, one order of the units is as good as another.
+    """
     path = model_1b.with_stem(f"{model_1b.stem}-elastic")
     blocks, rng = blocks_of(model_1b), np.random.default_rng(0)
     scores = Scores(
@@ -52,7 +55,7 @@ def model(model_1b):
 
 @pytest.fixture(scope="module")
 def variant(model):
-    """The nine levels, and nothing."""
+    """Return a variant with the nine levels and, last, a level without any unit."""
     nine = variants(model, LEVELS)["uniform"]
     nothing = without_layers(nine.blocks, range(nine.blocks.n_layers))
     return replace(nine, levels=[*nine.levels, nothing])
@@ -66,7 +69,7 @@ def on(n_threads):
 
 
 def prepared(context, what):
-    """A function that evaluates, and one that puts things back before it."""
+    """Return a function that evaluates tokens, and one that restores the state before it."""
     if what == "token":
         context.clear()
         context.prefill(DEPTH)
@@ -81,7 +84,7 @@ def claiming(stack):
 
 
 def opened(stack, claimer, variant, n_threads):
-    """A context, and what has its level."""
+    """Open a context of the variant; return it and its native context, which sets the level."""
     claimer.claims = variant.claims()
     model = stack.enter_context(loaded(variant.path))
     return stack.enter_context(batches(model, on(n_threads))), claimer.contexts[-1]
@@ -95,9 +98,10 @@ def seconds_of(run, before):
 
 
 def two_of_each(benchmark, theirs, ours, rounds):
-    """Compare two of ours with two of theirs: who is opened first, or last, may lie better.
+    """Compare two contexts of ours with two of theirs, because memory layout affects speed.
 
-    Each step is what is timed, and what puts things back before it.
+    The layout depends on the order in which contexts are opened. A step is a pair: the function to
+    time, and the function that restores the state before it.
     """
     steps, taken = [theirs[0], *ours, theirs[1]], []
 
@@ -122,7 +126,7 @@ def two_of_each(benchmark, theirs, ours, rounds):
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("what", ["token", 512])
 def bench_full_level(benchmark, model, what, n_threads):
-    """Level 100 % against vanilla's default build."""
+    """Compare the speed at level 100 % with vanilla's default build."""
     with contextlib.ExitStack() as stack:
         vanilla, ours = [], []
         for sides in (vanilla, vanilla, ours, ours):
@@ -136,7 +140,10 @@ def bench_full_level(benchmark, model, what, n_threads):
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("what", ["token", 32, 64, 128, 256, 512])
 def bench_levels(benchmark, variant, what, n_threads):
-    """Four tokens behind 512, or a prompt, by level (Fig 2); block time over the full level's."""
+    """Measure four tokens after 512, or a prompt, by level (Fig 2).
+
+    Block times are shares of the full level's block time.
+    """
     with contextlib.ExitStack() as stack:
         context, native = opened(stack, claiming(stack), variant, n_threads)
         run, before = prepared(context, what)
@@ -169,7 +176,7 @@ def bench_levels(benchmark, variant, what, n_threads):
 
 @pytest.mark.parametrize("what", ["token", 256])
 def bench_biases(benchmark, variant, what):
-    """Level 50 % with biases that compensate for what is left out, against without."""
+    """Compare level 50 % with and without biases that compensate for omitted units."""
     shape = len(variant.levels), variant.blocks.n_embd
     biases = {
         f"blk.{layer}.{matrix}.weight": np.ones(shape, np.float32)
@@ -187,7 +194,7 @@ def bench_biases(benchmark, variant, what):
 
 
 class Switches:
-    """Changes the level of requests, and notes how long it is until the decode."""
+    """An app that changes the level of its requests and records the time until the decode."""
 
     def __init__(self, stack, model):
         config = {"on_error": "raise", "plugins": {"elastic": {}}}
@@ -204,12 +211,13 @@ class Switches:
         self._decode_s, self._started = step.seconds, time.perf_counter() - step.seconds
 
     def request(self, level):
-        """A request whose prompt is there but for its last token.
+        """Run a request of which all but the last token is already in the context.
 
         Returns:
-            Seconds from before the level is set until the decode begins, and of that.
+            Seconds from just before the level is set to the start of the decode, and seconds of
+            the decode.
         """
-        self._tokens[-1] ^= 1  # a prompt that was just read is not read again
+        self._tokens[-1] ^= 1  # ``Llama`` does not evaluate the same prompt again
         before = time.perf_counter()
         with elastic.level(level):
             generator = self._llama.generate(self._tokens, temp=0.0)
@@ -219,11 +227,11 @@ class Switches:
 
 
 def bench_switching(benchmark, model):
-    """All from the call that sets a level until the next decode begins, and that decode.
+    """Measure the time from setting a level to the next decode's start, and that decode.
 
-    Levels are drawn by chance. In each round there is a request at the level of the one before,
-    which meets what pytest-benchmark did in between and does not count; one that switches, and one
-    more at that level.
+    Levels are random. Each round has three requests. The first keeps the previous level and does
+    not count, as it absorbs side effects of pytest-benchmark. The second switches the level. The
+    third keeps the new level.
     """
     rng, levels = np.random.default_rng(0), [1.0]
     with contextlib.ExitStack() as stack:
@@ -245,10 +253,10 @@ def bench_switching(benchmark, model):
 
 
 def bench_copying(benchmark, model):
-    """What others do to switch to 60 % (Fig 16b).
+    """Measure other ways to switch to 60 % (Fig 16b).
 
-    They copy its units from where they lie without reordering, in one thread; or load a file that
-    has no others, up to a context on it.
+    One way copies the units from their places in a model without reordering, in one thread. The
+    other loads a model file with only these units and creates a context.
     """
     widths = even_widths(blocks_of(model), COPIED)
     taken = {"copy": [], "load, page cache": [], "load, dropped cache": []}
@@ -271,7 +279,7 @@ def bench_copying(benchmark, model):
 
 
 class Gather:
-    """Copies as many units as these widths have, lying anywhere, to where they are contiguous."""
+    """Copy of a width's units from random places of a model to contiguous memory."""
 
     def __init__(self, model, widths):
         blocks = blocks_of(model)
@@ -305,7 +313,10 @@ def load(path):
 
 
 def bench_memory(benchmark, model):
-    """Peak memory of a process with all nine levels, one way or the other (Fig 16a)."""
+    """Measure the peak memory of a process with all nine levels (Fig 16a).
+
+    One process has one model with levels; another has one model file per level.
+    """
     blocks, taken = blocks_of(model), []
 
     def one_round():

@@ -1,6 +1,6 @@
-"""What the hook point in the engine costs: against vanilla's default build, on one loaded model.
+"""Cost of the engine's hook point, compared with vanilla's default build on one loaded model.
 
-Both contexts share the model's weights, and take turns batch by batch.
+Both contexts share the model's weights and take turns batch by batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from llmaas_plugins import activate
 from llmaas_plugins.demo.interval import median_interval
 
 ROUNDS = 30
-# What is timed, and the node just before it.
+# Timed nodes, each with the node just before it.
 NODES = {
     "ffn_up": "ffn_gate",
     "ffn_gate": "ffn_norm",
     "ffn_out": "ffn_swiglu",
     "attn_out": "kqv_out",
-    "ffn_inp": "attn_out",  # adds two rows: next to nothing but what stopping costs
+    "ffn_inp": "attn_out",  # adds two rows: its time is almost only the cost of the stops
 }
 PARTS = {
     "all": ("ffn_gate", "ffn_up", "ffn_out", "attn_out"),
@@ -38,7 +38,7 @@ RATIOS = (0.25, 0.5, 0.75)
 
 
 class Native:
-    """A native plugin of the benchmark's own."""
+    """Plugin that claims weights and keeps the native context."""
 
     def __init__(self, claims=()):
         self.claims = list(claims)
@@ -55,7 +55,7 @@ class Native:
 
 @pytest.fixture(params=["200m", "1b"])
 def pair(request):
-    """A vanilla context and a native one."""
+    """Open a vanilla context and a native one on the same model."""
     plugin = Native()
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(loaded(request.getfixturevalue(f"model_{request.param}")))
@@ -79,7 +79,7 @@ def clear_both(vanilla, native):
 
 @pytest.mark.parametrize("what", ["prefill", "generate"])
 def bench_pass_through(pair, benchmark, what):
-    """512 tokens at once, or 8 one by one, with nothing claimed nor tapped."""
+    """Compare 512 tokens at once, or 8 one by one, with no weight claimed and no tap open."""
     vanilla, native, _ = pair
     clear = clear_both(vanilla, native)
     compare(benchmark, step(native, what), step(vanilla, what), before=clear, rounds=ROUNDS)
@@ -90,9 +90,10 @@ def bench_pass_through(pair, benchmark, what):
     [("prefill", "ffn_input"), ("generate", "ffn_input"), ("generate", "final_norm")],
 )
 def bench_hidden_states(pair, benchmark, what, states):
-    """The states of every output, captured: against the same context when nobody captures.
+    """Compare a context that captures the hidden states of all outputs with itself without capture.
 
-    Two contexts differ by a per cent or two by where their memory lies; this costs less than that.
+    Two contexts differ in speed by 1 to 2 % because of their memory layout, and capturing costs
+    less than that; so both sides use the same context.
     """
     _, native, context = pair
     run = step(native, what)
@@ -113,12 +114,10 @@ def bench_hidden_states(pair, benchmark, what, states):
 @pytest.mark.parametrize("what", ["prefill", "generate"])
 @pytest.mark.parametrize("weights", ["q4_0", "q4_k"])
 def bench_parts(request, benchmark, weights, what, source):
-    """Row prefixes of gate and up, column prefixes of down and attention output, inside the model.
+    """Measure products with row prefixes of gate and up, and column prefixes of down and output.
 
-    128 tokens at once, or 8 one by one.
-
-    Figures are the sliced products' times as shares of vanilla's, by part and ratio, less what the
-    stops around them cost.
+    The products run inside the model, for 128 tokens at once or 8 one by one. Figures are their
+    times as shares of vanilla's, by part and ratio, without the cost of the timer's stops.
     """
     plugin, timer = Native(claims(source)), NodeTimer(NODES)
     path = request.getfixturevalue("model_1b" if weights == "q4_0" else "model_1b_q4_k")
@@ -149,7 +148,10 @@ def bench_parts(request, benchmark, weights, what, source):
 
 
 def claims(source):
-    """1 B shape: 2,048 wide, 8,192 in the feed-forward block. Level 0 is all of it."""
+    """Return claims for the 1 B shape, with a level for all of each weight and one per ratio.
+
+    The model's width is 2,048, its feed-forward width 8,192. Level 0 is all of each weight.
+    """
     wide, narrow = ([round(n * ratio) for ratio in RATIOS] for n in (8192, 2048))
     return [
         WeightClaim(r"blk\.\d+\.ffn_(gate|up)\.weight", source, rows=(None, *wide)),
@@ -159,7 +161,7 @@ def claims(source):
 
 
 def shares(rounds):
-    """Each level's time as a share of vanilla's in the same round: median and 95 % interval."""
+    """Return each level's time over vanilla's in the same round: median and 95 % interval."""
     figures = {}
     for part, nodes in PARTS.items():
         seconds = np.array([[net(one, nodes) for one in each] for each in rounds])
@@ -172,5 +174,5 @@ def shares(rounds):
 
 
 def net(seconds, nodes):
-    """Seconds of ``nodes`` without their stops."""
+    """Return the seconds of ``nodes`` without the cost of their stops."""
     return sum(seconds[node] - seconds["ffn_inp"] for node in nodes)

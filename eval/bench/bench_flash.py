@@ -1,8 +1,9 @@
-"""Models larger than memory: ours against vanilla's best, both in a memory cgroup of the budget.
+"""Models larger than memory: ours against vanilla's best setting, each in a memory cgroup.
 
-The budget is the whole process's, page cache included, and is given as a share of the model file's
-size. What bounds us is reading what does not fit, so the disk's rate is measured in turn with both:
-the *floor* of a token is the longer of computing it and reading that.
+The budget limits the whole process with its page cache; it is a share of the model file's size. Our
+speed is bounded by reading the weights that do not fit, so the disk's rate is measured in every
+round. The *floor* of a token is the longer of two times: computing the token with all memory, and
+reading those weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not can_limit_memory(), reason="no writable cgro
 
 
 def packed(model):
-    """The packed file of a model; beside it."""
+    """Return the path of a model's packed file, next to the model; write it if necessary."""
     path, tensors = packed_path(model), model_tensors(model)
     if not path.exists() or packed_problem(path, model, tensors):
         list(write_packed(model, path, tensors, repack))
@@ -49,9 +50,12 @@ def model(request):
 
 @contextlib.contextmanager
 def limited(model, share, tables, **settings):
-    """Apps in groups of their own, by name: of vanilla (None), or with these settings of ours."""
+    """Open apps by name, each in its own memory group, and yield them with the budget in bytes.
+
+    An app runs vanilla if its table is None, else ``flash_weights`` with the table's settings.
+    """
     budget = int(share * model.stat().st_size) // MIB * MIB
-    drop_pages(model)  # they are charged to whoever reads them first
+    drop_pages(model)  # a page counts for the group that reads it first
     with contextlib.ExitStack() as stack:
         apps = {}
         for name, table in tables.items():
@@ -60,7 +64,8 @@ def limited(model, share, tables, **settings):
             own = {"memory_budget": budget, "arena": "16 MiB"}
             plugins = {"flash_weights": own | table} if table is not None else None
             config = {"on_error": "raise", "plugins": plugins} if plugins else None
-            # repacked weights are no pages of the file: without memory for all vanilla is killed
+            # Repacked weights are not pages of the file, so they cannot be reclaimed. With less
+            # memory than they need, vanilla would be killed.
             repacks = bool(plugins) or share > 1
             app = LimitedApp(model, group, config, SETTINGS | settings, repacks=repacks)
             apps[name] = stack.enter_context(app)
@@ -69,14 +74,14 @@ def limited(model, share, tables, **settings):
 
 @contextlib.contextmanager
 def both(model, share, **settings):
-    """Ours and vanilla; and the budget."""
+    """Open an app of ours and a vanilla app; yield both and the budget in bytes."""
     with limited(model, share, {"ours": {}, "vanilla": None}, **settings) as (apps, budget):
         yield *apps.values(), budget
 
 
 @pytest.fixture(scope="module")
 def compute_s(model):
-    """Seconds a token of stock llama.cpp that has all the memory it wants."""
+    """Return seconds per token of stock llama.cpp without a memory limit."""
     with memory_group() as group, LimitedApp(model, group, None, SETTINGS) as app:
         app.generate(N_TOKENS)
         return min(app.generate(N_TOKENS) for _ in range(N_ROUNDS))
@@ -84,9 +89,9 @@ def compute_s(model):
 
 @pytest.mark.parametrize("share", SHARES)
 def bench_exact(benchmark, model, compute_s, share):
-    """Tokens one by one, vanilla and disk in turn."""
+    """Measure tokens one by one; ours, vanilla and the disk's rate are measured in turn."""
     with both(model, share) as (ours, stock, budget):
-        for app in (ours, stock):  # what fits into memory is there afterwards
+        for app in (ours, stock):  # warm up: load the weights that fit into memory
             for _ in range(2):
                 app.generate(N_TOKENS)
         before, taken = ours.report()["models"], []
@@ -128,8 +133,11 @@ def bench_exact(benchmark, model, compute_s, share):
 
 
 def bench_fits(benchmark, model_1b):
-    """A model that fits is left alone. Processes that are alike differ: two of each, and the first,
-    which is the slowest whatever it runs, is not counted."""
+    """Compare both on a model that fits into memory, which the plugin leaves alone.
+
+    Equal processes differ in speed, so there are two of each. A further process is opened first and
+    not counted, because the first is always the slowest.
+    """
     names = "ours", "vanilla", "vanilla again", "ours again"
     tables = {"first": None} | {name: {} if "ours" in name else None for name in names}
     with limited(model_1b, 1.6, tables) as (apps, _):
@@ -165,7 +173,10 @@ def _per_token(before, after, name, rounds):
 
 @pytest.mark.parametrize("share", [0.65])
 def bench_drafted(benchmark, model_1b, share):
-    """Drafts of four tokens, four fifths of them right: a pass reads what one token would."""
+    """Measure drafts of four tokens, each correct with probability 0.8.
+
+    One pass over a draft reads the same weights as one token.
+    """
     packed(model_1b)
     with both(model_1b, share, logits_all=True) as (ours, stock, _):
         taken = []
@@ -187,14 +198,17 @@ def bench_drafted(benchmark, model_1b, share):
 
 @pytest.fixture(params=["random", "local"], scope="module")
 def sparse_model(request):
-    """Without channels that are busier than others, and with as many as a trained model has."""
+    """Return a model with equally active channels, or one whose activity differs as in training.
+
+    ``local`` is the model of ``model_1b_local``.
+    """
     names = {"random": "model_1b", "local": "model_1b_local"}
     return with_channels(request.getfixturevalue(names[request.param]))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def bench_prompt(benchmark, model_1b, share):
-    """Prompts of 384 tokens in batches of 128; vanilla and ours in turn."""
+    """Compare prompts of 384 tokens in batches of 128; vanilla and ours run in turn."""
     packed(model_1b)
     with both(model_1b, share) as (ours, stock, _):
         taken = []
@@ -229,7 +243,10 @@ SPARSE_TABLES = {
 
 @pytest.mark.parametrize("share", [0.6, 1.8])
 def bench_sparse(benchmark, sparse_model, share):
-    """Random tokens at half of the channels, vanilla and exact beside; 1.8 has all in memory."""
+    """Measure random tokens with half of the channels, compared with vanilla and exact mode.
+
+    At share 1.8, all weights are in memory.
+    """
     with limited(sparse_model, share, SPARSE_TABLES) as (apps, budget):
         in_turns(benchmark, apps, budget)
 
@@ -237,7 +254,7 @@ def bench_sparse(benchmark, sparse_model, share):
 @pytest.mark.parametrize("sparsity", [0.5, 0.6, 0.7, 0.8])
 @pytest.mark.parametrize("share", [0.6, 1.8])
 def bench_sparsity(benchmark, model_1b_local, share, sparsity):
-    """How fast tokens are in how much memory, by what they leave out (Fig 14)."""
+    """Measure the speed of tokens by memory and by share of omitted channels (Fig 14)."""
     with_channels(model_1b_local)
     table = {"mode": "sparse", "sparsity": sparsity}
     tables = {"vanilla": None, "sparse": table, "busiest": table | {"cache": "busiest"}}
@@ -268,11 +285,11 @@ LEVERS = {
         "all of the paper's": ON_DEMAND | {"cache": "layer", "preload": True, "selection": "top_k"},
     },
 }
-"""What each lever does alone, and with those it needs (Fig 16, Fig 17)."""
+"""Settings of each option alone, or with the options that it needs, by name (Figs 16, 17)."""
 
 
 def bench_levers(benchmark, model_1b_local):
-    """Each lever of the sparse mode alone, in 60 % of the model."""
+    """Measure each option of the sparse mode with memory for 60 % of the model."""
     with contextlib.ExitStack() as stack:
         apps = {}
         for name, tables in LEVERS.items():
@@ -284,7 +301,10 @@ def bench_levers(benchmark, model_1b_local):
 
 
 def with_channels(model, group_layers=1):
-    """A model whose channel file has so many layers side by side; a link to it if several."""
+    """Return a model whose channel file groups ``group_layers`` layers; write the file if needed.
+
+    For more than one layer, the returned path is a hard link to the model.
+    """
     path = model
     if group_layers > 1:
         path = model.with_stem(f"{model.stem}-{group_layers}-layers")
@@ -298,7 +318,7 @@ def with_channels(model, group_layers=1):
 
 
 def in_turns(benchmark, apps, budget):
-    """Tokens of all apps in turn; vanilla has no report."""
+    """Measure tokens of all apps in turn, with the plugin's statistics for apps of ours."""
     for app in apps.values():
         app.read(24)
     before, taken = {name: _models(name, app) for name, app in apps.items()}, []

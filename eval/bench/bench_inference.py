@@ -1,11 +1,13 @@
-"""What ``kv_chunks`` costs an app that never switches: generating and chatting, beside vanilla.
+"""Cost of ``kv_chunks`` for an app that never switches contexts: generating and chatting.
 
-The plugin is on with its defaults: attention is looked at, what is new is saved behind each reply,
-loads may recompute. Vanilla is stock llama-cpp-python in a process without the suite. Both do the
-same work in turn, alternating which goes first. Where a process's memory happens to lie is worth a
-per cent or two for as long as it lives, so there are several pairs of processes: each gives the
-median of its rounds, and figures are medians of those with their 95 % interval: tokens a second
-(those of replies, for conversations) and how many times vanilla's that is.
+The plugin has its defaults: it samples attention, saves new chunks after each reply, and may
+recompute chunks while it loads others. Vanilla is stock llama-cpp-python in a process without the
+suite. Both do the same work in turn, alternating which goes first.
+
+A process's memory layout changes its speed by 1 to 2 % for its whole life. So there are several
+pairs of processes, and each gives the median of its rounds. The figures are medians over the pairs:
+tokens per second (for conversations: reply tokens), and the ratio to vanilla with its 95 %
+interval.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ PARTS = ("prefill", "decode", "chat")
 
 @pytest.mark.parametrize("model", N_ROUNDS)
 def bench_app(request, benchmark, bench_dir, model):
-    """Tokens a second of prompts and replies, whole conversations, and the processes' peaks."""
+    """Measure tokens per second of prompts, replies and conversations, and peak memory."""
     path, lives = request.getfixturevalue(model), []
 
     def life():
@@ -44,7 +46,10 @@ def bench_app(request, benchmark, bench_dir, model):
 
 
 def pair(path, folder, n_rounds, life):
-    """Seconds a token of one pair of processes, shape ``(n_rounds, 2, n_parts)``; their peaks."""
+    """Run one pair of processes, ours and vanilla.
+
+    Return seconds per token, shape ``(n_rounds, 2, n_parts)``, and both peaks in bytes.
+    """
     config = {"on_error": "raise", "plugins": {"kv_chunks": {"store": str(folder / "kv")}}}
     with App(path, LENGTHS, config) as ours, App(path, LENGTHS, None) as vanilla:
         apps, taken = [ours, vanilla], []
@@ -57,7 +62,10 @@ def pair(path, folder, n_rounds, life):
 
 
 def token_seconds(taken):
-    """Of prompts, of tokens one by one, and of replies with all that conversations take."""
+    """Return seconds per token of the parts prefill, decode and chat.
+
+    Chat is the time of whole conversations per reply token.
+    """
     return (
         taken.prefill_s / LENGTHS.n_prompt,
         taken.decode_s / LENGTHS.n_tokens,
@@ -66,7 +74,7 @@ def token_seconds(taken):
 
 
 def figures(seconds):
-    """From the lives' medians, shape ``(n_lives, 2, n_parts)``."""
+    """Return the figures from the pairs' medians, shape ``(n_lives, 2, n_parts)``."""
     found = {}
     for i, part in enumerate(PARTS):
         ours, vanilla = seconds[:, :, i].T

@@ -1,12 +1,12 @@
-"""What mixing costs: tokens a second of a 1 B-shape model by the size of the datastore (Figs 4, 7).
+"""Cost of mixing: speed of a 1 B-shape model by the size of the datastore (Figs 4, 7).
 
-1e5 pairs is what is selected, 4e5 a user's full datastore.
+1e5 pairs is the size of a selection, 4e5 that of a user's full datastore.
 
-Ours is the plugin with 128 directions, 100 neighbours and *every* token searched: a model of random
-weights is never sure, and without looking back the datastore is always trusted. Looking back, as by
-default, a prompt is judged by 64 searches, and the datastore, of noise, is not trusted after that.
-Vanilla is stock llama-cpp-python in a process without the suite. Both generate in turn; figures are
-over several pairs of processes.
+Ours is the plugin with 128 directions and 100 neighbors. With ``look_back`` 0 it searches for
+*every* token, because a random-weight model is never sure and the datastore is always trusted. With
+the default ``look_back``, 64 searches judge the prompt. This datastore is noise, so it is not
+trusted after them. Vanilla is stock llama-cpp-python in a process without the suite. Both generate
+in turn; the figures are over several pairs of processes.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def store(model_1b, bench_dir, request):
 
 
 def write_store(path, model, n_pairs):
-    """A datastore of clustered keys as wide as the model's, and of its tokens."""
+    """Write a datastore of clustered keys of the model's width, and of random tokens."""
     from llama_cpp import Llama
 
     llama = Llama(str(model), n_ctx=64, verbose=False)
     name, n_embd, n_vocab = fingerprint(llama), llama.n_embd(), llama.n_vocab()
     llama.close()
     rng = np.random.default_rng(0)
-    spread = (1 + np.arange(n_embd, dtype=np.float32)) ** -0.8  # as hidden states differ, about
-    centres = rng.standard_normal((N_CLUSTERS, n_embd), dtype=np.float32)
+    spread = (1 + np.arange(n_embd, dtype=np.float32)) ** -0.8  # roughly as in hidden states
+    centers = rng.standard_normal((N_CLUSTERS, n_embd), dtype=np.float32)
     keys = np.empty((n_pairs, n_embd), np.float16)
     for rows in np.array_split(keys, -(-n_pairs // N_A_PART)):
         noise = rng.standard_normal(rows.shape, dtype=np.float32)
-        rows[:] = (centres[rng.integers(0, N_CLUSTERS, len(rows))] + 0.6 * noise) * spread
+        rows[:] = (centers[rng.integers(0, N_CLUSTERS, len(rows))] + 0.6 * noise) * spread
     Datastore.write(
         path,
         fingerprint=name,
@@ -71,7 +71,7 @@ def write_store(path, model, n_pairs):
 
 @pytest.mark.parametrize("look_back", [0, 64])
 def bench_decode(benchmark, model_1b, store, look_back):
-    """The first token, tokens one by one, and what the process takes more of memory."""
+    """Measure the first token, later tokens, and the additional memory of the process."""
     lives, table = [], {"store": str(store), "look_back": look_back}
 
     def life():
@@ -97,7 +97,11 @@ def bench_decode(benchmark, model_1b, store, look_back):
 
 
 def pair(model, table, life):
-    """Seconds of one pair of processes, ``(n_rounds, 2, 2)``; their peaks; tokens mixed."""
+    """Run one pair of processes, ours and vanilla.
+
+    Return seconds of the first and of the later tokens, both peaks in bytes, and the number of
+    mixed tokens. The seconds have shape ``(n_rounds, 2, 2)``; the last axis is the process.
+    """
     config = {"on_error": "raise", "plugins": {"knn_lm": table}}
     with App(model, LENGTHS, config) as ours, App(model, LENGTHS, None) as vanilla:
         apps, taken = [ours, vanilla], []

@@ -1,18 +1,22 @@
-"""Drafts from stored conversations: whole requests with them against stock llama-cpp-python's.
+"""Drafts from stored conversations: whole requests compared with stock llama-cpp-python.
 
-``near`` is about the most they can give: the history is what the model itself says to the same
-prompts, with one token in 50 replaced, so nearly all that is stored comes true. The models' weights
-are random there: only the time is real. (A slight penalty keeps them from talking in circles, which
-any draft model would foretell.) ``user`` is what they do give: the history is 70 % of a user's
-conversations, the prompts are from the rest, and the replies are those of the packaged, trained
-model. Itself it is so small that a batch hardly costs more than a token; so a 1 B-shape model is
-made to say the same, at the costs it has. Models with random weights are made to say every token,
-beside drafts and without, since their ties are many and fall otherwise with each batch size.
+``near`` is about the largest possible gain. The history is the model's own replies to the same
+prompts with one token in 50 replaced, so almost every draft is right. The models have random
+weights; only their speed is realistic. A slight repeat penalty keeps them from loops, which any
+draft model would predict.
 
-Prompt lookup is llama-cpp-python's own draft model with its defaults, in place of ours. All cores
-are given to batches and to single tokens.
+``user`` is a realistic gain. The history is 70 % of a user's conversations, the prompts come from
+the rest, and the replies are those of the packaged, trained model. That model is so small that a
+batch costs hardly more than a token. So a 1 B-shape model is also forced to write the same replies,
+at its own cost.
 
-``LLMAAS_DATA`` names the folder with the users' chat sets, ``chat/sgd_dev.jsonl`` among them.
+Random-weight models are forced to write given tokens both with and without drafts. They have many
+near-ties, which each batch size decides differently.
+
+Prompt lookup is llama-cpp-python's own draft model with its defaults, in place of ours. Batches and
+single tokens use all cores.
+
+``LLMAAS_DATA`` names the folder with the users' chat sets, such as ``chat/sgd_dev.jsonl``.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ N_STORED, N_TALK = 400_000, 400
 
 
 class Speaker:
-    """A model that replies to prompts, greedily or what it is made to say."""
+    """A model that replies to prompts, greedily or with forced tokens; it counts its passes."""
 
     def __init__(self, path, *, penalty=1.0, **settings):
         n_threads = {"n_threads": os.cpu_count(), "n_threads_batch": os.cpu_count()}
@@ -61,7 +65,7 @@ class Speaker:
         self._eval(tokens)
 
     def reply(self, prompt, said=None, n_tokens=N_REPLY):
-        """Tokens after ``prompt``; ``said`` if given."""
+        """Return the reply to ``prompt``; force the tokens ``said`` if given."""
         self.llama.reset()
         self.passes, self.evaluated = self.passes - 1, self.evaluated - len(prompt)
         made = LogitsProcessorList([Made(said)]) if said else None
@@ -74,7 +78,11 @@ class Speaker:
 
 
 class Made:
-    """Leaves a model no choice. (What ``Llama`` shows it of the text includes the drafts.)"""
+    """Logits processor that forces the tokens ``said``.
+
+    Each call takes the next token of ``said``. The text that ``Llama`` passes includes drafts, so
+    its length does not tell the position.
+    """
 
     def __init__(self, said):
         self.said = iter(said)
@@ -86,7 +94,7 @@ class Made:
 
 @contextlib.contextmanager
 def drafting(path, kind, history, **settings):
-    """A speaker with drafts."""
+    """Open a speaker that uses drafts."""
     if kind == "prompt_lookup":
         draft = LlamaPromptLookupDecoding()
         speaker = Speaker(path, draft_model=draft, logits_all=True, **settings)
@@ -99,7 +107,7 @@ def drafting(path, kind, history, **settings):
 
 
 def compare_speakers(benchmark, vanilla, ours, requests):
-    """Time them with the same prompts; how much of what was proposed was kept."""
+    """Time both speakers with the same prompts, and record the share of accepted drafts."""
     replies = {}
     ours.passes = ours.evaluated = 0
 
@@ -154,7 +162,7 @@ def bench_user(request, benchmark, model, user, kind):
 
 
 def conversations(llama, user):
-    """Tokens of a user's history, and of prompts from what came later."""
+    """Return the tokens of a user's history, and prompts from the user's test conversations."""
     folder = Path(os.environ.get("LLMAAS_DATA", "data"))
     try:
         found = split(load(folder, user), "0")
@@ -171,7 +179,7 @@ def n_prompts():
 
 
 def bench_call(benchmark):
-    """What one call takes with 400,000 tokens stored, beside a token's 20 ms."""
+    """Measure one draft call with 400,000 stored tokens, compared with 20 ms for a token."""
     rng = np.random.default_rng(0)
     phrases = rng.integers(0, 32_000, (2000, 8))
     order = np.minimum(rng.zipf(1.3, (N_STORED // N_TALK, N_TALK // 8)), len(phrases)) - 1

@@ -1,7 +1,7 @@
-"""Nearest neighbours among 1e5 keys of 2,048 numbers, on one core: ours, numpy's, faiss's.
+"""Speed of nearest-neighbor search on one core, ours against NumPy and faiss, and its memory.
 
-Two kinds of keys: ``normal`` ones, in which no direction says more than another (so there is no
-basis), and ``clustered`` ones, whose directions differ as those of hidden states do. And memory.
+There are 1e5 keys of 2,048 numbers, of two kinds. In ``normal`` keys all directions have equal
+variance, so a basis does not help. In ``clustered`` keys the variance differs as in hidden states.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _one_core(faiss):
 
 @pytest.fixture(scope="module", params=["normal", "clustered"])
 def keys(request):
-    """All keys, and queries like them, in float32 that float16 can hold."""
+    """Return the kind of keys, the keys, and queries; float32 values that float16 can hold."""
     return request.param, *make_keys(request.param)
 
 
@@ -68,7 +68,7 @@ def make_keys(kind):
 
 
 class Numpy:
-    """What one would write: a product, and a partial sort."""
+    """Exact search as one would write it in NumPy: a matrix product and a partial sort."""
 
     def __init__(self, points):
         self.points, self.sizes = points, np.einsum("ij,ij->i", points, points)
@@ -89,7 +89,7 @@ class Faiss:
 
 
 def faiss_sq8(faiss, points, queries, nearest):
-    """Codes of a byte, refined by as few exact distances as the recall needs."""
+    """Build one-byte codes, with the fewest exact distances that reach the recall."""
     base = faiss.IndexScalarQuantizer(N_EMBD, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_L2)
     index = faiss.IndexRefineFlat(base)
     index.train(points)
@@ -112,7 +112,7 @@ def recall_of(search, queries, nearest):
 
 @contextlib.contextmanager
 def written(points, n_dims):
-    """The datastore's file in main memory or on disk, wherever temporary files are."""
+    """Write the datastore to a temporary file, in memory or on disk depending on the system."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "datastore.knn"
         write(path, points, n_dims)
@@ -136,10 +136,10 @@ def write(path, points, n_dims):
 @pytest.mark.parametrize("form", N_DIMS)
 @pytest.mark.parametrize("rival", ["numpy", "faiss-flat", "faiss-sq8"])
 def bench_search(benchmark, faiss, keys, form, rival):
-    """A search with rescoring from the file, against the rival's, in turn."""
+    """Compare our search, which rescores with keys from the file, with the rival's, in turn."""
     kind, points, queries = keys
     if kind == "normal" and form != "whole":
-        pytest.skip("no direction says more than another")
+        pytest.skip("all directions have equal variance, so a basis does not help")
     exact = Numpy(points)
     nearest = [exact(query) for query in queries]
     search = exact
@@ -165,12 +165,12 @@ def measure(benchmark, ours, rival, queries, nearest):
     figures["recall"] = recall_of(ours, queries, nearest)
     figures["rival_recall"] = recall_of(rival, queries, nearest)
     figures["ratio"] = 1 / figures["speedup"]
-    del figures["peak_rss_mib"]  # of all that is compared
+    del figures["peak_rss_mib"]  # it is the peak of all searches in this process
 
 
 @pytest.mark.parametrize("form", N_DIMS)
 def bench_memory(benchmark, form):
-    """A process that does nothing but open the datastore and search in it."""
+    """Measure the memory of a process that only opens the datastore and searches it."""
     points, queries = make_keys("clustered")
     with written(points, N_DIMS[form]) as path:
         np.save(path.with_suffix(".npy"), queries)

@@ -1,7 +1,7 @@
-"""Selecting 1e5 pairs: Algorithm 1 from ever larger archives, Algorithm 2 by the thousand pairs.
+"""Time to select 1e5 pairs: Algorithm 1 by archive size, Algorithm 2 per 1,000 pairs.
 
-Archives are on disk, keys of 2,048 float16 numbers in clusters, values as frequent as words are.
-They are the largest files of all benchmarks: 1.7 GB for 4e5 pairs, made once.
+The archive is on disk. Its keys are 2,048 float16 numbers in clusters; its values are as frequent
+as words. It is the largest file of all benchmarks (1.7 GB for 4e5 pairs) and is made once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def archive(bench_dir):
 
 
 def fill(archive):
-    """Conversations until there are enough pairs."""
+    """Append conversations until the archive has enough pairs."""
     rng = np.random.default_rng(0)
-    centres = rng.standard_normal((N_VOCAB // 8, N_EMBD), dtype=np.float32)
+    centers = rng.standard_normal((N_VOCAB // 8, N_EMBD), dtype=np.float32)
     spread = 4 * (1 + np.arange(N_EMBD, dtype=np.float32)) ** -0.6
     frequency = 1 / (10 + np.arange(N_VOCAB))
     for i in range(N_FULL[-1] // N_A_CONVERSATION):
@@ -46,7 +46,7 @@ def fill(archive):
         noise = rng.standard_normal((N_A_CONVERSATION, N_EMBD), dtype=np.float32)
         if i < len(archive):
             continue
-        keys = (centres[tokens[1:] // 8] + 0.7 * noise) * spread
+        keys = (centers[tokens[1:] // 8] + 0.7 * noise) * spread
         p_lm = rng.beta(0.5, 1.5, N_A_CONVERSATION).astype(np.float32).clip(1e-5, 1)
         pairs = Pairs(keys.astype(np.float16), tokens[1:].astype(np.int32), p_lm, p_lm)
         positions = np.arange(1, N_A_CONVERSATION + 1, dtype=np.int32)
@@ -55,7 +55,7 @@ def fill(archive):
 
 
 class First:
-    """The first pairs of a source."""
+    """A source's first ``n`` pairs."""
 
     def __init__(self, source, n):
         self.values, self.p_lm, self.n_dims = source.values[:n], source.p_lm[:n], source.n_dims
@@ -64,7 +64,7 @@ class First:
 
 @pytest.mark.parametrize("n_full", N_FULL)
 def bench_offline(benchmark, archive, n_full):
-    """Algorithm 1: 1e5 of ever more pairs."""
+    """Measure Algorithm 1: 1e5 pairs out of ``n_full``."""
     source = source_of(archive, Plan())
     objective = first_objective(source, 0)
     chosen = benchmark.pedantic(
@@ -75,14 +75,14 @@ def bench_offline(benchmark, archive, n_full):
 
 
 def bench_select(benchmark, archive):
-    """The whole of `llmaas datastore select`: basis, selection, fitting, the file."""
+    """Measure all of `llmaas datastore select`: basis, selection, fitting and writing the file."""
     report = benchmark.pedantic(lambda: select(archive, Plan()), rounds=repeats(2))
     assert report.n_pairs == SIZE
     benchmark.extra_info["peak_rss_mib"] = peak_mib()
 
 
 def bench_online(benchmark, archive):
-    """Algorithm 2 over the stream: seconds per 1,000 pairs, the slowest buffer's among them."""
+    """Measure Algorithm 2 over the stream: seconds per 1,000 pairs, mean and slowest buffer."""
     source = source_of(archive, Plan())
     online = Online(source, SIZE, first_objective(source, 0))
     seconds = []

@@ -1,4 +1,4 @@
-"""What the patches add to a decode call when nothing is enabled, and with kv_chunks on."""
+"""Time that the patches add to a decode call, with no plugin enabled and with kv_chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N_PAIRS = 10_000
 
 @pytest.mark.parametrize("plugins", ["none", "kv_chunks"])
 def bench_decode_call(model_tiny, benchmark, plugins, tmp_path):
-    """10,000 single-token decodes each, through the wrapper and through the original, in turn."""
+    """Compare 10,000 one-token decodes through the wrapper and through the original, in turn."""
     import llama_cpp
     from llama_cpp import Llama
 

@@ -1,4 +1,4 @@
-"""What parked cells cost: the time of a token beside them, and the switch itself."""
+"""Cost of parked cells: the time of a token beside them, and the time of a switch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmaas_plugins.kv_chunks.parking import Parking
 from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
 
 N_BLOCK = 1024
-"""Tokens of the context that goes on, and of each of the parked pieces."""
+"""Tokens of the context in use, and of each parked piece."""
 PARKED = (1024, 2048)
 N_ROUNDS, N_TOKENS, N_SWITCHES = 12, 6, 200
 N_SEQUENCES = PARKED_SEQUENCES.start + PARKED[-1] // N_BLOCK + 1
@@ -31,7 +31,10 @@ N_SEQUENCES = PARKED_SEQUENCES.start + PARKED[-1] // N_BLOCK + 1
 
 @dataclass(eq=False)
 class Engine:
-    """One context with spare cells (what ``Parking`` needs of one), driven by the bindings."""
+    """Context with spare cells, driven by llama.cpp's bindings.
+
+    The class has the attributes of an engine that ``Parking`` uses.
+    """
 
     model: int
     ctx: int
@@ -54,7 +57,7 @@ class Engine:
         return time.perf_counter() - started
 
     def save(self, start=0):
-        """The cells of positions ``start`` and more, which are all that is left."""
+        """Remove the cells before position ``start`` and return the state of the others."""
         llama_cpp.llama_memory_seq_rm(self.memory, 0, 0, start)
         blob = np.empty(llama_cpp.llama_state_seq_get_size(self.ctx, 0), dtype=np.uint8)
         llama_cpp.llama_state_seq_get_data(self.ctx, pointer(blob), blob.nbytes, 0)
@@ -65,7 +68,7 @@ class Engine:
         assert n == blob.nbytes
 
     def lay_out(self, blobs, n_parked, *, is_split):
-        """Own cells behind parked ones; if split, half of them before."""
+        """Place own cells after parked ones; if split, place half of them before."""
         whole, second_half = blobs
         llama_cpp.llama_memory_clear(self.memory, False)
         if is_split:
@@ -74,7 +77,7 @@ class Engine:
             self.load(whole, PARKED_SEQUENCES.start + i)
         if is_split:
             llama_cpp.llama_memory_seq_rm(self.memory, 0, N_BLOCK // 2, -1)
-            self.load(whole, N_SEQUENCES - 1)  # takes the cells that were left
+            self.load(whole, N_SEQUENCES - 1)  # occupies the freed cells
             self.load(second_half, 1)
             llama_cpp.llama_memory_seq_cp(self.memory, 1, 0, 0, -1)
             llama_cpp.llama_memory_seq_rm(self.memory, 1, 0, -1)
@@ -82,7 +85,7 @@ class Engine:
             self.load(whole, 0)
 
     def token_ms(self, blobs, n_parked, *, is_narrow=False, is_split=False):
-        """Milliseconds of a token after ``N_BLOCK`` others."""
+        """Return the least milliseconds of a token after ``N_BLOCK`` others."""
         self.native.narrow_attention = is_narrow
         self.lay_out(blobs, n_parked, is_split=is_split)
         seconds = [self.decode(1, N_BLOCK + i) for i in range(N_TOKENS)]
@@ -90,7 +93,7 @@ class Engine:
 
 
 class Listener:
-    """Keeps what plugins see of the newest context."""
+    """Plugin that keeps the newest native context."""
 
     context = None
 
@@ -129,14 +132,14 @@ WAYS = {
     "stock_split": {"is_split": True},
     "narrow_split": {"is_narrow": True, "is_split": True},
 }
-"""Whether attention is narrowed, and whether own cells lie on both sides of the parked ones."""
+"""Options by name: whether attention is narrowed, and whether parked cells split the own ones."""
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("flash", [False, True], ids=["no flash attention", "flash attention"])
 @pytest.mark.parametrize("model", ["reference_model", "model_200m", "model_1b"])
 def bench_token_beside_parked_cells(request, benchmark, model, flash, n_threads):
-    """Rounds over all ways and numbers of parked cells; each against none in the same round."""
+    """Measure all options and numbers of parked cells, each against none in the same round."""
     path = request.getfixturevalue(model)
     with opened(path, PARKED[-1], flash=flash, n_threads=n_threads) as engine:
         engine.decode(N_BLOCK, 0)
@@ -159,7 +162,7 @@ def bench_token_beside_parked_cells(request, benchmark, model, flash, n_threads)
 
 @pytest.mark.parametrize("n_tokens", [256, N_BLOCK])
 def bench_switch(model_200m, benchmark, n_tokens):
-    """Two contexts of equal length that take turns."""
+    """Measure switches between two contexts of equal length."""
     rng = np.random.default_rng(0)
     contexts = [rng.integers(300, 4000, n_tokens).astype(np.int32) for _ in range(2)]
     with opened(model_200m, 2048, flash=True, n_threads=os.cpu_count()) as engine:

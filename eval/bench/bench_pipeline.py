@@ -1,11 +1,15 @@
-"""Eq 4 of LLMS on this machine: a context on disk, brought back by reading, computing, or both.
+"""Eq 4 of LLMS on this machine: restore a context from disk by reading, computing, or both.
 
-Delay until the engine has all cells of a context whose chunks are only on disk. A *cut* is how many
-of its first chunks are computed while the others are read: none is reading alone, all is computing
-alone. The plugin chooses one from what it measured in the loads before. The best one is found by
-trying: some over the whole range, then each one near the best of them; then plan and best take
-turns. Disks are as fast as the block layer lets them be (cgroup v1 blkio, which lets a tenth of a
-second's worth pass at once).
+The figure is the delay until the engine has all cells of a context whose chunks are only on disk. A
+*cut* is the number of first chunks that are computed while the others are read. At cut 0, all
+chunks are read; at the largest cut, all are computed.
+
+The plugin chooses a cut from measurements of earlier loads. The benchmark searches for the best
+cut: first some over the whole range, then each cut near the best of these. Then the plugin's plan
+and the best cut take turns.
+
+The block layer limits the disk's speed (cgroup v1 blkio, which lets a tenth of a second's bytes
+pass at once).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ N_CUTS, N_NEAR, N_TRIES = 12, 5, 2
 
 
 class StoredPrompt(contextlib.ExitStack):
-    """An engine under the plugin, and a store on disk that has a context's chunks."""
+    """An engine with the plugin, and a store on disk that holds a context's chunks."""
 
     def __init__(self, model, n_tokens, folder):
         super().__init__()
@@ -70,7 +74,7 @@ class StoredPrompt(contextlib.ExitStack):
         return self.store.match(self.transfer._root(None), self.tokens).path
 
     def empty(self):
-        """Nothing is in the engine, nothing in RAM."""
+        """Remove the context from the engine and from the RAM tier."""
         self.engine.drop_resident()
         shelf = self.store._shelf
         with shelf.lock:
@@ -79,7 +83,7 @@ class StoredPrompt(contextlib.ExitStack):
                     shelf.reclaim(chunk)
 
     def bring(self):
-        """Let the engine have all cells; what the load says of itself, if there was one."""
+        """Give the engine all cells; return the result of the load, or None without a load."""
         with self.engine.lent():
             loaded = self.transfer.restore(self.tokens, self.tokens[:0], None)
         if loaded is not None:
@@ -90,12 +94,12 @@ class StoredPrompt(contextlib.ExitStack):
         return loaded
 
     def bring_cut(self, cut):
-        """Likewise, with this many of the first chunks computed."""
+        """Give the engine all cells, with the first ``cut`` chunks computed."""
         with self.cut_at(cut):
             self.bring()
 
     def cut_seconds(self, cut):
-        """The least that takes in a few tries."""
+        """Return the least seconds of ``bring_cut`` in a few tries."""
         seconds = []
         for _ in range(N_TRIES):
             self.empty()
@@ -106,7 +110,7 @@ class StoredPrompt(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def cut_at(self, cut):
-        """Let this be the plan."""
+        """Replace the plugin's plan by this cut."""
         self.transfer._plan = lambda chunks, _start: Plan(as_runs(chunks, cut), None)
         try:
             yield self
@@ -127,7 +131,7 @@ def prompt(request, bench_dir):
 @pytest.mark.skipif(not can_limit_reads(), reason="needs a writable cgroup v1 blkio controller")
 @pytest.mark.parametrize("mb_per_s", [2, 5, 20, 100])
 def bench_plan(prompt, benchmark, mb_per_s):
-    """The plan against the best cut, and what it promised."""
+    """Compare the plan with the best cut, and its predicted with its actual time."""
     loads = []
 
     def bring():
@@ -154,7 +158,7 @@ def bench_plan(prompt, benchmark, mb_per_s):
 
 
 def search(prompt):
-    """Seconds by cut: of some over the whole range, and of each near the best of these."""
+    """Return seconds by cut, for some cuts over the whole range and all near the best of these."""
     found, n = {}, prompt.n_chunks
     for cut in {*range(0, n, -(-n // repeats(N_CUTS))), n}:
         found[cut] = prompt.cut_seconds(cut)
@@ -165,7 +169,7 @@ def search(prompt):
 
 
 def planned(loaded, n_tokens):
-    """What the plugin chose at last, and what it predicted."""
+    """Return the plugin's last choice and its predicted and actual time."""
     if loaded is None:
         return {"plan_computes": n_tokens}
     figures = {"plan_computes": loaded.n_recomputed + n_tokens - loaded.n_tokens}

@@ -1,4 +1,4 @@
-"""What the codecs change in the reference model's predictions on the packaged conversations."""
+"""Changes that the codecs make to the reference model's predictions on real conversations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ SETTINGS = {"n_ctx": 1024, "flash_attn": True, "verbose": False}
 @pytest.mark.parametrize("n_swaps", [1, 4])
 @pytest.mark.parametrize("codec", ["tolerance", "int8", "lossless"])
 def bench_drift(benchmark, tmp_path, codec, n_swaps):
-    """Each text is swapped out and in ``n_swaps`` times before its last tokens are read.
+    """Measure the drift of each text after ``n_swaps`` swaps out and in before its last tokens.
 
-    Vanilla never leaves. A restored context evaluates the last token of its prompt alone, vanilla
-    all in one batch: the lossless rows show what that rounding does without any codec.
+    The vanilla context is never swapped. A restored context evaluates its prompt's last token
+    alone; vanilla evaluates the whole prompt in one batch. The lossless codec's figures show the
+    effect of that rounding alone.
     """
     from llama_cpp import Llama
 

@@ -1,7 +1,8 @@
-"""Bringing a 2,048-token context of a 1 B-shape model back: 68 MB of f16 KV.
+"""Time to restore a 2,048-token context of a 1 B-shape model: 68 MB of F16 KV.
 
-Ours against ``llama_state_seq_load_file``, in pairs: from RAM, from disk with warm and cold page
-cache, and with the disk capped at the speed of slower ones; from RAM, ``LlamaRAMCache`` too.
+Ours is compared in pairs with ``llama_state_seq_load_file``: from RAM, from disk with a warm and a
+cold page cache, and with the disk limited to slower speeds. From RAM, ours is also compared with
+``LlamaRAMCache``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from llmaas_eval.paired import compare
 
 @pytest.mark.parametrize("vanilla", ["vanilla_restore", "cache_restore"])
 def bench_restore_from_ram(stored, benchmark, vanilla):
-    """Both from memory: the RAM tier, and the page cache or a state as ``bytes``."""
+    """Compare restores from memory: ours from the RAM tier, vanilla from page cache or a state."""
     stored.cache_save()
     compare(benchmark, stored.restore, getattr(stored, vanilla), before=stored.empty)
     benchmark.extra_info["stored_share"] = stored.stored_bytes / stored.n_bytes
 
 
 def bench_restore_from_disk_warm(stored, benchmark):
-    """Ours reads past the page cache; vanilla's file is in it."""
+    """Compare restores from disk: ours bypasses the page cache, vanilla's file is in it."""
 
     def before():
         stored.empty()
@@ -31,13 +32,13 @@ def bench_restore_from_disk_warm(stored, benchmark):
 
 
 def bench_restore_from_disk_cold(stored, benchmark):
-    """Both files are out of the page cache."""
+    """Compare restores from disk with neither file in the page cache."""
     compare(benchmark, stored.restore, stored.vanilla_restore, before=cold(stored))
 
 
 @pytest.mark.parametrize("mb_per_s", [1000, 300, 100])
 def bench_restore_from_slower_disk(stored, benchmark, mb_per_s):
-    """Cold, with reads capped by the block layer (cgroup v1 blkio)."""
+    """Compare cold restores with reads limited by the block layer (cgroup v1 blkio)."""
     if not can_limit_reads():
         pytest.skip("needs a writable cgroup v1 blkio controller")
     rounds = 10 if mb_per_s >= 300 else 4

@@ -1,4 +1,4 @@
-"""Keeping the context: what its caller waits for, and the work behind the reply."""
+"""Time to save a context: the part that the caller waits for, and the work in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from llmaas_eval.paired import compare, quartiles
 
 @pytest.mark.parametrize("vanilla", ["vanilla_save", "cache_save"])
 def bench_save(stored, benchmark, vanilla):
-    """Ours on the caller's path against a state file or ``LlamaRAMCache``; ``behind`` beside it."""
+    """Compare our save, as the caller waits for it, with a state file or ``LlamaRAMCache``.
+
+    ``behind_ms`` is our remaining work in the background.
+    """
     behind = []
 
     def before():

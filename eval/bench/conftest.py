@@ -1,6 +1,6 @@
 """Models, engines and the summary of the benchmarks.
 
-Big files live in ``build/bench`` (``LLMAAS_BENCH_DIR`` names another place) and are made once.
+Big files are made once, in ``build/bench`` or in the folder that ``LLMAAS_BENCH_DIR`` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmaas_eval.models import (
     write_random_model,
 )
 from llmaas_eval.stored import StoredContext
-from llmaas_plugins.quantise import quantise
+from llmaas_plugins.quantize import quantize
 
 ROOT = Path(__file__).parents[2]
 N_TOKENS = 2048
@@ -45,7 +45,10 @@ def model_1b(bench_dir):
 
 @pytest.fixture(scope="session")
 def model_1b_local(bench_dir):
-    """With channels as busy as those of the reference model (``python -m llmaas_eval.sparse``)."""
+    """Write a model whose channels differ in activity like the reference model's channels.
+
+    ``python -m llmaas_eval.sparse`` measures how much these differ.
+    """
     path = bench_dir / "random-1b-local-q4_0.gguf"
     spread = {"attn_qkv": 0.27, "attn_output": 0.62, "ffn_up": 0.18, "ffn_down": 0.35}
     return path if path.exists() else write_random_model(path, SHAPE_1B, spread=spread)
@@ -57,7 +60,7 @@ def model_1b_q4_k(bench_dir):
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=bench_dir) as folder:
             source = write_random_model(Path(folder) / "f16.gguf", SHAPE_1B, F16)
-            quantise(source, path, "Q4_K")
+            quantize(source, path, "Q4_K")
     return path
 
 
@@ -81,7 +84,7 @@ def model_tiny(bench_dir):
 
 @pytest.fixture(scope="session")
 def blob_1b(model_1b):
-    """Engine blob of 2,048 tokens: 68 MB of f16 KV, flash attention on."""
+    """Evaluate 2,048 tokens with flash attention; return the sequence state: 68 MB of F16 KV."""
     from llama_cpp import Llama, llama_cpp
 
     with contextlib.closing(make_llama(Llama, model_1b)) as llama:
@@ -95,7 +98,7 @@ def blob_1b(model_1b):
 
 @pytest.fixture(params=["tolerance", "int8", "lossless"])
 def stored(request, model_1b, blob_1b, bench_dir):
-    """The same context in our store and in vanilla's, and engines to load it into."""
+    """Open one context stored by ``kv_chunks`` and by vanilla, and engines to load it into."""
     with (
         tempfile.TemporaryDirectory(dir=bench_dir) as folder,
         StoredContext(model_1b, blob_1b, prompt_1b(), request.param, Path(folder)) as stored,
@@ -112,7 +115,7 @@ def prompt_1b():
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print what pytest-benchmark's table leaves out: the comparisons, ready for docs."""
+    """Print each benchmark's ``extra_info``, which pytest-benchmark's table leaves out."""
     session = getattr(config, "_benchmarksession", None)
     if session is None or not session.benchmarks:
         return

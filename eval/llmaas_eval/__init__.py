@@ -1,1 +1,1 @@
-"""Scenarios, models and reports that prove what the suite claims."""
+"""Test models, workloads and studies that check the suite's claims against vanilla llama.cpp."""

@@ -1,4 +1,4 @@
-"""A bare ``llama_context`` that is given batches of random tokens: what speed is measured on."""
+"""A bare ``llama_context`` that decodes batches of random tokens, for speed measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Batches", "batches", "loaded"]
 
 @contextlib.contextmanager
 def loaded(path: Path) -> Iterator[Any]:
-    """A model, as llama.cpp loads it by default."""
+    """Load a model with llama.cpp's default parameters; free it at the end."""
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
@@ -27,28 +27,28 @@ def loaded(path: Path) -> Iterator[Any]:
 
 
 class Batches:
-    """One context.
+    """A ``llama_context`` with a fixed array of random tokens to decode.
 
     Attributes:
-        ctx: Address of it.
+        ctx: Address of the ``llama_context``.
     """
 
     def __init__(self, ctx: int, n_vocab: int) -> None:
-        """Feed ``ctx``."""
+        """Draw 1,024 random tokens below ``n_vocab``, to decode in ``ctx``."""
         self.ctx = ctx
         tokens = np.random.default_rng(0).integers(3, n_vocab, 1024)
         self._tokens = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens from the context."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), False)
 
     def cut(self, n: int) -> None:
-        """Forget all but the first ``n`` tokens."""
+        """Remove all but the first ``n`` tokens from the context."""
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.ctx), 0, n, -1)
 
     def prefill(self, n: int) -> None:
-        """Evaluate ``n`` tokens as one batch; ``clear`` comes first."""
+        """Evaluate ``n`` tokens as one batch; call ``clear`` before."""
         self._decode(n)
 
     def generate(self, n: int = 8) -> None:
@@ -64,7 +64,12 @@ class Batches:
 
 @contextlib.contextmanager
 def batches(model: Any, edit: Callable[[Any], None] = lambda _: None) -> Iterator[Batches]:
-    """A context of 1,024 tokens on two threads, flash attention on; ``edit`` may change that."""
+    """Open a context of 1,024 tokens on two threads with flash attention; free it at the end.
+
+    Args:
+        model: The loaded ``llama_model``.
+        edit: Called with the ``llama_context_params`` before the context is created.
+    """
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = 1024, 512, 512
     params.n_threads = params.n_threads_batch = 2

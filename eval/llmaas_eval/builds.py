@@ -1,13 +1,14 @@
-"""Compare the speed of two builds of the suite, which take turns.
+"""Compare the speed of two builds of the suite, run in turn.
 
     python -m llmaas_eval.builds BEFORE AFTER --rounds 6 --demo \
         --bench "bench_restore.py -k from_ram" --bench bench_inference.py
 
 ``BEFORE`` and ``AFTER`` are checkouts, each with a ``.venv`` made by ``make setup``. Every round
-runs each benchmark once with either build, alternating which goes first. Benchmarks measure against
-vanilla in their own process, so each figure is a ratio already: ours over vanilla in time. The
-report has the median over the rounds of AFTER's ratio over BEFORE's, with its 95 % interval; above
-1 AFTER is slower. Figures in microseconds that a call costs (``added_us``) are shown as they are.
+runs each benchmark once with each build; which build goes first alternates. A benchmark measures
+against vanilla in its own process, so each figure is already a ratio: our time over vanilla's. The
+report shows the median over the rounds of AFTER's ratio divided by BEFORE's, with its 95 %
+interval. AFTER is slower where that is above 1. ``added_us`` (microseconds added to a call) has no
+such ratio: its values are shown unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ADDED = "added_us"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison and print it as a Markdown table."""
+    """Run the comparison and print it as a Markdown table; return the exit status."""
     options = _parser().parse_args(arguments)
     runs = [("demo", None)] if options.demo else []
     runs += [(bench, bench) for bench in options.bench]
@@ -60,19 +61,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.builds", description=__doc__)
-    parser.add_argument("before", type=Path, help="checkout of the build to compare with")
-    parser.add_argument("after", type=Path, help="checkout of the build that is judged")
+    parser.add_argument("before", type=Path, help="checkout of the older build (the baseline)")
+    parser.add_argument("after", type=Path, help="checkout of the newer build")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of runs (default 6)")
-    parser.add_argument("--demo", action="store_true", help="compare `llmaas demo`, too")
+    parser.add_argument("--demo", action="store_true", help="compare `llmaas demo` as well")
     parser.add_argument(
-        "--bench", action="append", default=[], help="file in eval/bench, with options of pytest"
+        "--bench", action="append", default=[], help="file in eval/bench, with pytest options"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser
 
 
 def _bench(build: Path, bench: str) -> Costs:
-    """Run one benchmark file with one build; costs by benchmark and figure."""
+    """Run one benchmark file with one build; return costs by benchmark and figure."""
     file, *options = shlex.split(bench)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "benchmarks.json"
@@ -88,7 +89,7 @@ def _bench(build: Path, bench: str) -> Costs:
 
 
 def _costs(figures: dict[str, Any]) -> Costs:
-    """Turn speed-ups over vanilla into times, and keep added microseconds."""
+    """Return speed-ups over vanilla as time ratios, and added microseconds unchanged."""
     costs = {
         name: 1 / value
         for name, value in figures.items()
@@ -98,7 +99,7 @@ def _costs(figures: dict[str, Any]) -> Costs:
 
 
 def _demo(build: Path) -> Costs:
-    """Run the demo with one build; its switches and decoding in times of each vanilla way's."""
+    """Run the demo with one build; return its switch and decode times over vanilla's."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "demo.json"
         _run(build, [*_python(build), "llmaas_plugins.cli.main", "demo", "--json", str(out)])
@@ -117,7 +118,7 @@ def _python(build: Path) -> list[str]:
 
 
 def _run(build: Path, command: list[str]) -> None:
-    done = subprocess.run(  # noqa: S603  the two builds that were named
+    done = subprocess.run(  # noqa: S603  runs the builds named on the command line
         command,
         cwd=build,
         env=os.environ | {"GGML_NO_BACKTRACE": "1"},
@@ -130,7 +131,7 @@ def _run(build: Path, command: list[str]) -> None:
 
 
 def _row(figure: str, pairs: Any) -> dict[str, Any]:
-    """Compare pairs of costs, shape ``(n_rounds, 2)``: before, after."""
+    """Compare pairs of costs, shape ``(n_rounds, 2)``; columns are before and after."""
     before, after = np.median(pairs, axis=0)
     row = {"figure": figure, "before": before, "after": after, "rounds": pairs.tolist()}
     if figure.endswith(_ADDED):

@@ -13,16 +13,16 @@ _BLKIO = Path("/sys/fs/cgroup/blkio")
 
 
 def can_limit_reads() -> bool:
-    """Whether ``read_limit`` works here: a cgroup v1 ``blkio`` controller that we may write to."""
+    """Return whether ``read_limit`` works here: it needs a writable cgroup v1 ``blkio``."""
     return (_BLKIO / "blkio.throttle.read_bps_device").exists() and os.access(_BLKIO, os.W_OK)
 
 
 @contextmanager
 def read_limit(folder: Path, bytes_per_s: int) -> Iterator[None]:
-    """Let this process read from the device under ``folder`` at most this fast.
+    """Limit this process's reads from the device under ``folder`` to ``bytes_per_s``.
 
     Raises:
-        OSError: The controller refuses.
+        OSError: The ``blkio`` controller refuses the limit.
     """
     with _limit(folder, bytes_per_s, ["read"]):
         yield
@@ -30,10 +30,12 @@ def read_limit(folder: Path, bytes_per_s: int) -> Iterator[None]:
 
 @contextmanager
 def disk_limit(folder: Path, bytes_per_s: int) -> Iterator[None]:
-    """Likewise, and let it write no faster. Writes that wait in the page cache are not capped.
+    """Limit this process's reads and its writes on ``folder``'s device, each to ``bytes_per_s``.
+
+    The limit does not apply to buffered writes, which wait in the page cache.
 
     Raises:
-        OSError: The controller refuses.
+        OSError: The ``blkio`` controller refuses the limit.
     """
     with _limit(folder, bytes_per_s, ["read", "write"]):
         yield
@@ -44,7 +46,7 @@ def _limit(folder: Path, bytes_per_s: int, directions: Sequence[str]) -> Iterato
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     group = _BLKIO / f"llmaas-bench-{os.getpid()}"
-    group.mkdir(exist_ok=True)  # one whose process was killed is still there
+    group.mkdir(exist_ok=True)  # a killed process with the same id leaves its group behind
     try:
         for direction in directions:
             throttle = group / f"blkio.throttle.{direction}_bps_device"

@@ -1,7 +1,7 @@
-"""Tiny models of many architectures, of random weights: what the suite serves, and what it leaves.
+"""Tiny random-weight models of many architectures, to test which ones the suite supports.
 
-Each is a few layers of the real thing: the tensors and metadata of its architecture, quantised
-matrices, and the packaged model's tokenizer and chat template. Their text is noise.
+Each has two or three layers with the tensors and metadata of its architecture, quantized matrices,
+and the packaged model's tokenizer and chat template. The text that such a model writes is noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmaas_eval.models import copy_tokenizer, finish, open_writer
 __all__ = ["FAMILIES", "Family", "write_family", "write_lora"]
 
 _D, _HEADS, _KV_HEADS, _FF, _VOCAB, _CTX = 256, 4, 2, 512, 4096, 1024
-_HEAD = _D // _HEADS  # 64: long enough that llama.cpp rotates quantised cells
+_HEAD = _D // _HEADS  # 64: long enough that llama.cpp rotates quantized cells
 _KV = _KV_HEADS * _HEAD
 _EXPERTS, _EXPERT_FF = 4, 256
 _INNER, _STATE, _SSM_HEADS, _KERNEL = 2 * _D, 64, 8, 4
@@ -144,15 +144,15 @@ _BASE_KEYS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture, in the small.
+    """Tensors and metadata of a small model of one architecture.
 
     Attributes:
-        arch: llama.cpp's name of it.
-        layers: Tensors of each layer: name within the layer, and shape as NumPy has it.
-        keys: Metadata beside that of a plain decoder; names within the architecture, or of
-            the tokenizer.
-        ends: Tensors outside the layers. Without an output matrix, that is the token
-            embeddings'.
+        arch: llama.cpp's name for the architecture.
+        layers: Tensors of each layer: NumPy shape by name within the layer.
+        keys: Metadata in addition to a plain decoder's. Keys beginning with ``tokenizer.`` are
+            complete; all others are written with the architecture's prefix.
+        ends: Tensors outside the layers. Without an output matrix, llama.cpp uses the token
+            embeddings.
     """
 
     arch: str
@@ -161,7 +161,7 @@ class Family:
     ends: Tensors = field(default_factory=lambda: _ENDS)
 
     def tensors(self) -> Tensors:
-        """Every tensor of the file."""
+        """Return the shapes of all tensors of the file, by name."""
         return {
             **self.ends,
             **{f"blk.{i}.{n}": s for i, layer in enumerate(self.layers) for n, s in layer.items()},
@@ -247,7 +247,7 @@ FAMILIES: Mapping[str, Family] = {
         _BERT_ENDS,
     ),
 }
-"""By name; the decoders among them may also be used for embeddings."""
+"""All families by name; decoders can also be used for embeddings."""
 
 
 def write_family(
@@ -257,12 +257,12 @@ def write_family(
     seed: int = 0,
     weights: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
 ) -> Path:
-    """Write a model of family ``name``, of random weights.
+    """Write a model of family ``name`` with random weights.
 
     Args:
-        name: In ``FAMILIES``.
-        path: Where; replaced atomically.
-        seed: Of the weights.
+        name: Key in ``FAMILIES``.
+        path: Output file; replaced atomically.
+        seed: Seed of the random weights.
         weights: Type of the matrices; vectors and small tensors are F32.
 
     Returns:
@@ -285,13 +285,13 @@ def write_family(
 
 
 def write_lora(name: str, path: Path, *, seed: int = 0, rank: int = 8) -> Path:
-    """Write a LoRA adapter of random weights for the attention of family ``name``.
+    """Write a random LoRA adapter for the query and value matrices of family ``name``.
 
     Args:
-        name: In ``FAMILIES``; one with separate query and value matrices.
-        path: Where; replaced atomically.
-        seed: Of the weights.
-        rank: Of the adapter.
+        name: Key in ``FAMILIES``; the family must have separate query and value matrices.
+        path: Output file; replaced atomically.
+        seed: Seed of the random weights.
+        rank: Rank of the adapter; also its alpha, so the scale is 1.
 
     Returns:
         ``path``.
@@ -320,7 +320,7 @@ def _values(rng: np.random.Generator, tensor: str, shape: tuple[int, ...]) -> ND
 
 
 def _is_matrix(tensor: str, shape: tuple[int, ...]) -> bool:
-    """What converters quantise: matrices that are multiplied with whole batches."""
+    """Return whether converters quantize ``tensor``: a matrix multiplied with whole batches."""
     return len(shape) > 1 and not any(part in tensor for part in _F32)
 
 

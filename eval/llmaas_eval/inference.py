@@ -1,7 +1,7 @@
-"""Apps that generate and chat, each in a process of its own: with plugins, or stock llama.cpp.
+"""Apps that generate and chat, each in its own process, with plugins or with stock llama.cpp.
 
-Two contexts of one process share its allocator and its caches; two processes share nothing, and
-each has a peak of memory that is its own.
+Two contexts in one process share an allocator and caches. Separate processes share neither, and
+each has its own peak memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SYSTEM = {"role": "system", "content": "You help with everything."}
 
 
 class Lengths(NamedTuple):
-    """How much an app does.
+    """Lengths of an app's prompts and replies.
 
     Attributes:
-        n_prompt: Tokens of a prompt of which nothing is known.
-        n_tokens: Generated behind it.
-        n_turns: Turns of a conversation, one right after the other.
-        n_question: Tokens that each adds.
+        n_prompt: Tokens of a prompt that shares no prefix with earlier ones.
+        n_tokens: Tokens generated after that prompt and its first token.
+        n_turns: Turns of a conversation, without pauses between them.
+        n_question: Tokens of each question.
         n_reply: Most tokens of each reply.
     """
 
@@ -40,21 +40,21 @@ class Lengths(NamedTuple):
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that a context must hold."""
+        """Context length in tokens that the work needs."""
         chat = 64 + self.n_turns * (2 * self.n_question + self.n_reply)
         return max(self.n_prompt + self.n_tokens, chat) + 64
 
 
 class Taken(NamedTuple):
-    """What an app took, and what it said.
+    """Times and output of an app's work.
 
     Attributes:
-        prefill_s: Seconds to the first token behind the prompt.
-        decode_s: Seconds of the tokens behind that.
-        chat_s: Seconds of the conversation's turns.
-        tokens: What it generated behind the prompt.
-        n_replied: Tokens of its replies. They may say something else than stock llama.cpp's: the
-            beginning of a chat template is restored from the conversation before.
+        prefill_s: Seconds from the prompt to the first generated token.
+        decode_s: Seconds for the tokens after the first.
+        chat_s: Seconds for all turns of the conversation.
+        tokens: Tokens generated after the prompt.
+        n_replied: Tokens of all chat replies. The replies may differ from stock llama.cpp's,
+            because the chat template's first tokens are restored from the previous conversation.
     """
 
     prefill_s: float
@@ -65,15 +65,15 @@ class Taken(NamedTuple):
 
 
 class App(contextlib.AbstractContextManager["App"]):
-    """A process with a ``Llama`` of two threads, flash attention on."""
+    """A process with a ``Llama`` on two threads, with flash attention."""
 
     def __init__(self, model: Path, lengths: Lengths, config: Mapping[str, Any] | None) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             model: GGUF file.
-            lengths: How much it does.
-            config: Of the suite; without one, the process is stock.
+            lengths: Lengths of the prompts and replies.
+            config: Configuration of the suite; with ``None``, the process runs stock llama.cpp.
         """
         self._lengths = lengths
         self._process = ProcessPoolExecutor(
@@ -84,21 +84,24 @@ class App(contextlib.AbstractContextManager["App"]):
         )
 
     def work(self, seed: int) -> Taken:
-        """Generate and chat, with content that depends on ``seed``; idle before each."""
+        """Generate, then chat, with text that depends on ``seed``.
+
+        Before each, wait until the suite has no background work left.
+        """
         prefill_s, decode_s, tokens = self._process.submit(_generate, seed, self._lengths).result()
         chat_s, n_replied = self._process.submit(_chat, seed, self._lengths).result()
         return Taken(prefill_s, decode_s, chat_s, tokens, n_replied)
 
     def peak_bytes(self) -> int:
-        """The most memory that the process has had."""
+        """Return the process's peak resident memory in bytes."""
         return self._process.submit(peak_bytes).result()
 
     def status(self) -> dict[str, Any]:
-        """The suite's own report, once it is idle; empty without it."""
+        """Wait until the suite is idle and return its status; empty without the suite."""
         return self._process.submit(_status).result()
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the process."""
         self._process.submit(_close).result()
         self._process.shutdown()
 
@@ -151,12 +154,13 @@ def _chat(seed: int, lengths: Lengths) -> tuple[float, int]:
 
 
 def _idle() -> None:
-    """What is left of the work behind the last reply is done while the user reads."""
+    """Wait for the suite's background work, which a real app does while the user reads."""
     if _suite is not None:
         _suite.settle()
         plugin = _suite.hooks._pm.get_plugin("kv_chunks")
         if plugin is not None:
-            plugin._workers.write.submit(int).result()  # behind what is written and read back
+            # queued last, so it runs after all writes and read-backs
+            plugin._workers.write.submit(int).result()
 
 
 def _random_tokens(seed: int, n: int) -> list[int]:
@@ -164,9 +168,9 @@ def _random_tokens(seed: int, n: int) -> list[int]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had (RSS).
+    """Return this process's peak resident memory (RSS) in bytes.
 
-    Not ``getrusage``: it begins with the peak of the process that started this one.
+    ``getrusage`` does not work for this: it starts from the peak of the parent process.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)

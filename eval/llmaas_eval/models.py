@@ -1,4 +1,4 @@
-"""Random-weight GGUF models of real shapes: speed is measured on these, quality never."""
+"""Random-weight GGUF models of real shapes, for measurements of speed, never of quality."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Shape:
     """Dimensions of a llama-architecture model.
 
     Attributes:
-        n_layer: Layers.
-        n_embd: Width.
-        n_head: Query heads.
-        n_head_kv: Key and value heads.
+        n_layer: Number of layers.
+        n_embd: Width of the residual stream.
+        n_head: Query heads per layer.
+        n_head_kv: Key and value heads per layer.
         n_ff: Width of the feed-forward block, or of each expert.
-        n_ctx: Context length it claims to be trained at.
-        n_expert: Experts of each layer, of which two are used; 0: it is no mixture.
+        n_ctx: Training context length in the metadata.
+        n_expert: Experts per layer, of which a token uses two; 0 for a dense model.
     """
 
     n_layer: int
@@ -58,15 +58,15 @@ class Shape:
 
 
 SHAPE_1B = Shape(n_layer=16, n_embd=2048, n_head=32, n_head_kv=8, n_ff=8192, n_ctx=8192)
-"""The block shape of a 1 B model: 32 KiB of f16 KV a token."""
+"""The block shape of a 1 B model: 32 KiB of F16 KV per token."""
 SHAPE_200M = Shape(n_layer=12, n_embd=1024, n_head=16, n_head_kv=8, n_ff=4096, n_ctx=4096)
-"""The block shape of a 200 M model: 24 KiB of f16 KV a token."""
+"""The block shape of a 200 M model: 24 KiB of F16 KV per token."""
 SHAPE_MOE = Shape(
     n_layer=16, n_embd=1024, n_head=16, n_head_kv=8, n_ff=2048, n_ctx=4096, n_expert=8
 )
-"""A mixture of 8 small experts: 0.8 B weights, of which a token uses 0.3 B."""
+"""A mixture of 8 small experts: 0.8 B weights, of which each token uses 0.3 B."""
 SHAPE_TINY = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=128, n_ctx=512)
-"""Next to nothing to compute: what a decode call costs around the model."""
+"""A model with almost nothing to compute, to measure the overhead of a decode call."""
 
 
 def write_random_model(
@@ -78,16 +78,17 @@ def write_random_model(
 ) -> Path:
     """Write a model of ``shape`` with random weights and the reference model's vocabulary.
 
-    Random activations have no channels that are larger than others all the time. ``spread`` gives
-    them some: channels' scales are lognormal, with that standard deviation of their logarithm.
+    With plain random weights, no channel of the activations is consistently larger than another.
+    ``spread`` scales the channels by lognormal factors to change that.
 
     Args:
-        path: Where; replaced atomically.
-        shape: Its dimensions.
-        weights: Type of every matrix; norms are F32.
-        seed: Of the weights.
-        spread: By family (``"attn_qkv"``, ``"attn_output"``, ``"ffn_up"``, ``"ffn_down"``), that of
-            what its matrices read.
+        path: Output file; replaced atomically.
+        shape: Dimensions of the model.
+        weights: Type of the matrices; norms and expert routers are F32.
+        seed: Seed of the random weights.
+        spread: Standard deviation of the logarithm of the channel scales, by family of the
+            matrices that read the channels (``"attn_qkv"``, ``"attn_output"``, ``"ffn_up"``,
+            ``"ffn_down"``).
 
     Returns:
         ``path``.
@@ -111,13 +112,13 @@ def write_random_model(
 _WRITERS = {
     "attn_norm": "attn_qkv", "attn_v": "attn_output", "ffn_norm": "ffn_up", "ffn_up": "ffn_down",
 }  # fmt: skip
-"""What makes an operand: a row or value of it for each channel."""
+"""Family of the matrices that read each tensor's output; a row or value of it is one channel."""
 
 
 def _scales(
     rng: np.random.Generator, family: str, spread: Mapping[str, float], n: int
 ) -> NDArray[np.float32]:
-    """Of channels; their mean square is 1."""
+    """Return random scales of ``n`` channels; their expected mean square is 1."""
     sigma = spread.get(family, 0.0)
     if not sigma:
         return np.ones(n, np.float32)
@@ -144,7 +145,7 @@ def copy_tokenizer(writer: GGUFWriter) -> int:
     """Put the packaged model's tokenizer and chat template into ``writer``.
 
     Returns:
-        Its number of tokens.
+        Number of tokens in the vocabulary.
     """
     fields = _packaged_fields(reference_model_path())
     for key, entry in fields.items():
@@ -159,18 +160,18 @@ def _packaged_fields(path: Path) -> Mapping[str, ReaderField]:
 
 
 def copy_field(writer: GGUFWriter, entry: ReaderField) -> None:
-    """Put one entry of another file's metadata into ``writer``."""
+    """Copy one metadata entry of another file to ``writer``."""
     kind, sub = (*entry.types, None)[:2]
     writer.add_key_value(entry.name, entry.contents(), kind, sub)
 
 
 def open_writer(path: Path, arch: str) -> GGUFWriter:
-    """A writer of what ``finish`` will move to ``path``."""
+    """Open a writer of a temporary file, which ``finish`` moves to ``path``."""
     return GGUFWriter(path.with_suffix(".partial"), arch)
 
 
 def finish(writer: GGUFWriter, path: Path) -> Path:
-    """Write the file that ``writer`` was opened on, then move it to ``path``."""
+    """Write the temporary file of ``writer``, then move it to ``path``."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -179,7 +180,7 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
 
 
 def _matrices(shape: Shape, n_vocab: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every matrix, as NumPy has it, by name."""
+    """Return the NumPy shape of every matrix, by name."""
     d, kv = shape.n_embd, shape.n_head_kv * shape.head_dim
     attention = {"attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d)}
     layer: dict[str, tuple[int, ...]] = attention | _feed_forward(shape)

@@ -1,4 +1,4 @@
-"""Timing single nodes of a context's graphs, inside the running model."""
+"""Timer of single nodes of a context's graphs, inside the running model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool,
 
 
 class NodeTimer:
-    """Stops a context's graphs before and after some nodes, and adds up what they took.
+    """Timer that stops a context's graphs before and after some nodes and adds up their time.
 
-    Nodes are named as llama.cpp's graphs name them, without the layer (``"ffn_out"``). A stop ends
-    the graph's threads and starts them again: some microseconds, part of the node's time.
+    Node names are those of llama.cpp's graphs, without the layer (``"ffn_out"``). Each stop ends
+    and restarts the graph's threads; that takes some microseconds, which count as the node's time.
 
     Attributes:
-        seconds: Of each timed node, over all layers and graphs since ``reset``.
+        seconds: Seconds of each timed node since ``reset``, over all layers and graphs.
     """
 
     def __init__(self, timed: Mapping[str, str]) -> None:
-        """Time the keys of ``timed``; each value is the node that comes just before."""
+        """Time the nodes that are keys of ``timed``; each value is the node just before the key."""
         libraries = Path(llama_cpp.__file__).parent / "lib"
         self._name = ctypes.CDLL(str(libraries / "libggml-base.so.0")).ggml_get_name
         self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
@@ -36,11 +36,14 @@ class NodeTimer:
         self._callback = llama_cpp.ggml_backend_sched_eval_callback(self._stop)
 
     def attach(self, params: Any) -> None:
-        """Watch the contexts created with these ``llama_context_params``; keep the timer alive."""
+        """Time contexts created with these ``llama_context_params``.
+
+        The timer must live as long as those contexts.
+        """
         params.cb_eval = self._callback
 
     def reset(self) -> None:
-        """Start from 0."""
+        """Set all times to 0."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def _stop(self, tensor: int, is_asked: bool, _: Any) -> bool:

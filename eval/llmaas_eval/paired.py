@@ -1,4 +1,4 @@
-"""Ours against vanilla in one run: in turn, alternating which goes first, many times."""
+"""Paired timing: ours and vanilla run in turn many times, alternating which goes first."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Step = Callable[[], object]
 
 
 def repeats(n: int) -> int:
-    """``n``, or two where ``LLMAAS_BENCH_QUICK`` is set: only to see that benchmarks work."""
+    """Return ``n``, or at most 2 if ``LLMAAS_BENCH_QUICK`` is set to only check the benchmarks."""
     return min(n, 2) if os.environ.get("LLMAAS_BENCH_QUICK") else n
 
 
 def quartiles(values: NDArray[np.float64] | Sequence[float]) -> str:
-    """Median, and the quartiles around it."""
+    """Return the median and the quartiles as text."""
     low, median, high = np.percentile(values, [25, 50, 75])
     return f"{median:.4g} [{low:.4g} {high:.4g}]"
 
@@ -32,17 +32,17 @@ def quartiles(values: NDArray[np.float64] | Sequence[float]) -> str:
 def compare(
     benchmark: Any, ours: Step, vanilla: Step, *, before: Step = lambda: None, rounds: int = 20
 ) -> None:
-    """Time both with pytest-benchmark: its table shows ours, ``extra_info`` has the comparison.
+    """Time two steps in turn; pytest-benchmark's table shows ours, ``extra_info`` compares both.
 
-    That is medians and quartiles in milliseconds, the speed-up (median of the pairs' ratios) with
-    its bootstrapped 95 % interval, and the process's peak memory.
+    ``extra_info`` has both medians and quartiles in milliseconds and the process's peak memory in
+    MiB. The speed-up is the median of the pairs' ratios, with its bootstrapped 95 % interval.
 
     Args:
-        benchmark: The fixture.
-        ours: What is measured.
-        vanilla: What it is compared with, in the same round.
-        before: Puts things back before either; not timed.
-        rounds: Pairs.
+        benchmark: The ``benchmark`` fixture.
+        ours: Step to measure.
+        vanilla: Step to compare with, timed in the same round.
+        before: Step that restores the initial state before each timed step; not timed.
+        rounds: Number of pairs.
     """
     ours_s: list[float] = []
     vanilla_s: list[float] = []

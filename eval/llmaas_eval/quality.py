@@ -1,4 +1,4 @@
-"""How far a model drifts on real text when its contexts are kept by plugins."""
+"""Drift of a model's predictions on real text when plugins store its contexts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STEP = 23
 
 
 class Drift(NamedTuple):
-    """Ours against vanilla over the same positions.
+    """Comparison of our predictions with vanilla's at the same positions.
 
     Attributes:
-        perplexity_ratio: Ours over vanilla's.
-        kl: Mean Kullback-Leibler divergence of ours from vanilla's distribution, in nats.
+        perplexity_ratio: Our perplexity over vanilla's.
+        kl: Mean Kullback-Leibler divergence of our distribution from vanilla's, in nats.
         top1: Share of positions whose most likely token is the same.
     """
 
@@ -35,7 +35,7 @@ class Drift(NamedTuple):
 
 
 def conversation_texts(llama: Any, n_tokens: int) -> list[list[int]]:
-    """The packaged conversations' first ``n_tokens`` tokens each."""
+    """Return the first ``n_tokens`` tokens of each packaged conversation."""
     folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
     texts = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -46,9 +46,10 @@ def conversation_texts(llama: Any, n_tokens: int) -> list[list[int]]:
 
 
 def read(llama: Any, text: Sequence[int], n_last: int, n_swaps: int) -> NDArray[np.float64]:
-    """Log probabilities at each of the last ``n_last`` positions, shape ``(n_last, n_vocab)``.
+    """Return log probabilities at the last ``n_last`` positions, shape ``(n_last, n_vocab)``.
 
-    The beginning is read in ``n_swaps`` pieces, with another context after each.
+    The text before those positions is evaluated in ``n_swaps`` steps. After each step another
+    context is evaluated, so that the plugins store the text and restore it for the next step.
     """
     n_prompt = len(text) - n_last - 1
     for i in reversed(range(n_swaps)):
@@ -63,7 +64,7 @@ def drift(
     vanilla: Sequence[NDArray[np.float64]],
     ours: Sequence[NDArray[np.float64]],
 ) -> Drift:
-    """Compare what ``read`` gave for the same texts."""
+    """Compare log probabilities that ``read`` returned for the same texts."""
     targets = np.concatenate([t[-len(rows) :] for t, rows in zip(texts, vanilla, strict=True)])
     a, b, i = np.concatenate(vanilla), np.concatenate(ours), np.arange(len(targets))
     return Drift(

@@ -1,4 +1,4 @@
-"""One long context, kept by ``kv_chunks``, in llama.cpp's state file and in ``LlamaRAMCache``."""
+"""One long context stored by ``kv_chunks``, in llama.cpp's state file and in ``LlamaRAMCache``."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _Bytes = ctypes.POINTER(ctypes.c_uint8)
 
 
 class StoredContext(contextlib.ExitStack):
-    """The suite, an engine in it, and a vanilla engine beside it; all closed at the end.
+    """The suite with one engine, and a vanilla engine beside it; all are closed at the end.
 
     Attributes:
-        state_file: The context as ``llama_state_seq_save_file`` writes it.
-        slab: Our chunks.
+        state_file: File that ``llama_state_seq_save_file`` writes.
+        slab: File with the chunks of ``kv_chunks``.
     """
 
     def __init__(
         self, model: Path, blob: NDArray[np.uint8], tokens: Tokens, codec: str, folder: Path
     ) -> None:
-        """Put ``blob``, the cells of ``tokens``, into both.
+        """Set the context that both engines will hold; ``__enter__`` creates them.
 
         Args:
             model: GGUF file.
-            blob: What ``llama_state_seq_get_data`` gave for ``tokens``.
-            tokens: Shape ``(n,)``.
-            codec: Ours.
-            folder: For both kinds of files.
+            blob: Sequence state of ``tokens`` from ``llama_state_seq_get_data``.
+            tokens: Token ids, shape ``(n,)``.
+            codec: Codec of ``kv_chunks``.
+            folder: Folder for the state file and the chunks.
         """
         super().__init__()
         self._blob, self._tokens, self._codec, self._folder = blob, tokens, codec, folder
@@ -47,7 +47,7 @@ class StoredContext(contextlib.ExitStack):
         self.slab = folder / "kv" / "chunks.slab"
 
     def __enter__(self) -> Self:
-        """Make the engines and save the context both ways."""
+        """Create both engines and save the context with each."""
         super().__enter__()
         try:
             self._open()
@@ -79,28 +79,29 @@ class StoredContext(contextlib.ExitStack):
     # -- ours -----------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """What a caller waits for after its reply; the rest is done by ``settle``."""
+        """Save the context: the part that a caller waits for. ``settle`` waits for the rest."""
         self._suite.hooks.kv_save(self._request, self._tokens)
 
     def settle(self) -> None:
         """Wait until the context is encoded and on disk."""
         self._suite.settle()
-        self._plugin._workers.write.submit(int).result()  # behind what is written and read back
+        # queued last, so it runs after all writes and read-backs
+        self._plugin._workers.write.submit(int).result()
 
     def forget(self) -> None:
-        """Take the context out of every tier, so that the next ``save`` has all to do."""
+        """Remove the context from every tier, so that the next ``save`` stores all of it."""
         self._fill(self._llama)
         self._suite.evict(_CONTEXT)
 
     def restore(self) -> None:
-        """Load the context from whichever tier has it."""
+        """Load the context from the tier that holds it."""
         with self._host.engine(self._llama).lent():
             restored = self._suite.hooks.kv_restore(self._request)
         assert restored is not None
         assert restored.n_tokens == len(self._tokens)
 
     def leave_ram(self) -> None:
-        """Reclaim the RAM tier; everything is on disk."""
+        """Evict all chunks from the RAM tier; all of them are on disk."""
         with self._store._shelf.lock:
             for chunk in self._store.tree:
                 if chunk.ram >= 0:
@@ -109,14 +110,14 @@ class StoredContext(contextlib.ExitStack):
     # -- vanilla --------------------------------------------------------------------------------
 
     def vanilla_save(self) -> None:
-        """``llama_state_seq_save_file``."""
+        """Save the vanilla context with ``llama_state_seq_save_file``."""
         done = self._save_file(
             self._vanilla.ctx, str(self.state_file).encode(), 0, self._values, len(self._values)
         )
         assert done
 
     def vanilla_restore(self) -> None:
-        """``llama_state_seq_load_file``."""
+        """Load the vanilla context with ``llama_state_seq_load_file``."""
         n_read = ctypes.c_size_t()
         done = self._load_file(
             self._vanilla.ctx,
@@ -129,22 +130,22 @@ class StoredContext(contextlib.ExitStack):
         assert done
 
     def cache_save(self) -> None:
-        """What ``Llama`` does at the end of a call if it has a ``LlamaRAMCache``."""
+        """Save the context as ``Llama`` with a ``LlamaRAMCache`` does at the end of a call."""
         self._cache[self._tokens.tolist()] = self._vanilla.save_state()
 
     def cache_restore(self) -> None:
-        """What it does before the next one."""
+        """Load the context as ``Llama`` with a ``LlamaRAMCache`` does before the next call."""
         self._vanilla.load_state(self._cache[self._tokens.tolist()])
 
     # -- both -----------------------------------------------------------------------------------
 
     def drop_pages(self) -> None:
-        """Take both files out of the page cache."""
+        """Drop both files from the page cache."""
         drop_pages(self.state_file)
         drop_pages(self.slab)
 
     def empty(self) -> None:
-        """Empty both engines' cells."""
+        """Remove all cells from both engines."""
         from llama_cpp import llama_cpp
 
         self._seq_rm(self._memory, 0, -1, -1)
@@ -153,12 +154,12 @@ class StoredContext(contextlib.ExitStack):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the engine's cells."""
+        """Bytes of the context's sequence state."""
         return self._blob.nbytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of our chunks."""
+        """Bytes of the chunks in ``kv_chunks``."""
         return sum(chunk.size for chunk in self._store.tree)
 
     # -- inside ---------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class StoredContext(contextlib.ExitStack):
         self._host = self._suite._installed._host
 
     def _pretend_attention(self) -> None:
-        """Cells that were put there got none; their chunks' densities are drawn log-normally."""
+        """Draw lognormal attention densities, because loaded cells have received no attention."""
         attention = self._plugin._transfer(self._request.engine)._attention
         if attention is not None:
             n_chunks = -(-len(self._tokens) // CHUNK_TOKENS)

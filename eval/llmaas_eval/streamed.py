@@ -1,4 +1,4 @@
-"""An app in a memory cgroup of its own: how fast it generates there, and what it takes."""
+"""An app in its own memory cgroup, to measure its speed and memory under a limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPT = range(300, 332)
 
 
 class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
-    """A process with a ``Llama`` of two threads that has so much memory, page cache included."""
+    """A process with a ``Llama`` on two threads in a cgroup that limits memory and page cache."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
         *,
         repacks: bool = True,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             model: GGUF file.
-            group: Where it runs; limited by now.
-            config: Of the suite; without one, the process is stock.
-            settings: Of the ``Llama``.
-            repacks: Whether llama.cpp repacks weights, as it does by default. Repacked ones are no
-                pages of the model file, so they take memory that nobody can take back.
+            group: Cgroup to run in; its limit is already set.
+            config: Configuration of the suite; with ``None``, the process runs stock llama.cpp.
+            settings: Further arguments of ``Llama``.
+            repacks: Whether llama.cpp repacks weights, as it does by default. Repacked weights are
+                not pages of the model file, so the kernel cannot reclaim their memory.
         """
         self._process = ProcessPoolExecutor(
             1,
@@ -50,37 +50,41 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
         )
 
     def generate(self, n: int) -> float:
-        """Seconds a token of the next ``n``.
+        """Generate the next ``n`` tokens; return seconds per token.
 
         Raises:
-            BrokenProcessPool: It was killed.
+            BrokenProcessPool: The process was killed.
         """
         return self._process.submit(_generate, n).result()
 
     def read(self, n: int) -> float:
-        """Seconds a token of reading ``n`` random ones, one by one.
+        """Evaluate ``n`` random tokens one by one; return seconds per token.
 
-        What a random model generates soon repeats itself, and so does what it reads of its weights.
+        The text that a random model generates soon repeats, so it always needs the same weights.
+        Random tokens avoid that.
         """
         return self._process.submit(_read, n).result()
 
     def prompt(self, n: int) -> float:
-        """Seconds for ``n`` random tokens at once, from an empty context."""
+        """Evaluate ``n`` random tokens as one prompt in an empty context; return the seconds."""
         return self._process.submit(_prompt, n).result()
 
     def tokens(self, n: int) -> list[int]:
-        """The first ``n`` tokens behind the prompt, anew."""
+        """Clear the context, evaluate the prompt, and return the first ``n`` generated tokens."""
         return self._process.submit(_tokens, n).result()
 
     def generate_drafted(self, n: int, at_a_time: int, accepted: float) -> tuple[float, float]:
-        """Seconds a token without and with drafts, of which this share is what comes next.
+        """Generate ``n`` tokens without and with drafts; return both seconds per token.
 
-        The settings must have ``logits_all``.
+        Args:
+            n: Tokens to generate. The settings must have ``logits_all``.
+            at_a_time: Tokens of a draft.
+            accepted: Probability that a drafted token is the one that the model generates.
         """
         return self._process.submit(_generate_drafted, n, at_a_time, accepted).result()
 
     def peak_bytes(self) -> int:
-        """The most memory that it has had (RSS)."""
+        """Return the process's peak resident memory (RSS) in bytes."""
         return self._process.submit(peak_bytes).result()
 
     def set_budget(self, n_bytes: int) -> None:
@@ -88,11 +92,11 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
         self._process.submit(_set_budget, n_bytes).result()
 
     def report(self) -> dict[str, Any]:
-        """What ``flash_weights`` says of itself."""
+        """Return the status of ``flash_weights``."""
         return self._process.submit(_report).result()
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the process."""
         self._process.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Stock llama.cpp on one thread, with one sequence, whose context's taps can be opened."""
+"""Stock llama.cpp on one thread with one sequence, and access to its context's taps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["TappedEngine"]
 
 
 class _Tapped:
-    """Keeps the context that it is told of."""
+    """Plugin that keeps the native context of the engine."""
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
+        """Keep ``context``."""
         self.context = context
 
 
 class TappedEngine(contextlib.ExitStack):
-    """A model and a context, below the level of ``llama_cpp.Llama``."""
+    """A model and a context made with llama.cpp's C API, without ``llama_cpp.Llama``."""
 
     def __init__(self, model: Path, n_ctx: int = 1024) -> None:
-        """For up to ``n_ctx`` tokens at a time."""
+        """Set the model file and the context length, which is also the largest batch."""
         super().__init__()
         self._path, self._n_ctx = model, n_ctx
 
     def __enter__(self) -> Self:
-        """Load the model."""
+        """Load the model and create the context."""
         super().__enter__()
         with contextlib.ExitStack() as undo:
             undo.push(self)
@@ -40,7 +40,7 @@ class TappedEngine(contextlib.ExitStack):
         return self
 
     def _open(self, **settings: Any) -> NativeContext:
-        """Make the context, with these of its parameters besides; what has its taps."""
+        """Load the model, create a context with these further parameters, and return its taps."""
         from llama_cpp import _internals, llama_cpp
         from llama_cpp._logger import set_verbose
 
@@ -77,4 +77,4 @@ class TappedEngine(contextlib.ExitStack):
         self._batch.n_tokens = len(tokens)
         status = self._api.llama_decode(self._ctx, self._batch)
         if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} for {len(tokens)} at {start}")
+            raise RuntimeError(f"llama_decode returned {status}: {len(tokens)} tokens at {start}")

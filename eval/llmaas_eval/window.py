@@ -1,9 +1,10 @@
-"""``python -m llmaas_eval.window``: what a text costs, and how well it is read, past the window.
+"""``python -m llmaas_eval.window``: cost and perplexity of a text that is longer than the window.
 
-Long texts are read line by line through a window of cells. When it is full, the oldest lines go
-until half of it is free. What stays is either evaluated again, as the service does it, or its
-cells are moved to the front, behind the first few tokens or none (attention sinks). All see the
-same lines, so what differs is what cells that depended on lost ones are worth.
+Long texts are read line by line through a window of cells. When the window is full, the oldest
+lines are removed until half of it is free. One way evaluates the remaining lines again, as the
+service does. The other ways move their cells to the front, behind the first few tokens (attention
+sinks) or none. All ways see the same lines, so they differ only in cells that depended on removed
+ones.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ Line = list[int]
 
 
 class Way(NamedTuple):
-    """How room is made in the window.
+    """A way to free cells of the window.
 
     Attributes:
-        name: In tables.
-        n_sinks: Tokens in front that stay when cells are moved; None: what stays is evaluated
-            again behind the first token.
-        is_limited: Whether there is a window at all.
+        name: Name in tables.
+        n_sinks: Number of first tokens whose cells stay when cells are moved. With ``None``, the
+            remaining lines are evaluated again after the first token.
+        is_limited: Whether the way uses a window; if not, no cell is ever removed.
     """
 
     name: str
@@ -61,14 +62,16 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one way went, over all texts.
+    """Result of one way over all texts.
+
+    Only lines after the window was full for the first time count.
 
     Attributes:
-        name: The way's.
-        perplexity: Of the lines after the window was full for the first time.
-        against_first: Perplexity over that of the first way: the median of texts, and its 95 %
+        name: Name of the way.
+        perplexity: Perplexity of those lines.
+        against_first: Perplexity over the first way's: the median of the texts and its 95 %
             interval.
-        evaluated: Tokens evaluated for each token read after that.
+        evaluated: Tokens evaluated for each token of those lines.
     """
 
     name: str
@@ -78,10 +81,10 @@ class Row:
 
 
 class Reader:
-    """A context of an engine, read into line by line."""
+    """A context of an engine that reads a text line by line through a window."""
 
     def __init__(self, llama: Any, n_window: int, way: Way) -> None:
-        """Read with ``llama``, through ``n_window`` of its cells."""
+        """Clear ``llama``'s context and use ``n_window`` of its cells as the window."""
         self._llama, self._n_window, self._way = llama, n_window, way
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._lines: list[Line] = []
@@ -89,7 +92,10 @@ class Reader:
         self._clear()
 
     def read(self, line: Line) -> NDArray[np.float64]:
-        """Evaluate a line; log probabilities of its tokens but the first, ``(len(line) - 1,)``."""
+        """Evaluate a line; return log probabilities of all its tokens but the first.
+
+        The shape is ``(len(line) - 1,)``.
+        """
         logits = self._evaluate(line)[:-1]
         self._lines.append(line)
         best = logits.max(axis=1, keepdims=True)
@@ -98,12 +104,12 @@ class Reader:
         return found
 
     def has_room(self, line: Line) -> bool:
-        """Whether the window takes one more line, beside as many sinks as any way has."""
+        """Return whether ``line`` fits into the window beside the largest number of sinks."""
         n_lines = sum(map(len, self._lines))
         return n_lines + len(line) + _MOST_SINKS <= self._n_window
 
     def make_room(self) -> None:
-        """Let the oldest lines go until half of the window is free."""
+        """Remove the oldest lines until half of the window is free."""
         lengths = list(itertools.accumulate(len(line) for line in reversed(self._lines)))
         n_kept = sum(length <= self._n_window // 2 for length in lengths)
         self._lines = self._lines[len(self._lines) - n_kept :]
@@ -122,8 +128,8 @@ class Reader:
         self._evaluate([self._llama.token_bos()])
 
     def _move(self, start: int, end: int) -> None:
-        """Take the cells from ``start`` to ``end`` out, and move the later ones there."""
-        if end <= start:  # a short window, of which the sinks themselves are still seen
+        """Remove the cells from ``start`` to ``end`` and move later cells to their place."""
+        if end <= start:  # in a short window, the sinks themselves can be among the kept lines
             return
         llama_cpp.llama_memory_seq_rm(self._memory, 0, start, end)
         llama_cpp.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
@@ -141,7 +147,7 @@ class Reader:
 
 
 class _Reading(NamedTuple):
-    """One text, read one way: what came after the window was full for the first time."""
+    """One text read in one way, from when the window was full for the first time."""
 
     log_probabilities: NDArray[np.float64]
     n_tokens: int
@@ -149,7 +155,10 @@ class _Reading(NamedTuple):
 
 
 def cut(llama: Any, text: str, n_tokens: int) -> list[list[Line]]:
-    """Lines of ``text`` as tokens, in pieces of about ``n_tokens``; the rest is left out."""
+    """Tokenize ``text`` into lines, in pieces of at least ``n_tokens``.
+
+    The end of the text is left out if it is too short for a piece.
+    """
     pieces: list[list[Line]] = [[]]
     line: Line = []
     for token in llama.tokenize(text.encode(), add_bos=False):
@@ -163,10 +172,12 @@ def cut(llama: Any, text: str, n_tokens: int) -> list[list[Line]]:
 
 
 def measure(llama: Any, texts: Sequence[Sequence[Line]], n_window: int) -> list[Row]:
-    """Read the texts each way; without a window only if the engine has cells for all of them.
+    """Read the texts in each way.
+
+    The way without a window is left out if the engine's context is too short for the longest text.
 
     Raises:
-        ValueError: There is no text, or one that is not longer than the window.
+        ValueError: There is no text, or a text is not longer than the window.
     """
     if not texts:
         raise ValueError("no file has a text that long; lower --tokens")
@@ -219,14 +230,14 @@ def _texts(llama: Any, data: Sequence[Path], n_tokens: int, n_texts: int) -> Ite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print the table."""
+    """Measure and print the table; return the exit status."""
     folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.window", description=__doc__)
     parser.add_argument("--model", type=Path, default=reference_model_path())
     parser.add_argument("--data", type=Path, nargs="+", default=sorted(folder.glob("*.jsonl")))
-    parser.add_argument("--window", type=int, default=256, help="cells")
-    parser.add_argument("--tokens", type=int, default=900, help="of each text")
-    parser.add_argument("--texts", type=int, default=10, help="of each file, at most")
+    parser.add_argument("--window", type=int, default=256, help="cells of the window")
+    parser.add_argument("--tokens", type=int, default=900, help="tokens of each text")
+    parser.add_argument("--texts", type=int, default=10, help="most texts taken from a file")
     parser.add_argument("-o", "--output", type=Path, help="JSON file")
     args = parser.parse_args(argv)
 

@@ -1,6 +1,6 @@
-"""The contract between the host and its plugins: hooks, types, errors.
+"""Contract between the host and its plugins: hooks, types and errors.
 
-A plugin is a class named by an entry point of group ``llmaas_plugins``::
+A plugin is a class that an entry point of the group ``llmaas_plugins`` names::
 
     from llmaas_hooks import LogitsView, hookimpl
     from pydantic import BaseModel, ConfigDict
@@ -17,7 +17,7 @@ A plugin is a class named by an entry point of group ``llmaas_plugins``::
         def llmaas_logits(self, view: LogitsView) -> None:
             view.logits[self.config.token] = -float("inf")
 
-Importing this package needs neither llama_cpp nor torch.
+This package imports neither llama_cpp nor torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which plugins are installed: entry points are listed, and loaded only when asked for."""
+"""Installed plugins: entry points are listed, and imported only on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUP = "llmaas_plugins"
 
 
 def installed_plugins() -> dict[str, EntryPoint]:
-    """Entry points of group ``llmaas_plugins`` by name, sorted. Imports none of them."""
+    """Return the entry points of group ``llmaas_plugins`` by name, sorted; import none of them."""
     return _by_name(entry_points(group=GROUP))
 
 
@@ -24,16 +24,16 @@ def _by_name(points: EntryPoints) -> dict[str, EntryPoint]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` when a known name is near ``word``, else an empty string."""
+    """Return `` Did you mean 'x'?`` if a known name resembles ``word``, else an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def plugin_entry(name: str) -> EntryPoint:
-    """The entry point of the plugin installed as ``name``, without importing it.
+    """Return the entry point of the plugin installed as ``name``, without importing it.
 
     Raises:
-        UnknownPluginError: Nothing is installed under that name.
+        UnknownPluginError: No plugin is installed under that name.
     """
     return _named(name, entry_points(group=GROUP))
 
@@ -52,16 +52,16 @@ def load_plugin(name: str) -> type[Any]:
     """Import the plugin class installed as ``name``.
 
     Raises:
-        UnknownPluginError: Nothing is installed under that name.
-        PluginError: Its module cannot be imported or holds no such class, or two distributions
-            install that name.
+        UnknownPluginError: No plugin is installed under that name.
+        PluginError: The plugin's module cannot be imported, or the entry point names no plugin
+            class, or two distributions install that name.
     """
     points = entry_points(group=GROUP)
     entry = _named(name, points)
     try:
         _refuse_two(points.select(name=name))
         return _plugin_class(entry)
-    except (Exception, SystemExit) as error:  # a script that was named by mistake exits
+    except (Exception, SystemExit) as error:  # an entry point may name a script, which exits
         raise PluginError(name, "import", error) from error
 
 

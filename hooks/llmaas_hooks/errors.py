@@ -1,4 +1,7 @@
-"""The error family. Every message says what, found against expected, and the next step."""
+"""Exceptions of the suite.
+
+Every message says what happened, what was found and expected, and the next step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ __all__ = [
 
 
 class LlmaasError(Exception):
-    """Root of every error this suite raises."""
+    """Base class of every exception that this suite raises."""
 
 
 class ConfigError(LlmaasError, ValueError):
@@ -24,7 +27,7 @@ class ConfigError(LlmaasError, ValueError):
 
 
 class UnknownPluginError(LlmaasError, LookupError):
-    """A plugin was named that is not installed."""
+    """The named plugin is not installed."""
 
 
 class IncompatibleError(LlmaasError, RuntimeError):
@@ -32,10 +35,10 @@ class IncompatibleError(LlmaasError, RuntimeError):
 
 
 class PluginError(LlmaasError, RuntimeError):
-    """A plugin's hook failed; the cause is chained.
+    """A plugin's hook failed; ``__cause__`` is the plugin's exception.
 
     Attributes:
-        plugin: Name the plugin is registered under.
+        plugin: Name under which the plugin is registered.
         hook: Name of the hook that failed.
     """
 
@@ -51,7 +54,7 @@ def _described(cause: BaseException) -> str:
     kind = type(cause).__name__
     try:
         return f"{kind}: {cause}"
-    except Exception:  # its own __str__ is broken
+    except Exception:  # the exception's own __str__ raises
         return kind
 
 
@@ -60,11 +63,11 @@ class StoreError(LlmaasError, OSError):
 
 
 class CodecError(LlmaasError, ValueError):
-    """Encoded bytes are damaged, foreign or of an unknown format."""
+    """Encoded bytes are damaged, belong to something else, or have an unknown format."""
 
 
 class BudgetError(LlmaasError, MemoryError):
-    """A byte budget cannot hold what was asked for."""
+    """A byte budget is too small for the request."""
 
 
 class LimitError(LlmaasError, RuntimeError):

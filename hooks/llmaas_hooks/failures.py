@@ -1,4 +1,4 @@
-"""What plugins did wrong: told once in full, then counted."""
+"""Record of plugin errors: the first one is logged in full, later ones are counted."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _log = logging.getLogger("llmaas.hooks")
 
 
 class Failures:
-    """Errors of one activation's plugins, by plugin and hook. A hook may fail once a token."""
+    """Errors of one activation's plugins, by plugin and hook.
+
+    A hook may fail once a token, so logging every error would flood the log.
+    """
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without errors."""
         self._lock = forks.lock()
         self._seen: dict[tuple[str, str], tuple[int, str]] = {}
 
     def count(self, error: PluginError) -> int:
-        """Remember ``error``; how many its plugin has had in that hook now.
+        """Record ``error`` and return how often its plugin has failed in that hook.
 
-        Only the text is kept: an exception would keep its frames alive, and what they hold.
+        Only the message is kept: the exception would keep its frames and their objects alive.
         """
         key = (error.plugin, error.hook)
         with self._lock:
@@ -33,24 +36,25 @@ class Failures:
         return n
 
     def log(self, error: PluginError) -> None:
-        """Count ``error``, and log its plugin's first one in that hook.
+        """Count ``error``; log the first error of its plugin in that hook.
 
-        With the traceback, unless it is an error of the suite's: its message says what to do.
+        The log has the traceback unless the cause is a ``LlmaasError``, whose message says what to
+        do.
         """
         if self.count(error) > 1:
             return
         cause = error.__cause__
         is_explained = isinstance(cause, LlmaasError)
         _log.error(
-            "%s. The app's call goes on; the next failures there are only counted",
+            "%s. The app's call continues; further failures of this hook are only counted",
             str(error).rstrip("."),
             exc_info=None if is_explained else cause,
         )
         if is_explained:
-            _log.debug("what led to it:", exc_info=cause)
+            _log.debug("traceback of this failure:", exc_info=cause)
 
     def report(self) -> dict[str, Any]:
-        """``{plugin: {hook: {"count": …, "last": …}}}``."""
+        """Return ``{plugin: {hook: {"count": …, "last": …}}}``; "last" is the last message."""
         found: dict[str, Any] = {}
         with self._lock:
             for (plugin, hook), (n, last) in self._seen.items():
@@ -58,7 +62,7 @@ class Failures:
         return found
 
     def log_repeated(self) -> None:
-        """One line for each plugin and hook that failed more often than was logged."""
+        """Log one line for each plugin and hook that failed more than once."""
         for hooks in self.report().values():
             for found in hooks.values():
                 if found["count"] > 1:

@@ -1,8 +1,9 @@
-"""Forks of the process while plugins are on.
+"""Forks of the process while plugins are active.
 
-A forked child has a copy of its parent's memory and one thread: the one that forked. Whoever has
-threads, or files that both processes would write to, is told of every fork (``watch``). A lock made
-by ``lock`` is free in a child even if another thread of the parent held it.
+A forked child has a copy of its parent's memory, but only one thread: the one that forked. Objects
+that own threads, or files that both processes would write to, are notified of every fork: ``watch``
+adds such an object. A lock made by ``lock`` is free in a child even if another thread of the parent
+held it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ __all__ = ["Forked", "lock", "watch"]
 
 
 class Forked:
-    """Something that must know of forks. Those that run work are told before those that store."""
+    """Object that is notified of forks.
+
+    Before a fork, objects with ``runs_work`` are notified first; after it, the order is reversed.
+    """
 
     runs_work = False
 
@@ -26,7 +30,7 @@ class Forked:
         """Reach a state that can be copied."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Go on, in the parent or in the child."""
+        """Resume, in the parent or in the child."""
 
 
 _watched: set[weakref.ref[Forked]] = set()
@@ -35,7 +39,7 @@ _held = threading.local()
 
 
 def watch(one: Forked) -> None:
-    """Tell ``one`` of every fork as long as it lives."""
+    """Notify ``one`` of every fork as long as it lives."""
     _register()
     _watched.add(weakref.ref(one, _watched.discard))
 
@@ -43,7 +47,7 @@ def watch(one: Forked) -> None:
 def lock() -> Any:
     """Return a reentrant lock that is free in a forked child, unless the forking thread holds it.
 
-    Reentrant, because a signal handler may come back to the same code on the same thread.
+    The lock is reentrant because a signal handler may run the same code on the same thread.
     """
     _register()
     made = threading.RLock()
@@ -53,8 +57,8 @@ def lock() -> Any:
 
 @functools.cache
 def _register() -> None:
-    # Who registers last is told first. The pools of threads hold a lock of theirs during a fork,
-    # and work that ``before_fork`` waits for may need a pool.
+    # The last registered handler runs first. Thread pools hold a lock of their own during a fork,
+    # and work that ``before_fork`` waits for may need a pool: so pools must register before us.
     importlib.import_module("concurrent.futures.thread")
     os.register_at_fork(
         before=_before,
@@ -65,7 +69,7 @@ def _register() -> None:
 
 def _before() -> None:
     _held.told = []
-    found = (reference() for reference in list(_watched))  # at once: other threads add some
+    found = (reference() for reference in list(_watched))  # a copy: other threads add objects
     alive = [one for one in found if one is not None]
     for one in sorted(alive, key=lambda one: not one.runs_work):
         one.before_fork()

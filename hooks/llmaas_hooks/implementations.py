@@ -17,18 +17,18 @@ from llmaas_hooks.types import KVRestored, Levels
 __all__ = ["Implementation", "running"]
 
 running: ContextVar[tuple[str, str] | None] = ContextVar("llmaas_running", default=None)
-"""Plugin and hook that were called last in this thread or task: work deferred is theirs."""
+"""Plugin and hook that were called last in this thread or task; deferred work belongs to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """A bound method of a plugin.
+    """One plugin's implementation of one hook.
 
     Attributes:
-        plugin: Name the plugin is registered under.
+        plugin: Name under which the plugin is registered.
         hook: Name of the hook.
-        function: What to call.
-        takes: Names of the hook's arguments that it takes, in its order.
+        function: The plugin's bound method.
+        takes: Names of the hook's arguments that ``function`` takes, in its order.
     """
 
     plugin: str
@@ -38,27 +38,31 @@ class Implementation:
 
     @classmethod
     def of(cls, hook: pluggy.HookCaller, found: pluggy.HookImpl) -> Implementation:
-        """Take over what pluggy found.
+        """Return the implementation that pluggy found.
 
         Raises:
-            TypeError: It is of a kind that would not be called as its author expects.
+            TypeError: The function would not be called as its author expects: it is a wrapper, a
+                generator or a coroutine, or it has arguments with a default.
         """
         where = f"{hook.name} of {found.plugin_name!r}"
         if found.wrapper or found.hookwrapper:
-            raise TypeError(f"{where} is a wrapper; a hook of this suite cannot be wrapped")
+            raise TypeError(f"{where} is a pluggy wrapper; expected a plain function")
         if inspect.isgeneratorfunction(found.function) or _is_async(found.function):
             raise TypeError(f"{where} is a generator or a coroutine; expected a plain function")
         if found.kwargnames:
             names = ", ".join(found.kwargnames)
-            raise TypeError(f"{where} gives {names} a default; arguments with one are not passed")
+            raise TypeError(
+                f"{where} has a default for {names}; pluggy does not pass such arguments: "
+                "remove the default"
+            )
         return cls(found.plugin_name, hook.name, found.function, tuple(found.argnames))
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it with those of ``arguments`` that it takes.
+        """Call the function with those of ``arguments`` that it takes.
 
         Raises:
-            TypeError: It returned something else than the hook's specification says.
-            Exception: What it raised.
+            TypeError: The function returned another type than the hook's specification says.
+            Exception: Any exception of the function.
         """
         running.set((self.plugin, self.hook))
         result = self.function(*[arguments[name] for name in self.takes])
@@ -102,7 +106,7 @@ def _check_freed(result: Any, _: Mapping[str, Any]) -> None:
 def _check_report(result: Any, _: Mapping[str, Any]) -> None:
     if not isinstance(result, dict):
         raise _wrong(result, "dict")
-    json.dumps(result, allow_nan=False)  # one plugin's report must not spoil the whole page
+    json.dumps(result, allow_nan=False)  # a report without JSON would break the whole status
 
 
 def _wrong(result: object, expected: str) -> TypeError:

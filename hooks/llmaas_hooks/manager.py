@@ -1,6 +1,6 @@
-"""A typed façade over pluggy: one method a hook.
+"""Typed façade over pluggy with one method for each hook.
 
-pluggy finds, checks and orders the implementations. They are called here, one by one: pluggy's own
+pluggy finds, checks and orders the implementations. This module calls them one by one: pluggy's own
 call ends at the first exception, and a failing plugin must not silence the others.
 """
 
@@ -37,10 +37,10 @@ OnError = Literal["log", "raise"]
 
 
 class HookManager:
-    """The plugins of one activation and their hooks."""
+    """Registered plugins of one activation, and calls of their hooks."""
 
     def __init__(self, on_error: OnError = "log") -> None:
-        """Start empty; ``on_error`` says what a plugin's exception does to the app's call."""
+        """Start without plugins; ``on_error`` says whether a plugin's exception reaches the app."""
         self._pm = pluggy.PluginManager(NAME)
         self._pm.add_hookspecs(specs)
         self._raises = on_error == "raise"
@@ -48,11 +48,11 @@ class HookManager:
         self._found: dict[str, tuple[Implementation, ...]] = dict.fromkeys(specs.__all__, ())
 
     def register(self, name: str, plugin: object) -> None:
-        """Add a plugin; a misspelt hook is an error, not silence.
+        """Add a plugin; refuse a misspelled hook instead of ignoring it.
 
         Raises:
-            PluginError: It implements a hook that does not exist, with wrong arguments, or as
-                something else than a plain function; or the name is taken.
+            PluginError: The plugin implements a hook that does not exist, takes wrong arguments, or
+                implements a hook by something else than a plain function. Or the name is taken.
         """
         is_new = not self._pm.has_plugin(name)
         try:
@@ -66,37 +66,35 @@ class HookManager:
 
     @property
     def raises(self) -> bool:
-        """Whether errors are raised to the app; else they are logged."""
+        """Whether errors are raised to the app rather than logged."""
         return self._raises
 
     def names(self) -> list[str]:
-        """Names of the registered plugins."""
+        """Return the names of the registered plugins."""
         return [name for name, _ in self._pm.list_name_plugin()]
 
     def plugin(self, name: str) -> Any:
-        """A registered plugin.
+        """Return a registered plugin.
 
         Raises:
-            LookupError: There is none of this name.
+            LookupError: No plugin of this name is registered.
         """
         found = self._pm.get_plugin(name)
         if found is None:
-            raise LookupError(
-                f"no plugin {name!r} is enabled; those are: {', '.join(self.names())}"
-            )
+            raise LookupError(f"no plugin {name!r} is enabled. Enabled: {', '.join(self.names())}")
         return found
 
     def listens(self, hook: str) -> bool:
-        """Whether any plugin implements ``hook``; the hot wrappers ask once and keep the answer."""
+        """Return whether any plugin implements ``hook``; wrappers on hot paths ask only once."""
         return bool(self._found[hook])
 
     def implemented(self, name: str) -> list[str]:
-        """Hooks that plugin ``name`` implements, sorted."""
+        """Return the hooks that plugin ``name`` implements, sorted."""
         callers = self._pm.get_hookcallers(self._pm.get_plugin(name)) or []
         return sorted(caller.name for caller in callers)
 
     def errors(self) -> dict[str, Any]:
-        """What failed so far: ``{plugin: {hook: {"count": …, "last": …}}}``."""
+        """Return the failures so far: ``{plugin: {hook: {"count": …, "last": …}}}``."""
         return self._failures.report()
 
     def model_load(self, load: ModelLoad) -> None:
@@ -106,7 +104,7 @@ class HookManager:
     def weights(
         self, load: ModelLoad, tensors: Mapping[str, TensorInfo]
     ) -> list[tuple[str, WeightClaim]]:
-        """Fire ``llmaas_weights``; every claim, with its plugin's name."""
+        """Fire ``llmaas_weights``; return every claim with its plugin's name."""
         claims = self._call("llmaas_weights", load=load, tensors=tensors)
         return [(plugin, claim) for plugin, claimed in claims.items() for claim in claimed]
 
@@ -115,7 +113,10 @@ class HookManager:
         self._call("llmaas_context_create", create=create)
 
     def accept(self, create: ContextCreate, ctx: int) -> bool:
-        """Whether all ``create.checks`` find the new context usable; one that fails does not."""
+        """Return whether all of ``create.checks`` accept the new context.
+
+        A check that raises counts as one that returns False.
+        """
         for check in create.checks:
             try:
                 if not check(ctx):
@@ -130,7 +131,10 @@ class HookManager:
         self._call("llmaas_native_context", context=context)
 
     def context_free(self, ctx: int) -> None:
-        """Fire ``llmaas_context_free``; an app that got an error would take it for still there."""
+        """Fire ``llmaas_context_free``; log errors even with ``on_error = "raise"``.
+
+        An app that got an exception would believe that the context still exists.
+        """
         self._call("llmaas_context_free", raises=False, ctx=ctx)
 
     def decode(self, step: DecodeStep) -> None:
@@ -142,7 +146,7 @@ class HookManager:
         self._call("llmaas_logits", view=view)
 
     def level(self, request: Request) -> Levels | None:
-        """Fire ``llmaas_level``; what the first plugin says that chooses."""
+        """Fire ``llmaas_level``; return the answer of the first plugin that gives one."""
         answers = self._call("llmaas_level", request=request).values()
         return next((levels for levels in answers if levels is not None), None)
 
@@ -151,11 +155,11 @@ class HookManager:
         self._call("llmaas_request_begin", request=request, levels=levels)
 
     def kv_restore(self, request: Request) -> KVRestored | None:
-        """Fire ``llmaas_kv_restore`` until a plugin has restored something.
+        """Fire ``llmaas_kv_restore`` plugin by plugin until one restores cells.
 
         Raises:
-            PluginError: A plugin failed. The cells are in doubt then, so no other is asked: the
-                caller drops them, and gives the error to ``handle``.
+            PluginError: A plugin failed. The cells are then in doubt, so no other plugin is asked:
+                the caller drops the cells and passes the error to ``handle``.
         """
         for implementation in self._found["llmaas_kv_restore"]:
             try:
@@ -171,10 +175,10 @@ class HookManager:
         self._call("llmaas_kv_save", request=request, tokens=tokens)
 
     def kv_evict(self, context_id: str) -> int:
-        """Fire ``llmaas_kv_evict``; bytes freed over all plugins.
+        """Fire ``llmaas_kv_evict``; return the bytes that all plugins freed together.
 
         Raises:
-            PluginError: One of them failed, after all were asked.
+            PluginError: A plugin failed; all plugins were called first.
         """
         freed = self._call("llmaas_kv_evict", raises=True, context_id=context_id)
         return sum(freed.values())
@@ -184,37 +188,37 @@ class HookManager:
         self._call("llmaas_request_end", request=request, stats=stats)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Fire ``llmaas_status``; a report by plugin name, ``{"error": …}`` for one that failed."""
+        """Fire ``llmaas_status``; return reports by plugin, ``{"error": …}`` for a failed one."""
         hook = "llmaas_status"
         reports = self._call(hook)
         failed = {found.plugin for found in self._found[hook]} - reports.keys()
         return reports | {name: {"error": self.errors()[name][hook]["last"]} for name in failed}
 
     def shutdown(self) -> None:
-        """Fire ``llmaas_shutdown`` for each plugin, also when another one's fails; forget all.
+        """Fire ``llmaas_shutdown`` for every plugin, even if one fails; then forget all plugins.
 
-        A wrapper may outlive the suite (a generator still open, other code's patch on top of
-        ours): it must find nobody to call.
+        A wrapper may outlive the suite: a generator is still open, or other code patched our patch.
+        Such a wrapper must find no plugin to call.
         """
-        with contextlib.ExitStack() as stack:  # goes on after a Ctrl-C, too
+        with contextlib.ExitStack() as stack:  # runs every callback, even after a Ctrl-C
             stack.callback(self._forget)
             for implementation in reversed(self._found["llmaas_shutdown"]):
                 stack.callback(self._shut_down, implementation)
 
     def handle(self, error: PluginError) -> None:
-        """Raise or log ``error``, as ``on_error`` says."""
+        """Raise ``error`` or log it, depending on ``on_error``."""
         if self._raises:
             self._failures.count(error)
             raise error
         self._failures.log(error)
 
     def blame(self, error: Exception) -> PluginError:
-        """``error`` as one of the plugin and hook that were called last in this thread."""
+        """Return ``error`` as a failure of the plugin and hook that this thread called last."""
         plugin, hook = running.get() or ("unknown", "unknown")
         return PluginError(plugin, hook, error)
 
     def guarded(self, job: Callable[[], None]) -> Callable[[], None]:
-        """``job`` for another thread; it fails in the name of the hook that is running now."""
+        """Return ``job`` for another thread; its errors are logged under the hook that runs now."""
         owner = running.get()
         if owner is None:
             return job
@@ -242,14 +246,14 @@ class HookManager:
         self._failures.log_repeated()
 
     def _owner(self, function: Any) -> str:
-        """Name of the plugin that ``function`` is a method of, else the function's own."""
+        """Return the name of the plugin whose method ``function`` is, else the function's name."""
         while isinstance(function, functools.partial):
             function = function.func
         plugin = getattr(function, "__self__", function)
         return self._pm.get_name(plugin) or str(getattr(function, "__qualname__", function))
 
     def _implementations(self) -> dict[str, tuple[Implementation, ...]]:
-        """All that are registered, in the order they are called."""
+        """Return all registered implementations by hook, in the order of their calls."""
         callers = {hook: getattr(self._pm.hook, hook) for hook in specs.__all__}
         return {
             hook: tuple(Implementation.of(caller, i) for i in reversed(caller.get_hookimpls()))
@@ -257,7 +261,10 @@ class HookManager:
         }
 
     def _call(self, hook: str, *, raises: bool | None = None, **arguments: Any) -> dict[str, Any]:
-        """What each plugin returned, by name. All are called before an error is raised."""
+        """Call all plugins and return their results by name.
+
+        An error is raised only after the last plugin was called.
+        """
         results, failed = {}, None
         for implementation in self._found[hook]:
             try:

@@ -1,4 +1,4 @@
-"""The two pluggy markers, apart so that ``specs`` and plugins import no manager."""
+"""The two pluggy markers, in a module of their own: ``specs`` and plugins need no manager."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Every hook, and nothing else.
+"""Specifications of all hooks.
 
-Each docstring answers: when it is called, on which thread, at what cost, what is returned, and
-what an exception, or a result of another type, does. All arguments are passed by name; an
-implementation may take fewer.
+Each docstring says when the hook is called, on which thread, at what cost, and what it returns.
+"Errors" says what follows when a plugin raises, or returns another type than the specification
+says. The host passes all arguments by name; an implementation may take fewer of them.
+
+``on_error`` is the setting of the activation: "log" (the default) logs a plugin's error and lets
+the app's call continue; "raise" raises the error to the app.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -51,23 +54,25 @@ __all__ = [
 def llmaas_model_load(load: ModelLoad) -> None:
     """Edit the parameters of a model before libllama opens its file.
 
-    When: inside ``llama_model_load_from_file``, before the original is called.
+    When: inside ``llama_model_load_from_file``, before the original function runs.
     Thread: the app's. Cost: once a model; may take milliseconds.
-    Errors: with ``on_error = "log"`` the model loads with the parameters as they are then.
+    Errors: with ``on_error = "log"`` the model loads with the parameters as edited so far.
     """
 
 
 @hookspec
 def llmaas_weights(load: ModelLoad, tensors: Mapping[str, TensorInfo]) -> list[WeightClaim]:
-    """Claim weights of a model: where their bytes are, or which part of them is used.
+    """Claim weights of a model: choose where their bytes are, or which part of them is used.
 
-    When: after ``llmaas_model_load``, before libllama opens the file. ``tensors`` are all that its
-    files have, by name; ``load.params`` may still be edited.
+    When: after ``llmaas_model_load``, before libllama opens the file. ``tensors`` has every tensor
+        of the model's files by name. ``load.params`` may still be edited.
     Thread: the app's. Cost: once a model; may take milliseconds.
-    Returns: the claims; none for a model the plugin leaves alone. Two plugins that claim the same
-        property of a weight are a ``ConfigError`` to the app, which names both.
-    Errors: with ``on_error = "log"``, a claim that cannot be met is left out, or the model is
-        loaded without any.
+    Returns: the claims; an empty list for a model that the plugin leaves alone. If two plugins
+        claim the same property of a weight, the app gets a ``ConfigError`` that names both plugins.
+    Errors: with ``on_error = "log"`` a claim that matches no weight is left out. If another claim
+        cannot be met, the model is loaded, or the context made, without any claims. After a model
+        was loaded with a claimed source, a context that cannot meet every claim is an error to the
+        app in either case.
     """
 
 
@@ -75,31 +80,32 @@ def llmaas_weights(load: ModelLoad, tensors: Mapping[str, TensorInfo]) -> list[W
 def llmaas_context_create(create: ContextCreate) -> None:
     """Edit the parameters of a context before it exists.
 
-    When: inside ``llama_init_from_model``, before the original is called.
+    When: inside ``llama_init_from_model``, before the original function runs.
     Thread: the app's. Cost: once a context; may take milliseconds.
-    Errors: with ``on_error = "log"`` the context is created with the parameters as they are then.
+    Errors: with ``on_error = "log"`` the context is created with the parameters as edited so far.
     """
 
 
 @hookspec
 def llmaas_native_context(context: NativeContext) -> None:
-    """Use a new context's hook point in the engine: subscribe taps, choose levels.
+    """Set up a new context's hook point in the engine: subscribe taps, choose levels.
 
-    When: inside ``llama_init_from_model``, after the original; the object may be kept and used
-    until the context is freed.
-    Thread: the app's. Cost: once a context. What is subscribed costs on each batch.
-    Errors: with ``on_error = "log"`` the context is used as it is then.
+    When: inside ``llama_init_from_model``, after the original function returned. The plugin may
+        keep ``context`` and use it until the context is freed.
+    Thread: the app's. Cost: once a context. Each subscription costs time on every batch.
+    Errors: with ``on_error = "log"`` the context is used with the settings made so far.
     """
 
 
 @hookspec
 def llmaas_context_free(ctx: int) -> None:
-    """Let go of what depends on a context, or on its model.
+    """Release everything that depends on a context, or on its model.
 
-    When: before the context is freed and after deferred work. The model may be freed next. Not at
-    the end of the suite: ``llmaas_shutdown`` is.
-    Thread: the app's, inside ``llama_free``; or the lane's, where the app cannot wait. Never inside
-    the garbage collector. Cost: once a context; may take milliseconds.
+    When: after deferred work is done and before the context is freed; its model may be freed next.
+        The end of the suite calls ``llmaas_shutdown`` instead, also for contexts that still exist.
+    Thread: the app's, inside ``llama_free``; or the background thread, where the app cannot wait.
+        Never inside the garbage collector.
+    Cost: once a context; may take milliseconds.
     Errors: always logged; the context is freed.
     """
 
@@ -108,9 +114,9 @@ def llmaas_context_free(ctx: int) -> None:
 def llmaas_decode(step: DecodeStep) -> None:
     """Observe a batch that was evaluated.
 
-    When: after ``llama_decode`` returned 0. Not called for evaluation that C code starts itself.
-    Thread: the app's. Cost: once a batch: microseconds.
-    Errors: with ``on_error = "log"`` counted after one log line.
+    When: after ``llama_decode`` returned 0. Evaluation that C code starts itself is not reported.
+    Thread: the app's. Cost: once a batch; at most microseconds.
+    Errors: with ``on_error = "log"`` the first error is logged; later ones are counted.
     """
 
 
@@ -119,8 +125,8 @@ def llmaas_logits(view: LogitsView) -> None:
     """Edit logits in place before they are sampled.
 
     When: inside ``llama_sampler_sample``, before penalties, grammar and every other sampler.
-    Thread: the app's. Cost: once a sampled token: tens of microseconds.
-    Errors: with ``on_error = "log"`` the token is sampled from the logits as they are then.
+    Thread: the app's. Cost: once a sampled token; at most tens of microseconds.
+    Errors: with ``on_error = "log"`` the token is sampled from the logits as edited so far.
     """
 
 
@@ -128,33 +134,37 @@ def llmaas_logits(view: LogitsView) -> None:
 def llmaas_level(request: Request) -> Levels | None:
     """Choose how much of an elastic model a request computes with.
 
-    When: first step of ``Llama.generate``, before ``llmaas_request_begin``. What the app itself
-        asks for goes before it, and what is configured comes behind it.
-    Thread: the app's. Cost: once a request; its first token waits for it.
-    Returns: the levels, one of them or both; None leaves the choice to the next plugin. Of several
-        answers the first counts.
-    Errors: with ``on_error = "log"`` as if it had returned None.
+    When: first step of ``Llama.generate``, before ``llmaas_request_begin``. A level that the app
+        requests takes precedence over the answer. The answer takes precedence over the configured
+        level.
+    Thread: the app's. Cost: once a request, and the request's first token waits for it.
+    Returns: ``Levels`` with one or both levels set, or None to leave the choice to the next plugin.
+        The first answer that is not None counts.
+    Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 
 
 @hookspec
 def llmaas_request_begin(request: Request, levels: Levels | None) -> None:
-    """Learn that a request starts.
+    """Observe the start of a request.
 
-    When: first step of ``Llama.generate``, before any KV cell is touched. ``levels`` are what
-        ``llmaas_level`` returned.
+    When: first step of ``Llama.generate``, before any KV cell is touched. ``levels`` is the result
+        of ``llmaas_level``.
     Thread: the app's. Cost: once a request; may take milliseconds.
-    Errors: with ``on_error = "log"`` the request goes on.
+    Errors: with ``on_error = "log"`` the request continues.
     """
 
 
 @hookspec(firstresult=True)
 def llmaas_kv_restore(request: Request) -> KVRestored | None:
-    """Bring back KV cells for the longest stored prefix of the prompt.
+    """Restore KV cells for the longest stored prefix of the prompt.
 
-    When: after ``llmaas_request_begin`` of a ``Llama.generate(reset=True)``.
-    Thread: the app's, which owns the engine then. Cost: the switch latency.
-    Returns: what sequence 0 holds now, or None when the plugin left the cells as they were.
+    When: after ``llmaas_request_begin`` of a ``Llama.generate(reset=True)`` whose prompt fits into
+        the context. The call does not come if ``Llama`` reuses cells that the app changed on its
+        own.
+    Thread: the app's, which owns the engine meanwhile. Cost: the switch latency.
+    Returns: the number of prompt tokens whose cells sequence 0 holds now, or None if the plugin
+        changed no cells. The first plugin that does not return None ends the search.
     Errors: the engine's cells are dropped, no other plugin is asked, and the whole prompt is
         evaluated.
     """
@@ -162,42 +172,45 @@ def llmaas_kv_restore(request: Request) -> KVRestored | None:
 
 @hookspec
 def llmaas_kv_save(request: Request, tokens: Tokens) -> None:
-    """Take KV cells out ahead of time.
+    """Save the KV cells of a request that ended.
 
-    When: a request ended, also when it failed or its generator was closed early, at the latest when
-    the next one begins; not when the app closed or dropped its ``Llama`` first.
-    ``tokens`` are the tokens of sequence 0's cells, shape ``(n,)`` int32.
-    Thread: the app's; work belongs into ``request.engine.defer``.
+    When: a request ended, also by an error or because its generator was closed early. The call
+        comes at the latest when the engine's next request begins. It does not come if the app
+        closed or dropped its ``Llama`` first, or changed the cells on its own. ``tokens`` are the
+        tokens in the cells of sequence 0, shape ``(n,)`` int32.
+    Thread: the app's or the background thread. Pass slow work to ``request.engine.defer``.
     Errors: with ``on_error = "log"`` nothing is saved; the context can still be recomputed.
     """
 
 
 @hookspec
 def llmaas_kv_evict(context_id: str) -> int:
-    """Forget a persistent context in every tier.
+    """Delete a persistent context from every storage tier.
 
     When: the context was deleted. Thread: any. Cost: milliseconds.
-    Returns: bytes of KV that were freed; what other contexts share stays.
+    Returns: bytes of KV cache that were freed; bytes that other contexts share stay.
     Errors: raised to the caller after all plugins were called: a deletion must not fail silently.
     """
 
 
 @hookspec
 def llmaas_request_end(request: Request, stats: RequestStats) -> None:
-    """Learn how a request went.
+    """Observe the end of a request.
 
-    When: after ``llmaas_kv_save``. Thread: the app's. Cost: microseconds.
-    Errors: with ``on_error = "log"`` counted after one log line.
+    When: after ``llmaas_kv_save``, once for every request, also where that hook is not called.
+    Thread: as for ``llmaas_kv_save``, or as for ``llmaas_context_free``. Cost: microseconds.
+    Errors: with ``on_error = "log"`` the first error is logged; later ones are counted.
     """
 
 
 @hookspec
 def llmaas_status() -> dict[str, Any]:
-    """Report which mode runs, and its counters.
+    """Report the plugin's mode and its counters.
 
-    When: somebody asks (``Suite.status()``, ``/v1/llmaas/status``). Thread: any.
+    When: ``Suite.status()`` or ``/v1/llmaas/status`` is called. Thread: any.
     Returns: a dict of plain JSON types.
-    Errors: with ``on_error = "log"`` its report is ``{"error": …}``; the others' are whole.
+    Errors: with ``on_error = "log"`` the plugin's report is ``{"error": …}``; other plugins'
+        reports are complete.
     """
 
 

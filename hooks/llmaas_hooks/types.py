@@ -1,4 +1,4 @@
-"""What the hooks pass: frozen dataclasses, and the handle a plugin gets on a running engine."""
+"""Types that the hooks pass: frozen dataclasses, and a plugin's handle on a running engine."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ Tokens = NDArray[np.int32]
 Override = bool | int | float | str
 
 LEAST_LEVEL = 0.2
-"""The narrowest that an elastic model is (ElastiLM §3.2)."""
+"""Smallest level of an elastic model (ElastiLM §3.2)."""
 _ROUNDING = 1e-9
 
 
 class Plugin(Protocol):
-    """What an entry point of group ``llmaas_plugins`` must name: a class of this shape.
+    """Shape of the class that an entry point of group ``llmaas_plugins`` must name.
 
-    Methods decorated with ``llmaas_hooks.hookimpl`` are its hook implementations.
+    Methods decorated with ``llmaas_hooks.hookimpl`` are the plugin's hook implementations.
     """
 
     Config: ClassVar[type[Any]]
-    """A frozen pydantic model; unknown keys must be errors (``extra="forbid"``)."""
+    """Frozen pydantic model; it must refuse unknown keys (``extra="forbid"``)."""
 
     def __init__(self, config: Any) -> None:
-        """Take the validated configuration. Nothing else happens yet: no thread, no file."""
+        """Store the validated configuration; start no thread and open no file yet."""
 
 
 class Engine(Protocol):
-    """One ``llama_cpp.Llama`` and its context, as the plugins see it."""
+    """One ``llama_cpp.Llama`` and its context, as plugins see them."""
 
     @property
     def llama(self) -> Any:
-        """The ``llama_cpp.Llama`` object."""
+        """The ``llama_cpp.Llama`` object; ``ReferenceError`` once the app has dropped it."""
 
     @property
     def ctx(self) -> int:
@@ -69,52 +69,58 @@ class Engine(Protocol):
 
     @property
     def n_seq_max(self) -> int:
-        """Sequences the context really has; the app reads the number it asked for."""
+        """Number of sequences that the context really has.
+
+        Plugins may add sequences; the app still reads the number that it asked for.
+        """
 
     @property
     def load(self) -> ModelLoad | None:
-        """How the model was opened; None if that was before the activation."""
+        """Record of how the model was opened; None if that was before the activation."""
 
     @property
     def alteration(self) -> str | None:
-        """The call by which the app changed how cells are computed; None: it did not.
+        """Name of the app's first call that changed how cells are computed, or None.
 
-        That is the name of the first such call, ``llama_set_adapters_lora`` for instance. Using a
-        sequence that the app did not ask for is one, too: cells of plugins may have been there.
+        An example is ``llama_set_adapters_lora``. Use of a sequence that the app did not ask for
+        counts as such a call: a plugin's cells may have been there.
         """
 
     @property
     def n_spare(self) -> int:
-        """Cells that plugins added to the context; the app reads ``n_ctx`` without them."""
+        """Number of cells that plugins added to the context.
+
+        The app reads an ``n_ctx`` that does not count them.
+        """
 
     @property
     def parked(self) -> set[int]:
-        """Sequences in which a plugin keeps cells between calls; it adds and removes its own.
+        """Sequences in which plugins keep cells between calls.
 
-        The app does not see them. Before an app's call that would show or move all cells, the host
-        empties these sequences and this set.
+        A plugin adds and removes its own sequences; the app does not see them. Before an app's call
+        that would show or move all cells, the host empties these sequences and this set.
         """
 
     @property
     def n_explained(self) -> int:
-        """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
+        """Number of leading tokens of ``resident_tokens`` that the cells are known to hold."""
 
     @property
     def resident_app(self) -> str | None:
-        """App whose tokens ``resident_tokens`` are; None if it has no name.
+        """App whose tokens ``resident_tokens`` are; None if that app has no name.
 
-        A request of another app goes on with none of these cells, unless a plugin says in
-        ``llmaas_kv_restore`` that it does.
+        A request of another app starts without these cells, unless a plugin returns from
+        ``llmaas_kv_restore`` that they hold the request's tokens.
         """
 
     @property
     def n_outputs(self) -> int:
-        """How many of the running request's last prompt tokens give logits and final states.
+        """Number of last prompt tokens for which this request computes logits and final states.
 
-        It is 1 for each request at first. A plugin may ask for more in ``llmaas_request_begin``,
-        never for fewer: the host then evaluates these tokens, even if their cells are there, and
-        the number is 1 again when the request's first token is there. It stays 1 where the request
-        goes on with cells that nobody can explain.
+        The number is 1 at the start of each request. A plugin may raise it in
+        ``llmaas_request_begin``, never lower it. The host then evaluates these tokens even if their
+        cells are there. The number is 1 again once the request's first token is there. It stays 1
+        if the request continues from cells whose tokens are unknown.
         """
 
     @n_outputs.setter
@@ -122,24 +128,27 @@ class Engine(Protocol):
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether the batch that is decoded is one of ``Llama.eval``; plugins make others."""
+        """Whether ``Llama.eval`` decodes the current batch; plugins decode batches of their own."""
 
     def resident_tokens(self) -> Tokens:
-        """Tokens of ``Llama``'s books: what sequence 0 should hold from position 0; ``(n,)``."""
+        """Return the tokens that ``Llama`` records for sequence 0, from position 0; shape ``(n,)``.
+
+        The cells may differ where an app changed them without ``Llama``: see ``n_explained``.
+        """
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the background thread; calls into this engine wait until it is done."""
 
 
 class FileStamp(NamedTuple):
-    """State of a file's content, as far as the file system tells it without reading the file.
+    """State of a file's content, as the file system reports it without reading the file.
 
     Attributes:
         device: Device that holds the file.
-        inode: Its number there.
-        n_bytes: Its size.
-        mtime_ns: When its content last changed.
-        ctime_ns: When its content, owner, mode or names last changed.
+        inode: Inode number on that device.
+        n_bytes: Size of the file.
+        mtime_ns: Time of the last change of the content, in nanoseconds.
+        ctime_ns: Time of the last change of the content, owner, mode or names, in nanoseconds.
     """
 
     device: int
@@ -149,8 +158,16 @@ class FileStamp(NamedTuple):
     ctime_ns: int
 
     @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Self | None:
+        """Return the state of the file at ``path``; None if no regular file is there."""
+        try:
+            return cls.of(os.stat(path))  # noqa: PTH116  faster than Path.stat, once a request
+        except (OSError, ValueError):  # ValueError: the path has a zero byte
+            return None
+
+    @classmethod
     def of(cls, status: os.stat_result) -> Self | None:
-        """Return the state that ``stat`` told; None for anything but a regular file."""
+        """Return the state that a ``stat`` call reported; None for anything but a regular file."""
         if not stat.S_ISREG(status.st_mode):
             return None
         times = status.st_mtime_ns, status.st_ctime_ns
@@ -158,12 +175,12 @@ class FileStamp(NamedTuple):
 
 
 class ModelFile(NamedTuple):
-    """A file that was loaded.
+    """A file from which a model was loaded.
 
     Attributes:
-        path: Absolute path it was opened by.
-        stamp: Its state just before and just after the load; None if these differ, or if it is no
-            regular file: then nobody knows what was loaded.
+        path: Absolute path by which the file was opened.
+        stamp: State of the file just before and just after the load. None if the two differ or the
+            file is no regular file: then the loaded content is unknown.
     """
 
     path: str
@@ -175,9 +192,9 @@ class ModelLoad:
     """A model file about to be opened.
 
     Attributes:
-        path: The GGUF file.
-        params: The ``llama_model_params`` structure; fields may be edited. Keep callback objects
-            that you store in it alive as long as the model.
+        path: Path of the GGUF file.
+        params: ``llama_model_params`` structure; its fields may be edited. The plugin must keep
+            callback objects that it stores here alive as long as the model.
         files: Every file of the model, all splits in order. Before the load, the stamps are those
             of the files that are there now.
         overrides: Metadata that the app replaces (``kv_overrides``), by key.
@@ -197,11 +214,12 @@ class ContextCreate:
 
     Attributes:
         model: Address of the ``llama_model``.
-        params: A copy of the app's ``llama_context_params``; fields may be edited, the app's own
-            structure keeps its values. ``n_ctx`` may be made larger by a multiple of 256.
-        load: How the model was opened; None if that was before the activation.
-        checks: A plugin may add a function of the new context's address. If one returns False, or
-            the context cannot be made as edited, the app gets one made with its own values.
+        params: Copy of the app's ``llama_context_params``; its fields may be edited, and the app's
+            own structure keeps its values. ``n_ctx`` may be raised by a multiple of 256.
+        load: Record of how the model was opened; None if that was before the activation.
+        checks: Functions of the new context's address; a plugin may append one. If one returns
+            False, or the context cannot be created as edited, the app gets a context with its own
+            values.
     """
 
     model: int
@@ -216,7 +234,7 @@ class DecodeStep:
 
     Attributes:
         ctx: Address of the ``llama_context``.
-        n_tokens: Tokens in the batch.
+        n_tokens: Number of tokens in the batch.
         seconds: Wall time of the call.
     """
 
@@ -232,7 +250,8 @@ class LogitsView:
     Attributes:
         ctx: Address of the ``llama_context``.
         index: Output row, as given to ``llama_sampler_sample``.
-        logits: The engine's own buffer, shape ``(n_vocab,)`` float32. Edit in place.
+        logits: The engine's own buffer, shape ``(n_vocab,)`` float32; to be edited in place, and
+            not to be kept after the call.
     """
 
     ctx: int
@@ -245,12 +264,13 @@ class Request:
     """One ``Llama.generate`` call.
 
     Attributes:
-        engine: The engine that serves it.
+        engine: Engine that serves the request.
         tokens: The whole prompt, shape ``(n,)`` int32.
-        context_id: Name of the persistent context it belongs to; None for a stateless request.
-        app: Name of the app that asks; None if that is not known.
-        declined: Plugins that the app asks to do without, for this request.
-        reads_tokens: The app gave a logits processor or a stopping criterion, which reads the
+        context_id: Name of the request's persistent context; None for a stateless request.
+        app: Name of the app that made the request; None if unknown.
+        declined: Names of plugins that the app switched off for this request; each plugin must
+            check this itself.
+        reads_tokens: Whether the app gave a logits processor or a stopping criterion; both read the
             tokens so far.
     """
 
@@ -264,32 +284,35 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """How much of an elastic model a request computes with, as shares of its blocks' weights.
+    """Shares of an elastic model's block weights that a request computes with.
+
+    Each share is 0.2 to 1.0. None leaves the choice to the next source: the app is asked first,
+    then ``llmaas_level``, then the configuration.
 
     Attributes:
-        prefill: Of the prompt: 0.2 to 1.0; None leaves that to who is asked next.
-        decode: From the first sampled token on; likewise.
+        prefill: Share for the prompt, or None.
+        decode: Share from the first sampled token on, or None.
     """
 
     prefill: float | None = None
     decode: float | None = None
 
     def __post_init__(self) -> None:
-        """Check both.
+        """Check both levels.
 
         Raises:
-            ConfigError: One of them is no level.
+            ConfigError: A level is not a number from 0.2 to 1.0.
         """
         for name, level in (("prefill", self.prefill), ("decode", self.decode)):
             if level is not None and not _is_level(level):
-                is_one = repr(self.prefill) == repr(self.decode)  # also where it is nan
+                is_one = repr(self.prefill) == repr(self.decode)  # true for two NaNs, too
                 which = "the level" if is_one else f"the level of {name}"
                 raise ConfigError(
                     f"{which} must be a number from {LEAST_LEVEL} to 1.0, found {level!r}"
                 )
 
     def over(self, other: Levels | None) -> Levels:
-        """These, and those of ``other`` where these say nothing."""
+        """Return these levels, with each None replaced by the level of ``other``."""
         if other is None:
             return self
         return Levels(
@@ -305,14 +328,14 @@ def _is_level(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """How a request went.
+    """Counts and times of a finished request.
 
     Attributes:
-        n_prompt: Prompt tokens.
-        n_reused: Prompt tokens that were in the engine's cells before it started to evaluate.
-        n_generated: Tokens generated.
+        n_prompt: Number of prompt tokens.
+        n_reused: Number of prompt tokens whose cells were there before evaluation started.
+        n_generated: Number of generated tokens.
         prepare_s: Seconds from the call until evaluation could start (the switch latency).
-        first_token_s: Seconds from the call to the first token; None when there was none.
+        first_token_s: Seconds from the call to the first token; None if there was no token.
         total_s: Seconds from the call until its generator ended.
     """
 
@@ -329,8 +352,9 @@ class KVRestored:
     """Result of ``llmaas_kv_restore``.
 
     Attributes:
-        n_tokens: Sequence 0 now holds exactly the first ``n_tokens`` prompt tokens' cells.
-        n_loaded: Those of them that came from the store; the others were resident, or computed.
+        n_tokens: Number of leading prompt tokens whose cells sequence 0 now holds, and no others.
+        n_loaded: Number of these cells that came from the store; the others were resident or
+            computed.
     """
 
     n_tokens: int

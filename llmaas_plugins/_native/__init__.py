@@ -1,6 +1,6 @@
-"""The C core: KV blobs, chunk codecs, chunk store I/O, byte budgets and nearest neighbours.
+"""Python interface of the C core: KV blobs, chunk codecs, store I/O, budgets, nearest neighbors.
 
-Nobody else imports the cffi module. Calls release the GIL while they run.
+No other package imports the cffi module. Calls release the GIL while they run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .knn import (
     KnnCodes,
     LogitsInfo,
     Nearest,
-    knn_quantise,
+    knn_quantize,
     knn_rescore,
     knn_scan,
     knn_stride,
@@ -82,7 +82,7 @@ __all__ = [
     "crc32c",
     "kernels_name",
     "kernels_select",
-    "knn_quantise",
+    "knn_quantize",
     "knn_rescore",
     "knn_scan",
     "knn_stride",

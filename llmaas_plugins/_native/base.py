@@ -1,4 +1,4 @@
-"""Status codes of the core and the errors they become."""
+"""Status codes of the C core, and the errors raised for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY_BYTES = 32
 
 
 class Status(IntEnum):
-    """What a call of the core returned."""
+    """Result of a call of the core."""
 
     OK = 0
     EINVAL = 1
@@ -37,15 +37,16 @@ class Status(IntEnum):
 
 
 class NativeError(CodecError):
-    """A codec call of the core failed.
+    """Failed call of the core.
 
     Attributes:
-        status: What the core returned; tells damage from a foreign key or an unsupported value.
-        n_done: Leading payloads that are in place (``chunks_decode`` only, else 0).
+        status: Status returned by the core. It distinguishes damage from a foreign key or an
+            unsupported value.
+        n_done: Number of leading payloads that are in place (``chunks_decode`` only, else 0).
     """
 
     def __init__(self, message: str, status: Status, n_done: int = 0) -> None:
-        """Keep the status beside the message."""
+        """Store the status and the progress with the message."""
         super().__init__(message)
         self.status = status
         self.n_done = n_done
@@ -67,17 +68,17 @@ def fail(what: str, status: int, n_done: int = 0) -> NativeError:
 
 
 def as_input(buffer: Bytes) -> Any:
-    """View any contiguous buffer as ``uint8_t[]`` without copying (an ndarray is one)."""
+    """View any contiguous buffer, such as an ndarray, as ``uint8_t[]`` without copying."""
     return ffi.from_buffer("uint8_t[]", buffer)  # type: ignore[arg-type]
 
 
 def as_output(buffer: Bytes) -> Any:
-    """View a writable buffer as ``uint8_t[]``; a read-only one is a ``BufferError``."""
+    """View a writable buffer as ``uint8_t[]``; raise ``BufferError`` for a read-only one."""
     return ffi.from_buffer("uint8_t[]", buffer, require_writable=True)  # type: ignore[arg-type]
 
 
 def as_array(cdecl: str, values: Sequence[int]) -> Any:
-    """Copy a sequence into a C array; cffi itself takes lists and tuples only."""
+    """Copy a sequence into a C array; cffi itself accepts only lists and tuples."""
     return ffi.new(cdecl, values if isinstance(values, list | tuple) else list(values))
 
 

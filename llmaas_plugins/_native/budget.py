@@ -1,4 +1,4 @@
-"""A byte budget shared by threads."""
+"""Byte budget shared by threads."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """Reserve before allocating, release after freeing; thread-safe, kept in the core."""
+    """Thread-safe byte budget in the core: reserve before allocating, release after freeing."""
 
     __slots__ = ("_handle",)
 
     def __init__(self, limit: int) -> None:
-        """Allow ``limit`` bytes at a time."""
+        """Allow ``limit`` bytes to be reserved at a time."""
         handle = lib.llmaas_budget_new(limit)
         if handle == ffi.NULL:
             raise MemoryError
         self._handle = ffi.gc(handle, lib.llmaas_budget_free)
 
     def reserve(self, n: int) -> None:
-        """Take ``n`` bytes or raise ``BudgetError`` and change nothing."""
+        """Reserve ``n`` bytes, or raise ``BudgetError`` and change nothing."""
         if lib.llmaas_budget_reserve(self._handle, n):
             raise BudgetError(
-                f"byte budget: {n} bytes wanted, {max(self.limit - self.used, 0)} of"
-                f" {self.limit} left; release or raise the limit"
+                f"byte budget: {n} bytes requested, {max(self.limit - self.used, 0)} of"
+                f" {self.limit} available; release memory or raise the limit"
             )
 
     def try_reserve(self, n: int) -> bool:
-        """Take ``n`` bytes if they fit."""
+        """Reserve ``n`` bytes and return whether they fit."""
         return lib.llmaas_budget_reserve(self._handle, n) == 0
 
     def release(self, n: int) -> None:
-        """Give ``n`` bytes back; more than is used is a ``NativeError``."""
+        """Release ``n`` bytes; raise ``NativeError`` if fewer are reserved."""
         status = lib.llmaas_budget_release(self._handle, n)
         if status:
             raise fail(f"byte budget: release of {n} bytes, {self.used} are used", status)
@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def limit(self) -> int:
-        """Bytes allowed; may be set below ``used``, which only stops new reservations."""
+        """Most bytes to reserve at a time. Below ``used``, it only prevents new reservations."""
         return lib.llmaas_budget_limit(self._handle)
 
     @limit.setter

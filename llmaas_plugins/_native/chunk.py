@@ -34,11 +34,11 @@ __all__ = [
 
 
 CHUNK_BITS: int = lib.LLMAAS_CHUNK_BITS
-"""Most bits a value has in a ``PLANES`` payload."""
+"""Most bits per value in a ``PLANES`` payload."""
 
 
 class Codec(IntEnum):
-    """How a chunk's rows are stored; the id is part of the format."""
+    """Encoding of a chunk's rows; the number is part of the file format."""
 
     RAW = 0
     LOSSLESS = 1
@@ -47,7 +47,7 @@ class Codec(IntEnum):
 
 
 class ChunkInfo(NamedTuple):
-    """A chunk's header; ``bits`` are the planes of a ``PLANES`` payload, 0 in other codecs."""
+    """Header of a chunk. ``bits`` is the number of planes of a ``PLANES`` payload, else 0."""
 
     codec: Codec
     n_tokens: int
@@ -60,12 +60,12 @@ class ChunkInfo(NamedTuple):
 
 
 def chunk_bound(geom: KVGeometry, codec: Codec, n_tokens: int, bits: int = 8) -> int:
-    """Largest payload of ``n_tokens`` tokens; exact for RAW, INT8 and PLANES.
+    """Return the largest payload size of ``n_tokens`` tokens; exact for RAW, INT8 and PLANES.
 
     Args:
-        geom: The engine's.
-        codec: Of the payload.
-        n_tokens: Tokens in it.
+        geom: Geometry of the engine.
+        codec: Codec of the payload.
+        n_tokens: Number of tokens in the payload.
         bits: Planes to keep, for PLANES.
     """
     bound = lib.llmaas_chunk_bound(geom.handle, codec, bits, n_tokens)
@@ -89,12 +89,11 @@ def chunk_encode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     out: Bytes,
     bits: int = 8,
 ) -> int:
-    """Encode cells ``first`` to ``first + n_tokens`` of a checked blob; returns bytes written.
+    """Encode cells ``first`` to ``first + n_tokens - 1`` of a checked blob; return bytes written.
 
     Raises:
-        NativeError: EUNSUPPORTED when INT8 meets a value that is not finite, or PLANES one
-            beyond 32768 (use LOSSLESS); ESPACE when ``out`` is shorter than
-            :func:`chunk_bound`.
+        NativeError: EUNSUPPORTED if INT8 meets a value that is not finite, or PLANES a value beyond
+            32768 (use LOSSLESS). ESPACE if ``out`` is shorter than :func:`chunk_bound`.
     """
     src, dst, written = as_input(blob), as_output(out), ffi.new("size_t *")
     status = lib.llmaas_chunk_encode(
@@ -111,7 +110,7 @@ def chunk_encode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
 
 
 def chunk_peek(payload: Bytes) -> ChunkInfo:
-    """Read a header without the body; raises when the payload is truncated or foreign."""
+    """Read a header without the body; raise if the payload is truncated or foreign."""
     view, info = as_input(payload), ffi.new("llmaas_chunk_info *")
     status = lib.llmaas_chunk_peek(view, len(view), info)
     if status:
@@ -123,10 +122,10 @@ def chunk_peek(payload: Bytes) -> ChunkInfo:
 
 
 def chunk_cut(payload: Bytes, bits: int) -> int:
-    """Bytes of the payload's beginning that is the same chunk with at most ``bits`` bits.
+    """Return how many leading bytes of a payload are the same chunk with at most ``bits`` bits.
 
-    That beginning is a payload as it is. Only ``PLANES`` with more bits has a shorter one; for
-    all others this is the payload's size.
+    These bytes are a complete payload. Only a ``PLANES`` payload with more bits can be shortened;
+    for all others the result is the payload's size.
     """
     view, size = as_input(payload), ffi.new("size_t *")
     status = lib.llmaas_chunk_cut(view, len(view), bits, size)
@@ -136,7 +135,7 @@ def chunk_cut(payload: Bytes, bits: int) -> int:
 
 
 def chunk_verify(payload: Bytes, key: Bytes) -> None:
-    """Raise unless the payload is whole (ECORRUPT) and was written under this key (ESTALE)."""
+    """Raise unless the payload is intact (ECORRUPT) and was written under this key (ESTALE)."""
     view = as_input(payload)
     status = lib.llmaas_chunk_verify(view, len(view), as_key(key))
     if status:
@@ -152,14 +151,14 @@ def chunks_decode(
 ) -> int:
     """Decode payloads into a blob; payload ``i`` fills the cells from ``firsts[i]`` on.
 
-    The crc is not looked at: :func:`chunk_verify` (or ``store_read``) did that before.
+    The CRC is not checked: call :func:`chunk_verify` (or ``store_read``) before.
 
     Returns:
         The number of payloads, all of them in place.
 
     Raises:
-        NativeError: A payload is damaged or of another geometry; ``n_done`` leading ones are in
-            place, so ``payloads[n_done]`` is the culprit.
+        NativeError: A payload is damaged or of another geometry. The first ``n_done`` payloads are
+            in place, so ``payloads[n_done]`` is the faulty one.
     """
     views = [as_input(payload) for payload in payloads]
     sizes = [len(view) for view in views]
@@ -175,7 +174,7 @@ def chunks_decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     blob: Bytes,
     n_cells: int,
 ) -> int:
-    """Like :func:`chunks_decode`, for payloads at addresses the caller keeps alive."""
+    """Decode like :func:`chunks_decode`, from addresses that the caller keeps alive."""
     decode = lib.llmaas_chunks_decode
     return _decode_at(decode, geom, addresses, sizes, firsts, as_output(blob), n_cells)
 
@@ -188,22 +187,22 @@ def chunks_land_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     landings: NDArray[np.uint64],
     n_cells: int,
 ) -> int:
-    """Like :func:`chunks_decode_at`, but to where a blob's bytes belong in the engine.
+    """Decode like :func:`chunks_decode_at`, but directly into the engine's memory.
 
     Args:
-        geom: The engine's.
-        addresses: Of the payloads.
-        sizes: Their bytes.
-        firsts: The cell that each begins with.
-        landings: Shape ``(n_planes, 4)``, as :func:`landings_fit` found them to be.
-        n_cells: Cells that they are for.
+        geom: Geometry of the engine.
+        addresses: Addresses of the payloads.
+        sizes: Bytes of the payloads.
+        firsts: First cell of each payload.
+        landings: Destinations, shape ``(n_planes, 4)``, accepted by :func:`landings_fit`.
+        n_cells: Number of cells of the destinations.
     """
     land = lib.llmaas_chunks_land
     return _decode_at(land, geom, addresses, sizes, firsts, _landings(landings), n_cells)
 
 
 def landings_fit(geom: KVGeometry, landings: NDArray[np.uint64], n_cells: int) -> bool:
-    """Whether these are the places of all that a blob of ``n_cells`` cells has."""
+    """Return whether the landings cover everything that a blob of ``n_cells`` cells holds."""
     places = _landings(landings)
     return bool(lib.llmaas_landings_fit(geom.handle, places, len(places), n_cells))
 
@@ -224,7 +223,7 @@ def _decode_at(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     if len(addresses) != len(sizes):
         what = f"{len(addresses)} addresses and {len(sizes)} sizes for {len(firsts)} first cells"
         raise fail(what, lib.LLMAAS_EINVAL)
-    table = as_array("uintptr_t[]", addresses)  # a name keeps it, a cast does not
+    table = as_array("uintptr_t[]", addresses)  # the name keeps the array alive; the cast does not
     return _decode(call, geom, ffi.cast("uint8_t **", table), sizes, firsts, target, n_cells)
 
 
@@ -237,7 +236,7 @@ def _decode(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     target: Any,
     n_cells: int,
 ) -> int:
-    """Decode by ``call`` into ``target``: the bytes of a blob, or landings."""
+    """Decode with ``call`` into ``target``: the bytes of a blob, or landings."""
     n = len(sizes)
     if len(firsts) != n:
         raise fail(f"{n} payloads and {len(firsts)} first cells", lib.LLMAAS_EINVAL)

@@ -1,4 +1,4 @@
-"""Asynchronous reads, as weights are streamed with."""
+"""Measure asynchronous reads, as used for streaming weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["read_rate"]
 
 
 def read_rate(path: Path, n_bytes: int = 1 << 20, depth: int = 16, seconds: float = 0.5) -> float:
-    """Bytes a second that a file is read at, past the page cache where that can be.
+    """Return the bytes per second of reading a file, bypassing the page cache if possible.
 
     Args:
-        path: A file of at least ``n_bytes``.
-        n_bytes: Of a read; a multiple of 4 KiB.
-        depth: Reads at a time.
+        path: File of at least ``n_bytes``.
+        n_bytes: Bytes per read, a multiple of 4 KiB.
+        depth: Number of concurrent reads.
         seconds: How long to measure.
 
     Raises:
@@ -45,9 +45,9 @@ def read_rate(path: Path, n_bytes: int = 1 << 20, depth: int = 16, seconds: floa
 
 
 def _open(path: Path) -> int:
-    """Open a file past the page cache where its file system can."""
+    """Open a file with ``O_DIRECT`` if its file system supports that."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:  # tmpfs, for one
+    except OSError:  # such as tmpfs
         return os.open(path, flags)

@@ -1,4 +1,4 @@
-"""Which instruction set the core runs on."""
+"""Instruction set that the core uses, and its CRC-32C."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["crc32c", "kernels_name", "kernels_select"]
 
 
 def kernels_name() -> str:
-    """Name the kernels in use: ``generic``, ``avx2``, ``avx512`` or ``avx512vnni``."""
+    """Return the kernels in use: ``generic``, ``avx2``, ``avx512`` or ``avx512vnni``."""
     return ffi.string(lib.llmaas_kernels_name()).decode()
 
 
 def kernels_select(name: str) -> None:
-    """Switch kernels, for tests and benches; ``LLMAAS_KERNELS`` does it from outside.
+    """Switch kernels, for tests and benchmarks; users set ``LLMAAS_KERNELS`` instead.
 
     Raises:
-        NativeError: The name is unknown (EINVAL) or this CPU lacks it (EUNSUPPORTED).
+        NativeError: The name is unknown (EINVAL) or this CPU lacks the instructions (EUNSUPPORTED).
     """
     status = lib.llmaas_kernels_select(name.encode())
     if status:
@@ -30,6 +30,6 @@ def kernels_select(name: str) -> None:
 
 
 def crc32c(data: Bytes, crc: int = 0) -> int:
-    """CRC-32C of a buffer, continuing from ``crc``."""
+    """Return the CRC-32C of a buffer, continuing from ``crc``."""
     view = as_input(data)
     return lib.llmaas_crc32c(crc, view, len(view))

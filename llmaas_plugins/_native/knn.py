@@ -1,4 +1,4 @@
-"""Nearest neighbours among stored hidden states, and their share in the next token's logits."""
+"""Search nearest neighbors among stored hidden states, and mix them into the next logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "KnnCodes",
     "LogitsInfo",
     "Nearest",
-    "knn_quantise",
+    "knn_quantize",
     "knn_rescore",
     "knn_scan",
     "knn_stride",
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 KNN_ALIGN: int = lib.LLMAAS_KNN_ALIGN
-"""Rows of codes are multiples of it."""
+"""Alignment of rows of codes, in bytes."""
 
 KNN_MAX_BEST: int = lib.LLMAAS_KNN_MAX_BEST
-"""Most rows that a scan returns, and that one call rescores or mixes."""
+"""Most rows that one call returns, rescores or mixes."""
 
 KNN_MAX_DIMS: int = lib.LLMAAS_KNN_MAX_DIMS
 
@@ -56,7 +56,7 @@ class Nearest(NamedTuple):
 
 
 class LogitsInfo(NamedTuple):
-    """The logarithm of softmax's denominator, and the probability of the likeliest token."""
+    """Logarithm of softmax's denominator, and probability of the most likely token."""
 
     log_sum_exp: float
     max_prob: float
@@ -64,20 +64,23 @@ class LogitsInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnnCodes:
-    """Keys of a byte a dimension, ready for :func:`knn_scan`.
+    """Keys quantized to one byte per dimension, ready for :func:`knn_scan`.
 
-    The codes can be in two parts, of which the second is read only for rows that are not too far
-    away in the first. That pays where the first dimensions are those in which keys differ most.
+    The codes can be stored in two parts. The second part is read only for rows that are near enough
+    by the first. That is faster if the first dimensions are those in which keys differ most.
 
     Attributes:
-        front: ``uint8[n, n_front]``; a multiple of 64, and rows are aligned to that.
-        rest: ``uint8[n, n_rest]``, likewise; both together are :func:`knn_stride` wide.
-        scales: ``float32[n]``.
-        norms: ``float32[n]``: what each row adds to its squared distances, whatever the query.
-        front_norms: ``float32[n]``: the least that is of the first part; of no length without a
-            second.
-        centre: ``float32[d]``.
-        steps: ``float32[d]``; a key is about ``centre + steps * scale * (code - 128)``.
+        front: First part, ``uint8[n, n_front]``; ``n_front`` is a multiple of 64, and rows are
+            aligned to 64 bytes.
+        rest: Second part, ``uint8[n, n_rest]``, aligned as ``front``; both parts together are
+            :func:`knn_stride` wide.
+        scales: Scale of each row, ``float32[n]``.
+        norms: Term that each row adds to its squared distances, whatever the query; ``float32[n]``.
+        front_norms: Least value of that term in the first part, ``float32[n]``; empty without a
+            second part.
+        center: Center of the keys, ``float32[d]``.
+        steps: Step of each dimension, ``float32[d]``; a key is about ``center + steps * scale *
+            (code - 128)``.
     """
 
     front: NDArray[np.uint8]
@@ -85,13 +88,13 @@ class KnnCodes:
     scales: Floats
     norms: Floats
     front_norms: Floats
-    centre: Floats
+    center: Floats
     steps: Floats
     handle: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together, and give them to the core."""
-        (n, n_front), (n_dims,) = self.front.shape, self.centre.shape
+        """Check that the parts fit together, and pass them to the core."""
+        (n, n_front), (n_dims,) = self.front.shape, self.center.shape
         n_rest = knn_stride(n_dims) - n_front
         found = [array.shape for array in self._arrays()]
         expected = [(n, n_front), (n, n_rest), (n,), (n,), (n if n_rest else 0,), (n_dims,)]
@@ -101,7 +104,7 @@ class KnnCodes:
             "n_rows": n,
             "n_dims": n_dims,
             "n_front": n_front,
-            "centre": _floats(self.centre),
+            "center": _floats(self.center),
             "steps": _floats(self.steps),
             "front": as_input(self.front),
             "rest": as_input(self.rest),
@@ -109,33 +112,34 @@ class KnnCodes:
             "norms": _floats(self.norms),
             "front_norms": _floats(self.front_norms),
         }
-        handle = ffi.new("llmaas_knn_codes *", parts)  # the arrays stay ours, so they stay alive
+        # The struct only points to the arrays; they stay alive because self holds them.
+        handle = ffi.new("llmaas_knn_codes *", parts)
         object.__setattr__(self, "handle", handle)
 
     def _arrays(self) -> tuple[NDArray[Any], ...]:
         return (
-            self.front, self.rest, self.scales, self.norms, self.front_norms, self.centre,
+            self.front, self.rest, self.scales, self.norms, self.front_norms, self.center,
             self.steps,
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.front)
 
     @property
     def n_bytes(self) -> int:
-        """Memory taken."""
+        """Bytes of all arrays."""
         return sum(array.nbytes for array in self._arrays())
 
     @classmethod
-    def empty(cls, n: int, centre: Floats, steps: Floats, n_front: int | None = None) -> KnnCodes:
-        """Room for ``n`` rows, to be filled; all in the first part unless ``n_front`` is given."""
-        stride = knn_stride(len(centre))
+    def empty(cls, n: int, center: Floats, steps: Floats, n_front: int | None = None) -> KnnCodes:
+        """Allocate codes for ``n`` rows, in one part unless ``n_front`` is given."""
+        stride = knn_stride(len(center))
         n_front = stride if n_front is None else n_front
         front, rest = _aligned(n, n_front), _aligned(n, stride - n_front)
         scales, norms = np.empty(n, np.float32), np.empty(n, np.float32)
         front_norms = np.empty(n if n_front < stride else 0, np.float32)
-        return cls(front, rest, scales, norms, front_norms, centre, steps)
+        return cls(front, rest, scales, norms, front_norms, center, steps)
 
 
 def _aligned(n: int, n_bytes: int) -> NDArray[np.uint8]:
@@ -145,38 +149,38 @@ def _aligned(n: int, n_bytes: int) -> NDArray[np.uint8]:
 
 
 def knn_stride(n_dims: int) -> int:
-    """Bytes of a row of codes."""
+    """Return the bytes of a row of codes."""
     return -(-n_dims // KNN_ALIGN) * KNN_ALIGN
 
 
-def knn_quantise(codes: KnnCodes, keys: Floats, first: int = 0) -> None:
-    """Fill rows ``first`` to ``first + len(keys)`` from ``float32[n, d]``.
+def knn_quantize(codes: KnnCodes, keys: Floats, first: int = 0) -> None:
+    """Quantize keys, ``float32[n, d]``, into the rows from ``first`` on.
 
     Raises:
-        NativeError: EUNSUPPORTED when a key is not finite, cannot be squared or is 2^50 steps
-            from the centre; EINVAL when a step is neither 0 nor within 2^-50 and 2^50, or the
-            rows are not there.
+        NativeError: EUNSUPPORTED if a key is not finite, cannot be squared or is 2^50 steps from
+            the center. EINVAL if a step is neither 0 nor within 2^-50 and 2^50, or the rows do not
+            exist.
     """
-    if keys.ndim != 2 or keys.shape[1] != len(codes.centre):
-        raise fail(f"keys {keys.shape} for {len(codes.centre)} dimensions", lib.LLMAAS_EINVAL)
-    status = lib.llmaas_knn_quantise(codes.handle, first, len(keys), _floats(keys))
+    if keys.ndim != 2 or keys.shape[1] != len(codes.center):
+        raise fail(f"keys {keys.shape} for {len(codes.center)} dimensions", lib.LLMAAS_EINVAL)
+    status = lib.llmaas_knn_quantize(codes.handle, first, len(keys), _floats(keys))
     if status:
-        raise fail(f"quantising {len(keys)} keys from row {first} on ({_FINITE})", status)
+        raise fail(f"quantizing {len(keys)} keys from row {first} on ({_FINITE})", status)
 
 
 def knn_scan(
     codes: KnnCodes, query: Floats, n_best: int, first: int = 0, n: int | None = None
 ) -> Nearest:
-    """Find the ``n_best`` rows nearest to ``query`` among ``n`` from ``first`` on.
+    """Find the ``n_best`` rows nearest to ``query`` among ``n`` rows from ``first`` on.
 
-    Ranges can be scanned by several threads: the best of their best are those of one scan.
+    Several threads can scan a range each: the best of their results equal the result of one scan.
 
     Raises:
-        NativeError: EUNSUPPORTED when the query is not finite or cannot be squared.
+        NativeError: EUNSUPPORTED if the query is not finite or cannot be squared.
     """
     n = len(codes) - first if n is None else n
-    if query.shape != codes.centre.shape:
-        raise fail(f"query {query.shape}, expected {codes.centre.shape}", lib.LLMAAS_EINVAL)
+    if query.shape != codes.center.shape:
+        raise fail(f"query {query.shape}, expected {codes.center.shape}", lib.LLMAAS_EINVAL)
     room = max(min(n_best, n, KNN_MAX_BEST), 0)
     rows, distances = np.empty(room, np.int32), np.empty(room, np.float32)
     scratch = np.empty(max(n, 0) if len(codes.front_norms) else 0, np.uint32)
@@ -195,7 +199,7 @@ def knn_scan(
 
 
 def knn_sum(keys: Halves) -> Sums:
-    """CRC-32C of each row of ``float16[n, d]``, as :func:`knn_rescore` checks them."""
+    """Return the CRC-32C of each row of ``float16[n, d]``, for :func:`knn_rescore`."""
     n, n_dims = keys.shape
     sums = np.empty(n, np.uint32)
     status = lib.llmaas_knn_sum(_view("uint8_t[]", keys, np.float16), n, n_dims, _sums(sums))
@@ -205,18 +209,18 @@ def knn_sum(keys: Halves) -> Sums:
 
 
 def knn_rescore(fd: int, offset: int, sums: Sums, rows: Ints, query: Floats) -> Floats:
-    """Exact squared distances of float16 rows in a file.
+    """Return the exact squared distances of float16 rows in a file.
 
     Args:
-        fd: The file.
-        offset: Of row 0; rows follow each other without gaps.
-        sums: Of all rows, by :func:`knn_sum`.
-        rows: At most ``KNN_MAX_BEST``, in any order.
-        query: As many values as a row has.
+        fd: Descriptor of the file.
+        offset: Offset of row 0; rows follow each other without gaps.
+        sums: Checksums of all rows, by :func:`knn_sum`.
+        rows: At most ``KNN_MAX_BEST`` rows, in any order.
+        query: Query, with as many values as a row.
 
     Raises:
         StoreError: A row cannot be read.
-        NativeError: ECORRUPT when a row is not what it was; EINVAL when it is not there.
+        NativeError: ECORRUPT if a row differs from its checksum; EINVAL if a row does not exist.
     """
     distances = np.empty(len(rows), np.float32)
     file = {
@@ -239,10 +243,10 @@ def knn_rescore(fd: int, offset: int, sums: Sums, rows: Ints, query: Floats) -> 
 
 
 def logits_peek(logits: Floats) -> LogitsInfo:
-    """How sure the model is.
+    """Return how certain the model is.
 
     Raises:
-        NativeError: EUNSUPPORTED when a logit is NaN or +infinity, or all are -infinity.
+        NativeError: EUNSUPPORTED if a logit is NaN or +infinity, or all are -infinity.
     """
     info = ffi.new("llmaas_logits_info *")
     status = lib.llmaas_logits_peek(_floats(logits), len(logits), info)
@@ -262,24 +266,24 @@ def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
 ) -> LogitsInfo:
     """Change logits in place so that softmax gives ``(1 - w) p_LM + w p_kNN``.
 
-    A token's ``p_kNN`` is the share of its neighbours in the sum ``s`` of
-    ``exp(-distance / theta)``, and ``w`` is ``alpha * (1 - beta * max_prob)``, times
-    ``s / (s + exp(-far / theta))``. Logits of -infinity (banned tokens) stay.
+    The weight of a neighbor is ``exp(-distance / theta)``, and ``s`` is the sum of these weights. A
+    token's ``p_kNN`` is its neighbors' share of ``s``. ``w`` is ``alpha * (1 - beta * max_prob)``,
+    times ``s / (s + exp(-far / theta))``. Logits of -infinity (banned tokens) stay.
 
     Args:
-        logits: Of the whole vocabulary.
-        values: Tokens of the neighbours, at most ``KNN_MAX_BEST``.
-        distances: Theirs.
-        alpha: Largest weight of the neighbours, 0 to 1.
-        beta: How much less a model gets that is sure, 0 to 1.
+        logits: Logits of the whole vocabulary.
+        values: Tokens of the neighbors, at most ``KNN_MAX_BEST``.
+        distances: Distances of the neighbors.
+        alpha: Largest weight of the neighbors, 0 to 1.
+        beta: How much a certain model reduces that weight, 0 to 1.
         theta: Scale of distances, above 0.
-        far: Distance of one more neighbour, which says what the model says.
+        far: Distance of one extra neighbor that stands for the model's own prediction.
 
     Returns:
-        What :func:`logits_peek` would have returned before.
+        The result of :func:`logits_peek` for the unchanged logits.
 
     Raises:
-        NativeError: As :func:`logits_peek`; EINVAL when a token is not in the vocabulary, or a
+        NativeError: As :func:`logits_peek`; EINVAL if a token is not in the vocabulary, or a
             distance or setting is out of range.
     """
     if len(values) != len(distances):
@@ -293,7 +297,7 @@ def logits_mix(  # noqa: PLR0913, PLR0917 -- the C call's arguments
     )  # fmt: skip
     if status:
         raise fail(
-            f"mixing of {len(values)} neighbours into {len(logits)} logits with alpha {alpha},"
+            f"mixing of {len(values)} neighbors into {len(logits)} logits with alpha {alpha},"
             f" beta {beta}, theta {theta}, far {far} ({_SOUND})",
             status,
         )

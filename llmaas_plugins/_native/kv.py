@@ -1,4 +1,4 @@
-"""Geometry of the engine's KV cells, and the sequence blob that holds them."""
+"""Layout of the engine's KV cells, and of the sequence blob that stores them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ BLOB_HEAD_BYTES = 16
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape of one context's KV cache, the same for all chunks of a model and context setting.
+    """Shape of a context's KV cache, the same for all chunks of a model and context setting.
 
     Attributes:
-        n_layer: Layers, 1 to 1024.
+        n_layer: Number of layers, 1 to 1024.
         v_trans: Whether the engine stores V transposed (no flash attention).
         type_k: ggml type id of the K rows (0 f32, 1 f16, 8 q8_0, 30 bf16, others opaque).
         type_v: ggml type id of the V rows.
         k_row: Bytes of one token's K row, per layer.
         v_row: Bytes of one token's V row, per layer; 0 where a layer has none.
-        n_first: Layers in the first of two caches (sliding windows); 0 if there is one cache.
+        n_first: Layers in the first of two caches (sliding windows); 0 if there is only one cache.
     """
 
     n_layer: int
@@ -80,7 +80,7 @@ class KVGeometry:
         object.__setattr__(self, "handle", handle)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy by value: the C struct belongs to this process."""
+        """Pickle and copy by value, because the C struct belongs to this process."""
         return type(self), (
             self.n_layer, self.v_trans, self.type_k, self.type_v, self.k_row, self.v_row,
             self.n_first,
@@ -93,16 +93,16 @@ class KVGeometry:
 
     @property
     def n_planes(self) -> int:
-        """How often a layer has a K or a V."""
+        """Number of K and V tensors over all layers."""
         return self.n_layer + sum(row > 0 for row in self.v_row)
 
     @property
     def hash(self) -> int:
-        """The 64-bit geometry hash that chunks carry; the orientation of V is not part of it."""
+        """64-bit geometry hash stored in chunks. It does not depend on the orientation of V."""
         return lib.llmaas_kv_geom_hash(self.handle)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a manifest."""
+        """Return the geometry as plain values for a manifest."""
         return {
             "n_layer": self.n_layer,
             "v_trans": self.v_trans,
@@ -115,7 +115,11 @@ class KVGeometry:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of :meth:`to_json`; anything else is a ``NativeError``."""
+        """Return the geometry that :meth:`to_json` described.
+
+        Raises:
+            NativeError: The values do not describe a geometry.
+        """
         try:
             return cls(
                 n_layer=int(values["n_layer"]),
@@ -131,7 +135,7 @@ class KVGeometry:
 
 
 def blob_size(geom: KVGeometry, n_cells: int) -> int:
-    """Bytes of an engine blob of ``n_cells`` cells."""
+    """Return the bytes of an engine blob of ``n_cells`` cells."""
     size = lib.llmaas_blob_size(geom.handle, n_cells)
     if size == 0:
         raise fail(f"blob of {n_cells} cells, expected at least 1", lib.LLMAAS_EINVAL)
@@ -139,7 +143,7 @@ def blob_size(geom: KVGeometry, n_cells: int) -> int:
 
 
 def blob_init(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
-    """Write every header of a blob of ``len(positions)`` cells; the rows stay as they are."""
+    """Write all headers of a blob of ``len(positions)`` cells; do not write the rows."""
     view, n = as_output(buf), len(positions)
     status = lib.llmaas_blob_init(geom.handle, view, len(view), _positions(positions), n)
     if status:
@@ -147,7 +151,7 @@ def blob_init(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
 
 
 def blob_check(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
-    """Raise unless the engine made exactly this layout with exactly these positions."""
+    """Raise unless the blob has exactly this layout and these positions."""
     view, n = as_input(buf), len(positions)
     status = lib.llmaas_blob_check(geom.handle, view, len(view), _positions(positions), n)
     if status:
@@ -155,7 +159,7 @@ def blob_check(geom: KVGeometry, buf: Bytes, positions: Sequence[int]) -> None:
 
 
 def blob_sort(geom: KVGeometry, buf: Bytes, n_cells: int) -> None:
-    """Put an engine blob's cells in order of their positions, in place."""
+    """Sort the cells of an engine blob by position, in place."""
     view = as_output(buf)
     status = lib.llmaas_blob_sort(geom.handle, view, len(view), n_cells)
     if status:
@@ -166,7 +170,7 @@ def blob_sort(geom: KVGeometry, buf: Bytes, n_cells: int) -> None:
 
 
 def blob_positions(buf: Bytes) -> list[int]:
-    """Positions of an engine blob's cells, in its order."""
+    """Return the positions of an engine blob's cells, in blob order."""
     view = as_input(buf)
     n = 0
     if len(view) >= BLOB_HEAD_BYTES:
@@ -179,7 +183,7 @@ def blob_positions(buf: Bytes) -> list[int]:
 
 
 def blob_probe(buf: Bytes) -> tuple[KVGeometry, int]:
-    """Read geometry and cell count off an engine blob, which is not trusted."""
+    """Read the geometry and the number of cells from an untrusted engine blob."""
     view = as_input(buf)
     info = ffi.new("llmaas_blob_info *")
     k_row, v_row = ffi.new(f"uint64_t[{MAX_LAYERS}]"), ffi.new(f"uint64_t[{MAX_LAYERS}]")

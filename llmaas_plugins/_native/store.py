@@ -22,7 +22,7 @@ _STATUSES = tuple(Status)
 _ALIGNED = f"offsets and addresses are multiples of {STORE_BLOCK}"
 
 
-def store_read(  # noqa: PLR0913 -- what is where, and how it is read
+def store_read(  # noqa: PLR0913 -- extents, destinations, keys and priority
     fd: int,
     offsets: Sequence[int],
     lengths: Sequence[int],
@@ -33,20 +33,20 @@ def store_read(  # noqa: PLR0913 -- what is where, and how it is read
 ) -> list[Status]:
     """Read payloads to addresses, and verify them.
 
-    Offsets and addresses are multiples of 4 KiB; each address has room for whole blocks. In any
-    order: neighbours, also over small gaps, travel in reads of at most 1 MiB of payloads, several
-    at a time.
+    Offsets and addresses are multiples of 4 KiB. Each address has room for whole blocks. Payloads
+    may be in any order: adjacent ones, also across small gaps, are read together, at most 1 MiB of
+    payloads per read. Several reads run concurrently.
 
     Args:
-        fd: The slab, possibly open with O_DIRECT.
-        offsets: Places in the file.
+        fd: Descriptor of the slab, possibly opened with O_DIRECT.
+        offsets: Offsets in the file.
         lengths: Payload bytes.
-        addresses: Where they go.
-        keys: What they must be.
-        is_ahead: Nobody waits for them yet: they give way to what somebody waits for.
+        addresses: Destination addresses.
+        keys: Expected keys of the payloads.
+        is_ahead: Whether this is a read-ahead, which gives way to reads that a caller waits for.
 
     Returns:
-        Per payload OK, ESTALE (another key), ECORRUPT, or EIO (read error or end of file).
+        For each payload: OK, ESTALE (another key), ECORRUPT, or EIO (read error or end of file).
     """
     n = len(offsets)
     if not n == len(lengths) == len(addresses) == len(keys):
@@ -76,16 +76,16 @@ def store_write(
     """Write payloads from addresses, in whole 4 KiB blocks.
 
     Args:
-        fd: The slab, possibly open with O_DIRECT.
-        offsets: Places in the file, multiples of 4 KiB.
+        fd: Descriptor of the slab, possibly opened with O_DIRECT.
+        offsets: Offsets in the file, multiples of 4 KiB.
         lengths: Payload bytes.
-        addresses: Of the payloads, multiples of 4 KiB; whole blocks are read there.
+        addresses: Addresses of the payloads, multiples of 4 KiB; whole blocks are read from there.
 
     Returns:
-        Bytes written, padding included.
+        Bytes written, including padding.
 
     Raises:
-        StoreError: The first failing write, with its errno.
+        StoreError: A write failed; the error has the errno of the first failure.
     """
     n = len(offsets)
     if not n == len(addresses) == len(lengths):
@@ -108,15 +108,15 @@ def store_erase(fd: int, offsets: Sequence[int], lengths: Sequence[int]) -> int:
     """Turn extents into holes, or into zeros where the file system has no holes.
 
     Args:
-        fd: The slab, not open with O_DIRECT.
-        offsets: Places in the file, multiples of 4 KiB.
+        fd: Descriptor of the slab, opened without O_DIRECT.
+        offsets: Offsets in the file, multiples of 4 KiB.
         lengths: Bytes to erase; rounded up to whole blocks.
 
     Returns:
         Bytes erased.
 
     Raises:
-        StoreError: The first failing call, with its errno.
+        StoreError: A call failed; the error has the errno of the first failure.
     """
     n = len(offsets)
     if n != len(lengths):

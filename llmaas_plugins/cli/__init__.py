@@ -1,1 +1,1 @@
-"""The command ``llmaas``, one file a sub-command."""
+"""The command ``llmaas``, one file for each sub-command."""

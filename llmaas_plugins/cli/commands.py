@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["run_command"]
 
-# Each module exposes `add_parser(subparsers)`, which adds one parser and sets its default `func`:
-# a function of the parsed arguments that returns the exit code. With `takes_rest=True` it is given
-# the list of options it did not declare, too; elsewhere these are errors.
+# Each module exposes `add_parser(subparsers)`, which adds one parser and sets its default `func`, a
+# function of the parsed arguments that returns the exit code. A parser with `takes_rest=True` also
+# passes `func` the list of options that it did not declare; for other parsers these are errors.
 _COMMANDS = ("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash", "elastic")
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run ``llmaas`` with ``argv``, and return its exit status; our own errors are one line."""
+    """Run ``llmaas`` with ``argv`` and return its exit status; show our own errors in one line."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_rest:
@@ -33,24 +33,25 @@ def run_command(argv: Sequence[str] | None) -> int:
     try:
         return int(args.func(args, rest) if args.takes_rest else args.func(args))
     except LlmaasError as error:
-        logging.getLogger("llmaas").debug("what led to it:", exc_info=error)
-        message = one_line(" ".join(str(error).split()))  # errors quote files
+        logging.getLogger("llmaas").debug("the error came from here:", exc_info=error)
+        message = one_line(" ".join(str(error).split()))  # errors may quote files
         print(f"llmaas: error: {message}", file=sys.stderr)
         return 2
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, whatever was typed."""
+    """Argument parser whose error messages fit in one line, whatever was typed."""
 
     def error(self, message: str) -> NoReturn:
-        """Say it, and end."""
+        """Print the message in one line, and exit."""
         super().error(one_line(message))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="llmaas",
-        description="Plugins for llama-cpp-python apps.",
+        description="Plugins for llama-cpp-python apps: persistent contexts, streamed weights, "
+        "elastic models and next-token mixing.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"llmaas {__version__}")
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--verbose",
         action="count",
         default=0,
-        help="log what the suite does; twice for details and for the causes of errors",
+        help="log what the suite does; give it twice to log details and the causes of errors",
     )
     parser.set_defaults(takes_rest=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -88,7 +89,7 @@ def _unavailable(name: str, error: ImportError) -> Callable[..., int]:
 
 
 def _log_to_stderr(verbose: int) -> None:
-    """Only the suite's own logger: the root logger belongs to the app that ``run`` starts."""
+    """Log to stderr from the suite's logger only: the root logger belongs to the app of ``run``."""
     if not verbose:
         return
     logger = logging.getLogger("llmaas")

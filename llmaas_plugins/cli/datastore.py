@@ -1,4 +1,4 @@
-"""``llmaas datastore``: what is kept of your chats for next-token mixing, and forgetting it."""
+"""``llmaas datastore``: management of the stored chats that are mixed into replies."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from llmaas_plugins.cli.datastore_reports import (
     stats_text,
 )
 from llmaas_plugins.cli.datastore_settings import datastore_directory
+from llmaas_plugins.cli.ending import stoppable
 from llmaas_plugins.cli.output import counted, print_report, printable, size_text
 from llmaas_plugins.cli.store_actions import add_action
 
@@ -32,41 +33,45 @@ _ID = re.compile("[0-9a-f]{32}")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the sub-command and its own ones."""
+    """Register the sub-command and its actions."""
     parser = subparsers.add_parser(
-        "datastore", help="make, look at and forget what is kept of your chats to mix into replies"
+        "datastore", help="build, inspect and erase the stored chats that are mixed into replies"
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     add_actions(actions)
     add_action(
-        actions, "stats", stats, "how much is in it, for which model, and how much is selected"
+        actions, "stats", stats, "print the datastore's size, its model, and how much is selected"
     )
     inspect_ = add_action(
         actions,
         "inspect",
         inspect,
-        "list the conversations in it; with an id, show one: its messages, and which of its "
-        "tokens are selected",
+        "list the stored conversations; with an ID, print one conversation: its messages, and "
+        "which of its tokens are selected",
     )
-    inspect_.add_argument("conversation", nargs="?", metavar="ID", help="or how it begins")
     inspect_.add_argument(
-        "--model", type=Path, metavar="GGUF", help="show selected tokens as this model's text"
+        "conversation", nargs="?", metavar="ID", help="a conversation's id, or its beginning"
+    )
+    inspect_.add_argument(
+        "--model", type=Path, metavar="GGUF", help="show the selected tokens as text of this model"
     )
     forget_ = add_action(
         actions,
         "forget",
         forget,
-        "erase conversations from every file, also from what is selected, for good and without "
-        "asking again",
+        "erase conversations from every file, including the selected pairs, permanently and "
+        "without asking again",
     )
     which = forget_.add_mutually_exclusive_group(required=True)
-    which.add_argument("conversations", nargs="*", default=[], metavar="ID", help="or its start")
+    which.add_argument(
+        "conversations", nargs="*", default=[], metavar="ID", help="ids, or their beginnings"
+    )
     which.add_argument("--app", metavar="NAME", help="every conversation of this app")
-    which.add_argument("--all", action="store_true", help="everything, also what is damaged")
+    which.add_argument("--all", action="store_true", help="everything, including damaged files")
 
 
 def stats(args: argparse.Namespace) -> int:
-    """Print sizes, apps, and the model it is for."""
+    """Print sizes and apps, and the model that the datastore belongs to."""
     from llmaas_plugins.knn_lm.archive import Archive
     from llmaas_plugins.knn_lm.archive_files import FILES, LOCK
     from llmaas_plugins.knn_lm.selected import read_selected
@@ -110,34 +115,38 @@ def forget(args: argparse.Namespace) -> int:
     from llmaas_plugins.knn_lm.forgetting import forget_all, forget_conversations
 
     directory = datastore_directory(args)
-    if args.all:
-        gone = forget_all(directory)
-    else:
-        with Archive.open(directory, writable=True) as archive:
-            gone = forget_conversations(archive, _chosen(args, archive), args.app)
-            if args.app is not None and not gone.n_conversations:
-                apps = ", ".join(sorted({printable(row.app) for row in archive.conversations()}))
-                raise StoreError(
-                    f"no conversation of app {args.app!r}; nothing was changed. Apps there are: "
-                    f"{apps or 'none'}."
-                )
+    with stoppable("repeat the command to forget the rest"):
+        if args.all:
+            gone = forget_all(directory)
+        else:
+            with Archive.open(directory, writable=True) as archive:
+                gone = forget_conversations(archive, _chosen(args, archive), args.app)
+                if args.app is not None and not gone.n_conversations:
+                    raise _no_such_app(args.app, archive)
     text = (
         f"{counted(gone.n_conversations, 'conversation')} and "
         f"{counted(gone.n_pairs, 'pair')} removed, {gone.n_selected} of those selected; "
-        f"{size_text(gone.freed_bytes)} given back."
+        f"{size_text(gone.freed_bytes)} freed."
     )
     print_report(args, dataclasses.asdict(gone), [text])
     return 0
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
+
+
+def _no_such_app(app: str, archive: Archive) -> StoreError:
+    apps = ", ".join(sorted({printable(row.app) for row in archive.conversations()}))
+    return StoreError(
+        f"no conversation of app {app!r}; nothing was changed. Known apps: {apps or 'none'}."
+    )
 
 
 def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
-    """Ids of what is to be forgotten.
+    """Return the ids of the conversations to forget.
 
     Raises:
-        StoreError: One of them is not there.
+        StoreError: An id is unknown.
     """
     from llmaas_plugins.knn_lm.selected import read_selected
 
@@ -152,13 +161,13 @@ def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
 
 
 def _resolved(text: str, known: list[str], then: str = "") -> str:
-    """Return the id that begins so; an error says ``then`` what came of it."""
+    """Return the id that begins with ``text``; an error ends with ``then``."""
     found = {id_ for id_ in known if text and id_.startswith(text.lower())}
     if len(found) != 1:
         what = (
             f"{len(found)} conversations have ids that begin with" if found else "no conversation"
         )
         raise StoreError(
-            f"{what} {text!r}{then}. `llmaas datastore inspect` lists those there are."
+            f"{what} {text!r}{then}. `llmaas datastore inspect` lists the conversations."
         )
     return found.pop()

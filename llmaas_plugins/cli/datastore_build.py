@@ -1,4 +1,4 @@
-"""``llmaas datastore build``, ``add`` and ``select``: from chat exports to what is searched."""
+"""``llmaas datastore build``, ``add`` and ``select``: from chat exports to selected pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _N_CTX = 2048
 
 
 class _Natives:
-    """Keeps the contexts in which hidden states can be read, and how the model was opened."""
+    """Hook implementations that keep native contexts, and how the model was opened."""
 
     def __init__(self) -> None:
         self.contexts: dict[int, NativeContext] = {}
@@ -38,29 +38,35 @@ class _Natives:
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Keep how its model was opened."""
+        """Keep how the context's model was opened."""
         self.load = create.load
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
+        """Keep the context."""
         self.contexts[context.ctx] = context
 
 
 def add_actions(actions: Any) -> None:
-    """Register the actions that make a datastore."""
+    """Register the actions that build a datastore."""
     build_ = add_action(
         actions,
         "build",
         build,
-        "add the conversations of chat exports, and select what is searched; what is in it "
-        "already is passed over, so it can be stopped and run again",
+        "add the conversations of chat exports, and select the pairs to search; conversations "
+        "that are stored already are skipped, so it can be stopped and run again",
     )
     add_ = add_action(
-        actions, "add", add, "only add them; `llmaas datastore select` is for later, when all are"
+        actions,
+        "add",
+        add,
+        "add conversations without selecting; `llmaas datastore select` does that",
     )
     select_ = add_action(
-        actions, "select", select, "select anew from all that is there; it needs no model"
+        actions,
+        "select",
+        select,
+        "select the pairs to search from all stored chats; needs no model",
     )
     for parser in (build_, add_):
         _add_model_options(parser)
@@ -69,9 +75,9 @@ def add_actions(actions: Any) -> None:
             "--size",
             type=_positive,
             metavar="PAIRS",
-            help="most pairs to select (default: as configured)",
+            help="most pairs to select (default: plugins.knn_lm.size)",
         )
-        parser.add_argument("--seed", type=int, default=0, help="of all chance (default 0)")
+        parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -86,28 +92,28 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--service-log",
         type=Path,
         metavar="DIR",
-        help="add the chats of `llmaas serve`, too: its service.state_dir. What your model said "
-        "there itself is learnt then",
+        help="also add the chats of `llmaas serve`; DIR is its service.state_dir. The datastore "
+        "then learns the model's own replies, too",
     )
     parser.add_argument(
         "--model", type=Path, required=True, metavar="GGUF", help="the model that your app uses"
     )
-    parser.add_argument("--lora", type=Path, metavar="GGUF", help="and its adapter")
-    parser.add_argument("--lora-scale", type=float, default=1.0, help="(default 1)")
-    parser.add_argument("--chat-format", help="as in your app (default: what the model says)")
+    parser.add_argument("--lora", type=Path, metavar="GGUF", help="LoRA adapter that your app uses")
+    parser.add_argument("--lora-scale", type=float, default=1.0, help="scale of --lora (default 1)")
+    parser.add_argument("--chat-format", help="chat format of your app (default: the model's own)")
     parser.add_argument(
         "--n-ctx",
         type=_positive,
-        help=f"tokens seen at a time (default {_N_CTX}, or what the model was trained with)",
+        help=f"context length in tokens (default {_N_CTX}, or the model's if that is less)",
     )
     parser.add_argument("--threads", type=_positive, help="CPU threads (default: all)")
     parser.add_argument(
-        "--again", action="store_true", help="take conversations that were forgotten, too"
+        "--again", action="store_true", help="also add conversations that were forgotten"
     )
 
 
 def build(args: argparse.Namespace) -> int:
-    """Add, then select."""
+    """Add conversations, then select."""
     added = _add(args)
     selected = _select(args)
     report = added._asdict() | {"selected": _plain(selected)}
@@ -116,20 +122,20 @@ def build(args: argparse.Namespace) -> int:
 
 
 def add(args: argparse.Namespace) -> int:
-    """Add the conversations of exports."""
+    """Add the conversations of chat exports."""
     added = _add(args)
     print_report(args, added._asdict(), [_add_text(added)])
     return 0
 
 
 def select(args: argparse.Namespace) -> int:
-    """Select what is searched."""
+    """Select the pairs to search."""
     selected = _select(args)
     print_report(args, _plain(selected), [_select_text(selected)])
     return 0
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
 
 
 def _add(args: argparse.Namespace) -> Added:
@@ -138,7 +144,7 @@ def _add(args: argparse.Namespace) -> Added:
     from llmaas_plugins.knn_lm.encoding import Encoder
 
     found = _conversations(args)
-    stopped = "what was added stays: the same command goes on with the rest"
+    stopped = "what was added is kept; repeat the command to add the rest"
     with contextlib.ExitStack() as opened:
         natives = _Natives()
         llama = opened.enter_context(_loaded(args, natives))
@@ -153,7 +159,7 @@ def _add(args: argparse.Namespace) -> Added:
 
 
 def _key(args: argparse.Namespace) -> States:
-    """Which states are keys: those of the datastore that is there, or as configured."""
+    """Return the kind of keys: that of an existing datastore, or the configured one."""
     from llmaas_plugins.knn_lm.archive import Archive
 
     with contextlib.suppress(StoreError), Archive.open(datastore_directory(args)) as archive:
@@ -170,17 +176,17 @@ def _select(args: argparse.Namespace) -> Selected:
         archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))
         settings = datastore_settings(args)
         plan = Plan(args.size or settings.size, settings.k, settings.dims, args.seed)
-        opened.enter_context(stoppable("what was selected before is as it was"))
+        opened.enter_context(stoppable("the earlier selection is unchanged"))
         total = min(plan.size, archive.n_pairs)
         bar = opened.enter_context(progress_bar("selecting", "pair", total))
         return select(archive, plan, bar.update)
 
 
 def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
-    """What is to be added, each with where it is from.
+    """Return the conversations to add, each with the name of its source.
 
     Raises:
-        ConfigError: Nothing was named, or it cannot be read.
+        ConfigError: No source was given, or a source cannot be read.
     """
     from llmaas_plugins.chats import Conversation, Message, load_conversations
 
@@ -199,7 +205,7 @@ def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
 
 @contextlib.contextmanager
 def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
-    """The model, with the hook point in its engine and no plugin."""
+    """Load the model with the hook point in its engine, but without plugins."""
     from llama_cpp import Llama
 
     from llmaas_plugins.activation import activate
@@ -226,7 +232,7 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
 
 
 def _plain(selected: Selected) -> dict[str, Any]:
-    """As JSON has it: nothing for what could not be measured."""
+    """Return the summary as JSON values, with None for numbers that could not be measured."""
     plain = dataclasses.asdict(selected) | {"mixture": selected.mixture.as_json()}
     return {name: None if _is_unknown(value) else value for name, value in plain.items()}
 
@@ -237,24 +243,24 @@ def _is_unknown(value: object) -> bool:
 
 def _add_text(added: Added) -> str:
     text = f"{counted(added.n_added, 'conversation')} added, {counted(added.n_pairs, 'pair')}"
-    text += f"; {added.n_known:,} were in already" if added.n_known else ""
+    text += f"; {added.n_known:,} stored already" if added.n_known else ""
     text += (
-        f"; {added.n_left_out:,} left out: too short, or with states beyond float16"
+        f"; {added.n_left_out:,} skipped: too short, or hidden states beyond float16"
         if added.n_left_out
         else ""
     )
-    refused = f"; {added.n_refused:,} that the model's chat template does not take"
+    refused = f"; {added.n_refused:,} skipped: refused by the model's chat template"
     text += refused if added.n_refused else ""
-    forgotten = f"; {added.n_forgotten:,} left out that were forgotten (--again takes them)"
+    forgotten = f"; {added.n_forgotten:,} skipped: forgotten before (--again adds them)"
     return text + (forgotten if added.n_forgotten else "") + "."
 
 
 def _select_text(selected: Selected) -> str:
     text = f"{selected.n_pairs:,} of {selected.n_full:,} pairs selected"
     if _is_unknown(selected.perplexity):
-        return text + "; too few conversations to measure what they are worth."
+        return text + "; too few conversations to measure their effect."
     return (
-        f"{text}; perplexity of other conversations {selected.perplexity_alone:.2f} without them, "
+        f"{text}; held-out perplexity {selected.perplexity_alone:.2f} without them, "
         f"{selected.perplexity:.2f} with them; {selected.skipped:.0%} of searches can be skipped."
     )
 

@@ -1,4 +1,4 @@
-"""What ``llmaas datastore`` tells: reports of plain values, and the text made of them."""
+"""Reports of ``llmaas datastore`` as plain values, and their text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _N_BEFORE = 6
 
 
 def stats_report(archive: Archive, holder: str | None) -> dict[str, Any]:
-    """How much is in an archive."""
+    """Summarize an archive's contents."""
     rows, binding = archive.conversations(), archive.binding
     apps = Counter(row.app for row in rows)
     return {
@@ -58,7 +58,7 @@ def stats_report(archive: Archive, holder: str | None) -> dict[str, Any]:
 
 
 def selected_report(selected: Selected) -> dict[str, Any]:
-    """How much is selected."""
+    """Summarize the selected pairs."""
     return {
         "model": selected.fingerprint.hex(),
         "conversations": sum(1 for own in selected.positions.values() if len(own)),
@@ -69,7 +69,7 @@ def selected_report(selected: Selected) -> dict[str, Any]:
 
 
 def stats_text(found: dict[str, Any]) -> Iterator[str]:
-    """The same for people."""
+    """Yield the lines of a ``stats_report`` with its ``selected`` entry."""
     yield found["store"]
     model = f"{found['model'][:12]}, keys {found['key_kind']} of {found['n_embd']}"
     apps = ", ".join(f"{printable(app)}: {n}" for app, n in found["apps"].items())
@@ -91,7 +91,7 @@ def stats_text(found: dict[str, Any]) -> Iterator[str]:
 def _selected_text(found: dict[str, Any]) -> str:
     selected = found["selected"]
     if selected is None:
-        return "nothing yet; `llmaas datastore select` does"
+        return "nothing yet; run `llmaas datastore select`"
     if "error" in selected:
         return str(selected["error"])
     text = (
@@ -104,7 +104,7 @@ def _selected_text(found: dict[str, Any]) -> str:
 
 
 def conversation_row(row: ConversationInfo, selected: Selected | None) -> dict[str, Any]:
-    """One conversation in a list."""
+    """Return one conversation's row in a list."""
     return {
         "id": row.id,
         "title": row.title,
@@ -120,7 +120,7 @@ def conversation_row(row: ConversationInfo, selected: Selected | None) -> dict[s
 
 
 def list_text(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A table of conversations for people."""
+    """Yield the lines of a table of conversations."""
     if not rows:
         yield "No conversations."
         return
@@ -144,10 +144,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def contents_report(
     archive: Archive, id_: str, selected: Selected | None, model: Path | None
 ) -> dict[str, Any]:
-    """A conversation's messages, and which of its tokens are selected.
+    """Return a conversation's messages and its selected tokens.
 
     Raises:
-        ConfigError: The model cannot be loaded, or has other tokens.
+        ConfigError: The model cannot be loaded, or has another vocabulary.
     """
     key = bytes.fromhex(id_)
     tokens, messages = archive.tokens(key), archive.messages(key)
@@ -164,7 +164,7 @@ def contents_report(
 
 
 def contents_text(shown: dict[str, Any]) -> Iterator[str]:
-    """The same for people, below what a list says of it."""
+    """Yield the lines that show one conversation, with its messages and selected tokens."""
     yield f"{printable(shown['title'])}  ({printable(shown['app'])})"
     yield f"  id        {shown['id']}"
     yield f"  from      {printable(shown['source'])}, added {shown['added']}"
@@ -182,13 +182,13 @@ def contents_text(shown: dict[str, Any]) -> Iterator[str]:
             yield f"  {token['position']:>6}  {before}«{text}»"
     elif shown["selected_tokens"]:
         yield "  at " + ", ".join(str(token["position"]) for token in shown["selected_tokens"])
-        yield "  (--model shows them as text)"
+        yield "  (use --model to show them as text)"
 
 
 def _contexts(
     model: Path, tokens: npt.NDArray[np.int32], positions: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Texts of tokens, and of a few before each."""
+    """Return the texts of tokens, each with the text of a few tokens before it."""
     from llama_cpp import Llama
 
     try:
@@ -198,8 +198,8 @@ def _contexts(
     with contextlib.closing(vocab):
         if len(tokens) and tokens.max() >= vocab.n_vocab():
             raise ConfigError(
-                f"{model} has {vocab.n_vocab()} tokens, and the conversation has token "
-                f"{tokens.max()}. Name the model that the datastore was built with."
+                f"{model} has {vocab.n_vocab()} tokens, but the conversation has token "
+                f"{tokens.max()}. Give the model that the datastore was built with."
             )
 
         def text(first: int, end: int) -> str:

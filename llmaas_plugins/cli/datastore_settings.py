@@ -1,4 +1,4 @@
-"""What ``llmaas.toml`` says about the datastore."""
+"""Settings of the datastore from ``llmaas.toml``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["datastore_directory", "datastore_settings"]
 
 
 def datastore_settings(args: argparse.Namespace) -> KnnLMConfig:
-    """The plugin's settings."""
+    """Return the settings of the plugin ``knn_lm``."""
     from llmaas_plugins.knn_lm.config import KnnLMConfig
 
     settings = settings_of(args, "knn_lm", KnnLMConfig)
@@ -24,5 +24,5 @@ def datastore_settings(args: argparse.Namespace) -> KnnLMConfig:
 
 
 def datastore_directory(args: argparse.Namespace) -> Path:
-    """Where it is: as ``--store`` says, or as configured."""
+    """Return the datastore's directory, from ``--store`` or the configuration."""
     return chosen_directory(args, lambda: datastore_settings(args).store)

@@ -1,4 +1,4 @@
-"""``llmaas demo``: a day of a device with six apps, on vanilla three ways and on ours."""
+"""``llmaas demo``: a day of a device with six apps, in three vanilla ways and with kv_chunks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "demo",
         help="compare context switching with three vanilla ways, on real conversations",
-        description="Six apps keep growing contexts on one engine and are called in a "
-        "Markov-switched trace, under a RAM budget for a quarter of them.",
+        description="Replay a day of a device: six apps keep growing contexts on one engine, and "
+        "are called in a Markov-switched trace. RAM holds a quarter of their KV by default.",
     )
     parser.add_argument("--model", type=Path, help="GGUF file (default: packaged reference model)")
     parser.add_argument(
@@ -33,13 +33,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--calls", type=at_least(1), help="most calls (default: every user turn)")
     parser.add_argument(
-        "--tokens", type=at_least(1), default=24, help="tokens of a reply (default 24)"
+        "--tokens", type=at_least(1), default=24, help="tokens in each reply (default 24)"
     )
     parser.add_argument(
         "--n-ctx",
         type=at_least(0),
         default=1024,
-        help="context length (default 1024); 0: the model's own",
+        help="context length in tokens (default 1024); 0 takes the model's own",
     )
     parser.add_argument(
         "--budget-share",
@@ -51,14 +51,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--codec",
         choices=("tolerance", "int8", "lossless"),
         default="tolerance",
-        help="how ours keeps contexts (default tolerance)",
+        help="how our system stores contexts (default tolerance)",
     )
     parser.add_argument(
         "--threads", type=at_least(1), help="CPU threads (default: llama.cpp's choice)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of the trace (default 0)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything measured; - is stdout"
+        "--seed", type=at_least(0), default=0, help="random seed of the trace (default 0)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all measurements; - writes to stdout"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG (needs matplotlib)")
     parser.set_defaults(func=demo)

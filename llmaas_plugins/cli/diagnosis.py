@@ -1,4 +1,4 @@
-"""The checks of ``llmaas doctor``. Each returns findings and raises nothing."""
+"""Checks of ``llmaas doctor``; each returns findings and raises nothing."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = ["diagnose"]
 _MIB = 1 << 20
 _STEPS: dict[type[Exception], str] = {
     ConfigError: "correct it where it was set; `llmaas plugins` lists the keys",
-    UnknownPluginError: "install it, or take it out of the configuration",
+    UnknownPluginError: "install it, or remove it from the configuration",
 }
-_REPORT = "reinstall the plugin, or take it out of the configuration"
+_REPORT = "reinstall the plugin, or remove it from the configuration"
 
 
 def diagnose(config_file: str | None = None, model: Path | None = None) -> list[Finding]:
-    """Look at everything; without a model, nothing is changed or opened.
+    """Run all checks; without a model, nothing is changed or opened.
 
     Args:
-        config_file: A ``llmaas.toml``; the one that is chosen without ``--config`` by default.
-        model: A model to open as an app would, with the configured plugins.
+        config_file: Path of a ``llmaas.toml``; by default, the one chosen without ``--config``.
+        model: Model to open as an app would, with the configured plugins.
     """
     findings = [*_versions(), _kernels(), *_patches()]
     try:
         config = load_config(config_file)
     except ConfigError as error:
-        step = "correct the file or the variable it names"
+        step = "correct the file or the variable that the message names"
         return [*findings, Finding("configuration", "llmaas.toml", None, None, str(error), step)]
     settings = _settings(config)
     findings += [*settings, *_directories(settings), _memory(), *resource_findings(config)]
@@ -65,7 +65,7 @@ def _engine() -> Finding:
     try:
         llama_cpp = importlib.import_module("llama_cpp")
         compat = importlib.import_module("llmaas_patches.compat")
-    except (ImportError, OSError, RuntimeError) as error:  # its shared library is missing or odd
+    except (ImportError, OSError, RuntimeError) as error:  # its shared library is missing or broken
         return Finding("versions", name, None, None, f"cannot be imported: {error}", step)
     found = llama_cpp.__version__
     tested = ", ".join(compat.TESTED_VERSIONS)
@@ -79,7 +79,7 @@ def _engine() -> Finding:
 
 
 def _hook_point() -> Finding:
-    """Whether plugins can take part inside the engine; without, only those that do stay off."""
+    """Report whether the engine has a hook point; plugins that need it stay off without it."""
     try:
         importlib.import_module("llmaas_patches.native").load_library()
         return Finding("versions", "hook point in the engine", "available")
@@ -102,11 +102,11 @@ def _patches() -> list[Finding]:
         patcher = importlib.import_module("llmaas_patches.patcher")
         table = importlib.import_module("llmaas_patches.table")
     except Exception as error:
-        step = "get llama-cpp-python to import first"
+        step = "make llama-cpp-python importable first"
         return [Finding("patches", "all", None, None, f"cannot be checked: {error}", step)]
     findings = []
     for target, problem in patcher.check(table.PATCHES):
-        cure = None if problem is None else "install a version named as tested above"
+        cure = None if problem is None else "install one of the tested versions listed above"
         findings.append(Finding("patches", target, None, None, problem, cure))
     return findings
 
@@ -140,7 +140,7 @@ def _settings(config: Config) -> list[Finding]:
 def _plugin_settings(name: str, config: Config) -> list[Finding]:
     table, hooks = config.plugins[name], HookManager()
     try:
-        hooks.register(name, make_plugin(name, config))  # nothing is opened by that
+        hooks.register(name, make_plugin(name, config))  # this opens nothing
         settings = validated(name, load_plugin(name).Config, table)
         return _values(f"plugins.{name}", settings, table.origins)
     except Exception as error:  # a plugin may raise anything
@@ -158,7 +158,7 @@ def _values(prefix: str, settings: BaseModel, origins: Mapping[str, str]) -> lis
 
 
 def _directories(settings: list[Finding]) -> list[Finding]:
-    """Every setting that is a path is a directory somebody will write to."""
+    """Check each setting that is a path, because something will be written to that directory."""
     findings = []
     for setting in settings:
         if not isinstance(setting.value, Path):

@@ -1,4 +1,4 @@
-"""``llmaas doctor``: will it run here, and with which settings."""
+"""``llmaas doctor``: whether the suite can run here, and with which settings."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="check versions, patches, directories; show the effective configuration",
         description="Check versions, patches and directories, and show each setting and where it "
-        "came from. Exit status 1: something that is configured would not run.",
+        "came from. Exit status 1 means that something in the configuration would not work.",
     )
     add_config_option(parser)
     parser.add_argument(
         "--model",
         type=Path,
         metavar="GGUF",
-        help="also open this model as an app would, with the configured plugins, and say which of "
-        "them serve it and what is missing",
+        help="also open this model as an app would, with the configured plugins, and report which "
+        "plugins serve it and what the others lack",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=doctor)
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print every finding; 0 when nothing is wrong, else 1."""
+    """Print every finding; return 0 if there is no problem, else 1."""
     findings = diagnose(args.config, args.model)
     problems = [finding for finding in findings if finding.problem is not None]
     rows = [dataclasses.asdict(finding) for finding in findings]

@@ -1,4 +1,4 @@
-"""``llmaas elastic``: one model in many widths."""
+"""``llmaas elastic``: models that run at several widths."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ __all__ = ["add_parser"]
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the sub-command and its own ones."""
+    """Register the sub-command and its actions."""
     parser = subparsers.add_parser("elastic", help="prepare models that run at several widths")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     score_ = add_model_action(
         actions,
         "score",
         score,
-        "find which heads, neurons and layers of a model matter",
-        "Find how much a model's groups of query heads, neurons and layers matter, and write that "
-        "to MODEL.scores.npz beside it, or elsewhere: by gradients if torch is there (`pip install "
-        "'llmaas-plugins[train]'`), otherwise by how much their values fluctuate.",
+        "measure how much each head, neuron and layer of a model matters",
+        "Measure how much a model's groups of query heads, neurons and layers matter, and write "
+        "these scores to MODEL.scores.npz beside it, or to --output. Scores come from gradients if "
+        "torch is installed (`pip install 'llmaas-plugins[train]'`), otherwise from the "
+        "fluctuation of values.",
     )
     add_score_options(score_)
     prepare_ = add_model_action(
@@ -37,20 +38,21 @@ def add_parser(subparsers: Any) -> None:
         "prepare",
         prepare,
         "write a model that runs at several widths",
-        "Write a model with the heads and neurons of each layer in the order in which they matter, "
-        "and with how many of them each level from 100 % to 20 % has. It computes what the model "
-        "computes, in any llama.cpp, and `elastic` uses less of it when asked. Prepare F32, F16 or "
-        "BF16, and have it quantised with --quantise: in models that are quantised already, "
-        "neurons can only move in blocks of 32 or 256. LoRA adapters fit the model, not the file.",
+        "Write a copy of a model whose heads and neurons are ordered by importance, with a table "
+        "of how many of them each level from 100 % to 20 % uses. In any llama.cpp, the copy "
+        "computes the same as the model; `elastic` uses only part of it on request. Give a model "
+        "in F32, F16 or BF16 and quantize it with --quantize: in models that are quantized "
+        "already, neurons can only move in blocks of 32 or 256. LoRA adapters made for the model "
+        "do not fit the written file.",
     )
     add_prepare_options(prepare_)
     restore_ = add_model_action(
         actions,
         "restore",
         restore,
-        "write the model that a prepared one was made from",
-        "Write the file that a prepared one was made from, byte for byte, and verify its SHA-256. "
-        "What was quantised on the way cannot be restored.",
+        "write the model from which a prepared file was made",
+        "Write the file from which a prepared file was made, byte for byte, and verify its "
+        "SHA-256. Files that were quantized while preparing cannot be restored.",
         is_prepared=True,
     )
     add_restore_options(restore_)
@@ -59,8 +61,8 @@ def add_parser(subparsers: Any) -> None:
         "show",
         show,
         "print the levels of a prepared model",
-        "Print a prepared model's levels: the share of the blocks' bytes that each uses, keys' and "
-        "values' projections apart, and how many groups and neurons of each layer.",
+        "Print a prepared model's levels: the share of the blocks' bytes that each level uses "
+        "(listing key and value projections separately), and its groups and neurons in each layer.",
         is_prepared=True,
     )
     show_.add_argument("--json", action="store_true", help="print JSON")
@@ -68,9 +70,9 @@ def add_parser(subparsers: Any) -> None:
         actions,
         "profile",
         profile,
-        "measure what each level costs on this machine",
-        "Measure how long the first token and the others take at each level of a prepared model, "
-        "by length of the prompt and number of threads, and keep that.",
+        "measure the latency of each level on this machine",
+        "Measure the time to the first token and the time of each further token at each level of a "
+        "prepared model, for several prompt lengths and numbers of threads, and keep the results.",
         is_prepared=True,
     )
     add_profile_options(profile_)

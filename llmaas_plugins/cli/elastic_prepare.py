@@ -1,4 +1,4 @@
-"""``llmaas elastic prepare`` and ``restore``: files with levels, and their sources."""
+"""``llmaas elastic prepare`` and ``restore``: models with levels, and their sources."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from llmaas_plugins.cli.elastic_score import (
 from llmaas_plugins.cli.elastic_search import tried
 from llmaas_plugins.cli.ending import stoppable
 from llmaas_plugins.cli.offline import check_target, folder_beside
+from llmaas_plugins.cli.options import add_renamed_option
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.file_bytes import as_store_error
 
@@ -33,53 +34,55 @@ _TYPES = ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:
-    """Those of ``prepare``."""
+    """Add the options of ``prepare``."""
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: MODEL.elastic.gguf"
+        "-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.elastic.gguf)"
     )
     parser.add_argument(
         "--scores",
         type=Path,
         metavar="FILE",
-        help="what matters; written if it is not there (default: MODEL.scores.npz)",
+        help="scores; they are computed and written if the file is missing (default: "
+        "MODEL.scores.npz)",
     )
     parser.add_argument(
-        "--quantise",
+        "--quantize",
         choices=_TYPES,
         type=str.upper,
         metavar="TYPE",
-        help="quantise the model, of F32, F16 or BF16, after its units are in order: "
+        help="quantize the model, which must be F32, F16 or BF16, after reordering it: "
         f"{', '.join(_TYPES)}",
     )
+    add_renamed_option(parser, "--quantise", "--quantize")
     parser.add_argument(
         "--no-search",
         dest="is_searched",
         action="store_false",
-        help="write the table `uniform` only: a search of each layer's widths evaluates tokens "
-        "some hundred times",
+        help="write only the table `uniform`: searching each layer's widths evaluates the tokens "
+        "several hundred times",
     )
     parser.add_argument(
         "--compensate",
         action="store_true",
-        help="also find biases that put back the mean of what a level leaves out, for the levels "
-        "where that brings predictions nearer to the whole model's",
+        help="also fit biases that restore the mean of what a level leaves out; they are kept for "
+        "levels whose predictions they improve",
     )
     add_calibration_options(parser)
 
 
 def add_restore_options(parser: argparse.ArgumentParser) -> None:
-    """Those of ``restore``."""
+    """Add the options of ``restore``."""
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="MODEL.gguf", required=True, help="where to"
+        "-o", "--output", type=Path, metavar="MODEL.gguf", required=True, help="file to write"
     )
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Write a model's prepared file."""
+    """Write the prepared file of a model."""
     from llmaas_plugins.elastic.prepared_file import check_is_another, write_prepared
     from llmaas_plugins.elastic.reordering import order_by
     from llmaas_plugins.elastic.units import blocks_of
-    from llmaas_plugins.quantise import check_original
+    from llmaas_plugins.quantize import check_original
 
     blocks = source_blocks(args.model)
     target = args.output or args.model.with_suffix(".elastic.gguf")
@@ -87,41 +90,41 @@ def prepare(args: argparse.Namespace) -> int:
     check_is_another(args.model, target)
     if args.scores is not None and not args.scores.is_file():
         check_target(args.scores, "--scores")
-    if args.quantise is not None:
+    if args.quantize is not None:
         check_original(args.model)
     check_text(args)
-    with stoppable("what was there is as it was"):
+    with stoppable("existing files are unchanged; scores that were computed are kept"):
         scores = _scores(args, blocks)
         order = order_by(blocks, scores)
         with _ordered(args, target, order) as ordered:
             elastic = tried(args, ordered, _described(blocks_of(ordered), scores))
-            is_quantised = args.quantise is not None
-            source = ordered if is_quantised else args.model
-            writing = write_prepared(source, target, elastic, order, is_ordered=is_quantised)
+            is_quantized = args.quantize is not None
+            source = ordered if is_quantized else args.model
+            writing = write_prepared(source, target, elastic, order, is_ordered=is_quantized)
             _write("writing", source, writing)
     size, n_levels = target.stat().st_size / 1e6, len(elastic.levels)
     print(f"{target}: {size:,.0f} MB, {n_levels} levels: `llmaas elastic show {target}`.")
     least = elastic.blocks.share(elastic.tables["uniform"][-1])
     if least > elastic.levels[-1]:
         print(
-            f"levels below {least:.2f} use as much as that: a group and {elastic.step} neurons of "
-            "each layer stay; other types of weights have smaller blocks"
+            f"levels below {least:.2f} use that much, too: one group and "
+            f"{elastic.step} neurons stay in each layer; other weight types have smaller blocks"
         )
     return 0
 
 
 def restore(args: argparse.Namespace) -> int:
-    """Write the file that one was prepared from."""
+    """Write the file from which a prepared file was made."""
     from llmaas_plugins.elastic.prepared_file import restore
 
     check_target(args.output, "-o")
     with stoppable("nothing was written"):
         _write("restoring", args.model, restore(args.model, args.output))
-    print(f"{args.output}: {args.output.stat().st_size / 1e6:,.0f} MB, as it was.")
+    print(f"{args.output}: {args.output.stat().st_size / 1e6:,.0f} MB, identical to the source.")
     return 0
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
 
 
 def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
@@ -131,49 +134,51 @@ def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
     if path.exists():
         scores = read_scores(path, blocks, args.model)
         found = scores.calibration
-        print(f"{path}: importance by {found.method}, {found.n_tokens:,} tokens, as found before.")
+        print(f"{path}: scores by {found.method} on {found.n_tokens:,} tokens, computed earlier.")
         if args.text or args.tokens:
-            print(f"--text and --tokens do not change that; without {path} it is found anew.")
+            print(f"--text and --tokens have no effect; remove {path} to compute scores again.")
         return scores
-    print(f"{args.model}: finding what matters; minutes for a large model.", flush=True)
+    print(f"{args.model}: computing scores; this takes minutes.", flush=True)
     scores = scored(args, blocks)
     try:
         keep(args, path, scores)
-    except StoreError as error:  # the long part is done
-        print(f"what matters is not kept: {error} `--scores FILE` keeps it elsewhere.")
+    except StoreError as error:  # go on, because computing the scores was the long part
+        print(f"scores are not kept: {error} `--scores FILE` keeps them elsewhere.")
     return scores
 
 
 @contextlib.contextmanager
 def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[Path]:
-    """A model whose units are in order, quantised if that is wanted, as long as this lasts.
+    """Yield a reordered and possibly quantized copy of the model, deleted afterwards.
 
-    The model itself, where nobody computes with it and it is ordered as it is written.
+    Yield the model itself if nothing is evaluated with it before it is written.
     """
     from llmaas_plugins.elastic.prepared_file import write_reordered
-    from llmaas_plugins.quantise import quantise
+    from llmaas_plugins.quantize import quantize
 
-    if not (args.quantise or args.is_searched or args.compensate):
+    if not (args.quantize or args.is_searched or args.compensate):
         yield args.model
         return
     with folder_beside(target) as folder:
-        ordered, quantised = folder / "ordered.gguf", folder / "quantised.gguf"
+        ordered, quantized = folder / "ordered.gguf", folder / "quantized.gguf"
         _write("ordering", args.model, write_reordered(args.model, ordered, order))
-        if args.quantise is None:
+        if args.quantize is None:
             yield ordered
             return
-        quantise(ordered, quantised, args.quantise)
+        quantize(ordered, quantized, args.quantize)
         ordered.unlink()
-        yield quantised
+        yield quantized
 
 
 def _described(blocks: Blocks, scores: Scores) -> Elastic:
-    """What a prepared file says of itself."""
+    """Return the metadata of a prepared file, with uniform widths."""
     from llmaas_plugins.elastic.metadata import Elastic
     from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
 
     if scores.layers is None:
-        raise ConfigError("the scores have none of layers; `llmaas elastic score` makes others.")
+        raise ConfigError(
+            "the scores have no scores of layers; run `llmaas elastic score` to compute them."
+        )
     step = step_of(blocks)
     return Elastic(
         blocks=blocks,

@@ -1,4 +1,4 @@
-"""``llmaas elastic profile``: what each level costs on this machine."""
+"""``llmaas elastic profile``: latency of each level on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_profile_options", "profile"]
 
-_MOST_THREADS = 512  # of ggml
+_MOST_THREADS = 512  # limit of ggml
 _LEAST_PROMPT, _MOST_PROMPT = 8, 1 << 24
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
-    """Those of its own."""
+    """Add the options of ``profile``."""
     parser.add_argument(
         "--table",
         choices=("searched", "uniform"),
@@ -38,20 +38,20 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
         type=_numbers(1, _MOST_THREADS),
         default=(max((os.cpu_count() or 1) // 2, 1),),
         metavar="N,…",
-        help="numbers of threads (default: half of the processors, as Llama takes for tokens)",
+        help="numbers of threads (default: half of the processors, like Llama for single tokens)",
     )
     parser.add_argument(
         "--prompts",
         type=_numbers(_LEAST_PROMPT, _MOST_PROMPT),
         default=(32, 64, 128, 256, 512),
         metavar="N,…",
-        help="lengths of prompts in tokens, two or more (default 32,64,128,256,512)",
+        help="prompt lengths in tokens, at least two (default 32,64,128,256,512)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Measure a prepared model, print the times, and keep them."""
+    """Measure a prepared model's latency, print it, and keep it."""
     _check_lengths(args.prompts)
     with stoppable("nothing was kept"):
         latency, path = _measured(args)
@@ -69,19 +69,19 @@ def profile(args: argparse.Namespace) -> int:
 
 
 def _check_lengths(lengths: Sequence[int]) -> None:
-    """Refuse what no times can be interpolated between, or where nothing shows how well."""
+    """Refuse lengths between which latency cannot be interpolated, or interpolation not checked."""
     if len(lengths) < 2:
-        raise ConfigError("--prompts needs two lengths or more, to interpolate between.")
+        raise ConfigError("--prompts needs at least two lengths, to interpolate between them.")
     for shorter, longer in pairwise(lengths):
         if longer - shorter < 2:
             raise ConfigError(
-                f"--prompts has {shorter} and {longer}, and no length between them, at which to "
-                "see how good interpolated times are. Leave one of the two out."
+                f"--prompts has {shorter} and {longer}, with no length between them at which to "
+                "measure the error of interpolation. Leave one of the two out."
             )
 
 
 def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
-    """A model's times, and where to keep them."""
+    """Return a model's latency, and the path at which to keep it."""
     from llmaas_plugins.elastic.latency import check_writable, latency_path
     from llmaas_plugins.elastic.profiling import Plan
     from llmaas_plugins.elastic.profiling import profile as measure
@@ -89,8 +89,8 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
     n_trained = trained_context(args.model)
     if n_trained is not None and args.prompts[-1] > n_trained:
         raise ConfigError(
-            f"--prompts has {args.prompts[-1]:,} tokens, expected no more than the {n_trained:,} "
-            f"that {args.model} was trained with."
+            f"--prompts has {args.prompts[-1]:,} tokens, expected at most the {n_trained:,} tokens "
+            f"with which {args.model} was trained."
         )
     with _opened(args) as (llama, model):
         path = latency_path(args.model, model["table"])
@@ -102,10 +102,10 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
 
 @contextlib.contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[tuple[Llama, dict[str, Any]]]:
-    """A prepared model with room for the longest prompt, and what the plugin says of it.
+    """Open a prepared model with room for the longest prompt; yield it with the plugin's report.
 
     Raises:
-        ConfigError: It has no levels, or not this table, or llama.cpp cannot open it.
+        ConfigError: The model has no levels, or lacks this table, or llama.cpp cannot open it.
     """
     from llmaas_plugins.activation import activate
 
@@ -132,12 +132,12 @@ def _llama(model: Path, n_prompt: int) -> Llama:
         raise
     except ValueError as error:
         raise ConfigError(
-            f"llama.cpp cannot open {model} with a context of {n_ctx:,} tokens: {error}. If there "
-            "is no room for that many, take shorter --prompts."
+            f"llama.cpp cannot open {model} with a context of {n_ctx:,} tokens: {error}. If memory "
+            "is short, use shorter --prompts."
         ) from error
 
 
-# -- how it is shown -----------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------
 
 
 def _text(latency: Latency) -> Iterator[str]:
@@ -148,13 +148,13 @@ def _text(latency: Latency) -> Iterator[str]:
     )
     for thread, n_threads in enumerate(latency.threads):
         yield ""
-        yield f"{n_threads} thread{'s' if n_threads > 1 else ''}, ms ± spread of all runs / 2"
+        yield f"{n_threads} thread{'s' if n_threads > 1 else ''}, ms ± half the spread of all runs"
         yield from _table(latency, thread)
     yield ""
     for name, curves in (("first token", latency.ttft), ("tokens", latency.tpot)):
         errors = curves.errors()
         yield (
-            f"interpolated times of the {name} are off by {100 * errors.median:.1f} % in the "
+            f"interpolated times of the {name} have errors of {100 * errors.median:.1f} % in the "
             f"median, {100 * errors.largest:.1f} % at most"
         )
 
@@ -188,5 +188,5 @@ def _numbers(least: int, most: int) -> Any:
             raise argparse.ArgumentTypeError(f"{numbers[-1]} is above {most}")
         return tuple(numbers)
 
-    parsed.__name__ = "list of numbers"  # what argparse calls a value that it cannot be made of
+    parsed.__name__ = "list of numbers"  # argparse puts this into its error messages
     return parsed

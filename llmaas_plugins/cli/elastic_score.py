@@ -1,4 +1,4 @@
-"""``llmaas elastic score``: what matters in a model."""
+"""``llmaas elastic score``: importance of a model's parts."""
 
 from __future__ import annotations
 
@@ -38,36 +38,37 @@ __all__ = [
 
 _N_TOKENS, _N_LOSS_TOKENS = 8192, 1024
 _LEAST_TOKENS, _LEAST_TEXT = 32, 16
-"""To ask for, and to have: what the model says may end early."""
+"""Fewest tokens to ask for, and fewest to accept: text from the model may end early."""
 _SEED = 0
 
 
 def add_score_options(parser: argparse.ArgumentParser) -> None:
-    """Those of ``score``."""
+    """Add the options of ``score``."""
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: MODEL.scores.npz"
+        "-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.scores.npz)"
     )
     add_calibration_options(parser)
 
 
 def add_calibration_options(parser: argparse.ArgumentParser) -> None:
-    """What to see with what matters."""
+    """Add the options for calibration text."""
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="text to see with what matters (default: what the model says)",
+        help="text for calibration (default: text that the model writes itself)",
     )
     parser.add_argument(
         "--tokens",
         type=_n_tokens,
         metavar="N",
-        help=f"of it, {_LEAST_TOKENS} or more (default {_N_TOKENS}); whole windows of 512",
+        help=f"tokens of this text to use, {_LEAST_TOKENS} or more (default {_N_TOKENS}); "
+        "whole windows of 512 are used",
     )
 
 
 def score(args: argparse.Namespace) -> int:
-    """Find a model's scores, and write them."""
+    """Compute a model's scores and write them."""
     from llmaas_plugins.elastic.prepared_file import check_is_another
     from llmaas_plugins.elastic.scores import scores_path
 
@@ -80,37 +81,37 @@ def score(args: argparse.Namespace) -> int:
 
 
 def scored(args: argparse.Namespace, blocks: Blocks) -> Scores:
-    """Scores of a model: by gradients where that is possible."""
+    """Compute the scores of a model, by gradients if possible."""
     n_tokens = args.tokens or _N_TOKENS
     windows, scores = _fluctuations(args, blocks, n_tokens)
     try:
         by_gradients = _gradients(args.model, windows)
     except (ImportError, ConfigError) as error:
-        print(f"no gradients ({error}): what matters is what fluctuates.")
+        print(f"no gradients ({error}): scores come from fluctuation.")
     else:
         scores = replace(by_gradients, layers=scores.layers)
     return scores
 
 
 def keep(args: argparse.Namespace, path: Path, scores: Scores) -> None:
-    """Write a model's scores, and say what they are.
+    """Write a model's scores, and print a summary.
 
     Raises:
-        StoreError: They cannot be written.
+        StoreError: The scores cannot be written.
     """
     from llmaas_plugins.elastic.scores import write_scores
 
     write_scores(path, scores, args.model)
     found = scores.calibration
-    said = args.text or "what the model says"
-    print(f"{path}: importance by {found.method}, {found.n_tokens:,} tokens of {said}.")
+    said = args.text or "the model's own text"
+    print(f"{path}: scores by {found.method} on {found.n_tokens:,} tokens of {said}.")
 
 
 def check_text(args: argparse.Namespace) -> None:
-    """See that a text is long enough, before anything takes minutes.
+    """Check that a text is long enough, before anything takes minutes.
 
     Raises:
-        ConfigError: It is not, or cannot be read.
+        ConfigError: The text is too short, or cannot be read.
     """
     if args.text is not None:
         with loaded(args.model, is_vocab_only=True) as model:
@@ -118,20 +119,20 @@ def check_text(args: argparse.Namespace) -> None:
 
 
 def calibration_text(path: Path | None, model: Any, evaluator: Evaluator, n_tokens: int) -> Tokens:
-    """A text's tokens, or so many that the model says itself.
+    """Return a text's tokens, or as many tokens that the model writes itself.
 
     Raises:
-        ConfigError: The text cannot be read, or either is too short.
+        ConfigError: The text cannot be read, or is too short.
     """
     if path is not None:
         return _tokens(path, model)
     with progress_bar("text", "token", n_tokens) as bar:
         text = evaluator.say(n_tokens, _SEED, bar.update)
-    return _long_enough(text, "the model says", "Give it a text with `--text FILE`.")
+    return _long_enough(text, "the model wrote", "Give it a text with `--text FILE`.")
 
 
 def source_blocks(model: Path) -> Blocks:
-    """Of a model that is not prepared yet."""
+    """Return the blocks of a model that is not prepared yet."""
     from llmaas_plugins.elastic.metadata import PREFIX
     from llmaas_plugins.elastic.units import blocks_in
     from llmaas_plugins.gguf_header import read_header
@@ -139,20 +140,20 @@ def source_blocks(model: Path) -> Blocks:
     header = read_header(model)
     if PREFIX in header.fields:
         raise ConfigError(
-            f"{model} is prepared already. `llmaas elastic restore` makes its source of it."
+            f"{model} is prepared already. `llmaas elastic restore` writes its source."
         )
     return blocks_in(header, model)
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
 
 
 def _fluctuations(
     args: argparse.Namespace, blocks: Blocks, n_tokens: int
 ) -> tuple[NDArray[np.int32], Scores]:
-    """What the engine alone can tell: scores without gradients, and losses of layers.
+    """Compute scores from fluctuation and losses of layers, which need the engine alone.
 
-    With them the text, in windows.
+    Return them after the text's windows.
     """
     from llmaas_plugins.elastic.fluctuation import (
         METHOD,
@@ -187,7 +188,7 @@ def _gradients(model: Path, windows: NDArray[np.int32]) -> Scores:
 
 
 def _tokens(path: Path, model: Any) -> Tokens:
-    """A text's."""
+    """Return a text's tokens."""
     import numpy as np
 
     text = np.array(model.tokenize(content_of(path), False, False), np.int32)
@@ -197,8 +198,7 @@ def _tokens(path: Path, model: Any) -> Tokens:
 def _long_enough(text: Tokens, whose: str, then: str) -> Tokens:
     if len(text) < _LEAST_TEXT:
         raise ConfigError(
-            f"{whose} {len(text)} tokens, expected {_LEAST_TEXT} or more to see with what matters. "
-            f"{then}"
+            f"{whose} {len(text)} tokens, expected at least {_LEAST_TEXT} to compute scores. {then}"
         )
     return text
 

@@ -1,4 +1,4 @@
-"""The part of ``llmaas elastic prepare`` that tries widths on the model they are for."""
+"""Search of widths and biases in ``llmaas elastic prepare``, by evaluating the model."""
 
 from __future__ import annotations
 
@@ -23,41 +23,46 @@ if TYPE_CHECKING:
 __all__ = ["Text", "tried"]
 
 _N_TOKENS = 1024
-"""That widths are tried on, at most."""
+"""Most tokens on which widths are evaluated."""
 _N_STEPS = 12
-"""Into which a layer's neurons are cut."""
+"""Number of steps into which a layer's neurons are divided."""
 
 
 class Text(NamedTuple):
-    """What widths are tried on.
+    """Text on which widths are evaluated.
 
     Attributes:
-        tokens: It.
-        n_tokens: How many of them, at most.
+        tokens: Tokens of the text.
+        n_tokens: Most tokens to use.
     """
 
     tokens: Tokens
     n_tokens: int
 
     def halves(self) -> tuple[Text, Text]:
-        """One to fit something to, and one to see whether it fits."""
+        """Split the text into one half for fitting and one for checking the fit."""
         middle = len(self.tokens) // 2
         first, second = self.tokens[:middle], self.tokens[middle:]
         return Text(first, self.n_tokens), Text(second, self.n_tokens)
 
 
 def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
-    """What a prepared file says of itself, with widths and biases that were tried, if wanted.
+    """Add searched widths and fitted biases to a prepared file's metadata, if requested.
 
     Args:
-        args: Of the command.
-        model: Its units are in order.
-        elastic: What else the file says.
+        args: Arguments of the command.
+        model: Model whose units are in order.
+        elastic: Metadata of the file so far.
     """
     if not (args.is_searched or args.compensate):
         return elastic
     text = _text(args, model)
     if args.is_searched:
+        print(
+            f"searching each layer's widths evaluates {text.n_tokens:,} tokens several hundred "
+            "times; --no-search leaves that out.",
+            flush=True,
+        )
         tables = {**elastic.tables, "searched": _searched(model, elastic, text)}
         elastic = replace(elastic, tables=tables)
     if args.compensate:
@@ -65,18 +70,18 @@ def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
     return elastic
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
 
 
 def _text(args: argparse.Namespace, model: Path) -> Text:
-    """What to try widths on."""
+    """Return the text on which to evaluate widths."""
     n_tokens = min(args.tokens or _N_TOKENS, _N_TOKENS)
     with evaluating(model) as (opened, evaluator):
         return Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
 
 
 def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
-    """Widths by level."""
+    """Search the widths of each level."""
     from llmaas_plugins.elastic.probing import Divergence, Prober, unit_times
     from llmaas_plugins.elastic.searching import search
 
@@ -105,7 +110,7 @@ def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
 
 
 def _biases(model: Path, elastic: Elastic, text: Text) -> Mapping[str, NDArray[np.float16]]:
-    """By table, for the levels whose predictions they bring nearer to those of the whole model."""
+    """Fit biases for each table, zero for levels whose predictions they do not improve."""
     from llmaas_plugins.elastic.compensation import biases_of
     from llmaas_plugins.elastic.fluctuation import Watcher
 
@@ -121,14 +126,14 @@ def _biases(model: Path, elastic: Elastic, text: Text) -> Mapping[str, NDArray[n
         with_them = _divergences(model, replace(elastic, biases={name: biases}), name, other)
         is_better = with_them < without
         biases[~is_better] = 0
-        print(f"biases of {name}: for {is_better.sum()} of {len(table)} levels.")
+        print(f"biases of {name}: kept for {is_better.sum()} of {len(table)} levels.")
         if is_better.any():
             found[name] = biases
     return found
 
 
 def _divergences(model: Path, elastic: Elastic, table: str, text: Text) -> NDArray[np.float64]:
-    """From what the whole model predicts, by level."""
+    """Return each level's divergence from the predictions of the whole model."""
     import numpy as np
 
     from llmaas_plugins.elastic.probing import Divergence, Prober

@@ -1,4 +1,4 @@
-"""``llmaas elastic show``: what a prepared file has."""
+"""``llmaas elastic show``: contents of a prepared file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["show"]
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print a prepared file's levels."""
     from llmaas_plugins.elastic.metadata import read_elastic
 
     elastic = read_elastic(args.model)
     if elastic is None:
         raise ConfigError(
-            f"{args.model} was not prepared; `llmaas elastic prepare {args.model}` makes a file "
-            "that was."
+            f"{args.model} is not prepared; `llmaas elastic prepare {args.model}` writes a "
+            "prepared copy."
         )
     print_report(args, _report(elastic), _lines(elastic))
     return 0
@@ -71,13 +71,13 @@ def _lines(elastic: Elastic) -> Iterator[str]:
         f"{blocks.arch}: {blocks.n_layers} layers of {blocks.n_groups} groups of "
         f"{blocks.heads_per_group} query heads, and of {blocks.n_ff:,} neurons"
     )
-    yield f"importance by {printable(calibration.method)} of {calibration.n_tokens:,} tokens"
+    yield f"scores by {printable(calibration.method)} on {calibration.n_tokens:,} tokens"
     yield f"anchor layers: {', '.join(map(str, elastic.anchors)) or 'none'}"
-    yield f"can be restored: {'no, it was quantised' if elastic.source is None else 'yes'}"
+    yield f"can be restored: {'no, it was quantized' if elastic.source is None else 'yes'}"
     for name, table in elastic.tables.items():
         yield ""
         yield f"{name}{', compensated' if name in elastic.biases else ''}"
-        yield "level   share   groups of layers; neurons"
+        yield "level   share   groups in each layer; neurons in each layer"
         for level, widths in zip(elastic.levels, table, strict=True):
             yield f"{level:5.1f}  {blocks.share(widths):6.3f}   {_widths(widths)}"
 

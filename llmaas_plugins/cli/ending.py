@@ -1,6 +1,6 @@
-"""How commands end that are stopped: one line, and the status a shell expects.
+"""End of commands that are interrupted: one line of output, and the status that shells expect.
 
-Imports nothing but the standard library, so that it works while everything else is imported.
+This module imports only the standard library, so that it works while everything else is imported.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM came.
 
     Attributes:
-        number: The signal.
-        then: The state that this leaves, or what to do; empty if there is nothing to say.
+        number: Number of the signal.
+        then: State that this leaves, or what to do next; empty if there is nothing to say.
     """
 
     def __init__(self, number: int, then: str = "") -> None:
-        """Keep both."""
+        """Store the signal and the text."""
         super().__init__(then)
         self.number = number
         self.then = then
 
     @property
     def status(self) -> int:
-        """Exit status, as of a process that the signal ended."""
+        """Exit status of a process that the signal ended."""
         return 128 + self.number
 
 
@@ -43,8 +43,8 @@ _hook_before: Any = None
 
 
 def take_signals() -> None:
-    """Let Ctrl-C and SIGTERM raise ``Stopped`` from now on, unless somebody else handles them."""
-    global _hook_before, _last  # noqa: PLW0603  signals are the process's
+    """Make Ctrl-C and SIGTERM raise ``Stopped``, unless another handler is installed."""
+    global _hook_before, _last  # noqa: PLW0603  signal handlers belong to the whole process
     _last = None
     if threading.current_thread() is not threading.main_thread():
         return
@@ -57,7 +57,7 @@ def take_signals() -> None:
 
 
 def give_signals_back() -> int | None:
-    """Let signals do what they do without us; returns the last one that came, if any."""
+    """Restore the default signal handlers, and return the last signal that came, if any."""
     global _hook_before
     if threading.current_thread() is threading.main_thread():
         if signal.getsignal(signal.SIGINT) is _stop:
@@ -71,15 +71,15 @@ def give_signals_back() -> int | None:
 
 @contextlib.contextmanager
 def stoppable(then: str) -> Iterator[None]:
-    """Say what a signal leaves that comes inside, and take SIGTERM as Ctrl-C.
+    """Describe the state that a signal during the block leaves, and treat SIGTERM like Ctrl-C.
 
     Args:
-        then: The state that this leaves, or what to do.
+        then: State that this leaves, or what to do next.
 
     Raises:
         Stopped: A signal came.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # signals are for no other
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
     before = signal.signal(signal.SIGTERM, _stop) if is_main else None
     try:
         yield
@@ -91,7 +91,7 @@ def stoppable(then: str) -> Iterator[None]:
 
 
 def close_stdout() -> None:
-    """Forget standard output, which cannot be written: the interpreter must not try at its end."""
+    """Redirect broken standard output to null, so that the interpreter's last flush cannot fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -103,7 +103,7 @@ def _stop(number: int, _frame: object) -> None:
 
 
 def _come_again(lost: Any) -> None:
-    """Send a signal again whose exception got lost: llama.cpp's callbacks cannot pass it on."""
+    """Send a signal again whose exception was lost, as it is in llama.cpp's callbacks."""
     if not isinstance(lost.exc_value, Stopped):
         if _hook_before is not None:
             _hook_before(lost)

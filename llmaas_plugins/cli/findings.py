@@ -1,4 +1,4 @@
-"""One line of what ``llmaas doctor`` reports."""
+"""A line of the report of ``llmaas doctor``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: Group it is printed under.
-        name: What was looked at.
-        value: What was found; None where there is only ok or a problem.
-        origin: Where a setting came from: ``code``, ``env``, the file's name or ``default``.
-        problem: What is wrong, or None.
-        next_step: What to do about the problem, or what would be better where there is none.
+        section: Group under which the line is printed.
+        name: Name of what was checked.
+        value: Value that was found; None if there is only ok or a problem.
+        origin: Source of a setting: ``code``, ``env``, the file's name or ``default``.
+        problem: Description of the problem, or None.
+        next_step: How to fix the problem, or an improvement if there is no problem.
     """
 
     section: str

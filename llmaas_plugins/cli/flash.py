@@ -1,4 +1,4 @@
-"""``llmaas flash``: prepare models that are larger than memory."""
+"""``llmaas flash``: preparation of models that are larger than memory."""
 
 from __future__ import annotations
 
@@ -17,54 +17,55 @@ _MOST_GROUP_LAYERS = 64
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the sub-command and its own ones."""
+    """Register the sub-command and its actions."""
     parser = subparsers.add_parser("flash", help="prepare models that are larger than memory")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     pack_ = add_model_action(
         actions,
         "pack",
         pack,
-        "write a model's weights as this processor multiplies them fastest",
-        "Write a model's weights to a file beside it, in the layout that llama.cpp "
-        "repacks them to on this processor. `flash_weights` streams them from there then, and "
-        "computes as fast as llama.cpp does with a model in memory. The model file stays needed. "
-        "If it is stopped, the same command goes on from there.",
+        "write a model's weights in this processor's fastest layout",
+        "Write a model's weights to a file beside it, in the layout to which llama.cpp repacks "
+        "them on this processor. `flash_weights` then streams them from that file and computes as "
+        "fast as llama.cpp with a model in memory. The model file is still needed. If the command "
+        "is stopped, run it again to continue.",
     )
     pack_.add_argument(
         "--sparse",
         action="store_true",
-        help="also write them by columns, for the sparse mode, which reads some of them for each "
-        "token; the packed file is written if there is none of this model",
+        help="also write the weights by columns, for the sparse mode, which reads only some "
+        "columns for each token; the packed file is written if the model has none",
     )
     pack_.add_argument(
         "--group-layers",
         type=_group_layers,
         default=1,
         metavar="N",
-        help="with --sparse: layers whose columns are side by side, and read at once (default 1)",
+        help="with --sparse: layers whose columns are stored and read together (default 1)",
     )
     pack_.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="with --sparse: text to see with which columns matter (default: what the model says)",
+        help="with --sparse: calibration text that shows which columns matter (default: text that "
+        "the model writes itself)",
     )
     check_ = add_model_action(
         actions,
         "check",
         check,
         "verify the files that `pack` wrote",
-        "Read the files that `llmaas flash pack` wrote for a model, and compare them with their "
-        "checksums. Exit status 1: one is damaged, or another model's.",
+        "Read the files that `llmaas flash pack` wrote for a model, and verify their checksums. "
+        "Exit status 1 means that a file is damaged or another model's, or that there is none.",
     )
     check_.add_argument("--json", action="store_true", help="print JSON")
     plan_ = add_model_action(
         actions,
         "plan",
         plan,
-        "predict what a token takes with a memory budget, and recommend settings",
-        "Measure the disk, and predict from that and the sizes of the model what a token takes "
-        "with a memory budget: in the exact mode, in the sparse one, and in ActiveFlow's pipeline.",
+        "predict the time for a token within a memory budget, and recommend settings",
+        "Measure the disk, and predict the time for a token within a memory budget from that and "
+        "the model's sizes: in the exact mode, in the sparse mode, and in ActiveFlow's pipeline.",
     )
     add_plan_options(plan_)
 

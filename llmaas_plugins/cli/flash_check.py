@@ -1,4 +1,4 @@
-"""``llmaas flash check``: whether what was packed is still what was written."""
+"""``llmaas flash check``: verification of packed files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Problem = Callable[[Path, Path, Mapping[str, TensorInfo]], str | None]
 
 
 def check(args: argparse.Namespace) -> int:
-    """Verify a model's packed file and channel file; 0 when there are any and sound, else 1."""
+    """Verify a model's packed and channel files; return 0 if any exist and are sound, else 1."""
     from llmaas_plugins.flash_weights.channels import CHANNEL_FILE, channel_path
     from llmaas_plugins.flash_weights.packed import PACKED_FILE, packed_path, packed_problem
 
@@ -61,11 +61,11 @@ def _damaged(file: Any, bar: Any) -> Iterator[str]:
     for name, n_bytes, is_whole in file.check():
         bar.update(n_bytes)
         if not is_whole:
-            yield f"{printable(name)} is not what was written"
+            yield f"{printable(name)} differs from what was written"
 
 
 def _channel_problem(path: Path, model: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Opening it raises what is wrong."""
+    """Open the channel file, which raises an error if it is unusable."""
     from llmaas_plugins.flash_weights.channels import open_channels
 
     open_channels(path, model, tensors)

@@ -1,4 +1,4 @@
-"""``llmaas flash pack``: a model's weights as they are streamed."""
+"""``llmaas flash pack``: files from which a model's weights are streamed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _N_TOKENS = 2048
 
 
 def pack(args: argparse.Namespace) -> int:
-    """Write a model's packed file, and with ``--sparse`` its channel file."""
+    """Write a model's packed file, and with ``--sparse`` also its channel file."""
     if args.text is not None and not args.sparse:
-        raise ConfigError("--text is for --sparse: nothing else depends on it.")
+        raise ConfigError("--text has no effect without --sparse.")
     tensors = tensors_of(args.model)
-    with stoppable("the same command goes on with what is not written"):
+    with stoppable("repeat the command to write the rest"):
         if not args.sparse or not _is_packed(args.model, tensors):
             _pack(args.model, tensors)
         if args.sparse:
@@ -36,10 +36,10 @@ def pack(args: argparse.Namespace) -> int:
 
 
 def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
-    """What a model has.
+    """Return the tensors of a model.
 
     Raises:
-        ConfigError: It is not there, or no GGUF.
+        ConfigError: The file does not exist, or is not a GGUF file.
     """
     from llama_cpp._logger import set_verbose
 
@@ -47,18 +47,18 @@ def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
 
     if not model.is_file():
         raise ConfigError(f"found no file {model}; expected a model in GGUF.")
-    set_verbose(False)  # ggml tells of every weight
+    set_verbose(False)  # ggml logs every weight
     tensors = model_tensors(model)
     if not tensors:
         raise ConfigError(f"{model} is not a GGUF file, or is damaged.")
     return tensors
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
 
 
 def _is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether it has a packed file that can be used here."""
+    """Return whether the model has a packed file that can be used on this machine."""
     from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 
     try:
@@ -101,7 +101,7 @@ def _write(
 
 
 def _calibrated(args: argparse.Namespace, operands: list[Operand]) -> Calibration:
-    """What a model's operands are like, by evaluating a text with it."""
+    """Calibrate a model's operands by evaluating a text."""
     import numpy as np
 
     from llmaas_plugins.activation import activate

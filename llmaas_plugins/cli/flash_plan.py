@@ -1,4 +1,4 @@
-"""``llmaas flash plan``: which mode is faster with a memory budget, and what it would take."""
+"""``llmaas flash plan``: predicted time for a token in each mode within a memory budget."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ __all__ = ["add_plan_options", "plan"]
 _MIB = 1 << 20
 _COMPUTING_S = 0.5
 _LEAST_DEPTH = 4
-"""Reads at a time: between products nobody looks after them."""
+"""Least reads in flight, because completed reads are not replaced between products."""
 _WARM_TOKENS, _TOKENS = 32, 16
-"""Of ``--measure``: those that fill what is kept, and those that are timed."""
+"""Tokens of ``--measure``: those that fill the cache, and those that are timed."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Those of its own."""
+    """Add the options of ``plan``."""
     parser.add_argument(
         "--memory-budget",
         type=_size,
         required=True,
         metavar="SIZE",
-        help="memory of the whole process, as in llmaas.toml: 3 GiB",
+        help="memory of the whole process, as in llmaas.toml, e.g. 3 GiB",
     )
     parser.add_argument(
         "--sparsity",
         type=_sparsity,
         metavar="S",
-        help="share of values that the sparse mode leaves out (default: what ActiveFlow takes for "
+        help="share of values that the sparse mode leaves out (default: ActiveFlow's choice for "
         "the budget, 1 - budget / size)",
     )
     parser.add_argument(
@@ -53,24 +53,25 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         type=_positive(int),
         default=512,
         metavar="N",
-        help="tokens of the context (default 512)",
+        help="tokens in the context (default 512)",
     )
     parser.add_argument(
         "--seconds",
         type=_positive(float),
         default=10.0,
-        help="how long the disk is measured (default 10)",
+        help="seconds for measuring the disk (default 10)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="then open the model as recommended, and print what it takes beside the prediction",
+        help="then open the model with the recommended settings, and print measured times beside "
+        "the predicted ones",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Predict what a token takes in each mode, and recommend one."""
+    """Predict the time for a token in each mode, and recommend a mode."""
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
     from llmaas_plugins.flash_weights.planner import check_budget, make_plan
     from llmaas_plugins.machine import resident_bytes
@@ -80,7 +81,7 @@ def plan(args: argparse.Namespace) -> int:
     group_layers, sparse_note = _group_layers(args.model, tensors)
     process = resident_bytes()
     sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
-    check_budget(sizes, process, args.memory_budget)  # before anybody waits
+    check_budget(sizes, process, args.memory_budget)  # before the slow measurements
     machine = _machine(source, args.seconds, process)
     made = make_plan(sizes, machine, args.memory_budget, args.sparsity)
     if not made.sparse:
@@ -102,42 +103,42 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- what is planned from ------------------------------------------------------------------------
+# -- inputs of the plan --------------------------------------------------------------------------
 
 
 def _source(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[Path, list[str]]:
-    """The file that the exact mode would read, and what is to be said of that."""
+    """Return the file that the exact mode would read, and notes about that choice."""
     from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 
     path = packed_path(model)
-    advice = f"`llmaas flash pack {model}` writes one, and products are faster with it."
+    advice = f"`llmaas flash pack {model}` writes one, which makes products faster."
     if not path.exists():
-        return model, [f"There is no packed file, so this is of the GGUF. {advice}"]
+        return model, [f"There is no packed file, so this plan is for the GGUF file. {advice}"]
     try:
         problem = packed_problem(path, model, tensors)
     except StoreError as error:
         problem = str(error)
     if problem is None:
         return path, []
-    return model, [f"{path} cannot be used, so this is of the GGUF: {problem}. {advice}"]
+    return model, [f"{path} cannot be used, so this plan is for the GGUF file: {problem}. {advice}"]
 
 
 def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, str | None]:
-    """How the channel file is laid out, and what is to be said if there is none."""
+    """Return the channel file's layers in a group, and a note if the file cannot be used."""
     from llmaas_plugins.flash_weights.channel_header import CHANNEL_FILE, MODEL, contents_of
     from llmaas_plugins.flash_weights.channels import channel_path
     from llmaas_plugins.flash_weights.container_file import ContainerFile
     from llmaas_plugins.flash_weights.model_weights import digest_of
 
     path = channel_path(model)
-    advice = f"`llmaas flash pack --sparse {model}` writes what the sparse mode needs."
+    advice = f"`llmaas flash pack --sparse {model}` writes one, which the sparse mode needs."
     if not path.exists():
         return 1, f"There is no channel file yet: {advice}"
     try:
         with ContainerFile(path, CHANNEL_FILE) as file:
             if file.header.fields.get(MODEL) == digest_of(model):
                 return contents_of(file.header, tensors)[0], None
-        problem = "it is of another model file"
+        problem = "it belongs to another model file"
     except (StoreError, ValueError) as error:
         problem = str(error)
     return 1, f"{path} cannot be used: {problem}. {advice}"
@@ -159,15 +160,15 @@ def _disk(source: Path, seconds: float) -> Disk:
 
 
 def _n_threads() -> int:
-    """What ``Llama`` takes by default for single tokens."""
+    """Return the number of threads that ``Llama`` uses by default for single tokens."""
     return max((os.cpu_count() or 1) // 2, 1)
 
 
-# -- what is recommended -------------------------------------------------------------------------
+# -- the recommendation --------------------------------------------------------------------------
 
 
 def _settings(made: Plan, disk: Disk) -> dict[str, Any]:
-    """A table of ``llmaas.toml``."""
+    """Return the recommended settings as a table of ``llmaas.toml``."""
     budget = made.budget
     settings: dict[str, Any] = {
         "memory_budget": f"{budget // _MIB} MiB" if budget % _MIB == 0 else budget
@@ -179,10 +180,10 @@ def _settings(made: Plan, disk: Disk) -> dict[str, Any]:
 
 
 def _reading(row: Row, disk: Disk) -> dict[str, Any]:
-    """How this disk is fastest.
+    """Return the fastest read settings for this disk.
 
-    What is read ahead is read at length. Columns on demand are not: the first one of a read waits
-    for the last.
+    Reads ahead are long. Reads of columns on demand are short, because the first column of a read
+    waits for the last.
     """
     if row.keeps in {None, "streamed"}:
         depth, size = max(disk.large_depth, _LEAST_DEPTH), disk.fast_sizes[-1]
@@ -195,13 +196,13 @@ def _reading(row: Row, disk: Disk) -> dict[str, Any]:
 
 
 def _measured(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, float]:
-    """What tokens take with those settings: seconds and bytes that are read, of one."""
+    """Measure the seconds and the bytes read for a token with these settings."""
     from llama_cpp import Llama
 
     from llmaas_plugins.activation import activate
     from llmaas_plugins.machine import release_memory
 
-    release_memory()  # of the plan: what is measured has none of it
+    release_memory()  # so that the plan's own memory does not count in the measurement
     n_warm = min(_WARM_TOKENS, args.context // 2)
     n_timed = min(_TOKENS, args.context // 4)
     config = {"on_error": "raise", "plugins": {"flash_weights": dict(settings)}}
@@ -230,7 +231,7 @@ def _read_bytes(suite: Any) -> int:
     return sum(model["read_bytes"] for model in models)
 
 
-# -- how it is shown -----------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------
 
 
 def _text(
@@ -239,9 +240,9 @@ def _text(
     disk = machine.disk
     yield f"{args.model}, read from {source.name}"
     yield (
-        f"disk: {1e6 * disk.read_s:.0f} µs a read and {disk.bytes_per_s / 1e9:.2f} GB/s; short "
-        f"reads {disk.small_depth} at a time, long ones {disk.large_depth}; channels up to "
-        f"{disk.gap_bytes >> 10} KiB apart are better read at once"
+        f"disk: {1e6 * disk.read_s:.0f} µs a read and {disk.bytes_per_s / 1e9:.2f} GB/s; best with "
+        f"{disk.small_depth} short or {disk.large_depth} long reads in flight; channels up to "
+        f"{disk.gap_bytes >> 10} KiB apart are best read together"
     )
     yield f"memory: {machine.bytes_per_s / 1e9:.1f} GB/s with as many threads as Llama uses"
     yield ""
@@ -249,7 +250,7 @@ def _text(
     yield ""
     if made.search is not None:
         yield (
-            "pipeline: what ActiveFlow's equations give for reading groups of N layers ahead "
+            "pipeline: predictions of ActiveFlow's equations for reading groups of N layers ahead "
             f"(preload); {_ended(made)}."
         )
     yield from report["notes"]
@@ -268,7 +269,7 @@ def _text(
 
 
 def _recommendation(made: Plan) -> str:
-    """Which mode, and why."""
+    """Return the recommended mode and the reason."""
     exact, sparse, chosen = made.exact, made.fastest_sparse, made.recommended
     fits = exact.read == 0
     if sparse is None or (fits and made.sparsity == 0):
@@ -277,11 +278,11 @@ def _recommendation(made: Plan) -> str:
     if chosen.mode == "sparse":
         return f"sparse; {times} as the exact mode, but it changes the text"
     reason = "all weights fit, and " if fits else ""
-    return f"exact; {reason}the sparse mode would be {times}, and change the text"
+    return f"exact; {reason}the sparse mode would be {times}, but it changes the text"
 
 
 def _ended(made: Plan) -> str:
-    """Why the search did."""
+    """Return why the pipeline search ended, and its result."""
     assert made.search is not None
     best = made.search.best
     return made.search.reason + (f", and the best is N = {best.n}" if best else "")
@@ -320,7 +321,7 @@ def _cells(row: Row, budget: int) -> tuple[str, ...]:
     )
 
 
-# -- what is asked for ---------------------------------------------------------------------------
+# -- option values -------------------------------------------------------------------------------
 
 
 def _size(text: str) -> int:
@@ -329,7 +330,7 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from error
     if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
     return size
 
 
@@ -349,5 +350,5 @@ def _positive(kind: type[Any]) -> Any:
             raise argparse.ArgumentTypeError(f"{text} is not above 0")
         return number
 
-    parsed.__name__ = kind.__name__  # what argparse calls a value that it cannot be made of
+    parsed.__name__ = kind.__name__  # argparse puts this into its error messages
     return parsed

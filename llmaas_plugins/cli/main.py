@@ -1,8 +1,8 @@
-"""The command ``llmaas``: how it ends.
+"""The command ``llmaas``: entry point and exit status.
 
-Exit status 0: fine; 1: the command found something wrong; 2: it could not do what was asked; 130
-and 143: Ctrl-C and SIGTERM; 141: the reader of its output went away. After ``llmaas run`` it is the
-script's own.
+Exit status 0: success; 1: the command found a problem; 2: it could not do what was asked; 130 and
+143: Ctrl-C and SIGTERM; 141: the reader of its output went away. ``llmaas run`` exits with the
+status of the script.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _command(argv)
     except KeyboardInterrupt as error:
         return _stopped(error, is_alone=argv is None)
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `| head`, closed the pipe
         close_stdout()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -37,24 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = give_signals_back()
         if number is None:
             raise
-        return _stopped(Stopped(number), is_alone=argv is None)  # it came of that
+        return _stopped(Stopped(number), is_alone=argv is None)  # the signal caused the error
     finally:
         give_signals_back()
     return status
 
 
 def _command(argv: Sequence[str] | None) -> int:
-    from llmaas_plugins.cli.commands import run_command  # may take a second, and be stopped
+    from llmaas_plugins.cli.commands import run_command  # slow import, which a signal may stop
 
     try:
         return run_command(argv)
     finally:
         if sys.stdout is not None:
-            sys.stdout.flush()  # the interpreter would complain with a traceback
+            sys.stdout.flush()  # the interpreter would report a failure with a traceback
 
 
 def _stopped(error: KeyboardInterrupt, *, is_alone: bool) -> int:
-    if is_alone:  # once more, and it ends at once
+    if is_alone:  # a second Ctrl-C ends the process at once
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
     _say(f"stopped; {stopped.then}" if stopped.then else "stopped")
@@ -62,7 +62,7 @@ def _stopped(error: KeyboardInterrupt, *, is_alone: bool) -> int:
 
 
 def _refused(error: OSError) -> int:
-    """Say what the system refused that no command expected, and forget output it cannot take."""
+    """Print an error of the operating system that no command expected, and drop pending output."""
     where = f"{error.filename}: " if error.filename is not None else ""
     _say(f"error: {where}{error.strerror or error}")
     close_stdout()

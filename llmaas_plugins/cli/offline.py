@@ -1,4 +1,4 @@
-"""Helpers of long commands: a model to evaluate with, and files to write."""
+"""Helpers of long-running commands: models to evaluate, and files to write."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 
-def add_model_action(  # noqa: PLR0913  these are its parts
+def add_model_action(  # noqa: PLR0913  an action consists of these
     actions: Any, name: str, func: Any, text: str, description: str, *, is_prepared: bool = False
 ) -> argparse.ArgumentParser:
-    """Register an action on a model, or on a prepared one."""
+    """Register an action on a model, or on a prepared model."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
     metavar, what = ("FILE", "the prepared model") if is_prepared else ("MODEL", "the model")
     parser.add_argument("model", type=Path, metavar=f"{metavar}.gguf", help=what)
@@ -39,10 +39,10 @@ def add_model_action(  # noqa: PLR0913  these are its parts
 
 @contextlib.contextmanager
 def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]]:
-    """A model that plugins see and can change, and what evaluates text with it.
+    """Load a model with plugins that observe and change it; yield it with an evaluator.
 
     Raises:
-        ConfigError: llama.cpp cannot load it.
+        ConfigError: llama.cpp cannot load the model.
     """
     from llmaas_plugins.activation import activate
     from llmaas_plugins.evaluating import Evaluator
@@ -57,15 +57,15 @@ def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]
 
 @contextlib.contextmanager
 def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
-    """A model, for contexts of one's own, or only to make tokens of text.
+    """Load a model without a context, or only its vocabulary.
 
     Raises:
-        ConfigError: llama.cpp cannot load it.
+        ConfigError: llama.cpp cannot load the model.
     """
     from llama_cpp import _internals, llama_cpp
     from llama_cpp._logger import set_verbose
 
-    set_verbose(False)  # ggml tells of every graph
+    set_verbose(False)  # ggml logs every graph
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = is_vocab_only
     try:
@@ -77,10 +77,10 @@ def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
 
 
 def trained_context(model: Path) -> int | None:
-    """Return the longest context that a model was trained with; None: it does not say.
+    """Return the longest context that a model was trained with, or None if it is not recorded.
 
     Raises:
-        ConfigError: It is no GGUF.
+        ConfigError: The file is not a GGUF file.
     """
     from llmaas_plugins.gguf_header import read_header
 
@@ -90,10 +90,10 @@ def trained_context(model: Path) -> int | None:
 
 
 def content_of(text: Path) -> bytes:
-    """A text's bytes.
+    """Return a text file's bytes.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The file cannot be read.
     """
     try:
         return text.read_bytes()
@@ -102,17 +102,17 @@ def content_of(text: Path) -> bytes:
 
 
 def check_target(path: Path, option: str) -> None:
-    """See that a file can be written, before anything takes minutes.
+    """Check that a file can be written, before anything takes minutes.
 
     Args:
-        path: Of the file.
-        option: What names another one.
+        path: Path of the file.
+        option: Option with which the user can choose another path.
 
     Raises:
-        ConfigError: It is a folder or a device, or there is no folder to write it to.
-        StoreError: It cannot be written.
+        ConfigError: The path is a folder or a device, or its folder does not exist.
+        StoreError: The file cannot be written.
     """
-    then = f" `{option} FILE` names another place."
+    then = f" Choose another place with `{option} FILE`."
     with as_store_error(f"cannot write {path}", then):
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is a folder or a device, expected a file's name.{then}")
@@ -124,14 +124,14 @@ def check_target(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def folder_beside(path: Path, then: str = "") -> Iterator[Path]:
-    """A folder for what it takes to write a file; it goes when this ends.
+    """Make a temporary folder beside a file that is to be written; remove it at the end.
 
     Args:
-        path: Of the file.
-        then: What to do if there cannot be one.
+        path: Path of the file.
+        then: Advice for the error message.
 
     Raises:
-        StoreError: There cannot be one.
+        StoreError: The folder cannot be made.
     """
     with as_store_error(f"cannot write beside {path}", then):
         folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)

@@ -1,12 +1,13 @@
-"""Options that several commands have, and the values they take."""
+"""Options that several commands have, and parsers of option values."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
-__all__ = ["add_config_option", "at_least", "positive"]
+__all__ = ["add_config_option", "add_renamed_option", "at_least", "positive"]
 
 _MOST_DIGITS = 9
 
@@ -16,25 +17,34 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="llmaas.toml (default: $LLMAAS_CONFIG, or llmaas.toml in this folder, or "
+        help="configuration file (default: $LLMAAS_CONFIG, or llmaas.toml in this folder, or "
         "~/.config/llmaas/llmaas.toml)",
     )
 
 
+def add_renamed_option(parser: argparse.ArgumentParser, old: str, new: str) -> None:
+    """Refuse the option ``old`` with an error that names ``new``; help does not show it."""
+
+    def refuse(_value: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"this option is now called {new}")
+
+    parser.add_argument(old, type=refuse, help=argparse.SUPPRESS)
+
+
 def at_least(least: int) -> Callable[[str], int]:
-    """Return what makes a whole number of an option's text, ``least`` or more."""
+    """Return a parser for option values that are integers of at least ``least``."""
 
     def parsed(text: str) -> int:
         is_number = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
         if not is_number or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a number from {least} on, found {text!r}")
+            raise argparse.ArgumentTypeError(f"expected an integer from {least} on, found {text!r}")
         return int(text)
 
     return parsed
 
 
 def positive(text: str) -> float:
-    """Return the number above 0 that an option's text is."""
+    """Parse an option value that is a number above 0."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")

@@ -1,4 +1,4 @@
-"""``llmaas plugins``: what is installed, what is on, and which keys each plugin takes."""
+"""``llmaas plugins``: installed and enabled plugins, and their configuration keys."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Key:
     """One key of a plugin's table.
 
     Attributes:
-        name: As written in ``llmaas.toml``.
-        type: Its Python type.
-        default: In text; ``required`` where there is none.
-        description: From the plugin's model.
+        name: Name of the key in ``llmaas.toml``.
+        type: Python type of the value.
+        default: Default as text, or ``required``.
+        description: Description in the plugin's model.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Row:
     """One plugin.
 
     Attributes:
-        name: Name of its entry point.
-        distribution: Package that installed it, and its version; None when unknown.
-        enabled: Whether the configuration switches it on.
-        loaded: Whether its module was imported for this list.
-        hooks: Hooks it implements; empty unless loaded.
-        keys: Its configuration; empty unless loaded.
-        error: Why it could not be used, or None.
+        name: Name of the plugin's entry point.
+        distribution: Package that installed the plugin, with its version; None if unknown.
+        enabled: Whether the configuration enables the plugin.
+        loaded: Whether the plugin's module was imported for this list.
+        hooks: Hooks that the plugin implements; empty unless loaded.
+        keys: Configuration keys of the plugin; empty unless loaded.
+        error: Reason why the plugin cannot be used, or None.
     """
 
     name: str
@@ -68,18 +68,18 @@ class Row:
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser(
-        "plugins", help="list the installed plugins, their hooks and their keys"
+        "plugins", help="list the installed plugins, their hooks and their configuration keys"
     )
     add_config_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--all", action="store_true", help="import the plugins that are off, too, to show more"
+        "--all", action="store_true", help="also import plugins that are off, to show their keys"
     )
     parser.set_defaults(func=plugins)
 
 
 def plugins(args: argparse.Namespace) -> int:
-    """Print the list; a plugin that fails is a row of it, not an error."""
+    """Print the list; a plugin that fails is a row of the list, not an error."""
     rows = list_plugins(load_config(args.config), load_all=args.all)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
@@ -91,11 +91,11 @@ def plugins(args: argparse.Namespace) -> int:
 
 
 def list_plugins(config: Config, *, load_all: bool = False) -> list[Row]:
-    """One row a plugin that is installed or enabled; imports only the enabled ones.
+    """Return one row for each installed or enabled plugin; import only the enabled ones.
 
     Args:
-        config: Says which are enabled.
-        load_all: Import the others, too.
+        config: Configuration that says which plugins are enabled.
+        load_all: Whether to import the others, too.
     """
     installed = installed_plugins()
     enabled = config.enabled()
@@ -113,20 +113,20 @@ def _distribution(point: EntryPoint | None) -> str | None:
         return None
     try:
         return f"{point.dist.name} {point.dist.version}" if point.dist.name else None
-    except Exception:  # its metadata are damaged
+    except Exception:  # the package's metadata is damaged
         return None
 
 
 def _loaded(row: Row, config: Config) -> Row:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # ours may be JSON
+        with contextlib.redirect_stdout(sys.stderr):  # plugins must not print into our JSON
             plugin = load_plugin(row.name)
         row = dataclasses.replace(row, loaded=True, hooks=_hooks(plugin), keys=_keys(plugin.Config))
         if row.enabled:
             validated(row.name, plugin.Config, config.plugins[row.name])
     except LlmaasError as error:
         return dataclasses.replace(row, error=str(error))
-    except Exception as error:  # no plugin at all behind the entry point
+    except Exception as error:  # the entry point does not name a plugin
         return dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
     return _with_unknown_hooks(row)
 
@@ -177,5 +177,5 @@ def _text(row: Row) -> str:
         lines.append(f"  {key.name}: {key.type} = {key.default}")
         lines.extend([f"      {key.description}"] if key.description else [])
     if not row.loaded and row.error is None:
-        lines.append("  (not imported; --all shows its hooks and keys)")
+        lines.append("  (not imported; use --all to show its hooks and keys)")
     return "\n".join(lines)

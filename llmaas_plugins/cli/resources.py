@@ -1,4 +1,4 @@
-"""Whether this machine has what the configured plugins ask for: memory, room on disk, files."""
+"""Checks whether this machine has the memory, disk space and files that plugins need."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _log = logging.getLogger("llmaas.cli")
 
 
 def resource_findings(config: Config) -> list[Finding]:
-    """Look at what each plugin that is on asks of this machine; changes and opens nothing."""
+    """Check what each enabled plugin needs of this machine; changes and opens nothing."""
     findings = []
     for name in config.enabled():
         if (look := _LOOKS.get(name)) is None:
             continue
         try:
             settings = validated(name, load_plugin(name).Config, config.plugins[name])
-        except LlmaasError:  # said where settings are
+        except LlmaasError:  # reported with the settings
             continue
         findings += list(look(settings))
     return findings
 
 
 def say_problems(config: Config) -> None:
-    """Say each problem in the log, in one line, when an app starts."""
+    """Log each problem in one line when an app starts."""
     for finding in resource_findings(config):
         if finding.problem is not None:
             _log.warning("%s: %s; %s", finding.name, finding.problem, finding.next_step)
@@ -56,7 +56,7 @@ def _kv_chunks(settings: Any) -> Iterator[Finding]:
         f"{size_text(settings.disk_budget)} do not fit on the disk of {directory}, which has room "
         f"for {size_text(has)}"
     )
-    step = "lower it, make room, or set plugins.kv_chunks.store to another disk"
+    step = "lower it, free space, or set plugins.kv_chunks.store to another disk"
     yield Finding("machine", name, None, None, problem, step)
 
 
@@ -74,7 +74,9 @@ def _knn_lm(settings: Any) -> Iterator[Finding]:
     path = directory / SELECTED
     if os.path.lexists(path):
         try:
-            DatastoreFile(path).close()  # its first page only: this is done at every start
+            DatastoreFile(
+                path
+            ).close()  # reads only the first page, because this runs at every start
         except LlmaasError as error:
             step = "select it again with `llmaas datastore select`"
             yield Finding("machine", name, None, None, str(error), step)
@@ -92,7 +94,7 @@ def _memory(name: str, wanted: int) -> Finding:
     if wanted <= available:
         return Finding("machine", name, f"{size_text(wanted)} of {size_text(available)}")
     problem = f"{size_text(wanted)} of memory, but this process can have {size_text(available)}"
-    return Finding("machine", name, None, None, problem, "lower it, or end other programs")
+    return Finding("machine", name, None, None, problem, "lower it, or close other programs")
 
 
 _LOOKS: dict[str, Callable[[Any], Iterator[Finding]]] = {

@@ -1,4 +1,4 @@
-"""``llmaas run``: an unchanged app with the suite active, as ``python`` would run it."""
+"""``llmaas run``: an unchanged app with the suite active, run as ``python`` would run it."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ _USAGE = "llmaas run [--config FILE] [--plugins a,b] (-m MODULE | SCRIPT) [args 
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser(
-        "run", usage=_USAGE, help="run a Python app with the plugins on", allow_abbrev=False
+        "run", usage=_USAGE, help="run a Python app with the plugins active", allow_abbrev=False
     )
     add_config_option(parser)
     parser.add_argument(
-        "--plugins", metavar="a,b", help="enable exactly these, as $LLMAAS_PLUGINS does"
+        "--plugins", metavar="a,b", help="enable exactly these plugins, like $LLMAAS_PLUGINS"
     )
     parser.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
         default=[],
-        help="a module to run as __main__, then its own arguments",
+        help="run this module as __main__, with the arguments after it",
     )
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, help="a script to run, then its own arguments"
+        "script", nargs=argparse.REMAINDER, help="run this script, with the arguments after it"
     )
     parser.set_defaults(func=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Activate, run the app in this process, deactivate.
+    """Activate the suite, run the app in this process, and deactivate the suite.
 
-    Signals do to the app what they do without us. Its ``SystemExit`` passes through to the
-    interpreter; any other exception is shown by ``sys.excepthook``, without our frames. Ctrl-C that
-    the app does not handle ends as that of every command, unless it has an excepthook of its own.
+    Signals have the same effect on the app as without us. Its ``SystemExit`` passes through to the
+    interpreter. Any other exception goes to ``sys.excepthook``, without our frames. A Ctrl-C that
+    the app does not handle ends ``llmaas run`` like any command, unless the app has an excepthook.
 
     Returns:
         0, or 1 after an exception.
 
     Raises:
-        ConfigError: The configuration is wrong, or there is no such script or module.
+        ConfigError: The configuration is wrong, or the script or module does not exist.
     """
     argv = [*args.module, *args.script]
     if not argv:
-        args.parser.error("a SCRIPT or -m MODULE is needed")
+        args.parser.error("a SCRIPT or -m MODULE is required")
     app = _Module(argv) if args.module else _Script(argv)
     environ = dict(os.environ)
     if args.plugins is not None:
@@ -102,7 +102,7 @@ class _Module:
         self._name = argv[0]
         _set_process(argv, Path.cwd())
         top = self._name.partition(".")[0]
-        try:  # the top only: looking for a submodule would import its package too early
+        try:  # the top package only: finding a submodule would import its package too early
             found = importlib.util.find_spec(top)
         except ValueError:  # a module without __spec__ is loaded under that name
             return
@@ -110,8 +110,9 @@ class _Module:
             raise ConfigError(f"no module named {top!r}. Is it installed for {sys.executable}?")
 
     def execute(self) -> None:
-        # What the interpreter itself calls for `-m`. The public run_module takes `__main__` away
-        # when the module ends, while its threads and atexit functions still need it.
+        # This is what the interpreter itself calls for `-m`. The public run_module removes
+        # `__main__` at
+        # the end of the module, while its threads and atexit functions still need it.
         _new_main()
         runpy._run_module_as_main(self._name)  # type: ignore[attr-defined]
 
@@ -134,7 +135,7 @@ class _Script:
         module = _new_main()
         module.__file__, module.__loader__ = loader.path, loader
         code = loader.source_to_code(loader.get_data(loader.path), loader.path)
-        exec(code, module.__dict__)  # noqa: S102  running the app's code is what was asked for
+        exec(code, module.__dict__)  # noqa: S102  the user asked to run this code
 
 
 def _new_main() -> ModuleType:
@@ -149,14 +150,14 @@ def _is_compiled(path: Path) -> bool:
 
 
 def _set_process(argv: list[str], folder: Path | None) -> None:
-    """``sys.argv`` and ``sys.path[0]`` as the interpreter sets them."""
+    """Set ``sys.argv`` and ``sys.path[0]`` as the interpreter does."""
     sys.argv = list(argv)
     if not sys.flags.safe_path:
         sys.path[:1] = [] if folder is None else [str(folder)]
 
 
 def _app_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the app's first frame on."""
+    """Return the traceback from the app's first frame on."""
     ours = (__file__, runpy.__file__, "<frozen ")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next

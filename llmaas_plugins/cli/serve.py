@@ -22,10 +22,10 @@ _CERTIFICATE = ("ssl_keyfile", "ssl_certfile")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line: the usage of llama_cpp.server's options is a page."""
+    """Parser with one-line errors: the usage of llama_cpp.server's options is a page long."""
 
     def error(self, message: str) -> NoReturn:
-        """Say it, and end."""
+        """Raise the message as a ``ConfigError``."""
         raise ConfigError(f"{message}. `llmaas serve --server-help` lists the options.")
 
 
@@ -34,9 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "serve",
         help="serve persistent contexts and the OpenAI API over HTTP or a Unix socket",
-        description="llama_cpp.server with the configured plugins (kv_chunks if none is chosen) "
-        "and the routes /v1/llmaas/….",
-        epilog="Every other option is llama_cpp.server's own: --model, --n_ctx, --host, --port, "
+        description="Run llama_cpp.server with the configured plugins (kv_chunks if none is "
+        "configured) and the additional routes /v1/llmaas/….",
+        epilog="All other options are llama_cpp.server's own: --model, --n_ctx, --host, --port, "
         "--api_key, …; `llmaas serve --server-help` lists them. Defaults that differ: "
         "--flash_attn True, --interrupt_requests False, --logits_all False (logprobs need True), "
         "--verbose False (True with `llmaas -v serve`).",
@@ -46,7 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--uds", type=Path, help="listen on this Unix socket, in a directory of mode 0700"
     )
     parser.add_argument(
-        "--toy", action="store_true", help="serve the packaged reference model, to try things out"
+        "--toy",
+        action="store_true",
+        help="serve the packaged reference model, for trying things out",
     )
     parser.add_argument(
         "--server-help", action="store_true", help="list llama_cpp.server's options"
@@ -74,7 +76,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.service.visitors import Visitors
 
     server_settings, model_settings = _settings(args, rest)
-    config = load_config(args.config).with_default("kv_chunks")  # a service keeps its contexts
+    config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
     limits = config.service
     keys = Keys(server_settings.api_key, read_key_file(limits.key_file))
     host = None if args.uds else server_settings.host
@@ -101,7 +103,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager[list[socket]]:
-    """Listen where the options say."""
+    """Open the sockets that the options ask for."""
     from llmaas_plugins.service import listening
 
     if uds is not None:
@@ -111,13 +113,13 @@ def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager
 
 
 def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
-    """llama_cpp.server's settings from its own options, with defaults that suit a service."""
+    """Parse llama_cpp.server's own options, with defaults that suit a service."""
     from llama_cpp.server.cli import add_args_from_model, parse_model_from_args
     from llama_cpp.server.settings import ModelSettings, ServerSettings, Settings
 
     parser = _Parser(prog="llmaas serve", allow_abbrev=False)
     add_args_from_model(parser, Settings)
-    # an app must not cut another one's reply short; n_ctx rows of logits are a lot of memory
+    # one app must not cut another's reply short; n_ctx rows of logits take a lot of memory
     parser.set_defaults(flash_attn=True, interrupt_requests=False, logits_all=False)
     parser.set_defaults(verbose=bool(args.verbose))
     if args.server_help:
@@ -125,7 +127,7 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         sys.exit(0)
     if "CONFIG_FILE" in os.environ:
         raise ConfigError(
-            "CONFIG_FILE is set, which `llmaas serve` does not read. Unset it, and give its "
+            "CONFIG_FILE is set, but `llmaas serve` does not read it. Unset it, and pass its "
             "settings as options."
         )
     values = parser.parse_args(rest)
@@ -133,12 +135,12 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     try:
         server: Any = parse_model_from_args(ServerSettings, values)
         model: Any = parse_model_from_args(ModelSettings, values)
-    except ValueError as error:  # pydantic's, with a line for each option
+    except ValueError as error:  # pydantic's error, with a line for each option
         raise ConfigError(str(error)) from error
     if model.cache:
         raise ConfigError(
-            "--cache would let apps tell by the time what others asked. Leave it out: kv_chunks "
-            "keeps prompts, each for its app."
+            "--cache would let apps learn from response times what other apps asked. Leave it out: "
+            "kv_chunks keeps prompts, separately for each app."
         )
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
@@ -154,6 +156,6 @@ def _model(args: argparse.Namespace, values: argparse.Namespace) -> str:
         return str(reference_model_path())
     if values.model is None:
         raise ConfigError(
-            "no model is given. Try --model FILE, or --toy for the packaged reference model."
+            "no model is given. Use --model FILE, or --toy for the packaged reference model."
         )
     return str(values.model)

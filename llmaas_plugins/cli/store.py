@@ -1,4 +1,4 @@
-"""``llmaas store``: look at the KV store on disk, check it, tidy it, copy it, forget contexts."""
+"""``llmaas store``: inspection, check, cleanup and copy of the KV store on disk."""
 
 from __future__ import annotations
 
@@ -26,25 +26,31 @@ _MOST_SHOWN = 20
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the sub-command and its own ones."""
-    parser = subparsers.add_parser("store", help="look at, check and tidy the KV store on disk")
+    """Register the sub-command and its actions."""
+    parser = subparsers.add_parser("store", help="inspect, check and clean up the KV store on disk")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    add_action(actions, "stats", stats, "what is in it, and who uses it; also while it is in use")
-    check_ = add_action(actions, "check", check, "verify every chunk; also while it is in use")
-    check_.add_argument("--repair", action="store_true", help="drop what is wrong")
-    add_action(actions, "gc", gc, "drop what is useless, give the space back")
-    export_ = add_action(actions, "export", export, "copy it, or a context of it, to a new store")
-    export_.add_argument("target", type=Path, metavar="DIR", help="a directory to be made")
+    add_action(actions, "stats", stats, "print contents and users; works while the store is in use")
+    check_ = add_action(
+        actions, "check", check, "verify every chunk; works while the store is in use"
+    )
+    check_.add_argument("--repair", action="store_true", help="drop damaged chunks")
+    add_action(actions, "gc", gc, "drop unusable chunks, and free their disk space")
+    export_ = add_action(
+        actions, "export", export, "copy the store, or one context, to a new store"
+    )
+    export_.add_argument("target", type=Path, metavar="DIR", help="directory to create")
     export_.add_argument("--context", metavar="NAME", help="only this context")
     forget_ = add_action(
         actions,
         "forget",
         forget,
-        "remove contexts' cells from the disk for good; texts that the "
-        "service keeps are deleted there",
+        "erase contexts' cells from the disk, permanently; texts in a service's "
+        "contexts are not affected: delete them through the service",
     )
     which = forget_.add_mutually_exclusive_group(required=True)
-    which.add_argument("contexts", nargs="*", default=[], metavar="CONTEXT", help="its name")
+    which.add_argument(
+        "contexts", nargs="*", default=[], metavar="CONTEXT", help="names of contexts"
+    )
     which.add_argument("--all", action="store_true", help="everything in the store")
 
 
@@ -64,7 +70,7 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Verify everything; 0 when it is sound, else 1."""
+    """Verify the whole store; return 0 if it is sound or was repaired, else 1."""
     from llmaas_plugins.kv_chunks.checking import check_store
 
     directory = _directory(args)
@@ -84,23 +90,23 @@ def check(args: argparse.Namespace) -> int:
     if len(checked.problems) > _MOST_SHOWN:
         lines.append(f"  … and {len(checked.problems) - _MOST_SHOWN} more (--json has them all)")
     if report["repaired"]:
-        lines.append("What was wrong was dropped; those tokens are evaluated again when needed.")
+        lines.append("Damaged data was dropped; its tokens are evaluated again when needed.")
     elif checked.problems:
-        lines.append("`llmaas store check --repair` drops what is wrong.")
+        lines.append("`llmaas store check --repair` drops damaged data.")
     print_report(args, report, lines)
     return 1 if checked.problems and not report["repaired"] else 0
 
 
 def gc(args: argparse.Namespace) -> int:
-    """Drop chunks nobody can reach or read, erase free space, shorten the files."""
+    """Drop unreachable and unreadable chunks, erase free space, and shorten the files."""
     tidied = _tidy(_directory(args), shrink=True)
-    text = f"{tidied.n_chunks} chunks dropped, {size_text(tidied.freed_bytes)} given back."
+    text = f"{tidied.n_chunks} chunks dropped, {size_text(tidied.freed_bytes)} freed."
     print_report(args, dataclasses.asdict(tidied), [text])
     return 0
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy chunks to a new store; 1 when some could not be copied."""
+    """Copy chunks to a new store; return 1 if some could not be copied, else 0."""
     from llmaas_plugins.kv_chunks.upkeep import export_store
 
     done = export_store(
@@ -117,7 +123,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def forget(args: argparse.Namespace) -> int:
-    """Remove contexts; what others share stays."""
+    """Remove contexts; chunks that other contexts share stay."""
     from llmaas_plugins.kv_chunks.upkeep import Upkeep
 
     upkeep = Upkeep(_directory(args))
@@ -127,7 +133,7 @@ def forget(args: argparse.Namespace) -> int:
         if unknown:
             raise StoreError(
                 f"no such context: {', '.join(map(repr, unknown))}; nothing was changed. "
-                "`llmaas store stats` lists those there are."
+                "`llmaas store stats` lists the known contexts."
             )
         if args.all:
             upkeep.forget_all()
@@ -138,13 +144,13 @@ def forget(args: argparse.Namespace) -> int:
         upkeep.close()
     text = (
         f"{tidied.n_contexts} contexts and {tidied.n_chunks} chunks removed, "
-        f"{size_text(tidied.freed_bytes)} given back."
+        f"{size_text(tidied.freed_bytes)} freed."
     )
     print_report(args, dataclasses.asdict(tidied), [text])
     return 0
 
 
-# -- inside --------------------------------------------------------------------------------------
+# -- internals -----------------------------------------------------------------------------------
 
 
 def _settings(args: argparse.Namespace) -> KVChunksConfig:
@@ -162,7 +168,7 @@ def _directory(args: argparse.Namespace) -> Path:
 def _tidy(directory: Path, *, shrink: bool) -> Tidied:
     from llmaas_plugins.kv_chunks.upkeep import Upkeep
 
-    upkeep = Upkeep(directory)  # opening drops rows that cannot be right, or sets the index aside
+    upkeep = Upkeep(directory)  # opening drops impossible rows, or sets a damaged index aside
     try:
         upkeep.drop_damaged(progress("checking", "chunk"))
         upkeep.drop_unreachable()

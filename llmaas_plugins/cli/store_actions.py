@@ -1,4 +1,4 @@
-"""What ``llmaas store`` and ``llmaas datastore`` share: options, and what they mean."""
+"""Options that ``llmaas store`` and ``llmaas datastore`` share, and their meaning."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["add_action", "chosen_directory", "expanded", "settings_of"]
 
 
 def add_action(actions: Any, name: str, func: Any, text: str) -> argparse.ArgumentParser:
-    """Register an action on a store, with the options that all of them have."""
+    """Register an action on a store, with the options that all such actions have."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     add_config_option(parser)
     parser.add_argument(
-        "--store", type=Path, metavar="DIR", help="the store (default: as configured)"
+        "--store", type=Path, metavar="DIR", help="directory of the store (default: as configured)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=func)
@@ -31,13 +31,13 @@ def add_action(actions: Any, name: str, func: Any, text: str) -> argparse.Argume
 
 
 def settings_of(args: argparse.Namespace, plugin: str, model: type[BaseModel]) -> BaseModel:
-    """A plugin's settings, whether it is enabled or not."""
+    """Return a plugin's settings, whether it is enabled or not."""
     table = load_config(args.config).plugins.get(plugin, PluginTable(True, {}, {}))
     return validated(plugin, model, table)
 
 
 def chosen_directory(args: argparse.Namespace, configured: Callable[[], Path]) -> Path:
-    """The store's directory: of ``--store``, or as configured."""
+    """Return the store's directory, from ``--store`` or the configuration."""
     if args.store is not None and not str(args.store):
         raise ConfigError("--store needs a directory")
     path: Path = args.store or configured()
@@ -45,12 +45,12 @@ def chosen_directory(args: argparse.Namespace, configured: Callable[[], Path]) -
 
 
 def expanded(path: Path) -> Path:
-    """Return a path with ``~`` replaced by a home.
+    """Return a path with ``~`` replaced by the home directory.
 
     Raises:
-        ConfigError: It names nobody's.
+        ConfigError: The named user does not exist.
     """
     try:
         return path.expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"{path} is nobody's home; expected a folder") from error
+        raise ConfigError(f"{path} names no user's home; expected a directory") from error

@@ -1,4 +1,4 @@
-"""``llmaas doctor --model``: what the configured plugins would do with a model."""
+"""``llmaas doctor --model``: trial of the configured plugins on a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FITS = "fit into"
 
 
 class _Said(logging.Handler):
-    """Keeps what plugins warn of, and keeps it out of other logs."""
+    """Log handler that collects the plugins' warnings while other logs do not get them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message once."""
+        """Keep each message once."""
         if (line := record.getMessage()) not in self.lines:
             self.lines.append(line)
 
@@ -42,13 +42,13 @@ def model_findings(model: Path, config: Config) -> list[Finding]:
     """Open a model as an app would, evaluate a token, and report what each plugin did.
 
     Args:
-        model: A GGUF file.
-        config: The plugins.
+        model: Path of a GGUF file.
+        config: Configuration of the plugins.
     """
     try:
         header = read_header(model)
     except LlmaasError as error:
-        return [_problem("file", str(error), "name a model in GGUF")]
+        return [_problem("file", str(error), "give a model in GGUF")]
     arch = header.fields.get("general.architecture")
     findings = [Finding(_SECTION, "file", f"{model}, {arch}, {size_text(header.n_bytes)}")]
     has = available_bytes()
@@ -56,7 +56,7 @@ def model_findings(model: Path, config: Config) -> list[Finding]:
         problem = (
             f"its {size_text(header.n_bytes)} do not fit into memory, which has {has >> 20} MiB"
         )
-        step = f"enable flash_weights; `llmaas flash plan {model}` says with what budget"
+        step = f"enable flash_weights; `llmaas flash plan {model}` recommends a budget"
         return [*findings, _problem("memory", problem, step)]
     with _listening() as said:
         findings += _opened(model, config)
@@ -77,7 +77,7 @@ def _opened(model: Path, config: Config) -> Iterator[Finding]:
             llama.create_completion("A", max_tokens=1, temperature=0.0)
             status = suite.status()
     except (LlmaasError, ValueError, RuntimeError) as error:
-        step = "correct the setting it names, or take the plugin out of the configuration"
+        step = "correct the setting that it names, or remove the plugin from the configuration"
         return iter([_problem("opening it", str(error), step)])
     return _reported(config, status)
 
@@ -90,26 +90,26 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
         left = _left_alone(report)
         if failed:
             first = next(iter(failed.values()))
-            step = f"correct it, or take {name} out of the configuration"
+            step = f"correct it, or remove {name} from the configuration"
             yield _problem(f"plugins.{name}", str(first["last"]), step)
         elif left is not None and _FITS in left:
             yield Finding(_SECTION, f"plugins.{name}", f"not needed: {left}")
         elif left is not None:
-            step = f"do that, or take {name} out of the configuration"
-            yield _problem(f"plugins.{name}", f"leaves the model as it is: {left}", step)
+            step = f"do that, or remove {name} from the configuration"
+            yield _problem(f"plugins.{name}", f"leaves the model unchanged: {left}", step)
         else:
-            yield Finding(_SECTION, f"plugins.{name}", "serves it")
+            yield Finding(_SECTION, f"plugins.{name}", "serves this model")
 
 
 def _left_alone(report: dict[str, Any]) -> str | None:
-    """Return why a plugin leaves the model alone, if it does."""
+    """Return why a plugin leaves the model alone, or None if it does not."""
     found = report.get("left_alone")
     reasons = list(found.values()) if isinstance(found, dict) else found
     return str(reasons[0]) if reasons else None
 
 
 def _is_same(line: str, problem: str) -> bool:
-    """Return whether a line of the log tells what a problem does."""
+    """Return whether a line of the log has the same reason as a problem."""
     _, _, reason = problem.partition(": ")
     return bool(reason) and reason in line
 

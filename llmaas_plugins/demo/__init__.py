@@ -1,1 +1,1 @@
-"""A day in the life of a device: six apps, one small model, and four ways to switch contexts."""
+"""Demo: six apps share one small model, and four systems switch between the apps' contexts."""

@@ -1,4 +1,4 @@
-"""Taking files out of the page cache."""
+"""Drop files from the page cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["drop_pages"]
 
 
 def drop_pages(path: Path) -> None:
-    """Write a file out and take it out of the page cache."""
+    """Write a file's data to disk and drop the file from the page cache."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""What a run showed: a table, texts, JSON, a plot."""
+"""Reports of a demo run: a table, sample texts, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COLUMNS = (
 
 
 def as_json(run: DemoRun) -> dict[str, Any]:
-    """Everything that was measured, as plain JSON types."""
+    """Return all measurements as JSON types."""
     options = {key: _plain(value) for key, value in asdict(run.options).items()}
     return {
         "machine": {"processor": platform.machine(), "system": platform.platform()},
@@ -56,7 +56,7 @@ def as_json(run: DemoRun) -> dict[str, Any]:
 
 
 def as_table(run: DemoRun) -> str:
-    """The table that `llmaas demo` prints."""
+    """Return the table that ``llmaas demo`` prints."""
     rows = [["system", *(f"{title} ({unit})" for _, title, unit in _COLUMNS)]]
     for name in run.results:
         summary = _summary(run, name)
@@ -74,7 +74,7 @@ def as_table(run: DemoRun) -> str:
 
 
 def as_texts(run: DemoRun, n_texts: int = 3) -> str:
-    """Some of the exchanges, as our system had them."""
+    """Return up to ``n_texts`` calls with their replies, as generated with the plugins."""
     lines = []
     step = max(1, len(run.trace) // n_texts)
     for i in range(len(run.trace) - 1, -1, -step)[:n_texts]:
@@ -89,7 +89,7 @@ def as_texts(run: DemoRun, n_texts: int = 3) -> str:
 
 
 def save_plot(run: DemoRun, path: Path) -> None:
-    """Draw switch latency against context length, and its distribution, into a PNG.
+    """Plot switch latency against context length, and its distribution, to a PNG file.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -138,18 +138,18 @@ def _summary(run: DemoRun, name: str) -> dict[str, float]:
 
 
 def _speedup(run: DemoRun, name: str, kind: str = "switch_s") -> dict[str, float]:
-    """How much faster ours is: median of per-call ratios, bootstrapped 95 % interval."""
+    """Return how much faster ours is: the median ratio per call and its 95 % interval."""
     ratios = _values(run.results[name], kind) / _values(run.results[OURS], kind)
     return dict(zip(("median", "low", "high"), median_interval(ratios), strict=True))
 
 
 def _conclusions(run: DemoRun) -> list[str]:
     lines = [
-        f"{len(run.scripts)} contexts, {len(run.trace)} calls, "
-        f"{run.ram_budget_bytes / (1 << 20):.1f} MiB of RAM for stored contexts "
-        f"({run.options.budget_share:.0%} of their KV), page cache included, on every system.",
-        "switch = leave + enter: the context in the engine is kept, the called one brought in. "
-        "behind: work after the reply.",
+        f"{len(run.scripts)} contexts, {len(run.trace)} calls. Each system may use "
+        f"{run.ram_budget_bytes / (1 << 20):.1f} MiB of RAM, page cache included, for stored "
+        f"contexts: {run.options.budget_share:.0%} of their KV cache.",
+        "switch = leave + enter: save the context in the engine, then load the called one. "
+        "behind: background work after the reply.",
     ]
     for name in run.results:
         if name != OURS:
@@ -163,7 +163,7 @@ def _conclusions(run: DemoRun) -> list[str]:
 
 
 def _values(results: Sequence[CallResult], kind: str) -> NDArray[np.float64]:
-    """Seconds of ``switch_s`` or ``enter_s`` over the calls that switched."""
+    """Return ``switch_s`` or ``enter_s`` of the calls that switched, in seconds."""
     values = (getattr(result, kind) for result in results)
     return np.array([value for value in values if value is not None], dtype=np.float64)
 

@@ -1,4 +1,4 @@
-"""The demo itself: every call of the trace on every system, in turn, in one run."""
+"""Run the demo: make every call of the trace on every system in turn."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _SYSTEMS = ("recompute", "state files", "LlamaDiskCache", OURS)
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line chose.
+    """Options of the demo.
 
     Attributes:
-        model: GGUF file.
-        data: Chat export to take the user's turns from, or None for the packaged ones.
+        model: Path of the GGUF file.
+        data: Chat export that provides the user's turns; None for the packaged conversations.
         n_contexts: Most contexts.
-        n_calls: Most calls, or None for every turn.
+        n_calls: Most calls; None for every turn.
         n_new: Most tokens of a reply.
         n_ctx: Context length of every engine; 0 for the model's own.
-        budget_share: RAM for stored contexts, as a share of all contexts' KV.
-        codec: Ours.
-        seed: Of the trace.
-        threads: CPU threads of every engine, or None for llama.cpp's default.
+        budget_share: RAM for stored contexts, as a share of all contexts' KV cache.
+        codec: Codec of kv_chunks.
+        seed: Random seed of the trace.
+        threads: CPU threads of every engine; None for llama.cpp's default.
     """
 
     model: Path
@@ -58,15 +58,15 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What was measured.
+    """Measurements of a demo run.
 
     Attributes:
-        options: As given.
-        scripts: The contexts.
-        trace: The calls that were made.
-        ram_budget_bytes: What each system was allowed, page cache included.
-        results: One list a system, in the order of ``trace``.
-        usage: By system.
+        options: Options of the run.
+        scripts: Script of each context.
+        trace: Calls that were made.
+        ram_budget_bytes: RAM that each system could use for stored contexts, page cache included.
+        results: Results of each system, in the order of ``trace``.
+        usage: Memory and disk use of each system.
     """
 
     options: DemoOptions
@@ -78,11 +78,11 @@ class DemoRun:
 
 
 def run_demo(options: DemoOptions) -> DemoRun:
-    """Run the trace on all systems, one call after the other, alternating which goes first.
+    """Run the trace on all systems, call by call; the systems take turns in going first.
 
     Raises:
         ConfigError: The data cannot be used.
-        LlmaasError: A worker died.
+        LlmaasError: A worker failed or died.
     """
     scripts = scripts_from(options.data, options.n_contexts)
     trace = make_trace(scripts, options.n_calls, options.seed)
@@ -117,14 +117,14 @@ def run_demo(options: DemoOptions) -> DemoRun:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A place for the systems' files: ``/var/tmp``, since ``/tmp`` is in RAM on many systems."""
+    """Make a folder for the systems' files in ``/var/tmp``, as ``/tmp`` is often in RAM."""
     parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(prefix=f"llmaas-demo-{os.getpid()}-", dir=parent) as name:
         yield Path(name)
 
 
 def _call_all(pipes: dict[str, Connection], call: Call, first: int) -> dict[str, CallResult] | None:
-    """One call on each system, starting with another one each time; None when a context is full."""
+    """Make a call on each system, from system ``first`` on; return None if the context is full."""
     row: dict[str, CallResult] = {}
     for name in (*_SYSTEMS[first:], *_SYSTEMS[:first]):
         result = _ask(name, pipes[name], (call.context, call.turn))
@@ -135,12 +135,14 @@ def _call_all(pipes: dict[str, Connection], call: Call, first: int) -> dict[str,
 
 
 def _ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
-    """Bytes for ``budget_share`` of all contexts' f16 KV, at the length they will reach."""
+    """Return the bytes of ``budget_share`` of all contexts' f16 KV cache at their final length."""
     from llama_cpp import Llama
     from llama_cpp._utils import suppress_stdout_stderr
 
     try:
-        with suppress_stdout_stderr(disable=False):  # warns that a vocabulary has no context length
+        with suppress_stdout_stderr(
+            disable=False
+        ):  # hides a warning: a vocabulary has no context length
             vocab = Llama(str(options.model), vocab_only=True, verbose=False)
     except ValueError as error:
         raise ConfigError(f"cannot load model {options.model}: {error}") from error
@@ -160,7 +162,7 @@ def _arch(vocab: Any) -> str:
 
 
 def _kv_bytes_per_token(metadata: dict[str, str]) -> int:
-    """f16 bytes of K and V over all layers, from the GGUF's metadata."""
+    """Return the f16 bytes of K and V per token over all layers, from the GGUF metadata."""
     arch = metadata["general.architecture"]
 
     def number(key: str, default: int = 0) -> int:
@@ -205,12 +207,12 @@ def _worker(spec: WorkerSpec) -> Iterator[Connection]:
 
 @contextmanager
 def _started_in_peace() -> Iterator[None]:
-    """Let no signal come while a process is started, and Ctrl-C never come to that one.
+    """Block signals while a process starts, and keep Ctrl-C blocked in that process.
 
-    A terminal sends Ctrl-C to all of them.
+    A terminal sends Ctrl-C to all processes, but only the main one should handle it.
     """
-    resource_tracker.ensure_running()  # it unblocks signals, and the first start would do it
-    with signals_wait():  # also those that another thread gets
+    resource_tracker.ensure_running()  # it would unblock signals if the first start ran it
+    with signals_wait():  # also signals that other threads get
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             yield
@@ -219,7 +221,7 @@ def _started_in_peace() -> Iterator[None]:
 
 
 def _ask(name: str, pipe: Connection, request: object) -> Any:
-    with suppress(ConnectionError):  # it died; why is said where it is asked
+    with suppress(ConnectionError):  # it died; ``_receive`` reports why
         pipe.send(request)
     return _receive(name, pipe)
 
@@ -229,8 +231,8 @@ def _receive(name: str, pipe: Connection) -> Any:
         answer = pipe.recv()
     except (EOFError, ConnectionError) as error:
         raise LlmaasError(
-            f"the process of system {name!r} died, perhaps for want of memory. Try fewer "
-            "--contexts, or a smaller --n-ctx."
+            f"the process of system {name!r} died, maybe because it ran out of memory. Try fewer "
+            "--contexts or a smaller --n-ctx."
         ) from error
     if isinstance(answer, Failed):
         raise LlmaasError(f"system {name!r} failed: {answer.reason}")

@@ -1,4 +1,4 @@
-"""Who calls when: conversations become contexts, and a Markov chain switches between them."""
+"""Trace of the demo: conversations become contexts, and a Markov chain switches among them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llmaas_plugins.chats import Conversation, load_conversations
 __all__ = ["Call", "Script", "make_trace", "scripts_from"]
 
 _STAY = 0.35
-"""Chance that the next call comes from the same context (LLMS §4, Markov pattern)."""
+"""Probability that the next call uses the same context (LLMS §4, Markov pattern)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one context will be asked.
+    """System prompt and user turns of one context.
 
     Attributes:
-        app: The app it belongs to.
+        app: App that the context belongs to.
         system: System prompt, or empty.
-        turns: The user's turns, in order.
+        turns: User turns in order.
     """
 
     app: str
@@ -37,8 +37,8 @@ class Call:
     """One call of the trace.
 
     Attributes:
-        context: Index of its script.
-        turn: Index of the user's turn.
+        context: Index of the context's script.
+        turn: Index of the user turn.
     """
 
     context: int
@@ -46,10 +46,10 @@ class Call:
 
 
 def scripts_from(data: Path | None, n_contexts: int) -> list[Script]:
-    """Scripts from the user's chat export, or from the packaged conversations.
+    """Return scripts made from the user's chat export, or from the packaged conversations.
 
     Raises:
-        ConfigError: The export cannot be read or holds no user turn.
+        ConfigError: The export cannot be read or has fewer than two conversations with user turns.
     """
     if data is not None:
         conversations = load_conversations(data)
@@ -64,7 +64,11 @@ def scripts_from(data: Path | None, n_contexts: int) -> list[Script]:
 
 
 def make_trace(scripts: Sequence[Script], n_calls: int | None, seed: int) -> list[Call]:
-    """Calls in order: stay with chance 0.35, else the more recently used the more likely."""
+    """Return the calls in order.
+
+    The next call stays in its context with a probability of 0.35. Otherwise a context that was used
+    more recently is more likely.
+    """
     rng = random.Random(seed)  # noqa: S311  a trace, not a secret
     recent = list(range(len(scripts)))
     rng.shuffle(recent)

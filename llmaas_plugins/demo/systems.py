@@ -1,7 +1,7 @@
-"""Four ways to keep many contexts on one engine; three of them are what people do today.
+"""Four systems that keep many contexts on one engine: three common practices, and the plugins.
 
-The RAM budget is the same for all, and the page cache counts: what a system's files hold of it
-beyond the budget is dropped, the files not used for longest first, between the calls.
+All systems have the same RAM budget, which includes the page cache. Between calls, a system's files
+are dropped from the page cache until the rest fits the budget, the least recently changed first.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ __all__ = ["SYSTEMS", "Ours", "Recompute"]
 
 
 class Recompute:
-    """Nothing is kept; the context's tokens are evaluated again.
+    """Baseline that keeps nothing and evaluates a context's tokens again.
 
-    The other ways replace what differs. ``tokens`` are what a context's cells held when it was
-    left, shape ``(n,)``.
+    The other systems override its methods. ``tokens``, shape ``(n,)``, are the tokens in a
+    context's cells when it was left.
     """
 
     def __init__(self, llama: Llama, folder: Path, ram_budget: int) -> None:
-        """Keep files in ``folder``, and ``ram_budget`` bytes of contexts in RAM at most."""
+        """Use ``folder`` for files, and at most ``ram_budget`` bytes of RAM for contexts."""
         self._llama = llama
         self._folder = folder
         self._ram_budget = ram_budget
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
-        """Bring a context's cells into the engine before its prompt is evaluated."""
+        """Load a context's cells into the engine before its prompt is evaluated."""
         self._llama.reset()
         n_common = common_prefix(tokens, np.asarray(prompt, dtype=np.int32))
         self._llama.eval(tokens[:n_common].tolist())
 
     def leave(self, context: int, tokens: Tokens) -> None:
-        """Keep what the context needs to come back; on the caller's path."""
+        """Save the context in the engine, while the caller waits."""
 
     def background(self) -> None:
-        """Work the caller does not wait for."""
+        """Do the work that the caller does not wait for."""
 
     def memory_bytes(self) -> int:
-        """Bytes held in RAM for contexts that are not in the engine, page cache apart."""
+        """Return the RAM bytes of contexts outside the engine, without the page cache."""
         return 0
 
     def trim_page_cache(self) -> None:
-        """Hold the rule about the page cache; not part of any measured time."""
+        """Drop files from the page cache to fit the RAM budget; this is not measured."""
         room = self._ram_budget - self.memory_bytes()
         files = [path for path in self._folder.rglob("*") if path.is_file()]
         for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -61,7 +61,7 @@ class Recompute:
 
 
 class StateFiles(Recompute):
-    """One file a context, by ``llama_state_seq_save_file`` and ``_load_file``."""
+    """One file for each context, by ``llama_state_seq_save_file`` and ``_load_file``."""
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         llama, n_read = self._llama, ctypes.c_size_t()
@@ -95,7 +95,7 @@ class DiskCache(Recompute):
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # it prints each step
+            with contextlib.redirect_stderr(io.StringIO()):  # the cache prints each step
                 item = self._cache[list(prompt)]
         except KeyError:
             return
@@ -110,7 +110,7 @@ class DiskCache(Recompute):
 
 
 class Ours(Recompute):
-    """The suite with ``kv_chunks``: ``Llama.generate`` alone, as an unchanged app calls it."""
+    """The suite with ``kv_chunks``; an unchanged app only calls ``Llama.generate``."""
 
     def __init__(self, llama: Llama, folder: Path, ram_budget: int) -> None:
         from llmaas_plugins.activation import active_suite
@@ -128,7 +128,7 @@ class Ours(Recompute):
         self.last = stats
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
-        pass  # happens inside generate; its time is in `last.prepare_s`
+        pass  # done inside generate; its time is ``last.prepare_s``
 
     def background(self) -> None:
         self._suite.settle()

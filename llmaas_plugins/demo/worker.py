@@ -1,4 +1,4 @@
-"""One system in a process of its own, so that its memory is its own and vanilla is unpatched."""
+"""Run one system in a separate process, to measure its memory and keep vanilla unpatched."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _log = logging.getLogger("llmaas.demo")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """How to set a worker up.
+    """Settings of a worker process.
 
     Attributes:
         system: Key of ``SYSTEMS``.
-        model: GGUF file.
+        model: Path of the GGUF file.
         llama: Further arguments of ``Llama``.
-        folder: Private directory for its files.
-        suite: Configuration to activate, or None for vanilla.
-        scripts: One a context.
+        folder: Private directory for the system's files.
+        suite: Configuration of the suite; None for vanilla.
+        scripts: Script of each context.
         n_new: Most tokens of a reply.
-        ram_budget: Bytes of RAM for contexts that are not in the engine.
+        ram_budget: Bytes of RAM for contexts outside the engine.
     """
 
     system: str
@@ -54,15 +54,15 @@ class CallResult:
     """Measurements of one call.
 
     Attributes:
-        leave_s: Keeping the context that was in the engine, on its caller's path, so that it can
-            give way; measured when its reply was done.
-        enter_s: Bringing this call's context in; None when it was there already, or is new.
-        first_token_s: Until the first token, entering included.
-        decode_s: From the first token to the last.
-        n_decoded: Tokens in ``decode_s``.
-        background_s: Work after the reply that its caller did not wait for.
-        n_context: Tokens in the cells when the call began.
-        text: The reply.
+        leave_s: Seconds to save the previous call's context while its caller waited, measured after
+            its reply.
+        enter_s: Seconds to load this call's context; None if it was in the engine or is new.
+        first_token_s: Seconds until the first token, including ``enter_s``.
+        decode_s: Seconds from the first token to the last.
+        n_decoded: Number of tokens decoded in ``decode_s``.
+        background_s: Seconds of work after the reply, for which the caller did not wait.
+        n_context: Number of tokens of the context when the call began.
+        text: Text of the reply.
     """
 
     leave_s: float
@@ -76,13 +76,13 @@ class CallResult:
 
     @property
     def switch_s(self) -> float | None:
-        """The whole switch: one context out, the other in; None when there was none."""
+        """Seconds of the whole switch, leaving and entering; None if there was no switch."""
         return None if self.enter_s is None else self.leave_s + self.enter_s
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a system used over the whole trace, in bytes."""
+    """Memory and disk space that a system used over the whole trace, in bytes."""
 
     peak_rss_bytes: int
     memory_bytes: int
@@ -98,16 +98,17 @@ class _ContextState:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why a system can answer no more calls."""
+    """Answer of a system that cannot answer any more calls."""
 
     reason: str
 
 
 def serve_worker(spec: WorkerSpec, pipe: Connection) -> None:
-    """Answer ``(context, turn)`` with a ``CallResult`` or ``"full"``, and None with ``Usage``.
+    """Serve a worker's pipe until the demo ends.
 
-    An error is answered with ``Failed``. This ends without a word when the demo does; Ctrl-C is for
-    that one alone.
+    The answer to ``(context, turn)`` is a ``CallResult``, or ``"full"``. The answer to None is
+    ``Usage``. After an error the answer is ``Failed``. Ctrl-C is ignored, because the demo itself
+    handles it.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     with contextlib.suppress(EOFError, ConnectionError):
@@ -116,7 +117,7 @@ def serve_worker(spec: WorkerSpec, pipe: Connection) -> None:
         except (EOFError, ConnectionError):
             raise
         except Exception as error:
-            _log.debug("what led to it:", exc_info=error)
+            _log.debug("the system failed", exc_info=error)
             pipe.send(Failed(f"{type(error).__name__}: {error}"))
 
 
@@ -201,7 +202,7 @@ class _Worker:
         )
 
     def _generate(self, prompt: list[int]) -> tuple[list[float], list[int], float]:
-        """Times of the tokens, the tokens, and how long the end took: our suite saves there."""
+        """Return the tokens' times, the tokens, and the seconds to close, when the suite saves."""
         times: list[float] = []
         reply: list[int] = []
         stream = self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0)

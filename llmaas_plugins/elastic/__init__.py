@@ -1,12 +1,13 @@
-"""One model in many widths, switched for each request (ElastiLM, §3.2).
+"""One model file at many widths; each request chooses its width (ElastiLM, §3.2).
 
     from llmaas_plugins import elastic
 
     with elastic.level(0.6):
         llm("Once upon a time")
 
-``units`` says what can be left out of a model, ``reordering`` puts what matters first, and
-``prepared_file`` writes that with the widths of each level; any llama.cpp loads such a file.
+``units`` defines which parts of a model can be left out. ``reordering`` puts the most important
+parts first. ``prepared_file`` writes the reordered model with the widths of each level; any
+llama.cpp can load that file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a decoder computes, as its GGUF says: what llama.cpp reads there, with its defaults."""
+"""Architecture of a decoder, read from its GGUF with llama.cpp's defaults."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["Architecture", "Attention", "architecture_of"]
 
 _ENDS = {"token_embd.weight", "output_norm.weight", "output.weight", "output.bias"}
 _ROOT_OF_WIDTH = {("gemma2", 46), ("gemma3", 62)}
-"""The 27 B models, by layers: they scale scores by the width of all heads, not of one."""
+"""The 27B models, by number of layers. They scale scores by the width of all heads, not of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What a layer's attention may differ in from another's.
+    """Attention settings that can differ between the layers of a model.
 
     Attributes:
-        window: Tokens that are attended to, with the own one; None: all before.
-        rope_base: RoPE's base frequency.
-        rope_scale: What positions are multiplied with.
+        window: Number of tokens attended to, including the token itself; None for all tokens
+            before.
+        rope_base: Base frequency of RoPE.
+        rope_scale: Factor on the positions.
     """
 
     window: int | None
@@ -36,16 +37,16 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a model of one of the families computes.
+    """Architecture of a model of one of the supported families.
 
     Attributes:
-        blocks: Its units.
-        n_rot: How much of a head is rotated.
-        epsilon: Of RMSNorm.
-        score_scale: What attention's scores are multiplied with.
-        score_cap: Soft limit of attention's scores; 0: none.
-        logit_cap: Soft limit of logits; 0: none.
-        layers: Attention by layer.
+        blocks: The model's units.
+        n_rot: Number of channels of a head that RoPE rotates.
+        epsilon: Epsilon of RMSNorm.
+        score_scale: Factor on attention scores.
+        score_cap: Soft limit of attention scores; 0 for no limit.
+        logit_cap: Soft limit of logits; 0 for no limit.
+        layers: Attention settings by layer.
     """
 
     blocks: Blocks
@@ -57,23 +58,26 @@ class Architecture:
     layers: tuple[Attention, ...]
 
     @property
-    def rotates_neighbours(self) -> bool:
-        """RoPE's pairs are channels beside each other, not half a head apart."""
+    def rotates_neighbors(self) -> bool:
+        """Whether RoPE pairs adjacent channels, instead of channels half a head apart."""
         return self.blocks.arch == "llama"
 
     @property
     def is_gemma(self) -> bool:
-        """GELU instead of SiLU, and embeddings scaled by the root of the width."""
+        """Whether the model is a Gemma.
+
+        Gemmas use GELU, not SiLU, and scale embeddings by the root of their width.
+        """
         return self.blocks.arch.startswith("gemma")
 
 
 def architecture_of(path: Path) -> Architecture:
-    """A model file's.
+    """Read the architecture of a model file.
 
     Raises:
-        ConfigError: It is no GGUF, or of a model that cannot be elastic or be computed here; the
-            message says why.
-        StoreError: It cannot be read.
+        ConfigError: The file is no GGUF, or its model cannot be elastic or cannot be computed in
+            torch. The message says why.
+        StoreError: The file cannot be read.
     """
     header = read_header(path)
     blocks = blocks_in(header, path)
@@ -95,18 +99,18 @@ def architecture_of(path: Path) -> Architecture:
 
 
 class _Fields:
-    """A GGUF's metadata of its architecture."""
+    """Metadata of a GGUF under the prefix of its architecture."""
 
     def __init__(self, header: Header, arch: str) -> None:
         self._fields, self._arch = header.fields, arch
 
     def __call__(self, key: str, default: Any) -> Any:
-        """Of ``key``."""
+        """Return the value of ``key``."""
         return self._fields.get(f"{self._arch}.{key}", default)
 
 
 def _problem(header: Header, arch: str) -> str | None:
-    """Why it cannot be computed."""
+    """Return why torch cannot compute the model here, or None."""
     get = _Fields(header, arch)
     ends = _ENDS | ({"rope_freqs.weight"} if arch == "llama" else set())
     scaling = get("rope.scaling.type", "linear")
@@ -114,9 +118,9 @@ def _problem(header: Header, arch: str) -> str | None:
         if name not in ends and (not name.startswith("blk.") or name.endswith(".scale")):
             return f"it has the tensor {name}"
     if scaling not in ("none", "linear"):
-        return f"it scales RoPE in the way {scaling!r}; known are 'none' and 'linear'"
+        return f"it scales RoPE with method {scaling!r}; supported are 'none' and 'linear'"
     if get("rope.scaling.attn_factor", 1.0) != 1.0:
-        return "it scales RoPE's length"
+        return "it has an attention factor for RoPE scaling (rope.scaling.attn_factor)"
     return None
 
 

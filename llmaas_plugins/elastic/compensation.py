@@ -1,7 +1,7 @@
-"""Biases that put back the mean of what a level leaves out (FLAP, An et al. 2024, §3.3).
+"""Compute biases that restore the mean of what a level leaves out (FLAP, An et al. 2024, §3.3).
 
-A level without units j loses the products of their values x_j with columns W_j. Their mean,
-W_j E[x_j], is a constant that can be added to the product with the units that remain.
+A level without units j loses the products of their values x_j with columns W_j. The mean of these
+products, W_j E[x_j], is a constant. It can be added to the product of the remaining units.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def biases_of(
     moments: ChannelMoments,
     progress: Callable[[int], None] = lambda _n: None,
 ) -> NDArray[np.float16]:
-    """What each level's products lack on average.
+    """Return the mean that each level's products lack.
 
     Args:
-        path: A model whose units are in the order that ``levels`` means.
-        blocks: Of it.
+        path: Model file with its units in the order that ``levels`` refers to.
+        blocks: Blocks of the model.
         levels: Widths by level.
-        moments: Of its values.
-        progress: Told of matrices that are done.
+        moments: Moments of the model's activations.
+        progress: Called with 1 after each matrix.
 
     Returns:
-        Of ``attn_output`` and ``ffn_down``; ``(n_levels, n_layers, 2, n_embd)``.
+        Biases of ``attn_output`` and ``ffn_down``; ``(n_levels, n_layers, 2, n_embd)``.
     """
     tensors = read_header(path).tensors
     content = np.memmap(path, np.uint8, mode="r")
@@ -59,6 +59,6 @@ def biases_of(
 def _missing(
     matrix: NDArray[np.float32], mean: NDArray[np.float64], widths: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Products with the mean of the columns from each width on; ``(n_widths, n_rows)``."""
+    """Multiply the columns from each width on by their mean inputs; ``(n_widths, n_rows)``."""
     left_out = np.arange(matrix.shape[1])[:, None] >= np.array(widths)
     return (matrix @ (left_out * mean[:, None]).astype(np.float32)).T

@@ -1,4 +1,4 @@
-"""Settings of the plugin."""
+"""Settings of the elastic plugin."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ class ElasticConfig(BaseModel):
         default=1.0,
         ge=LEAST_LEVEL,
         le=1,
-        description="Share of the blocks' weights that requests compute with when neither they nor "
-        "another plugin say: 1.0 is the whole model.",
+        description="Share of the blocks' weights to compute with when neither the request nor "
+        "another plugin sets a level: 1.0 is the whole model.",
     )
     prefill_level: float | None = Field(
         default=None,
         ge=LEAST_LEVEL,
         le=1,
-        description="Of prompts, instead of `level`.",
+        description="Level for prompts, instead of `level`.",
     )
     decode_level: float | None = Field(
         default=None,
         ge=LEAST_LEVEL,
         le=1,
-        description="From the first token of an answer on, instead of `level`.",
+        description="Level from the first token of an answer on, instead of `level`.",
     )
     table: Literal["searched", "uniform"] | None = Field(
         default=None,
-        description="Which widths the layers have at a level: those that were searched for this "
-        "model, or the same share in all layers but the anchors (ElastiLM). When unset those that "
-        "were searched, if the file has them.",
+        description="How a level divides its weights among the layers. `searched` uses the widths "
+        "that were searched for this model. `uniform` uses the same share in every layer except "
+        "the anchors (ElastiLM). If unset, the searched widths if the file has them.",
     )
     compensate: bool = Field(
         default=True,
-        description="Add what the units that are left out add on average, if the file has it.",
+        description="Add the mean output of the units that a level leaves out, if the file has it.",
     )

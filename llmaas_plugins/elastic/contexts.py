@@ -1,4 +1,4 @@
-"""Models with levels, and their contexts: which level is in use, and which comes next."""
+"""Models with levels, and their contexts: the level in use, and the level to use next."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ElasticContext", "ElasticModel"]
 
 @dataclass(frozen=True, slots=True)
 class ElasticModel:
-    """A model that was prepared, as it is used here.
+    """Prepared model that is loaded.
 
     Attributes:
-        name: Of its file.
-        levels: Widest first.
-        table: The name of its widths.
-        widths: By level.
-        is_compensated: Whether products get biases.
+        name: Name of the model's file.
+        levels: Levels, widest first.
+        table: Name of the table of widths.
+        widths: Widths by level.
+        is_compensated: Whether biases are added to products.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ElasticModel:
     is_compensated: bool
 
     def report(self) -> dict[str, Any]:
-        """What it is, with the units in use in all layers."""
+        """Return the model's levels and the number of units in use at each."""
         return {
             "table": self.table,
             "compensated": self.is_compensated,
@@ -45,17 +45,17 @@ class ElasticModel:
 
 @dataclass(slots=True)
 class ElasticContext:
-    """A context of such a model.
+    """Context of a prepared model.
 
     Attributes:
-        native: Where its level is set.
-        model: Its model.
-        request: The one that it serves.
-        level: In use; one of the model's.
-        prefill: That is asked for, of a prompt.
-        decode: Of what follows the first sampled token.
-        is_decoding: Whether one was sampled.
-        evaluated: Of the last batch, whose logits ``Llama`` may have; None: there was none.
+        native: Native context, where the level is set.
+        model: Model of the context.
+        request: Request that the context serves, or None.
+        level: Level in use, one of the model's.
+        prefill: Level wanted for the prompt.
+        decode: Level wanted after the first sampled token.
+        is_decoding: Whether a token was sampled.
+        evaluated: Level of the last batch, whose logits ``Llama`` may hold. None before any batch.
     """
 
     native: NativeContext
@@ -68,10 +68,10 @@ class ElasticContext:
     evaluated: float | None = None
 
     def begin(self, levels: Levels) -> bool:
-        """A prompt comes next; whether the level changed.
+        """Use the prompt's level; return whether the level changed.
 
         Args:
-            levels: Both.
+            levels: Levels of the prompt and the answer; neither may be None.
         """
         assert levels.prefill is not None
         assert levels.decode is not None
@@ -80,12 +80,12 @@ class ElasticContext:
         return self._use(self.prefill)
 
     def sampled(self) -> bool:
-        """The answer comes next; whether the level changed."""
+        """Use the answer's level; return whether the level changed."""
         self.is_decoding = True
         return self._use(self.decode)
 
     def report(self) -> dict[str, Any]:
-        """What it is doing."""
+        """Return the levels and whether the context serves a request."""
         return {
             "model": self.model.name,
             "level": self.level,
@@ -99,5 +99,6 @@ class ElasticContext:
         if self.level == self.model.levels[index]:
             return False
         self.native.level = index
-        former, self.level = self.level, self.model.levels[self.native.level]  # it may be held
+        # The context may be held at one level (`hold_level`), so read back the level in use.
+        former, self.level = self.level, self.model.levels[self.native.level]
         return self.level != former

@@ -1,7 +1,8 @@
-"""How important units are without gradients: by how much their values fluctuate (FLAP, §3.2).
+"""Score units without gradients, by the fluctuation of their values (FLAP, §3.2).
 
-What a channel adds to a product is its mean, which a bias could put back, and what it differs from
-that: its variance times the squared norm of the column that reads it (An et al. 2024, Eq 6).
+A channel contributes its mean to a product, which a bias can restore, and a fluctuation around it.
+The score is the fluctuation: the channel's variance times the squared norm of the column that reads
+it (An et al. 2024, Eq 6).
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ __all__ = ["METHOD", "ChannelMoments", "Watcher", "calibration_of", "fluctuation
 METHOD = "fluctuation"
 
 _ROWS = 256
-"""Of a matrix, at once."""
+"""Rows of a matrix to dequantize at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChannelMoments:
-    """What the values that output matrices read are like; float64, by layer and channel.
+    """Moments of the inputs of the output matrices; float64, by layer and channel.
 
     Attributes:
-        head_means: Of attention's results; ``(n_layers, n_groups * group_width)``.
-        head_variances: Likewise.
-        neuron_means: Of the feed-forward blocks' middles; ``(n_layers, n_ff)``.
-        neuron_variances: Likewise.
+        head_means: Means of attention results; ``(n_layers, n_groups * group_width)``.
+        head_variances: Variances of attention results, shaped as ``head_means``.
+        neuron_means: Means of the neurons' outputs; ``(n_layers, n_ff)``.
+        neuron_variances: Variances of the neurons' outputs, shaped as ``neuron_means``.
     """
 
     head_means: NDArray[np.float64]
@@ -47,13 +48,13 @@ class ChannelMoments:
 
 
 class Watcher(Listener):
-    """Sees activations of models that are loaded while it listens.
+    """Plugin that observes the activations of models loaded while it is active.
 
-    ``activate(…, {"watcher": Watcher(blocks)})``.
+    Use it as ``activate(…, {"watcher": Watcher(blocks)})``.
     """
 
     def __init__(self, blocks: Blocks) -> None:
-        """Listen."""
+        """Wait for a model with these blocks."""
         super().__init__()
         self._blocks = blocks
 
@@ -64,10 +65,10 @@ class Watcher(Listener):
         n_tokens: int,
         progress: Callable[[int], None] = lambda _n: None,
     ) -> ChannelMoments:
-        """Evaluate so many tokens of a text, and add up what is read.
+        """Evaluate ``n_tokens`` tokens of a text and return the moments of the activations.
 
         Raises:
-            LlmaasError: There is no hook point in the engine, or values are not finite.
+            LlmaasError: The engine has no hook point, or activations are not finite.
         """
         context, blocks = self.hook_point(evaluator), self._blocks
         n_heads = blocks.n_groups * blocks.group_width
@@ -83,10 +84,10 @@ class Watcher(Listener):
 def fluctuation_scores(
     path: Path, blocks: Blocks, moments: ChannelMoments, calibration: Calibration
 ) -> Scores:
-    """How important units are.
+    """Return the importance of units.
 
     Raises:
-        ConfigError: A matrix has a type that cannot be read.
+        ConfigError: A matrix has a type that cannot be dequantized.
         StoreError: The model cannot be read.
     """
     tensors = read_header(path).tensors
@@ -105,7 +106,7 @@ def fluctuation_scores(
 
 
 def calibration_of(text: Tokens, seed: int, n_tokens: int, method: str) -> Calibration:
-    """What to call a calibration with a text."""
+    """Return the record of a calibration with a text."""
     digest = hashlib.sha256(np.ascontiguousarray(text, "<i4").tobytes())
     return Calibration(digest.hexdigest(), seed, min(n_tokens, len(text)), method)
 
@@ -119,12 +120,12 @@ def _watch(context: NativeContext, what: Activation, blocks: Blocks, n_channels:
 
 
 def _moments(of: Moments, blocks: Blocks) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means and variances."""
+    """Return means and variances."""
     n_rows, sums, squares = zip(*(of.read(i) for i in range(blocks.n_layers)), strict=True)
     if not all(n_rows) or not np.isfinite(squares).all():
         problem = "are not finite" if all(n_rows) else "do not pass the hook point in the engine"
         raise LlmaasError(
-            f"the model cannot be calibrated: what its output matrices read, or some of it, "
+            f"the model cannot be calibrated: some inputs of its output matrices "
             f"{problem}. Is the file damaged, or a layer on a GPU?"
         )
     n = np.array(n_rows)[:, None]
@@ -133,13 +134,13 @@ def _moments(of: Moments, blocks: Blocks) -> tuple[NDArray[np.float64], NDArray[
 
 
 def _column_norms(content: NDArray[np.uint8], place: Place) -> NDArray[np.float64]:
-    """Squared, of a matrix's columns."""
+    """Return the squared norms of a matrix's columns."""
     rows = content[place.at : place.at + place.n_bytes].reshape(place.n_rows, -1)
     norms = np.zeros(place.n_columns)
     for first in range(0, place.n_rows, _ROWS):
         try:
             values = quants.dequantize(rows[first : first + _ROWS], place.type)
         except NotImplementedError as error:
-            raise ConfigError(f"weights of type {place.type.name} cannot be read") from error
+            raise ConfigError(f"cannot dequantize weights of type {place.type.name}") from error
         norms += (values.astype(np.float64) ** 2).sum(axis=0)
     return norms

@@ -1,8 +1,9 @@
-"""How important units are by the loss's gradient (ElastiLM §3.2, Eq 2), a layer at a time.
+"""Score units by the gradient of the loss (ElastiLM §3.2, Eq 2), one layer at a time.
 
-What a unit's weights contribute to the loss to first order, sum of (∂L/∂w)·w over the column of
-``ffn_down`` or the columns of ``attn_output`` that read it, is the gradient of a gate of 1 on its
-output. So no gradient of a weight is ever kept; layers' inputs are, and layers are computed anew.
+To first order, a unit's weights contribute the sum of (∂L/∂w)·w to the loss. The sum runs over the
+column of ``ffn_down``, or the columns of ``attn_output``, that read the unit. It equals the
+gradient of a gate of value 1 on the unit's output. So no gradient of a weight is kept: only the
+inputs of the layers are kept, and each layer is computed a second time.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ METHODS: Mapping[str, Callable[[Tensor], Tensor]] = {
     METHOD: lambda terms: terms[1:].square().sum(0),
     "taylor": lambda terms: terms.sum(0),
 }
-"""What of a unit's terms, by token, is added up over windows. The score is its absolute value.
+"""Reductions of a unit's terms over the tokens of a window.
 
-``taylor`` is the paper's (Eq 2): terms of different tokens cancel out, however much each matters.
-``fisher`` takes each token's by itself, to second order: the expected change of the loss where the
-first order vanishes, as it does in a model that is trained. A window's first token is left out:
-with nothing before it, its values are like no other's.
+The results are added up over windows; the score is the absolute value of the sum. ``taylor`` is the
+paper's method (Eq 2): terms of different tokens cancel, however much each matters. ``fisher``
+squares each token's term. It estimates the expected change of the loss to second order, because the
+first order vanishes in a trained model. It skips a window's first token, which has no context and
+therefore unusual values.
 """
 
 _LEAST_TOKENS = 3
-"""Of a window: one that is left out, one that is not, and what follows it."""
+"""Least length of a window: the first token, which is skipped, one more, and its successor."""
 
 _KEPT_BYTES = 256 << 20
-"""Of layers' inputs, before weights are read again for more windows."""
+"""Most bytes of layer inputs to keep; more windows need a new pass over the weights."""
 
 
 class Terms(NamedTuple):
-    """What one layer does to the sum of a window's losses, to first order.
+    """First-order contributions of one layer's units to the sum of a window's losses.
 
     Attributes:
-        layer: Which it is.
-        groups: By token and KV group, float32, ``(n_tokens, n_groups)``.
-        neurons: By token and neuron, float32, ``(n_tokens, n_ff)``.
-        weights: The layer's with their gradients, if these were asked for.
+        layer: Index of the layer.
+        groups: Terms by token and KV group; float32, ``(n_tokens, n_groups)``.
+        neurons: Terms by token and neuron; float32, ``(n_tokens, n_ff)``.
+        weights: The layer's weights with their gradients, if these were requested; else empty.
     """
 
     layer: int
@@ -67,25 +69,25 @@ def gradient_scores(
     seed: int = 0,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Scores:
-    """How important a model's units are to a text.
+    """Return the importance of a model's units for a text.
 
     Args:
-        path: The model's file.
+        path: Path of the model.
         tokens: Windows of the text, int32, ``(n_windows, n_tokens)``.
-        method: In ``METHODS``.
-        seed: Of what was drawn by chance to choose them; kept with the scores.
-        progress: Told of how much is done, up to 1.
+        method: Name of a method in ``METHODS``.
+        seed: Seed that chose the windows; it is recorded with the scores.
+        progress: Called with the share that is done, up to 1.
 
     Raises:
-        ConfigError: The model cannot be elastic or be computed here, the method is unknown, or
-            there is too little text.
+        ConfigError: The model cannot be elastic or computed here, the method is unknown, or the
+            text is too short.
         StoreError: The model cannot be read.
     """
     if method not in METHODS:
         raise ConfigError(f"Unknown method {method!r}, expected one of {', '.join(METHODS)}.")
     if len(tokens) == 0 or tokens.shape[1] < _LEAST_TOKENS:
         raise ConfigError(
-            f"Windows are of shape {tokens.shape}, expected one or more of {_LEAST_TOKENS} tokens."
+            f"Windows have shape {tokens.shape}, expected one or more of {_LEAST_TOKENS} tokens."
         )
     decoder, reduce = Decoder(path), METHODS[method]
     blocks = decoder.blocks
@@ -100,12 +102,14 @@ def gradient_scores(
 
 
 def loss_terms(decoder: Decoder, windows: Windows, *, of_weights: bool = False) -> Iterator[Terms]:
-    """By layer, last to first, and window: memory for one layer, and for its inputs.
+    """Yield the terms by layer, from last to first, and window.
+
+    Memory is needed for one layer and for the inputs of all layers.
 
     Args:
         decoder: The model.
-        windows: Text; each window's tokens but the first are predicted.
-        of_weights: Leave the window's gradient of every weight in ``Terms.weights``, too.
+        windows: Windows of the text; all tokens except each window's first are predicted.
+        of_weights: Whether to leave the gradient of every weight in ``Terms.weights``, too.
     """
     blocks, n_tokens = decoder.blocks, windows.shape[1] - 1
     n_kept = (blocks.n_layers + 1) * n_tokens * blocks.n_embd * 4
@@ -129,7 +133,7 @@ def _loss_terms(decoder: Decoder, windows: Windows, *, of_weights: bool) -> Iter
 def _layer_terms(
     decoder: Decoder, layer: int, inputs: Tensor, slopes: Tensor, *, of_weights: bool
 ) -> Iterator[Terms]:
-    """From the loss's gradient with respect to the layer's outputs to that of its inputs."""
+    """Yield the terms of a layer; turn the gradients of its outputs into those of its inputs."""
     weights = decoder.weights(layer)
     for x, slope in zip(inputs, slopes, strict=True):
         gates = _gates(decoder, len(x))

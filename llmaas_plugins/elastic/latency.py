@@ -1,8 +1,8 @@
-"""What levels cost on this machine: the time to the first token, and of each one after it.
+"""Latency of each level on this machine: time to the first token, and time per token after it.
 
-Measured once, by ``profiling``, and kept in a file; whoever chooses a level for a deadline reads it
-(ElastiLM §3.4). Between two lengths times are taken to be linear. How far that is off is told by
-lengths in between, which are left out for that, and then made use of, too.
+``profiling`` measures the times once and saves them in a file. A scheduler that chooses a level for
+a deadline reads them (ElastiLM §3.4). Times between measured lengths are interpolated linearly. To
+estimate the interpolation error, some lengths are first held out; ``at`` then uses those, too.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class _Model(BaseModel):
 
 
 class Machine(_Model):
-    """What times are of.
+    """Machine and software that the times belong to.
 
     Attributes:
         cpu: Name of its processors.
-        n_cpus: How many it has.
+        n_cpus: Number of processors.
         llama_cpp: Version of llama-cpp-python.
     """
 
@@ -56,7 +56,7 @@ class Machine(_Model):
 
     @classmethod
     def this(cls) -> Self:
-        """The one that we run on."""
+        """Describe the machine that this process runs on."""
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         cpu = names[0] if names else os.uname().machine
@@ -67,11 +67,12 @@ class Curves(_Model):
     """Times by number of tokens.
 
     Attributes:
-        n_tokens: Two numbers or more, ascending.
-        ms: Medians; ``(n_threads, n_levels, n)``.
-        spread_ms: From the shortest to the longest time; likewise.
-        held: Numbers in between, which tell how good times are that are interpolated without them.
-        held_ms: Medians there; ``(n_threads, n_levels, n_held)``.
+        n_tokens: Two or more numbers of tokens, ascending.
+        ms: Median times in ms; ``(n_threads, n_levels, n)``.
+        spread_ms: Longest minus shortest time in ms; ``(n_threads, n_levels, n)``.
+        held: Numbers of tokens between those of ``n_tokens``, held out to estimate the
+            interpolation error.
+        held_ms: Median times at ``held``, in ms; ``(n_threads, n_levels, n_held)``.
     """
 
     n_tokens: Annotated[tuple[_Count, ...], Field(min_length=2)]
@@ -81,16 +82,17 @@ class Curves(_Model):
     held_ms: _Times
 
     def at(self, thread: int, level: int, n_tokens: int) -> float:
-        """Milliseconds, on the line through the two times beside it, or nearest to it.
+        """Interpolate the time for ``n_tokens`` tokens, in ms.
 
-        Never less than the longest's for more tokens, nor than the shortest's share for fewer.
+        Beyond the longest length, return no less than its time. Below the shortest length, return
+        no less than its time scaled by the number of tokens.
         """
         measured = dict(zip(self.n_tokens, self.ms[thread][level], strict=True))
         measured |= zip(self.held, self.held_ms[thread][level], strict=True)
         return _between(measured, n_tokens)
 
     def errors(self) -> Errors:
-        """Of times between, without those that were held out."""
+        """Return the error of interpolation at ``held`` without the times measured there."""
         errors = [
             abs(_between(dict(zip(self.n_tokens, times, strict=True)), n) - ms) / max(ms, 1e-9)
             for by_level in zip(self.ms, self.held_ms, strict=True)
@@ -100,25 +102,25 @@ class Curves(_Model):
         return Errors(median=statistics.median(errors), largest=max(errors))
 
     def check(self, n_threads: int, n_levels: int) -> None:
-        """Refuse a table that lacks something.
+        """Refuse tables with missing times.
 
         Raises:
-            ValueError: It does.
+            ValueError: A time is missing, or the numbers of tokens do not ascend.
         """
         shape = n_threads, n_levels, len(self.n_tokens)
         held = n_threads, n_levels, len(self.held)
         if [*map(_shape, (self.ms, self.spread_ms, self.held_ms))] != [shape, shape, held]:
-            raise ValueError("there is not one time for each level and number of tokens")
+            raise ValueError("the table needs one time for each level and number of tokens")
         if any(np.diff(self.n_tokens) <= 0):
-            raise ValueError("numbers of tokens do not ascend")
+            raise ValueError("the numbers of tokens do not ascend")
 
 
 class Errors(_Model):
-    """How far interpolated times are off the measured ones, as shares of these.
+    """Differences of interpolated from measured times, as shares of the measured times.
 
     Attributes:
-        median: Of all numbers of tokens, levels and threads.
-        largest: Likewise.
+        median: Median over all numbers of tokens, levels and threads.
+        largest: Largest over all numbers of tokens, levels and threads.
     """
 
     median: float
@@ -129,13 +131,13 @@ class Latency(_Model):
     """Times of a model on a machine.
 
     Attributes:
-        model: Name of its file.
-        table: Of its widths.
+        model: Name of the model's file.
+        table: Name of the table of widths.
         machine: The machine.
-        levels: Widest first.
-        threads: Numbers of threads, of prompts and of tokens alike.
-        ttft: From the call to the first token, by length of the prompt.
-        tpot: Of a token after that, by length of the context.
+        levels: Levels, widest first.
+        threads: Numbers of threads; both prompts and single tokens use the same number.
+        ttft: Time from the call to the first token, by length of the prompt.
+        tpot: Time per token after the first, by length of the context.
     """
 
     model: str
@@ -153,12 +155,12 @@ class Latency(_Model):
         return self
 
     def ttft_ms(self, level: float, n_tokens: int, n_threads: int) -> float:
-        """Time from a call to its first token, in ms.
+        """Return the time from a call to its first token, in ms.
 
         Args:
-            level: Of the prompt; between two of ``levels`` it is the narrower.
-            n_tokens: Of the prompt, as far as it has to be evaluated.
-            n_threads: One of ``threads``.
+            level: Level of the prompt; between two of ``levels``, the narrower one is used.
+            n_tokens: Number of tokens of the prompt that have to be evaluated.
+            n_threads: Number of threads, one of ``threads``.
 
         Raises:
             ConfigError: That number of threads was not measured.
@@ -166,7 +168,9 @@ class Latency(_Model):
         return self.ttft.at(self._thread(n_threads), level_index(self.levels, level), n_tokens)
 
     def tpot_ms(self, level: float, n_tokens: int, n_threads: int) -> float:
-        """Time of a token that follows ``n_tokens`` others, in ms; else as ``ttft_ms``.
+        """Return the time of a token that follows ``n_tokens`` others, in ms.
+
+        The arguments are those of ``ttft_ms``.
 
         Raises:
             ConfigError: That number of threads was not measured.
@@ -174,10 +178,10 @@ class Latency(_Model):
         return self.tpot.at(self._thread(n_threads), level_index(self.levels, level), n_tokens)
 
     def save(self, path: Path) -> None:
-        """Write it, in place of what is there.
+        """Write the times to a file, replacing an existing one.
 
         Raises:
-            StoreError: It cannot be written.
+            StoreError: The file cannot be written.
         """
         times = self.model_dump(mode="json")
         errors = {"ttft": self.ttft.errors(), "tpot": self.tpot.errors()}
@@ -194,10 +198,10 @@ class Latency(_Model):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Read what ``save`` wrote; None: nothing was measured.
+        """Read the times that ``save`` wrote, or return None if there is no file.
 
         Raises:
-            StoreError: It cannot be read, or is damaged, or another version's.
+            StoreError: The file cannot be read, is damaged, or has another version.
         """
         try:
             return cls.model_validate(_File.model_validate_json(path.read_bytes()).times)
@@ -208,15 +212,15 @@ class Latency(_Model):
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise StoreError(
-                f"{path} cannot be used: {reason}. `llmaas elastic profile` writes it anew."
+                f"{path} cannot be used: {reason}. `llmaas elastic profile` writes a new one."
             ) from error
 
     def _thread(self, n_threads: int) -> int:
         if n_threads not in self.threads:
             measured = ", ".join(map(str, self.threads))
             raise ConfigError(
-                f"nothing was measured with {n_threads} threads, but with {measured}; "
-                f"`llmaas elastic profile --threads {n_threads}` does"
+                f"times with {n_threads} threads were not measured, only with {measured}; "
+                f"`llmaas elastic profile --threads {n_threads}` measures them"
             )
         return self.threads.index(n_threads)
 
@@ -231,20 +235,20 @@ class _File(_Model):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.sha256 != _digest(self.times):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not match")
         return self
 
 
 def latency_path(model: Path, table: str) -> Path:
-    """Where times of a model on this machine are kept.
+    """Return the path where the times of a model on this machine are saved.
 
     Args:
         model: A prepared file.
-        table: Of its widths.
+        table: Name of the table of widths.
 
     Raises:
-        ConfigError: It has no such widths.
-        StoreError: It cannot be read.
+        ConfigError: The file has no such table.
+        StoreError: The file cannot be read.
     """
     elastic = read_elastic(model)
     if elastic is None or table not in elastic.tables:
@@ -258,10 +262,10 @@ def latency_path(model: Path, table: str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where times cannot be kept, before anything is measured.
+    """Refuse an unwritable path, before anything is measured.
 
     Raises:
-        StoreError: Nothing can be written there.
+        StoreError: The path cannot be written.
     """
     with _written(path):
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -269,7 +273,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """A file's folder is there, and what refuses to be written has our error."""
+    """Create a file's directory; turn errors of writing into ``StoreError``."""
     with as_store_error(f"cannot write {path}", f" Make {path.parent} a folder with room for it."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield
@@ -290,7 +294,7 @@ def _digest(times: Mapping[str, Any]) -> str:
 
 
 def _shape(times: _Times) -> tuple[int, ...] | None:
-    """Of a table; None: its rows differ in length."""
+    """Return the shape of a table, or None if its rows differ in length."""
     try:
         return np.array(times, dtype=np.float64).shape
     except ValueError:

@@ -1,4 +1,4 @@
-"""How much a model's loss grows when a layer is left out: which layers are anchors (§3.2)."""
+"""Measure how much a model's loss grows without each layer, to choose the anchors (§3.2)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def layer_losses(  # noqa: PLR0913 -- of what, with what, on what
     *,
     progress: Callable[[int], None] = lambda _n: None,
 ) -> NDArray[np.float64]:
-    """By layer, in nats a token: what leaving out its attention and its neurons costs.
+    """Return how much the loss grows, in nats per token, when each layer's units are left out.
 
     Args:
-        prober: Of the evaluator's model.
-        evaluator: Of it.
-        blocks: Of the model.
-        text: What to predict.
-        n_tokens: Of the text, at most.
-        progress: Told of tokens that are done.
+        prober: Prober of the evaluator's model.
+        evaluator: Evaluator of the model.
+        blocks: Blocks of the model.
+        text: Tokens to predict.
+        n_tokens: Most tokens of the text to use.
+        progress: Called with the number of tokens just evaluated.
     """
 
     def loss(widths: Widths) -> float:
@@ -49,6 +49,6 @@ def layer_losses(  # noqa: PLR0913 -- of what, with what, on what
 
 
 def _surprise(tokens: Tokens, logits: NDArray[np.float32]) -> float:
-    """Sum of negative logarithms of the tokens' probabilities."""
+    """Return the sum of the tokens' negative log probabilities."""
     chosen = np.take_along_axis(log_softmax(logits), tokens[:, None].astype(np.intp), axis=1)
     return -float(chosen.sum())

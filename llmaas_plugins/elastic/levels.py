@@ -1,4 +1,4 @@
-"""The level that an app asks for, and which of a model's levels that is."""
+"""Level that an app asks for, and the model's level that serves it."""
 
 from __future__ import annotations
 
@@ -15,34 +15,40 @@ _ROUNDING = 1e-9
 _NOTHING = Levels()
 
 asked: ContextVar[Levels] = ContextVar("llmaas_elastic_asked", default=_NOTHING)
-"""What this thread or task asks for."""
+"""Levels that this thread or task asks for."""
 
 watchers: set[Callable[[], None]] = set()
-"""Called when a block of ``level`` begins and when it ends: its contexts may be used at once."""
+"""Functions to call when a block of ``level`` begins and when it ends.
+
+A context may be used inside the block without a request, so it must switch at once.
+"""
 
 
 def level(
     level: float | None = None, *, prefill: float | None = None, decode: float | None = None
 ) -> AbstractContextManager[None]:
-    """Use elastic models at a level inside the block, a share of their blocks' weights.
+    """Use elastic models at a level inside the block; a level is a share of the blocks' weights.
 
         with elastic.level(0.6):
             llm("Once upon a time")
         with elastic.level(prefill=0.4, decode=0.8):
             llm("Once upon a time")
 
-    It holds for the requests that this thread or task starts inside the block, until they end. In
-    nested blocks the inner one counts. Contexts that are used without a request (batches of the
-    app's own) are at that level inside the block, whatever thread uses them, and at the configured
-    one after it. Without the plugin nothing comes of it.
+    The level holds for requests that this thread or task starts inside the block, until they end.
+    In nested blocks the inner level counts. A context that is used without a request (for the app's
+    own batches) has the level inside the block, whatever thread uses it. After the block it has the
+    configured level. Without the plugin, the block has no effect.
 
     Args:
-        level: 0.2 to 1.0, of prompt and answer. Between two levels of the model it is the narrower.
-        prefill: Of the prompt, instead of ``level``; neither leaves it as it would be.
-        decode: From the first sampled token on; likewise.
+        level: Level of prompt and answer, 0.2 to 1.0. Between two levels of the model, the narrower
+            one is used.
+        prefill: Level of the prompt, instead of ``level``. If neither is given, the block does not
+            change the prompt's level.
+        decode: Level from the first sampled token on, instead of ``level``. If neither is given,
+            the block does not change it.
 
     Raises:
-        ConfigError: Nothing is asked for, or a level that does not exist.
+        ConfigError: No level is given, or one that is out of range.
     """
     levels = Levels(prefill, decode).over(Levels(level, level))
     if levels == _NOTHING:
@@ -52,7 +58,7 @@ def level(
 
 @contextmanager
 def asking(levels: Levels) -> Iterator[None]:
-    """Ask for levels for the requests that are started inside the block, and for them alone."""
+    """Ask for levels only for the requests that are started inside the block."""
     token = asked.set(levels.over(asked.get()))
     try:
         yield
@@ -61,9 +67,10 @@ def asking(levels: Levels) -> Iterator[None]:
 
 
 def level_index(levels: Sequence[float], level: float) -> int:
-    """Which of a model's levels, widest first, is the widest that is not above ``level``.
+    """Return the index of the widest level that is not above ``level``.
 
-    The narrowest, if all are above it.
+    ``levels`` is sorted from wide to narrow. If all are above ``level``, return the narrowest one's
+    index.
     """
     fit = (i for i, one in enumerate(levels) if one <= level + _ROUNDING)
     return next(fit, len(levels) - 1)

@@ -1,7 +1,8 @@
-"""What a prepared file says of itself, in its metadata: levels' widths, and how it was made.
+"""Metadata of a prepared file: the widths of its levels, and how it was made.
 
-``llmaas.elastic`` is JSON; the order of units and biases are arrays, which llama.cpp's log and
-``Llama.metadata`` leave out. Anybody may have written anything there.
+The field ``llmaas.elastic`` is JSON. The order of units and the biases are arrays, which
+llama.cpp's log and ``Llama.metadata`` leave out. A file may come from anybody, so all fields are
+checked.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from llmaas_plugins.gguf_header import Header, entry, read_header
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 
 PREFIX = "llmaas.elastic"
-"""Of all fields that preparing adds."""
+"""Prefix of all fields that preparation adds."""
 OUTPUTS = ("attn_output", "ffn_down")
-"""Matrices that have biases, in their order."""
+"""Matrices that have biases, in the order of the biases."""
 
 _GROUPS, _NEURONS, _BIASES = f"{PREFIX}.groups", f"{PREFIX}.neurons", f"{PREFIX}.biases."
 _MOST_LEVELS = 64
@@ -50,11 +51,11 @@ class _Calibration(_Model):
 
 
 class Source(_Model):
-    """The file that one was prepared from.
+    """File that a prepared file was made from.
 
     Attributes:
-        sha256: Of all of it.
-        n_bytes: Its size.
+        sha256: SHA-256 of the whole file.
+        n_bytes: Size of the file.
     """
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -73,18 +74,19 @@ class _Json(_Model):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elastic:
-    """What a prepared file has.
+    """Content of a prepared file's metadata.
 
     Attributes:
-        blocks: Its units.
-        levels: Shares of the blocks' bytes, K and V projections apart; descending from 1.
-        step: Neurons in use are a multiple of it, or all.
-        tables: Widths by level, by name of how they were chosen.
-        anchors: Layers whose loss matters most; the uniform table keeps them whole.
-        calibration: What scores were found with.
-        source: What it was made from; None if it was quantised on the way, and cannot be restored.
-        biases: By table: what is added to the products of ``OUTPUTS``; float16,
-            ``(n_levels, n_layers, 2, n_embd)``. A table may have none.
+        blocks: The model's blocks.
+        levels: Shares of the blocks' bytes without K and V projections; descending from 1.
+        step: Unit of neurons in use: their number is a multiple of ``step``, or all.
+        tables: Widths by level, by the name of the method that chose them.
+        anchors: Layers whose loss matters most; the uniform table keeps them whole for longest.
+        calibration: How the scores were computed.
+        source: File that this one was made from. None if it was quantized during preparation and
+            cannot be restored.
+        biases: Biases of the products of ``OUTPUTS``, by table; float16, ``(n_levels, n_layers, 2,
+            n_embd)``. A table may have no biases.
     """
 
     blocks: Blocks
@@ -97,7 +99,10 @@ class Elastic:
     biases: Mapping[str, NDArray[np.float16]]
 
     def biases_of(self, table: str) -> dict[str, NDArray[np.float32]]:
-        """A table's, by the weight whose product they are added to; ``(n_levels, n_embd)``."""
+        """Return a table's biases by the weight to whose product they are added.
+
+        Each is float32 with shape ``(n_levels, n_embd)``.
+        """
         if table not in self.biases:
             return {}
         return {
@@ -107,10 +112,10 @@ class Elastic:
         }
 
     def check(self) -> Self:
-        """Refuse what is impossible.
+        """Refuse impossible values.
 
         Raises:
-            ConfigError: Something is.
+            ConfigError: A value is impossible.
         """
         descending = all(a > b for a, b in zip(self.levels, self.levels[1:], strict=False))
         if not self.levels or self.levels[0] != 1.0 or not descending:
@@ -122,18 +127,21 @@ class Elastic:
         for name, biases in self.biases.items():
             shape = len(self.levels), self.blocks.n_layers, 2, self.blocks.n_embd
             if name not in self.tables or biases.shape != shape or not np.isfinite(biases).all():
-                raise ConfigError(f"its biases of {name!r} are impossible")
+                raise ConfigError(f"its biases of the table {name!r} are impossible")
         if not all(0 <= layer < self.blocks.n_layers for layer in self.anchors):
-            raise ConfigError(f"its anchors are {self.anchors} of {self.blocks.n_layers} layers")
+            raise ConfigError(
+                f"its anchors are {self.anchors}, expected layers below {self.blocks.n_layers}"
+            )
         return self
 
 
 def read_elastic(path: Path) -> Elastic | None:
-    """What a model file was prepared for; None if it was not.
+    """Read the metadata of a prepared file, or return None if the file is not prepared.
 
     Raises:
-        ConfigError: It is no GGUF, or was damaged, or prepared by a newer version of this plugin.
-        StoreError: It cannot be read.
+        ConfigError: The file is no GGUF, is damaged, or was prepared by a newer version of this
+            plugin.
+        StoreError: The file cannot be read.
     """
     header = read_header(path)
     if PREFIX not in header.fields:
@@ -148,10 +156,10 @@ def read_elastic(path: Path) -> Elastic | None:
 
 
 def order_in(header: Header, blocks: Blocks) -> Order:
-    """The order of a prepared file's units.
+    """Return the order of a prepared file's units.
 
     Raises:
-        ConfigError: It has none that is possible.
+        ConfigError: The order is missing or impossible.
     """
     groups = _array(header, _GROUPS, np.dtype("<u4"), (blocks.n_layers, blocks.n_groups))
     neurons = _array(header, _NEURONS, np.dtype("<u4"), (blocks.n_layers, blocks.n_ff))
@@ -161,10 +169,10 @@ def order_in(header: Header, blocks: Blocks) -> Order:
 
 
 def entries_of(elastic: Elastic, order: Order) -> list[bytes]:
-    """The fields that a prepared file has more than its source, as a header has them.
+    """Return the header entries of the fields that preparation adds.
 
     Raises:
-        ConfigError: They are impossible.
+        ConfigError: A value is impossible.
     """
     elastic.check()
     calibration = elastic.calibration
@@ -223,7 +231,7 @@ def _table(levels: tuple[Widths, ...]) -> _Table:
 def _widths(table: _Table, blocks: Blocks) -> tuple[Widths, ...]:
     rows = [*table.groups, *table.neurons]
     if len(table.groups) != len(table.neurons) or {len(row) for row in rows} != {blocks.n_layers}:
-        raise ConfigError(f"a table has not the widths of {blocks.n_layers} layers for each level")
+        raise ConfigError(f"a table lacks widths of {blocks.n_layers} layers for each level")
     return tuple(
         Widths(np.array(groups, np.int32), np.array(neurons, np.int32))
         for groups, neurons in zip(table.groups, table.neurons, strict=True)
@@ -233,7 +241,7 @@ def _widths(table: _Table, blocks: Blocks) -> tuple[Widths, ...]:
 def _check_table(elastic: Elastic, name: str, table: tuple[Widths, ...]) -> None:
     blocks, step = elastic.blocks, elastic.step
     if len(table) != len(elastic.levels):
-        raise ConfigError(f"the table {name!r} has {len(table)} levels of {len(elastic.levels)}")
+        raise ConfigError(f"the table {name!r} has {len(table)} levels, not {len(elastic.levels)}")
     groups = np.stack([one.groups for one in table])
     neurons = np.stack([one.neurons for one in table])
     is_possible = (
@@ -262,7 +270,7 @@ def _are_widths(widths: NDArray[np.int32], n_units: int, step: int) -> bool:
 def _array(header: Header, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     value = header.fields.get(key)
     if not isinstance(value, np.ndarray) or value.dtype != dtype or value.size != np.prod(shape):
-        raise ConfigError(f"its field {key!r} has not {np.prod(shape):,} values of {dtype}")
+        raise ConfigError(f"its field {key!r} is not {np.prod(shape):,} values of {dtype}")
     return value.reshape(shape)
 
 

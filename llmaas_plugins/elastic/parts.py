@@ -1,4 +1,4 @@
-"""From widths to the parts of weights that the engine uses."""
+"""Translate the widths of levels into the rows and columns of weights that the engine uses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from llmaas_plugins.elastic.units import Blocks, Widths
 __all__ = ["COLUMNS", "ROWS", "Extents", "extents_of", "part_claims"]
 
 Extents = tuple[int | None, ...]
-"""Of a weight, by level; None is all of it."""
+"""Leading rows or columns of one weight, by level; None means all."""
 
 ROWS = ("attn_q", "ffn_gate", "ffn_up")
-"""What makes the values of units: a level leaves rows out."""
+"""Weights that produce the values of units. A level leaves out rows of them."""
 COLUMNS = ("attn_output", "ffn_down")
-"""What reads them: a level leaves columns out. Keys and values stay, so cells suit every level."""
+"""Weights that read the values of units. A level leaves out columns of them.
+
+Keys and values are always whole, so the KV cache suits every level.
+"""
 
 
 def extents_of(blocks: Blocks, levels: Sequence[Widths]) -> dict[str, Extents]:
-    """Leading rows or columns of each weight in use, by level."""
+    """Return the leading rows or columns of each weight that are in use, by level."""
     found: dict[str, Extents] = {}
     for layer in range(blocks.n_layers):
         groups = [int(one.groups[layer]) for one in levels]
@@ -40,12 +43,13 @@ def part_claims(
     levels: Sequence[Widths],
     biases: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
 ) -> list[WeightClaim]:
-    """Claims of the parts in use.
+    """Return weight claims for the rows and columns in use.
 
     Args:
-        blocks: Of the model.
+        blocks: Blocks of the model.
         levels: Widths by level.
-        biases: By weight, what is added to its product; float32, ``(n_levels, n_embd)``.
+        biases: Bias to add to each weight's product, by weight name; float32, ``(n_levels,
+            n_embd)``.
     """
     claims = []
     for name, extents in extents_of(blocks, levels).items():

@@ -1,4 +1,4 @@
-"""The hooks: which parts of prepared models are in use, and who decides that."""
+"""Hooks of the elastic plugin: choose each request's level and narrow prepared models to it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _log = logging.getLogger("llmaas.elastic")
 
 _WHOLE = Levels(1.0, 1.0)
 _NO_CONTEXT = (
-    "the context has no levels; it was made before `activate`, or without the hook point in the "
-    "engine (`llmaas doctor` says whether there is one)"
+    "the context has no levels; it was created before `activate`, or the engine lacks the hook "
+    "point (`llmaas doctor` says which)"
 )
 
 
 class ElasticModels:
-    """Narrows prepared models, for each request anew."""
+    """Plugin that narrows prepared models to the level of each request."""
 
     Config: ClassVar[type[ElasticConfig]] = ElasticConfig
 
     def __init__(self, config: ElasticConfig) -> None:
-        """Claim nothing yet."""
+        """Take the configured levels; models and contexts are added by the hooks."""
         self._config = config
         self._configured = Levels(config.prefill_level, config.decode_level).over(
             Levels(config.level, config.level)
@@ -60,7 +60,7 @@ class ElasticModels:
         self._n_tokens: Counter[float] = Counter()
 
     def problem(self) -> str | None:
-        """Why no level can be asked for: no open model has any. None: one has."""
+        """Return why no open context has levels, or None if one has."""
         with self._lock:
             if self._contexts:
                 return None
@@ -70,13 +70,13 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_weights(self, load: ModelLoad) -> list[WeightClaim]:
-        """Claim the parts of a model that was prepared."""
-        self._models.pop(load.path, None)  # what was there before may be another file
+        """Claim the elastic weights of a prepared model."""
+        self._models.pop(load.path, None)  # another file may have been loaded from this path before
         found = read_elastic(Path(load.path))
         if found is None:
             reason = (
-                f"{load.path} has no levels, so all of it is used; "
-                f"`llmaas elastic prepare {load.path}` makes a file that has"
+                f"{load.path} has no levels, so the whole model is used; "
+                f"`llmaas elastic prepare {load.path}` writes a file that has levels"
             )
             self._leave_alone(load.path, reason)
             return []
@@ -85,26 +85,26 @@ class ElasticModels:
         widths = found.tables[table]
         biases = found.biases_of(table) if self._config.compensate else {}
         for by_level in biases.values():
-            by_level[0] = 0  # the whole model lacks nothing
+            by_level[0] = 0  # the whole model leaves nothing out
         name = Path(load.path).name
         self._models[load.path] = ElasticModel(name, found.levels, table, widths, bool(biases))
         return part_claims(found.blocks, widths, biases)
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Note which file its model is from."""
+        """Remember the file of the context's model."""
         self._paths[create.model] = "" if create.load is None else create.load.path
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it if its model has levels."""
+        """Track the new context if its model has levels."""
         path = self._paths.get(context.model, "")
         model = self._models.get(path)
         if model is None:
             return
         if not context.has_claims:
             self._leave_alone(
-                path, f"{path} cannot be narrowed, so all of it is used; the log says what is wrong"
+                path, f"{path} cannot be narrowed, so the whole model is used; the log tells why"
             )
             return
         with self._lock:
@@ -116,19 +116,19 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
-        """Let go of it."""
+        """Stop tracking a context."""
         with self._lock:
             self._contexts.pop(ctx, None)
 
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
-        """Set the level of the prompt."""
+        """Set the level of the request's prompt."""
         asks = asked.get()
         with self._lock:
             context = self._contexts.get(request.engine.ctx)
             if context is None:
                 if asks != Levels():
-                    raise ConfigError(f"no level can be asked for: {self._reason(request)}")
+                    raise ConfigError(f"cannot use the requested level: {self._reason(request)}")
                 return
             context.request = request
             self._mind_adapters(request)
@@ -140,7 +140,7 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
-        """From the first sampled token on, use the level of the answer."""
+        """Switch to the answer's level at the first sampled token."""
         context = self._contexts.get(view.ctx)
         if context is not None and not context.is_decoding:
             with self._lock:
@@ -148,7 +148,7 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
-        """Count its tokens."""
+        """Count the tokens evaluated at each level."""
         context = self._contexts.get(step.ctx)
         if context is not None:
             with self._lock:
@@ -157,7 +157,7 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
-        """Back to what is configured."""
+        """Return the context to the level for use outside requests."""
         with self._lock:
             context = self._contexts.get(request.engine.ctx)
             if context is not None and context.request is request:
@@ -166,7 +166,7 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
-        """Levels, and what was done at each."""
+        """Return the models, the contexts, and the tokens evaluated at each level."""
         with self._lock:
             return {
                 "mode": "elastic" if self._contexts else "off",
@@ -179,7 +179,7 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_shutdown(self) -> None:
-        """Blocks of ``level`` need not tell us any more."""
+        """Stop watching the blocks of ``level``."""
         watchers.discard(self._rest)
 
     # -- inside ---------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ class ElasticModels:
         if has_some and path not in self._adapted:
             self._adapted.add(path)
             _log.warning(
-                "%s has a LoRA adapter, which is right if it was made for this file, and wrong if "
-                "for the model that this was prepared from: units are in another order",
+                "%s has a LoRA adapter. An adapter made for this prepared file works; one made for "
+                "the original model gives wrong results, because the units were reordered",
                 path,
             )
 
@@ -207,7 +207,7 @@ class ElasticModels:
         if wanted not in found.tables:
             raise ConfigError(
                 f"{path} has no table {wanted!r}; expected one of {', '.join(found.tables)}. "
-                "Leave `table` out to take what there is."
+                "Leave `table` out to use a table that the file has."
             )
         return wanted
 
@@ -215,16 +215,16 @@ class ElasticModels:
         return self._left_alone.get(request.engine.llama.model_path, _NO_CONTEXT)
 
     def _rest(self) -> None:
-        """A block of ``level`` began or ended: what serves no request follows."""
+        """Apply the start or end of a ``level`` block to all contexts that serve no request."""
         with self._lock:
             self._block = asked.get()
             for context in self._contexts.values():
                 if context.request is None:
-                    with contextlib.suppress(ReferenceError):  # the suite ends meanwhile
+                    with contextlib.suppress(ReferenceError):  # the context is being freed
                         self._settle(context)
 
     def _settle(self, context: ElasticContext) -> None:
-        """Use the level of a context that serves no request."""
+        """Set a context that serves no request to the level of the open block, or of the config."""
         asks, level = self._block, self._config.level
         levels = asks.over(self._configured) if asks != Levels() else Levels(level, level)
         self._n_switches += context.begin(levels)

@@ -1,6 +1,7 @@
-"""Prepared files: a model's own header with more fields, and its tensors' bytes in another order.
+"""Write and restore prepared files.
 
-So any llama.cpp loads one, and restoring gives the model's file back byte for byte.
+A prepared file is the model's own header with more fields, and the bytes of its tensors in another
+order. Any llama.cpp can load it, and restoring it gives the model's file back byte for byte.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _Moved = Callable[[str, Place, Bytes], Iterable[Bytes]]
 
 
 def write_reordered(source: Path, path: Path, order: Order) -> Iterator[int]:
-    """Write a model with its units in another order, and nothing else; yields bytes written.
+    """Write a model with only its units reordered; yield the numbers of bytes written.
 
     Raises:
         ConfigError: The source is no model that can be elastic, or the order is impossible.
-        StoreError: One of the files cannot be read, or written.
+        StoreError: The source cannot be read, or the target cannot be written.
     """
     with _Model(source) as model:
         blocks = blocks_in(model.header, source)
@@ -56,26 +57,26 @@ def write_reordered(source: Path, path: Path, order: Order) -> Iterator[int]:
 def write_prepared(
     source: Path, path: Path, elastic: Elastic, order: Order, *, is_ordered: bool = False
 ) -> Iterator[int]:
-    """Write a prepared file, in place of the one that is there; yields bytes written.
+    """Write a prepared file, replacing one at that path; yield the numbers of bytes written.
 
     Args:
-        source: The model.
-        path: Where.
-        elastic: What the file says of itself; its ``source`` is found here.
-        order: Of its units.
-        is_ordered: The source's units have that order already; what is written then is not restored
-            to anything.
+        source: Path of the model.
+        path: Path of the prepared file.
+        elastic: Metadata to write into the file; this function fills in its ``source``.
+        order: New order of the model's units.
+        is_ordered: Whether the source's units already have that order. The prepared file then
+            cannot be restored.
 
     Raises:
-        ConfigError: The source is prepared already, or what the file would say is impossible.
-        StoreError: One of the files cannot be read, or written.
+        ConfigError: The source is already prepared, or the metadata is impossible.
+        StoreError: The source cannot be read, or the target cannot be written.
     """
     blocks = elastic.blocks
     check_order(replace(blocks, group_granule=1, granule=1) if is_ordered else blocks, order)
     with _Model(source) as model:
         if any(key.startswith(PREFIX) for key in model.header.fields):
             raise ConfigError(
-                f"{source} is prepared already. `llmaas elastic restore` makes its source of it."
+                f"{source} is already prepared. `llmaas elastic restore` restores its source."
             )
         if is_ordered:
             entries = entries_of(replace(elastic, source=None), order)
@@ -94,29 +95,29 @@ def write_prepared(
 
 
 def check_is_another(source: Path, path: Path) -> None:
-    """See that a file is not written over what it is made from.
+    """Refuse to write a file over its own source.
 
     Raises:
-        ConfigError: It would be.
+        ConfigError: Both paths name the same file.
     """
     if path.exists() and path.samefile(source):
         raise ConfigError(f"{path} cannot replace the file that it is made from.")
 
 
 def restore(path: Path, target: Path) -> Iterator[int]:
-    """Write the file that one was prepared from, byte for byte; yields bytes written.
+    """Write the file that a prepared file was made from, byte for byte; yield bytes written.
 
     Raises:
-        ConfigError: The file was not prepared, or was quantised on the way.
-        StoreError: One of the files cannot be read or written, or what was restored is not what the
-            other was prepared from.
+        ConfigError: The file is not prepared, or was quantized during preparation.
+        StoreError: A file cannot be read or written, or the restored bytes differ from the
+            original's.
     """
     elastic = read_elastic(path)
     if elastic is None:
-        raise ConfigError(f"{path} was not prepared: there is nothing to restore.")
+        raise ConfigError(f"{path} is not a prepared file, so it cannot be restored.")
     if elastic.source is None:
         raise ConfigError(
-            f"{path} was quantised when it was prepared: use the file that it was prepared from."
+            f"{path} was quantized when it was prepared: use the file that it was prepared from."
         )
     expected, written = elastic.source.sha256, hashlib.sha256()
 
@@ -127,7 +128,7 @@ def restore(path: Path, target: Path) -> Iterator[int]:
 
     def finish(_fd: int) -> None:
         if written.hexdigest() != expected:
-            raise StoreError(f"{path} is damaged: this is not what it was prepared from.")
+            raise StoreError(f"{path} is damaged: the restored bytes differ from the original's.")
 
     with _Model(path) as model:
         order = inverse_of(order_in(model.header, elastic.blocks))
@@ -139,11 +140,11 @@ def restore(path: Path, target: Path) -> Iterator[int]:
 
 
 class _Model:
-    """A model file that is read from its beginning to its end.
+    """Model file that is read from start to end.
 
     Attributes:
-        header: What it begins with.
-        seen: Hash of what was read.
+        header: The file's header.
+        seen: Hash of the bytes read so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,7 +166,7 @@ class _Model:
         os.close(self._fd)
 
     def contents(self, entries: Sequence[bytes], reordered: _Moved) -> Iterator[Bytes]:
-        """Its bytes in pieces, with these fields of the plugin's and no others."""
+        """Yield the file's bytes in pieces, with these entries as the plugin's only fields."""
         yield np.frombuffer(self.beginning(entries), np.uint8)
         at = self.header.data_at
         for name, place in sorted(self.header.tensors.items(), key=lambda item: item[1].at):
@@ -181,10 +182,10 @@ class _Model:
         yield from self._plain(at, self.header.n_bytes)
 
     def beginning(self, entries: Sequence[bytes]) -> bytes:
-        """Its header with these fields of the plugin's and no others."""
+        """Return the file's header with these entries as the plugin's only fields."""
         header, content = self.header, self._start.tobytes()
         if any(content[header.infos_end :]):
-            raise ConfigError(f"{self._path} has something between its header and its tensors.")
+            raise ConfigError(f"{self._path} has data between its header and its tensors.")
         fields = [
             content[first:last]
             for key, (first, last) in header.spans.items()
@@ -204,7 +205,7 @@ class _Model:
         with as_store_error(f"cannot read {self._path}"):
             n_read = read_into(self._fd, content.data, at)
         if n_read < content.size:
-            raise StoreError(f"cannot read {self._path}: it was cut off meanwhile.")
+            raise StoreError(f"cannot read {self._path}: it was truncated while being read.")
         self.seen.update(content.data)
         return content
 
@@ -227,7 +228,7 @@ def _write(
     contents: Iterable[Bytes],
     finish: Callable[[int], None] = lambda _fd: None,
 ) -> Iterator[int]:
-    """Write a file whole, or leave the one that is there as it was."""
+    """Write a file completely, or leave an existing one unchanged."""
     check_is_another(source, path)
     partial, n_written = path.with_name(f"{path.name}.partial"), 0
     with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
@@ -244,7 +245,7 @@ def _write(
 
 @contextlib.contextmanager
 def _removed(partial: Path) -> Iterator[None]:
-    """Leave nothing of it if something goes wrong: it takes room that may be what is lacking."""
+    """Remove the partial file on any error: a full disk may be the cause."""
     try:
         yield
     except BaseException:

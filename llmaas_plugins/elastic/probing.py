@@ -1,4 +1,4 @@
-"""What widths do to a loaded model: how far its predictions move, and what units take."""
+"""Measure the effect of widths on a loaded model: change of its predictions, and time per unit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PROMPT = 128
 
 
 class Prober:
-    """Exchanges the widths of a model that is loaded while it listens.
+    """Plugin that changes the widths of a model loaded while it is active.
 
-    ``activate(…, {"prober": Prober(blocks)})``.
+    Use it as ``activate(…, {"prober": Prober(blocks)})``.
 
     Attributes:
-        full: All units.
+        full: Widths of the whole model.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Prober:
         levels: Sequence[Widths] = (),
         biases: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
     ) -> None:
-        """Begin with all units, or the first of some levels.
+        """Start with all units, or with the first of ``levels``.
 
         Args:
-            blocks: Of the model.
-            levels: For ``set_level``.
-            biases: Of levels, by weight; ``(n_levels, n_embd)``.
+            blocks: Blocks of the model.
+            levels: Widths for ``set_level``.
+            biases: Biases of the levels, by weight; ``(n_levels, n_embd)``.
         """
         self._blocks, self._biases = blocks, biases
         self._context: NativeContext | None = None
@@ -51,63 +51,65 @@ class Prober:
 
     @hookimpl
     def llmaas_weights(self) -> list[WeightClaim]:
-        """Claim what levels narrow."""
+        """Claim the weights that levels narrow."""
         return part_claims(self._blocks, self._levels, self._biases)
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
+        """Keep the context to change its widths."""
         self._context = context
 
     @hookimpl
     def llmaas_context_free(self) -> None:
-        """Let go of it."""
+        """Forget the context."""
         self._context = None
 
     def set(self, widths: Widths) -> None:
-        """Exchange the widths, from the next batch on.
+        """Change the widths from the next batch on.
 
         Raises:
-            LlmaasError: There is no hook point in the engine.
+            LlmaasError: The engine has no hook point.
         """
         context = self._opened()
         for weight, extents in extents_of(self._blocks, [widths]).items():
             context.set_part(weight, extents)
 
     def set_level(self, level: int) -> None:
-        """Use one of the levels, or all units if it is below 0, from the next batch on.
+        """Use one of the levels from the next batch on; a negative level means all units.
 
         Raises:
-            LlmaasError: There is no hook point in the engine.
+            LlmaasError: The engine has no hook point.
         """
         self._opened().level = level
 
     def _opened(self) -> NativeContext:
         if self._context is None:
             raise LlmaasError(
-                "widths cannot be tried: there is no hook point in the engine. "
-                "`llmaas doctor` says why."
+                "widths cannot be changed: the engine has no hook point. `llmaas doctor` says why."
             )
         return self._context
 
 
 class Divergence:
-    """Mean KL divergence of a text's next-token distributions from what they were at first."""
+    """Mean KL divergence of a text's next-token distributions from the initial ones."""
 
     def __init__(self, evaluator: Evaluator, text: Tokens, n_tokens: int) -> None:
-        """Evaluate at most so many tokens of the text, of its last window the first ones."""
+        """Record the initial distributions of at most ``n_tokens`` tokens of the text.
+
+        If the last window does not fit within ``n_tokens``, only its first tokens count.
+        """
         self._evaluator, self._text = evaluator, text
         self._n_tokens = min(n_tokens, _MOST_REFERENCE_BYTES // (4 * evaluator.n_vocab))
         self._expected = list(self._predictions())
 
     def measure(self) -> float:
-        """What it is now, in nats a token."""
+        """Return the current divergence in nats per token."""
         pairs = zip(self._expected, self._predictions(), strict=True)
         sums = [float((np.exp(p) * (p - q)).sum()) for p, q in pairs]
         return sum(sums) / sum(map(len, self._expected))
 
     def _predictions(self) -> Iterator[NDArray[np.float32]]:
-        """Logarithms of probabilities."""
+        """Yield log probabilities."""
         n_left = self._n_tokens
         for _tokens, logits in self._evaluator.predict(self._text, self._n_tokens):
             yield log_softmax(logits[:n_left])
@@ -117,11 +119,11 @@ class Divergence:
 
 
 def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Tokens) -> UnitTimes:
-    """What units take, as a share of the whole: the mean of a prompt's and a token's.
+    """Measure the time of units, as a share of the whole model's, averaged over prompt and token.
 
-    Widths take turns, so that whatever else the machine does meets all of them, and the shortest
-    times count. No unit is taken for cheaper than half of what its bytes say: a busy machine may
-    measure anything.
+    Widths alternate, so that other load on the machine affects all of them, and the shortest times
+    count. A busy machine may measure anything, so each unit counts at least half the time that its
+    share of bytes suggests.
     """
     full = prober.full
     groups = np.full_like(full.groups, blocks.group_granule)
@@ -145,7 +147,7 @@ def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Token
 def _times(
     prober: Prober, evaluator: Evaluator, widths: Widths, text: Tokens
 ) -> tuple[float, float]:
-    """Seconds of a prompt, and of a token."""
+    """Return the seconds of a prompt, and of a token."""
     prober.set(widths)
     started = time.perf_counter()
     list(evaluator.evaluate(text[:_PROMPT], _PROMPT))

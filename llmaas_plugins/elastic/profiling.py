@@ -1,4 +1,4 @@
-"""Measures what levels cost on this machine."""
+"""Measure the latency of each level on this machine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from llmaas_plugins.elastic.levels import level as at_level
 __all__ = ["N_TOKENS", "Plan", "profile"]
 
 N_TOKENS = 8
-"""Timed after the first one."""
+"""Number of tokens to time after the first one."""
 _REPEATS, _WARM_TOKENS = 3, 16
 
 
 class Plan(NamedTuple):
-    """What is measured.
+    """Levels, threads and lengths to measure.
 
     Attributes:
         model: Name of the model's file.
-        table: Of its widths.
-        levels: Widest first.
+        table: Name of the table of widths.
+        levels: Levels, widest first.
         threads: Numbers of threads.
-        lengths: Of prompts; two or more, ascending.
+        lengths: Lengths of prompts; two or more, ascending.
     """
 
     model: str
@@ -42,36 +42,36 @@ class Plan(NamedTuple):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Lengths between, to see how good interpolated times are."""
+        """Lengths between ``lengths``, held out to estimate the interpolation error."""
         return tuple(round(math.sqrt(a * b)) for a, b in pairwise(self.lengths))
 
     @property
     def n_runs(self) -> int:
-        """Prompts that are evaluated."""
+        """Number of prompts to evaluate."""
         lengths = len(self.lengths) + len(self.held)
         return _REPEATS * len(self.threads) * len(self.levels) * lengths
 
 
 class _Run(NamedTuple):
-    """Milliseconds to the first token, and of each one after it."""
+    """Milliseconds to the first token, and per token after it."""
 
     ttft: float
     tpot: float
 
 
 _Runs = dict[tuple[int, int, int], list[_Run]]
-"""By number of threads, number of the level, and length."""
+"""Runs by number of threads, index of the level, and length."""
 
 
 def profile(llama: Any, plan: Plan, progress: Callable[[], None] = lambda: None) -> Latency:
-    """Measure a ``Llama`` that was made while the plugin is on.
+    """Measure a ``Llama`` that was created while the plugin is active.
 
-    Levels take turns, so that whatever else the machine does meets them all.
+    Levels alternate, so that other load on the machine affects all of them.
 
     Args:
-        llama: It has room for the longest prompt and ``N_TOKENS`` more.
-        plan: What to measure.
-        progress: Told of each run.
+        llama: Model with room for the longest prompt and ``N_TOKENS`` more tokens.
+        plan: Levels, threads and lengths to measure.
+        progress: Called after each run.
     """
     runs: _Runs = {}
     for repeat in range(_REPEATS):
@@ -96,7 +96,7 @@ def profile(llama: Any, plan: Plan, progress: Callable[[], None] = lambda: None)
 
 
 def _run(llama: Any, level: float, n_tokens: int) -> _Run:
-    """A request whose prompt is all new; which tokens it has makes no difference."""
+    """Time a request with a new prompt of random tokens; their values do not affect the time."""
     prompt = np.random.default_rng(n_tokens).integers(llama.n_vocab(), size=n_tokens).tolist()
     llama.reset()
     with at_level(level), closing(llama.generate(prompt, temp=0.0)) as tokens:

@@ -1,4 +1,4 @@
-"""Putting a layer's units in another order, which leaves what it computes as it was (§3.2)."""
+"""Reorder the units of a layer, which does not change the layer's result (§3.2)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """Which old unit is at each new place.
+    """Order of units: the old unit at each new place.
 
     Attributes:
-        groups: uint32, ``(n_layers, n_groups)``.
-        neurons: uint32, ``(n_layers, n_ff)``.
+        groups: Old groups by new place; uint32, ``(n_layers, n_groups)``.
+        neurons: Old neurons by new place; uint32, ``(n_layers, n_ff)``.
     """
 
     groups: NDArray[np.uint32]
@@ -36,12 +36,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """What happens to a tensor's bytes: rows, and pieces of each row, come from elsewhere.
+    """Reordering of a tensor's rows, or of the pieces of each row.
 
     Attributes:
-        n_rows: Rows.
-        rows: Which old row is at each new place; None: they stay.
-        pieces: Likewise pieces of a row, all of one size; None: they stay.
+        n_rows: Number of rows.
+        rows: Old row at each new place; None if the rows stay.
+        pieces: Old piece of a row at each new place, all pieces having the same size; None if they
+            stay.
     """
 
     n_rows: int
@@ -50,10 +51,12 @@ class Move:
 
 
 def order_by(blocks: Blocks, scores: Scores) -> Order:
-    """Most important units first; what can only move together is as important as it is on average.
+    """Return the order with the most important units first.
+
+    Units that can only move together have the mean importance of all of them.
 
     Raises:
-        ConfigError: The scores are those of another model.
+        ConfigError: The scores are of another model.
     """
     _check_shape(blocks, scores.groups, scores.neurons)
     return Order(
@@ -63,7 +66,7 @@ def order_by(blocks: Blocks, scores: Scores) -> Order:
 
 
 def inverse_of(order: Order) -> Order:
-    """What undoes an order."""
+    """Return the order that undoes another."""
     return Order(
         np.argsort(order.groups, axis=1).astype(np.uint32),
         np.argsort(order.neurons, axis=1).astype(np.uint32),
@@ -71,10 +74,10 @@ def inverse_of(order: Order) -> Order:
 
 
 def check_order(blocks: Blocks, order: Order) -> None:
-    """Refuse what is no order of a model's units, or tears apart what can only move together.
+    """Refuse an order that is no permutation, or that separates units that can only move together.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: The order is refused.
     """
     _check_shape(blocks, order.groups, order.neurons)
     for units, granule in ((order.groups, blocks.group_granule), (order.neurons, blocks.granule)):
@@ -87,7 +90,7 @@ def check_order(blocks: Blocks, order: Order) -> None:
 
 
 def move_of(blocks: Blocks, order: Order, name: str, place: Place) -> Move | None:
-    """What becomes of a tensor; None if it stays as it is."""
+    """Return how a tensor is reordered, or None if it stays unchanged."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -108,7 +111,7 @@ def move_of(blocks: Blocks, order: Order, name: str, place: Place) -> Move | Non
 
 
 def moved(content: Bytes, move: Move) -> Iterator[Bytes]:
-    """A tensor's bytes after a move, some at a time."""
+    """Yield the reordered bytes of a tensor, a chunk of rows at a time."""
     old = content.reshape(move.n_rows, -1)
     n_at_once = max(1, _CHUNK_BYTES // old.shape[1])
     for first in range(0, move.n_rows, n_at_once):
@@ -127,7 +130,7 @@ def _check_shape(blocks: Blocks, groups: NDArray[np.generic], neurons: NDArray[n
     if (groups.shape, neurons.shape) != expected:
         raise ConfigError(
             f"found scores or an order of {groups.shape} groups and {neurons.shape} neurons, "
-            f"expected {expected[0]} and {expected[1]}: they are of another model"
+            f"expected {expected[0]} and {expected[1]}: they are for another model"
         )
 
 
@@ -139,12 +142,12 @@ def _descending(scores: NDArray[np.float64], granule: int) -> NDArray[np.uint32]
 
 
 def _spread(units: NDArray[np.uint32], width: int) -> NDArray[np.intp]:
-    """Rows of units that have several each."""
+    """Return the rows of units that have ``width`` rows each."""
     return (units[:, None].astype(np.intp) * width + np.arange(width)).reshape(-1)
 
 
 def _granules(units: NDArray[np.uint32], granule: int) -> NDArray[np.intp]:
-    """What moves together, as one."""
+    """Return the order of granules, the groups of units that move together."""
     return units[::granule].astype(np.intp) // granule
 
 

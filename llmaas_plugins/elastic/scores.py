@@ -1,4 +1,4 @@
-"""Files of scores: what matters in a model, found once and used whenever it is prepared."""
+"""Read and write files of scores, which are computed once and used at every preparation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["read_scores", "scores_path", "write_scores"]
 _ARRAYS = "groups", "neurons", "layers"
 _MOST_ABOUT_BYTES = 4096
 _MOST_EXTRA_BYTES = 4096
-"""Of an array's own header."""
+"""Most bytes of an array's own header."""
 
 
 class _About(BaseModel):
@@ -38,20 +38,20 @@ class _About(BaseModel):
 
 
 def scores_path(model: Path) -> Path:
-    """Where a model's are."""
+    """Return the path of a model's scores."""
     return model.with_suffix(".scores.npz")
 
 
 def write_scores(path: Path, scores: Scores, model: Path) -> None:
-    """Write them, in place of those that are there.
+    """Write a model's scores, replacing an existing file.
 
     Args:
-        path: Where.
-        scores: With those of layers.
-        model: Whose.
+        path: Path of the scores.
+        scores: Scores, including those of layers.
+        model: Path of the model.
 
     Raises:
-        StoreError: They cannot be written, or the model cannot be read.
+        StoreError: The scores cannot be written, or the model cannot be read.
     """
     calibration = scores.calibration
     about = _About(
@@ -79,29 +79,29 @@ def write_scores(path: Path, scores: Scores, model: Path) -> None:
 
 
 def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:
-    """Read those of a model.
+    """Read the scores of a model.
 
     Raises:
-        ConfigError: They are not there, are damaged, or of another model.
-        StoreError: They, or the model, cannot be read.
+        ConfigError: The scores are missing, damaged, or of another model.
+        StoreError: The scores or the model cannot be read.
     """
     if not path.is_file():
-        raise ConfigError(f"found no file {path}; `llmaas elastic score {model}` makes one.")
+        raise ConfigError(f"found no file {path}; `llmaas elastic score {model}` writes it.")
     try:
         with as_store_error(f"cannot read {path}"):
             arrays = _arrays(path, _shapes(blocks))
         about = _About.model_validate_json(arrays["about"].tobytes())
     except StoreError:
         raise
-    except Exception as error:  # zipfile, its decoders and numpy raise many kinds
+    except Exception as error:  # zipfile, its decoders and numpy raise many types
         raise ConfigError(
             f"{path} has no scores of {model}, or is damaged: {error}. `llmaas elastic score "
-            f"{model}` makes others."
+            f"{model}` writes new ones."
         ) from error
     if about.model != file_digest(model):
         raise ConfigError(
-            f"{path} has the scores of another model than {model}. `llmaas elastic score` makes "
-            "those of this one."
+            f"{path} has the scores of another model than {model}. `llmaas elastic score` "
+            "computes the scores of this model."
         )
     calibration = Calibration(about.sha256, about.seed, about.n_tokens, about.method)
     return Scores(arrays["groups"], arrays["neurons"], calibration, arrays["layers"])
@@ -117,13 +117,13 @@ def _shapes(blocks: Blocks) -> dict[str, tuple[int, ...]]:
 
 
 def _arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[Any]]:
-    """What a file has, if it is no more than that."""
+    """Return the arrays of a file; refuse unexpected or oversized ones before reading them."""
     most = {f"{name}.npy": 8 * int(np.prod(shape)) for name, shape in shapes.items()}
     most["about.npy"] = _MOST_ABOUT_BYTES
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.file_size > most.get(info.filename, -_MOST_EXTRA_BYTES) + _MOST_EXTRA_BYTES:
-                raise ValueError(f"its {info.filename} is unknown, or too large")
+                raise ValueError(f"its {info.filename} is unknown or too large")
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     missing = {"about", *shapes} - arrays.keys()

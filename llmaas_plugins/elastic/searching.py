@@ -1,7 +1,8 @@
-"""Widths by layer: what leaving units out costs in quality, per time that it saves.
+"""Search widths by layer, trading quality for time.
 
-The paper gives all layers but anchors one share. Layers differ more than that, and so do attention
-and neurons: the search leaves out, again and again, what raises the loss least per unit of time.
+The paper gives all layers except the anchors the same share. Real layers differ more than that, and
+so do attention and neurons. The search repeatedly leaves out the units that raise the loss least
+per unit of time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from llmaas_plugins.elastic.units import Blocks, Widths, all_units
 __all__ = ["UnitTimes", "search"]
 
 Loss = Callable[[Widths], float]
-"""Of a model with these widths: lower is better."""
+"""Loss of a model with the given widths; lower is better."""
 
 
 class UnitTimes(NamedTuple):
-    """What a layer's units take, in any one unit of time.
+    """Times of a layer's units, in any common unit of time.
 
     Attributes:
-        group: A KV group's query heads.
-        neuron: A neuron.
+        group: Time of a KV group's query heads.
+        neuron: Time of a neuron.
     """
 
     group: float
@@ -35,9 +36,9 @@ class UnitTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Units of a layer that are left out at once, and how many stay at least.
+    """Units of a layer that are left out together.
 
-    What stays, but for all of them, is a multiple of the least.
+    A width is all units, or a multiple of ``n_least``. At least ``n_least`` units stay.
     """
 
     layer: int
@@ -46,7 +47,7 @@ class _Step:
     n_least: int
 
     def narrowed(self, widths: Widths) -> Widths | None:
-        """What remains; None: there was no more than the least."""
+        """Return the widths after this step, or None if only ``n_least`` units are left."""
         groups, neurons = widths.groups.copy(), widths.neurons.copy()
         of = groups if self.is_attention else neurons
         if of[self.layer] <= self.n_least:
@@ -55,7 +56,7 @@ class _Step:
         return Widths(groups, neurons)
 
 
-def search(  # noqa: PLR0913 -- of what, for what, by what
+def search(  # noqa: PLR0913 -- the model, its targets, and the functions that judge it
     blocks: Blocks,
     shares: Sequence[float],
     loss: Loss,
@@ -65,23 +66,24 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
     least: int,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> list[Widths]:
-    """Widths for each share of the blocks' bytes, by lazy greedy search from all units down.
+    """Search widths for each share of the blocks' bytes, by lazy greedy removal of units.
 
-    What a step costs is asked anew only when it is the cheapest known: costs mostly grow as more is
-    left out (Minoux 1978), so few of them are asked again after each step.
+    The search starts with all units. A step's cost is measured again only when it is the cheapest
+    known. Costs mostly grow as more units are left out (Minoux 1978), so few steps are measured
+    again after each step.
 
     Args:
-        blocks: Of the model.
-        shares: From the largest to the smallest; widths of each take no more than that.
-        loss: Called with widths, many times.
-        times: Of units.
-        step: Neurons that are left out at once, at most.
-        least: Neurons that a layer keeps, beside a group; wider layers that are cut have a multiple
-            of them.
-        progress: Told what share is left.
+        blocks: Blocks of the model.
+        shares: Largest shares allowed, in descending order.
+        loss: Loss function; it is called many times.
+        times: Times of units.
+        step: Most neurons to leave out in one step.
+        least: Least neurons that a layer keeps. A layer that lost neurons has a multiple of this
+            number.
+        progress: Called with the share that is left.
 
     Returns:
-        Widths by share; each share's are within those of the one before.
+        Widths by share; each share's units are among those of the share before.
     """
     widths = all_units(blocks)
     groups = blocks.group_granule
@@ -93,7 +95,7 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
         while blocks.share(widths) > share:
             cheapest = frontier.next(widths)
             if cheapest is None:
-                break  # floors
+                break  # every layer is at its least width
             widths = cheapest
             progress(blocks.share(widths))
         found.append(widths)
@@ -101,19 +103,19 @@ def search(  # noqa: PLR0913 -- of what, for what, by what
 
 
 class _Frontier:
-    """Steps that can be taken, cheapest first as far as is known."""
+    """Possible steps, ordered by their last measured cost."""
 
     def __init__(
         self, steps: Sequence[_Step], loss: Loss, times: UnitTimes, widths: Widths
     ) -> None:
         self._steps, self._loss, self._times = steps, loss, times
         self._now = loss(widths)
-        # cost of a step, its number, and what it was last measured at
+        # Entries: cost of a step, its number, and the number of steps taken when it was measured.
         self._heap = [(-np.inf, number, -1) for number in range(len(self._steps))]
         self._n_taken = 0
 
     def next(self, widths: Widths) -> Widths | None:
-        """What the cheapest step leaves of ``widths``; None: there is none."""
+        """Take the cheapest step from ``widths``; return the result, or None if no step is left."""
         while self._heap:
             cost, number, measured = heapq.heappop(self._heap)
             narrowed = self._steps[number].narrowed(widths)

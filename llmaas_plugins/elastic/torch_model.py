@@ -1,7 +1,7 @@
-"""A decoder in torch, straight from its GGUF: a layer's weights are read when it is their turn.
+"""Decoder in torch that reads each layer's weights from the GGUF when the layer is computed.
 
-Only one layer, or one chunk of the vocabulary, is in memory in float32 beside the mapped file.
-Units are removed by gates: a removed unit's output is multiplied with 0, all else is as it was.
+Only one layer, or one chunk of the vocabulary, is in memory as float32 beside the mapped file.
+Gates remove units: the output of a removed unit is multiplied by 0, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from llmaas_plugins.gguf_header import read_header
 __all__ = ["Decoder", "Gates", "Weights", "Windows", "gates_of"]
 
 Windows = NDArray[np.int32]
-"""Tokens, shape ``(n_windows, n_tokens)``: each row is a text of its own."""
+"""Tokens, shape ``(n_windows, n_tokens)``; each row is a separate text."""
 
 Weights = Mapping[str, Tensor]
-"""Of a layer in float32, by name within the layer: ``attn_q.weight``."""
+"""Weights of one layer in float32, by name within the layer, such as ``attn_q.weight``."""
 
 _CHUNK = 1 << 23
-"""Values of the output matrix, or of logits, that are in memory at once."""
+"""Most values of the output matrix, or of logits, in memory at once."""
 
 _ROWS = 256
-"""Of a matrix that are dequantised at once."""
+"""Rows of a matrix to dequantize at once."""
 
 
 class Gates(NamedTuple):
-    """What the outputs of a layer's units are multiplied with.
+    """Factors on the outputs of a layer's units.
 
     Attributes:
-        groups: Attention's result by KV group; shape ``(n_groups,)`` or ``(n_tokens, n_groups)``.
-        neurons: The MLP's; shape ``(n_ff,)`` or ``(n_tokens, n_ff)``.
+        groups: Factors on the attention output of each KV group; shape ``(n_groups,)`` or
+            ``(n_tokens, n_groups)``.
+        neurons: Factors on the outputs of the MLP's neurons; shape ``(n_ff,)`` or ``(n_tokens,
+            n_ff)``.
     """
 
     groups: Tensor
@@ -49,7 +51,7 @@ class Gates(NamedTuple):
 
 
 def gates_of(widths: Widths, decoder: Decoder) -> list[Gates]:
-    """Gates by layer that leave the leading units."""
+    """Return gates by layer that keep only the leading units."""
     groups, neurons = torch.arange(decoder.blocks.n_groups), torch.arange(decoder.blocks.n_ff)
     return [
         Gates((groups < int(n_groups)).float(), (neurons < int(n_neurons)).float())
@@ -58,19 +60,20 @@ def gates_of(widths: Widths, decoder: Decoder) -> list[Gates]:
 
 
 class Decoder:
-    """A model of one of the families that can be elastic.
+    """Model of one of the families that can be elastic.
 
     Attributes:
-        architecture: How it computes.
-        blocks: Its units.
+        architecture: The model's architecture.
+        blocks: The model's units.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map a GGUF.
+        """Map a GGUF into memory.
 
         Raises:
-            ConfigError: It is no GGUF, or of a model that cannot be elastic or be computed here.
-            StoreError: It cannot be read.
+            ConfigError: The file is no GGUF, or its model cannot be elastic or cannot be computed
+                here.
+            StoreError: The file cannot be read.
         """
         self.architecture = architecture_of(path)
         self.blocks = self.architecture.blocks
@@ -79,17 +82,17 @@ class Decoder:
         self._output = "output" if "output.weight" in self._tensors else "token_embd"
 
     def weights(self, layer: int) -> Weights:
-        """Read those of a layer."""
+        """Read the weights of a layer."""
         prefix = f"blk.{layer}."
         names = [name for name in self._tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): self._read(name) for name in names}
 
     def run(self, windows: Windows, gates: Sequence[Gates] | None = None) -> Tensor:
-        """Output of the last layer, shape ``(n_windows, n_tokens, n_embd)``.
+        """Return the output of the last layer, shape ``(n_windows, n_tokens, n_embd)``.
 
         Args:
-            windows: What to evaluate.
-            gates: By layer.
+            windows: Tokens to evaluate.
+            gates: Gates by layer.
         """
         x = self.embed(windows)
         for layer in range(self.blocks.n_layers):
@@ -97,7 +100,7 @@ class Decoder:
         return x
 
     def embed(self, windows: Windows) -> Tensor:
-        """Input of the first layer, shape ``(n_windows, n_tokens, n_embd)``."""
+        """Return the input of the first layer, shape ``(n_windows, n_tokens, n_embd)``."""
         distinct, places = np.unique(windows, return_inverse=True)
         x = self._read("token_embd.weight", distinct)[
             torch.from_numpy(places.reshape(windows.shape))
@@ -105,25 +108,25 @@ class Decoder:
         return x * x.shape[-1] ** 0.5 if self.architecture.is_gemma else x
 
     def apply(self, layer: int, inputs: Tensor, gates: Gates | None = None) -> Tensor:
-        """Outputs of a layer for windows, whose weights are read, and let go; shape as ``inputs``.
+        """Return the outputs of a layer, shaped as ``inputs``; read its weights only for this call.
 
         Args:
-            layer: Which it is.
-            inputs: Its inputs, shape ``(n_windows, n_tokens, n_embd)``.
-            gates: What its units' outputs are multiplied with.
+            layer: Index of the layer.
+            inputs: Inputs of the layer, shape ``(n_windows, n_tokens, n_embd)``.
+            gates: Factors on the outputs of the layer's units.
         """
         weights = self.weights(layer)
         with torch.no_grad():
             return torch.stack([self.block(layer, weights, x, gates) for x in inputs])
 
     def block(self, layer: int, weights: Weights, x: Tensor, gates: Gates | None = None) -> Tensor:
-        """Output of a layer.
+        """Return the output of a layer for one window.
 
         Args:
-            layer: Which it is.
-            weights: Its own.
-            x: Its input, shape ``(n_tokens, n_embd)``; the first is at position 0.
-            gates: What its units' outputs are multiplied with.
+            layer: Index of the layer.
+            weights: Weights of the layer.
+            x: Input of the layer, shape ``(n_tokens, n_embd)``; the first row is at position 0.
+            gates: Factors on the outputs of the layer's units.
         """
         y = self.attend(layer, weights, self._norm(x, weights["attn_norm.weight"]))
         if gates is not None:
@@ -136,7 +139,7 @@ class Decoder:
         return x + self._post(_product(y, weights, "ffn_down"), weights, "post_ffw_norm")
 
     def attend(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
-        """Attention's result before the output projection, shape ``(n_tokens, n_heads * dim)``."""
+        """Return attention before the output projection, shape ``(n_tokens, n_heads * dim)``."""
         a, width = self.architecture, self.blocks.head_dim
         q, k, v = (
             _product(x, weights, f"attn_{name}").unflatten(-1, (-1, width)).transpose(0, 1)
@@ -156,45 +159,45 @@ class Decoder:
         return y.transpose(0, 1).flatten(1)
 
     def activate(self, weights: Weights, x: Tensor) -> Tensor:
-        """What the MLP's neurons put out, shape ``(n_tokens, n_ff)``."""
+        """Return the outputs of the MLP's neurons, shape ``(n_tokens, n_ff)``."""
         gate = _product(x, weights, "ffn_gate")
         is_gemma = self.architecture.is_gemma
         gate = functional.gelu(gate, approximate="tanh") if is_gemma else functional.silu(gate)
         return gate * _product(x, weights, "ffn_up")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the last layer's output: shape ``(n_tokens, n_vocab)``."""
+        """Return the logits for an output of the last layer; shape ``(n_tokens, n_vocab)``."""
         return torch.cat([part for _, part in self._logits(self._last_norm(x))], -1)
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Surprise in nats at what follows; shape ``(n_tokens,)``.
+        """Return the loss of each target in nats; shape ``(n_tokens,)``.
 
         Args:
             x: Output of the last layer, shape ``(n_tokens, n_embd)``.
-            targets: The token after each.
+            targets: The token after each position.
         """
-        normalisers, found = self._normalisers(self._last_norm(x), targets)
-        return normalisers - found
+        normalizers, found = self._normalizers(self._last_norm(x), targets)
+        return normalizers - found
 
     def loss_gradient(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Gradient of the sum of ``losses`` with respect to ``x``; same shape."""
+        """Return the gradient of the sum of ``losses`` with respect to ``x``, shaped as ``x``."""
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             y = self._last_norm(x)
         cut = y.detach().requires_grad_()
-        normalisers, _ = self._normalisers(cut, targets)
+        normalizers, _ = self._normalizers(cut, targets)
         places = torch.arange(len(x))
         with torch.enable_grad():
             for start, logits in self._logits(cut):
-                errors = torch.exp(logits.detach() - normalisers[:, None])
+                errors = torch.exp(logits.detach() - normalizers[:, None])
                 here = (targets >= start) & (targets < start + logits.shape[-1])
                 errors[places[here], targets[here] - start] -= 1
                 logits.backward(errors)
         y.backward(cut.grad)
         return x.grad
 
-    def _normalisers(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log of the sum of exponentials of logits, and the targets' own."""
+    def _normalizers(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-sum-exp of the logits, and the logits of the targets."""
         total = torch.full((len(y),), -torch.inf)
         found = torch.zeros(len(y))
         for start, logits in self._logits(y.detach()):
@@ -204,7 +207,7 @@ class Decoder:
         return total, found
 
     def _logits(self, y: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """By chunks of the vocabulary, each with its first token."""
+        """Yield the logits by chunks of the vocabulary, each with its first token."""
         name = f"{self._output}.weight"
         n_vocab, cap = self._tensors[name].n_rows, self.architecture.logit_cap
         step = max(1, _CHUNK // max(y.shape))
@@ -222,12 +225,12 @@ class Decoder:
         return functional.rms_norm(x, x.shape[-1:], weight, self.architecture.epsilon)
 
     def _post(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        """The norm of a block's output, where the family has one."""
+        """Apply the norm after attention or the MLP, where the family has one."""
         weight = weights.get(f"{name}.weight")
         return x if weight is None else self._norm(x, weight)
 
     def _turns(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines by position and pair."""
+        """Return RoPE's cosines and sines by position and pair."""
         own, n_rot = self.architecture.layers[layer], self.architecture.n_rot
         rates = own.rope_base ** -(torch.arange(0, n_rot, 2, dtype=torch.float64) / n_rot)
         if "rope_freqs.weight" in self._tensors:
@@ -238,7 +241,7 @@ class Decoder:
     def _rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         n_rot, (cos, sin) = self.architecture.n_rot, turns
         x, rest = x[..., :n_rot], x[..., n_rot:]
-        if self.architecture.rotates_neighbours:
+        if self.architecture.rotates_neighbors:
             a, b = x[..., 0::2], x[..., 1::2]
             turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
         else:
@@ -260,7 +263,7 @@ class Decoder:
 
 
 def _gated(x: Tensor, gates: Tensor) -> Tensor:
-    """Units are equal parts of the channels."""
+    """Multiply each unit's equal share of the channels by its gate."""
     return (x.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
 
 
@@ -268,16 +271,16 @@ def _product(x: Tensor, weights: Weights, name: str) -> Tensor:
     return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
-def _capped_attention(  # noqa: PLR0913, PLR0917 -- as torch's own has them
+def _capped_attention(  # noqa: PLR0913, PLR0917 -- same arguments as torch's attention
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float
 ) -> Tensor:
-    """With scores that are limited softly; shape as ``q``."""
+    """Compute attention with softly limited scores; shaped as ``q``."""
     scores = q.unflatten(0, (len(k), -1)) @ k.transpose(-1, -2)[:, None] * scale
     scores = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ v[:, None]).flatten(0, 1)
 
 
 def _visible(n_tokens: int, window: int | None) -> Tensor:
-    """Whether a token, the row, attends to another, the column."""
+    """Return whether a token (row) attends to another (column)."""
     mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
     return mask if window is None else mask.triu(1 - window)

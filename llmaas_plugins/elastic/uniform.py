@@ -1,4 +1,4 @@
-"""Widths as ElastiLM chooses them: one share for all layers but the anchors (§3.2)."""
+"""Choose widths as ElastiLM does: the same share in all layers except the anchors (§3.2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmaas_plugins.elastic.units import Blocks, Widths, all_units
 __all__ = ["LEVELS", "anchors_of", "step_of", "uniform_widths"]
 
 LEVELS = tuple(n / 10 for n in range(10, 1, -1))
-"""The paper's: 100 % to 20 %."""
+"""Levels of the paper: 100 % to 20 %."""
 
 _ANCHOR_SHARE = 0.2
 _LEAST_STEP = 32
@@ -23,33 +23,33 @@ _ROUNDING = 1e-9
 
 
 def anchors_of(losses: NDArray[np.float64]) -> tuple[int, ...]:
-    """The fifth of the layers whose removal raises the loss most, in the order of layers."""
+    """Return the fifth of the layers whose removal raises the loss most, in ascending order."""
     n_anchors = round(_ANCHOR_SHARE * len(losses))
     return tuple(sorted(np.argsort(-losses, kind="stable")[:n_anchors].tolist()))
 
 
 def step_of(blocks: Blocks) -> int:
-    """Neurons that are left out at once: whole blocks of ``ffn_down``'s type."""
+    """Return how many neurons to leave out together: whole blocks of ``ffn_down``'s type."""
     return math.lcm(blocks.granule, _LEAST_STEP)
 
 
 def uniform_widths(
     blocks: Blocks, levels: Sequence[float], losses: NDArray[np.float64], step: int
 ) -> tuple[Widths, ...]:
-    """Widths of each level: the most that take no larger share of the blocks' bytes.
+    """Return the widths of each level: the widest that stay within its share of the blocks' bytes.
 
-    A layer's groups are a coarser measure than its neurons: these make up for them. A group and
-    ``step`` neurons of each layer always stay. Where that is all that is left of other layers,
-    anchors give way, too, which the paper does not say.
+    Groups come in larger units than neurons, so neurons make up the difference. A group and
+    ``step`` neurons of each layer always stay. Once all other layers are that narrow, anchors
+    become narrower, too; the paper does not say so.
 
     Args:
-        blocks: Of the model.
-        levels: Shares, from the largest to the smallest.
-        losses: By layer: how much the loss grows without it; ``(n_layers,)``.
-        step: Neurons that are left out at once.
+        blocks: Blocks of the model.
+        levels: Shares in descending order.
+        losses: Increase of the loss without each layer; ``(n_layers,)``.
+        step: Neurons that are left out together.
 
     Returns:
-        By level; each one's are within those of the one before.
+        Widths by level; each level's units are among those of the level before.
     """
     n_bytes = [blocks.n_groups * group for group in blocks.group_bytes]
     n_bytes += [blocks.n_ff * neuron for neuron in blocks.neuron_bytes]
@@ -69,16 +69,16 @@ def uniform_widths(
 
 
 class _Cut(NamedTuple):
-    """Units of a layer that are left out at once; what sorts first is left out first.
+    """Units of a layer that are left out together. Cuts are applied in ascending order.
 
     Attributes:
-        is_anchor: The layer is one.
-        left_out: Share of the layer's units that is left out then, but for half of these.
-        loss: Of the layer.
-        layer: From 0.
-        is_attention: They are groups, not neurons.
-        width: Units that stay.
-        n_bytes: Of what is left out.
+        is_anchor: Whether the layer is an anchor.
+        left_out: Share of the layer's units left out, at the middle of this cut.
+        loss: Loss without the layer.
+        layer: Index of the layer.
+        is_attention: Whether the units are groups, not neurons.
+        width: Number of units that stay.
+        n_bytes: Bytes that are left out.
     """
 
     is_anchor: bool
@@ -91,7 +91,7 @@ class _Cut(NamedTuple):
 
 
 class _Units(NamedTuple):
-    """Those of a layer: how many there are, are left out at once, and bytes of each."""
+    """Number of a layer's units, how many are left out together, and bytes of each."""
 
     n: int
     step: int
@@ -99,7 +99,7 @@ class _Units(NamedTuple):
 
 
 def _cuts(blocks: Blocks, losses: NDArray[np.float64], step: int) -> list[_Cut]:
-    """All that can be left out, in order."""
+    """Return all possible cuts, in order."""
     anchors, found = anchors_of(losses), list[_Cut]()
     for i in range(blocks.n_layers):
         for is_attention, units in (
@@ -114,6 +114,6 @@ def _cuts(blocks: Blocks, losses: NDArray[np.float64], step: int) -> list[_Cut]:
 
 
 def _widths(units: _Units) -> Iterable[tuple[int, int]]:
-    """Each width but the narrowest, and the next narrower one."""
+    """Return each width except the narrowest, with the next narrower one."""
     widths = [units.n, *range((units.n - 1) // units.step * units.step, 0, -units.step)]
     return itertools.pairwise(widths)

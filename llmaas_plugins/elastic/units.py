@@ -1,8 +1,8 @@
-"""What can be left out of a layer: groups of query heads, and neurons.
+"""Units that can be left out of a layer: KV groups and neurons.
 
 A KV group is the query heads that share a key and value head: rows of ``attn_q`` and columns of
 ``attn_output``. A neuron is a row of ``ffn_gate`` and of ``ffn_up``, and a column of ``ffn_down``.
-A layer's units may be in any order (ElastiLM §3.2); keys and values are never left out.
+The units of a layer may be in any order (ElastiLM §3.2). Keys and values are never left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
-"""Architectures that can be elastic, as llama.cpp names them."""
+"""Architectures that can be elastic, by their llama.cpp names."""
 
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _BIASES = {"llama": _MATRICES, "qwen2": _MATRICES[:3], "qwen3": _MATRICES[:3]}
@@ -43,11 +43,11 @@ _NORMS = {"qwen3": _HEAD_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": (*_GEMMA_NORMS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Widths:
-    """How many leading units of each layer are in use.
+    """Number of leading units in use in each layer.
 
     Attributes:
-        groups: int32, ``(n_layers,)``.
-        neurons: int32, ``(n_layers,)``.
+        groups: KV groups in use; int32, ``(n_layers,)``.
+        neurons: Neurons in use; int32, ``(n_layers,)``.
     """
 
     groups: NDArray[np.int32]
@@ -56,21 +56,22 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A model's blocks: all its layers are alike.
+    """Dimensions of a model's blocks; all layers have the same shape.
 
     Attributes:
-        arch: In ``FAMILIES``.
-        n_layers: Layers.
-        n_groups: KV heads of each.
-        heads_per_group: Query heads that share one.
+        arch: Architecture, one of ``FAMILIES``.
+        n_layers: Number of layers.
+        n_groups: Number of KV heads of a layer.
+        heads_per_group: Number of query heads that share a KV head.
         head_dim: Width of a head.
-        n_embd: Width of what blocks read and write.
-        n_ff: Neurons of each layer.
-        group_granule: Groups that can only move, or be left out, together: 1, unless a block of
-            ``attn_output``'s type spans several.
-        granule: Likewise neurons: 1, or the block of ``ffn_down``'s type.
-        group_bytes: By layer, of a group's ``attn_q`` and ``attn_output``.
-        neuron_bytes: By layer, of a neuron's ``ffn_gate``, ``ffn_up`` and ``ffn_down``.
+        n_embd: Width of the blocks' input and output.
+        n_ff: Number of neurons of a layer.
+        group_granule: Number of groups that can only be moved or left out together. It is 1, unless
+            a quantization block of ``attn_output`` spans several groups.
+        granule: Number of neurons that can only be moved or left out together: the block size of
+            ``ffn_down``'s type, or 1.
+        group_bytes: Bytes of one group in ``attn_q`` and ``attn_output``, by layer.
+        neuron_bytes: Bytes of one neuron in ``ffn_gate``, ``ffn_up`` and ``ffn_down``, by layer.
     """
 
     arch: str
@@ -87,29 +88,29 @@ class Blocks:
 
     @property
     def group_width(self) -> int:
-        """Rows of ``attn_q``, and columns of ``attn_output``, of a group."""
+        """Rows of ``attn_q``, and columns of ``attn_output``, per group."""
         return self.heads_per_group * self.head_dim
 
     @property
     def n_bytes(self) -> float:
-        """Of all units."""
+        """Bytes of all units."""
         return sum(self.group_bytes) * self.n_groups + sum(self.neuron_bytes) * self.n_ff
 
     def share(self, widths: Widths) -> float:
-        """Of the blocks' bytes, K and V projections apart, that these widths use."""
+        """Return the share of all units' bytes (without K and V projections) that widths use."""
         groups, neurons = np.array(self.group_bytes), np.array(self.neuron_bytes)
         return float(groups @ widths.groups + neurons @ widths.neurons) / self.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What scores were found with.
+    """Record of how scores were computed.
 
     Attributes:
-        sha256: Of the tokens, as little-endian int32.
-        seed: Of what was drawn by chance.
-        n_tokens: How many tokens.
-        method: How.
+        sha256: SHA-256 of the calibration tokens, as little-endian int32.
+        seed: Seed of the random choices.
+        n_tokens: Number of calibration tokens.
+        method: Name of the scoring method.
     """
 
     sha256: str
@@ -120,14 +121,14 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """How important units are; higher is more so, and only units of one layer are compared.
+    """Importance of units; higher is more important. Scores are comparable only within one layer.
 
     Attributes:
-        groups: float64, ``(n_layers, n_groups)``.
-        neurons: float64, ``(n_layers, n_ff)``.
-        calibration: What they were found with.
-        layers: How much the loss grows when a layer is left out, in nats a token; float64,
-            ``(n_layers,)``. None: not measured.
+        groups: Scores of the groups; float64, ``(n_layers, n_groups)``.
+        neurons: Scores of the neurons; float64, ``(n_layers, n_ff)``.
+        calibration: How the scores were computed.
+        layers: Increase of the loss when a layer is left out, in nats per token; float64,
+            ``(n_layers,)``. None if not measured.
     """
 
     groups: NDArray[np.float64]
@@ -137,28 +138,28 @@ class Scores:
 
 
 def all_units(blocks: Blocks) -> Widths:
-    """The widths of the whole model."""
+    """Return the widths of the whole model."""
     return without_layers(blocks, ())
 
 
 def without_layers(blocks: Blocks, layers: Collection[int]) -> Widths:
-    """All units, but for those of some layers."""
+    """Return the widths that use all units except those of the given layers."""
     is_kept = np.array([layer not in layers for layer in range(blocks.n_layers)], np.int32)
     return Widths(blocks.n_groups * is_kept, blocks.n_ff * is_kept)
 
 
 def blocks_of(path: Path) -> Blocks:
-    """A model file's.
+    """Read the blocks of a model file.
 
     Raises:
-        ConfigError: It is no GGUF, or of a model that cannot be elastic; the message says why.
-        StoreError: It cannot be read.
+        ConfigError: The file is no GGUF, or its model cannot be elastic. The message says why.
+        StoreError: The file cannot be read.
     """
     return blocks_in(read_header(path), path)
 
 
 def blocks_in(header: Header, path: Path) -> Blocks:
-    """Those of a file whose header was read.
+    """Return the blocks of a model whose header was already read.
 
     Raises:
         ConfigError: The model cannot be elastic.
@@ -167,7 +168,7 @@ def blocks_in(header: Header, path: Path) -> Blocks:
         return _blocks(header)
     except _UnfitError as error:
         raise ConfigError(
-            f"{path} cannot be made elastic: {error}. Served are dense models of the families "
+            f"{path} cannot be made elastic: {error}. Supported are dense models of the families "
             f"{', '.join(FAMILIES)}."
         ) from error
 
@@ -176,7 +177,7 @@ def blocks_in(header: Header, path: Path) -> Blocks:
 
 
 class _UnfitError(Exception):
-    """Why a model cannot be elastic."""
+    """Reason why a model cannot be elastic."""
 
 
 def _blocks(header: Header) -> Blocks:
@@ -225,7 +226,7 @@ def _served_arch(header: Header) -> str:
 
 
 class _Numbers:
-    """What the metadata says of the architecture: the same for all layers, or refused."""
+    """Reader of the architecture's whole numbers; refuses numbers that differ between layers."""
 
     def __init__(self, header: Header, arch: str) -> None:
         self._header, self._arch = header, arch
@@ -234,20 +235,20 @@ class _Numbers:
         key = f"{self._arch}.{key}"
         found = self._header.whole_number(key) if key in self._header.fields else default
         if found is None or not 0 < found < 1 << 20:
-            raise _UnfitError(f"its metadata has no {key} that is the same for all layers")
+            raise _UnfitError(f"its metadata has no {key}, or has one that differs between layers")
         return found
 
 
 def _check_tensors(header: Header, arch: str, n_layers: int) -> None:
-    """Refuse tensors whose units are not known."""
+    """Refuse a model with tensors that this module does not know."""
     known = {f"{matrix}.weight" for matrix in (*_MATRICES, *_NORMS.get(arch, ()))}
     known |= {f"{matrix}.bias" for matrix in _BIASES.get(arch, ())}
-    known |= {f"{matrix}.scale" for matrix in _MATRICES}  # one number for a whole matrix
+    known |= {f"{matrix}.scale" for matrix in _MATRICES}  # one factor for a whole matrix
     known |= {"attn_norm.weight", "ffn_norm.weight"}
     for name in header.tensors:
         match = re.fullmatch(r"blk\.(\d{1,6})\.(.+)", name)
         if match and int(match[1]) < n_layers and match[2] == "attn_qkv.weight":
-            raise _UnfitError(f"{name} has queries, keys and values in one")
+            raise _UnfitError(f"{name} holds queries, keys and values in one matrix")
         if match and (int(match[1]) >= n_layers or match[2] not in known):
             raise _UnfitError(f"it has the tensor {name}, which {arch} models do not have")
 
@@ -260,7 +261,7 @@ def _matrices(header: Header, i: int) -> dict[str, Place]:
 
 
 def _shapes(n_embd: int, n_queries: int, n_keys: int, n_ff: int) -> dict[str, tuple[int, int]]:
-    """Columns and rows of a layer's matrices."""
+    """Return the columns and rows of a layer's matrices."""
     return {
         "attn_q": (n_embd, n_queries),
         "attn_k": (n_embd, n_keys),
@@ -275,18 +276,18 @@ def _shapes(n_embd: int, n_queries: int, n_keys: int, n_ff: int) -> dict[str, tu
 def _check_shapes(
     header: Header, i: int, layer: dict[str, Place], shapes: dict[str, tuple[int, int]]
 ) -> None:
-    """Each matrix has the shape that the metadata gives it, and each bias its matrix's rows."""
+    """Refuse a layer with a matrix, bias or scale whose shape does not fit the metadata."""
     for name, shape in shapes.items():
         bias = header.tensors.get(f"blk.{i}.{name}.bias")
         scale = header.tensors.get(f"blk.{i}.{name}.scale")
         if layer[name].shape != shape or (bias and bias.shape != shape[1:]):
-            raise _UnfitError(f"blk.{i}.{name} has not the shape that the metadata says")
+            raise _UnfitError(f"the shape of blk.{i}.{name} differs from the metadata's")
         if scale and math.prod(scale.shape) > 1:
             raise _UnfitError(f"blk.{i}.{name}.scale has more than one value")
 
 
 def _group_granule(layers: list[dict[str, Place]], n_groups: int, width: int) -> int:
-    """Groups whose columns are whole blocks."""
+    """Return the least number of groups whose columns of ``attn_output`` are whole blocks."""
     columns = math.lcm(*(layer["attn_output"].block_columns for layer in layers))
     granule = columns // math.gcd(columns, width)
     return granule if n_groups % granule == 0 else n_groups

@@ -1,7 +1,7 @@
-"""The sparse mode's rule: prompts are exact, and so is all that is not known to be an answer.
+"""Rule of the sparse mode: only answers are sparse; prompts and everything else are exact.
 
 An answer begins with the first token that a request samples, and ends with the request. Batch sizes
-say nothing: the last token of a prompt may come alone.
+do not identify an answer: the last token of a prompt may come alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NAME = "flash_weights"
 
 @dataclass(slots=True)
 class _Context:
-    """A context in the sparse mode.
+    """Context in the sparse mode.
 
     Attributes:
-        native: Where sparse tokens are switched on.
-        request: The request that it serves; None between requests.
-        draft_model: The draft model that the request does without.
-        n_blocks: Open blocks of ``Answers.block``.
+        native: Native context, where sparse tokens are switched on.
+        request: Request that the context serves; None between requests.
+        draft_model: Draft model that was taken from the request's ``Llama``.
+        n_blocks: Number of open blocks of ``Answers.block``.
     """
 
     native: NativeContext
@@ -39,23 +39,23 @@ class Answers:
     """Contexts in the sparse mode, and which of them are answering.
 
     Attributes:
-        n_without_drafts: Requests that went without their draft model: several tokens that are
+        n_without_drafts: Number of requests whose draft model was disabled. Tokens that are
             verified together would be computed exactly, so drafts would change the text.
     """
 
     def __init__(self) -> None:
-        """Know no context yet."""
+        """Start without contexts."""
         self._contexts: dict[int, _Context] = {}
         self._lock = forks.lock()
         self.n_without_drafts = 0
 
     def add(self, native: NativeContext) -> None:
-        """Take in a new context."""
+        """Track a new context."""
         with self._lock:
             self._contexts[native.ctx] = _Context(native)
 
     def forget(self, ctx: int) -> None:
-        """Drop a context that is about to go."""
+        """Stop tracking a context that is about to be freed."""
         with self._lock:
             self._contexts.pop(ctx, None)
 
@@ -68,7 +68,7 @@ class Answers:
                 context.native.sparse_tokens = False
 
     def sampled(self, ctx: int) -> None:
-        """Note that a token was sampled: the answer of the request in progress comes next."""
+        """Compute sparsely from now on, because the request in progress sampled a token."""
         context = self._contexts.get(ctx)
         if context is None or context.request is None or context.native.sparse_tokens:
             return
@@ -83,7 +83,7 @@ class Answers:
                 self.n_without_drafts += 1
 
     def end(self, request: Request) -> None:
-        """Go back to exact tokens, and give the draft model back."""
+        """Compute exactly again, and restore the draft model."""
         with self._lock:
             context = self._contexts.get(request.engine.ctx)
             if context is None or context.request is not request:

@@ -1,4 +1,4 @@
-"""How large a model's activations are: the threshold that leaves out a given share of them."""
+"""Measure a model's activations, to find the threshold that leaves out a given share of values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmaas_plugins.flash_weights.operands import Operand
 __all__ = ["SPARSITIES", "Activity", "Calibration", "Calibrator", "channel_order"]
 
 SPARSITIES = tuple(n / 20 for n in range(1, 20))
-"""Shares of an activation's values that are left out."""
+"""Shares of an activation's values to leave out."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "attn_qkv": "attn_input",
@@ -25,18 +25,17 @@ _ACTIVATIONS: dict[str, Activation] = {
     "ffn_up": "ffn_input",
     "ffn_down": "ffn_middle",
 }
-"""What the families read."""
+"""Activation that each family of matrices reads."""
 _N_TOKENS = 2048
 _BUCKET_SHIFT = 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activity:
-    """How large the values of an operand are.
+    """Magnitudes of the values of an operand.
 
     Attributes:
-        quantiles: For each of ``SPARSITIES``, the magnitude that this share of values is below;
-            float32.
+        quantiles: Magnitude below which each share of ``SPARSITIES`` of the values lies; float32.
         means: Mean magnitude by channel; float32, ``(n_channels,)``.
     """
 
@@ -45,19 +44,25 @@ class Activity:
 
 
 Calibration = dict[Operand, Activity]
-"""What a model's operands are like."""
+"""Magnitudes by operand of a model."""
 
 
 def channel_order(activities: Sequence[Activity]) -> NDArray[np.int32]:
-    """Channels of operands that share an order, busiest first: each operand has the same say."""
+    """Order the channels of operands that share an order, busiest first.
+
+    Each operand has the same weight.
+    """
     shares = sum(activity.means / max(activity.means.sum(), 1e-30) for activity in activities)
     return np.argsort(-np.asarray(shares), kind="stable").astype(np.int32)
 
 
 class Calibrator(Listener):
-    """Calibrates models that are loaded while it listens: ``activate(…, {"calibrator": self})``."""
+    """Plugin that calibrates models loaded while it is active.
 
-    def calibrate(  # noqa: PLR0913 -- what, with what, and how
+    Use it as ``activate(…, {"calibrator": calibrator})``.
+    """
+
+    def calibrate(  # noqa: PLR0913 -- model, text, and their limits
         self,
         model: Any,
         operands: Sequence[Operand],
@@ -67,25 +72,25 @@ class Calibrator(Listener):
         n_threads: int = 0,
         progress: Callable[[int], None] = lambda _n: None,
     ) -> Calibration:
-        """Evaluate tokens, and see how large what each operand reads is.
+        """Evaluate tokens and measure the magnitudes that each operand reads.
 
         Args:
             model: A ``llama_model``.
-            operands: Those of its file.
-            text: What to evaluate, windows of 512 tokens from all over it; what the model itself
-                says when None.
-            n_tokens: How many, at most.
-            n_threads: 0 takes all processors.
-            progress: Told of tokens that are done.
+            operands: Operands of the model's file.
+            text: Tokens to evaluate, in windows of 512 from all over the text. If None, the model
+                generates the text.
+            n_tokens: Most tokens to evaluate.
+            n_threads: Number of threads; 0 uses all processors.
+            progress: Called with the number of tokens just evaluated.
 
         Raises:
             ConfigError: The text is empty, or the model has no operands.
-            LlmaasError: There is no memory for a context, or its activations cannot be seen.
+            LlmaasError: There is no memory for a context, or the activations cannot be observed.
         """
         if not operands:
             raise ConfigError("the model has no matrices whose channels could be left out")
         if text is not None and len(text) == 0:
-            raise ConfigError("there is nothing in the text to calibrate with")
+            raise ConfigError("there is no text to calibrate with")
         with Evaluator(model, n_threads) as evaluator:
             counted = self._count(evaluator, operands)
             tokens = (
@@ -96,7 +101,7 @@ class Calibrator(Listener):
             return {one: _activity(one, counted[one.family]) for one in operands}
 
     def _count(self, evaluator: Evaluator, operands: Sequence[Operand]) -> dict[str, Magnitudes]:
-        """What counts, by family."""
+        """Start counting magnitudes, by family."""
         context = self.hook_point(evaluator)
         widths: dict[str, dict[int, int]] = {}
         for operand in operands:
@@ -113,14 +118,14 @@ def _activity(operand: Operand, magnitudes: Magnitudes) -> Activity:
     if n_rows == 0 or not np.isfinite(sums).all():
         problem = "are not finite" if n_rows else "do not pass the hook point in the engine"
         raise LlmaasError(
-            f"the model cannot be calibrated: what {operand.weights[0]} reads, or some of it, "
+            f"the model cannot be calibrated: some inputs of {operand.weights[0]} "
             f"{problem}. Is the file damaged, or a layer on a GPU?"
         )
     return Activity(_quantiles(counts), (sums / n_rows).astype(np.float32))
 
 
 def _quantiles(counts: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Values are taken to be spread evenly over their bucket."""
+    """Return the quantiles, assuming that values are spread evenly over their bucket."""
     edges = (np.arange(len(counts) + 1, dtype=np.uint32) << _BUCKET_SHIFT).view(np.float32)
     below = np.concatenate([[0.0], counts.cumsum(dtype=np.float64)])
     return np.interp(np.array(SPARSITIES) * below[-1], below, edges).astype(np.float32)

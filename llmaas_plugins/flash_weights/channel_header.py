@@ -1,4 +1,4 @@
-"""What the channel file says of itself: model, operands, thresholds."""
+"""Header of the channel file: model, operands, thresholds."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Quantiles = Mapping[OperandKey, NDArray[np.float32]]
 def header_of(
     model: str, groups: Sequence[Group], group_layers: int, calibration: Calibration
 ) -> Header:
-    """The header of a file.
+    """Return the header for a file.
 
     Raises:
-        ValueError: The calibration is of other operands.
+        ValueError: The calibration does not match the operands.
     """
     quantiles: dict[OperandKey, NDArray[np.float32]] = {}
     hashed = hashlib.blake2b(digest_size=16)
@@ -53,37 +53,37 @@ def header_of(
         for operand in group.operands:
             quantiles[key_of(operand)] = calibration[operand].quantiles
             if not _are_rising(calibration[operand].quantiles):
-                raise ValueError(f"{key_of(operand)} has quantiles that do not rise")
+                raise ValueError(f"{key_of(operand)} has quantiles that are not ascending")
         order = group_order(group, calibration)
         if not is_permutation(order, group.n_channels):
-            raise ValueError(f"{group.name} has other channels than were calibrated")
+            raise ValueError(f"{group.name} was calibrated with other channels")
         hashed.update(order.tobytes())
     return _header(model, groups, group_layers, quantiles, hashed.hexdigest())
 
 
 def group_order(group: Group, calibration: Calibration) -> NDArray[np.int32]:
-    """The channel of each of a group's records."""
+    """Return the channel of each of a group's records."""
     return channel_order([calibration[operand] for operand in group.operands])
 
 
 def contents_of(
     header: Header, tensors: Mapping[str, TensorInfo]
 ) -> tuple[int, list[Group], Quantiles]:
-    """Layers of a group, the groups, and each operand's quantiles, of a file of this model.
+    """Return the layers per group, the groups, and each operand's quantiles.
 
     Raises:
-        ValueError: It is nothing that was written for such a model.
+        ValueError: The header does not belong to a channel file of such a model.
     """
     fields = header.fields
     group_layers, quantiles = fields.get(_GROUP_LAYERS), _quantiles_in(fields)
     if not isinstance(group_layers, int) or not 1 <= group_layers <= MOST_GROUP_LAYERS:
-        raise ValueError(f"its groups are of {group_layers} layers")
+        raise ValueError(f"its groups have {group_layers} layers")
     groups = groups_of(quantiles, tensors, group_layers)
     if {key_of(one) for group in groups for one in group.operands} != quantiles.keys():
-        raise ValueError("it has other operands than the model")
+        raise ValueError("its operands differ from the model's")
     model, activity = str(fields.get(MODEL)), str(fields.get(_ACTIVITY))
     if header != _header(model, groups, group_layers, quantiles, activity):
-        raise ValueError("it has other tensors than the model")
+        raise ValueError("its tensors differ from the model's")
     return group_layers, groups, quantiles
 
 
@@ -110,15 +110,15 @@ def _quantiles_in(fields: Mapping[str, Value]) -> Quantiles:
     layers, families = _array(fields.get(_LAYERS), int), _array(fields.get(_FAMILIES), str)
     values = _array(fields.get(_QUANTILES), float)
     if len(layers) != len(families) or len(values) != len(layers) * len(SPARSITIES):
-        raise ValueError("it does not say of which operands it is")
+        raise ValueError("its list of operands is missing or incomplete")
     rows = np.asarray(values, np.float32).reshape(-1, len(SPARSITIES))
     if not all(map(_are_rising, rows)):
-        raise ValueError("its thresholds do not rise")
+        raise ValueError("its thresholds are not ascending")
     return dict(zip(zip(layers, families, strict=True), rows, strict=True))
 
 
 def _array(value: Value | None, kind: type[_T]) -> list[_T]:
-    """An array's values of this type."""
+    """Return an array's values of this type; an empty list if the value is no array."""
     return [one for one in value if isinstance(one, kind)] if isinstance(value, tuple) else []
 
 
@@ -128,5 +128,5 @@ def _are_rising(quantiles: NDArray[np.float32]) -> bool:
 
 
 def is_permutation(order: NDArray[np.int32], n: int) -> bool:
-    """Whether it has each of 0 to n - 1 once."""
+    """Return whether ``order`` has each of 0 to n - 1 once."""
     return order.shape == (n,) and bool((np.sort(order) == np.arange(n)).all())

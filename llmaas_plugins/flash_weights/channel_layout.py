@@ -1,4 +1,4 @@
-"""Where the channel file has what: groups of layers, their tensors, a channel's bytes in them."""
+"""Layout of the channel file: groups of layers, their tensors, and the bytes of a channel."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from llmaas_plugins.flash_weights.operands import FAMILIES, Operand, operands
 __all__ = ["Group", "OperandKey", "Piece", "channel_operands", "groups_of", "key_of"]
 
 OperandKey = tuple[int, str]
-"""Layer and family."""
+"""Layer and family of an operand."""
 
 
 def key_of(operand: Operand) -> OperandKey:
-    """What an operand is known by."""
+    """Return the key of an operand."""
     return operand.layer, operand.family
 
 
 def channel_operands(tensors: Mapping[str, TensorInfo]) -> list[Operand]:
-    """Those whose channels can be read one by one: whole blocks, of types that can be decoded."""
+    """Return the operands whose channels can be read one by one.
+
+    Their width must be whole blocks, and their matrices must have types that can be decoded.
+    """
     return [
         operand
         for operand in operands(tensors)
@@ -42,16 +45,16 @@ def channel_operands(tensors: Mapping[str, TensorInfo]) -> list[Operand]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A matrix's share of a channel.
+    """Part of a channel that belongs to one matrix.
 
     Attributes:
-        name: Of the matrix.
-        n_rows: Its rows.
-        n_padded_rows: The same in whole chunks.
-        n_bits: Of each number.
-        offset: Where it begins in what its layer has of the channel.
-        n_bytes: Its size.
-        has_mins: Whether it has mins beside scales.
+        name: Name of the matrix.
+        n_rows: Number of rows of the matrix.
+        n_padded_rows: Number of rows, rounded up to whole chunks.
+        n_bits: Bits of each number.
+        offset: Offset of the piece within its layer's bytes of the channel.
+        n_bytes: Bytes of the piece.
+        has_mins: Whether the matrix has mins beside scales.
     """
 
     name: str
@@ -65,12 +68,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """An activation of consecutive layers, whose channels are beside each other in the file.
+    """Operands of consecutive layers whose channels are side by side in the file.
 
     Attributes:
-        index: Of the group.
-        operands: By layer.
-        pieces: Of each operand.
+        index: Index of the group.
+        operands: Operands by layer.
+        pieces: Pieces of each operand.
     """
 
     index: int
@@ -79,22 +82,22 @@ class Group:
 
     @property
     def name(self) -> str:
-        """What its tensors' names end with."""
+        """Suffix of the names of the group's tensors."""
         return f"{self.index}.{self.operands[0].family}"
 
     @property
     def n_channels(self) -> int:
-        """Values of the activation."""
+        """Number of values of the activation."""
         return self.operands[0].n_channels
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
-        """What each layer has of a channel."""
+        """Bytes of a channel in each layer."""
         return tuple(pieces[-1].offset + pieces[-1].n_bytes for pieces in self.pieces)
 
     @property
     def parts(self) -> list[Part]:
-        """Its tensors: the order of channels, the channels, the scales of each matrix."""
+        """Tensors of the group: the order of channels, the channels, the scales of each matrix."""
         order = Part(f"order.{self.name}", GGMLQuantizationType.I32, (self.n_channels,))
         shape = self.n_channels, sum(self.layer_bytes)
         channels = Part(f"group.{self.name}", GGMLQuantizationType.I8, shape)
@@ -102,7 +105,7 @@ class Group:
 
     @property
     def scales(self) -> list[Part]:
-        """Of them, the scales of each matrix, followed by its mins if it has any."""
+        """Scales of each matrix, followed by its mins if it has any."""
         parts = []
         for piece in itertools.chain(*self.pieces):
             shape = self.n_channels // BLOCK_COLUMNS, piece.n_padded_rows
@@ -116,9 +119,9 @@ class Group:
 def groups_of(
     keys: Collection[OperandKey], tensors: Mapping[str, TensorInfo], n_layers: int
 ) -> list[Group]:
-    """Groups of ``n_layers`` layers each, from those of a model's operands that are named.
+    """Return groups of ``n_layers`` layers each, made from the operands with these keys.
 
-    Layers whose activation is not as long as that of the first of their group are left out.
+    A layer is left out if its activation has another width than the first of its group.
     """
     named = [one for one in channel_operands(tensors) if key_of(one) in keys]
     groups = []

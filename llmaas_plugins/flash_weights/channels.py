@@ -1,8 +1,9 @@
-"""The channel file: a model's matrices by columns, so that a token reads those that matter to it.
+"""Channel file: a model's matrices by columns, so that a token reads only those it needs.
 
-It is a GGUF file of an architecture that stock llama.cpp does not load. A channel is a value of an
-activation, and the column of each matrix that it is multiplied with. A record has a channel's
-columns in a group of layers, one after the other; those come first that matter most often.
+The file is a GGUF of an architecture that stock llama.cpp does not load. A channel is one value of
+an activation, with the column of each matrix that it is multiplied by. A record holds a channel's
+columns in a group of layers, one after the other. Records are sorted by how busy their channels
+are.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """An activation's channels in the file.
+    """Channels of an activation in the file.
 
     Attributes:
-        operand: Whose they are.
-        group: Key of the records that they are in, which other layers may share.
-        order: The channel of each record.
-        first: Where in the file this layer's bytes of the first record begin.
-        stride: From there to those of the next record.
-        n_bytes: What this layer has of a record.
-        pieces: Its matrices, in the order in which a record has them.
-        quantiles: Of the sizes of its values, at ``SPARSITIES``.
+        operand: Operand that the channels belong to.
+        group: Key of the records with these channels; other layers may share it.
+        order: Channel of each record.
+        first: Offset in the file of this layer's bytes in the first record.
+        stride: Bytes from one record to the next.
+        n_bytes: Bytes of this layer in a record.
+        pieces: Matrices of the layer, in record order.
+        quantiles: Quantiles of the magnitudes of the values, at ``SPARSITIES``.
     """
 
     operand: Operand
@@ -79,7 +80,7 @@ class Channels:
     quantiles: NDArray[np.float32]
 
     def threshold(self, sparsity: float) -> float:
-        """Size below which this share of the values was, between 0 and 0.95."""
+        """Return the magnitude below which this share (0 to 0.95) of the calibrated values was."""
         if not 0 <= sparsity <= SPARSITIES[-1]:
             raise ValueError(f"sparsity is {sparsity}, expected 0 to {SPARSITIES[-1]}")
         known = np.concatenate([[0.0], self.quantiles])
@@ -87,12 +88,12 @@ class Channels:
 
 
 class ChannelFile(NamedTuple):
-    """A model's channel file.
+    """Channel file of a model.
 
     Attributes:
-        path: Where it is.
-        group_layers: Layers that share records.
-        operands: By layer and family.
+        path: Path of the file.
+        group_layers: Number of layers that share records.
+        operands: Channels by layer and family.
     """
 
     path: Path
@@ -101,7 +102,7 @@ class ChannelFile(NamedTuple):
 
 
 def channel_path(model: str | os.PathLike[str]) -> Path:
-    """Where a model's channel file is: beside it."""
+    """Return the path of a model's channel file, which is beside the model."""
     return Path(model).with_suffix(".channels")
 
 
@@ -113,15 +114,15 @@ def write_channels(
     *,
     group_layers: int = 1,
 ) -> Iterator[int]:
-    """Write the channel file of a model, in place of the one that is there.
+    """Write the channel file of a model, replacing an existing one.
 
-    It can be stopped: called again with the same arguments, it goes on from there.
+    A run that was stopped is continued by a call with the same arguments.
 
     Args:
-        model: The model's file.
-        path: The file to write.
-        tensors: What the model has.
-        calibration: Of the operands that the file is to have.
+        model: Path of the model.
+        path: Path of the channel file.
+        tensors: Tensors of the model.
+        calibration: Calibration of the operands to write.
         group_layers: Consecutive layers whose channels are read at once.
 
     Yields:
@@ -129,17 +130,15 @@ def write_channels(
 
     Raises:
         ConfigError: The model has no such operands.
-        StoreError: It cannot be read or written.
+        StoreError: A file cannot be read or written.
     """
     if not 1 <= group_layers <= MOST_GROUP_LAYERS:
-        raise ConfigError(
-            f"groups are of {group_layers} layers, expected 1 to {MOST_GROUP_LAYERS}."
-        )
+        raise ConfigError(f"groups have {group_layers} layers, expected 1 to {MOST_GROUP_LAYERS}.")
     groups = groups_of({key_of(operand) for operand in calibration}, tensors, group_layers)
     if not groups:
         raise ConfigError(
-            f"{model} has no matrices whose channels could be read one by one: those of mixtures "
-            "of experts, and those with other names than Llama's, are not known."
+            f"{model} has no matrices whose channels could be read one by one. Mixtures of experts "
+            "and models with other matrix names than Llama's are not supported."
         )
     with ModelWeights(model) as weights:
         header = header_of(weights.digest, groups, group_layers, calibration)
@@ -148,20 +147,29 @@ def write_channels(
 
 
 def open_channels(
-    path: Path, model: str | os.PathLike[str], tensors: Mapping[str, TensorInfo]
+    path: Path,
+    model: str | os.PathLike[str],
+    tensors: Mapping[str, TensorInfo],
+    digest: str | None = None,
 ) -> ChannelFile:
-    """A model's channel file; all of it but records and scales is read and checked.
+    """Return a model's channel file; read and check all of it except records and scales.
+
+    Args:
+        path: Path of the channel file.
+        model: Path of the model.
+        tensors: Tensors of the model.
+        digest: Digest of the model, needed if its file may have been replaced since loading.
 
     Raises:
-        ConfigError: It is of another model.
-        StoreError: It is no channel file, or is damaged.
+        ConfigError: The channel file is of another model.
+        StoreError: The file is no channel file, or is damaged.
     """
     with ContainerFile(path, CHANNEL_FILE) as file:
-        if file.header.fields.get(MODEL) != digest_of(model):
+        if file.header.fields.get(MODEL) != (digest or digest_of(model)):
             raise ConfigError(
                 f"{path} cannot be used: it was made from another model file, or the model file "
-                f"was changed since, or an earlier version made it. Run `{CHANNEL_FILE.command} "
-                f"{model}` again, or remove it."
+                f"has changed since, or it was made by an earlier version. Run "
+                f"`{CHANNEL_FILE.command} {model}` again, or remove it."
             )
         try:
             group_layers, groups, quantiles = contents_of(file.header, tensors)
@@ -173,10 +181,10 @@ def open_channels(
 
 @contextlib.contextmanager
 def open_scales(file: ChannelFile) -> Iterator[Callable[[Piece], Scales]]:
-    """What reads a matrix's scales from a channel file: they are large together.
+    """Open a reader of one matrix's scales at a time, because all scales together are large.
 
     Raises:
-        StoreError: It is damaged; or when scales are read, those are.
+        StoreError: The file is damaged, or later the scales that are read.
     """
     with ContainerFile(file.path, CHANNEL_FILE) as content:
         yield functools.partial(_read_scales, content)
@@ -215,7 +223,7 @@ def _read_group(
 ) -> list[Channels]:
     order = file.read(f"order.{group.name}").view(np.int32)
     if not is_permutation(order, group.n_channels):
-        raise file.damaged(f"the order of {group.name} is none")
+        raise file.damaged(f"the order of {group.name} is not a permutation")
     first, found = file.header.places[f"group.{group.name}"], []
     for operand, pieces, n_bytes in zip(
         group.operands, group.pieces, group.layer_bytes, strict=True

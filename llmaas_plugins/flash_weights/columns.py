@@ -1,10 +1,11 @@
-"""A matrix's columns, each in one piece: what products with some of them read.
+"""Columns of a matrix, each stored contiguously, for products with only some of them.
 
-A column has its numbers for all rows in chunks of 128 rows, the last one padded. Numbers have 4
-bits (rows k and 64 + k of a chunk in byte k, 8 is zero) or 8 (128 is zero). They are those of Q4_0
-and Q8_0; or those of Q4_1 and Q4_K, which are not negative, as a minimum is subtracted from their
-products with scales; a matrix of another type is quantised to Q8_0. Scales and minimums, one of
-each row and block of 32 columns, are not in the columns.
+A column stores its numbers for all rows in chunks of 128 rows; the last chunk is padded. Numbers
+have 4 bits (rows k and 64 + k of a chunk are in byte k, 8 means zero) or 8 bits (128 means zero).
+They are the numbers of Q4_0 and Q8_0, or of Q4_1 and Q4_K. The numbers of Q4_1 and Q4_K are not
+negative: a minimum is subtracted from their products with scales. A matrix of any other type is
+quantized to Q8_0. Scales and minimums are stored separately, one for each row and block of 32
+columns.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _Halves = NDArray[np.float16]
 
 
 class Scales(NamedTuple):
-    """What makes values of a matrix's numbers, by blocks of columns and padded rows.
+    """Factors that turn a matrix's numbers into values, by block of columns and padded row.
 
     Attributes:
-        scales: What they are multiplied with.
-        mins: What is then subtracted; None for types that have no such thing.
+        scales: Factors of the numbers.
+        mins: Values to subtract after scaling; None for types without mins.
     """
 
     scales: _Halves
@@ -52,38 +53,38 @@ class Scales(NamedTuple):
 
 
 def column_bits(info: TensorInfo) -> int | None:
-    """Bits of each number; None for a type that cannot be quantised anew."""
+    """Return the bits of each number, or None for a type that cannot be converted to Q8_0."""
     if info.type in (GGMLQuantizationType.Q4_0, *_WITH_MINS):
         return 4
     return 8 if _is_readable(info.type) else None
 
 
 def has_mins(info: TensorInfo) -> bool:
-    """Whether something is subtracted from numbers times scales."""
+    """Return whether the type subtracts mins after scaling."""
     return info.type in _WITH_MINS
 
 
 def padded_rows(info: TensorInfo) -> int:
-    """Rows of whole chunks."""
+    """Return the number of rows, rounded up to whole chunks."""
     return -(-info.shape[1] // _CHUNK_ROWS) * _CHUNK_ROWS
 
 
 def column_bytes(info: TensorInfo, n_bits: int) -> int:
-    """Bytes of a column."""
+    """Return the bytes of a column."""
     return padded_rows(info) * n_bits // 8
 
 
 def pack_columns(info: TensorInfo, content: Bytes, order: NDArray[np.int32], into: Bytes) -> Scales:
-    """Put a matrix's columns into the rows of an array.
+    """Pack a matrix's columns into the rows of an array.
 
     Args:
-        info: What the matrix is.
-        content: Its bytes.
-        order: The column of each row of ``into``.
-        into: Room of ``column_bytes`` for each column.
+        info: Type and shape of the matrix.
+        content: Bytes of the matrix.
+        order: Column to store in each row of ``into``.
+        into: Array with ``column_bytes`` for each column.
 
     Returns:
-        What is not in the columns.
+        Scales and mins of the matrix.
     """
     n_columns, n_rows, _ = info.shape
     rows = content.reshape(n_rows, -1)
@@ -101,7 +102,7 @@ def pack_columns(info: TensorInfo, content: Bytes, order: NDArray[np.int32], int
 
 
 def _parts(kind: GGMLQuantizationType, rows: Bytes) -> tuple[Bytes, list[_Halves]]:
-    """Numbers, ``(n_rows, n_groups, n_bytes)``; and scales, and mins if there are any, by rows."""
+    """Return numbers, ``(n_rows, n_groups, n_bytes)``; and scales, with mins if any, by rows."""
     match kind:
         case GGMLQuantizationType.Q4_0 | GGMLQuantizationType.Q8_0:
             scales, numbers = _cut(kind, rows, 2)
@@ -112,12 +113,15 @@ def _parts(kind: GGMLQuantizationType, rows: Bytes) -> tuple[Bytes, list[_Halves
         case GGMLQuantizationType.Q4_K:
             return _parts_of_q4_k(rows)
     values = quants.dequantize(_as_stored(kind, rows), kind)
-    quantised = quants.quantize(values, GGMLQuantizationType.Q8_0)
-    return _parts(GGMLQuantizationType.Q8_0, quantised)
+    quantized = quants.quantize(values, GGMLQuantizationType.Q8_0)
+    return _parts(GGMLQuantizationType.Q8_0, quantized)
 
 
 def _parts_of_q4_k(rows: Bytes) -> tuple[Bytes, list[_Halves]]:
-    """Eight blocks share a scale of their scales, and one of their mins; two share bytes."""
+    """Return the parts of Q4_K rows.
+
+    Eight blocks share a scale of their scales and a scale of their mins; two blocks share bytes.
+    """
     of_scales, of_mins, shares, numbers = _cut(GGMLQuantizationType.Q4_K, rows, 2, 2, 12)
     scales, mins = quants.Q4_K.get_scale_min(shares.reshape(-1, shares.shape[-1]))
     factors = [
@@ -128,7 +132,7 @@ def _parts_of_q4_k(rows: Bytes) -> tuple[Bytes, list[_Halves]]:
 
 
 def _cut(kind: GGMLQuantizationType, rows: Bytes, *sizes: int) -> list[Bytes]:
-    """Rows' blocks in pieces of these sizes, and what is left."""
+    """Split the blocks of rows into pieces of these sizes and the remainder."""
     blocks = rows.reshape(len(rows), -1, GGML_QUANT_SIZES[kind][1])
     return np.split(blocks, np.cumsum(sizes), axis=-1)
 
@@ -138,7 +142,7 @@ def _halves(content: Bytes) -> _Halves:
 
 
 def _columns_of_4(numbers: Bytes) -> Bytes:
-    """Columns of a chunk of rows; of a group's n bytes, byte j has columns j and n + j."""
+    """Return the columns of a chunk of rows; byte j of a group of n has columns j and n + j."""
     _, n_groups, n_bytes = numbers.shape
     columns = _transposed(numbers, 0x88)
     low, high = columns[:, : _CHUNK_ROWS // 2], columns[:, _CHUNK_ROWS // 2 :]
@@ -154,10 +158,10 @@ def _columns_of_8(numbers: Bytes) -> Bytes:
 
 
 def _transposed(numbers: Bytes, zero: int) -> Bytes:
-    """Bytes of a chunk of rows by columns."""
+    """Return the bytes of a chunk of rows by columns."""
     n_rows, *rest = numbers.shape
     n_columns = math.prod(rest)
-    # rows that are a power of two apart would share few lines of the cache
+    # Pad the rows: at strides of a power of two they would compete for a few cache lines.
     rows = np.empty((_CHUNK_ROWS, n_columns + _LINE_BYTES), np.uint8)[:, :n_columns]
     rows[:n_rows].reshape(numbers.shape)[:] = numbers
     rows[n_rows:] = zero
@@ -165,14 +169,14 @@ def _transposed(numbers: Bytes, zero: int) -> Bytes:
 
 
 def _as_stored(kind: int, rows: Bytes) -> NDArray[np.generic]:
-    """Rows in the type in which gguf has them: numbers of their own, or bytes."""
+    """View rows in the type that gguf expects: their own float type, or bytes."""
     plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
     return rows.view(plain.get(GGMLQuantizationType(kind), np.uint8))
 
 
 @functools.cache
 def _is_readable(kind: int) -> bool:
-    """Whether gguf knows what values such numbers stand for."""
+    """Return whether gguf can dequantize the type."""
     n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]
     try:
         quants.dequantize(

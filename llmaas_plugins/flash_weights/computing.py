@@ -1,4 +1,4 @@
-"""How fast weights in memory are gone through."""
+"""Measure how fast the processors read weights in memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy as np
 __all__ = ["memory_rate"]
 
 _BYTES = 64 << 20
-"""More than caches hold."""
+"""Bytes to read, more than the CPU caches hold."""
 
 
 def memory_rate(n_threads: int, seconds: float = 0.5) -> float:
-    """Bytes a second that so many threads read together: products with one token do little else."""
+    """Return the bytes per second that ``n_threads`` threads read together.
+
+    Products with one token do little else than read weights.
+    """
 
     def read(_thread: int) -> float:
         part = np.ones(_BYTES // n_threads // 8, np.uint64)

@@ -1,8 +1,8 @@
-"""GGUF files of this plugin: what their first bytes are, and how these are read.
+"""Format of this plugin's GGUF files: their header, and how it is parsed.
 
-Each tensor starts at a multiple of 4 KiB, so that reads need no copy. The metadata has a checksum
-of each tensor, and one of itself. Anybody may have written anything into such a file: a header is
-taken if it is, byte by byte, what `Header` makes of what it says.
+Each tensor starts at a multiple of 4 KiB, so reads need no copy. The metadata has a checksum of
+each tensor, and one of the header itself. A file may come from anybody. A header is accepted only
+if ``Header`` reproduces it byte for byte from the parsed values.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from llmaas_plugins._native import crc32c
+from llmaas_plugins.lazy import lazy
 
 __all__ = ["ALIGNMENT", "MOST_HEADER_BYTES", "Header", "Part", "Value", "parse_header"]
 
 ALIGNMENT = 4096
 MOST_HEADER_BYTES = 4 << 20
-"""Room for some thirty thousand tensors."""
+"""Largest header: enough for about thirty thousand tensors."""
 
 Value = int | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
-"""Numbers have 32 bits: whole ones without a sign."""
+"""Metadata value. Integers are unsigned 32-bit, floats 32-bit."""
 
 _MAGIC, _VERSION = b"GGUF", 3
 _ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
@@ -34,12 +34,12 @@ _CODES = {GGUFValueType.UINT32: "I", GGUFValueType.FLOAT32: "f"}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of such a file.
+    """Tensor of a file.
 
     Attributes:
-        name: Its name.
-        type: Its ``ggml_type``.
-        shape: As NumPy has it: columns last.
+        name: Name of the tensor.
+        type: ``ggml_type`` of the tensor.
+        shape: Shape in NumPy's order, columns last.
     """
 
     name: str
@@ -48,28 +48,28 @@ class Part:
 
     @property
     def n_bytes(self) -> int:
-        """Its size."""
+        """Bytes of the tensor."""
         n_values, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.type)]
         return math.prod(self.shape) // n_values * n_bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """What such a file begins with.
+    """Header of a file.
 
     Attributes:
-        architecture: Its kind.
-        fields: Its metadata beside alignment and checksums.
-        parts: Its tensors, in the order in which it has them.
+        architecture: Kind of the file.
+        fields: Metadata other than alignment and checksums.
+        parts: Tensors in file order.
     """
 
     architecture: str
     fields: Mapping[str, Value]
     parts: tuple[Part, ...]
 
-    @cached_property
+    @lazy
     def places(self) -> dict[str, int]:
-        """Where each tensor begins."""
+        """Offset of each tensor."""
         at, places = _padded(len(self.blank)), {}
         for part in self.parts:
             places[part.name] = at
@@ -83,17 +83,17 @@ class Header:
 
     @property
     def sums_at(self) -> int:
-        """Where the checksums of tensors begin: 4 bytes each."""
+        """Offset of the tensors' checksums, 4 bytes each."""
         return len(self._before_sums)
 
-    @cached_property
+    @lazy
     def blank(self) -> bytes:
-        """Its bytes with zeros for all checksums."""
+        """Bytes of the header, with zeros for all checksums."""
         own = _entry(_OWN_SUM, 0)
         return self._before_sums + bytes(4 * len(self.parts)) + own + self._infos
 
     def with_sums(self, sums: Iterable[int]) -> bytes:
-        """Its bytes with these checksums of tensors, and its own."""
+        """Return the header's bytes with these checksums of tensors, and with its own checksum."""
         values = struct.pack(f"<{len(self.parts)}I", *sums)
         end = self.sums_at + len(values)
         content = bytearray(self.blank)
@@ -103,7 +103,7 @@ class Header:
         return bytes(content)
 
     def sums_in(self, content: bytes) -> list[int] | None:
-        """Checksums of tensors in a beginning like this one; None: it is another file's."""
+        """Return the tensors' checksums in a file's first bytes, or None if its header differs."""
         end = self.sums_at + 4 * len(self.parts)
         own_end = len(self.blank) - len(self._infos)
         is_own = (
@@ -115,7 +115,7 @@ class Header:
         sums = content[self.sums_at : end]
         return list(struct.unpack(f"<{len(self.parts)}I", sums)) if is_own else None
 
-    @cached_property
+    @lazy
     def _before_sums(self) -> bytes:
         own: dict[str, Value] = {_ARCHITECTURE: self.architecture, _ALIGNMENT: ALIGNMENT}
         fields = own | dict(self.fields)
@@ -124,7 +124,7 @@ class Header:
         sums = _entry(_SUMS, (0,) * len(self.parts))
         return _MAGIC + counts + entries + sums[: -4 * len(self.parts)]
 
-    @cached_property
+    @lazy
     def _infos(self) -> bytes:
         at, infos = 0, []
         for part in self.parts:
@@ -135,10 +135,10 @@ class Header:
 
 
 def parse_header(content: bytes) -> tuple[Header, list[int]]:
-    """A header and the checksums of its tensors, from the first bytes of a file.
+    """Return the header and the tensors' checksums from the first bytes of a file.
 
     Raises:
-        ValueError: They are nothing that was written here.
+        ValueError: The bytes are no valid header of this plugin.
     """
     try:
         return _parsed(content)
@@ -160,24 +160,24 @@ def _parsed(content: bytes) -> tuple[Header, list[int]]:
     if not parts or len({part.name for part in parts}) < len(parts):
         raise ValueError("it has no tensors, or two of the same name")
     if not isinstance(sums, tuple) or not all(type(value) is int for value in sums):
-        raise ValueError("its checksums are no whole numbers")
+        raise ValueError("its checksums are not whole numbers")
     if len(sums) != len(parts):
         raise ValueError(f"it has {len(sums)} checksums, expected {len(parts)}")
     values = [int(value) for value in sums]
     if header.with_sums(values) != content[: len(header.blank)]:
-        raise ValueError("its metadata is not what was written, or not all was written")
+        raise ValueError("its metadata differs from what was written, or is incomplete")
     return header, values
 
 
 class _Cursor:
-    """Reads on where it stands; ``ValueError`` where there is nothing more."""
+    """Sequential reader of a header; raises ``ValueError`` at its end."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
     def take(self, n: int) -> bytes:
         if n > len(self._content) - self._at:
-            raise ValueError("its metadata is cut off")
+            raise ValueError("its metadata is truncated")
         taken = self._content[self._at : self._at + n]
         self._at += n
         return taken
@@ -201,10 +201,10 @@ class _Cursor:
         if kind == GGUFValueType.STRING:
             return self._text()
         if kind != GGUFValueType.ARRAY:
-            raise ValueError("its metadata has values of other types")
+            raise ValueError("its metadata has values of an unexpected type")
         of, n = self._number("I"), self._number("Q")
         if n == 0 or of not in (GGUFValueType.STRING, *_CODES):
-            raise ValueError("its metadata has other arrays")
+            raise ValueError("its metadata has an unexpected array")
         if of == GGUFValueType.STRING:
             return tuple(self._text() for _ in range(n))
         taken = self.take(4 * n)

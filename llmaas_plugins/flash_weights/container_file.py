@@ -1,4 +1,4 @@
-"""GGUF files of this plugin: reading them, and checking what is read."""
+"""Read GGUF files of this plugin, and verify what is read."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _BLOCK = 16 << 20
 
 
 class Kind(NamedTuple):
-    """One of the plugin's files.
+    """Kind of file.
 
     Attributes:
-        name: What messages call it.
-        architecture: What its header says.
-        version: Of its format.
-        command: What makes one.
+        name: Name in messages.
+        architecture: Architecture in the header.
+        version: Version of the format.
+        command: Command that makes such a file.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Kind(NamedTuple):
 
 
 class ContainerFile:
-    """A whole file, open for reading."""
+    """Complete file, open for reading."""
 
     def __init__(self, path: Path, kind: Kind) -> None:
-        """Open it, and check all but the tensors' bytes.
+        """Open the file, and check everything except the tensors' bytes.
 
         Raises:
-            StoreError: It cannot be opened, or is another file, or is damaged.
+            StoreError: The file cannot be opened, is of another kind, or is damaged.
         """
         self.path, self._kind = path, kind
         with as_store_error(f"cannot read {path}"):
@@ -65,59 +65,59 @@ class ContainerFile:
             raise
 
     def damaged(self, why: object) -> StoreError:
-        """The error to raise."""
+        """Return the error to raise for this file."""
         return StoreError(
             f"{self.path} is not a {self._kind.name}, or is damaged: {why}. Make one with "
             f"`{self._kind.command}`."
         )
 
     def read(self, name: str) -> Bytes:
-        """A tensor's bytes.
+        """Return a tensor's bytes.
 
         Raises:
-            StoreError: They are damaged, or cannot be read.
+            StoreError: The bytes are damaged, or cannot be read.
         """
         (part,) = (part for part in self.header.parts if part.name == name)
         content = np.empty(part.n_bytes, np.uint8)
         with as_store_error(f"cannot read {self.path}"):
             n_read = read_array(self._fd, content, self.header.places[name])
         if n_read < part.n_bytes or crc32c(content) != self._sums[name]:
-            raise self.damaged(f"its {name} is not what was written")
+            raise self.damaged(f"its {name} differs from what was written")
         return content
 
     def check(self) -> Iterator[tuple[str, int, bool]]:
-        """Whether each tensor is whole: its name, its bytes, and that."""
+        """Yield each tensor's name, its number of bytes, and whether it is intact."""
         for part in self.header.parts:
             with as_store_error(f"cannot read {self.path}"):
                 found = sum_of(self._fd, self.header.places[part.name], part.n_bytes)
             yield part.name, part.n_bytes, found == self._sums[part.name]
 
     def close(self) -> None:
-        """Close it; more than once is the same as once."""
+        """Close the file; closing it again does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __enter__(self) -> Self:
-        """Open already."""
+        """Return the open file."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the file."""
         self.close()
 
     def _read_header(self) -> tuple[Header, dict[str, int]]:
         with as_store_error(f"cannot read {self.path}"):
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
-                raise self.damaged("it is no file")
+                raise self.damaged("it is not a regular file")
             content = read_start(self._fd, min(status.st_size, MOST_HEADER_BYTES))
         try:
             header, sums = parse_header(content)
         except ValueError as error:
             raise self.damaged(error) from error
         if header.architecture != self._kind.architecture:
-            raise self.damaged(f"it is {header.architecture!r}")
+            raise self.damaged(f"its architecture is {header.architecture!r}")
         if header.fields.get("llmaas.format") != self._kind.version:
             raise self.damaged(
                 f"it has format {header.fields.get('llmaas.format')}, expected {self._kind.version}"
@@ -128,18 +128,18 @@ class ContainerFile:
 
 
 def read_array(fd: int, into: Bytes, at: int) -> int:
-    """Fill an array from a file; how many bytes of it, fewer only where the file ends."""
+    """Fill an array from a file; return the bytes read, fewer only where the file ends."""
     return read_into(fd, into.data, at)
 
 
 def read_start(fd: int, n_bytes: int) -> bytes:
-    """The first bytes of a file; fewer only if it has no more."""
+    """Return the first bytes of a file; fewer than ``n_bytes`` only if the file is shorter."""
     content = np.empty(n_bytes, np.uint8)
     return content[: read_array(fd, content, 0)].tobytes()
 
 
 def sum_of(fd: int, at: int, n_bytes: int) -> int:
-    """Checksum of a part of a file, or of what there is of it."""
+    """Return the checksum of a range of a file, cut at the file's end."""
     block, found = np.empty(min(n_bytes, _BLOCK), np.uint8), 0
     for done in range(0, n_bytes, _BLOCK):
         n_read = read_array(fd, block[: n_bytes - done], at + done)

@@ -1,4 +1,4 @@
-"""GGUF files of this plugin: writing them, in several runs if need be."""
+"""Write GGUF files of this plugin, in several runs if interrupted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Step(NamedTuple):
     """Tensors that are made together.
 
     Attributes:
-        names: Their names.
-        make: What makes their bytes, in this order.
-        n_bytes: Progress that this is.
+        names: Names of the tensors.
+        make: Function that returns the tensors' contents in the order of ``names``.
+        n_bytes: Progress to report after this step.
     """
 
     names: tuple[str, ...]
@@ -36,19 +36,19 @@ class Step(NamedTuple):
 
 
 def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterator[int]:
-    """Write a whole file, in place of the one that is there; yields progress.
+    """Write a whole file, replacing an existing one; yield progress in bytes.
 
-    If it is stopped, what was written stays beside it for the next run: the header there has the
-    checksums of tensors that are complete.
+    If writing stops early, the partial file stays beside the target, and the next run continues it.
+    The header of the partial file has the checksums of the complete tensors.
 
     Raises:
-        StoreError: It cannot be written, or somebody else writes it.
+        StoreError: The file cannot be written, or another process writes it.
     """
     if len(header.blank) > MOST_HEADER_BYTES:
         raise StoreError(f"cannot write {path}: {len(header.parts):,} tensors are too many.")
     partial = path.with_name(f"{path.name}.partial")
     what = f"cannot write {path}"
-    then = f" What was written stays in {partial}: the same command goes on from there."
+    then = f" The unfinished {partial} stays: the same command continues from there."
     with as_store_error(what), taken(partial) as fd, as_store_error(what, then):
         journal = _Journal(fd, header)
         for step in steps:
@@ -61,19 +61,19 @@ def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterat
 
 
 class _Journal:
-    """A file that is being written, and which of its tensors are complete."""
+    """Partial file, with a record of its complete tensors."""
 
     def __init__(self, fd: int, header: Header) -> None:
         self._fd, self._header = fd, header
         self._sizes = {part.name: part.n_bytes for part in header.parts}
         sums = header.sums_in(read_start(fd, len(header.blank)))
-        if sums is None:  # of another model, or of other settings
+        if sums is None:  # the partial file is of another model or other settings
             os.ftruncate(fd, 0)
             write(fd, header.blank, 0)
         self._sums = dict(zip(self._sizes, sums or [0] * len(self._sizes), strict=True))
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether these are there, as they were written."""
+        """Return whether these tensors are in the file, and intact."""
         return all(self._sums[name] and self._found(name) == self._sums[name] for name in names)
 
     def write(self, names: Iterable[str], arrays: Iterable[NDArray[Any]]) -> None:
@@ -86,7 +86,7 @@ class _Journal:
         self._note()
 
     def finish(self) -> None:
-        """Bring it all to the disk, and read it back."""
+        """Sync the file to disk, read it back, and write the final header."""
         os.ftruncate(self._fd, self._header.n_bytes)
         os.fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -94,7 +94,7 @@ class _Journal:
             if self._found(name) != expected:
                 self._sums[name] = 0
                 self._note()
-                raise OSError(f"{name} was not read back as it was written")
+                raise OSError(f"{name} read back differs from what was written")
         write(self._fd, self._header.with_sums(self._sums.values()), 0)
         os.fsync(self._fd)
 

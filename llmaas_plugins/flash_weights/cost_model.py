@@ -1,7 +1,8 @@
-"""ActiveFlow's cost model (section 4.1, Table 1, Eqs 1 to 9), and its search for a group's size.
+"""ActiveFlow's cost model (section 4.1, Table 1, Eqs 1 to 9), and its search for the group size.
 
-It is of a pipeline that reads the next group of layers while one is computed. The engine does not
-read ahead by what other layers chose, so this tells what that would be worth.
+The model describes a pipeline that reads the next group of layers while it computes the current
+one. The planner's rows of the sparse mode assume no such preloading, so this model shows what
+preloading would gain.
 """
 
 from __future__ import annotations
@@ -12,26 +13,28 @@ from dataclasses import dataclass
 __all__ = ["MOST_LAYERS", "Cost", "Search", "System", "pipeline_cost", "search_group"]
 
 MOST_LAYERS = 8
-"""Of a group that is tried."""
+"""Most layers of a group to try."""
 _LEAST_GAIN = 0.05
-"""Share of the preloading time that a layer more has to save."""
+"""Least share of the preloading time that one more layer has to save."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A model on a machine, in the symbols of Table 1.
+    """Model on a machine, in the symbols of Table 1.
 
     Attributes:
-        s_m: S_m, bytes of the model: of what is read by channels.
-        n_layers: Layers of the model.
+        s_m: S_m, bytes of the model's weights that are read by channels.
+        n_layers: Number of layers of the model.
         m_max: M_max, the memory budget.
-        m_kv: M_kv, bytes of the KV cache, and of all else whose size is fixed.
-        si: Average similarity of the layers of a group: share of the active channels that are seen
-            in the activation of another layer.
-        bw_mem: BW_mem, bytes a second that are computed with.
-        bw_flash: Bytes a second that are read in pieces of a channel in so many layers:
-            BW_flash^small of 1, BW_flash^large of a whole group.
-        hit_rate: hr of a cache with this share of the model, at this sparsity.
+        m_kv: M_kv, bytes of the KV cache and of everything else whose size is fixed.
+        si: Mean similarity of the layers of a group: share of the active channels that the
+            activation of another layer predicts.
+        bw_mem: BW_mem, bytes per second of computing with weights in memory.
+        bw_flash: Function from a number of layers to the bytes per second of reads of one channel
+            in that many layers. BW_flash^small is its value for 1, BW_flash^large for a whole
+            group.
+        hit_rate: Function from the share of the model in the cache and the sparsity to the hit rate
+            hr.
     """
 
     s_m: float
@@ -50,26 +53,25 @@ class System:
 
     @property
     def sp(self) -> float:
-        """Sparsity at which what a token uses fits into the budget (section 4.1)."""
+        """Sparsity at which the weights that a token uses fit into the budget (section 4.1)."""
         return max(0.0, 1 - self.m_max / self.s_m)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a token costs with groups of ``n`` layers; times are in seconds.
+    """Cost of a token with groups of ``n`` layers; times are in seconds.
 
     Attributes:
         sp: Sparsity.
         n: N, layers of a group.
         hr: Hit rate of the cache.
         m_cl: M_cl, bytes of a group's active weights (Eq 9).
-        m_cache: M_cache, bytes that are left for the cache (Eq 8); below 0: the budget is too
-            small.
-        t_load: T_load, of the first group (Eq 3).
-        t_comp: T_comp, of a group (Eq 4).
-        t_onload: T_onload, for what was not foreseen (Eq 6).
-        t_preload: T_preload, of a group (Eq 7).
-        n_groups: How many groups there are.
+        m_cache: M_cache, bytes left for the cache (Eq 8); negative if the budget is too small.
+        t_load: T_load, time to load the first group (Eq 3).
+        t_comp: T_comp, time to compute a group (Eq 4).
+        t_onload: T_onload, time to load what was not predicted (Eq 6).
+        t_preload: T_preload, time to preload a group (Eq 7).
+        n_groups: Number of groups.
     """
 
     sp: float
@@ -85,22 +87,22 @@ class Cost:
 
     @property
     def t_overlap(self) -> float:
-        """T_overlap, of two groups that follow each other (Eq 5)."""
+        """T_overlap, time of two consecutive groups (Eq 5)."""
         return self.t_onload + max(self.t_preload, self.t_comp)
 
     @property
     def t_decode(self) -> float:
-        """T_decode, of a token (Eq 1), with T_overlap once for every two groups."""
+        """T_decode, time of a token (Eq 1), with T_overlap once for every two groups."""
         return self.t_load + (self.n_groups - 1) * self.t_overlap + self.t_comp
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was tried.
+    """Result of the search for a group size.
 
     Attributes:
-        tried: One layer, two, and so on; none: not even one has room.
-        reason: Why no more were tried.
+        tried: Costs of one layer, two, and so on; empty if not even one layer fits.
+        reason: Why the search stopped.
     """
 
     tried: tuple[Cost, ...]
@@ -108,12 +110,12 @@ class Search:
 
     @property
     def best(self) -> Cost | None:
-        """The fastest."""
+        """Cost with the shortest decoding time, or None."""
         return min(self.tried, key=lambda cost: cost.t_decode, default=None)
 
 
 def pipeline_cost(system: System, sp: float, n: int) -> Cost:
-    """Eqs 3 to 9 for groups of ``n`` layers; all that the budget leaves is cache (Eq 2)."""
+    """Apply Eqs 3 to 9 to groups of ``n`` layers; the rest of the budget is cache (Eq 2)."""
     m_cl = system.s_l * (1 - sp) * n
     m_cache = system.m_max - m_cl - system.m_kv
     hr = system.hit_rate(min(max(m_cache / system.s_m, 0), 1), sp)
@@ -135,16 +137,17 @@ def pipeline_cost(system: System, sp: float, n: int) -> Cost:
 def search_group(
     system: System, sp: float | None = None, *, most: int = MOST_LAYERS, least: float = _LEAST_GAIN
 ) -> Search:
-    """Preload-and-computation-balanced cross-layer group search: one layer more at a time.
+    """Search the group size, adding one layer at a time.
 
-    Longer reads lower the preloading time of a layer. It ends when computing hides preloading, or
-    when a layer more saves little.
+    This is the paper's "preload-and-computation-balanced cross-layer group search". Longer reads
+    lower the preloading time per layer. The search ends when computing hides preloading, or when
+    one more layer saves little.
 
     Args:
-        system: What is searched for.
-        sp: Sparsity; the paper's when None.
-        most: Layers that are tried.
-        least: Share of the preloading time below which a gain is little.
+        system: Model and machine.
+        sp: Sparsity; None uses the paper's.
+        most: Most layers to try.
+        least: Least share of the preloading time that one more layer has to save.
     """
     sparsity = system.sp if sp is None else sp
     tried: list[Cost] = []
@@ -156,8 +159,8 @@ def search_group(
         if cost.t_preload <= cost.t_comp:
             return Search(tuple(tried), "computing takes as long as preloading")
         if n > 1 and _per_layer(cost) > (1 - least) * _per_layer(tried[-2]):
-            return Search(tuple(tried), "a layer more saves little")
-    return Search(tuple(tried), "no more layers are tried")
+            return Search(tuple(tried), "one more layer saves little")
+    return Search(tuple(tried), "reached the largest group to try")
 
 
 def _per_layer(cost: Cost) -> float:

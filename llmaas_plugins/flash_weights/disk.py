@@ -1,4 +1,4 @@
-"""What reading from the disk under a file costs: measured in seconds, told in two numbers."""
+"""Measure the cost of reads from a disk, and reduce it to seconds per read and bytes per second."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from llmaas_plugins.json_text import parse_json
 __all__ = ["DEPTHS", "MOST_BYTES", "SIZES", "Disk", "Rate", "fit_disk", "measure_disk"]
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
-"""Bytes of a read."""
+"""Sizes of reads, in bytes."""
 DEPTHS = (1, 4, 16, 64, 256)
-"""Reads at a time."""
+"""Numbers of concurrent reads."""
 MOST_BYTES = 64 << 20
-"""Of all reads under way: memory that measuring takes."""
+"""Most bytes of all concurrent reads, which is the memory that measuring takes."""
 _ROUNDS = 5
 _LEAST_S = 1e-3
 _MOST_COUNT = 1 << 40
 _MOST_SPEED = 1e15
 _ALIKE = 0.95
-"""Rates that differ by less are the same here: fewer reads at a time are better then."""
+"""Ratio above which two rates count as equal; then fewer concurrent reads are better."""
 
 
 class Rate(NamedTuple):
-    """How fast reads of a size are, so many at a time."""
+    """Bytes per second of reads of one size at one number of concurrent reads."""
 
     n_bytes: int
     depth: int
@@ -42,14 +42,14 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A disk that takes ``read_s`` for each read, and its time for each byte.
+    """Disk on which a read takes ``read_s``, plus the time of its bytes.
 
     Attributes:
-        read_s: Seconds that a read takes beside those for its bytes, with others under way.
-        bytes_per_s: What long reads come to.
-        small_depth: Reads at a time at which the smallest are fastest.
-        large_depth: Likewise of the largest.
-        rates: What was measured: medians.
+        read_s: Seconds per read beside those for its bytes, with other reads under way.
+        bytes_per_s: Rate of long reads.
+        small_depth: Number of concurrent reads at which the smallest reads are fastest.
+        large_depth: Number of concurrent reads at which the largest reads are fastest.
+        rates: Measured rates, as medians.
     """
 
     read_s: float
@@ -60,30 +60,30 @@ class Disk:
 
     @property
     def fast_sizes(self) -> list[int]:
-        """Sizes of reads that are about as fast as any, rising."""
+        """Sizes of reads whose rate is close to the best, ascending."""
         best = [_best(self.rates, size) for size in sorted({rate.n_bytes for rate in self.rates})]
         least = _ALIKE * max(rate.bytes_per_s for rate in best)
         return [rate.n_bytes for rate in best if rate.bytes_per_s >= least]
 
     @property
     def gap_bytes(self) -> int:
-        """Up to which it is cheaper to read on than to read twice."""
+        """Longest gap that is cheaper to read than to skip with a second read."""
         return int(self.read_s * self.bytes_per_s)
 
     def seconds(self, n_bytes_each: float, n_reads: float) -> float:
-        """What so many reads take."""
+        """Return the seconds that ``n_reads`` reads take."""
         return n_reads * (self.read_s + n_bytes_each / self.bytes_per_s)
 
     def to_json(self) -> str:
-        """Itself as text."""
+        """Return the measurement as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Disk:
-        """What ``to_json`` made a text of.
+        """Parse the JSON of ``to_json``.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is no measurement of a disk.
         """
         try:
             fields = parse_json(text)
@@ -98,7 +98,7 @@ class Disk:
         """Refuse numbers that no measurement gives.
 
         Raises:
-            ValueError: There is one.
+            ValueError: A number is out of range.
         """
         counts = [self.small_depth, self.large_depth]
         speeds = [self.read_s, self.bytes_per_s]
@@ -115,17 +115,17 @@ class Disk:
 def measure_disk(
     path: Path, seconds: float = 10.0, progress: Callable[[float], object] = lambda _s: None
 ) -> Disk:
-    """Measure the disk under a file, past the page cache.
+    """Measure the disk under a file, bypassing the page cache.
 
-    Sizes and depths take turns, so that a disk whose rate drifts is the same for all of them.
+    Sizes and depths alternate, so that a drift of the disk's rate affects all of them.
 
     Args:
-        path: The file; reading it changes nothing.
-        seconds: How long, in all.
-        progress: Told of seconds that have gone by.
+        path: File to read; it is not changed.
+        seconds: Total time to measure.
+        progress: Called with the seconds since the last call.
 
     Raises:
-        StoreError: It cannot be read, or is too short to tell anything from.
+        StoreError: The file cannot be read, or is too short.
     """
     sizes = _sizes_of(path)
     began = last = time.monotonic()
@@ -147,18 +147,18 @@ def measure_disk(
 
 
 def fit_disk(taken: Iterable[Rate]) -> Disk:
-    """The two numbers that come closest to what was measured.
+    """Fit the seconds per read and the bytes per second to measured rates.
 
-    Of each size and depth the median counts, of each size the best depth: the engine has as many
-    reads under way as help. Sizes have the same say, so differences are relative to what they take.
+    The fit uses the median of each size and depth, and the best depth of each size, because the
+    engine chooses its depth. Errors are relative, so that all sizes have the same weight.
 
     Raises:
-        ValueError: Reads were of one size only.
+        ValueError: All reads have the same size.
     """
     rates = _medians(taken)
     best = [_best(rates, n_bytes) for n_bytes in sorted({rate.n_bytes for rate in rates})]
     if len(best) < 2:
-        raise ValueError("reads of one size do not tell what a read costs and what a byte does")
+        raise ValueError("reads of one size cannot tell the cost of a read from that of its bytes")
     sizes = np.array([rate.n_bytes for rate in best], np.float64)
     took = sizes / np.array([rate.bytes_per_s for rate in best])
     read_s, byte_s = _line(sizes, took)
@@ -173,8 +173,8 @@ def _sizes_of(path: Path) -> list[int]:
     sizes = [size for size in SIZES if size <= n_file]
     if len(sizes) < 2:
         raise StoreError(
-            f"{path} has {n_file} bytes, expected {SIZES[1]} or more: reads of it would not show "
-            "how fast the disk is."
+            f"{path} has {n_file} bytes, expected {SIZES[1]} or more to measure how fast the disk "
+            "is."
         )
     return sizes
 
@@ -187,20 +187,22 @@ def _medians(taken: Iterable[Rate]) -> list[Rate]:
 
 
 def _best(rates: Sequence[Rate], n_bytes: int) -> Rate:
-    """The fastest depth of a size; the smallest of those that are as fast."""
+    """Return the rate at the smallest depth that is about as fast as the fastest."""
     same = [rate for rate in rates if rate.n_bytes == n_bytes]
     least = _ALIKE * max(rate.bytes_per_s for rate in same)
     return next(rate for rate in same if rate.bytes_per_s >= least)
 
 
 def _line(sizes: NDArray[np.float64], took: NDArray[np.float64]) -> tuple[float, float]:
-    """Seconds for a read and for a byte: least squares of relative differences, none below 0."""
+    """Fit seconds per read and per byte by least squares of relative errors, none negative."""
     ones, per_s = np.ones_like(took), 1 / took
     (read_s, byte_s), *_ = np.linalg.lstsq(np.stack([per_s, sizes * per_s], axis=1), ones)
-    if byte_s <= 0:  # all sizes take as long: a byte takes what it did at the best rate seen
+    # All sizes took equally long: take the time per byte from the best rate.
+    if byte_s <= 0:
         byte_s = float((took / sizes).min())
         read_s = per_s @ (1 - byte_s * sizes * per_s) / (per_s @ per_s)
-    if read_s < 0:  # long reads were slower: that a read costs something cannot be seen
+    # Long reads were slower, so the cost per read cannot be seen.
+    if read_s < 0:
         rates = sizes * per_s
         read_s, byte_s = 0.0, rates.sum() / (rates @ rates)
     return float(read_s), float(byte_s)

@@ -1,7 +1,7 @@
-"""How often channels are used, what a cache finds of them, and what reading the others takes.
+"""Model how often channels are used, what a cache finds of them, and what the other reads cost.
 
-A channel's values are taken to be normal around 0, with the mean magnitude that was calibrated. So
-the threshold that leaves out a share of all values tells how often each channel passes it.
+Values of a channel are assumed to be normal around 0, with the calibrated mean magnitude. Then the
+threshold that leaves out a share of all values determines how often each channel passes it.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ __all__ = [
 ]
 
 Shares = NDArray[np.float64]
-"""Of each channel, busiest first."""
+"""Shares by channel, busiest first."""
 
 TYPICAL_SPREAD: Mapping[str, float] = {
     "attn_qkv": 0.27, "attn_output": 0.62, "ffn_up": 0.18, "ffn_down": 0.35,
 }  # fmt: skip
-"""Standard deviation of the logarithm of channels' magnitudes, as seen in a small model."""
+"""Standard deviation of the logarithm of channel magnitudes, measured in a small model."""
 
 _PAGE = 4096
 _READ_BYTES = 256 << 10
-"""Of the engine: at most so much at once, also what lies between two channels."""
+"""Longest read of the engine, including gaps between channels."""
 _HISTORY_TOKENS = 48
-"""On average, that uses are counted over: they count half after every 32 tokens."""
+"""Mean number of tokens that uses are counted over; counts halve every 32 tokens."""
 _STEPS = 32
-"""Of bisection."""
+"""Number of bisection steps."""
 _MOST_SIGMAS = 8.0
 
 
 def typical_means(family: str, n_channels: int) -> Shares:
-    """Magnitudes as they might be, where none were calibrated: lognormal."""
+    """Return lognormal magnitudes, for models that were not calibrated."""
     normal = NormalDist()
     at = (np.arange(n_channels) + 0.5) / n_channels
     return np.exp(-TYPICAL_SPREAD[family] * np.array([normal.inv_cdf(float(x)) for x in at]))
 
 
 def use_rates(means: Shares, sparsity: float) -> Shares:
-    """Share of tokens for which each channel is active; ``1 - sparsity`` in the mean."""
+    """Return the share of tokens for which each channel is active; the mean is ``1 - sparsity``."""
     if sparsity <= 0:
         return np.ones(len(means))
     scales = np.maximum(means / means.mean(), 1e-9)
@@ -62,10 +62,10 @@ def use_rates(means: Shares, sparsity: float) -> Shares:
 
 
 def cached_shares(rates: Shares, share: float) -> Shares:
-    """Share of the time that each channel is in a cache of this share of them.
+    """Return the share of time that each channel is in a cache that holds ``share`` of them.
 
-    Those stay that were used most often of late. That is counted over few tokens, so it is
-    uncertain which of two that are used about as often stays.
+    The cache keeps the channels that were used most in recent tokens. So few tokens are counted
+    that it is uncertain which of two similarly used channels stays.
     """
     if share >= 1:
         return np.ones(len(rates))
@@ -81,28 +81,29 @@ def cached_shares(rates: Shares, share: float) -> Shares:
 
 
 class Reads(NamedTuple):
-    """A token's, in the mean."""
+    """Mean reads per token."""
 
     n_reads: float
     n_bytes: float
 
     def __add__(self, other: object) -> Reads:
-        """Both."""
+        """Return the sum of both."""
         if not isinstance(other, Reads):
             return NotImplemented
         return Reads(self.n_reads + other.n_reads, self.n_bytes + other.n_bytes)
 
 
 def expected_reads(missing: Shares, n_bytes: int, stride: int, gap_bytes: int) -> Reads:
-    """Reading the channels of an operand that are missing, as the engine does.
+    """Return the reads for an operand's missing channels, joined as the engine joins them.
 
     Args:
-        missing: Share of tokens for which each one has to be read, in the order of the file.
-        n_bytes: Of one.
-        stride: From one to the next in the file; more than that if other layers are in between.
-        gap_bytes: Up to which what lies between two is read along.
+        missing: Share of tokens for which each channel has to be read, in file order.
+        n_bytes: Bytes of a channel.
+        stride: Bytes from one channel to the next in the file; more than ``n_bytes`` if other
+            layers are in between.
+        gap_bytes: Longest gap between channels that is read with them.
     """
-    n_joined = (gap_bytes + n_bytes) // stride  # so far off, the next one is read with this one
+    n_joined = (gap_bytes + n_bytes) // stride  # channels up to this far apart are read together
     there = np.concatenate([[0.0], np.cumsum(np.log1p(-np.minimum(missing, 1 - 1e-12)))])
     at = np.arange(len(missing))
     before = there[at] - there[np.maximum(0, at - n_joined)]
@@ -119,14 +120,14 @@ def expected_reads(missing: Shares, n_bytes: int, stride: int, gap_bytes: int) -
 
 
 def _pairs(missing: Shares, there: Shares, away: int) -> float:
-    """How many are missing, with the next missing one so far behind."""
+    """Return the expected number of missing channels whose next missing one is ``away`` further."""
     first, last = missing[:-away], missing[away:]
     between = there[away : len(missing)] - there[1 : len(missing) - away + 1]
     return float((first * last) @ np.exp(between))
 
 
 def _below(sigmas: Shares) -> Shares:
-    """Share of a normal distribution."""
+    """Return the share of a normal distribution below these values."""
     return np.interp(sigmas, *_normal())
 
 

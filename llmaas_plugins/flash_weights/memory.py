@@ -1,4 +1,4 @@
-"""One memory budget for a process: whether it can be met, and how streamed models share it."""
+"""Check a process's memory budget, and divide it among streamed models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmaas_hooks import BudgetError
 __all__ = ["SPARE_BYTES", "Needs", "least_of", "require", "shares"]
 
 SPARE_BYTES = 6 << 20
-"""For what grows beside weights: the app's own objects, a batch's logits."""
+"""Reserve for memory that grows beside weights: the app's own objects, the logits of a batch."""
 _MIB = 1 << 20
 _STEPS = 60
 
@@ -21,10 +21,11 @@ class Needs:
     """Memory that a streamed model needs, in bytes.
 
     Attributes:
-        n_bytes: Weights that could be kept.
-        least: Weights that are kept in any case: a product's experts.
-        passing: What other weights are read through.
-        growth: What its batches may compute in, and have not touched yet. Kept weights make way.
+        n_bytes: All weights that could be kept.
+        least: Weights that are kept in any case: the experts of one product.
+        passing: Buffers that all other weights are read through.
+        growth: Compute buffers that batches have not touched yet. Kept weights are released for
+            them.
     """
 
     n_bytes: int
@@ -34,43 +35,44 @@ class Needs:
 
 
 def least_of(others: int, models: Sequence[Needs]) -> int:
-    """Return the least budget: everything but kept weights.
+    """Return the least budget, which has room for no kept weights beyond ``Needs.least``.
 
     Args:
-        others: Bytes that the process has beside streamed weights.
-        models: All that are streamed.
+        others: Bytes of the process beside streamed weights.
+        models: Needs of all streamed models.
     """
     return others + SPARE_BYTES + sum(one.passing + one.least + one.growth for one in models)
 
 
 def require(budget: int, least: int) -> None:
-    """See that a budget can be met.
+    """Check that a budget can be met.
 
     Raises:
-        BudgetError: It cannot.
+        BudgetError: The budget is below ``least``.
     """
     if budget < least:
         raise BudgetError(
             f"a memory_budget of {budget // _MIB} MiB cannot be met; expected "
-            f"{math.ceil(least / _MIB)} MiB or more. A shorter context or a smaller n_batch takes "
+            f"{math.ceil(least / _MIB)} MiB or more. A shorter context or a smaller n_batch needs "
             "less."
         )
 
 
 def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
-    """Return the bytes of weights that each model may keep: by size, as far as each can use it.
+    """Return the bytes of weights that each model may keep, in proportion to its size.
 
     Args:
         budget: Memory of the process.
-        others: Bytes that it has beside streamed weights.
-        models: All that are streamed.
+        others: Bytes of the process beside streamed weights.
+        models: Needs of all streamed models.
 
     Raises:
         BudgetError: The budget cannot be met.
     """
     require(budget, least_of(others, models))
     room = budget - others - SPARE_BYTES - sum(one.passing for one in models)
-    low, high = 0.0, 1.0  # of each model, so much of its weights; what batches grow by fits, too
+    # Bisect for the share of its weights that each model keeps, so that growth fits, too.
+    low, high = 0.0, 1.0
     if sum(_space(one, high) for one in models) > room:
         for _ in range(_STEPS):
             middle = (low + high) / 2
@@ -84,7 +86,7 @@ def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
 
 
 def _space(model: Needs, share: float) -> int:
-    """Return the bytes for kept weights and growth: weights make way for what fits into them."""
+    """Return the bytes for kept weights and growth; growth may take the space of kept weights."""
     if share >= 1:
         return model.n_bytes + model.growth
     return max(int(share * model.n_bytes), model.least + model.growth)

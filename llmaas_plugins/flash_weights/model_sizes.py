@@ -1,4 +1,4 @@
-"""What a model needs memory for, from what its file says."""
+"""Compute a model's memory needs from its file's header."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
 
 _CELL_BYTES = 2
 _BATCH = 512
-"""Tokens that llama.cpp's buffers are made for, unless the context is shorter."""
+"""Tokens per batch that llama.cpp's buffers are sized for, unless the context is shorter."""
 _LLAMA_BYTES, _TOKEN_BYTES = 8 << 20, 400
-"""What a ``Llama`` was seen to take beside weights, cells and buffers, and each token it knows."""
+"""Measured bytes of a ``Llama`` beside weights, cells and buffers: fixed, and per known token."""
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
 _KEYS = re.compile(r"blk\.\d+\.attn_[kv]\.weight")
 _MERGED = re.compile(r"blk\.\d+\.attn_qkv\.weight")
 
 
 class Metadata(NamedTuple):
-    """Of a model.
+    """Metadata of a model that its tensors do not show.
 
     Attributes:
-        n_heads: Of attention; the most that a layer has.
-        expert_share: Of a mixture's experts, how many a token uses; 1: it is no mixture.
+        n_heads: Number of attention heads; the maximum over the layers.
+        expert_share: Share of a mixture's experts that a token uses; 1 without experts.
     """
 
     n_heads: int
@@ -49,14 +49,14 @@ class Metadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChannelBytes:
-    """An activation whose channels are read one by one, in layers that are all alike.
+    """Size of an activation's channels, which are read one by one, in layers of the same shape.
 
     Attributes:
-        family: Of matrices.
-        n_layers: How many layers.
-        n_channels: Of each.
-        n_bytes: Of a channel in a layer.
-        stride: From one to the next in the channel file.
+        family: Family of the matrices.
+        n_layers: Number of layers.
+        n_channels: Number of channels of a layer.
+        n_bytes: Bytes of one channel in a layer.
+        stride: Bytes from one channel to the next in the channel file.
         means: Mean magnitude of each channel, busiest first.
     """
 
@@ -69,34 +69,34 @@ class ChannelBytes:
 
     @property
     def layer_bytes(self) -> int:
-        """Of all its channels in a layer."""
+        """Bytes of all channels of a layer."""
         return self.n_channels * self.n_bytes
 
     @property
     def all_bytes(self) -> int:
-        """In all layers."""
+        """Bytes of all channels of all layers."""
         return self.n_layers * self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Bytes of a model with a context.
+    """Sizes in bytes of a model with a context.
 
     Attributes:
-        n_layers: Of the model.
-        streamed: Of matrices that are kept, or read for each token.
-        experts: Of them, those of experts.
-        expert_share: Of the experts, how many a token uses.
-        least_experts: Of experts that stay in memory in any case.
-        resident: Of all other weights, except embeddings: their rows are read one by one.
-        largest: Of the largest tensor, which llama.cpp reads as a whole when it loads the model.
-        kv: Of the KV cache.
-        buffers: Of llama.cpp's for a batch.
-        app: Of a ``Llama`` beside all these: its vocabulary, graphs, templates.
-        channels: Of activations, in the sparse mode.
-        dense: Of matrices without channels, which the sparse mode treats as the exact one does;
-            experts are not among them.
-        scales: Of matrices with channels, and mins; the sparse mode has them in memory.
+        n_layers: Number of layers.
+        streamed: Matrices that are either kept in memory or read for each token.
+        experts: The part of ``streamed`` that belongs to experts.
+        expert_share: Share of the experts that a token uses.
+        least_experts: Least memory for experts.
+        resident: All other weights except embeddings, whose rows are read one by one.
+        largest: Largest tensor, which llama.cpp reads as a whole when it loads the model.
+        kv: KV cache.
+        buffers: llama.cpp's compute buffers for a batch.
+        app: Other memory of a ``Llama``: its vocabulary, graphs, templates.
+        channels: Activations with channels, in the sparse mode.
+        dense: Matrices without channels, which the sparse mode treats as the exact mode does.
+            Experts are not included.
+        scales: Scales and mins of matrices with channels; the sparse mode keeps them in memory.
     """
 
     n_layers: int
@@ -125,10 +125,10 @@ class ModelSizes:
 
 
 def metadata_of(model: Path) -> Metadata:
-    """What its tensors do not say.
+    """Read the metadata of a model file.
 
     Raises:
-        StoreError: It cannot be read.
+        StoreError: The file cannot be read.
     """
     try:
         fields = GGUFReader(model).fields
@@ -153,14 +153,14 @@ def sizes_of(
     group_layers: int = 1,
     n_batch: int = _BATCH,
 ) -> ModelSizes:
-    """What a model needs.
+    """Return the memory needs of a model.
 
     Args:
-        tensors: What it has.
-        metadata: Likewise.
-        n_ctx: Tokens of the context, with cells of 16 bits.
+        tensors: Tensors of the model.
+        metadata: Metadata of the model.
+        n_ctx: Tokens of the context; a cell value has 16 bits.
         group_layers: Layers whose channels are side by side in the channel file.
-        n_batch: Tokens that are computed together at most (``n_ubatch``).
+        n_batch: Most tokens that are computed together (``n_ubatch``).
     """
     streamed = streamable(tensors)
     keys = {key_of(operand) for operand in channel_operands(tensors)}
@@ -187,7 +187,7 @@ def sizes_of(
 
 
 def _channels(groups: Sequence[Group]) -> tuple[ChannelBytes, ...]:
-    """Layers that are alike together."""
+    """Group layers of the same shape."""
     found = Counter(
         (operand.family, operand.n_channels, n_bytes, sum(group.layer_bytes))
         for group in groups
@@ -202,22 +202,25 @@ def _channels(groups: Sequence[Group]) -> tuple[ChannelBytes, ...]:
 
 
 def _kv_values(tensors: Mapping[str, TensorInfo]) -> int:
-    """Of a token."""
+    """Return the KV cache values of a token."""
     apart = sum(info.shape[1] for name, info in tensors.items() if _KEYS.fullmatch(name))
     merged = (info.shape for name, info in tensors.items() if _MERGED.fullmatch(name))
     return apart + sum(rows - columns for columns, rows, _ in merged)
 
 
 def _embeddings(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """Their width, and how many there are."""
+    """Return the width and the number of embeddings."""
     info = tensors.get("token_embd.weight")
     return (info.shape[0], info.shape[1]) if info else (0, 0)
 
 
 def _buffers(tensors: Mapping[str, TensorInfo], n_heads: int, n_ctx: int, n_batch: int) -> int:
-    """Of the largest of attention, the feed-forward block and logits; as it was seen to be."""
+    """Return the bytes of compute buffers, as measured.
+
+    The largest of attention, feed-forward block and logits decides.
+    """
     width, n_vocab = _embeddings(tensors)
     ups = [info.shape[1] for name, info in tensors.items() if ".ffn_up" in name]
     attention, forward = n_heads * n_ctx + 6 * width, 3 * max(ups, default=0) + 4 * width
     largest = max(attention, forward, n_vocab + 2 * width)
-    return 9 * n_batch * (n_ctx + largest) // 2  # 4 bytes each, and an eighth more
+    return 9 * n_batch * (n_ctx + largest) // 2  # 4 bytes per value, plus an eighth

@@ -1,4 +1,4 @@
-"""A model's weights as its file has them, one at a time."""
+"""Read a model's weights from its file, one at a time."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _T = TypeVar("_T")
 
 
 def digest_of(model: str | os.PathLike[str]) -> str:
-    """Return which model a file is, by every byte of it.
+    """Return the digest of a model file, over all its bytes.
 
     Raises:
-        StoreError: It cannot be read.
+        StoreError: The file cannot be read.
     """
     return file_digest(model)
 
 
 class ModelWeights:
-    """A model file, open for reading.
+    """Model file, open for reading.
 
     Attributes:
-        digest: Which model it is.
+        digest: Digest that identifies the model.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it, and find where its weights are.
+        """Open the file and locate its weights.
 
         Raises:
-            StoreError: It cannot be read, or is no GGUF.
+            StoreError: The file cannot be read, or is no GGUF.
         """
         self._path = path
         self.digest = digest_of(path)
@@ -56,10 +56,10 @@ class ModelWeights:
             raise StoreError(f"cannot read {path}: {error}.") from error
 
     def read(self, name: str) -> Bytes:
-        """A weight's bytes.
+        """Return a weight's bytes.
 
         Raises:
-            StoreError: They cannot be read.
+            StoreError: The bytes cannot be read.
         """
         place, n_bytes = self._places[name]
         content = np.empty(n_bytes, np.uint8)
@@ -67,11 +67,11 @@ class ModelWeights:
             n_read = read_array(self._fd, content, place)
             os.posix_fadvise(self._fd, place, n_bytes, os.POSIX_FADV_DONTNEED)
         if n_read < n_bytes:
-            raise StoreError(f"cannot read {name} of {self._path}: the file ends in it.")
+            raise StoreError(f"cannot read {name} of {self._path}: the file ends within it.")
         return content
 
     def unchanged(self, steps: Iterable[_T]) -> Iterator[_T]:
-        """Pass on what is done with the weights, and see to it that they were the same throughout.
+        """Pass steps through, then check that the file did not change while they ran.
 
         Raises:
             StoreError: The file was changed meanwhile.
@@ -81,13 +81,13 @@ class ModelWeights:
             raise StoreError(f"{self._path} was changed while it was read.")
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
-        """Open already."""
+        """Return the open file."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the file."""
         self.close()

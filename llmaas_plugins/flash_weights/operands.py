@@ -1,4 +1,4 @@
-"""What a layer's matrices are multiplied with: four activations, each of several matrices."""
+"""Operands of a layer: its four activations, each with the matrices that it is multiplied by."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "ffn_up": ("ffn_gate", "ffn_up"),
     "ffn_down": ("ffn_down",),
 }
-"""Matrices that read the same activation, in the order in which channels have them."""
+"""Matrices that read the same activation, in channel order."""
 
 _NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An activation of a layer, and the matrices that it is multiplied with.
+    """Activation of a layer, with the matrices that it is multiplied by.
 
     Attributes:
-        layer: From 0.
+        layer: Index of the layer.
         family: Key of ``FAMILIES``.
         weights: Names of the matrices.
-        n_channels: Values of the activation: columns of each matrix.
+        n_channels: Number of values of the activation, which is the number of columns of each
+            matrix.
     """
 
     layer: int
@@ -39,7 +40,7 @@ class Operand:
 
 
 def operands(tensors: Mapping[str, TensorInfo]) -> list[Operand]:
-    """Those of a model, by layer; matrices with other names, and of experts, have none."""
+    """Return the operands of a model, by layer; experts and matrices with other names have none."""
     layers = sorted({int(match[1]) for match in map(_NAME.fullmatch, tensors) if match})
     found = (_operand(tensors, layer, family) for layer in layers for family in FAMILIES)
     return [operand for operand in found if operand is not None]
@@ -52,7 +53,7 @@ def _operand(tensors: Mapping[str, TensorInfo], layer: int, family: str) -> Oper
 
 
 def _widths(tensors: Mapping[str, TensorInfo], names: Sequence[str]) -> set[int]:
-    """Columns of these matrices; empty when the model lacks one."""
+    """Return the widths of these matrices; an empty set if the model lacks one."""
     infos = [tensors[name] for name in names if name in tensors]
     is_whole = len(infos) == len(names)
     return {info.shape[0] for info in infos} if is_whole and all(map(_is_plain, infos)) else set()

@@ -1,7 +1,7 @@
-"""The packed file: a model's matrices as ggml-cpu repacks them on one kind of processor.
+"""Packed file: a model's matrices as ggml-cpu repacks them for one kind of processor.
 
-It is a GGUF file of an architecture that stock llama.cpp does not load. Each tensor starts at a
-multiple of 4 KiB, so that reads need no copy, and has the name, type and shape it has in the model.
+The file is a GGUF of an architecture that stock llama.cpp does not load. Each tensor starts at a
+multiple of 4 KiB, so reads need no copy. It has the name, type and shape of the model's tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Repack = Callable[[TensorInfo, Bytes], Bytes]
 
 
 def streamable(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Matrices that are multiplied with: embeddings only if they are the output matrix, too."""
+    """Return the matrices used in products; embeddings only if they are also the output matrix."""
     is_tied = "output.weight" not in tensors
     return {
         name: info
@@ -37,28 +37,28 @@ def streamable(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def packed_path(model: str | os.PathLike[str]) -> Path:
-    """Where a model's packed file is: beside it."""
+    """Return the path of a model's packed file, which is beside the model."""
     return Path(model).with_suffix(".packed")
 
 
 def packed_problem(
     path: Path, model: str | os.PathLike[str], tensors: Mapping[str, TensorInfo]
 ) -> str | None:
-    """Why a packed file cannot stand for a model here; ``None``: it can.
+    """Return why a packed file cannot replace the model's matrices here, or None if it can.
 
     Raises:
-        StoreError: It is no packed file, or is damaged.
+        StoreError: The file is no packed file, or is damaged.
     """
     with ContainerFile(path, PACKED_FILE) as file:
         found = file.header
     if found.fields.get(_MODEL) != digest_of(model):
         return (
-            "it was made from another model file, or the model file was changed since, or an "
-            "earlier version made it"
+            "it was made from another model file, or the model file has changed since, or it was "
+            "made by an earlier version"
         )
     expected = _header(digest_of(model), streamable(tensors))
     if found.parts != expected.parts:
-        return "it has other tensors than the model"
+        return "its tensors differ from the model's"
     if found != expected:
         return "it was made on another kind of processor, or for another version of llama.cpp"
     return None
@@ -67,14 +67,14 @@ def packed_problem(
 def write_packed(
     model: Path, path: Path, tensors: Mapping[str, TensorInfo], repack: Repack
 ) -> Iterator[int]:
-    """Write the packed file of a model, in place of the one that is there; yields bytes done.
+    """Write a model's packed file, replacing an existing one; yield the bytes done.
 
-    It can be stopped: called again, it goes on from there. Nothing is in the file's place before
-    all of it is written, read back and compared.
+    A run that was stopped is continued by the next one. The file appears under its name only after
+    all of it was written, read back and compared.
 
     Raises:
         ConfigError: The model has no matrices.
-        StoreError: It cannot be read or written, or somebody else writes it.
+        StoreError: The file cannot be read or written, or another process writes it.
     """
     infos = streamable(tensors)
     if not infos:

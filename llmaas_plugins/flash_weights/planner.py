@@ -1,6 +1,6 @@
-"""Which mode is faster with a memory budget: what each would take for a token, before it is tried.
+"""Predict which mode is faster with a memory budget, from the time per token of each.
 
-The rows `exact` and `sparse` are of what the engine does; those of `pipeline` are ActiveFlow's cost
+The rows ``exact`` and ``sparse`` describe the engine. The rows ``pipeline`` are ActiveFlow's cost
 model (cost_model.py).
 """
 
@@ -41,33 +41,38 @@ __all__ = [
 Mode = Literal["exact", "sparse", "pipeline"]
 Keeps = Literal["streamed", "busiest", "shared"]
 Cache = Literal["streamed", "busiest", "shared", "layer"]
-"""Those, and one that is not planned."""
+"""Caches of the sparse mode. The planner predicts all of them except ``layer``."""
 HitRate = Callable[[float, float], float]
-"""Of a cache with this share of the channels, at this sparsity."""
+"""Function from the share of the channels in the cache and the sparsity to the hit rate."""
 
 SIMILARITY: Mapping[str, float] = MappingProxyType(
     {"attn_qkv": 0.77, "attn_output": 0.5, "ffn_up": 0.77, "ffn_down": 0.5}
 )
-"""Share of a layer's active channels that the layer before has, at half sparsity: as measured in a
-small model; for two families that is what chance would have."""
+"""Share of a layer's active channels that are also active in the layer before, at half sparsity.
+
+The values were measured in a small model. For two families they equal chance.
+"""
 MOST_SPARSITY = 0.95
 
 ARENA_BYTES = 32 << 20
 _RING = 4 << 20
 _PIECE = 2 << 20
-"""Of the engine, as are those before."""
+"""Largest piece that the engine reads. Like the two sizes above, it mirrors the engine."""
 _LEAST_SPEEDUP = 1.25
-"""Of the sparse mode, which changes the text: less is not worth that, nor when all weights fit."""
+"""Least speedup at which the sparse mode is recommended, because it changes the text.
+
+The sparse mode is never recommended when all weights fit.
+"""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a model runs on.
+    """Machine that runs a model.
 
     Attributes:
-        disk: Under its files.
-        bytes_per_s: Of weights in memory that are computed with.
+        disk: Disk under the model's files.
+        bytes_per_s: Bytes per second of computing with weights in memory.
         process: Bytes of a process without a model.
     """
 
@@ -78,17 +83,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a token would take.
+    """Predicted cost of a token.
 
     Attributes:
-        mode: ``exact`` and ``sparse`` are the engine's; ``pipeline`` is ActiveFlow's.
+        mode: ``exact`` and ``sparse`` are the engine's modes; ``pipeline`` is ActiveFlow's.
         sparsity: Share of an activation's values that is left out.
-        group_layers: N: layers whose channels are read at once; 0: no channels are read.
+        group_layers: N, layers whose channels are read at once; 0 if no channels are read.
         cache: Bytes of weights that stay in memory.
-        keeps: ``cache`` of the sparse mode: which channels stay; None: of another mode.
-        token_s: Seconds for a token.
-        read: Bytes that are read for it.
-        least_budget: Memory of the process with which it works at all.
+        keeps: Cache of the sparse mode, which decides which channels stay; None in other modes.
+        token_s: Seconds per token.
+        read: Bytes read per token.
+        least_budget: Least memory of the process in bytes.
     """
 
     mode: Mode
@@ -103,16 +108,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was compared.
+    """Comparison of the modes.
 
     Attributes:
         budget: Memory of the process.
-        sparsity: That was asked for, or ActiveFlow's for the budget.
-        exact: The exact mode.
-        sparse: The sparse one, by what it keeps; none where the model has no channels.
-        pipeline: Each group size that was tried, up to where the search stopped.
-        search: Which is ActiveFlow's choice, and why no more were tried; None without channels.
-        recommended: One of the engine's.
+        sparsity: Requested sparsity, or ActiveFlow's for the budget.
+        exact: Row of the exact mode.
+        sparse: Rows of the sparse mode, by cache; empty if the model has no channels.
+        pipeline: Row of each group size that the search tried.
+        search: Search for ActiveFlow's group size; None without channels.
+        recommended: The recommended row, one of the engine's.
     """
 
     budget: int
@@ -125,11 +130,11 @@ class Plan:
 
     @property
     def fastest_sparse(self) -> Row | None:
-        """Of those that work with the budget."""
+        """Fastest sparse row that works with the budget, or None."""
         return _fastest(self.budget, self.sparse)
 
 
-def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is known of it
+def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of the cache
     sizes: ModelSizes,
     machine: Machine,
     budget: int,
@@ -138,19 +143,19 @@ def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is kn
     similarity: Mapping[str, float] = SIMILARITY,
     hit_rate: HitRate | None = None,
 ) -> Plan:
-    """Compare what the engine can do with a budget, and what ActiveFlow would.
+    """Compare the engine's modes and ActiveFlow's pipeline under a budget.
 
     Args:
-        sizes: Of the model.
-        machine: That it runs on.
+        sizes: Sizes of the model.
+        machine: Machine that runs the model.
         budget: Memory of the process.
-        sparsity: Share of values left out; the paper's ``1 - M_max / S_m`` when None.
-        similarity: Of neighbouring layers' active channels, by family.
-        hit_rate: What is known of the cache (``hit_rate_between``); else what follows from how
-            large channels are.
+        sparsity: Share of values left out; None uses the paper's ``1 - M_max / S_m``.
+        similarity: Similarity of the active channels of neighboring layers, by family.
+        hit_rate: Measured hit rate of the cache (``hit_rate_between``). If None, it is predicted
+            from the channels' magnitudes.
 
     Raises:
-        BudgetError: No mode works with so little.
+        BudgetError: No mode works with this budget.
     """
     check_budget(sizes, machine.process, budget)
     exact = _exact(sizes, machine, budget)
@@ -160,7 +165,8 @@ def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is kn
     chosen = min(system.sp, MOST_SPARSITY) if sparsity is None else sparsity
     kinds: tuple[Keeps, ...] = ("busiest", "shared")
     sparse = tuple(_sparse(sizes, machine, budget, chosen, keeps=keeps) for keeps in kinds)
-    if sparse[0].group_layers == 1:  # else channels of one layer alone are not read at once
+    # Grouped channels of a single layer are not contiguous, so they cannot be read ahead.
+    if sparse[0].group_layers == 1:
         sparse = (_read_ahead(sizes, machine, budget, chosen), *sparse)
     recommended = _recommended(exact, _fastest(budget, sparse))
     search = search_group(system, chosen)
@@ -169,15 +175,15 @@ def make_plan(  # noqa: PLR0913 -- of what, on what, in how much, and what is kn
 
 
 def check_budget(sizes: ModelSizes, process: int, budget: int) -> None:
-    """See whether a model runs at all in so much memory: in the exact mode, which needs less.
+    """Check that a model runs within a budget in the exact mode, which needs the least memory.
 
     Args:
-        sizes: Of the model.
-        process: Bytes of a process without it.
-        budget: Memory of the process with it.
+        sizes: Sizes of the model.
+        process: Bytes of a process without the model.
+        budget: Memory of the process with the model.
 
     Raises:
-        BudgetError: It does not.
+        BudgetError: The budget is too small.
     """
     require(budget, least_budget(sizes, process))
 
@@ -185,13 +191,13 @@ def check_budget(sizes: ModelSizes, process: int, budget: int) -> None:
 def least_budget(
     sizes: ModelSizes, process: int, keeps: Cache | None = None, arena: int = ARENA_BYTES
 ) -> int:
-    """Return the least memory of a process in which a model can be loaded and runs.
+    """Return the least memory of a process in which a model can be loaded and run.
 
     Args:
-        sizes: Of the model.
-        process: Bytes of the process without it.
-        keeps: ``cache`` of the sparse mode; None for the exact mode.
-        arena: Memory that streamed weights pass through.
+        sizes: Sizes of the model.
+        process: Bytes of the process without the model.
+        keeps: Cache of the sparse mode; None for the exact mode.
+        arena: Bytes of the buffer that streamed weights pass through.
     """
     loading = process + sizes.resident + sizes.app + sizes.largest
     running = _fixed(sizes, process) + _through(sizes, keeps, arena) + _least(sizes)
@@ -205,7 +211,7 @@ def system_of(
     similarity: Mapping[str, float] = SIMILARITY,
     hit_rate: HitRate | None = None,
 ) -> System:
-    """A model on a machine in the symbols of ActiveFlow's Table 1."""
+    """Describe a model on a machine in the symbols of ActiveFlow's Table 1."""
     in_channels = sizes.in_channels
 
     def bw_flash(n: int) -> float:
@@ -232,11 +238,11 @@ def system_of(
 
 
 def hit_rate_between(points: Mapping[float, float]) -> HitRate:
-    """The hit rate of a cache from what was measured.
+    """Return a hit rate interpolated between measured points.
 
     Args:
-        points: Hit rates by the cache's share of the channels. Nothing is found in no cache, and
-            all in one that has them all.
+        points: Hit rates by the cache's share of the channels. The hit rate is 0 without a cache,
+            and 1 if the cache holds all channels.
     """
     known = {0.0: 0.0, 1.0: 1.0} | dict(points)
     shares = sorted(known)
@@ -248,28 +254,31 @@ def hit_rate_between(points: Mapping[float, float]) -> HitRate:
 
 
 def _fixed(sizes: ModelSizes, process: int) -> int:
-    """What the process has beside streamed weights; what batches compute in, tokens give back."""
+    """Return the bytes of the process beside streamed weights and compute buffers.
+
+    Compute buffers are not counted: decoding releases them.
+    """
     own = sizes.resident + sizes.kv + sizes.app
     return process + own + SPARE_BYTES
 
 
 def _through(sizes: ModelSizes, keeps: Cache | None, arena: int) -> int:
-    """Return the bytes that weights are read through, and those of the sparse mode beside them."""
+    """Return the bytes of buffers that weights are read through, plus the sparse mode's scales."""
     widest = max((one.layer_bytes for one in sizes.channels), default=0)
     if keeps is None:
         return arena
-    if keeps == "streamed":  # an activation's channels are used together
+    if keeps == "streamed":  # all channels of an activation are in memory together
         return max(arena, widest + 2 * _PIECE) + sizes.scales
     return arena + sizes.scales + _RING + widest // 2
 
 
 def _least(sizes: ModelSizes) -> int:
-    """Beside what weights are read through."""
+    """Return the least bytes beside fixed memory and read buffers."""
     return sizes.buffers + sizes.least_experts
 
 
 def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
-    """Reading and computing overlap: the longer of both counts."""
+    """Predict the exact mode, whose reading and computing overlap: the longer one counts."""
     room = max(0, budget - _fixed(sizes, machine.process) - _through(sizes, None, ARENA_BYTES))
     read = _streamed(sizes.streamed - sizes.experts, sizes, room)
     return Row(
@@ -285,7 +294,7 @@ def _exact(sizes: ModelSizes, machine: Machine, budget: int) -> Row:
 
 
 def _read_ahead(sizes: ModelSizes, machine: Machine, budget: int, sparsity: float) -> Row:
-    """All channels that are not kept are read, as the exact mode reads weights."""
+    """Predict the sparse mode that reads all channels that are not kept, as the exact mode does."""
     through = _fixed(sizes, machine.process) + _through(sizes, "streamed", ARENA_BYTES)
     room = max(0, budget - through)
     plain = sizes.dense + sizes.in_channels
@@ -306,7 +315,7 @@ def _read_ahead(sizes: ModelSizes, machine: Machine, budget: int, sparsity: floa
 def _sparse(
     sizes: ModelSizes, machine: Machine, budget: int, sparsity: float, *, keeps: Keeps
 ) -> Row:
-    """Channels are read when they are known; only other weights are read ahead."""
+    """Predict the sparse mode that reads channels on demand and only other weights ahead."""
     through = _fixed(sizes, machine.process) + _through(sizes, keeps, ARENA_BYTES)
     room = max(0, budget - through)
     cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
@@ -328,13 +337,13 @@ def _sparse(
 
 
 def _used_sparse(sizes: ModelSizes, sparsity: float) -> float:
-    """Bytes that a token computes with."""
+    """Return the bytes that a token computes with."""
     others = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
     return others + sizes.in_channels * (1 - sparsity)
 
 
 def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
-    """Bytes read for a token when so many are kept: experts get what other weights leave."""
+    """Return the bytes read per token; experts get the room that other weights leave."""
     missing = max(0, plain - room)
     if sizes.experts:
         kept = min(1.0, max(sizes.least_experts, room - plain) / sizes.experts)
@@ -370,7 +379,7 @@ def _recommended(exact: Row, sparse: Row | None) -> Row:
 
 
 def _hit_rate(sizes: ModelSizes, share: float, sparsity: float) -> float:
-    """Of what is used, the bytes that a cache of the busiest channels has."""
+    """Return the share of the used bytes that a cache of the busiest channels has."""
     used = found = 0.0
     for one in sizes.channels:
         rates = use_rates(one.means, sparsity)
@@ -381,7 +390,10 @@ def _hit_rate(sizes: ModelSizes, share: float, sparsity: float) -> float:
 
 
 def _pipeline(sizes: ModelSizes, machine: Machine, system: System, cost: Cost) -> Row:
-    """A size of groups; weights without channels are in memory, and computed with, as well."""
+    """Predict the pipeline with one group size.
+
+    Weights without channels are in memory and are computed with, too.
+    """
     others = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
     missed = system.s_m * (1 - cost.sp) * (1 - cost.hr)
     return Row(

@@ -1,4 +1,4 @@
-"""The hooks: which models are streamed, and how much of them stays in memory."""
+"""Hooks of the flash_weights plugin: choose which models to stream, and share out memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from llmaas_hooks import (
     ContextCreate,
     DecodeStep,
     LogitsView,
+    ModelFile,
     ModelLoad,
     NativeContext,
     Request,
@@ -36,24 +37,25 @@ from llmaas_plugins.flash_weights.planner import least_budget
 from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import drop_cached, release_memory, resident_bytes
+from llmaas_plugins.model_digest import files_now
 
 __all__ = ["FlashWeights"]
 
 _log = logging.getLogger("llmaas.flash_weights")
 
 _OUTSIDE = 128 << 20
-"""A process around a model whose weights all fit: the interpreter, libraries, a short context."""
+"""Bytes of a process beside resident weights: the interpreter, libraries, a short context."""
 _SHORTEST = 512
-"""Tokens of a context, before anybody knows how many it will have: what ``Llama`` takes."""
+"""Tokens to assume for a context of unknown length: the default of ``Llama``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """A model file that was claimed.
+    """Model file that was claimed.
 
     Attributes:
-        tensors: What it has.
-        process: Bytes of the process before it was loaded, without streamed weights.
+        tensors: Tensors of the file.
+        process: Bytes of the process before loading, without streamed weights.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -62,11 +64,11 @@ class _Loading:
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """Bytes that are expected once a new context computes.
+    """Bytes that a new context will need once it computes.
 
     Attributes:
-        buffers: For a batch.
-        process: Of the process without streamed weights; 0: as it is.
+        buffers: Compute buffers for a batch.
+        process: The process without streamed weights; 0 for its current size.
     """
 
     buffers: int
@@ -74,42 +76,44 @@ class _Growth:
 
 
 class FlashWeights:
-    """Streams the weights that the memory budget has no room for."""
+    """Plugin that streams the weights that do not fit into the memory budget."""
 
     Config: ClassVar[type[FlashWeightsConfig]] = FlashWeightsConfig
 
     def __init__(self, config: FlashWeightsConfig) -> None:
-        """Claim nothing yet."""
+        """Prepare the memory budget; models are claimed by the hooks."""
         self._config = config
         self._residency = Residency(config.memory_budget, config.arena)
         self._left_alone: dict[str, str] = {}
         self._loads: dict[str, _Loading] = {}
-        self._paths: dict[int, str] = {}
+        self._opened: dict[int, ModelLoad | None] = {}
         self._growth: dict[int, _Growth] = {}
         self._answers = Answers()
-        if config.mode != "sparse":  # it costs something for each token
+        if config.mode != "sparse":  # the hook costs time per token
             self.llmaas_logits = None  # type: ignore[method-assign,assignment]
 
     @contextmanager
     def answer(self, llama: Any) -> Iterator[None]:
-        """Take what the app evaluates itself inside the block for an answer: sparse mode only.
+        """Decode sparsely inside the block where the app calls ``Llama.eval`` itself.
 
-        Requests need no block. Elsewhere, ``Llama.eval`` and ``llama_decode`` are exact.
+        Requests need no block. Outside blocks and requests, ``Llama.eval`` and ``llama_decode`` are
+        exact. The block has an effect only in the sparse mode.
 
         Args:
-            llama: The ``Llama`` whose batches of one token are computed sparsely.
+            llama: ``Llama`` whose batches of one token are computed sparsely.
         """
         with self._answers.block(int(llama.ctx)):
             yield
 
     def set_memory_budget(self, n_bytes: int | None) -> None:
-        """Change the memory of the whole process; it holds when this returns.
+        """Change the memory budget of the whole process. It is met when this method returns.
 
         Args:
-            n_bytes: As ``memory_budget`` of the configuration; ``None`` follows the system.
+            n_bytes: New budget, as ``memory_budget`` in the configuration; ``None`` follows the
+                system.
 
         Raises:
-            BudgetError: It cannot be met. Nothing was changed.
+            BudgetError: The budget cannot be met. Nothing was changed.
         """
         self._residency.set_budget(n_bytes)
 
@@ -119,46 +123,50 @@ class FlashWeights:
     def llmaas_weights(
         self, load: ModelLoad, tensors: Mapping[str, TensorInfo]
     ) -> list[WeightClaim]:
-        """Claim all matrices of a model that does not fit; in the sparse mode of any."""
+        """Claim all matrices of a model that does not fit, or of any model in the sparse mode."""
         if self._config.mode == "sparse":
-            model_channels(load.path, tensors)  # before the model is read, not after
+            model_channels(load, tensors)  # fail before the model is read
         elif self._fits(load.path, tensors):
             return []
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
         self._prepare(load.path, tensors)
-        # Edited last: a model that was refused above may be loaded as the app asked.
-        # A tensor is read as a whole, and twice as much memory is taken for that with direct I/O.
+        # The parameters are changed last: after a refusal above, the model may be loaded as the app
+        # asked.
+        # llama.cpp reads each tensor as a whole here, and direct I/O would take twice the memory
+        # for that.
         load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
-        if packed is None:  # what is in memory is what the file has, so nothing else is repacked
+        if packed is None:  # memory must hold the file's bytes, so llama.cpp may repack nothing
             load.params.use_extra_bufts = False
         pattern = "|".join(map(re.escape, names))
-        return [WeightClaim(pattern, source="file", path=packed)] if names else []
+        path, stamp = packed or (None, None)
+        return [WeightClaim(pattern, source="file", path=path, stamp=stamp)] if names else []
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Note which file its model is from; see that there is room for the context."""
-        path = self._paths[create.model] = "" if create.load is None else create.load.path
-        if path in self._loads:
-            self._reserve(create, self._loads[path])
+        """Remember the context's model file, and make room for the context."""
+        load = self._opened[create.model] = create.load
+        if load is not None and load.path in self._loads:
+            self._reserve(create, self._loads[load.path])
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Give a streamed model its arena, and its share of the memory."""
+        """Give a streamed model its arena and its share of the memory."""
         weights = context.file_weights()
         stats = weights.stats()
         if stats["bytes"] == 0:
             return
-        path = self._paths.get(context.model, "")
+        load = self._opened.get(context.model)
+        path = "" if load is None else load.path
         is_sparse = self._config.mode == "sparse" and path in self._loads
-        if is_sparse and stats["operands"] == 0:  # its first context
-            file = model_channels(path, self._loads[path].tensors)
+        if load is not None and is_sparse and stats["operands"] == 0:  # first context of the model
+            file = model_channels(load, self._loads[path].tensors)
             add_channels(weights, file, self._config)
-            release_memory()  # of the scales, which were copied
+            release_memory()  # the scales, which were copied
         if is_sparse:
             self._answers.add(context)
         if context.model not in self._residency:
-            drop_cached(path)  # it was read as a whole, and will be read past the page cache
+            drop_cached(path)  # loading filled the page cache; later reads bypass it
             weights.set_reading(
                 queue_depth=self._config.queue_depth or 0,
                 read_size=self._config.read_size or 0,
@@ -176,28 +184,28 @@ class FlashWeights:
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
-        """Compute what follows the first sampled token sparsely."""
+        """Compute sparsely from the first sampled token on."""
         self._answers.sampled(view.ctx)
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
-        """Compute exactly again."""
+        """Compute exactly after the request."""
         self._answers.end(request)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
-        """Count it, and see what memory is left."""
+        """Count the decoded tokens, and adjust the memory."""
         self._residency.decoded(step.ctx, step.n_tokens)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
-        """Let go of it."""
+        """Stop tracking the context and return its memory."""
         self._answers.forget(ctx)
         self._residency.remove(ctx)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
-        """Mode, memory, and what was read."""
+        """Return the mode, the memory in use, and the amount read."""
         models = self._residency.report()
         faults = resource.getrusage(resource.RUSAGE_SELF)
         return {
@@ -214,14 +222,15 @@ class FlashWeights:
     # -- memory ---------------------------------------------------------------------------------
 
     def _prepare(self, path: str, tensors: Mapping[str, TensorInfo]) -> None:
-        """Have other models make room for loading one.
+        """Make other models release memory so that a model can be loaded.
 
         Raises:
-            BudgetError: There cannot be so much. Then the least is that of the shortest context.
+            BudgetError: The memory cannot be released. The message gives the least budget with the
+                shortest context.
         """
         residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
         with residency.lock:
-            release_memory()  # of what the files were checked with
+            release_memory()  # memory that checking the files took
             residency.look()
             process = residency.others()
             self._loads[path] = _Loading(tensors, process)
@@ -234,10 +243,10 @@ class FlashWeights:
                 raise
 
     def _reserve(self, create: ContextCreate, loading: _Loading) -> None:
-        """Have other contexts make room for a new one.
+        """Make other contexts release memory for a new one.
 
         Raises:
-            BudgetError: There cannot be so much.
+            BudgetError: The memory cannot be released.
         """
         params, residency = create.params, self._residency
         n_ctx = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
@@ -246,7 +255,7 @@ class FlashWeights:
         sizes = sizes_of(loading.tensors, heads, n_ctx, n_batch=n_batch)
         sizes = replace(sizes, kv=int(sizes.kv * _cell_bytes(params) / 4))
         with residency.lock:
-            if create.model in residency:  # its weights have what they need
+            if create.model in residency:  # its weights already have their memory
                 residency.make_room(sizes.kv + sizes.buffers)
             else:
                 require(residency.budget, self._least(sizes, loading.process))
@@ -258,7 +267,7 @@ class FlashWeights:
             )
 
     def _least(self, sizes: ModelSizes, process: int) -> int:
-        """Return the least budget for one more model beside those there are."""
+        """Return the least budget for one more model beside the current ones."""
         keeps = self._config.cache if self._config.mode == "sparse" else None
         return self._residency.needed() + least_budget(sizes, process, keeps, self._config.arena)
 
@@ -268,17 +277,21 @@ class FlashWeights:
         fits = resident_bytes() + n_bytes + _OUTSIDE <= budget
         if fits:
             self._left_alone[model] = (
-                f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it runs as without us"
+                f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it is not streamed"
             )
         return fits
 
-    def _packed(self, model: str, tensors: Mapping[str, TensorInfo]) -> str | None:
-        """A model's packed file; None without one: llama.cpp's faster kernels are lost then."""
+    def _packed(self, model: str, tensors: Mapping[str, TensorInfo]) -> ModelFile | None:
+        """Return a model's packed file, or None if there is none.
+
+        Without it, llama.cpp's faster kernels cannot be used.
+        """
         path = packed_path(model)
+        (found,) = files_now(path)  # identify the file before it is checked
         if not path.exists():
             _log.warning(
-                "%s is streamed from its own file, which is slower to compute with; "
-                "`llmaas flash pack %s` makes a faster one",
+                "%s is streamed from its own file, which makes computing slower; "
+                "`llmaas flash pack %s` writes a faster file",
                 model,
                 model,
             )
@@ -289,10 +302,10 @@ class FlashWeights:
                 f"{path} cannot be used: {problem}. Run `llmaas flash pack {model}` again, or "
                 "remove it."
             )
-        return str(path)
+        return found
 
 
 def _cell_bytes(params: Any) -> float:
-    """Return the bytes of a key and a value."""
+    """Return the bytes of one key value and one value value together."""
     sizes = (GGML_QUANT_SIZES[GGMLQuantizationType(int(t))] for t in (params.type_k, params.type_v))
     return sum(n_bytes / n_values for n_values, n_bytes in sizes)

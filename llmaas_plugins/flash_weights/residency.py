@@ -1,4 +1,4 @@
-"""The streamed models of a process, and what each of them has in memory."""
+"""Share the memory budget among the streamed models of a process."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ __all__ = ["Residency"]
 _log = logging.getLogger("llmaas.flash_weights")
 
 _SHARE = 0.9
-"""Share of the available memory that is taken; the rest is for other processes."""
+"""Share of the available memory to use; the rest is left to other processes."""
 _STEP = 2 << 20
-"""Smaller changes of what is kept are not worth the reading."""
+"""Least change of a model's kept weights that is worth the reading."""
 _EVERY_S = 0.25
 
 
 @dataclass(slots=True)
 class _Model:
-    """A streamed model.
+    """Streamed model.
 
     Attributes:
-        contexts: Its contexts, by address.
-        growth: Bytes that contexts will compute in which have not computed anything yet.
-        beside: Bytes that else will be taken when they do.
-        kept: Bytes of weights that it may keep.
-        is_late: Whether it still keeps more, as it was computing.
-        seen: Its figures when it was looked at last: not while it computes, as that would wait.
-        untouched: Likewise bytes that its contexts may compute in, and have not touched yet.
-        n_batches: Batches so far.
-        n_tokens: Tokens in them.
+        contexts: Contexts of the model, by address.
+        growth: Bytes of compute buffers that each context without a batch so far will touch.
+        beside: Other bytes that such a context will take at its first batch.
+        kept: Bytes of weights that the model may keep.
+        is_late: Whether the model still keeps more, because it was computing.
+        seen: Figures when the model was last looked at. They are not refreshed while it computes,
+            because that would wait.
+        untouched: Bytes of compute buffers that contexts have not touched yet, when last looked at.
+        n_batches: Number of batches so far.
+        n_tokens: Number of tokens in these batches.
     """
 
     contexts: dict[int, NativeContext] = field(default_factory=dict)
@@ -51,17 +52,17 @@ class _Model:
 
     @property
     def weights(self) -> FileWeights:
-        """Its memory, which all contexts share."""
+        """Streamed weights of the model, which all its contexts share."""
         return next(iter(self.contexts.values())).file_weights()
 
     @property
     def held(self) -> int:
-        """Bytes that its weights have in memory, as far as that is known."""
+        """Bytes that the weights take in memory, as last seen."""
         return sum(self.seen[name] for name in ("kept_bytes", "arena_bytes", "passing_bytes"))
 
     def look(self) -> None:
-        """See what it has, and what its contexts may still compute in."""
-        with contextlib.suppress(ReferenceError):  # a collection freed a context meanwhile
+        """Refresh the figures of the weights, and the untouched bytes of the contexts."""
+        with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
             self.seen = self.weights.stats()
             self.untouched = sum(
                 context.untouched_bytes()
@@ -70,7 +71,7 @@ class _Model:
             )
 
     def needs(self, arena: int) -> Needs:
-        """Return what it needs with an arena of this size."""
+        """Return the model's memory needs with an arena of this size."""
         growth = self.untouched + sum(self.growth.values())
         passing = max(arena, self.seen["arena_bytes"]) + self.seen["passing_bytes"]
         passing += sum(self.beside.values())
@@ -78,18 +79,18 @@ class _Model:
 
 
 class Residency:
-    """Divides the memory budget among streamed models, by size.
+    """Division of the memory budget among streamed models, by size.
 
     Attributes:
-        lock: Guards the models; a collection may free a context inside.
+        lock: Lock of the models. It is reentrant: garbage collection inside it may free a context.
     """
 
     def __init__(self, budget: int | None, arena: int) -> None:
-        """Know no model yet.
+        """Start without models.
 
         Args:
             budget: Memory of the process; None follows the system.
-            arena: Memory that a model's weights pass through.
+            arena: Bytes of the buffer that a model's streamed weights pass through.
         """
         self.lock = forks.lock()
         self._budget = budget
@@ -100,14 +101,14 @@ class Residency:
 
     @property
     def budget(self) -> int:
-        """Memory that the process may have."""
+        """Bytes of memory that the process may use."""
         return self._bytes_of(self._budget)
 
     def set_budget(self, n_bytes: int | None) -> None:
-        """Change the memory of the process; more than that is given back before this returns.
+        """Change the memory budget; excess memory is released before this method returns.
 
         Raises:
-            BudgetError: It cannot be met. Nothing was changed.
+            BudgetError: The budget cannot be met. Nothing was changed.
         """
         with self.lock:
             self.look()
@@ -117,16 +118,17 @@ class Residency:
             self.share(waits=True)
 
     def __contains__(self, model: int) -> bool:
-        """Whether a model is streamed."""
+        """Return whether a model is streamed."""
         return model in self._models
 
     def add(self, context: NativeContext, growth: int, beside: int) -> None:
-        """Take in a new context, and share anew.
+        """Add a new context and share the budget again.
 
         Args:
-            context: The new one.
-            growth: Bytes that it will compute in; weights make way then.
-            beside: Bytes that will be taken besides.
+            context: The new context.
+            growth: Bytes of compute buffers that the context will touch; kept weights are released
+                then.
+            beside: Other bytes that the context will take.
 
         Raises:
             BudgetError: The budget cannot be met.
@@ -140,7 +142,10 @@ class Residency:
             self.share(waits=True)
 
     def remove(self, ctx: int) -> None:
-        """Drop a context that is about to go; with the last one go its model's weights."""
+        """Remove a context that is about to be freed.
+
+        With its last context, a model's weights are released, too.
+        """
         with self.lock:
             for address, model in list(self._models.items()):
                 if ctx not in model.contexts:
@@ -148,14 +153,15 @@ class Residency:
                 model.growth.pop(ctx, None)
                 model.beside.pop(ctx, None)
                 if len(model.contexts) == 1:
-                    with contextlib.suppress(ReferenceError):  # it is gone, and they with it
+                    # A context that is gone already took its model's weights with it.
+                    with contextlib.suppress(ReferenceError):
                         model.weights.set_memory(0, 0)
                     del self._models[address]
                 else:
                     del model.contexts[ctx]
 
     def decoded(self, ctx: int, n_tokens: int) -> None:
-        """Count a batch, and see what memory is left."""
+        """Count a batch, and adjust to the memory that is left."""
         with self.lock:
             for model in list(self._models.values()):
                 if ctx not in model.contexts:
@@ -175,25 +181,25 @@ class Residency:
         return self.least() - self.others() - SPARE_BYTES
 
     def others(self) -> int:
-        """Return the bytes that the process has beside streamed weights."""
+        """Return the bytes of the process beside streamed weights."""
         return resident_bytes() - sum(model.held for model in self._models.values())
 
     def least(self) -> int:
-        """Return the least budget that the models in use need."""
+        """Return the least budget of the current models."""
         return least_of(self.others(), self._needs(list(self._models.values())))
 
     def make_room(self, n_bytes: int) -> None:
-        """Have weights make way, before something else takes so much memory."""
+        """Release kept weights before something else takes ``n_bytes`` of memory."""
         with self.lock:
             self.look()
             self.share(n_bytes, waits=True)
 
     def share(self, n_more: int = 0, *, waits: bool = False) -> None:
-        """Have each model keep its share.
+        """Give each model its share of the budget.
 
         Args:
             n_more: Bytes that something else is about to take.
-            waits: Whether models that are computing give memory back first.
+            waits: Whether to wait until models that are computing have released memory.
 
         Raises:
             BudgetError: The budget cannot be met.
@@ -222,7 +228,7 @@ class Residency:
         return [model.needs(self._arena) for model in models]
 
     def look(self) -> None:
-        """See what the models have; waits for those that compute."""
+        """Refresh the figures of all models; waits for models that compute."""
         for model in list(self._models.values()):
             model.look()
 
@@ -234,7 +240,7 @@ class Residency:
             model.look()
 
     def _share_or_tell(self) -> None:
-        """Share; keep nothing if others took it all, which the log says once."""
+        """Share the budget; if it cannot be met, keep no weights and log that once."""
         try:
             self.share()
         except BudgetError as error:
@@ -242,13 +248,13 @@ class Residency:
                 self._apply(model, 0, waits=False)
             self._looked_at = time.monotonic()
             if not self._is_crowded:
-                _log.warning("%s Every weight is streamed until there is more.", error)
+                _log.warning("%s Every weight is streamed until memory is available.", error)
             self._is_crowded = True
         else:
             self._is_crowded = False
 
 
 def _change(pair: tuple[_Model, int]) -> int:
-    """Order by growth: what is given back comes before what is taken."""
+    """Return the change of a model's memory. Sorted by it, releases come before allocations."""
     model, kept = pair
     return kept - model.kept

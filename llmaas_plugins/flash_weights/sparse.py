@@ -1,4 +1,4 @@
-"""The sparse mode: a token multiplies with the largest values of each activation only."""
+"""Set up the sparse mode, where a token uses only the largest values of each activation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, FileWeights, TensorInfo
+from llmaas_hooks import (
+    ChannelColumns,
+    ChannelOperand,
+    ConfigError,
+    FileWeights,
+    ModelLoad,
+    TensorInfo,
+)
 from llmaas_plugins.flash_weights.channel_layout import Piece
 from llmaas_plugins.flash_weights.channels import (
     ChannelFile,
@@ -18,6 +25,7 @@ from llmaas_plugins.flash_weights.channels import (
 from llmaas_plugins.flash_weights.columns import Scales
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.operands import FAMILIES
+from llmaas_plugins.model_digest import begin_digest
 
 __all__ = ["add_channels", "model_channels"]
 
@@ -29,45 +37,50 @@ _CACHES: dict[str, Literal["streamed", "busiest", "recent"]] = {
 }
 
 
-def model_channels(model: str, tensors: Mapping[str, TensorInfo]) -> ChannelFile:
-    """A model's channel file.
+def model_channels(load: ModelLoad, tensors: Mapping[str, TensorInfo]) -> ChannelFile:
+    """Open the channel file of a model that is loaded, or about to be.
 
     Raises:
-        ConfigError: There is none, or it is another model's.
-        StoreError: It is damaged.
+        ConfigError: The model has no channel file, or has one of another model.
+        StoreError: The channel file is damaged, or the model file was changed since loading.
     """
-    path = channel_path(model)
+    path = channel_path(load.path)
     if not path.exists():
         raise ConfigError(
-            f"the sparse mode needs {path}, which is not there. Run `llmaas flash pack --sparse "
-            f"{model}`, or set mode to exact."
+            f"the sparse mode needs {path}, which does not exist. Run `llmaas flash pack --sparse "
+            f"{load.path}`, or set mode to exact."
         )
-    return open_channels(path, model, tensors)
+    return open_channels(path, load.path, tensors, begin_digest(load.files).get())
 
 
 def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsConfig) -> None:
-    """Have tokens multiplied with active channels, from the next batch on.
+    """Make tokens use only their active channels, from the next batch on.
 
     Raises:
-        ConfigError: The file does not go with the model, or with the configuration.
-        StoreError: Its scales are damaged.
+        ConfigError: The file does not suit the model or the configuration.
+        StoreError: The file's scales are damaged.
     """
     if config.cache == "streamed" and file.group_layers > 1:
         raise ConfigError(
-            f"{file.path} has columns of {file.group_layers} layers side by side, and with the "
-            "cache `streamed` whole layers are read. Run `llmaas flash pack --sparse` without "
+            f"{file.path} stores columns of {file.group_layers} layers side by side, but the "
+            "cache `streamed` reads whole layers. Run `llmaas flash pack --sparse` without "
             "--group-layers, or choose another cache."
         )
     predictors = _predictors(file) if config.preload else {}
     with open_scales(file) as read_scales:
         for number, channels in enumerate(file.operands.values()):
-            operand = _operand(channels, read_scales, config)  # one at a time: scales are copied
+            # Build one operand at a time, because the engine copies its scales.
+            operand = _operand(channels, read_scales, config)
             operand = replace(operand, predictor=predictors.get(number))
             weights.add_operand(str(file.path), operand)
 
 
 def _predictors(file: ChannelFile) -> dict[int, int]:
-    """Of operands, by number: that of the first layer in the group before, if it is as long."""
+    """Return the predictor of each operand, by operand number.
+
+    The predictor is the operand of the first layer in the group before. It must have the same
+    number of channels.
+    """
     first: dict[tuple[int, str, int], int] = {}
     found = {}
     for number, channels in enumerate(file.operands.values()):

@@ -1,7 +1,8 @@
-"""An approximate index for datastores of more than a million pairs, by faiss (an extra).
+"""An approximate index, built with faiss (an optional extra), for more than a million pairs.
 
-Below that an exact scan of codes is as fast and has nothing to build. The index is made from the
-file's keys when it is opened, in memory alone: what is forgotten is in no other file.
+Below a million pairs an exact scan of codes is as fast and needs no build. The index is built from
+the datastore's keys each time the file is opened and lives only in memory. Forgotten pairs are
+therefore in no other file.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from llmaas_hooks import ConfigError
 __all__ = ["FaissIndex"]
 
 _TRAINED_ON = 64
-"""Keys for each list, of which its centre is learnt."""
+"""Keys per list from which the lists' centers are learned."""
 _VISITED = 0.05
-"""Share of the lists that a search visits."""
+"""Share of the lists that one search visits."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -31,21 +32,21 @@ class FaissIndex:
     """Inverted lists of byte codes (``IndexIVFScalarQuantizer``)."""
 
     def __init__(self, n: int, n_dims: int, parts: Iterator[Floats]) -> None:
-        """Learn the lists from the first keys, and put all into them.
+        """Learn the lists from the first keys, then add all keys.
 
         Args:
-            n: How many keys there are.
-            n_dims: Numbers in each.
-            parts: The keys, part by part.
+            n: Number of keys.
+            n_dims: Numbers in each key.
+            parts: The keys, in parts of shape (rows, n_dims).
 
         Raises:
             ConfigError: faiss is not installed.
         """
         faiss = _faiss()
         n_lists = max(1, math.isqrt(n))
-        quantiser = faiss.IndexFlatL2(n_dims)
+        quantizer = faiss.IndexFlatL2(n_dims)
         kind = faiss.ScalarQuantizer.QT_8bit
-        index = faiss.IndexIVFScalarQuantizer(quantiser, n_dims, n_lists, kind, faiss.METRIC_L2)
+        index = faiss.IndexIVFScalarQuantizer(quantizer, n_dims, n_lists, kind, faiss.METRIC_L2)
         first: list[Floats] = []
         while sum(map(len, first)) < min(n, _TRAINED_ON * n_lists):
             first.append(next(parts))
@@ -57,7 +58,7 @@ class FaissIndex:
         self.n_bytes = n * (n_dims + 8) + 4 * n_lists * n_dims
 
     def nearest(self, query: Floats, n: int, within: range) -> Ints:
-        """About the ``n`` nearest rows of these; fewer where fewer are in the lists visited."""
+        """Return about the ``n`` nearest rows in ``within``; fewer if few are in the lists."""
         faiss = _faiss()
         selector = faiss.IDSelectorRange(within.start, within.stop)
         how = faiss.SearchParametersIVF(nprobe=self._index.nprobe, sel=selector)
@@ -71,7 +72,7 @@ def _faiss() -> Any:
     except ImportError as error:
         raise ConfigError(
             'plugins.knn_lm.index = "faiss" needs faiss, which is not installed. '
-            "`pip install 'llmaas-plugins[faiss]'`, or use \"scan\"."
+            "Run `pip install 'llmaas-plugins[faiss]'`, or use \"scan\"."
         ) from error
-    faiss.omp_set_num_threads(1)  # its threads would wait on the processors that generate
+    faiss.omp_set_num_threads(1)  # more threads would compete with generation for the processors
     return faiss

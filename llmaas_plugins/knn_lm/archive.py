@@ -1,7 +1,8 @@
 """The full datastore on disk: every pair of every conversation, in append-only segment files.
 
-One process writes at a time, others may look on. What is read is checked; what is not as it was
-written is refused with a ``StoreError`` that says where. Not for several threads at once.
+One process writes at a time; other processes may read. Every read is verified, and bytes that
+differ from what was written raise a ``StoreError`` that says where they are. An archive is not
+safe for use by several threads at once.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ _MOST_SEGMENT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ConversationInfo:
-    """A conversation in the archive, without its texts.
+    """A conversation in the archive, without its messages.
 
     Attributes:
-        number: Its number, which no other conversation of this archive ever has.
-        id: Its id in hexadecimal digits, made from its app, title and messages.
-        title: Its title.
-        app: The app it belongs to.
-        is_shared: Whether it belongs to none, and every app may be answered with it.
-        source: Name of the file it came from.
-        added: When, in seconds since 1970.
-        n_messages: Messages in it.
-        n_tokens: Tokens in it.
-        n_pairs: Pairs made from it.
-        n_bytes: Bytes it takes on disk.
+        number: The conversation's number, which the archive never gives to another conversation.
+        id: The conversation's id in hexadecimal digits, derived from its app, title and messages.
+        title: The conversation's title.
+        app: App that the conversation belongs to.
+        is_shared: Whether the conversation belongs to no app, so that every app may use it.
+        source: Name of the file that the conversation came from.
+        added: Time when the conversation was added, in seconds since 1970.
+        n_messages: Number of messages.
+        n_tokens: Number of tokens.
+        n_pairs: Number of pairs made from the conversation.
+        n_bytes: Bytes that the conversation takes on disk.
     """
 
     number: int
@@ -73,12 +74,12 @@ class ConversationInfo:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What went.
+    """Totals of one call of ``Archive.forget``.
 
     Attributes:
-        n_conversations: Conversations.
-        n_pairs: Their pairs.
-        n_bytes: Bytes of files.
+        n_conversations: Conversations that were removed.
+        n_pairs: Pairs of these conversations.
+        n_bytes: Bytes by which the files shrank.
     """
 
     n_conversations: int
@@ -89,12 +90,12 @@ class Forgotten:
 class Archive:
     """An open archive; ``with Archive.open(...) as archive`` closes it.
 
-    Pairs have numbers from 0 in the order of their conversations. They hold until a conversation is
-    forgotten; a conversation's own number holds for ever.
+    Pairs are numbered from 0 in the order of their conversations. Pair numbers change when a
+    conversation is forgotten; conversation numbers never change.
     """
 
     def __init__(self, directory: Path, binding: Binding | None, *, writable: bool) -> None:
-        """See ``open``."""
+        """Open the archive; callers use ``open``."""
         self.directory = directory
         self._opened = contextlib.ExitStack()
         self._is_writable = writable
@@ -118,13 +119,15 @@ class Archive:
         """Open the archive in a directory.
 
         Args:
-            directory: The datastore's. It is made if need be, to write with a binding.
-            binding: Which model it must be for; None to look, or to forget, without a model.
-            writable: Whether to add and forget. Leftovers of a crash are cleared away then.
+            directory: Directory of the datastore. It is created if needed when ``writable`` and
+                ``binding`` are given.
+            binding: Model that the archive must belong to; None to read or forget without a model.
+            writable: Whether to allow adding and forgetting. If so, leftovers of a crash are
+                erased.
 
         Raises:
-            StoreError: There is none, another process writes to it, it is for another model, or it
-                is damaged.
+            StoreError: The directory has no datastore, another process writes to it, it is for
+                another model, or it is damaged.
         """
         directory = directory.expanduser()
         if binding is None or not writable:
@@ -132,81 +135,81 @@ class Archive:
         return cls(directory, binding, writable=writable)
 
     def __enter__(self) -> Self:
-        """Go on."""
+        """Return the archive."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the archive."""
         self.close()
 
     def close(self) -> None:
-        """Close the files and let go of the lock; idempotent."""
+        """Close the files and release the lock; idempotent."""
         self._is_writable = False
         self._opened.close()
 
-    # -- looking ---------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------
 
     @property
     def binding(self) -> Binding | None:
-        """Which model it is for; None while it holds nothing and was opened without a model."""
+        """Model of the archive; None if it is empty and was opened without a model."""
         return self._binding
 
     @property
     def n_pairs(self) -> int:
-        """Pairs in it."""
+        """Number of pairs in the archive."""
         return len(self._table)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its files."""
+        """Bytes of the segment files."""
         return sum(segment.n_bytes for _, segment in self._segments)
 
     def __contains__(self, id_: bytes) -> bool:
-        """Whether a conversation is in it."""
+        """Return whether the archive holds the conversation with this id."""
         return id_ in self._places
 
     def __len__(self) -> int:
-        """How many conversations are in it."""
+        """Return the number of conversations."""
         return len(self._places)
 
     def ids(self) -> list[bytes]:
-        """Ids of the conversations, in order."""
+        """Return the ids of the conversations, in order."""
         return list(self._places)
 
     def conversations(self) -> list[ConversationInfo]:
-        """What is in it, in order."""
+        """Describe the conversations, in order."""
         with self._trouble("read"):
             return [_info(*place) for place in self._places.values()]
 
     def messages(self, id_: bytes) -> tuple[Message, ...]:
-        """The texts of a conversation.
+        """Return the messages of a conversation.
 
         Raises:
-            KeyError: It is not in the archive.
+            KeyError: The conversation is not in the archive.
         """
         segment, stored = self._places[id_]
         with self._trouble("read"):
             return segment.meta(stored).conversation.messages
 
     def tokens(self, id_: bytes) -> npt.NDArray[np.int32]:
-        """The tokens of a conversation.
+        """Return the tokens of a conversation.
 
         Raises:
-            KeyError: It is not in the archive.
+            KeyError: The conversation is not in the archive.
         """
         segment, stored = self._places[id_]
         with self._trouble("read"):
             return segment.tokens(stored)
 
     def token_sequences(self) -> list[npt.NDArray[np.int32]]:
-        """The tokens of every conversation, in order; nothing else is read for it."""
+        """Return the tokens of every conversation, in order, reading nothing else."""
         return [self.tokens(id_) for id_ in self._places]
 
     def owner(self, id_: bytes) -> str | None:
-        """Return the app that alone may be answered with a conversation; None: all may be.
+        """Return the only app that may use a conversation, or None if all apps may.
 
         Raises:
-            KeyError: It is not in the archive.
+            KeyError: The conversation is not in the archive.
         """
         segment, stored = self._places[id_]
         with self._trouble("read"):
@@ -214,36 +217,37 @@ class Archive:
         return None if conversation.is_shared else conversation.app
 
     def columns(self) -> Columns:
-        """Targets and probabilities of all pairs."""
+        """Return targets and probabilities of all pairs."""
         with self._trouble("read"):
             return self._table.columns()
 
     def origin(self, indices: npt.NDArray[np.integer]) -> Origin:
-        """Which conversations pairs come from, and where there their targets are."""
+        """Return each pair's conversation number and the position of its target there."""
         with self._trouble("read"):
             return self._table.origin(indices)
 
     def pairs(self, indices: npt.NDArray[np.integer]) -> Pairs:
-        """Any pairs by number, in this order; only their keys are read."""
+        """Return the pairs with these numbers, in this order, reading only their keys."""
         with self._trouble("read"):
             return self._table.pairs(indices)
 
-    # -- changing --------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------
 
     def append(self, record: Record) -> int:
-        """Add a conversation; when this returns it is on the disk, and counts.
+        """Add a conversation; it is on disk when this returns.
 
         Returns:
-            Its number.
+            The conversation's number.
 
         Raises:
-            ValueError: It is in already, or its keys are not of this model's width.
-            StoreError: It could not be written. It is not in then.
+            ValueError: The conversation is already in the archive, or its keys do not have the
+                width that this model's keys have.
+            StoreError: The conversation could not be written, and the archive does not contain it.
         """
         binding = self._writable_for()
         header, parts = encode_record(record, self._n_given)
         if header.id in self._places:
-            raise ValueError(f"conversation {header.id.hex()} is in already")
+            raise ValueError(f"conversation {header.id.hex()} is already in the archive")
         if header.n_embd != binding.n_embd:
             raise ValueError(f"found keys of {header.n_embd} numbers, expected {binding.n_embd}")
         with self._trouble("write to"):
@@ -254,15 +258,15 @@ class Archive:
         return header.number
 
     def forget(self, ids: Collection[bytes]) -> Forgotten:
-        """Take conversations out and erase their bytes; ids that are not in it are passed over.
+        """Remove conversations and erase their bytes; ids that are not in the archive are ignored.
 
-        If it fails or the process ends meanwhile, call it again: nothing else is lost.
+        If the call fails, or the process ends during it, repeat the call: no other data is lost.
 
         Raises:
             StoreError: The disk failed.
         """
         if not self._is_writable:
-            raise RuntimeError("the archive was opened only to look")
+            raise RuntimeError("the archive was opened only for reading")
         headers = [self._places[id_][1].header for id_ in set(ids) & self._places.keys()]
         before = self.n_bytes
         with self._trouble("forget in"):
@@ -274,7 +278,7 @@ class Archive:
         n_pairs = sum(header.n_pairs for header in headers)
         return Forgotten(len(headers), n_pairs, before - self.n_bytes)
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------
 
     def _open_segments(self) -> None:
         names, leftovers = segment_files(self.directory)
@@ -288,7 +292,7 @@ class Archive:
             self._check_binding(segment)
             if segment.is_torn and self._is_writable:
                 _log.warning(
-                    "%s: the last conversation was not written whole and is dropped (%d bytes). "
+                    "%s: the last conversation is incomplete and is dropped (%d bytes). "
                     "`llmaas datastore build` adds it again.", path, segment.n_bytes - segment.end,
                 )  # fmt: skip
                 segment.cut()
@@ -331,11 +335,11 @@ class Archive:
 
     def _writable_for(self) -> Binding:
         if not self._is_writable or self._binding is None:
-            raise RuntimeError("the archive was opened only to look, or for no model")
+            raise RuntimeError("the archive was opened only for reading, or without a model")
         return self._binding
 
     def _segment_for(self, n_bytes: int, binding: Binding) -> Segment:
-        """The last segment if a record has room in it, or else a new one."""
+        """Return the last segment if it has room for a record, else a new segment."""
         if self._segments:
             name, segment = self._segments[-1]
             if not segment.records or segment.end + n_bytes <= _MOST_SEGMENT_BYTES:
@@ -369,8 +373,8 @@ class Archive:
             raise
         except OSError as error:
             raise StoreError(
-                f"cannot {action} {FILES.kind} {self.directory}: {error.strerror or error}. Try "
-                "again when that is mended; nothing that was in it is lost."
+                f"cannot {action} {FILES.kind} {self.directory}: {error.strerror or error}. Fix "
+                "that and try again; no stored data is lost."
             ) from error
 
 

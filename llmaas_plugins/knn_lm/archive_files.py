@@ -1,8 +1,8 @@
-"""The files of a datastore's directory, and how segments come and go.
+"""The files of a datastore's directory, and how segments are written and erased.
 
-A segment is named by its number and its generation. Forgetting writes the next generation, and only
-when that is whole erases the one before; so whatever a crash leaves, the latest generations are the
-archive, and the rest are leftovers to be erased.
+A segment's name has its number and its generation. Forgetting writes the next generation and erases
+the previous one only when the next one is complete. After a crash, the latest generations therefore
+form the archive; all other segment files are leftovers to be erased.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from llmaas_plugins.file_bytes import read_into, sync_directory, write
 from llmaas_plugins.private_files import PrivateFiles
 
 __all__ = [
+    "DROPPED",
     "FILES",
     "FORGOTTEN",
     "INBOX",
     "LOCK",
     "ONLINE",
+    "PARTIAL",
     "SELECTED",
     "SegmentName",
     "erase",
@@ -40,8 +42,8 @@ INBOX = "inbox"
 FORGOTTEN = "forgotten"
 
 _SEGMENT = re.compile(r"(\d{6})\.(\d{1,9})\.segment")
-_PARTIAL = ".partial"  # not written whole yet
-_DROPPED = ".dropped"  # not erased whole yet
+PARTIAL = ".partial"  # suffix of a file that is still being written
+DROPPED = ".dropped"  # suffix of a file that is still being erased
 _BLOCK = 1 << 20
 
 
@@ -56,18 +58,18 @@ FILES = PrivateFiles("datastore", "plugins.knn_lm.store", _is_own)
 
 
 class SegmentName(NamedTuple):
-    """Which segment, and how often it was rewritten."""
+    """Number of a segment, and how many times the segment was rewritten."""
 
     number: int
     generation: int
 
     def __str__(self) -> str:
-        """Its file's name."""
+        """Return the name of the segment's file."""
         return f"{self.number:06d}.{self.generation}.segment"
 
 
 def segment_files(directory: Path) -> tuple[list[SegmentName], list[Path]]:
-    """The segments in order, and the leftovers of crashes."""
+    """Return the segments in order, and the leftovers of crashes."""
     names = [entry.name for entry in directory.iterdir()]
     found = {
         SegmentName(int(match[1]), int(match[2])): name
@@ -84,7 +86,7 @@ def require_datastore(directory: Path) -> None:
     """Refuse a directory without a datastore.
 
     Raises:
-        StoreError: There is none.
+        StoreError: The directory has no datastore, or cannot be read.
     """
     try:
         own = any(os.path.lexists(directory / name) for name in (LOCK, SELECTED, INBOX))
@@ -101,8 +103,8 @@ def require_datastore(directory: Path) -> None:
 
 
 def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a new file; under this name it appears whole or not at all."""
-    partial = path.with_name(path.name + _PARTIAL)
+    """Write a new file that appears under its name complete or not at all."""
+    partial = path.with_name(path.name + PARTIAL)
     fd = FILES.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         at = 0
@@ -117,15 +119,15 @@ def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def retire(path: Path) -> None:
-    """Make a file a leftover, so that nobody takes it for a damaged one, and erase it."""
+    """Rename a file to a leftover, so that a crash cannot make it look damaged, and erase it."""
     if path.name == _stem(path.name):
-        path = path.rename(path.with_name(path.name + _DROPPED))
+        path = path.rename(path.with_name(path.name + DROPPED))
         sync_directory(path.parent)
     erase(path)
 
 
 def erase(path: Path) -> None:
-    """Overwrite a file with zeros, on the disk, and only then remove its name."""
+    """Overwrite a file with zeros on disk, then remove its name."""
     fd = FILES.open(path, os.O_RDWR)
     try:
         n_bytes = os.fstat(fd).st_size
@@ -139,10 +141,10 @@ def erase(path: Path) -> None:
 
 
 def read(fd: int, n_bytes: int, at: int) -> bytes:
-    """Bytes of a file; fewer only where it ends. The caller knows that it is so long."""
+    """Read bytes of a file; fewer if it ends first. The caller has checked that ``n_bytes`` fit."""
     room = memoryview(bytearray(n_bytes))
     return bytes(room[: read_into(fd, room, at)])
 
 
 def _stem(name: str) -> str:
-    return name.removesuffix(_PARTIAL).removesuffix(_DROPPED)
+    return name.removesuffix(PARTIAL).removesuffix(DROPPED)

@@ -1,7 +1,8 @@
-"""Forgetting for good: segments are written again without some records, the old ones erased.
+"""Erasure of conversations: segments are rewritten without them, then the old files are erased.
 
-Every step leaves an archive that opens: until the new segment is whole and has its name, the old
-one counts; from then on the old one is a leftover, which the next writer erases if this one cannot.
+Every step leaves an archive that can be opened. The old segment counts until the new one is
+complete and has its name. From then on the old one is a leftover, which the next writer erases if
+this one cannot.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def forget_records(
     ids: Collection[bytes],
     n_given: int,
 ) -> None:
-    """Take records out of segments. The segments must be opened again afterwards.
+    """Remove records from segments; the caller must reopen the segments afterwards.
 
     Args:
-        directory: Where they are.
-        segments: All of the archive's, in order.
-        ids: Which conversations.
-        n_given: How many were given numbers by now. The last segment stays, be it empty, to keep
-            that in mind; unless nothing is left that a number could be mistaken for.
+        directory: Directory of the segments.
+        segments: All segments of the archive, in order.
+        ids: Ids of the conversations to remove.
+        n_given: Conversation numbers given out so far. The last segment is kept to record it, even
+            if that segment is empty, unless no conversation is left in the archive.
     """
     is_any_left = any(r.header.id not in ids for _, segment in segments for r in segment.records)
     for name, segment in segments:

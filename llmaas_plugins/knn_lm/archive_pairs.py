@@ -1,8 +1,7 @@
-"""Any of the archive's pairs by number, and nothing else read but what was asked for."""
+"""Access to the archive's pairs by number; only the requested keys are read."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,12 +11,13 @@ import numpy.typing as npt
 from llmaas_plugins.knn_lm.archive_record import COLUMNS
 from llmaas_plugins.knn_lm.pairs import Pairs
 from llmaas_plugins.knn_lm.segments import Segment, Stored
+from llmaas_plugins.lazy import lazy
 
 __all__ = ["Columns", "Origin", "PairTable"]
 
 
 class Columns(NamedTuple):
-    """Pairs without their keys, one a row."""
+    """Targets and probabilities of pairs, one pair a row."""
 
     values: npt.NDArray[np.int32]
     p_lm: npt.NDArray[np.float32]
@@ -25,49 +25,49 @@ class Columns(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where pairs come from: conversations' numbers, and where in their tokens the target is."""
+    """Conversation number of each pair, and position of its target in the conversation."""
 
     numbers: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
 
 
 class PairTable:
-    """The pairs of some records, numbered in their order.
+    """The pairs of some records, numbered in the records' order.
 
-    Keys are read, not mapped: mapped ones would count as this process's memory, and a file that is
-    cut short meanwhile would end it. Columns stay in RAM, 20 bytes a pair.
+    Keys are read, not mapped. Mapped keys would count as memory of this process, and truncating the
+    file would kill the process. The other columns stay in RAM, 20 bytes a pair.
     """
 
     def __init__(self, places: Sequence[tuple[Segment, Stored]], n_embd: int) -> None:
-        """Count them; nothing is read yet."""
+        """Count the pairs without reading any."""
         self._places = places
         self._n_embd = n_embd
         self._ends = np.cumsum([0, *(stored.header.n_pairs for _, stored in places)])
 
     def __len__(self) -> int:
-        """How many pairs."""
+        """Return the number of pairs."""
         return int(self._ends[-1])
 
     def columns(self) -> Columns:
-        """All pairs without their keys."""
+        """Return all pairs without their keys."""
         table, values = self._columns
         return Columns(values.copy(), table["p_lm"].copy(), table["p_max"].copy())
 
     def origin(self, indices: npt.NDArray[np.integer]) -> Origin:
-        """Where these pairs come from."""
+        """Return where these pairs come from."""
         wanted = self._checked(indices)
         numbers = np.array([stored.header.number for _, stored in self._places], np.int32)
         return Origin(numbers[self._record_of(wanted)], self._columns[0]["position"][wanted])
 
     def pairs(self, indices: npt.NDArray[np.integer]) -> Pairs:
-        """These pairs, in this order."""
+        """Return these pairs, in this order."""
         wanted = self._checked(indices)
         table, values = self._columns
         keys = self._keys(wanted, table["key_sum"])
         found = table[wanted]
         return Pairs(keys, values[wanted], found["p_lm"].copy(), found["p_max"].copy())
 
-    @functools.cached_property
+    @lazy
     def _columns(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
         columns = [segment.columns(stored) for segment, stored in self._places]
         values = [

@@ -1,16 +1,16 @@
-"""One conversation in the archive: what it holds, and its bytes.
+"""Contents and byte layout of one conversation in the archive.
 
-A record is a header and four parts. Everything is little-endian; each part begins at a multiple of
-64 bytes, records and keys at a whole page, so that a key of 2048 numbers is one page on disk::
+A record is a header and four parts, all little-endian. Each part begins at a multiple of 64 bytes;
+records and keys begin at a multiple of 4096 bytes, so a key of 2048 numbers is one page on disk::
 
-    header   magic, length, id, number, sizes, checksums; BLAKE2b-64 of itself
+    header   magic, length, id, number, sizes, checksums; BLAKE2b-64 of the header
     meta     UTF-8 JSON: title, app, source, added, messages
     tokens   int32
     columns  int32 position, float32 p_lm, float32 p_max, uint32 CRC-32C of the key; one a pair
     keys     float16 (n_pairs, n_embd)
 
-Parts have a CRC-32C each, and so has every key, so that any few can be read and believed. Targets
-are not stored twice: they are the tokens at the pairs' positions.
+Every part, and every key, has its own CRC-32C, so a few keys can be read and verified alone.
+Targets are not stored separately: they are the tokens at the pairs' positions.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ _ALIGN = 64
 _MAGIC = b"LLMAASRC"
 _LAYOUT = struct.Struct("<8sQ16s8I")
 _DIGEST_BYTES = 8
-_MOST_SECONDS = 1e11  # a date has four digits for its year
+_MOST_SECONDS = 1e11  # dates below this have a year of four digits
 
 
-class Unsound(ValueError):  # noqa: N818 - it never leaves the archive: StoreError adds the place
-    """Bytes that are not what was written; the message says what was found and expected."""
+class Unsound(ValueError):  # noqa: N818 - internal to the archive: StoreError adds the place
+    """Bytes that differ from what was written; the message says what was found and expected."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """A conversation to be added.
+    """A conversation to add.
 
     Attributes:
-        conversation: Its title, app and messages.
-        source: Name of the file it came from.
-        added: When, in seconds since 1970.
-        tokens: Its tokens, shape (n_tokens,) int32.
-        positions: Where in ``tokens`` each pair's target is, shape (n_pairs,) int32.
-        pairs: Its pairs.
+        conversation: Title, app and messages.
+        source: Name of the file that the conversation came from.
+        added: Time of adding, in seconds since 1970.
+        tokens: Tokens of the conversation, shape (n_tokens,) int32.
+        positions: Position in ``tokens`` of each pair's target, shape (n_pairs,) int32.
+        pairs: Pairs of the conversation.
     """
 
     conversation: Conversation
@@ -80,7 +80,7 @@ class Record:
     pairs: Pairs
 
     def __post_init__(self) -> None:
-        """Refuse what does not belong together.
+        """Refuse fields that contradict each other.
 
         Raises:
             ValueError: Targets are not the tokens at their positions, or a number is not finite.
@@ -99,7 +99,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What a record says about its conversation."""
+    """Metadata of a stored conversation."""
 
     conversation: Conversation
     source: str
@@ -108,7 +108,7 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """Sizes and checksums of a record, and where its parts are, counted from its beginning."""
+    """Sizes and checksums of a record, and offsets of its parts from its first byte."""
 
     n_bytes: int
     id: bytes
@@ -123,17 +123,17 @@ class RecordHeader:
 
     @property
     def tokens_at(self) -> int:
-        """Where the tokens are."""
+        """Offset of the tokens."""
         return _up(HEADER_BYTES + self.n_meta, _ALIGN)
 
     @property
     def columns_at(self) -> int:
-        """Where the pairs' columns are."""
+        """Offset of the pairs' columns."""
         return _up(self.tokens_at + 4 * self.n_tokens, _ALIGN)
 
     @property
     def keys_at(self) -> int:
-        """Where the keys are."""
+        """Offset of the keys."""
         return _up(self.columns_at + COLUMNS.itemsize * self.n_pairs, PAGE)
 
     @property
@@ -143,11 +143,11 @@ class RecordHeader:
 
     @property
     def end(self) -> int:
-        """Bytes of the whole record, as its sizes say."""
+        """Bytes of the whole record, computed from the sizes of its parts."""
         return _up(self.keys_at + self.key_bytes * self.n_pairs, PAGE)
 
     def pack(self) -> bytes:
-        """The header's bytes."""
+        """Return the header's bytes."""
         packed = _LAYOUT.pack(_MAGIC, *astuple(self))
         return (packed + _digest(packed)).ljust(HEADER_BYTES, b"\0")
 
@@ -156,7 +156,8 @@ class RecordHeader:
         """Read a header.
 
         Raises:
-            Unsound: It is none, or is damaged, or its sizes contradict each other.
+            Unsound: The bytes are not a header, are damaged, or have sizes that contradict each
+                other.
         """
         packed, found = data[: _LAYOUT.size], data[_LAYOUT.size : _LAYOUT.size + _DIGEST_BYTES]
         if len(data) < HEADER_BYTES:
@@ -176,14 +177,14 @@ class RecordHeader:
 
 
 def conversation_id(conversation: Conversation) -> bytes:
-    """16 bytes that name a conversation by its app, title and messages."""
+    """Return the 16-byte id of a conversation, derived from its app, title and messages."""
     messages = [(message.role, message.content) for message in conversation.messages]
     text = json.dumps([conversation.app, conversation.title, messages])
     return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).digest()
 
 
 def encode_record(record: Record, number: int) -> tuple[RecordHeader, list[tuple[int, bytes]]]:
-    """The header, and the record's pieces, each with its place; what lies between them is zero."""
+    """Return the header, and the record's parts with their offsets; gaps between parts are zero."""
     meta = _encode_meta(record)
     tokens = record.tokens.astype("<i4").tobytes()
     keys = np.ascontiguousarray(record.pairs.keys, "<f2")
@@ -202,16 +203,16 @@ def encode_record(record: Record, number: int) -> tuple[RecordHeader, list[tuple
 
 
 def decode_meta(data: bytes) -> Meta:
-    """Read a record's meta.
+    """Read a record's metadata.
 
     Raises:
-        Unsound: It is not JSON of this form.
+        Unsound: The bytes are not JSON with the expected fields.
     """
     try:
         found = parse_json(data)
         messages = tuple(_messages(found["messages"]))
         title, app = _text(found["title"]), _text(found["app"])
-        is_shared = found.get("shared", app == NO_APP)  # which older programs do not say
+        is_shared = found.get("shared", app == NO_APP)  # older versions did not write "shared"
         conversation = Conversation(title, app, messages, bool(is_shared))
         return Meta(conversation, _text(found["source"]), _date(found["added"]))
     except (ValueError, TypeError, LookupError, OverflowError) as error:

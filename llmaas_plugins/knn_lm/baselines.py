@@ -1,4 +1,4 @@
-"""What selection is compared with (§5.1): random pairs, and greedy merging."""
+"""Baselines for selection (§5.1): random pairs, and greedy merging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 512
 
 
 def random_pairs(n: int, size: int, seed: int = 0) -> Selection:
-    """``size`` of ``n`` pairs, each as likely as any other."""
+    """Select ``size`` of ``n`` pairs uniformly at random."""
     picks = np.random.default_rng(seed).choice(n, min(size, n), replace=False)
     return Selection(np.sort(picks), np.ones(len(picks), np.float32))
 
@@ -29,21 +29,21 @@ def merge(
     values: Ints,
     size: int,
     *,
-    neighbours: int = 100,
+    neighbors: int = 100,
     progress: Callable[[int], None] = lambda _n: None,
 ) -> Selection:
-    """Greedy merging (He et al., 2021): a pair takes in those of its neighbours with its value.
+    """Select pairs by greedy merging (He et al., 2021): a pair absorbs similar pairs.
 
-    In the order of the pairs, each that is still there takes in every one of its ``neighbours``
-    nearest that has its value and is still there, and weighs as many as it stands for. The ``size``
-    heaviest are kept. Quadratic in the number of pairs.
+    Visit the pairs in order. Each remaining pair absorbs those of its ``neighbors`` nearest
+    pairs that have the same value and remain, and adds their weights to its own. Keep the ``size``
+    heaviest pairs. The time is quadratic in the number of pairs.
 
     Args:
-        keys: Shape (n, d).
-        values: Their targets, shape (n,).
+        keys: Keys, shape (n, d).
+        values: Targets, shape (n,).
         size: Most pairs to keep.
-        neighbours: How many are looked at.
-        progress: Told after each block of pairs how many it had.
+        neighbors: Nearest pairs considered for each pair.
+        progress: Called after each block with the number of pairs in the block.
     """
     n = len(values)
     weights = np.ones(n, np.float32)
@@ -51,7 +51,7 @@ def merge(
     order = np.argsort(values, kind="stable")
     first = np.searchsorted(values[order], values, side="left")
     last = np.searchsorted(values[order], values, side="right")
-    k = min(neighbours, n - 1)
+    k = min(neighbors, n - 1)
     for start in range(0, n, _BLOCK):
         block = np.arange(start, min(n, start + _BLOCK))
         distances = squared_distances(keys[block], keys)

@@ -1,4 +1,4 @@
-"""Conversations become pairs in the archive: one after the other, resumable."""
+"""Conversion of conversations into pairs in the archive, one conversation at a time; resumable."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _log = logging.getLogger("llmaas.knn_lm")
 
 
 class Added(NamedTuple):
-    """What became of conversations.
+    """Counts of how ``add`` treated the conversations.
 
     Attributes:
-        n_added: Added now.
-        n_known: In the archive already.
-        n_left_out: Left out: fewer than two tokens, or states that are too large for float16.
-        n_refused: Left out: the model's chat template does not take them.
+        n_added: Conversations added now.
+        n_known: Conversations that were in the archive already.
+        n_left_out: Conversations left out because they have fewer than two tokens, or hidden states
+            that are too large for float16.
+        n_refused: Conversations left out because the model's chat template refused them.
         n_pairs: Pairs added.
-        n_forgotten: Left out: they were forgotten before.
+        n_forgotten: Conversations left out because they were forgotten earlier.
     """
 
     n_added: int = 0
@@ -46,35 +47,38 @@ class Added(NamedTuple):
 
 
 def binding_of(llama: Any, key: States, load: ModelLoad | None = None) -> Binding:
-    """Return what ties an archive to the model of ``llama``, which was opened by ``load``.
+    """Return the binding of an archive to the model of ``llama``, which was opened by ``load``.
 
     Raises:
-        StoreError: Nobody knows what was loaded.
+        StoreError: It is unknown which model was loaded.
     """
     return Binding(fingerprint(llama, load), int(llama.n_embd()), key)
 
 
 def tokens_of(llama: Any, conversation: Conversation) -> Tokens:
-    """A conversation as the engine would see it, by the chat handler of ``llama``.
+    """Return a conversation as tokens, formatted by the chat handler of ``llama``.
 
     Raises:
-        ValueError: It does not take this one; some want a question and an answer in turn.
-        LlmaasError: It does not make tokens.
+        ValueError: The chat handler refuses this conversation; for example, some require that user
+            and assistant take turns.
+        LlmaasError: The chat handler does not make tokens.
     """
     messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
     try:
         tokens = conversation_tokens(llama, messages)
-    except Exception as error:  # a template is a program that came with the model
-        raise ValueError(f"conversation {conversation.title!r} makes no prompt: {error}") from error
+    except Exception as error:  # a chat template is code from the model file; it may raise anything
+        raise ValueError(
+            f"the chat template refuses conversation {conversation.title!r}: {error}"
+        ) from error
     if tokens is None:
         raise LlmaasError(
-            f"chat format {llama.chat_format!r} makes no prompt of conversation "
+            f"chat format {llama.chat_format!r} makes no text prompt of conversation "
             f"{conversation.title!r}. Use a model or chat format for text."
         )
     return np.asarray(tokens, np.int32)
 
 
-def add(  # noqa: PLR0913 -- what it works with, and two callbacks
+def add(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
     archive: Archive,
     llama: Any,
     encoder: Encoder,
@@ -84,19 +88,20 @@ def add(  # noqa: PLR0913 -- what it works with, and two callbacks
     between: Callable[[], None] = lambda: None,
     again: bool = False,
 ) -> Added:
-    """Add conversations; each counts as soon as it is evaluated, so this can be ended at any time.
+    """Add conversations; each is stored when it is evaluated, so this can be interrupted any time.
 
     Args:
-        archive: Open to write, for the model of ``llama``.
-        llama: Whose tokens they become.
-        encoder: Evaluates them.
-        conversations: Each with the name of the file it came from.
-        progress: Told after each that it is done.
-        between: Called between batches; what it raises ends the work.
-        again: Whether to take conversations that were forgotten.
+        archive: Archive that is open for writing, for the model of ``llama``.
+        llama: Engine whose chat handler turns the conversations into tokens.
+        encoder: Encoder that evaluates the tokens.
+        conversations: Each conversation with the name of the file that it came from.
+        progress: Called with 1 after each conversation.
+        between: Called between batches; an exception that it raises ends the work.
+        again: Whether to add conversations that were forgotten earlier.
 
     Raises:
-        StoreError: The archive or the list of what was forgotten is damaged, or the disk failed.
+        StoreError: The archive or the list of forgotten conversations is damaged, or the disk
+            failed.
     """
     done, forgotten = Added(), Forgotten(archive.directory)
     for conversation, source in conversations:
@@ -119,7 +124,7 @@ def add(  # noqa: PLR0913 -- what it works with, and two callbacks
 
 
 def _readable(llama: Any, conversation: Conversation) -> Tokens | None:
-    """The tokens; one conversation that makes none must not keep the others out."""
+    """Return a conversation's tokens, or None, with a warning, if the chat template refuses it."""
     try:
         return tokens_of(llama, conversation)
     except ValueError as error:
@@ -134,7 +139,7 @@ def _record(
     tokens: Tokens,
     between: Callable[[], None],
 ) -> Record | None:
-    """A conversation, evaluated; None if there is nothing to learn from it."""
+    """Evaluate a conversation; return None if it yields no usable pairs."""
     if len(tokens) < 2:
         return None
     found = encoder.encode(tokens, between)

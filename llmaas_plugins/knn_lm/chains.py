@@ -1,4 +1,4 @@
-"""What is foreseen from a match, and how far such foresight is to be trusted."""
+"""Prediction of the tokens that follow a match, and how far to trust such predictions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ __all__ = ["Chain", "Trust", "chain_of"]
 
 _Place = tuple[int, int]
 _LEAST = 0.02
-"""Chance that a chain comes true so far, below which no more votes are taken."""
+"""Chance of reaching a token of the chain, below which no further votes are taken."""
 _PRIOR = 4.0
 _FIRST_TRUST = (0.6, 0.8, 0.9)
-"""Of votes of 1, 2, and 4 or more rows, while nothing is known: as if seen four times each."""
+"""Initial trust in votes of 1, 2, and 4 or more rows, with the weight of four observed votes."""
 _MEMORY = 256.0
-"""Votes in a place after which what was seen before counts less than a third."""
+"""Votes in a place after which earlier observations have less than a third of their weight."""
 
 
 class Chain(NamedTuple):
-    """What is foreseen.
+    """Predicted tokens.
 
     Attributes:
-        tokens: In order.
-        votes: For each of the first of them, where its vote counts, and its share in it.
-        chances: Of each of these, after those before it.
+        tokens: Predicted tokens in order.
+        votes: For each of the first tokens, the place where its vote is counted, and the winner's
+            share of the vote.
+        chances: Probability of each of these tokens, given the tokens before it.
     """
 
     tokens: list[int]
@@ -34,32 +35,33 @@ class Chain(NamedTuple):
 
 
 class Trust:
-    """How often the winner of a vote came true, to its share in the vote.
+    """Observed frequency with which the winner of a vote came true, relative to its share.
 
-    Counted apart for matches of 1, 2, 4, 8, ... tokens, and votes of 1, 2, and 4 or more rows: one
-    occurrence of a few tokens promises least, many that agree promise most.
+    Votes are counted separately for matches of 1, 2–3, 4–7, 8–15, … tokens and for votes of 1, 2–3,
+    and 4 or more rows. One occurrence of a few tokens is the weakest evidence; many rows that agree
+    are the strongest.
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without observations."""
         self._seen: dict[_Place, tuple[float, float]] = {}
 
     def place(self, length: int, n_rows: int) -> _Place:
-        """Where a vote of so many rows, after a match so long, counts."""
+        """Return the counter for votes of ``n_rows`` rows after a match of ``length`` tokens."""
         return min(length, LONGEST).bit_length(), min(n_rows, 4).bit_length()
 
     def chance(self, place: _Place, share: float) -> float:
-        """That the winner of a vote comes true, given its share."""
+        """Estimate the probability that the winner of a vote comes true, given its share."""
         hits, shares = self._seen.get(place) or self._prior(place)
         chance = share * hits / shares
         return min(1.0, chance)
 
     def learn(self, chain: Chain, said: list[int]) -> None:
-        """Count the votes up to the first that did not come true."""
+        """Count the votes up to and including the first that did not come true."""
         steps = zip(chain.tokens, chain.votes, said, strict=False)
         for token, (place, share), truth in steps:
             hits, shares = self._seen.get(place) or self._prior(place)
-            fades = _MEMORY / (_MEMORY + share)  # what is long ago counts less and less
+            fades = _MEMORY / (_MEMORY + share)  # give older observations less and less weight
             self._seen[place] = (hits + (token == truth)) * fades, (shares + share) * fades
             if token != truth:
                 break
@@ -70,9 +72,10 @@ class Trust:
 
 
 def chain_of(match: Match, trust: Trust) -> Chain:
-    """Follow the majority of a match's rows, and of those that went the same way.
+    """Follow the majority of a match's rows, dropping rows that went another way.
 
-    What is unlikely to be reached is taken from one of them, without a vote: it may fill a batch.
+    When the chain has become unlikely, append the rest of one row without a vote: those tokens may
+    fill a batch.
     """
     chain = Chain([], [], [])
     rows, reached = match.rows, 1.0

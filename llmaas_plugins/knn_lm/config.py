@@ -19,70 +19,70 @@ class KnnLMConfig(BaseModel):
 
     store: Path = Field(
         default=Path("~/.cache/llmaas/knn"),
-        description="Directory of the datastore: what is kept of past chats, and what is selected "
-        "of it. One model and one writing process at a time.",
+        description="Directory of the datastore: the archive of past chats, and the pairs selected "
+        "from it. It holds one model's data, and one process writes to it at a time.",
     )
     key: Literal["ffn_input", "final_norm"] = Field(
         default="ffn_input",
-        description="Hidden states that are compared: what the last layer's feed-forward block "
-        "reads, or the final norm's output. Of a datastore that is there, its own.",
+        description="Hidden states used as keys: the input of the last layer's feed-forward block, "
+        "or the output of the final norm. An existing datastore keeps the kind it was built with.",
     )
-    size: int = Field(
-        default=100_000, ge=1, description="Most pairs that are selected to be searched."
-    )
+    size: int = Field(default=100_000, ge=1, description="Most pairs to select for searching.")
     dims: int = Field(
         default=128,
         ge=1,
-        description="Directions in which keys are scanned: the ones in which they differ most; "
-        "all, if a key has no more. A byte each a pair in RAM.",
+        description="Dimensions in which keys are scanned: the principal components with the most "
+        "variance; all of them if a key has no more. One byte a dimension and pair in RAM.",
     )
     index: Literal["scan", "faiss"] = Field(
         default="scan",
-        description="How pairs are searched: all of them, exactly; or some, by an index of faiss "
-        "that is made at the start: for more than a million pairs.",
+        description="How pairs are searched: `scan` compares all of them; `faiss` finds about the "
+        "nearest, with an index built at startup, and pays off above a million pairs.",
     )
     k: int = Field(
-        default=100, ge=1, le=KNN_MAX_BEST // 16, description="Neighbours that are mixed."
+        default=100, ge=1, le=KNN_MAX_BEST // 16, description="Neighbors that are mixed."
     )
     alpha: float | None = Field(
-        default=None, ge=0, le=1, description="Most weight of the neighbours; as fitted when unset."
+        default=None, ge=0, le=1, description="Most weight of the neighbors; fitted value if unset."
     )
     beta: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="How much less they weigh when the model is sure; as fitted when unset.",
+        description="How much less neighbors weigh when the model is sure; fitted value if unset.",
     )
     skip_above: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Nothing is searched when the model gives a token this probability; as fitted "
-        "when unset, and 1 searches always.",
+        description="Skip the search when the model's most likely token has at least this "
+        "probability; fitted value if unset; 1 always searches.",
     )
     look_back: int = Field(
         default=64,
         ge=0,
         le=512,
-        description="Prompt tokens by which it is judged whether the datastore knows this kind of "
-        "text; 0 always trusts it.",
+        description="Prompt tokens on which the datastore's fit to this kind of text is judged; 0 "
+        "always trusts the datastore.",
     )
-    mix: bool = Field(default=True, description="Mix the datastore into the next token's logits.")
+    mix: bool = Field(
+        default=True, description="Mix the datastore's predictions into the next token's logits."
+    )
     drafts: bool = Field(
         default=False,
-        description="Propose what followed the same words in past chats, to be verified several "
-        "tokens at a time: the same text, sooner.",
+        description="Propose the tokens that followed the same words in past chats, and verify "
+        "several at a time: the same text, sooner.",
     )
     share_across_apps: bool = Field(
         default=False,
-        description="Answer every app with every app's stored chats. Otherwise with its own and "
-        "those that name no app.",
+        description="Let every app's answers use every app's stored chats. Otherwise an app's "
+        "answers use its own chats and those that name no app.",
     )
     learn: bool = Field(
         default=False,
-        description="Learn what waits in the store's `inbox` while the device is idle: chat "
-        "exports that were put there, and what apps have remembered.",
+        description="Learn the chats that wait in the store's `inbox` while the device is idle: "
+        "chat exports that were put there, and chats that apps asked to remember.",
     )
     idle_s: float = Field(
-        default=10.0, gt=0, description="Seconds without a request after which it is idle."
+        default=10.0, gt=0, description="Seconds without a request after which the device is idle."
     )

@@ -1,4 +1,4 @@
-"""The selected datastore: a byte a number to scan in memory, the keys themselves in a file."""
+"""The selected datastore: one byte a number in memory for scanning, the keys in a file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from llmaas_plugins.knn_lm.datastore_text import Text
 from llmaas_plugins.knn_lm.datastore_write import read_keys, write_datastore, write_without
 from llmaas_plugins.knn_lm.pca import Basis
 
-__all__ = ["Datastore", "IndexKind", "Neighbours"]
+__all__ = ["Datastore", "IndexKind", "Neighbors"]
 
 _SPARE_ROWS = 16
-"""Rows beyond those measured for 100 neighbours: of fewer, each that is lost weighs more."""
+"""Rows rescored beyond the measured number: with few neighbors, each missed one costs more."""
 
 IndexKind = Literal["scan", "faiss"]
 Ints = NDArray[np.int32]
@@ -35,14 +35,14 @@ _NO_ROWS: Ints = np.empty(0, np.int32)
 _NO_DISTANCES: Floats = np.empty(0, np.float32)
 
 
-class Neighbours(NamedTuple):
+class Neighbors(NamedTuple):
     """The nearest pairs, nearest first.
 
     Attributes:
-        values: Their targets.
-        distances: Squared Euclidean distances of their keys.
-        weights: For how many pairs of the full datastore each stands.
-        rows: Where they are in the datastore.
+        values: Targets of the pairs.
+        distances: Squared Euclidean distances of the pairs' keys to the query.
+        weights: For each pair, how many pairs of the full datastore it stands for.
+        rows: Rows of the pairs in the datastore.
     """
 
     values: Ints
@@ -52,18 +52,18 @@ class Neighbours(NamedTuple):
 
 
 _MOST_IN_QUERY = 1e15
-"""Beyond, distances to keys that are finite may be none in float32."""
+"""Largest number in a query for which distances to finite keys are surely finite in float32."""
 
 
 class Datastore:
-    """One that is open; several threads may search it."""
+    """An open selected datastore; several threads may search it."""
 
     def __init__(self, file: DatastoreFile, kind: IndexKind) -> None:
-        """Load all of a file but its keys, and own it.
+        """Load everything in a file except its keys, and take ownership of the file.
 
         Raises:
-            StoreError: It is damaged.
-            ConfigError: The index cannot be had.
+            StoreError: The file is damaged.
+            ConfigError: The index is not available.
         """
         text = Text.read(file)
         self.conversations = text.conversations
@@ -71,27 +71,27 @@ class Datastore:
         self.values: Ints = file.read("values")
         self.origins: Ints = file.read("origins")
         self.weights: Floats = file.read("weights")
-        self._rows_per_neighbour = text.rows_per_neighbour
+        self._rows_per_neighbor = text.rows_per_neighbor
         self._sums = file.read("sums")
         self._basis = _read_basis(file)
         self._index = _Scan(file) if kind == "scan" else _faiss_index(file, self._basis)
         self._file = file
         self._check_ranges()
         self._runs = _runs(self.origins[:, 0], text.owners)
-        weakref.finalize(self, file.close)  # who replaces one cannot know who still searches it
+        weakref.finalize(self, file.close)  # threads may still search a datastore that was replaced
 
     @classmethod
     def open(cls, path: Path, fingerprint: bytes | None, index: IndexKind = "scan") -> Self:
-        """Open a file for the model of this fingerprint, or, if it is ``None``, for any.
+        """Open a file for the model with this fingerprint, or for any model if it is ``None``.
 
         Args:
-            path: Its place.
-            fingerprint: The model's.
-            index: How it is searched: all codes, or about (see ``approximate``).
+            path: Path of the file.
+            fingerprint: Fingerprint of the model.
+            index: Kind of search: exact over all codes, or approximate (see ``approximate``).
 
         Raises:
             StoreError: The file cannot be read, is damaged, or was made for another model.
-            ConfigError: The index cannot be had.
+            ConfigError: The index is not available.
         """
         file = DatastoreFile(path)
         try:
@@ -102,7 +102,7 @@ class Datastore:
             raise
 
     @staticmethod
-    def write(  # noqa: PLR0913 -- what a datastore consists of
+    def write(  # noqa: PLR0913 -- the parts of a datastore
         path: Path,
         *,
         fingerprint: bytes,
@@ -115,24 +115,24 @@ class Datastore:
         settings: Mapping[str, Any],
         owners: Sequence[str | None] | None = None,
     ) -> None:
-        """Write a file in place of the one that is there, if any.
+        """Write a file, replacing an existing one.
 
         Args:
-            path: Its place; its mode is 0600.
-            fingerprint: Of the model that the keys are of, 32 bytes.
+            path: Path of the file, which gets mode 0600.
+            fingerprint: Fingerprint of the model that made the keys, 32 bytes.
             keys: Hidden states, shape (n, n_embd).
-            values: The tokens that came next.
-            weights: For how many pairs each stands, above 0; 1 if left out.
-            origins: Of each pair: index of its conversation, and position there; shape (n, 2).
-            conversations: Their ids.
-            basis: Directions to scan in; in all, if ``None``.
-            settings: Anything of plain JSON types; it is given back as it is.
-            owners: Of each conversation, the app that alone may be answered with it; None: all.
-                A search is fastest where pairs of one owner are neighbours.
+            values: Tokens that came next.
+            weights: For each pair, how many pairs it stands for, above 0; 1 if left out.
+            origins: For each pair, index of its conversation and position there; shape (n, 2).
+            conversations: Ids of the conversations.
+            basis: Directions to scan in; ``None`` scans all dimensions.
+            settings: Any JSON-serializable values; they are read back unchanged.
+            owners: For each conversation, the only app that may use it, or None if all apps may. A
+                search is fastest if pairs of one owner are adjacent.
 
         Raises:
             ValueError: The arrays do not fit together, or a key is not finite in float16.
-            StoreError: The file cannot be written. The one that was there still is.
+            StoreError: The file cannot be written. An existing file is unchanged.
         """
         write_datastore(
             path,
@@ -149,21 +149,21 @@ class Datastore:
 
     @staticmethod
     def without(path: Path, conversations: Collection[str]) -> int:
-        """Write a file again without these conversations, and overwrite the old one with zeros.
+        """Rewrite a file without these conversations, and overwrite the old file with zeros.
 
-        What was computed from all pairs together (basis, centre, steps, settings) stays. Whoever
-        has the old one open finds that it is not current, and its keys damaged.
+        Data computed from all pairs together (basis, center, steps, settings) stays. A process that
+        has the old file open finds that it is not current, and that its keys are damaged.
 
         Returns:
-            Pairs that went.
+            Number of pairs removed.
 
         Raises:
-            StoreError: The file cannot be read or written, or is damaged. It still is as it was.
+            StoreError: The file cannot be read or written, or is damaged. It is unchanged.
         """
         return write_without(path, conversations)
 
     def __len__(self) -> int:
-        """Pairs."""
+        """Return the number of pairs."""
         return len(self.values)
 
     @property
@@ -173,41 +173,41 @@ class Datastore:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the model that the keys are of."""
+        """Fingerprint of the model that made the keys."""
         return self._file.fingerprint
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that its arrays take."""
+        """Bytes of memory that the arrays take."""
         basis = () if self._basis is None else (self._basis.mean, self._basis.axes)
         arrays = (self.values, self.origins, self.weights, self._sums, *basis)
         return self._index.n_bytes + sum(array.nbytes for array in arrays)
 
     def is_current(self) -> bool:
-        """Whether the file at its path still is the one that is open."""
+        """Return whether the open file is still the one at its path."""
         try:
             return os.path.samestat(os.fstat(self._file.fd), self._file.path.stat())
         except OSError:
             return False
 
     def ranges_for(self, app: str | None, *, of_all: bool = False) -> tuple[range, ...]:
-        """Return the rows that an app may be answered with: its own, and those of no app.
+        """Return the rows that an app may use: its own, and those that belong to no app.
 
         Args:
-            app: Its name; None has none of its own.
-            of_all: It may be answered with what belongs to other apps, too.
+            app: Name of the app; None has no rows of its own.
+            of_all: Whether the app may also use rows that belong to other apps.
         """
         if of_all:
             return (range(len(self)),) if len(self) else ()
         return tuple(rows for owner, rows in self._runs if owner is None or owner == app)
 
-    def search(self, query: Floats, k: int, ranges: Sequence[range] | None = None) -> Neighbours:
-        """The ``k`` pairs whose keys are nearest to ``query``; fewer where there are fewer.
+    def search(self, query: Floats, k: int, ranges: Sequence[range] | None = None) -> Neighbors:
+        """Return the ``k`` pairs whose keys are nearest to ``query``; fewer if there are fewer.
 
         Args:
-            query: A hidden state.
-            k: How many.
-            ranges: The rows to search in; all if left out. Others are not looked at.
+            query: Hidden state, shape (n_embd,).
+            k: Number of pairs.
+            ranges: Rows to search; all if left out. Other rows are not read.
 
         Raises:
             ValueError: ``k`` or the query's shape is wrong, or the query is not finite.
@@ -215,11 +215,11 @@ class Datastore:
         """
         if query.shape != (self.n_embd,) or not 1 <= k <= KNN_MAX_BEST:
             raise ValueError(
-                f"search of {k} neighbours of {query.shape}: expected 1 to {KNN_MAX_BEST} of "
+                f"search of {k} neighbors of {query.shape}: expected 1 to {KNN_MAX_BEST} of "
                 f"{self.n_embd} numbers"
             )
         scanned = query if self._basis is None else self._basis.project(query)
-        n_best = min(math.ceil(k * self._rows_per_neighbour) + _SPARE_ROWS, KNN_MAX_BEST)
+        n_best = min(math.ceil(k * self._rows_per_neighbor) + _SPARE_ROWS, KNN_MAX_BEST)
         ranges = self.ranges_for(None, of_all=True) if ranges is None else ranges
         found = [self._index.nearest(scanned, n_best, within) for within in ranges]
         rows = np.concatenate([_NO_ROWS, *found])
@@ -227,7 +227,7 @@ class Datastore:
         distances = np.concatenate([_NO_DISTANCES, *exact])
         order = np.lexsort((rows, distances))[:k]
         rows = rows[order]
-        return Neighbours(self.values[rows], distances[order], self.weights[rows], rows)
+        return Neighbors(self.values[rows], distances[order], self.weights[rows], rows)
 
     def _exact_distances(self, rows: Ints, query: Floats) -> Floats:
         file = self._file
@@ -240,24 +240,24 @@ class Datastore:
         return distances
 
     def close(self) -> None:
-        """Close the file; more than once is the same as once."""
+        """Close the file; idempotent."""
         self._file.close()
 
     def _check_ranges(self) -> None:
-        """Sums tell damage; this tells a file that somebody else wrote."""
+        """Refuse values out of range: checksums do not detect files made by other programs."""
         numbers, n = self.origins[:, 0], len(self.conversations)
         if len(self) and (self.values.min() < 0 or numbers.min() < 0 or numbers.max() >= n):
-            raise damaged(self._file.path, "a pair of no conversation or token", "one of those")
+            raise damaged(self._file.path, "a pair of no conversation or token", "one of each")
         if not ((self.weights > 0) & np.isfinite(self.weights)).all():
-            raise damaged(self._file.path, "a weight that is not above 0", "one that is")
+            raise damaged(self._file.path, "a weight that is not above 0", "finite weights above 0")
 
 
 def _require_model(file: DatastoreFile, fingerprint: bytes | None) -> None:
     if fingerprint not in (None, file.fingerprint):
         raise StoreError(
             f"cannot use datastore {file.path}: found keys of the model with fingerprint "
-            f"{file.fingerprint.hex()[:16]}, expected {fingerprint.hex()[:16]}. To another model "
-            "they mean nothing: use the one they are of, or build a datastore for this one with "
+            f"{file.fingerprint.hex()[:16]}, expected {fingerprint.hex()[:16]}. "
+            "Load the model that made them, or build a datastore for this one with "
             "`llmaas datastore build`."
         )
 
@@ -267,19 +267,19 @@ def _read_basis(file: DatastoreFile) -> Basis | None:
 
 
 class _Scan:
-    """All codes, in memory."""
+    """Exact search over all codes, in memory."""
 
     def __init__(self, file: DatastoreFile) -> None:
         self._codes = _read_codes(file)
         self.n_bytes = self._codes.n_bytes
 
     def nearest(self, query: Floats, n: int, within: range) -> Ints:
-        """The ``n`` nearest rows of these."""
+        """Return the ``n`` nearest rows in ``within``."""
         return knn_scan(self._codes, query, n, within.start, len(within)).rows
 
 
 def _runs(numbers: Ints, owners: Sequence[str | None]) -> list[tuple[str | None, range]]:
-    """Neighbouring rows of one owner, given each row's conversation."""
+    """Return the runs of adjacent rows with one owner, given each row's conversation."""
     if not owners:
         return [(None, range(len(numbers)))] if len(numbers) else []
     names = list(dict.fromkeys(owners))
@@ -296,8 +296,8 @@ def _faiss_index(file: DatastoreFile, basis: Basis | None) -> FaissIndex:
 
 
 def _read_codes(file: DatastoreFile) -> KnnCodes:
-    counts, centre, steps = file.counts, file.read("centre"), file.read("steps")
-    codes = KnnCodes.empty(counts.n_rows, centre, steps, counts.n_front)
+    counts, center, steps = file.counts, file.read("center"), file.read("steps")
+    codes = KnnCodes.empty(counts.n_rows, center, steps, counts.n_front)
     for name in ("front", "rest", "scales", "norms", "front_norms"):
         file.read(name, into=getattr(codes, name))
     return codes

@@ -1,7 +1,7 @@
-"""The file of a selected datastore: a header, then arrays whose places follow from its counts.
+"""The file of a selected datastore: a header, then arrays whose offsets follow from its counts.
 
-All of it is checked before it is used, its size before anything is allocated. Only the keys, which
-stay in the file, are checked row by row when they are read.
+Everything is verified before use, and the file's size before memory is allocated. Only the keys,
+which stay in the file, are verified row by row when they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.file_bytes import read_into
-from llmaas_plugins.knn_lm.archive_files import FILES, erase, read, write_whole
+from llmaas_plugins.knn_lm.archive_files import DROPPED, FILES, PARTIAL, erase, read, write_whole
 from llmaas_plugins.knn_lm.datastore_layout import Counts, whole_pages
 
 __all__ = [
@@ -37,7 +37,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIIIIQQ32s14I")  # then its own checksum
 _PART = 1 << 24
 _MOST = 1e15
-"""Numbers follow from float16 keys of at most 65,504, in sums of squares over all dimensions."""
+"""Bound for all numbers: sums over dimensions of squared float16 values, at most 65,504 each."""
 _LEAST = {
     "weights": float(np.finfo(np.float32).tiny),
     **dict.fromkeys(("steps", "scales", "norms", "front_norms"), 0.0),
@@ -46,7 +46,7 @@ _NEXT = "Make it again with `llmaas datastore select`"
 
 
 class Header(NamedTuple):
-    """What the first page says."""
+    """Contents of the first page."""
 
     counts: Counts
     fingerprint: bytes
@@ -54,18 +54,18 @@ class Header(NamedTuple):
 
 
 def damaged(path: Path, found: str, expected: str) -> StoreError:
-    """The error of a file that is not what was written."""
+    """Return the error for a file that differs from what was written."""
     return StoreError(f"cannot use datastore {path}: found {found}, expected {expected}. {_NEXT}.")
 
 
 class DatastoreFile:
-    """An open file whose header is sound and whose size is right."""
+    """An open file whose header and size have been verified."""
 
     def __init__(self, path: Path) -> None:
-        """Open and check it.
+        """Open a file and verify its header and size.
 
         Raises:
-            StoreError: It cannot be opened, or is no datastore of this version, or is damaged.
+            StoreError: The file cannot be opened, is no datastore of this version, or is damaged.
         """
         self.path = path
         self.fd = FILES.open(path, os.O_RDONLY)
@@ -80,14 +80,14 @@ class DatastoreFile:
 
     @property
     def keys_at(self) -> int:
-        """Where the keys begin."""
+        """Offset of the keys."""
         return self._places["keys"]
 
     def read(self, name: str, into: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Read an array and check it.
+        """Read and verify an array.
 
         Raises:
-            StoreError: It cannot be read, or is damaged.
+            StoreError: The array cannot be read, or is damaged.
         """
         dtype, shape = self.counts.arrays()[name]
         array = np.empty(shape, dtype) if into is None else into
@@ -104,11 +104,11 @@ class DatastoreFile:
         return keys
 
     def _require_possible(self, name: str, array: NDArray[Any]) -> None:
-        """Refuse numbers that no writer writes: sums tell damage, not a file somebody else made."""
+        """Refuse impossible numbers: checksums find damage, but not a file made by someone else."""
         if array.dtype.kind != "f" or array.size == 0:
             return
         least = _LEAST.get(name, -_MOST)
-        if not (array.min() >= least and array.max() <= _MOST):  # NaN is neither
+        if not (array.min() >= least and array.max() <= _MOST):  # NaN fails both comparisons
             raise damaged(self.path, f"impossible {name}", f"{least:g} to {_MOST:g}")
 
     def _require_size(self) -> None:
@@ -123,13 +123,13 @@ class DatastoreFile:
                 raise damaged(self.path, f"the end of the file in its {name}", "more bytes")
 
     def close(self) -> None:
-        """Close the file; more than once is the same as once."""
+        """Close the file; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-def write_file(  # noqa: PLR0913 -- what a file consists of
+def write_file(  # noqa: PLR0913 -- the parts of a file
     path: Path,
     fingerprint: bytes,
     counts: Counts,
@@ -138,19 +138,19 @@ def write_file(  # noqa: PLR0913 -- what a file consists of
     *,
     erases_old: bool = False,
 ) -> None:
-    """Write a whole file, or, if anything fails, leave the one that was there.
+    """Write a whole file; if anything fails, keep the existing one.
 
     Args:
-        path: Its place.
-        fingerprint: Of the model, 32 bytes.
-        counts: What there is.
-        arrays: All of ``counts.arrays()``.
-        keys: All rows, in as many parts as you like.
-        erases_old: Overwrite the one that was there with zeros afterwards. Whoever has it open
-            finds damaged keys then.
+        path: Path of the file.
+        fingerprint: Fingerprint of the model, 32 bytes.
+        counts: Sizes of the arrays.
+        arrays: All arrays of ``counts.arrays()``.
+        keys: All rows of keys, in any number of parts.
+        erases_old: Whether to overwrite the old file with zeros afterwards. A process that has it
+            open then finds damaged keys.
 
     Raises:
-        StoreError: It cannot be written.
+        StoreError: The file cannot be written.
     """
     with _as_store_error("write", path):
         erase_leftovers(path)
@@ -163,21 +163,17 @@ def write_file(  # noqa: PLR0913 -- what a file consists of
 
 
 def erase_leftovers(path: Path) -> None:
-    """Erase what a crash left of a file that was being written or replaced."""
+    """Erase the leftovers of a crash during writing or replacing a file."""
     dropped = _dropped(path)
     if path.exists() and dropped.exists() and dropped.samefile(path):
-        dropped.unlink()  # the new one was not in its place yet
-    for leftover in (dropped, _partial(path)):
+        dropped.unlink()  # the crash came before the new file replaced this one
+    for leftover in (dropped, path.with_name(path.name + PARTIAL)):
         if os.path.lexists(leftover):
             erase(leftover)
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
 def _dropped(path: Path) -> Path:
-    return path.with_name(path.name + ".dropped")
+    return path.with_name(path.name + DROPPED)
 
 
 def _read_header(fd: int, path: Path) -> Header:
@@ -191,7 +187,7 @@ def _read_header(fd: int, path: Path) -> Header:
     if page[_HEADER.size :] != _sum_of(page[: _HEADER.size]):
         raise damaged(path, "a damaged header", "the one that was written")
     if not counts.are_possible():
-        raise damaged(path, f"impossible counts ({counts})", "those of a writer")
+        raise damaged(path, f"impossible counts ({counts})", "counts that fit together")
     return Header(counts, fingerprint, tuple(sums))
 
 

@@ -1,4 +1,4 @@
-"""Where each array of a selected datastore's file is: it follows from a few counts."""
+"""Offsets of the arrays in a selected datastore's file, computed from a few counts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from llmaas_plugins._native import KNN_ALIGN, KNN_MAX_DIMS, knn_stride
 __all__ = ["PAGE", "Counts", "whole_pages"]
 
 PAGE = 4096
-"""Bytes of the header; every array begins on a page."""
+"""Bytes of the header; every array begins at a multiple of this."""
 
 _MAX_ROWS = 2**31 - 1
 _MAX_TEXT = 1 << 28
 
 
 class Counts(NamedTuple):
-    """What the sizes of all arrays follow from.
+    """Counts that determine the sizes of all arrays.
 
     Attributes:
         n_embd: Numbers in a key.
-        n_dims: Numbers in a key's code; fewer where there is a basis.
-        n_front: Bytes of a code that are in the first of its two parts.
-        n_axes: Directions of the basis: ``n_dims``, or 0 where there is none.
-        n_rows: Pairs.
+        n_dims: Numbers in a key's code; fewer than in a key if there is a basis.
+        n_front: Bytes in the first of a code's two parts.
+        n_axes: Directions of the basis: ``n_dims``, or 0 without a basis.
+        n_rows: Number of pairs.
         n_text: Bytes of JSON.
     """
 
@@ -38,7 +38,7 @@ class Counts(NamedTuple):
     n_text: int
 
     def are_possible(self) -> bool:
-        """Whether such a datastore could have been written."""
+        """Return whether a writer could have made a datastore with these counts."""
         return (
             0 < self.n_dims <= self.n_embd <= KNN_MAX_DIMS
             and 0 < self.n_front <= knn_stride(self.n_dims)
@@ -49,7 +49,7 @@ class Counts(NamedTuple):
         )
 
     def arrays(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """Type and shape of each array, in the file's order; the keys come after them."""
+        """Return type and shape of each array, in the file's order; the keys come after them."""
         n, mean = self.n_rows, self.n_embd if self.n_axes else 0
         n_rest = knn_stride(self.n_dims) - self.n_front
         return {
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
             "weights": (np.float32, (n,)),
             "mean": (np.float32, (mean,)),
             "axes": (np.float32, (self.n_axes, mean)),
-            "centre": (np.float32, (self.n_dims,)),
+            "center": (np.float32, (self.n_dims,)),
             "steps": (np.float32, (self.n_dims,)),
             "scales": (np.float32, (n,)),
             "norms": (np.float32, (n,)),
@@ -70,7 +70,7 @@ class Counts(NamedTuple):
         }
 
     def places(self) -> dict[str, int]:
-        """Where each array begins; the keys, and the end."""
+        """Return the offset of each array, of the keys, and of the file's end."""
         places, at = {}, PAGE
         for name, (dtype, shape) in self.arrays().items():
             places[name] = at
@@ -79,5 +79,5 @@ class Counts(NamedTuple):
 
 
 def whole_pages(n_bytes: int) -> int:
-    """Bytes of the pages that so many bytes take."""
+    """Round up to a multiple of the page size."""
     return -(-n_bytes // PAGE) * PAGE

@@ -1,4 +1,4 @@
-"""What a selected datastore holds besides arrays: names and settings, as JSON."""
+"""Names and settings that a selected datastore stores as JSON beside its arrays."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class Text(NamedTuple):
     """Names and settings.
 
     Attributes:
-        conversations: Ids of those that pairs are from.
-        settings: Whatever was given.
-        rows_per_neighbour: Rows that a scan is to return for each neighbour.
-        owners: Of each conversation, the app that alone may be answered with it; None: all may be.
-            An older datastore does not say, and is for all.
+        conversations: Ids of the conversations that the pairs come from.
+        settings: JSON values that the writer was given.
+        rows_per_neighbor: Rows that a scan must return for each neighbor.
+        owners: For each conversation, the only app that may use it, or None if all apps may. Empty
+            in a datastore of an older version, which all apps may use.
     """
 
     conversations: tuple[str, ...]
     settings: Mapping[str, Any]
-    rows_per_neighbour: float
+    rows_per_neighbor: float
     owners: tuple[str | None, ...] = ()
 
     def without(self, kept: Sequence[int]) -> Text:
-        """Return what is left when only these conversations are kept."""
+        """Return the names and settings that remain when only these conversations are kept."""
         names = tuple(self.conversations[i] for i in kept)
         owners = tuple(self.owners[i] for i in kept) if self.owners else ()
         return self._replace(conversations=names, owners=owners)
 
     def encoded(self) -> bytes:
-        """As JSON."""
+        """Return the names and settings as JSON."""
         return json.dumps(self._asdict(), allow_nan=False).encode()
 
     @classmethod
     def read(cls, file: DatastoreFile) -> Text:
-        """Read and check it.
+        """Read the names and settings and verify them.
 
         Raises:
-            StoreError: It is damaged, or not what a writer of this version writes.
+            StoreError: The JSON is damaged, or not what a writer of this version writes.
         """
         try:
             text = cls(**parse_json(file.read("text").tobytes()))
@@ -53,7 +53,7 @@ class Text(NamedTuple):
                 and isinstance(text.settings, dict)
                 and len(text.owners) in (0, len(text.conversations))
                 and all(owner is None or isinstance(owner, str) for owner in text.owners)
-                and 1 <= text.rows_per_neighbour <= MOST_ROWS
+                and 1 <= text.rows_per_neighbor <= MOST_ROWS
             )
         except (ValueError, TypeError):
             is_sound = False

@@ -1,4 +1,4 @@
-"""Writes selected datastores: from pairs, and again without some conversations."""
+"""Writing of selected datastores, from pairs or from an old file without some conversations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins._native import KnnCodes, knn_quantise, knn_stride, knn_sum
+from llmaas_plugins._native import KnnCodes, knn_quantize, knn_stride, knn_sum
 from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, damaged, write_file
 from llmaas_plugins.knn_lm.datastore_layout import Counts
 from llmaas_plugins.knn_lm.datastore_text import Text
 from llmaas_plugins.knn_lm.pca import Basis
-from llmaas_plugins.knn_lm.recall import rows_per_neighbour
+from llmaas_plugins.knn_lm.recall import rows_per_neighbor
 
 __all__ = ["read_keys", "write_datastore", "write_without"]
 
 _ROWS = 8192
-"""Keys that are handled at a time."""
+"""Keys processed at a time."""
 
 _FINGERPRINT_BYTES = 32
 
@@ -36,10 +36,13 @@ _OF_ROWS = (
 )
 
 _FRONT_SHARE = 0.9
-"""Of the keys' variance. On hidden states so many dimensions rule out 97 rows of 100 and more."""
+"""Share of the keys' variance that the front dimensions must hold.
+
+On hidden states, that many dimensions rule out at least 97 of 100 rows.
+"""
 
 _FRONT_MOST = 0.75
-"""Of the dimensions: to look at more of them twice would cost more than it saves."""
+"""Largest share of the dimensions for a front: scanning more in two passes saves no time."""
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -47,7 +50,7 @@ Halves = NDArray[np.float16]
 Keys = Halves | NDArray[np.float32]
 
 
-def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
+def write_datastore(  # noqa: PLR0913 -- the parts of a datastore
     path: Path,
     *,
     fingerprint: bytes,
@@ -60,20 +63,20 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
     settings: Mapping[str, Any],
     owners: Sequence[str | None],
 ) -> None:
-    """See :meth:`.Datastore.write`."""
+    """Write a datastore; see :meth:`.Datastore.write`."""
     _check(fingerprint, keys, values, weights, origins, conversations)
     _require("owners", len(owners), len(conversations))
-    with np.errstate(over="ignore"):  # what overflows is refused with what was infinite before
+    with np.errstate(over="ignore"):  # overflowed numbers are refused with the infinite ones
         halves = np.ascontiguousarray(keys, np.float16)
-    codes = _quantised(halves, basis)
-    n_wanted = rows_per_neighbour(codes, basis, halves)
+    codes = _quantized(halves, basis)
+    n_wanted = rows_per_neighbor(codes, basis, halves)
     text = Text(tuple(conversations), settings, n_wanted, tuple(owners)).encoded()
     n_embd = keys.shape[1]
     counts = Counts(
         n_embd=n_embd,
-        n_dims=len(codes.centre),
+        n_dims=len(codes.center),
         n_front=codes.front.shape[1],
-        n_axes=len(codes.centre) if basis else 0,
+        n_axes=len(codes.center) if basis else 0,
         n_rows=len(keys),
         n_text=len(text),
     )
@@ -84,7 +87,7 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
         "weights": weights,
         "mean": basis.mean if basis else np.empty(0, np.float32),
         "axes": basis.axes if basis else np.empty((0, 0), np.float32),
-        "centre": codes.centre,
+        "center": codes.center,
         "steps": codes.steps,
         "scales": codes.scales,
         "norms": codes.norms,
@@ -97,7 +100,7 @@ def write_datastore(  # noqa: PLR0913 -- what a datastore consists of
 
 
 def write_without(path: Path, conversations: Collection[str]) -> int:
-    """See :meth:`.Datastore.without`."""
+    """Rewrite a datastore without some conversations; see :meth:`.Datastore.without`."""
     file = DatastoreFile(path)
     try:
         text = Text.read(file)
@@ -108,7 +111,7 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
         is_kept = np.isin(origins[:, 0], kept)
         arrays = {name: file.read(name) for name in file.counts.arrays()}
         for name in _OF_ROWS:
-            if len(arrays[name]):  # front_norms may be of no rows
+            if len(arrays[name]):  # front_norms is empty if codes have only one part
                 arrays[name] = arrays[name][is_kept]
         arrays["origins"][:, 0] = np.searchsorted(kept, arrays["origins"][:, 0])
         new_text = text.without(kept).encoded()
@@ -122,10 +125,10 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
 
 
 def read_keys(file: DatastoreFile) -> Iterator[Halves]:
-    """All keys, part by part, each checked.
+    """Yield all keys in parts, each key verified.
 
     Raises:
-        StoreError: One is damaged.
+        StoreError: A key is damaged.
     """
     sums = file.read("sums")
     for first in range(0, len(sums), _ROWS):
@@ -143,8 +146,8 @@ def _kept(parts: Iterator[Halves], is_kept: NDArray[np.bool_]) -> Iterator[Halve
         first += len(part)
 
 
-def _quantised(keys: Halves, basis: Basis | None) -> KnnCodes:
-    """Codes of all keys, with each dimension's mean and standard deviation for centre and step.
+def _quantized(keys: Halves, basis: Basis | None) -> KnnCodes:
+    """Quantize all keys, using each dimension's mean as center and its standard deviation as step.
 
     Raises:
         ValueError: A key is not finite.
@@ -157,17 +160,17 @@ def _quantised(keys: Halves, basis: Basis | None) -> KnnCodes:
             squares += np.einsum("ij,ij->j", part, part, dtype=np.float64)
     if not np.isfinite(squares).all():
         raise ValueError("keys: found some that are not finite in float16, expected none")
-    centre = total / max(n, 1)
-    steps = np.sqrt(np.maximum(squares / max(n, 1) - centre**2, 0))
+    center = total / max(n, 1)
+    steps = np.sqrt(np.maximum(squares / max(n, 1) - center**2, 0))
     n_front = None if basis is None else _front(steps)
-    codes = KnnCodes.empty(n, centre.astype(np.float32), steps.astype(np.float32), n_front)
+    codes = KnnCodes.empty(n, center.astype(np.float32), steps.astype(np.float32), n_front)
     for index, part in enumerate(_coordinates(keys, basis)):
-        knn_quantise(codes, part, index * _ROWS)
+        knn_quantize(codes, part, index * _ROWS)
     return codes
 
 
 def _front(steps: NDArray[np.float64]) -> int | None:
-    """How many of the first dimensions say enough of most rows; ``None``: it takes nearly all."""
+    """Return how many leading dimensions to scan first, or None if they would be nearly all."""
     share = np.cumsum(steps**2) / max(float(np.sum(steps**2)), 1e-300)
     n_front = knn_stride(int(np.searchsorted(share, _FRONT_SHARE)) + 1)
     return n_front if n_front <= _FRONT_MOST * len(steps) else None

@@ -1,10 +1,13 @@
-"""Drafts on an engine that is already made, and what its batches cost.
+"""Attaching drafts to an existing engine, and measuring the cost of its batches.
 
-``Llama(..., draft_model=...)`` keeps the logits of every token, prompt included: the output matrix
-is multiplied for each, and a context of ``n_ctx`` tokens needs ``n_ctx`` × ``n_vocab`` floats of
-memory. (Without ``logits_all=True`` it also fails beyond ``n_batch`` tokens: its array has that
-many rows.) Yet only a batch with proposed tokens needs more than its last row. Nor does it keep
-proposals within ``n_ctx``: the engine's own is rounded up, and a full context is not noticed.
+``Llama(..., draft_model=...)`` keeps the logits of every token, including the prompt's. The output
+matrix is then multiplied for every token, and a context of ``n_ctx`` tokens needs ``n_ctx`` ×
+``n_vocab`` floats of memory. Without ``logits_all=True``, llama-cpp-python also fails beyond
+``n_batch`` tokens, because its array has only that many rows. Yet only batches with proposed tokens
+need more than their last row.
+
+llama-cpp-python does not keep proposals within ``n_ctx`` either: the engine rounds its own
+``n_ctx`` up, and does not notice a full context.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ _N_ROUNDS = 5
 
 
 def attach(llama: Llama, draft: DatastoreDraft) -> None:
-    """Let ``llama`` ask ``draft`` from its next call on, at no cost but the drafts' own.
+    """Attach ``draft`` to ``llama`` from its next call on, without the cost of ``logits_all``.
 
     Args:
-        llama: An engine made without a draft model.
-        draft: Belongs to it from now on.
+        llama: Engine that was made without a draft model.
+        draft: Draft model, which belongs to this engine from now on.
 
     Raises:
-        ValueError: The engine cannot take back proposed tokens, or not hold them.
+        ValueError: The engine cannot remove proposed tokens, or has no room for them.
     """
     largest = max(draft.costs)
     if reason := _unsupported(llama, largest):
@@ -45,9 +48,9 @@ def attach(llama: Llama, draft: DatastoreDraft) -> None:
 
 
 def _with_every_row(llama: Llama) -> Callable[[Sequence[int], int, bool], None]:
-    """``set_batch`` of the engine's batch, which keeps all rows of what may have proposals.
+    """Return a ``set_batch`` that keeps all rows of batches that may contain proposals.
 
-    It does not keep alive the engine that it is a part of, nor a draft that was taken off.
+    The function does not keep the engine alive, nor a draft that was detached from it.
     """
     engine, set_batch = weakref.ref(llama), llama._batch.set_batch
 
@@ -60,17 +63,17 @@ def _with_every_row(llama: Llama) -> Callable[[Sequence[int], int, bool], None]:
 
 
 def measured_costs(llama: Llama, sizes: Iterable[int] = BATCH_SIZES) -> dict[int, float]:
-    """What a batch of each size costs on this engine, in batches of a single token.
+    """Measure the cost of a batch of each size, in units of a single-token batch.
 
-    Takes about a hundred tokens' time. The engine must be new, and is left so.
+    This takes about as long as a hundred tokens. The engine must be new, and is reset afterwards.
 
     Args:
-        llama: With ``logits_all``, or ``attach`` called: output rows are part of the cost.
-        sizes: Batch sizes to measure, 1 among them.
+        llama: Engine with ``logits_all`` or ``attach``, so that the cost includes output rows.
+        sizes: Batch sizes to measure; must include 1.
     """
     sizes = sorted(sizes)
     rounds = [[_seconds(llama, size) for size in sizes] for _ in range(_N_ROUNDS + 1)]
-    best = np.maximum.accumulate(np.min(rounds[1:], axis=0))  # no size is faster than a smaller one
+    best = np.maximum.accumulate(np.min(rounds[1:], axis=0))  # a larger batch never costs less
     return dict(zip(sizes, (best / best[0]).tolist(), strict=True))
 
 
@@ -84,13 +87,13 @@ def _seconds(llama: Llama, size: int) -> float:
 
 
 def keeps_tokens(llama: Llama) -> str | None:
-    """Return why an engine cannot go back by a few tokens; None: it can."""
+    """Return why an engine cannot remove its last few tokens, or None if it can."""
     model: Any = llama.model
     has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
     reasons = {
         "recurrent model: its state cannot drop tokens": llama_cpp.llama_model_is_recurrent(model),
         "hybrid model: its state cannot drop tokens": llama_cpp.llama_model_is_hybrid(model),
-        "sliding window without swa_full: tokens of before the draft are gone": has_gaps,
+        "sliding window without swa_full: tokens from before the draft are gone": has_gaps,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -100,7 +103,7 @@ def _unsupported(llama: Llama, largest: int) -> str | None:
         return reason
     reasons = {
         "the engine has a draft model": llama.draft_model is not None,
-        f"n_batch is {llama.n_batch}, and batches of {largest} tokens are to be verified": (
+        f"n_batch is {llama.n_batch}, but drafts need batches of {largest} tokens": (
             llama.n_batch < largest
         ),
     }

@@ -1,11 +1,12 @@
-"""Tokens proposed from stored conversations, through llama-cpp-python's draft interface.
+"""Drafts of tokens from stored conversations, through llama-cpp-python's draft interface.
 
-The model evaluates what is proposed in one batch and keeps what it would have said itself, so its
-text stays its own; only the time changes. A batch of many tokens takes longer than one token,
-though, and on a CPU nearly in proportion: wrong proposals cost. So for each of a few batch sizes
-the tokens that it would bring are expected from what followed the context's end in the past, and
-from how often that came true before. A proposal fills the batch that brings most for its time; none
-is made if a single token does.
+The model evaluates the proposed tokens in one batch and keeps those that it would have produced
+itself. The text stays the same; only the time changes. A batch of many tokens takes longer than a
+single token, on a CPU almost in proportion, so wrong proposals are expensive.
+
+For a few batch sizes, the draft therefore estimates the accepted tokens from past continuations of
+the context's end, and from how often such predictions came true. It proposes the batch with the
+most tokens for its time, or nothing if a single token is as good.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from llmaas_plugins.knn_lm.suffixes import LONGEST, NO_MATCH, Match, SuffixIndex
 __all__ = ["BATCH_COSTS", "DatastoreDraft", "DraftCounts"]
 
 BATCH_COSTS = {1: 1.0, 4: 2.75, 8: 5.3, 16: 7.6}
-"""What a batch of so many tokens costs, in single tokens, if nothing else is known.
+"""Cost of a batch by its number of tokens, in single-token batches, if nothing was measured.
 
-Measured on one core with AVX-512 and a 1 B-shape model in Q4_0. Sizes between these are no cheaper
-than the next one: kernels take rows by four and by sixteen.
+Measured on one core with AVX-512 and a 1 B-shape model in Q4_0. A size between two of these costs
+as much as the larger one, because kernels process rows in groups of four and sixteen.
 """
 _LEAST_FOLLOWED = 4
-"""Length, halved by each deviation, below which a place in a stored text is given up."""
+"""Match length, halved at each deviation, below which a followed place is given up."""
 _NO_TOKENS = np.empty(0, dtype=np.intc)
 _RECENT_SHARE = 8
-"""Tokens that came later are sorted anew with each text, until they are this part of all."""
+"""Recent tokens are re-sorted at each update until they exceed 1/8 of the stored ones."""
 
 
 class DraftCounts(NamedTuple):
-    """What became of the proposals.
+    """Outcome of the proposals.
 
     Attributes:
-        passes: Batches whose outcome was seen, with a proposal or without.
-        proposed: Tokens proposed in these, padding included.
-        accepted: How many of them the model kept.
+        passes: Batches whose outcome was observed, with or without a proposal.
+        proposed: Tokens proposed in these batches, padding included.
+        accepted: Proposed tokens that the model kept.
     """
 
     passes: int = 0
@@ -53,17 +54,17 @@ class DraftCounts(NamedTuple):
 
 
 class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
-    """Proposes what followed the same words in stored conversations, or earlier in this text.
+    """A draft model that proposes continuations found in stored conversations or in this text.
 
-    One belongs to one ``Llama``, whose ``n_batch`` must hold the largest batch in ``costs``. Give
-    it as ``Llama(..., draft_model=..., logits_all=True)``, or better put it on an engine by
-    ``llmaas_plugins.knn_lm.drafting.attach``. Not for recurrent or hybrid models: they cannot
-    take back what was proposed wrongly, and llama-cpp-python does not notice.
+    A draft belongs to one ``Llama``, whose ``n_batch`` must hold the largest batch in ``costs``.
+    Pass the draft as ``Llama(..., draft_model=..., logits_all=True)``, or better, attach it to an
+    engine with ``llmaas_plugins.knn_lm.drafting.attach``. Do not use it with recurrent or hybrid
+    models: they cannot remove wrongly proposed tokens, and llama-cpp-python does not notice.
 
     Attributes:
-        costs: As given; others may take their place, with no larger batches.
-        n_ctx: Tokens that a context has room for; ``attach`` finds out.
-        counts: What became of the proposals so far.
+        costs: Batch costs, initially the given ones; replacements must not have larger batches.
+        n_ctx: Tokens that fit in a context; ``attach`` sets it.
+        counts: Outcome of the proposals so far.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         *,
         costs: Mapping[int, float] = BATCH_COSTS,
     ) -> None:
-        """Index what is stored.
+        """Index the stored conversations.
 
         Args:
             sequences: Tokens of each stored conversation.
-            costs: For the batch sizes that pay, what one costs in batches of a single token, as
-                ``drafting.measured_costs`` finds for an engine.
+            costs: Cost of a batch by its size, in single-token batches, for the sizes worth using;
+                ``drafting.measured_costs`` measures them on an engine.
         """
         self._stored, self._recent = SuffixIndex(sequences), SuffixIndex([])
         self._trusts = (Trust(), Trust(), Trust())
@@ -91,11 +92,11 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the index."""
+        """Bytes of memory that the index takes."""
         return self._stored.n_bytes + self._recent.n_bytes
 
     def update(self, tokens: NDArray[np.integer[Any]]) -> None:
-        """Store one more conversation."""
+        """Add one conversation to the index."""
         recent = SuffixIndex([*self._recent.sequences(), tokens])
         if len(recent) * _RECENT_SHARE > len(self._stored):
             merged = SuffixIndex([*self._stored.sequences(), *recent.sequences()])
@@ -103,7 +104,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         self._recent = recent
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
-        """Propose what may follow ``input_ids``: nothing, or a whole batch less one token."""
+        """Propose tokens to follow ``input_ids``: none, or a whole batch less one token."""
         room = self.n_ctx - len(input_ids)
         if room <= 0:
             return _NO_TOKENS
@@ -119,7 +120,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         return np.array(tokens, dtype=np.intc)
 
     def _matches(self, input_ids: NDArray[np.intc], said: list[int]) -> tuple[Match, Match, Match]:
-        """In stored texts, in this one, and where it was in a stored text before it deviated."""
+        """Match the context in stored texts, in itself, and along the place it last followed."""
         n_ahead = max(self.costs) - 1
         stored, index = max(
             ((index.match(input_ids, n_ahead), index) for index in (self._stored, self._recent)),
@@ -133,7 +134,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         return stored, match_within(input_ids, n_ahead), followed
 
     def _best(self) -> list[int]:
-        """The tokens of the batch that brings most for its time, padded to its size."""
+        """Return the tokens of the batch with the most expected tokens for its time, padded."""
         best, gain = [], 1.0
         for chain in self._chains:
             expected = list(accumulate(accumulate(chain.chances, mul), initial=1.0))
@@ -146,7 +147,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         return best
 
     def _said(self, input_ids: NDArray[np.intc]) -> list[int]:
-        """What the model said since the last call; nothing if this is another text."""
+        """Return the tokens added since the last call, or an empty list if this is another text."""
         n, n_proposed = len(self._context), self._n_proposed
         n_said = len(input_ids) - n
         is_longer = n > 0 and 0 < n_said <= n_proposed + 1
@@ -158,13 +159,13 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
 
 class _Followed(NamedTuple):
-    """The place in a stored text that the context came along."""
+    """Place in a stored text that the context has been following."""
 
     texts: SuffixIndex
     match: Match
 
     def after(self, said: list[int], n_ahead: int) -> Match:
-        """The place ``said`` further on, as if they had stood there; if not, less is known."""
+        """Move the place on by ``said``; halve the match's length if the stored text differs."""
         n = len(said)
         agrees = self.texts.row(self.match.start, n) == said
         length = min(self.match.length + n, LONGEST) if agrees else self.match.length // 2

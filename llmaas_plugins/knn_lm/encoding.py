@@ -1,7 +1,7 @@
-"""From tokens to pairs: the model's hidden states and probabilities, on a context of their own.
+"""Evaluation of conversations: tokens become pairs of hidden states and targets.
 
-The app's cells are not touched, and both contexts share the model's weights. Keys are the whole
-model's, whatever part of it apps ask for meanwhile.
+The encoder has its own context, so the app's cells stay untouched; both contexts share the model's
+weights. Keys are always computed with the whole model, even while apps use a narrowed one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _MOST_LOGITS_BYTES = 64 << 20
 _MOST_BATCH = 512
 _MOST_CELLS = 4096
 _WHOLE = 0
-"""The widest level, at which every part of a model is all."""
+"""Widest level, at which a model uses all its parts."""
 _STEP = 256
-"""llama.cpp rounds numbers of cells up to its multiples."""
+"""llama.cpp rounds the number of cells of a context up to a multiple of this."""
 _LEAST = np.finfo(np.float32).tiny
-"""Of a probability whose logarithm is wanted."""
+"""Smallest probability used, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A conversation's pairs.
+    """Pairs of a conversation.
 
     Attributes:
-        positions: Where in its tokens each pair's target is, shape (n,) int32.
-        pairs: The pairs.
+        positions: Position of each pair's target in the conversation, shape (n,) int32.
+        pairs: Pairs in order of position.
     """
 
     positions: npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ class Encoded:
 
 
 class Encoder:
-    """A context of its own in which conversations are evaluated; ``close`` it, or use ``with``."""
+    """A separate context that evaluates conversations; ``close`` it, or use ``with``."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class Encoder:
         n_threads: int = 0,
         n_batch: int = _MOST_BATCH,
     ) -> None:
-        """Make the context, alike the one of ``llama`` in all that hidden states depend on.
+        """Make a context that computes the same hidden states as the one of ``llama``.
 
         Args:
             llama: A ``llama_cpp.Llama`` made while the suite is active.
-            natives: Where the hook ``llmaas_native_context`` puts contexts, by address.
-            key: Which hidden states are keys.
-            n_threads: 0 takes the app's number.
+            natives: Contexts that the hook ``llmaas_native_context`` registered, by address.
+            key: Kind of hidden states that serve as keys.
+            n_threads: Number of threads; 0 takes the app's number.
             n_batch: Most tokens to evaluate at a time.
 
         Raises:
-            LlmaasError: There is no memory for a context, or no hook point in the engine.
+            LlmaasError: There is no memory for a context, or the engine has no hook point.
         """
         self._llama = llama
         vocab = llama_cpp.llama_model_get_vocab(llama.model)
@@ -99,22 +99,22 @@ class Encoder:
             self._ctx = None
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
+        """Return the encoder."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the encoder."""
         self.close()
 
     def encode(self, tokens: Tokens, between: Callable[[], None] = lambda: None) -> Encoded:
-        """All pairs of a conversation (§3.1): (state after w_1…w_m, w_{m+1}).
+        """Return all pairs of a conversation (§3.1): (state after w_1…w_m, w_{m+1}).
 
-        What is longer than the context is evaluated in windows that overlap by half, so that every
-        target but the first ones has at least half a window before it.
+        A conversation that is longer than the context is evaluated in windows that overlap by half.
+        Every target after the first window then has at least half a window before it.
 
         Args:
-            tokens: The conversation, shape (n,) int32; a pair a token but for the first.
-            between: Called between batches; what it raises ends the encoding.
+            tokens: The conversation, shape (n,) int32; every token except the first is a target.
+            between: Called between batches; an exception that it raises ends the encoding.
         """
         positions, parts = [np.empty(0, np.int32)], []
         for start, skipped, end in _windows(len(tokens), self._n_ctx):
@@ -130,8 +130,7 @@ class Encoder:
     def _prepare(self, native: NativeContext | None, key: States) -> HiddenStates:
         if native is None:
             raise LlmaasError(
-                "hidden states cannot be read: there is no hook point in the engine. "
-                "`llmaas doctor` says why."
+                "cannot read hidden states: the engine has no hook point. `llmaas doctor` says why."
             )
         native.hold_level(_WHOLE)
         adapter = getattr(self._llama, "_lora_adapter", None)
@@ -139,11 +138,11 @@ class Encoder:
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
             scales = (ctypes.c_float * 1)(self._llama.lora_scale)
             if llama_cpp.llama_set_adapters_lora(self._ctx, adapters, 1, scales):
-                raise LlmaasError(f"cannot use the adapter {self._llama.lora_path} beside the app")
+                raise LlmaasError(f"cannot use adapter {self._llama.lora_path} in a second context")
         return native.hidden_states(key, capacity=self._n_batch)
 
     def _window(self, tokens: Tokens, n_skipped: int, between: Callable[[], None]) -> Pairs:
-        """Pairs of a window from its row ``n_skipped`` on; the last token has no target."""
+        """Return a window's pairs from row ``n_skipped`` on; the last token has no target."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), True)
         rows = [
             self._evaluate(tokens, start, n_skipped)
@@ -152,7 +151,7 @@ class Encoder:
         return _joined(rows, self._n_embd)
 
     def _evaluate(self, tokens: Tokens, start: int, n_skipped: int) -> Pairs:
-        """Evaluate one batch; its pairs."""
+        """Evaluate one batch and return its pairs."""
         part = tokens[start : start + self._n_batch]
         wanted = range(max(0, n_skipped - start), min(len(part), len(tokens) - 1 - start))
         batch = self._batch
@@ -162,10 +161,10 @@ class Encoder:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             batch.logits[i] = i in wanted
         if len(wanted) == 0:
-            batch.logits[len(part) - 1] = True  # llama.cpp wants one
+            batch.logits[len(part) - 1] = True  # llama.cpp requires at least one output
         status = llama_cpp.llama_decode(self._ctx, batch)
         if status:
-            raise LlmaasError(f"llama_decode returned {status} while a conversation was encoded")
+            raise LlmaasError(f"llama_decode returned {status} while encoding a conversation")
         values = tokens[start + wanted.start + 1 : start + wanted.stop + 1]
         keys = self._states.take()[: len(wanted)]
         if len(keys) < len(wanted):
@@ -174,7 +173,7 @@ class Encoder:
         return Pairs(keys.astype(np.float16), np.ascontiguousarray(values), p_lm, p_max)
 
     def _probabilities(self, values: Tokens) -> tuple[npt.NDArray[np.float32], ...]:
-        """The model's probability of each value, and of its likeliest token."""
+        """Return the model's probability of each value, and that of its most likely token."""
         p_lm, p_max = np.empty((2, len(values)), np.float32)
         if len(values):
             pointer = llama_cpp.llama_get_logits(self._ctx)
@@ -187,7 +186,7 @@ class Encoder:
 
 
 def _params(llama: Any, n_batch: int, n_threads: int) -> Any:
-    """The app's, with room for a conversation and for a batch's logits."""
+    """Return the app's parameters, resized for a conversation and for a batch's logits."""
     params = type(llama.context_params).from_buffer_copy(llama.context_params)
     n_train = int(llama_cpp.llama_model_n_ctx_train(llama.model))
     n_ctx = min(n_train, max(int(llama.n_ctx()), n_batch), _MOST_CELLS)
@@ -201,7 +200,7 @@ def _params(llama: Any, n_batch: int, n_threads: int) -> Any:
 
 
 def _with_same_factors(llama: Any, n_ctx: int) -> int:
-    """Return the nearest size of a context that takes the RoPE factors of the app's."""
+    """Return the nearest context size that selects the same RoPE factors as the app's context."""
     load = load_of(llama)
     switch = rope_switch(int(llama.model), load)
     is_long = int(llama.n_ctx()) > switch
@@ -211,7 +210,7 @@ def _with_same_factors(llama: Any, n_ctx: int) -> int:
 
 
 def _windows(n_tokens: int, n_ctx: int) -> Iterator[tuple[int, int, int]]:
-    """Of each window: its first token, the first row that no earlier window had, its end."""
+    """Yield each window's first token, its first row that no earlier window has, and its end."""
     end = min(n_tokens, n_ctx)
     if end > 1:
         yield 0, 0, end

@@ -1,6 +1,6 @@
-"""What decides hidden states: a datastore serves only the model that made its keys.
+"""Fingerprint of everything that determines hidden states, which ties a datastore to its model.
 
-Types of KV cells and flash attention are left out: they change a state by rounding only.
+KV cache types and flash attention are left out: they change a state only by rounding.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ _FORMAT = 2
 
 
 def fingerprint(llama: Any, load: ModelLoad | None = None) -> bytes:
-    """Return 32 bytes that name the model of ``llama`` (a ``llama_cpp.Llama``) as it is used there.
+    """Return a 32-byte fingerprint of the model of ``llama`` (a ``llama_cpp.Llama``) as used there.
 
     Args:
         llama: The ``Llama``.
-        load: How its model was opened; without that, its files are taken to be those that are
-            there now.
+        load: How the model was opened. If it is unknown, the model's current files are assumed.
 
     Raises:
-        StoreError: Nobody knows what was loaded.
+        StoreError: It is unknown which model was loaded.
     """
     values = state_identity(llama, load or load_of(llama))
     return hashed({"format": _FORMAT, **(values or {})})

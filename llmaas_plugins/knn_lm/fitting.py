@@ -1,4 +1,4 @@
-"""Alpha, beta, theta and far that make held-out text most likely."""
+"""Fitting of alpha, beta, theta and far by maximum likelihood on held-out text."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["Fitted", "HeldOut", "fit", "skip_above"]
 Floats = npt.NDArray[np.float32]
 
 _ALPHAS = tuple(round(0.05 * i, 2) for i in range(20))
-"""Also 0: past chats of which nothing comes up again."""
+"""Candidates for alpha; 0 suits past chats that never recur."""
 _BETAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _THETAS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""In medians of the nearest neighbours' squared distances."""
+"""Candidates for theta, in medians of the nearest neighbors' squared distances."""
 _FARS = (math.inf, 6.0, 4.5, 3.0, 1.5, 0.0)
-"""In thetas, and from there on counted from the nearest neighbours' median."""
+"""Candidates for far, in thetas above the nearest neighbors' median distance."""
 _FINER = (0.7, 1.0, 1.4)
 _THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 _LEAST_GAIN = 5e-4
-"""Share of perplexity that may be given up for searches saved."""
+"""Log-likelihood per target that may be given up to save searches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """Targets that no neighbour was made from, and their neighbours.
+    """Held-out targets, which made no pair of the datastore, and their neighbors.
 
     Attributes:
-        distances: Squared distances, shape (n, k); infinite where there are fewer.
-        hits: Which neighbours have the target as value.
-        weights: Theirs.
+        distances: Squared distances, shape (n, k); infinite if there are fewer than k neighbors.
+        hits: Whether each neighbor has the target as value, shape (n, k).
+        weights: Weights of the neighbors, shape (n, k).
         p_lm: The model's probability of each target, shape (n,).
-        p_max: Its largest.
+        p_max: The model's largest probability at each target, shape (n,).
     """
 
     distances: Floats
@@ -49,12 +49,12 @@ class HeldOut:
 
 
 class Fitted(NamedTuple):
-    """What was found.
+    """Result of a fit.
 
     Attributes:
-        mixture: The best one.
-        perplexity: Of the held-out targets with it.
-        perplexity_alone: Without.
+        mixture: The best mixture.
+        perplexity: Perplexity of the held-out targets with the mixture.
+        perplexity_alone: Perplexity of the held-out targets with the model alone.
     """
 
     mixture: Mixture
@@ -63,11 +63,11 @@ class Fitted(NamedTuple):
 
 
 def fit(held_out: HeldOut, *, has_far: bool = True) -> Fitted:
-    """The mixture under which the targets are most likely; by a grid, and a finer one around it.
+    """Find the mixture that makes the targets most likely, by a coarse grid and then a finer one.
 
     Args:
-        held_out: What to fit on.
-        has_far: Whether ``far`` may be finite; False is the paper's Eq 33.
+        held_out: Targets to fit on.
+        has_far: Whether ``far`` may be finite; False gives the paper's Eq 33.
 
     Raises:
         ValueError: There are no targets.
@@ -88,10 +88,10 @@ def fit(held_out: HeldOut, *, has_far: bool = True) -> Fitted:
 
 
 def skip_above(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
-    """The largest probability from which on a search is hardly worth its time.
+    """Find the smallest probability above which searching gains almost nothing.
 
     Returns:
-        The threshold, 1.0 if there is none, and the share of targets for which it saves the search.
+        The threshold, or 1.0 if none qualifies, and the share of targets whose search it saves.
     """
     if not len(held_out.p_lm):
         return 1.0, 0.0
@@ -105,13 +105,13 @@ def skip_above(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
 
 
 def _typical(distances: Floats) -> float:
-    """The median, leaving out states that are stored to the last bit (of a repeated beginning)."""
+    """Return the median distance, ignoring zeros, which come from repeated beginnings of texts."""
     others = distances[(distances > 0) & np.isfinite(distances)]
     return float(np.median(others)) if len(others) else 1.0
 
 
 def _best(held_out: HeldOut, theta: float, far: float) -> tuple[float, Mixture]:
-    """The best alpha and beta for these, and the mean logarithm of p(y)."""
+    """Return the best mean log p(y) and the mixture, given theta and far."""
     hit, total = share(held_out.distances, held_out.hits, held_out.weights, theta, far)
     change = hit - total * held_out.p_lm
     found = []

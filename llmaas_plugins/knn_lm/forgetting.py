@@ -1,4 +1,4 @@
-"""Forgetting conversations everywhere: in the archive, and among what is selected of it."""
+"""Erasure of conversations from the archive, the selected datastore and the inbox."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = ["Gone", "forget_all", "forget_conversations"]
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What went.
+    """Totals of one call that forgets.
 
     Attributes:
-        n_conversations: Conversations, of the archive and of those that waited.
-        n_pairs: Their pairs.
-        n_selected: Pairs that were selected.
-        freed_bytes: Bytes of files.
+        n_conversations: Conversations removed from the archive and from the inbox.
+        n_pairs: Pairs removed from the archive.
+        n_selected: Pairs removed from the selected datastore.
+        freed_bytes: Bytes by which the files shrank.
     """
 
     n_conversations: int
@@ -48,17 +48,18 @@ class Gone:
 
 
 def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | None = None) -> Gone:
-    """Erase conversations; the selected pairs of theirs go first, so that all can be done again.
+    """Erase conversations from the archive, the selected datastore and the inbox.
 
-    Those that wait to be learnt go, too. That they were forgotten is noted first (``Forgotten``).
+    First the ids are added to the list of forgotten conversations (``Forgotten``). Selected pairs
+    are erased before the archive's, so that an interrupted call can be repeated.
 
     Args:
-        archive: Open for writing.
-        ids: Which; those that are nowhere are passed over.
-        app: Whatever waits of this app goes with them.
+        archive: Archive that is open for writing.
+        ids: Ids of the conversations; unknown ids are ignored.
+        app: App whose waiting conversations are all erased, too.
 
     Raises:
-        StoreError: The disk failed, or what is selected is damaged.
+        StoreError: The disk failed, or the selected datastore is damaged.
     """
     directory, n_selected = archive.directory, 0
     before = _n_bytes(directory)
@@ -88,10 +89,10 @@ def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | No
 
 
 def forget_all(directory: Path) -> Gone:
-    """Erase everything in a datastore, also what is damaged, and what was forgotten before.
+    """Erase everything in a datastore, including damaged files and the list of forgotten ids.
 
     Raises:
-        StoreError: There is none, another process writes to it, or the disk failed.
+        StoreError: There is no datastore, another process writes to it, or the disk failed.
     """
     require_datastore(directory)
     fd = lock(directory / LOCK, FILES)
@@ -107,7 +108,7 @@ def forget_all(directory: Path) -> Gone:
 
 
 def _count(directory: Path) -> tuple[int, int, int]:
-    """What there is, as far as it can be read."""
+    """Count conversations, pairs and selected pairs, as far as the files are readable."""
     n_conversations = n_pairs = n_selected = 0
     with contextlib.suppress(StoreError), Archive.open(directory) as archive:
         n_conversations, n_pairs = len(archive), archive.n_pairs
@@ -118,7 +119,7 @@ def _count(directory: Path) -> tuple[int, int, int]:
 
 
 def _own_files(directory: Path) -> list[Path]:
-    """Leftovers come before what they are left of, or they would be in its way."""
+    """Return the datastore's files, leftovers first: retiring a file takes its leftover's name."""
     names = sorted((path.name for path in directory.iterdir()), key=len, reverse=True)
     own = [directory / name for name in names if FILES.is_own(name) and name not in (LOCK, INBOX)]
     inbox = directory / INBOX
@@ -133,6 +134,6 @@ def _failed(directory: Path, error: OSError) -> StoreError:
     if isinstance(error, StoreError):
         return error
     return StoreError(
-        f"cannot forget in {FILES.kind} {directory}: {error.strerror or error}. Forget again when "
-        "that is mended."
+        f"cannot forget in {FILES.kind} {directory}: {error.strerror or error}. Fix that and "
+        "forget again."
     )

@@ -1,8 +1,8 @@
-"""Which conversations were forgotten, so that one that comes back is not learnt unnoticed.
+"""List of forgotten conversations, so that one that comes back is not learned again unnoticed.
 
-Each is a keyed digest; the key is random and kept beside them. Without the file nobody can test
-whether a conversation was forgotten. Whoever has it can, but only by knowing all of the
-conversation: its app, title and messages.
+An entry is a keyed digest; the random key is stored in the same file. Nobody without the file can
+test whether a conversation was forgotten. A reader of the file can, but only with the whole
+conversation at hand: its app, title and messages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MOST_BYTES = 1 << 28
 
 
 class Forgotten:
-    """The list of one datastore. Change it only while the datastore is locked."""
+    """Forgotten conversations of one datastore; lock the datastore before changing the list."""
 
     def __init__(self, directory: Path) -> None:
         """Read the list; it is empty if nothing was forgotten.
 
         Raises:
-            StoreError: It is damaged, or cannot be read.
+            StoreError: The list is damaged, or cannot be read.
         """
         self._path = directory / FORGOTTEN
         self._key, self._digests = b"", set[bytes]()
@@ -44,16 +44,16 @@ class Forgotten:
             raise StoreError(f"cannot read {self._path}: {error.strerror or error}") from error
 
     def __contains__(self, id_: bytes) -> bool:
-        """Whether a conversation was forgotten."""
+        """Return whether a conversation was forgotten."""
         return bool(self._digests) and self._digest(id_) in self._digests
 
     def add(self, ids: Collection[bytes]) -> None:
-        """Note that conversations are forgotten; it is on the disk when this returns."""
+        """Add conversations to the list; the change is on disk when this returns."""
         self._key = self._key or secrets.token_bytes(_KEY_BYTES)
         self._change(self._digests | {self._digest(id_) for id_ in ids})
 
     def discard(self, id_: bytes) -> None:
-        """Note that a conversation is wanted again."""
+        """Remove a conversation from the list, because it is wanted again."""
         self._change(self._digests - {self._digest(id_)})
 
     def _change(self, digests: set[bytes]) -> None:
@@ -83,8 +83,8 @@ class Forgotten:
         is_whole = len(content) > start and (len(content) - start) % _DIGEST_BYTES == 0
         if not content.startswith(_MAGIC) or not is_whole:
             raise StoreError(
-                f"{self._path}, the list of forgotten conversations, is damaged. Remove it; then "
-                "they are learnt again if they come again."
+                f"{self._path}, the list of forgotten conversations, is damaged. Remove it; "
+                "forgotten conversations that come again are then learned again."
             )
         places = range(start, len(content), _DIGEST_BYTES)
         return content[len(_MAGIC) : start], {content[i : i + _DIGEST_BYTES] for i in places}

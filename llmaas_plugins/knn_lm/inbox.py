@@ -1,35 +1,63 @@
-"""Conversations that wait to be learnt: one file each, in the datastore's ``inbox``.
+"""Conversations that wait to be learned, one file each, in the datastore's ``inbox``.
 
-Anybody who may write there can put an export in; what has been learnt is erased. A file that is
-still being copied there stays until it is whole: nothing is erased that changed meanwhile.
+Anyone who may write to this directory can put a chat export there; files are erased once learned. A
+file that is still being copied waits until it is complete, because its first lines alone might be a
+valid export.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import re
+import signal
 import stat
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.chats import NO_APP, Conversation, Message, load_conversations
-from llmaas_plugins.knn_lm.archive_files import FILES, INBOX, retire, write_whole
+from llmaas_plugins.knn_lm.archive_files import (
+    DROPPED,
+    FILES,
+    INBOX,
+    PARTIAL,
+    retire,
+    write_whole,
+)
 
-__all__ = ["REFUSED", "State", "done", "forget_waiting", "refuse", "remember", "waiting"]
+__all__ = [
+    "REFUSED",
+    "State",
+    "done",
+    "forget_waiting",
+    "is_whole",
+    "refuse",
+    "remember",
+    "waiting",
+]
 
 REFUSED = ".refused"
-"""Added to the name of a file that is no export, and left for somebody to look at."""
+"""Suffix for a file that is not a chat export; the file is left for the user to inspect."""
 
 _ENDINGS = (".json", ".jsonl")
+_OWN = re.compile(r"\d{20}-[0-9a-f]{8}\.jsonl")
 _COPYING_S = 5.0
-"""Seconds without a change after which a file that cannot be read is no half of one."""
+"""Seconds without a change after which a file counts as complete unless it is open for writing."""
+_STALLED_S = 3600.0
+"""Seconds without a change after which a file counts as complete even if it seems to be open.
+
+Some file systems cannot tell whether a file is open.
+"""
 
 
 class State(NamedTuple):
-    """The state of a file, by which a change is noticed."""
+    """State of a file, compared to detect changes."""
 
     inode: int
     n_bytes: int
@@ -44,28 +72,24 @@ class State(NamedTuple):
             return None
         return cls(found.st_ino, found.st_size, found.st_mtime_ns)
 
-    def is_settled(self) -> bool:
-        """Return whether nobody has written to the file for a while."""
-        return abs(time.time_ns() - self.mtime_ns) > _COPYING_S * 1e9
-
 
 def remember(
     store: Path, messages: Sequence[Message], *, title: str = "", app: str | None = None
 ) -> Path:
-    """Have a conversation with a cloud model learnt when the device is idle.
+    """Queue a conversation with a cloud model to be learned when the device is idle.
 
     Args:
-        store: The datastore's directory, ``plugins.knn_lm.store``.
-        messages: The conversation, in order.
-        title: To know it by, in ``llmaas datastore inspect``.
-        app: Whose it is: no other app is answered with it. None: every app may be.
+        store: Directory of the datastore, ``plugins.knn_lm.store``.
+        messages: Messages of the conversation, in order.
+        title: Title that ``llmaas datastore inspect`` shows.
+        app: App that owns the conversation, so that no other app may use it; None lets all apps.
 
     Returns:
-        The file in which it waits; it survives a restart.
+        The file in which the conversation waits; it survives a restart.
 
     Raises:
         ConfigError: There are no messages.
-        StoreError: It cannot be written.
+        StoreError: The file cannot be written.
     """
     if not messages:
         raise ConfigError("a conversation without messages cannot be remembered")
@@ -79,13 +103,16 @@ def remember(
 
 
 def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
-    """Erase conversations that wait to be learnt, also of files that hold others, too.
+    """Erase waiting conversations, including those in files with others that stay.
 
-    Files that cannot be read stay: nobody knows what they hold, and nothing is learnt of them.
+    Call this while the datastore is locked. Leftovers of killed processes are erased first. Files
+    that cannot be parsed stay: their contents are unknown, and nothing is learned from them.
 
     Returns:
-        How many went.
+        Number of conversations erased.
     """
+    for path in _leftovers(store / INBOX):
+        done(path)
     n_gone = 0
     for path in waiting(store):
         try:
@@ -113,27 +140,86 @@ def _row(one: Conversation) -> dict[str, object]:
 def _write(directory: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.jsonl"
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_whole(path, [line.encode(errors="replace") for line in lines])
+    with _held(directory, fcntl.LOCK_SH):
+        write_whole(path, [line.encode(errors="replace") for line in lines])
     return path
 
 
+def _leftovers(directory: Path) -> list[Path]:
+    """Return files that were not completely written or erased."""
+    if not directory.is_dir():
+        return []
+    with _held(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
+        return [
+            path
+            for path in directory.iterdir()
+            if (path.suffix == DROPPED and Path(path.stem).suffix in _ENDINGS)
+            or (path.suffix == PARTIAL and _OWN.fullmatch(path.stem) and is_alone)
+        ]
+
+
+@contextlib.contextmanager
+def _held(directory: Path, how: int) -> Iterator[bool]:
+    """Hold a lock on the inbox meanwhile, shared or exclusive; yield whether it was obtained."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    is_held = True
+    try:
+        try:
+            fcntl.flock(fd, how)
+        except OSError:  # another process writes, or the file system has no locks
+            is_held = False
+        yield is_held
+    finally:
+        os.close(fd)
+
+
 def waiting(store: Path) -> list[Path]:
-    """What waits, oldest first."""
+    """Return the waiting files, oldest first."""
     try:
         return sorted(p for p in (store / INBOX).iterdir() if p.suffix in _ENDINGS)
     except FileNotFoundError:
         return []
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether a file is complete, as far as can be told."""
+    state = State.of(path)
+    if state is None or _OWN.fullmatch(path.name):  # our files get their names when complete
+        return state is not None
+    quiet_s = abs(time.time_ns() - state.mtime_ns) / 1e9
+    return quiet_s > _STALLED_S or (quiet_s > _COPYING_S and not _is_open_to_write(path))
+
+
+def _is_open_to_write(path: Path) -> bool:
+    """Return whether a process has a file open for writing.
+
+    Linux grants a read lease on a file only if no process has the file open for writing.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:  # a process that opens the file now waits until we close it; SIGURG is ignored by default
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return True
+    except (OSError, AttributeError):  # the file has another owner, or the system is not Linux
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
 def refuse(path: Path) -> Path:
-    """Put a file aside that cannot be read."""
+    """Rename a file that cannot be parsed, so that it no longer waits, and return its new path."""
     return path.rename(path.with_name(path.name + REFUSED))
 
 
 def done(path: Path) -> None:
-    """Erase a file that has been learnt; of one that has another name, too, only this name."""
+    """Erase a file that has been learned; if it has other hard links, remove only this name."""
     found = path.lstat()
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
         retire(path)
-    else:  # its bytes are somebody's own export
+    else:  # the bytes belong to a user's own file
         path.unlink()

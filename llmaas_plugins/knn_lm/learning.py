@@ -1,7 +1,8 @@
-"""Learning while the device is idle (§3.3): what waits in the inbox becomes pairs.
+"""Learning while the device is idle (§3.3): conversations in the inbox become pairs.
 
-A thread of its own evaluates small batches in a context of its own. It pauses when a request comes,
-and goes on when none has come for a while; what is half done is done again after a restart.
+A background thread evaluates small batches in its own context. It pauses when a request comes and
+resumes after a while without requests. A file that was half learned at exit is learned again after
+a restart.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ __all__ = ["Learner"]
 _log = logging.getLogger("llmaas.knn_lm")
 
 _BATCH = 32
-"""Tokens evaluated at a time: a request that comes meanwhile waits for no more of the processor."""
+"""Tokens evaluated at a time; a request that arrives meanwhile waits for at most one batch."""
 _POLL_S = 1.0
 _NICE = 10
 
 
-class _Stopped(Exception):  # noqa: N818  no error
-    """The engine goes, or the suite ends."""
+class _Stopped(Exception):  # noqa: N818  not an error
+    """Signal that the engine is being freed, or the suite ends."""
 
 
 class Learner(forks.Forked):
-    """The thread, from the first engine on until ``close``."""
+    """Background thread that learns, from the first engine until ``close``."""
 
     def __init__(
         self,
@@ -50,12 +51,12 @@ class Learner(forks.Forked):
         idle_s: float,
         natives: Mapping[int, NativeContext],
     ) -> None:
-        """Nothing starts yet.
+        """Prepare to learn; the thread starts with the first request.
 
         Args:
-            store: The datastore's directory.
-            key: Which hidden states are keys.
-            plan: How to select.
+            store: Directory of the datastore.
+            key: Kind of hidden states that serve as keys.
+            plan: Parameters of selection.
             idle_s: Seconds without a request after which the device is idle.
             natives: Contexts in which hidden states can be read, by address.
         """
@@ -67,19 +68,19 @@ class Learner(forks.Forked):
         self._engine: Engine | None = None
         self._is_at_work = self._is_closed = False
         self._thread: threading.Thread | None = None
-        self.n_learnt = 0
+        self.n_learned = 0
         self.last_error: str | None = None
         forks.watch(self)
 
     @property
     def n_waiting(self) -> int:
-        """Files in the inbox."""
+        """Number of files in the inbox."""
         return len(inbox.waiting(self._store))
 
     def request_began(self, engine: Engine) -> None:
-        """Pause; and learn with this engine later, if it is known what its model was loaded from.
+        """Pause, and keep this engine for learning if the files that its model came from are known.
 
-        Files that replaced those would give their name to keys of another model.
+        Otherwise, files that replaced the model's could tie keys to the wrong model.
         """
         with self._changed:
             self._busy.add(engine.ctx)
@@ -92,16 +93,16 @@ class Learner(forks.Forked):
                 self._thread.start()
 
     def request_ended(self, engine: Engine) -> None:
-        """Go on after a while."""
+        """Note the end of a request; learning resumes after a while."""
         with self._changed:
             self._busy.discard(engine.ctx)
             self._last_end = time.monotonic()
             self._changed.notify_all()
 
     def context_freed(self, ctx: int) -> None:
-        """Use this context's engine no longer; returns when nothing of it is in use.
+        """Stop using this context's engine; return once nothing of it is in use.
 
-        The thread itself may hold the last reference to it: then there is nothing to wait for.
+        If this thread is the learning thread, which may hold the last reference, do not wait.
         """
         with self._changed:
             self._busy.discard(ctx)
@@ -113,7 +114,7 @@ class Learner(forks.Forked):
                 self._changed.wait_for(lambda: not self._is_at_work)
 
     def close(self) -> None:
-        """End the thread, which finishes the batch that it evaluates."""
+        """End the thread after the batch that it is evaluating."""
         with self._changed:
             self._is_closed, self._engine = True, None
             self._changed.notify_all()
@@ -121,13 +122,13 @@ class Learner(forks.Forked):
             self._thread.join()
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Leave learning to the parent, whose thread a child does not have."""
+        """Close the child's copy: a child has no learning thread, and the parent still learns."""
         if in_child:
             self._is_closed, self._is_at_work = True, False
             self._engine = self._thread = None
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # only of this thread, on Linux
+        with contextlib.suppress(OSError):  # on Linux this sets the priority of this thread alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._changed:
@@ -143,7 +144,7 @@ class Learner(forks.Forked):
             except _Stopped:
                 pass
             except ReferenceError:
-                pass  # the engine is gone, or the suite ends
+                pass  # the engine was freed, or the suite ends
             except Exception as error:
                 self._fail(error)
             finally:
@@ -155,10 +156,10 @@ class Learner(forks.Forked):
         return not self._busy and time.monotonic() - self._last_end >= self._idle_s
 
     def _pause(self, _n: int = 0) -> None:
-        """Wait while there are requests.
+        """Wait until the device is idle.
 
         Raises:
-            _Stopped: The engine goes.
+            _Stopped: The engine is being freed.
         """
         with self._changed:
             while self._engine is not None and not self._is_idle():
@@ -167,8 +168,8 @@ class Learner(forks.Forked):
                 raise _Stopped
 
     def _work(self, engine: Engine) -> None:
-        """Learn what waits, then select if it is worth it."""
-        waiting = inbox.waiting(self._store)
+        """Learn the complete files in the inbox, then refresh the selection if it is due."""
+        waiting = [path for path in inbox.waiting(self._store) if inbox.is_whole(path)]
         if not waiting:
             return
         llama = engine.llama
@@ -185,17 +186,16 @@ class Learner(forks.Forked):
         try:
             conversations = [(one, path.name) for one in load_conversations(path)]
         except ConfigError as error:
-            if before is not None and not before.is_settled():
-                return  # it may still be copied here
-            _log.warning("%s; it is kept as %s", error, inbox.refuse(path).name)
+            if _is_still(path, before):
+                _log.warning("%s; it is kept as %s", error, inbox.refuse(path).name)
             return
         added = add(archive, llama, encoder, conversations, between=self._pause)
-        self.n_learnt += added.n_added
-        if inbox.State.of(path) == before:
+        self.n_learned += added.n_added
+        if _is_still(path, before):
             inbox.done(path)
 
     def _fail(self, error: Exception) -> None:
-        """Say it once, and try again when more has come or the process starts again."""
+        """Log a new error once, and hold off the next attempt for 60 idle periods."""
         text = str(error)
         if text != self.last_error:
             level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
@@ -203,3 +203,8 @@ class Learner(forks.Forked):
         self.last_error = text
         with self._changed:
             self._last_end = time.monotonic() + 60 * self._idle_s
+
+
+def _is_still(path: Path, before: inbox.State | None) -> bool:
+    """Return whether a file is unchanged and complete."""
+    return inbox.State.of(path) == before and inbox.is_whole(path)

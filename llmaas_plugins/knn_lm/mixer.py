@@ -1,4 +1,4 @@
-"""One context's logits, mixed with what the datastore says."""
+"""Mixing of one context's logits with the datastore's predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmaas_hooks import LogitsView, NativeContext, StoreError, Tokens
 from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.datastore import Datastore, Neighbours
+from llmaas_plugins.knn_lm.datastore import Datastore, Neighbors
 from llmaas_plugins.knn_lm.mixing import Mixture
 from llmaas_plugins.knn_lm.trust import Judgment
 
@@ -27,14 +27,14 @@ __all__ = ["Counts", "Mixer", "Settings", "Source"]
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to tokens.
+    """Counts of tokens by how they were handled.
 
     Attributes:
-        mixed: Sampled from a mixture.
-        skipped: Not searched for, because the model was sure.
-        distrusted: Not searched for, because the datastore does not know such text.
-        unmatched: Left as they were, because their hidden states were not seen.
-        at_other_levels: Left as they were, because a narrowed model computed them.
+        mixed: Tokens sampled from a mixture.
+        skipped: Tokens without a search, because the model was sure.
+        distrusted: Tokens without a search, because the datastore does not know such text.
+        unmatched: Tokens left unchanged, because their hidden states were not captured.
+        at_other_levels: Tokens left unchanged, because a narrowed model computed them.
         search_s: Seconds that searches took.
     """
 
@@ -48,7 +48,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a datastore is mixed in: as it was fitted, unless the configuration says otherwise."""
+    """How to mix in a datastore: fitted values, overridden by the configuration."""
 
     mixture: Mixture
     k: int
@@ -56,10 +56,10 @@ class Settings:
 
     @classmethod
     def of(cls, datastore: Datastore, config: KnnLMConfig) -> Settings:
-        """Those of a datastore.
+        """Combine a datastore's fitted settings with the configuration.
 
         Raises:
-            ValueError: It has none, or other ones.
+            ValueError: The datastore has no valid settings.
         """
         found = datastore.settings
         mixture = Mixture.from_json(found.get("mixture"))
@@ -81,28 +81,28 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A datastore, and how it is mixed in.
+    """A datastore, and how to mix it in.
 
     Attributes:
-        datastore: What is searched.
+        datastore: Datastore to search.
         settings: How its pairs are mixed in.
-        ranges: The rows that the app may be answered with; None: all.
+        ranges: Rows that the app may use; None means all.
     """
 
     datastore: Datastore
     settings: Settings
     ranges: tuple[range, ...] | None = None
 
-    def search(self, query: npt.NDArray[np.float32]) -> Neighbours:
+    def search(self, query: npt.NDArray[np.float32]) -> Neighbors:
         """Return the nearest pairs."""
         return self.datastore.search(query, self.settings.k, self.ranges)
 
 
 class Mixer:
-    """Knows which hidden state each row of a context's logits was made from."""
+    """Mixer of one context, which relates each row of logits to the hidden state behind it."""
 
     def __init__(self, native: NativeContext, key: States, counts: Counts) -> None:
-        """Watch the context's hidden states."""
+        """Capture the context's hidden states."""
         n_batch = int(llama_cpp.llama_n_batch(native.ctx))
         self._native = native
         self._states = native.hidden_states(key, capacity=n_batch)
@@ -115,25 +115,25 @@ class Mixer:
         self._judged: Judgment | None = None
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop capturing hidden states."""
         self._states.close()
 
     def decoded(self) -> None:
-        """A batch was evaluated: its outputs are the ones that can be sampled."""
+        """Take the hidden states of a batch that was evaluated; its rows can be sampled now."""
         self._rows = self._states.take()
-        self._has_keys_level = self._native.level <= 0  # keys are the whole model's
+        self._has_keys_level = self._native.level <= 0  # keys are made by the whole model
         self._edits.clear()
         self._former.clear()
 
     def begin(self, source: Source | None, prompt: Tokens, look_back: int) -> None:
-        """Another request begins, which may sample from rows that were mixed for the one before.
+        """Begin a request, which may sample from rows that were mixed for the request before.
 
         Args:
-            source: What is mixed in until the next one begins, also if another datastore takes
-                its place meanwhile; None: nothing.
-            prompt: Its tokens.
-            look_back: By how many of the last ones it is judged whether the datastore is trusted;
-                0 always trusts it.
+            source: Datastore to mix in until the next request, even if it is replaced meanwhile;
+                None mixes nothing.
+            prompt: Tokens of the prompt.
+            look_back: Number of the prompt's last tokens on which the datastore is judged; 0 always
+                trusts it.
         """
         self._former |= self._edits
         self._edits.clear()
@@ -141,15 +141,15 @@ class Mixer:
         self._judged = Judgment(prompt, look_back) if look_back else None
 
     def end(self) -> None:
-        """The request is over: what the app samples itself is the model's own."""
+        """End the request, so that tokens that the app samples itself come from the model alone."""
         self._source = None
 
     def judge(self, ctx: int, n_past: int, n_tokens: int) -> None:
-        """Learn from the end of a prompt that was just evaluated (see ``trust``).
+        """Judge the datastore on the end of a prompt that was just evaluated (see ``trust``).
 
         Args:
             ctx: Address of the context.
-            n_past: Tokens evaluated before.
+            n_past: Tokens evaluated before this batch.
             n_tokens: Tokens in this batch.
         """
         judgment = self._judged
@@ -167,14 +167,14 @@ class Mixer:
                     judgment.observe(_p_mix(token, p_lm, info.max_prob, row, source), p_lm)
 
     def restore(self, view: LogitsView) -> None:
-        """Give a row that was mixed for an earlier request the model's own logits again."""
+        """Restore the model's own logits in a row that was mixed for an earlier request."""
         if self._former and (edit := self._former.pop(_n_behind(view), None)) is not None:
             edit.undo(view.logits)
 
     def mix(self, view: LogitsView) -> None:
-        """Mix neighbours into a row of logits, in place, and only once.
+        """Mix neighbors into a row of logits, in place and only once.
 
-        Rows are counted from the last one: states of a batch that failed may come before the first.
+        Rows are counted from the last, because states of a failed batch may precede the first.
         """
         source, n_behind = self._source, _n_behind(view)
         if source is None or n_behind in self._edits:
@@ -203,25 +203,25 @@ class Mixer:
 
     @contextlib.contextmanager
     def _unless_forgotten(self, source: Source) -> Iterator[Source]:
-        """Search for the running request; it goes on without if the datastore was forgotten."""
+        """Guard a search: if the datastore was erased meanwhile, end mixing for this request."""
         try:
             yield source
         except StoreError:
             if source.datastore.is_current():
                 raise
-            self._source = None  # the next request finds the new one
+            self._source = None  # the next request opens the new datastore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edit:
-    """What mixing changed in a row."""
+    """Change that mixing made to a row of logits."""
 
     tokens: npt.NDArray[np.int32]
     before: npt.NDArray[np.float32]
     after: npt.NDArray[np.float32]
 
     def undo(self, logits: npt.NDArray[np.float32]) -> None:
-        """Change it back, unless these are other logits: the app may have loaded a state."""
+        """Undo the change, unless the logits differ now: the app may have loaded a state."""
         if np.array_equal(logits[self.tokens], self.after):
             logits[self.tokens] = self.before
 
@@ -232,7 +232,7 @@ def _mix(
     found, mixture = source.search(query), source.settings.mixture
     before = logits[found.values]
     theta = mixture.theta
-    # a weight is as good as a smaller distance: w exp(-d / theta) = exp(-(d - theta log w) / theta)
+    # a weight is equivalent to a smaller distance: w exp(-d/theta) = exp(-(d - theta log w)/theta)
     distances = (found.distances - theta * np.log(found.weights)).astype(np.float32)
     alpha = trust * mixture.alpha
     logits_mix(logits, found.values, distances, alpha, mixture.beta, theta, mixture.far)
@@ -242,7 +242,7 @@ def _mix(
 def _p_mix(
     token: int, p_lm: float, p_max: float, query: npt.NDArray[np.float32], source: Source
 ) -> float:
-    """The mixture's probability of a token, trust left aside."""
+    """Return the mixture's probability of a token, with full trust."""
     found = source.search(query)
     hits = (found.values == token)[None]
     each = (np.array([p], np.float32) for p in (p_lm, p_max))
@@ -258,7 +258,7 @@ def _logits(ctx: int, i: int) -> npt.NDArray[np.float32]:
 
 
 def _n_behind(view: LogitsView) -> int:
-    """How many of the batch's outputs come after these logits."""
+    """Return how many of the batch's outputs follow these logits."""
     last = llama_cpp.llama_get_logits_ith(view.ctx, -1)
     start = np.ctypeslib.as_array(last, shape=(1,)).ctypes.data
     return int((start - view.logits.ctypes.data) // view.logits.nbytes)

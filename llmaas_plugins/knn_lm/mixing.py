@@ -1,4 +1,4 @@
-"""The next token's distribution: the model's, mixed with what followed the nearest stored states.
+"""The next token's distribution: the model's, mixed with targets of the nearest stored states.
 
 With d = squared Euclidean distance / theta (Eq 32) and the k nearest pairs K::
 
@@ -6,9 +6,10 @@ With d = squared Euclidean distance / theta (Eq 32) and the k nearest pairs K::
     w         =  alpha * (1 - beta * MaxProb) * S / (S + exp(-far / theta))              (Eq 33)
     p(v)      =  (1 - w) * p_LM(v) + w * p_kNN(v)                                        (Eq 1)
 
-S is the sum over all of K. The last factor is not in the paper: it is one more neighbour, at the
-distance ``far``, that says what the model says, so states that are like none of the stored ones are
-left to the model. An infinite ``far`` gives Eq 33. Weights are 1 unless a selection gave others.
+S is the sum over all of K. The last factor of w is not in the paper. It acts as one more neighbor,
+at squared distance ``far``, that votes for the model's own distribution. States unlike all stored
+ones are therefore left to the model. An infinite ``far`` gives Eq 33. Weights are 1 unless a
+selection set others.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ __all__ = ["Mixture", "share"]
 Floats = npt.NDArray[np.float32]
 
 _MOST = 1e30
-"""Beyond, there is no computing in 32 bits."""
+"""Bound beyond which 32-bit arithmetic fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What was fitted on held-out text.
+    """Parameters of a mixture, fitted on held-out text.
 
     Attributes:
-        alpha: Largest weight of the neighbours, 0 to 1.
-        beta: How much less a model gets that is sure, 0 to 1 (Eq 33).
-        theta: What squared distances are divided by, above 0 (Eq 32).
-        far: Squared distance from which on the neighbours count less than the model; infinite in
-            the paper.
+        alpha: Largest weight of the neighbors, 0 to 1.
+        beta: How much the neighbors' weight drops when the model is sure, 0 to 1 (Eq 33).
+        theta: Divisor of squared distances, above 0 (Eq 32).
+        far: Squared distance beyond which a neighbor counts less than the model; infinite in the
+            paper.
     """
 
     alpha: float
@@ -46,10 +47,10 @@ class Mixture:
     far: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range.
+        """Refuse parameters out of range.
 
         Raises:
-            ValueError: It is.
+            ValueError: A parameter is out of range.
         """
         for name in ("alpha", "beta"):
             if not 0 <= getattr(self, name) <= 1:
@@ -59,15 +60,15 @@ class Mixture:
             raise ValueError(f"theta must be above 0 and far a number, found {self}")
 
     def as_json(self) -> dict[str, float | None]:
-        """Plain JSON types."""
+        """Return the parameters as JSON values."""
         return {**asdict(self), "far": None if math.isinf(self.far) else self.far}
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """What ``as_json`` gave.
+        """Make a mixture from the result of ``as_json``.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The values are not such a result.
         """
         try:
             fields = {name: float(values[name]) for name in ("alpha", "beta", "theta")}
@@ -76,7 +77,7 @@ class Mixture:
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"found {values!r}, expected alpha, beta, theta and far") from error
 
-    def probability(  # noqa: PLR0913, PLR0917 -- all that it depends on
+    def probability(  # noqa: PLR0913, PLR0917 -- the formula's inputs
         self,
         distances: Floats,
         hits: npt.NDArray[np.bool_],
@@ -85,15 +86,15 @@ class Mixture:
         p_max: Floats,
         trust: Floats | float = 1.0,
     ) -> Floats:
-        """p(y) of targets, without looking at any other token.
+        """Return p(y) of targets, without computing the probability of any other token.
 
         Args:
-            distances: Squared distances of each target's neighbours, shape (n, k).
-            hits: Which of them have the target as value.
-            weights: Theirs.
+            distances: Squared distances of each target's neighbors, shape (n, k).
+            hits: Whether each neighbor has the target as value, shape (n, k).
+            weights: Weights of the neighbors, shape (n, k).
             p_lm: The model's probability of each target, shape (n,).
-            p_max: Its largest.
-            trust: What the weight is multiplied by, see ``trust``.
+            p_max: The model's largest probability at each target, shape (n,).
+            trust: Factor on the neighbors' weight, see ``trust``.
         """
         hit, total = share(distances, hits, weights, self.theta, self.far)
         weight = trust * self.alpha * (1 - self.beta * p_max)
@@ -103,9 +104,9 @@ class Mixture:
 def share(
     distances: Floats, hits: npt.NDArray[np.bool_], weights: Floats, theta: float, far: float
 ) -> tuple[Floats, Floats]:
-    """Of each target: its part of the neighbours' say, and that of all of them, at most 1.
+    """Return each target's share of the neighbor mass, and the total mass (at most 1).
 
-    What is missing to 1 is the model's: the neighbour at distance ``far``.
+    The rest of the mass, up to 1, is the model's: it belongs to the neighbor at distance ``far``.
     """
     logs = np.log(weights) - distances / np.float32(theta)
     nearest = np.maximum(logs.max(axis=1, keepdims=True), np.float32(-far / theta))

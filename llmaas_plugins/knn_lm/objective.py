@@ -1,4 +1,4 @@
-"""What a subset is worth (§3.4, §4.1), and a lower bound on what a pair adds to it (§4.2)."""
+"""The value of a subset (§3.4, §4.1), and a lower bound on a pair's marginal gain (§4.2)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2048
-"""Of a block of distances: it stays in the caches."""
+"""Most rows of a block of distances, so that the block stays in the processor's caches."""
 _LEAST = np.finfo(np.float32).tiny
-"""A target that single precision gives no chance at all is not infinitely unlikely."""
+"""Smallest probability of a target, so that its logarithm is finite."""
 _LEAST_LOSS = 1e-4
-"""A pair that is no news at all has a chance to be drawn."""
+"""Smallest loss, so that every pair has a chance to be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The constants of Eq 4.
+    """Constants of Eq 4.
 
     Attributes:
-        theta: What squared distances are divided by (Eq 32).
+        theta: Divisor of squared distances (Eq 32).
         alpha: Weight of the datastore.
-        c: What a pair at distance 0 is worth.
+        c: Contribution of a pair at distance 0.
     """
 
     theta: float
@@ -36,33 +36,33 @@ class Objective:
     c: float = 1.0
 
     def probability(self, p_lm: Floats, sums: Floats) -> Floats:
-        """p(y_i | x_i, S) of Eq 4.
+        """Return p(y_i | x_i, S) of Eq 4.
 
         Args:
             p_lm: The model's probability of each target.
-            sums: Of exp(-d) between each pair and the members of S that have its value.
+            sums: For each pair, sum of exp(-d) over the members of S that have its value.
         """
         return np.maximum((1 - self.alpha) * p_lm + self.alpha * self.c * sums, _LEAST)
 
     def loss(self, p_lm: Floats, sums: Floats) -> npt.NDArray[np.float64]:
-        """-log p(y_i | x_i, S), which §4.2 identifies the bound with; above 0."""
+        """Return -log p(y_i | x_i, S), with which §4.2 identifies the bound; above 0."""
         p = np.minimum(self.probability(p_lm, sums), 1, dtype=np.float64)
         return np.maximum(-np.log(p), _LEAST_LOSS)
 
     def bound(self, p_lm: Floats, sums: Floats) -> Floats:
-        """Lower bound on the marginal gain of each pair, its gain for itself (Eq 8)."""
+        """Return a lower bound on each pair's marginal gain: its gain for its own target (Eq 8)."""
         return np.log1p(self.alpha * self.c / self.probability(p_lm, sums))
 
     def value(
         self, keys: Floats, values: Ints, p_lm: Floats, subset: npt.NDArray[np.integer]
     ) -> float:
-        """f(S) = F(S) - F({}), exactly (Eq 3): quadratic in the number of pairs.
+        """Return f(S) = F(S) - F({}), exactly (Eq 3), in time quadratic in the number of pairs.
 
         Args:
-            keys: Of all pairs, shape (n, d).
-            values: Their targets.
-            p_lm: The model's probabilities of these.
-            subset: Which pairs are in S.
+            keys: Keys of all pairs, shape (n, d).
+            values: Targets of the pairs.
+            p_lm: The model's probabilities of the targets.
+            subset: Indices of the pairs in S.
         """
         members = Members(self.theta, keys.shape[1])
         members.add(keys[subset], values[subset])
@@ -74,32 +74,32 @@ class Objective:
 
 
 class Members:
-    """A subset, ordered by value: only pairs of one value have anything to do with each other."""
+    """A subset ordered by value, because only pairs with the same value affect each other."""
 
     def __init__(self, theta: float, n_dims: int) -> None:
-        """Start with none."""
+        """Start with no members."""
         self._theta = np.float32(theta)
         self._keys = np.empty((0, n_dims), np.float32)
         self._values = np.empty(0, np.int32)
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of members."""
         return len(self._values)
 
     @property
     def n_bytes(self) -> int:
-        """Memory that they take."""
+        """Bytes of memory that the members take."""
         return self._keys.nbytes + self._values.nbytes
 
     def add(self, keys: Floats, values: Ints) -> None:
-        """Let more in."""
+        """Add members."""
         values = np.concatenate([self._values, values])
         order = np.argsort(values, kind="stable")
         self._values = values[order]
         self._keys = np.concatenate([self._keys, keys])[order]
 
     def sums(self, keys: Floats, values: Ints) -> Floats:
-        """Of each pair: the sum of exp(-d) over the members that have its value."""
+        """Return, for each pair, the sum of exp(-d) over the members that have its value."""
         sums = np.zeros(len(values), np.float32)
         for mine, theirs in self._groups(values):
             members = self._keys[theirs]
@@ -110,7 +110,7 @@ class Members:
         return sums
 
     def _groups(self, values: Ints) -> Iterator[tuple[npt.NDArray[np.intp], slice]]:
-        """For each value of both sides: which of the pairs have it, and which members."""
+        """Yield the pairs and the members with a value, for each value that both sides have."""
         order = np.argsort(values, kind="stable")
         found, starts = np.unique(values[order], return_index=True)
         first = np.searchsorted(self._values, found, side="left")
@@ -121,6 +121,6 @@ class Members:
 
 
 def squared_distances(left: Floats, right: Floats) -> Floats:
-    """Squared Euclidean distances of all pairs of rows, shape (len(left), len(right))."""
+    """Return the squared distances of all pairs of rows, shape (len(left), len(right))."""
     sizes = np.einsum("ij,ij->i", left, left)[:, None] + np.einsum("ij,ij->i", right, right)
     return np.maximum(sizes - 2 * (left @ right.T), 0)

@@ -1,4 +1,4 @@
-"""Context-target pairs: what a datastore is made of."""
+"""Context-target pairs, of which a datastore consists."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Pairs"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Pairs of one or more conversations, one a row.
+    """Pairs of one or more conversations, one pair a row.
 
     Attributes:
         keys: Hidden states after the tokens before each target, shape (n, n_embd).
-        values: The targets: the tokens that came next.
+        values: Targets: the tokens that came next.
         p_lm: The model's own probability of each target.
-        p_max: Its largest probability there, of any token.
+        p_max: The model's largest probability of any token at that position.
     """
 
     keys: npt.NDArray[np.float16]
@@ -27,17 +27,17 @@ class Pairs:
     p_max: npt.NDArray[np.float32]
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not belong together.
+        """Refuse arrays that do not fit together.
 
         Raises:
-            ValueError: A shape or a type is wrong.
+            ValueError: An array has a wrong shape or type.
         """
         _require("keys", self.keys, np.float16, (len(self.keys), self.keys.shape[-1]))
         for name, dtype in (("values", np.int32), ("p_lm", np.float32), ("p_max", np.float32)):
             _require(name, getattr(self, name), dtype, (len(self.keys),))
 
     def __len__(self) -> int:
-        """How many pairs."""
+        """Return the number of pairs."""
         return len(self.values)
 
     @property

@@ -1,4 +1,4 @@
-"""The directions in which keys differ most: fewer numbers a key to scan, and less memory."""
+"""Principal components of the keys: fewer numbers a key to scan, and less memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 __all__ = ["Basis", "fit_basis"]
 
 _SAMPLE = 20_000
-"""Keys that a basis is fitted on: their covariance hardly changes with more."""
+"""Keys that a basis is fitted on; more keys hardly change their covariance."""
 
 Floats = NDArray[np.float32]
 Keys = NDArray[np.float16] | NDArray[np.float32]
@@ -18,20 +18,21 @@ Keys = NDArray[np.float16] | NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Basis:
-    """Orthonormal directions, the one in which keys differ most first.
+    """Orthonormal directions, in order of decreasing variance of the keys.
 
     Attributes:
-        mean: Of the keys, shape (n_embd,).
-        axes: Shape (n_dims, n_embd).
+        mean: Mean of the keys, shape (n_embd,).
+        axes: Directions, shape (n_dims, n_embd).
     """
 
     mean: Floats
     axes: Floats
 
     def project(self, keys: Floats) -> Floats:
-        """Coordinates of one key or of many.
+        """Return the coordinates of one key or of many keys.
 
-        Of one, not by BLAS: its threads would wait for more, on the processors that generate.
+        A single key is projected without BLAS, whose threads would wait for more work on the
+        processors that generate.
         """
         if keys.ndim == 1:
             return np.einsum("ij,j->i", self.axes, keys - self.mean, dtype=np.float32)
@@ -39,14 +40,14 @@ class Basis:
 
 
 def fit_basis(keys: Keys, n_dims: int, seed: int = 0) -> Basis:
-    """The ``n_dims`` directions that keep most of the differences between ``keys``.
+    """Return the ``n_dims`` directions that keep most of the variance of ``keys``.
 
     Raises:
-        ValueError: There are not as many dimensions, or no keys.
+        ValueError: There are no keys, or fewer dimensions than ``n_dims``.
     """
     n, n_embd = keys.shape
     if not (0 < n_dims <= n_embd and n):
-        raise ValueError(f"{n_dims} directions of {n} keys in {n_embd} dimensions")
+        raise ValueError(f"cannot fit {n_dims} directions to {n} keys in {n_embd} dimensions")
     rows = np.random.default_rng(seed).choice(n, min(n, _SAMPLE), replace=False)
     sample = keys[np.sort(rows)].astype(np.float32)
     mean = sample.mean(axis=0, dtype=np.float64)

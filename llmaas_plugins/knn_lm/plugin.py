@@ -1,4 +1,4 @@
-"""The hooks: when a datastore is opened, and which tokens it has a say in."""
+"""The plugin's hooks: they open the datastore and choose the tokens that it affects."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class _Served:
 
     Attributes:
         engine: The engine.
-        mixer: Its logits and states.
-        fingerprint: Of its model.
-        can_go_back: Tokens that are in its cells can be evaluated again, so prompts are judged.
+        mixer: Mixer of the engine's logits.
+        fingerprint: Fingerprint of the engine's model.
+        can_go_back: Whether tokens already in its cells can be evaluated again, so that prompts can
+            be judged.
     """
 
     engine: Engine
@@ -64,22 +65,22 @@ class _Opened:
 
     @property
     def datastore(self) -> Datastore:
-        """The pairs that are searched."""
+        """Pairs that are searched."""
         return self.source.datastore
 
     @property
     def settings(self) -> Settings:
-        """How it is mixed in."""
+        """How the pairs are mixed in."""
         return self.source.settings
 
 
 class KnnLM:
-    """Mixes the next token's distribution with what followed alike states in past chats."""
+    """Plugin that mixes the next token's distribution with the targets of similar stored states."""
 
     Config: ClassVar[type[KnnLMConfig]] = KnnLMConfig
 
     def __init__(self, config: KnnLMConfig) -> None:
-        """Open nothing yet: the datastore is opened with the first request."""
+        """Store the configuration; the first request opens the datastore."""
         self._config = config
         self._path = config.store.expanduser() / SELECTED
         self._lock = forks.lock()
@@ -98,12 +99,12 @@ class KnnLM:
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Note contexts whose outputs do not come in the order of their tokens."""
+        """Note contexts whose outputs are not in the order of their tokens."""
 
         def made(ctx: int) -> bool:
             several = create.params.n_seq_max > 1 and not create.params.kv_unified
             with self._lock:
-                self._natives.pop(ctx, None)  # a context that is gone had this address
+                self._natives.pop(ctx, None)  # a freed context may have had this address
                 self._served.pop(ctx, None)
                 self._unfit.pop(ctx, None)
                 if several:
@@ -114,12 +115,12 @@ class KnnLM:
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Remember where hidden states can be read."""
+        """Remember the context, so that its hidden states can be captured."""
         self._natives[context.ctx] = context
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
-        """Let go of it, and of its model."""
+        """Forget a context and stop mixing its logits."""
         self._learner.context_freed(ctx)
         with self._lock:
             self._natives.pop(ctx, None)
@@ -127,14 +128,14 @@ class KnnLM:
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
-        """See that the datastore is open, and is the one on disk; note whether it is wanted."""
+        """Open the datastore on disk if it is new, and prepare mixing and drafts for it."""
         engine = request.engine
         if self._config.learn:
             self._learner.request_began(engine)
         if self._config.mix:
             self._see_to(engine)
         is_on = _NAME not in request.declined
-        with self._lock:  # another thread may be about to renew what is open
+        with self._lock:  # another thread may be renewing the datastore
             served, opened = self._served.get(engine.ctx), self._opened
         if served is not None:
             mixes = self._config.alpha != 0 and self._config.skip_above != 0
@@ -148,7 +149,7 @@ class KnnLM:
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
-        """Mix and propose nothing more; the device may be idle now."""
+        """Stop mixing and proposing; the device may be idle now."""
         if (served := self._served.get(request.engine.ctx)) is not None:
             served.mixer.end()
         if self._config.drafts:
@@ -158,7 +159,7 @@ class KnnLM:
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
-        """Take the states that the batch's logits were made from."""
+        """Take the hidden states behind the batch's logits."""
         if (served := self._served.get(step.ctx)) is not None:
             served.mixer.decoded()
             engine = served.engine
@@ -167,14 +168,14 @@ class KnnLM:
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
-        """Mix, before anything is sampled (Eqs 1, 2, 32 and 33)."""
+        """Mix logits before a token is sampled from them (Eqs 1, 2, 32 and 33)."""
         if (served := self._served.get(view.ctx)) is not None:
             served.mixer.restore(view)
             served.mixer.mix(view)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
-        """What is mixed, and how often."""
+        """Return the datastore's state and the counts of mixed tokens."""
         opened = self._opened
         return {
             "datastore": str(self._path),
@@ -188,21 +189,21 @@ class KnnLM:
             **(self._proposer.stats() if self._config.drafts else {}),
             "left_alone": dict(self._left_alone),
             "waiting": self._learner.n_waiting,
-            "learnt": self._learner.n_learnt,
+            "learned": self._learner.n_learned,
             "learning_error": self._learner.last_error,
         }
 
     @hookimpl
     def llmaas_shutdown(self) -> None:
-        """Stop learning; close the datastore."""
+        """Stop learning and close the datastore."""
         self._learner.close()
         self._proposer.close()
         self._close()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------
 
     def _source_for(self, app: str | None, opened: _Opened | None) -> Source | None:
-        """Return the pairs that may answer an app; None if it has none, and no app's are there."""
+        """Return the pairs that an app may use, or None if there are no such pairs."""
         if opened is None:
             return None
         of_all = self._config.share_across_apps
@@ -210,19 +211,19 @@ class KnnLM:
         return dataclasses.replace(opened.source, ranges=ranges) if ranges else None
 
     def _see_to(self, engine: Engine) -> None:
-        """Serve an engine that is new, or as the datastore is now."""
+        """Start or renew serving of an engine that is new, or after the datastore changed."""
         is_bent = engine.alteration is not None and engine.ctx in self._served
         if engine not in self._seen or not self._is_current() or is_bent:
             self._serve(engine)
             self._seen.add(engine)
 
     def _is_current(self) -> bool:
-        """Whether what is open, or the lack of it, is what is on disk."""
+        """Return whether the open datastore, or the lack of one, matches the disk."""
         opened = self._opened
         return not self._path.exists() if opened is None else opened.datastore.is_current()
 
     def _serve(self, engine: Engine) -> None:
-        """Mix this engine's logits from now on, or say why not.
+        """Mix this engine's logits from now on, or log why not.
 
         Raises:
             StoreError: The datastore cannot be used.
@@ -245,7 +246,7 @@ class KnnLM:
     def _prepare(self, engine: Engine) -> str | None:
         native = self._natives.get(engine.ctx)
         if native is None:
-            return "its context was made before the activation, or has no hook point"
+            return "its context was made before the activation, or the engine has no hook point"
         if engine.load is None:
             return "its model was loaded before the activation"
         if not self._is_current() or self._opened is None:
@@ -266,25 +267,25 @@ class KnnLM:
     def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:
         if datastore.fingerprint != model:
             raise StoreError(
-                f"datastore {self._path} is of another model: found fingerprint "
-                f"{datastore.fingerprint.hex()[:12]}, expected {model.hex()[:12]} (or an earlier "
-                "version built it). Set "
+                f"datastore {self._path} belongs to another model, or an earlier version built "
+                f"it: found fingerprint {datastore.fingerprint.hex()[:12]}, expected "
+                f"{model.hex()[:12]}. Set "
                 "plugins.knn_lm.store to another directory, or build one for this model there."
             )
         found = datastore.n_embd, int(datastore.values.max(initial=0))
         expected = int(llama.n_embd()), int(llama.n_vocab())
         if found[0] != expected[0] or found[1] >= expected[1]:
             raise StoreError(
-                f"datastore {self._path} was not made by this program: found keys of {found[0]} "
+                f"datastore {self._path} does not fit this model: found keys of {found[0]} "
                 f"numbers and token {found[1]}, expected {expected[0]} and tokens below "
                 f"{expected[1]}. Select it again with `llmaas datastore select`."
             )
 
     def _renew(self) -> None:
-        """Use what is on disk now.
+        """Open the datastore that is on disk now.
 
-        Requests that are under way in other threads go on with it. The one before is not closed
-        here, as they may be searching in it: it is when nobody has it any more.
+        Running requests in other threads keep the old datastore, and may be searching it. It is
+        therefore not closed here, but when its last user releases it.
         """
         key = None if self._opened is None else self._opened.key
         self._opened = None
@@ -322,7 +323,7 @@ class KnnLM:
 
 
 def _bent(engine: Engine) -> str | None:
-    """Why its hidden states are not the model's own, if they are not."""
+    """Return why the engine's hidden states differ from the model's own, or None."""
     return engine.alteration and f"the app called {engine.alteration}"
 
 
@@ -330,7 +331,7 @@ def _key_of(datastore: Datastore) -> Any:
     key = datastore.settings.get("key")
     if key not in _KEYS:
         raise ValueError(f"found key {key!r}, expected {' or '.join(_KEYS)}")
-    level = datastore.settings.get("level", KEYS_LEVEL)  # older ones do not say
+    level = datastore.settings.get("level", KEYS_LEVEL)  # older versions did not write "level"
     if level != KEYS_LEVEL:
         raise ValueError(f"found keys of level {level!r}, expected {KEYS_LEVEL}")
     return key

@@ -1,4 +1,4 @@
-"""Drafts for engines of the running app, from what is in the archive now."""
+"""Drafts for the running app's engines, kept in step with the archive."""
 
 from __future__ import annotations
 
@@ -23,39 +23,43 @@ _log = logging.getLogger("llmaas.knn_lm")
 
 
 _Drafts = dict[str | None, DatastoreDraft | None]
-"""Suffixes of one engine by app; None is for all apps that have no chats of their own."""
+"""Drafts of one engine by app; None is the draft for all apps without chats of their own."""
 
 
 class Proposer:
-    """Puts a draft model on each engine that can have one, and keeps it up to date.
+    """Manager of the draft models of all engines that support drafts.
 
-    An app is proposed what its own chats say, and those of no app.
+    An app is proposed continuations from its own chats, and from those that belong to no app.
     """
 
     def __init__(self, store: Path, *, shares: bool) -> None:
-        """Read nothing yet.
+        """Start without drafts.
 
         Args:
-            store: The datastore's directory.
-            shares: Every app may be proposed what every app's chats say.
+            store: Directory of the datastore.
+            shares: Whether every app may be proposed continuations from every app's chats.
         """
         self._store = store
         self._shares = shares
         self._lock = forks.lock()
         self._drafts: weakref.WeakKeyDictionary[Engine, _Drafts] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._owners: dict[bytes, str | None] = {}
         self._looked_at: list[tuple[str, int]] | None = None
 
     def begin(self, engine: Engine, app: str | None, *, is_on: bool) -> None:
-        """A request of an app begins: propose for it, or leave it alone.
+        """Attach the app's draft to the engine for a request, or leave the engine without one.
 
         Raises:
-            StoreError: The archive is damaged, or of another model.
+            StoreError: The archive is damaged, or belongs to another model.
         """
-        with self._lock:  # several engines' threads
+        with self._lock:  # several engines' threads call this
             files = _files(self._store)
             if not files and not self._owners:
                 return  # nothing has been built yet
+            if engine.load is None:  # the file at the model's path may have been replaced
+                self._leave(engine, "its model was loaded before the activation")
+                return
             if files != self._looked_at:
                 self._follow(engine)
                 self._looked_at = files
@@ -69,14 +73,14 @@ class Proposer:
             engine.llama.draft_model = draft
 
     def end(self, engine: Engine) -> None:
-        """The request is over: what the app evaluates itself needs no rows of logits for drafts."""
-        with self._lock, contextlib.suppress(ReferenceError):  # the engine may be gone
+        """Detach the draft, so that tokens that the app evaluates itself keep no extra logits."""
+        with self._lock, contextlib.suppress(ReferenceError):  # the engine may have been freed
             llama = engine.llama
             if any(llama.draft_model is draft for draft in self._drafts.get(engine, {}).values()):
                 llama.draft_model = None
 
     def stats(self) -> dict[str, int]:
-        """Tokens proposed and accepted so far, and memory taken."""
+        """Return the tokens proposed and accepted so far, and the drafts' memory in bytes."""
         drafts = self._all()
         return {
             "proposed": sum(draft.counts.proposed for draft in drafts),
@@ -85,7 +89,7 @@ class Proposer:
         }
 
     def close(self) -> None:
-        """Take the draft models off."""
+        """Detach all draft models."""
         with self._lock:
             for engine in list(self._drafts):
                 self.end(engine)
@@ -97,7 +101,7 @@ class Proposer:
         return [draft for draft in found if draft is not None]
 
     def _follow(self, engine: Engine) -> None:
-        """Take in what was added; start anew when anything was forgotten."""
+        """Add new conversations to the drafts; start over if any was forgotten."""
         with self._opened(engine) as archive:
             ids, known = archive.ids(), list(self._owners)
             if ids[: len(known)] != known:
@@ -122,9 +126,16 @@ class Proposer:
         try:
             attach(llama, draft)
         except ValueError as error:
-            _log.warning("knn_lm proposes nothing for %s: %s", Path(llama.model_path).name, error)
+            self._leave(engine, str(error))
             return None
         return draft
+
+    def _leave(self, engine: Engine, reason: str) -> None:
+        """Log once why an engine gets no proposals."""
+        if engine not in self._told:
+            self._told.add(engine)
+            name = Path(engine.llama.model_path).name
+            _log.warning("knn_lm proposes nothing for %s: %s", name, reason)
 
     def _opened(self, engine: Engine) -> Archive:
         archive = Archive.open(self._store)
@@ -132,14 +143,14 @@ class Proposer:
         if found is not None and found.fingerprint != fingerprint(engine.llama, engine.load):
             archive.close()
             raise StoreError(
-                f"the conversations in {self._store} are tokens of another model. Set "
+                f"the conversations in {self._store} were tokenized for another model. Set "
                 "plugins.knn_lm.store to another directory, or build one for this model there."
             )
         return archive
 
 
 def _files(store: Path) -> list[tuple[str, int]]:
-    """What tells that the archive changed."""
+    """Return names and sizes of the segments, which differ if the archive changed."""
     try:
         paths = [store / str(name) for name in segment_files(store)[0]]
         return [(path.name, path.stat().st_size) for path in paths]

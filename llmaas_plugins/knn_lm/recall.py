@@ -1,7 +1,7 @@
-"""How many rows a scan must return so that the nearest are among them.
+"""Number of rows that a scan must return so that the nearest pairs are among them.
 
-It depends on the keys: a basis that leaves much out ranks neighbours wrongly. So it is measured,
-with keys of the datastore as queries.
+It depends on the keys, because a basis that leaves much variance out ranks neighbors wrongly. It is
+therefore measured, with keys of the datastore as queries.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from llmaas_plugins._native import KnnCodes, knn_scan
 from llmaas_plugins.knn_lm.objective import squared_distances
 from llmaas_plugins.knn_lm.pca import Basis
 
-__all__ = ["MOST_ROWS", "rows_per_neighbour"]
+__all__ = ["MOST_ROWS", "rows_per_neighbor"]
 
 MOST_ROWS = 10.0
-"""Most rows that are worth rescoring for a neighbour; a basis that needs more has less recall."""
+"""Most rows worth rescoring for each neighbor; a basis that needs more loses recall."""
 
 _K = 100
 _QUERIES = 32
@@ -27,13 +27,13 @@ Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 
 
-def rows_per_neighbour(codes: KnnCodes, basis: Basis | None, keys: Halves) -> float:
-    """Rows that a scan must return for each neighbour that is wanted, 1 to ``MOST_ROWS``.
+def rows_per_neighbor(codes: KnnCodes, basis: Basis | None, keys: Halves) -> float:
+    """Return how many rows a scan must return for each neighbor, 1 to ``MOST_ROWS``.
 
     Args:
-        codes: Of the keys.
-        basis: That the codes are in, if any.
-        keys: As they will be in the file.
+        codes: Codes of the keys.
+        basis: Basis of the codes, if any.
+        keys: Keys as the file will store them.
     """
     k = min(_K, len(keys))
     if k == 0:
@@ -46,14 +46,14 @@ def rows_per_neighbour(codes: KnnCodes, basis: Basis | None, keys: Halves) -> fl
     for query, limit in zip(queries, limits, strict=True):
         rows = knn_scan(codes, query if basis is None else basis.project(query), n_best).rows
         distances = squared_distances(query[None], keys[rows].astype(np.float32))[0]
-        # keys that are alike stand for each other
+        # among keys at the same distance, any one counts as found
         found = np.flatnonzero(distances <= limit + 1e-5 * (query @ query))[:k]
         places.append(np.append(found, np.full(k - len(found), n_best)))
     return float(np.clip((np.quantile(places, _RECALL) + 1) / k, 1.0, MOST_ROWS))
 
 
 def _farthest(keys: Halves, queries: Floats, k: int) -> Floats:
-    """Of each query: the squared distance of its ``k``-th neighbour."""
+    """Return, for each query, the squared distance of its ``k``-th neighbor."""
     nearest = np.empty((len(queries), 0), np.float32)
     for first in range(0, len(keys), _PART):
         part = squared_distances(queries, keys[first : first + _PART].astype(np.float32))

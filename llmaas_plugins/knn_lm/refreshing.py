@@ -1,8 +1,8 @@
-"""The selected datastore follows the archive as it grows, a buffer at a time.
+"""Updates of the selected datastore as the archive grows, one buffer of pairs at a time.
 
-Between two refreshes, also over restarts, the selection waits in a file of pair numbers. These mean
-something only as long as the archive's conversations are the same, so it names those, too; when one
-was forgotten, selection starts anew.
+Between refreshes, and across restarts, a file of pair numbers keeps the selection's state. Pair
+numbers are valid only while the archive's conversations are the same, so the file has a digest of
+their ids. If a conversation was forgotten, selection starts over.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where selection was.
+    """State of a selection after a refresh.
 
     Attributes:
-        n_seen: Pairs of the archive that have been offered to it.
-        n_conversations: Conversations that they are of.
-        digest: Of these conversations' ids, in order.
-        theta: Of the objective.
+        n_seen: Pairs of the archive that selection has seen.
+        n_conversations: Conversations that these pairs come from.
+        digest: Digest of these conversations' ids, in order.
+        theta: Theta of the objective.
         size: Most pairs to keep.
         kept: Pairs that were kept.
     """
@@ -61,7 +61,7 @@ class _State:
 
 
 def is_due(archive: Archive, plan: Plan) -> bool:
-    """Whether so much is new that selecting again is worth its time."""
+    """Return whether enough pairs are new that selecting again is worth its time."""
     state = _read(archive, plan)
     n_seen = 0 if state is None else state.n_seen
     n_new = archive.n_pairs - n_seen
@@ -73,10 +73,10 @@ def is_due(archive: Archive, plan: Plan) -> bool:
 def refresh(
     archive: Archive, plan: Plan, progress: Callable[[int], None] = lambda _n: None
 ) -> Selected:
-    """Take in what is new, fit, and write the datastore.
+    """Select among the new pairs, fit the mixture, and write the datastore.
 
-    What ``progress`` raises ends it between two buffers; the next time it starts where the last
-    refresh ended.
+    An exception from ``progress`` ends the refresh between two buffers. The next refresh then
+    starts where the last complete one ended.
 
     Raises:
         StoreError: The archive is empty, or a file cannot be written.
@@ -99,7 +99,7 @@ def refresh(
 
 
 def _read(archive: Archive, plan: Plan) -> _State | None:
-    """The state, if it is there, sound, and about this archive."""
+    """Return the stored state, or None if it is missing, damaged, or of another archive or size."""
     path = archive.directory / ONLINE
     try:
         if not path.is_file() or path.is_symlink() or path.stat().st_size > _MOST_BYTES:
@@ -136,7 +136,7 @@ def _decoded(path: Path) -> _State:
     """Read a state.
 
     Raises:
-        ValueError: It is none; and what zipfile raises.
+        ValueError: The file is not a state. Other errors of ``numpy.load`` are passed on.
     """
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
         n_seen, n_conversations, size = (int(number) for number in file["numbers"])
@@ -145,7 +145,7 @@ def _decoded(path: Path) -> _State:
         digest = file["digest"].tobytes()
     numbers = (n_seen, n_conversations, size)
     if not (0 < theta < math.inf and 0 <= threshold < math.inf and min(numbers) >= 0):
-        raise ValueError("no state")
+        raise ValueError("not a selection's state")
     kept = Kept(*columns, threshold)
     _check(kept, n_seen)
     return _State(*numbers[:2], digest, theta, size, kept)
@@ -155,7 +155,7 @@ def _check(kept: Kept, n_seen: int) -> None:
     indices, losses, priorities = kept.indices, kept.losses, kept.priorities
     is_sound = indices.dtype == np.int64 and losses.dtype == priorities.dtype == np.float64
     if not (is_sound and indices.ndim == 1 and indices.shape == losses.shape == priorities.shape):
-        raise ValueError("no selection")
+        raise ValueError("not a selection: wrong types or shapes")
     is_within = not len(indices) or (indices.min() >= 0 and indices.max() < n_seen)
     if not (is_within and (losses > 0).all() and np.isfinite(priorities).all()):
-        raise ValueError("no selection")
+        raise ValueError("not a selection: values out of range")

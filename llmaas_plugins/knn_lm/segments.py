@@ -1,10 +1,10 @@
-"""One file of the archive: a header, and one conversation's record behind the other.
+"""One file of the archive: a header, then one record per conversation.
 
 The header is a page: magic, format, numbers in a key, kind of key, conversations numbered so far
 (uint32 each), the model's fingerprint (32 bytes), BLAKE2b-64 of these, zeros.
 
-Records are only ever appended. What a crash left behind the last one that was written whole is a
-torn tail; anything else that is not as it was written is damage, and refused.
+Records are only appended. Bytes that a crash left after the last complete record are a torn tail,
+which the next writer drops. Any other difference from what was written is damage and is refused.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _SUM_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Which model an archive is for, and which of its states are the keys.
+    """Model of an archive, and the kind of hidden states that are its keys.
 
     Attributes:
-        fingerprint: The model's, 32 bytes.
+        fingerprint: Fingerprint of the model, 32 bytes.
         n_embd: Numbers in a key.
         key_kind: The last layer's feed-forward input, or the final norm's output.
     """
@@ -62,10 +62,10 @@ class Binding:
     key_kind: States
 
     def __post_init__(self) -> None:
-        """Refuse what no model has.
+        """Refuse values that no model has.
 
         Raises:
-            ValueError: A part is out of range.
+            ValueError: A value is out of range.
         """
         if not 1 <= self.n_embd <= KNN_MAX_DIMS:
             raise ValueError(f"found keys of {self.n_embd} numbers, expected 1 to {KNN_MAX_DIMS}")
@@ -73,10 +73,10 @@ class Binding:
             raise ValueError(f"expected {_FINGERPRINT_BYTES} bytes, and one of {_KINDS}")
 
     def pack(self, n_given: int) -> bytes:
-        """The first page of a segment.
+        """Return the first page of a segment.
 
         Args:
-            n_given: How many conversations were given numbers by now: next ones get others.
+            n_given: Conversation numbers given out so far, which later conversations must not get.
         """
         kind = _KINDS.index(self.key_kind)
         packed = _LAYOUT.pack(_MAGIC, _FORMAT, self.n_embd, kind, n_given, self.fingerprint)
@@ -85,25 +85,25 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A record in a segment: where it begins, and its header."""
+    """Offset of a record in its segment, and the record's header."""
 
     at: int
     header: RecordHeader
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Offset of the next record."""
         return self.at + self.header.n_bytes
 
 
 class Segment:
-    """An open segment. Close it."""
+    """An open segment, which the caller must close."""
 
     def __init__(self, path: Path, *, writable: bool, is_last: bool) -> None:
-        """Open it and find its records; the body of only the last one is looked at.
+        """Open a segment and find its records; only the last record's body is verified.
 
         Raises:
-            StoreError: It cannot be opened, or is not as it was written.
+            StoreError: The segment cannot be opened, or is damaged.
         """
         self.path = path
         self._fd = FILES.open(path, os.O_RDWR if writable else os.O_RDONLY)
@@ -121,19 +121,19 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Where the next record goes."""
+        """Offset for the next record."""
         return self.records[-1].end if self.records else PAGE
 
     def cut(self) -> None:
-        """Drop the torn tail."""
+        """Remove the torn tail."""
         os.ftruncate(self._fd, self.end)
         os.fsync(self._fd)
         self.n_bytes, self.is_torn = self.end, False
 
     def append(self, header: RecordHeader, parts: Sequence[tuple[int, bytes]]) -> Stored:
-        """Write a record; when this returns it is on the disk."""
+        """Write a record; it is on disk when this returns."""
         at = self.end
-        os.ftruncate(self._fd, at)  # what an append that failed has left
+        os.ftruncate(self._fd, at)  # remove what a failed append left
         for place, part in parts:
             write(self._fd, part, at + place)
         os.ftruncate(self._fd, at + header.n_bytes)
@@ -144,13 +144,13 @@ class Segment:
         return stored
 
     def raw(self, record: Stored) -> bytes:
-        """A record as it is on disk."""
+        """Return a record's bytes."""
         return read(self._fd, record.header.n_bytes, record.at)
 
     # -- reading ---------------------------------------------------------------------------------
 
     def meta(self, record: Stored) -> Meta:
-        """What a record says about its conversation."""
+        """Return a record's metadata."""
         header = record.header
         data = self._part(record, "meta", HEADER_BYTES, header.n_meta, header.meta_sum)
         try:
@@ -159,14 +159,14 @@ class Segment:
             raise self._damaged(record.at, str(error)) from error
 
     def tokens(self, record: Stored) -> npt.NDArray[np.int32]:
-        """A record's tokens."""
+        """Return a record's tokens."""
         header = record.header
         n_bytes = 4 * header.n_tokens
         data = self._part(record, "tokens", header.tokens_at, n_bytes, header.tokens_sum)
         return np.frombuffer(data, np.int32)
 
     def columns(self, record: Stored) -> npt.NDArray[np.void]:
-        """A record's pairs without their keys."""
+        """Return a record's pairs without their keys."""
         header = record.header
         n_bytes = COLUMNS.itemsize * header.n_pairs
         data = self._part(record, "columns", header.columns_at, n_bytes, header.columns_sum)
@@ -180,19 +180,22 @@ class Segment:
     def keys(
         self, record: Stored, rows: npt.NDArray[np.int64], sums: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.float16]:
-        """Some of a record's keys, neighbours read at once.
+        """Return some of a record's keys, reading adjacent ones together.
 
         Args:
             record: The record.
-            rows: Which, in rising order.
-            sums: Their checksums.
+            rows: Rows of the keys, ascending.
+            sums: Checksums of these keys.
         """
         header = record.header
         keys = np.empty((len(rows), header.n_embd), np.float16)
         room, n_bytes = memoryview(keys.data).cast("B"), header.key_bytes
         places = (record.at + header.keys_at + rows * n_bytes).tolist()
         runs = _runs(rows)
-        for start, end in runs:  # the disk may work on all of them at once
+        for (
+            start,
+            end,
+        ) in runs:  # announce all reads first, so that the disk can serve them in parallel
             length = (end - start) * n_bytes
             os.posix_fadvise(self._fd, places[start], length, os.POSIX_FADV_WILLNEED)
         for start, end in runs:
@@ -207,7 +210,7 @@ class Segment:
             raise self._damaged(record.at, f"{what}, expected {sums[i]:08x}")
         return keys
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------
 
     def _read_header(self) -> tuple[Binding, int]:
         data = read(self._fd, PAGE, 0)
@@ -244,7 +247,7 @@ class Segment:
                 if is_last and not self._is_record_behind(at):
                     return records, True
                 raise self._damaged(at, str(error)) from error
-        if is_last and records:  # what came before it was on the disk when it was begun
+        if is_last and records:  # earlier records were on disk before the last one was begun
             try:
                 self._verify(records[-1])
             except StoreError:
@@ -288,18 +291,17 @@ class Segment:
         place = f"the record at byte {at}" if at else "its header"
         if os.fstat(self._fd).st_nlink == 0:
             return StoreError(
-                f"{self.path} was rewritten by another process meanwhile. Open the "
-                f"{FILES.kind} again."
+                f"another process has rewritten {self.path} meanwhile. Open the {FILES.kind} again."
             )
         return StoreError(
             f"{FILES.kind} {self.path.parent} is damaged: {self.path.name}, {place}: {reason}. "
-            "Nothing was changed. Restore this file from a copy, or remove it (its conversations "
-            "are lost then) and run `llmaas datastore build` again."
+            "Nothing was changed. Restore this file from a copy; or remove it, which loses its "
+            "conversations, and run `llmaas datastore build` again."
         )
 
 
 def _runs(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where neighbours begin and end in ``rows``."""
+    """Return start and end, in ``rows``, of each run of consecutive rows."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     return list(itertools.pairwise([0, *breaks.tolist(), len(rows)]))
 

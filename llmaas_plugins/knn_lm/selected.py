@@ -1,4 +1,4 @@
-"""Which pairs are selected, without loading what a search needs."""
+"""The pairs that are selected, read without the arrays that a search needs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Selected:
     """The pairs of a selected datastore, without their keys.
 
     Attributes:
-        fingerprint: Of the model they are for.
+        fingerprint: Fingerprint of the model that the pairs are for.
         n_bytes: Length of the file.
-        settings: What was found with them.
-        positions: Of each conversation, by its id, where in its tokens its pairs' targets are.
+        settings: Settings that were fitted with the selection.
+        positions: For each conversation's id, positions of its pairs' targets in its tokens.
     """
 
     fingerprint: bytes
@@ -36,16 +36,16 @@ class Selected:
 
     @property
     def n_pairs(self) -> int:
-        """How many pairs."""
+        """Number of pairs."""
         return sum(map(len, self.positions.values()))
 
     def positions_in(self, id_: str) -> npt.NDArray[np.int32]:
-        """Those of one conversation, in order; none if it has no pairs here."""
+        """Return the positions in one conversation, ascending; empty if it has no pairs here."""
         return np.sort(self.positions.get(id_, np.empty(0, np.int32)))
 
 
 def read_selected(directory: Path) -> Selected | None:
-    """What is selected in the datastore of a directory; None if nothing ever was.
+    """Return the selected pairs of a datastore's directory, or None if none were ever selected.
 
     Raises:
         StoreError: The file cannot be read, or is damaged.

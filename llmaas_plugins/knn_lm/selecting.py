@@ -1,4 +1,4 @@
-"""From the archive to the datastore that is searched: select, fit, write."""
+"""From the archive to the selected datastore: select pairs, fit the mixture, write the file."""
 
 from __future__ import annotations
 
@@ -37,25 +37,28 @@ Ints = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 KEYS_LEVEL = 1.0
-"""Share of the model that computed the keys: all of it, for every datastore there is."""
+"""Share of the model that computes keys; every datastore uses the whole model."""
 _PART = 8192
 _SAMPLE = 20_000
 _PROBES = 512
 _QUERIES = 3000
 _NEAREST = 10
 _THETA = 0.25
-"""Of the squared distance at which a few neighbours are in a sample: about what fits."""
+"""Initial theta, as a share of the median squared distance of near neighbors in a sample.
+
+It is close to the values that fitting finds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to select.
+    """Parameters of selection.
 
     Attributes:
         size: L, the most pairs to keep.
-        k: Neighbours that are mixed.
+        k: Neighbors that are mixed.
         n_dims: Dimensions to scan in; all if there are no more.
-        seed: Of all chance.
+        seed: Seed of all random choices.
     """
 
     size: int = 100_000
@@ -66,16 +69,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What was written.
+    """Summary of a selected datastore that was written.
 
     Attributes:
         n_pairs: Pairs selected.
-        n_full: Out of how many.
-        mixture: What was fitted.
-        perplexity: Of targets of other conversations, with the datastore.
-        perplexity_alone: Without.
-        skip_above: Largest probability from which on the search is not worth its time.
-        skipped: Share of the targets for which that saves the search.
+        n_full: Pairs in the archive.
+        mixture: Fitted mixture.
+        perplexity: Perplexity, with the datastore, of targets from other conversations.
+        perplexity_alone: Perplexity of these targets with the model alone.
+        skip_above: Smallest probability above which a search is not worth its time.
+        skipped: Share of the targets whose search this threshold saves.
     """
 
     n_pairs: int
@@ -88,17 +91,17 @@ class Selected:
 
 
 class ArchiveSource:
-    """An archive as ``selection.Source``: keys in the directions in which they differ most."""
+    """An archive as ``selection.Source``, with keys projected on their principal components."""
 
     def __init__(self, archive: Archive, basis: Basis) -> None:
-        """Look at its columns; keys are read when asked for."""
+        """Read the archive's columns; keys are read on request."""
         columns = archive.columns()
         self.values, self.p_lm, self.p_max = columns.values, columns.p_lm, columns.p_max
         self._archive, self.basis = archive, basis
         self.n_dims = len(basis.axes)
 
     def keys(self, indices: Indices) -> Floats:
-        """Keys of some pairs, read and projected part by part."""
+        """Return keys of some pairs, read and projected part by part."""
         keys = np.empty((len(indices), self.n_dims), np.float32)
         for start in range(0, len(indices), _PART):
             part = slice(start, start + _PART)
@@ -110,7 +113,7 @@ class ArchiveSource:
 def select(
     archive: Archive, plan: Plan, progress: Callable[[int], None] = lambda _n: None
 ) -> Selected:
-    """Select with Algorithm 1, fit, and write the datastore beside the archive.
+    """Select pairs with Algorithm 1, fit the mixture, and write the datastore beside the archive.
 
     Raises:
         StoreError: The archive is empty, or the file cannot be written.
@@ -122,10 +125,10 @@ def select(
 
 
 def source_of(archive: Archive, plan: Plan) -> ArchiveSource:
-    """The archive, seen in the directions that a sample of its keys gives.
+    """Return the archive with a basis fitted to a sample of its keys.
 
     Raises:
-        StoreError: There is nothing in it.
+        StoreError: The archive is empty.
     """
     if not archive.n_pairs or archive.binding is None:
         raise StoreError(
@@ -139,7 +142,7 @@ def source_of(archive: Archive, plan: Plan) -> ArchiveSource:
 
 
 def first_objective(source: ArchiveSource, seed: int) -> Objective:
-    """Eq 4's constants before anything can be fitted: theta from how far neighbours are."""
+    """Return Eq 4's constants before a fit; theta comes from distances between near neighbors."""
     rng = np.random.default_rng(seed)
     n = len(source.values)
     picks = np.sort(rng.choice(n, min(_SAMPLE, n), replace=False))
@@ -163,7 +166,7 @@ def write(
     """Fit the mixture to the selection, and write both.
 
     Raises:
-        StoreError: The file cannot be written.
+        StoreError: Nothing was selected, or the file cannot be written.
     """
     binding = archive.binding
     if binding is None or not len(selection):
@@ -211,20 +214,23 @@ def _owner(info: ConversationInfo) -> str | None:
 def _by_owner(
     archive: Archive, selection: Selection, infos: Mapping[int, ConversationInfo]
 ) -> Selection:
-    """The same pairs; those of one owner are neighbours, and searched as one range."""
+    """Order the pairs by owner, so that each owner's pairs are searched as one range."""
     whose = _whose(archive, selection.indices, infos)
     order = np.lexsort((selection.indices, whose.owners))
     return Selection(selection.indices[order], selection.weights[order])
 
 
 class _Whose(NamedTuple):
-    """The conversation of each pair, by number, and its owner; owner 0 is all apps."""
+    """Conversation number and owner of each pair; owner 0 stands for all apps."""
 
     numbers: Ints
     owners: Indices
 
     def may_hear(self, others: _Whose, part: slice) -> npt.NDArray[np.bool_]:
-        """Whether each may be answered with each of a part of the others."""
+        """Return which pairs each of these may use, among a part of ``others``.
+
+        A pair may use pairs of other conversations that belong to its own app or to all apps.
+        """
         numbers, owners = others.numbers[part], others.owners[part]
         is_allowed = (owners == 0) | (owners == self.owners[:, None])
         return is_allowed & (numbers != self.numbers[:, None])
@@ -241,7 +247,10 @@ def _whose(
 
 
 def _unfitted(theta: float) -> Fitted:
-    """Of one conversation nothing can be held out: weigh neighbours little, and only near ones."""
+    """Return a cautious mixture, with little weight for neighbors and only near ones counting.
+
+    It serves where nothing could be held out, for example with a single conversation.
+    """
     return Fitted(Mixture(alpha=0.25, beta=0.5, theta=theta, far=4 * theta), math.nan, math.nan)
 
 
@@ -253,11 +262,10 @@ def _held_out(  # noqa: PLR0913, PLR0917
     infos: Mapping[int, ConversationInfo],
     plan: Plan,
 ) -> HeldOut:
-    """Targets from all over the archive, and their neighbours in other conversations.
+    """Sample targets from the whole archive, and find their neighbors in other conversations.
 
-    Neighbours are those that their app may be answered with.
-
-    The neighbours are found as they will be: nearest first in the basis, then exactly.
+    Only neighbors that the target's app may use are considered. They are ranked as in a real
+    search: first in the basis, then by exact distances.
     """
     rng = np.random.default_rng(plan.seed)
     n = len(source.values)
@@ -284,7 +292,7 @@ def _held_out(  # noqa: PLR0913, PLR0917
 def _nearest(
     source: ArchiveSource, asked: tuple[Floats, _Whose], said: tuple[Halves, _Whose], n: int
 ) -> npt.NDArray[np.intp]:
-    """Return each query's ``n`` nearest rows, of those that may answer it; -1 stands for none."""
+    """Return the ``n`` nearest rows that each query may use; -1 marks a missing row."""
     (queries, asking), (keys, others) = asked, said
     projected = source.basis.project(queries)
     rows = np.empty((len(queries), 0), np.intp)

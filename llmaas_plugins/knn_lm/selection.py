@@ -1,10 +1,10 @@
-"""Which pairs to keep (§4): Algorithm 1 over the full datastore, Algorithm 2 over a stream.
+"""Selection of pairs (§4): Algorithm 1 over the full datastore, Algorithm 2 over a stream.
 
-Both look at batches of pairs, bound what each would add to the subset chosen so far (Eq 8), and
-take some of the batch. The paper takes those with the highest bound (``"top"``). By default pairs
-are *drawn* here, in proportion to -log p(y|x, S), the loss that §4.2 identifies the bound with: a
-subset of the hardest pairs alone says too little of what is usual. A pair that was unlikely to be
-drawn stands for others like it, so it counts as one over its chance (its weight).
+Both look at batches of pairs, bound each pair's gain for the subset chosen so far (Eq 8), and take
+some pairs of the batch. The paper takes those with the highest bound (``"top"``). By default, pairs
+are *drawn* here in proportion to -log p(y|x, S), the loss with which §4.2 identifies the bound. A
+subset of only the hardest pairs would represent ordinary text badly. Each drawn pair is weighted by
+one over its probability of being drawn, because it stands for similar pairs that were not.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Choice = Literal["draw", "top"]
 ROUNDS = 10
 """T of Algorithm 1."""
 CANDIDATES = 5
-"""B over b of Algorithm 1."""
+"""B / b of Algorithm 1."""
 BUFFER = 10_000
 """B of Algorithm 2."""
 SHARES = (0.1, 0.2, 0.4, 0.8, 1.0)
-"""b_j over B of Algorithm 2: growing twofold, and all."""
+"""b_j / B of Algorithm 2: each twice the one before, and 1."""
 _ENOUGH = 0.6
-"""A candidate subset below this share of the limit is not returned (appendix B.1)."""
+"""Share of the limit that a candidate subset must exceed to be returned (appendix B.1)."""
 
 
 class Source(Protocol):
     """A full datastore to select from.
 
     Attributes:
-        values: Targets of its pairs, shape (n,).
-        p_lm: The model's probabilities of these.
+        values: Targets of the pairs, shape (n,).
+        p_lm: The model's probabilities of the targets, shape (n,).
         n_dims: Numbers in a key.
     """
 
@@ -62,7 +62,7 @@ class Source(Protocol):
     n_dims: int
 
     def keys(self, indices: Indices) -> Floats:
-        """Keys of some pairs, shape (len(indices), n_dims)."""
+        """Return keys of some pairs, shape (len(indices), n_dims)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,22 +70,22 @@ class Selection:
     """Pairs that were kept.
 
     Attributes:
-        indices: Which, shape (n,).
-        weights: For how many each stands, above 0.
+        indices: Indices of the pairs, shape (n,).
+        weights: For each pair, how many pairs it stands for, above 0; shape (n,).
     """
 
     indices: Indices
     weights: Floats
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of pairs."""
         return len(self.indices)
 
 
 _NONE = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
+def offline(  # noqa: PLR0913 -- the parameters of Algorithm 1
     source: Source,
     size: int,
     objective: Objective,
@@ -96,20 +96,20 @@ def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
     seed: int = 0,
     progress: Callable[[int], None] = lambda _n: None,
 ) -> Selection:
-    """Algorithm 1: in each of T rounds, b of B pairs that are picked at random from the rest.
+    """Select with Algorithm 1: in each of T rounds, take b of B random remaining pairs.
 
-    It takes O(B T) bounds, whatever the size of the full datastore. What ``progress`` raises ends
-    it between two rounds.
+    This takes O(B T) bounds, whatever the size of the full datastore. An exception from
+    ``progress`` ends the selection between two rounds.
 
     Args:
-        source: The full datastore.
+        source: Full datastore.
         size: L, the most pairs to keep.
         objective: Constants of Eq 4.
-        how: How a round's pairs are taken.
+        how: How to take pairs in a round.
         rounds: T.
-        candidates: B over b.
-        seed: Of all chance.
-        progress: Told after each round how many pairs have been taken in it.
+        candidates: B / b.
+        seed: Seed of all random choices.
+        progress: Called after each round with the number of pairs taken in it.
     """
     n = len(source.values)
     if size >= n:
@@ -132,7 +132,7 @@ def offline(  # noqa: PLR0913 -- Algorithm 1 has as many
     return _joined(parts)
 
 
-def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
+def choose(  # noqa: PLR0913, PLR0917 -- the inputs of one step of both algorithms
     objective: Objective,
     p_lm: Floats,
     sums: Floats,
@@ -140,15 +140,15 @@ def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
     how: Choice,
     rng: np.random.Generator,
 ) -> tuple[npt.NDArray[np.intp], Floats]:
-    """``n`` of a batch's pairs, and their weights.
+    """Take ``n`` of a batch's pairs, and return their indices and weights.
 
     Args:
         objective: Constants of Eq 4.
         p_lm: The model's probability of each target.
         sums: ``Members.sums`` of the batch.
-        n: How many; all if there are no more.
-        how: By the highest bounds, or drawn.
-        rng: For draws.
+        n: Number of pairs to take; all if the batch has fewer.
+        how: Whether to take the highest bounds, or draw.
+        rng: Random generator for draws.
     """
     n = min(n, len(p_lm))
     if n == 0:
@@ -162,13 +162,13 @@ def choose(  # noqa: PLR0913, PLR0917 -- one step of both algorithms
 
 
 class Online:
-    """Algorithm 2: h subsets of a stream whose length nobody knows, a buffer of B pairs at a time.
+    """Algorithm 2: h subsets of a stream of unknown length, one buffer of B pairs at a time.
 
-    Each takes another share of every buffer; one that outgrows the limit is given up. It can stop
-    after any pair: ``selections`` and ``n_seen`` are all there is to go on from.
+    Each subset takes a different share of every buffer; a subset that outgrows the limit is given
+    up. The stream can stop after any buffer: ``selections`` and ``n_seen`` suffice to resume.
     """
 
-    def __init__(  # noqa: PLR0913 -- Algorithm 2 has as many
+    def __init__(  # noqa: PLR0913 -- the parameters of Algorithm 2
         self,
         source: Source,
         size: int,
@@ -182,13 +182,13 @@ class Online:
         """Start before the first pair.
 
         Args:
-            source: Where the stream's pairs are: they have come up to an index.
+            source: Pairs of the stream, by index.
             size: L, the most pairs to keep.
             objective: Constants of Eq 4.
-            how: How a buffer's pairs are taken.
+            how: How to take pairs of a buffer.
             buffer: B.
-            shares: b_j over B, ascending.
-            seed: Of all chance.
+            shares: b_j / B, ascending.
+            seed: Seed of all random choices.
         """
         self._source, self._size, self._objective = source, size, objective
         self._how, self._buffer, self._shares, self._seed = how, buffer, shares, seed
@@ -197,7 +197,7 @@ class Online:
         self._members = {share: Members(objective.theta, source.n_dims) for share in shares}
 
     def resume(self, selections: dict[float, Selection], n_seen: int) -> None:
-        """Go on from where another one was."""
+        """Continue from another instance's ``selections`` and ``n_seen``."""
         self.n_seen = n_seen
         self.selections = dict(selections)
         self._members = {
@@ -207,9 +207,9 @@ class Online:
         }
 
     def advance(self, n_come: int, *, is_end: bool = False) -> Iterator[int]:
-        """Take the pairs up to ``n_come`` in; yields after each buffer how many were new.
+        """Process pairs up to index ``n_come``; yield the number of new pairs after each buffer.
 
-        What does not fill a buffer is left for the next time, unless this is the end.
+        Pairs that do not fill a buffer wait for the next call, unless ``is_end`` is set.
         """
         for batch in buffers(self.n_seen, n_come, self._buffer, is_end=is_end):
             self._take(batch, self._source.keys(batch))
@@ -217,10 +217,10 @@ class Online:
             yield len(batch)
 
     def best(self) -> Selection:
-        """The largest subset within the limit, unless it is below 0.6 L: then the next larger one.
+        """Return the largest subset within the limit, or, below 0.6 L, the next larger one, cut.
 
-        That one has outgrown the limit, by less than a buffer, or would be all that has come; it is
-        cut at random (appendix B.1 returns it whole). Before any buffer is full it is empty.
+        The next larger subset exceeds the limit. It is cut to L pairs at random (appendix B.1
+        returns it whole). The result is empty before the first full buffer.
         """
         within = [s for s in self.selections.values() if len(s) <= self._size]
         beyond = [s for s in self.selections.values() if len(s) > self._size]
@@ -247,14 +247,14 @@ class Online:
                 self._members[share].add(keys[taken], values[taken])
 
     def _give_up(self, share: float) -> None:
-        """Stop at what it has; of those that were given up only the last is of use."""
+        """Stop adding to a subset; of the subsets given up, keep only the smallest."""
         del self._members[share]
         for larger in [s for s in self.selections if s > share and s not in self._members]:
             del self.selections[larger]
 
 
 def online(source: Source, size: int, objective: Objective, **settings: object) -> Selection:
-    """Algorithm 2 over a stream that has ended."""
+    """Run Algorithm 2 over a stream that has ended."""
     selecting = Online(source, size, objective, **settings)  # type: ignore[arg-type]
     for _ in selecting.advance(len(source.values), is_end=True):
         pass
@@ -262,7 +262,7 @@ def online(source: Source, size: int, objective: Objective, **settings: object) 
 
 
 def members_of(source: Source, objective: Objective, indices: Indices) -> Members:
-    """Pairs of a full datastore, as a subset."""
+    """Return pairs of a full datastore as a subset."""
     members = Members(objective.theta, source.n_dims)
     if len(indices):
         members.add(source.keys(indices), source.values[indices])
@@ -270,20 +270,20 @@ def members_of(source: Source, objective: Objective, indices: Indices) -> Member
 
 
 def buffers(n_seen: int, n_come: int, size: int, *, is_end: bool) -> Iterator[Indices]:
-    """A stream's pairs from ``n_seen`` to ``n_come``, a buffer at a time; the rest at the end."""
+    """Yield the indices ``n_seen`` to ``n_come`` in buffers; a partial one only if ``is_end``."""
     for start in range(n_seen, n_come, size):
         if start + size <= n_come or is_end:
             yield np.arange(start, min(start + size, n_come))
 
 
 def _shares(size: int, rounds: int) -> list[int]:
-    """``size`` in ``rounds`` parts."""
+    """Split ``size`` into ``rounds`` nearly equal parts."""
     edges = np.linspace(0, size, min(rounds, size) + 1).round().astype(int)
     return np.diff(edges).tolist()
 
 
 def _chances(weights: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
-    """Chances in proportion to the weights, none above 1, that add up to ``n``."""
+    """Return probabilities proportional to the weights, at most 1 each, that sum to ``n``."""
     chances = np.ones(len(weights))
     is_certain = np.zeros(len(weights), np.bool_)
     while not is_certain.all():
@@ -298,7 +298,7 @@ def _chances(weights: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64
 def _drawn(
     chances: npt.NDArray[np.float64], n: int, rng: np.random.Generator
 ) -> npt.NDArray[np.intp]:
-    """``n`` drawn with these chances: systematic sampling in random order."""
+    """Draw ``n`` indices with these probabilities, by systematic sampling in random order."""
     order = rng.permutation(len(chances))
     steps = np.cumsum(chances[order]) * (n / chances.sum())
     marks = np.arange(n) + rng.random()
@@ -306,7 +306,7 @@ def _drawn(
 
 
 def _joined(parts: list[Selection]) -> Selection:
-    """Several, one after the other."""
+    """Concatenate selections."""
     return Selection(
         np.concatenate([part.indices for part in parts]),
         np.concatenate([part.weights for part in parts]),

@@ -1,11 +1,13 @@
-"""Selection over a stream without an end.
+"""Selection over an endless stream, by priority sampling.
 
-Algorithm 2 takes fixed shares of every buffer, so sooner or later even its smallest subset is full,
-and what comes after that is never seen. Drawn pairs have weights, which allows for less: priority
-sampling (Duffield, Lund and Thorup, 2007). A pair gets the priority loss / r, where loss is
--log p(y|x, S) when it comes and r is random in (0, 1]. The L pairs of highest priority are kept,
-each as one over its chance of being among them: the highest priority of all that went, over its
-loss, but at least 1. One subset that is always full, old pairs and new ones alike.
+Algorithm 2 takes fixed shares of every buffer. Sooner or later even its smallest subset is full,
+and all later pairs are ignored. Drawn pairs have weights, so priority sampling (Duffield, Lund and
+Thorup, 2007) is possible instead. A pair gets the priority loss / r, where loss is -log p(y|x, S)
+at its arrival and r is random in (0, 1]. The L pairs of highest priority are kept.
+
+A kept pair's weight is one over its probability of being kept: the highest priority among dropped
+pairs, divided by the pair's loss, but at least 1. One subset is thus always full, and has old pairs
+as well as new ones.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from llmaas_plugins.knn_lm.selection import BUFFER, Selection, Source, buffers, 
 __all__ = ["Kept", "Stream"]
 
 _STALE = 1.1
-"""Members, over the limit, at which those that went are taken out of the bound."""
+"""Ratio of members to the limit at which members that were dropped are removed from the bound."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class Kept:
-    """Pairs of a stream, and what decides who stays.
+    """Pairs of a stream that are kept, and the numbers that decide which stay.
 
     Attributes:
-        indices: Which, shape (n,).
-        losses: Of each when it came.
-        priorities: Of each.
-        threshold: The highest priority of all that went; 0 if none did.
+        indices: Indices of the pairs, shape (n,).
+        losses: Loss of each pair at its arrival.
+        priorities: Priority of each pair.
+        threshold: Highest priority of all dropped pairs; 0 if none was dropped.
     """
 
     def __init__(
@@ -43,12 +45,12 @@ class Kept:
         priorities: Floats,
         threshold: float,
     ) -> None:
-        """Belongs together."""
+        """Store the arrays, which have one row per pair."""
         self.indices, self.losses, self.priorities = indices, losses, priorities
         self.threshold = threshold
 
     def joined(self, other: Kept, size: int) -> Kept:
-        """The ``size`` of both with the highest priority."""
+        """Return the ``size`` pairs with the highest priority among both."""
         indices = np.concatenate([self.indices, other.indices])
         losses = np.concatenate([self.losses, other.losses])
         priorities = np.concatenate([self.priorities, other.priorities])
@@ -61,17 +63,17 @@ class Kept:
         return Kept(indices, losses, priorities, threshold)
 
     def selection(self) -> Selection:
-        """With weights."""
+        """Return the pairs with their weights."""
         weights = np.maximum(1.0, self.threshold / self.losses)
         return Selection(self.indices, weights.astype(np.float32))
 
 
 class Stream:
-    """A selection that follows a stream.
+    """A selection that is updated along a stream.
 
     Attributes:
         kept: Pairs that are kept now, at most the limit.
-        n_seen: Pairs of the stream so far.
+        n_seen: Pairs of the stream seen so far.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class Stream:
         """Start before the first pair.
 
         Args:
-            source: Where the stream's pairs are: they have come up to an index.
+            source: Pairs of the stream, by index.
             size: L, the most pairs to keep.
             objective: Constants of Eq 4.
-            buffer: B, pairs that are looked at together.
-            seed: Of all chance.
+            buffer: B, pairs processed together.
+            seed: Seed of all random choices.
         """
         self._source, self._size, self._objective = source, size, objective
         self._buffer, self._seed = buffer, seed
@@ -99,14 +101,14 @@ class Stream:
         self._members = Members(objective.theta, source.n_dims)
 
     def resume(self, kept: Kept, n_seen: int) -> None:
-        """Go on from where another one was."""
+        """Continue from another instance's ``kept`` and ``n_seen``."""
         self.kept, self.n_seen = kept, n_seen
         self._members = members_of(self._source, self._objective, kept.indices)
 
     def advance(self, n_come: int, *, is_end: bool = False) -> Iterator[int]:
-        """Take the pairs up to ``n_come`` in; yields after each buffer how many were new.
+        """Process pairs up to index ``n_come``; yield the number of new pairs after each buffer.
 
-        What does not fill a buffer is left for the next time, unless this is the end.
+        Pairs that do not fill a buffer wait for the next call, unless ``is_end`` is set.
         """
         for batch in buffers(self.n_seen, n_come, self._buffer, is_end=is_end):
             rng = np.random.default_rng((self._seed, self.n_seen))

@@ -1,8 +1,8 @@
-"""Where the end of a text was seen before, and what followed it there.
+"""Search for earlier occurrences of a context's end, and for the tokens that followed them.
 
-Stored texts are kept reversed and sorted by what precedes each of their positions. So the longest
-end of a context that occurs anywhere in them is found by one binary search, and all its
-occurrences lie side by side. Eight bytes a token, and 0.3 s for 400,000 of them.
+Stored texts are kept reversed, in a suffix array. One binary search finds the longest end of a
+context that occurs anywhere in the texts, and all its occurrences are adjacent. The index takes
+eight bytes a token; building it takes 0.3 s for 400,000 tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 __all__ = ["LONGEST", "NO_MATCH", "Match", "SuffixIndex", "match_within"]
 
 LONGEST = 32
-"""Tokens of a context that are compared: longer matches promise no more."""
+"""Most tokens of a context to compare: longer matches predict no better."""
 _END = 0
-"""Stands between texts; tokens are stored one higher."""
+"""Separator between texts; tokens are stored plus one."""
 _N_ROWS = 16
-"""Occurrences that are looked at, evenly picked from all of them."""
+"""Most occurrences to look at, picked evenly from all of them."""
 _N_BYTES = 4
 
 
@@ -30,9 +30,9 @@ class Match(NamedTuple):
     """The longest end of a context that occurs elsewhere.
 
     Attributes:
-        length: Its tokens; none if 0.
-        rows: What followed some of its occurrences: tokens, as many as were asked for at most.
-        start: Where the first of them lies in the index, for ``SuffixIndex.row``.
+        length: Tokens in the match; 0 means no match.
+        rows: Tokens that followed some of the occurrences, each at most as many as requested.
+        start: Position of the first of these occurrences in the index, for ``SuffixIndex.row``.
     """
 
     length: int
@@ -44,43 +44,43 @@ NO_MATCH = Match(0, [])
 
 
 class SuffixIndex:
-    """Texts that ends of contexts are looked up in."""
+    """Texts in which ends of contexts are looked up."""
 
     def __init__(self, sequences: Iterable[NDArray[np.integer[Any]]]) -> None:
-        """Sort them.
+        """Sort the suffixes of the reversed texts.
 
         Args:
-            sequences: Tokens of each text. No match runs from one into the next.
+            sequences: Tokens of each text. No match runs from one text into the next.
         """
         end = np.array([_END], dtype=np.uint32)
         parts = [
             part for tokens in sequences for part in (end, np.asarray(tokens).astype(np.uint32) + 1)
         ]
         text = np.concatenate([*parts, end])[::-1]
-        self._text = text.astype(">u4").tobytes()  # big-endian: bytes sort as tokens do
+        self._text = text.astype(">u4").tobytes()  # big-endian, so that bytes sort like tokens
         self._order = _sorted_starts(text.astype(np.int64)).data
 
     def __len__(self) -> int:
-        """Tokens, one more for every text."""
+        """Return the number of tokens, plus one for every text."""
         return len(self._order) - 1
 
     @property
     def n_bytes(self) -> int:
-        """Memory."""
+        """Bytes of memory that the index takes."""
         return len(self._text) + self._order.nbytes
 
     def sequences(self) -> list[NDArray[np.int32]]:
-        """The texts, as they were given."""
+        """Return the texts as they were given."""
         text = (np.frombuffer(self._text, ">u4")[::-1].astype(np.int64) - 1).astype(np.int32)
         ends = np.flatnonzero(text < 0)
         return [text[a + 1 : b] for a, b in pairwise(ends)]
 
     def match(self, context: NDArray[np.integer[Any]], n_ahead: int) -> Match:
-        """The longest end of ``context`` that occurs in the texts.
+        """Find the longest end of ``context`` that occurs in the texts.
 
         Args:
             context: Tokens; the last ones are looked up.
-            n_ahead: Tokens wanted of what followed each occurrence.
+            n_ahead: Number of tokens to return after each occurrence.
         """
         if len(self) == 0:
             return NO_MATCH
@@ -98,7 +98,7 @@ class SuffixIndex:
         return Match(length, self._rows(starts, n_ahead), starts[0])
 
     def row(self, start: int, n_ahead: int) -> list[int]:
-        """What follows an occurrence; ``start`` less n is n tokens further on."""
+        """Return the tokens after an occurrence; ``start`` less n is n tokens further on."""
         return self._rows([max(start, 0)], n_ahead)[0]
 
     def _rows(self, starts: Sequence[int] | memoryview, n_ahead: int) -> list[list[int]]:
@@ -113,14 +113,14 @@ class SuffixIndex:
 
 
 def match_within(context: NDArray[np.integer[Any]], n_ahead: int) -> Match:
-    """The longest end of ``context`` that occurs earlier in it.
+    """Find the longest end of ``context`` that occurs earlier in it.
 
-    What follows an occurrence too near the end to have ``n_ahead`` tokens after it goes on as it
-    began: a text that repeats itself is taken to do so again.
+    An occurrence near the end may have fewer than ``n_ahead`` tokens after it. Its row then starts
+    over from its own beginning, because a text that repeats itself probably does so again.
 
     Args:
         context: Tokens.
-        n_ahead: Tokens wanted of what followed each occurrence.
+        n_ahead: Number of tokens to return after each occurrence.
     """
     n = len(context)
     if n == 0:
@@ -138,10 +138,10 @@ def match_within(context: NDArray[np.integer[Any]], n_ahead: int) -> Match:
 
 
 def _sorted_starts(text: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Starts of ``text``'s suffixes, sorted by their first ``LONGEST`` tokens.
+    """Return the starts of ``text``'s suffixes, sorted by their first ``LONGEST`` tokens.
 
-    By prefix doubling: the order by so many tokens, paired with that of the suffix so many further
-    on, gives the order by twice as many.
+    Prefix doubling: the rank by the first n tokens, paired with the rank of the suffix n tokens
+    further on, gives the rank by 2n tokens.
     """
     rank, depth = text, 1
     while depth < LONGEST:
@@ -153,7 +153,7 @@ def _sorted_starts(text: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def _n_common(a: bytes, b: bytes) -> int:
-    """Tokens at the beginning that are the same."""
+    """Return the number of leading tokens that both have in common."""
     n = min(len(a), len(b)) // _N_BYTES
     differ = np.frombuffer(a, np.uint32, n) != np.frombuffer(b, np.uint32, n)
     return int(differ.argmax()) if differ.any() else n

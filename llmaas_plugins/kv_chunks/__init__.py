@@ -1,6 +1,7 @@
-"""Persistent contexts in 16-token chunks (LLMS, §3): claimed, reclaimed, loaded, recomputed.
+"""Persistent contexts, kept as 16-token KV-cache chunks (LLMS, §3).
 
-Tiers: engine cells → encoded chunks in RAM (byte budget) → slab file on disk (byte budget).
-``keys`` names chunks by content, ``tree`` knows which exist, ``store`` moves them between the
-tiers, ``transfer`` moves them between the store and the engine, ``plugin`` answers the hooks.
+Chunks move through three tiers: the engine's cells, encoded chunks in RAM (within a byte budget),
+and a slab file on disk (within a byte budget). ``keys`` names chunks by content and ``tree`` knows
+which chunks exist. ``store`` moves chunks between RAM and disk, ``transfer`` moves them between the
+store and the engine, and ``plugin`` implements the hooks.
 """

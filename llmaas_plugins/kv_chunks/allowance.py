@@ -1,4 +1,4 @@
-"""How many bytes may still be written today: flash wears out by what is written to it."""
+"""A daily limit on bytes written to disk, because writes wear out flash memory."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ _DAY_S = 86400
 
 
 class Allowance:
-    """A write budget for each day of the clock, kept over restarts by the index."""
+    """A write budget for each day (UTC). The index keeps the day's total across restarts."""
 
     def __init__(self, per_day: int | None, written_on: Callable[[int], int]) -> None:
-        """Allow ``per_day`` bytes, or any number of them if None.
+        """Start today's budget.
 
         Args:
-            per_day: The budget.
-            written_on: Bytes that were written on a day, by its number since 1970, before now.
+            per_day: Bytes that may be written each day; None for no limit.
+            written_on: Returns the bytes already written on a day, given as days since 1970.
         """
         self._per_day = math.inf if per_day is None else per_day
         self._day = _today()
         self._written = written_on(self._day)
 
     def left(self) -> float:
-        """Bytes that may be written now."""
+        """Return how many bytes may still be written today."""
         self._turn_over()
         return self._per_day - self._written
 
     def spend(self, n_bytes: int) -> None:
-        """So many were written."""
+        """Record that ``n_bytes`` were written."""
         self._turn_over()
         self._written += n_bytes
 
     def written(self) -> dict[int, int]:
-        """What was written today, by the day's number."""
+        """Return the bytes written today, keyed by the day's number since 1970."""
         self._turn_over()
         return {self._day: self._written}
 
     def _turn_over(self) -> None:
         today = _today()
-        if today > self._day:  # a clock that goes back gives nothing for a second time
+        if today > self._day:  # if the clock goes back, no day's budget is granted twice
             self._day, self._written = today, 0
 
 

@@ -1,7 +1,7 @@
-"""How much attention the chunks of an engine's context get (LLMS §3.2, Eq 1).
+"""Attention that each chunk of an engine's context receives (LLMS §3.2, Eq 1).
 
-The engine's tap adds it up by position while it computes. Where that fails, nobody knows how much
-it was: an answer never depends on it.
+A tap in the engine sums attention by position during evaluation. If the tap fails, the attention
+is unknown and reported as zero scores; generated tokens never depend on it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 __all__ = ["ChunkAttention"]
 
 ROW_STEP = 8
-"""Queries of which one is looked at; docs/engine.md has what that costs and how far it is off.
+"""One query in this many is sampled; docs/engine.md reports the cost and the error.
 
-Leaving out layers instead is cheaper by as much and much further off: layers differ.
+Skipping layers instead would save as much, with a much larger error, because layers differ.
 """
 
 _T = TypeVar("_T")
@@ -29,38 +29,41 @@ _log = logging.getLogger("llmaas.kv_chunks")
 
 
 class ChunkAttention:
-    """Attention to sequence 0 of one engine."""
+    """Attention received by the tokens in sequence 0 of one engine."""
 
     def __init__(self, context: NativeContext) -> None:
-        """Count from now on."""
+        """Start counting."""
         self._density = _unless_gone(lambda: context.density(row_step=ROW_STEP))
 
     def cells(self, n_tokens: int) -> NDArray[np.int32] | None:
-        """Where the first tokens lie, for the day they come back; None if nobody knows.
+        """Return the cells of the first ``n_tokens`` tokens by layer, or None if they are unknown.
 
-        Shape ``(n_layers, n_tokens)``. It holds as long as some sequence has those cells.
+        Pass the result to ``placed`` when those tokens come back. It has shape
+        ``(n_layers, n_tokens)`` and stays valid while some sequence has those cells.
         """
         density = self._density
         return None if density is None else _unless_gone(lambda: density.cells(n_tokens))
 
     def placed(self, kept: int, n_tokens: int, cells: NDArray[np.int32] | None = None) -> None:
-        """Tokens come into sequence 0 otherwise than by evaluation; call it before they do.
+        """Announce tokens that enter sequence 0 without evaluation; call this before they do.
 
         Args:
-            kept: Tokens that stay where they are.
-            n_tokens: Those from ``kept`` on are restored next, in order; some of them may be
-                evaluated instead, and the last ones come later or not at all.
-            cells: They are not restored but lie there, as ``cells`` told.
+            kept: Number of leading tokens that stay in their cells.
+            n_tokens: End of the tokens that are restored next, in order, from ``kept`` on. Some
+                may be evaluated instead; the last ones may come later or never.
+            cells: Cells that already hold these tokens, as returned by ``cells``; None if the
+                tokens are restored.
         """
         density = self._density
         if density is not None:
             _unless_gone(lambda: density.place(kept, n_tokens, cells))
 
     def take(self, n_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Attention since the last call to each chunk of the first tokens, and scores it sums.
+        """Return summed attention and score counts per chunk since the last call.
 
-        Shape ``(n_chunks,)`` each, a partial chunk included. The density is their ratio, over a
-        chunk's whole life that of their totals; nobody looked at a chunk without scores.
+        Both arrays have shape ``(n_chunks,)`` and cover the first ``n_tokens`` tokens, including
+        a partial last chunk. A chunk's density is its total attention divided by its total count.
+        A count of 0 means that nothing was measured.
         """
         density = self._density
         taken = None if density is None else _unless_gone(lambda: density.take(n_tokens))
@@ -80,5 +83,5 @@ def _unless_gone(use: Callable[[], _T]) -> _T | None:
     try:
         return use()
     except (ReferenceError, RuntimeError, MemoryError, ValueError) as error:
-        _log.debug("no attention is known: %s", error)
+        _log.debug("attention is unknown: %s", error)
         return None

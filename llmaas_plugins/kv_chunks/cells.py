@@ -1,8 +1,8 @@
-"""Ranges of a context's cells, through the public sequence API and one scratch sequence.
+"""Read and write ranges of a context's KV cells through llama.cpp's public sequence API.
 
-``llama_state_seq_get_data`` and ``_set_data`` exchange a blob for a whole sequence. A range is
-read by labelling its cells with the scratch sequence; a range is written by loading a blob into
-the scratch sequence and labelling those cells with sequence 0. Nothing is copied by labelling.
+``llama_state_seq_get_data`` and ``_set_data`` only handle a whole sequence, as a blob. To read a
+range, label its cells with a scratch sequence and read that sequence. To write a range, load a blob
+into the scratch sequence and label its cells with sequence 0. Labeling copies no data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Bytes = ctypes.POINTER(ctypes.c_uint8)
 
 
 class Cells:
-    """The KV cells of one context. Call it only while the engine is yours."""
+    """The KV cells of one context. Use it only while no other thread uses the engine."""
 
     def __init__(self, ctx: int) -> None:
         """Attach to a context."""
@@ -32,7 +32,11 @@ class Cells:
         self._memory = llama_cpp.llama_get_memory(ctx)
 
     def read(self, start: int, end: int, blob: NDArray[np.uint8]) -> int:
-        """Copy the cells at positions ``[start, end)`` to ``blob``; bytes written, 0 on failure."""
+        """Copy the cells at positions ``[start, end)`` to ``blob``.
+
+        Returns:
+            Number of bytes written; 0 on failure.
+        """
         llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
         try:
             pointer = ctypes.cast(blob.ctypes.data, _Bytes)
@@ -45,7 +49,7 @@ class Cells:
             self._clear_scratch()
 
     def size(self, start: int, end: int) -> int:
-        """Bytes that ``read`` needs for ``[start, end)``."""
+        """Return the bytes that ``read`` needs for positions ``[start, end)``."""
         llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
         try:
             return int(llama_cpp.llama_state_seq_get_size(self._ctx, SCRATCH_SEQUENCE))
@@ -53,10 +57,10 @@ class Cells:
             self._clear_scratch()
 
     def append(self, blob: NDArray[np.uint8]) -> bool:
-        """Load cells from a blob and give them to sequence 0; False when the engine refuses it.
+        """Load cells from a blob and give them to sequence 0; return False if the engine refuses.
 
-        They stay labelled with the scratch sequence too, until ``finish`` or the next ``append``:
-        loading into a sequence empties it first.
+        The cells also keep the scratch label until ``finish`` or the next ``append``, because
+        loading into a sequence empties that sequence first.
         """
         if not self._load(blob, SCRATCH_SEQUENCE):
             return False
@@ -64,17 +68,23 @@ class Cells:
         return True
 
     def replace(self, blob: NDArray[np.uint8]) -> bool:
-        """Load cells from a blob in place of all of sequence 0's; False when refused."""
+        """Replace sequence 0 by the cells of a blob; return False if the engine refuses."""
         return self._load(blob, _APP)
 
     def land(
         self, memory: CellMemory, blob: NDArray[np.uint8], n_planes: int, *, is_first: bool
     ) -> NDArray[np.uint64] | None:
-        """Like ``replace`` if it ``is_first``, or else ``append``, but for the rows of the blob.
+        """Label cells for a blob as ``replace`` or ``append`` would, but leave its rows unwritten.
+
+        Args:
+            memory: Memory of the cells.
+            blob: Blob of which only the headers are read.
+            n_planes: Number of K and V planes in the blob.
+            is_first: True to replace sequence 0, False to append to it.
 
         Returns:
-            Where these belong (``CellMemory.land``); None when the engine refuses, or its free
-            cells are too scattered: sequence 0 ends where the blob begins then.
+            Addresses for the rows (``CellMemory.land``). None if the engine refuses or its free
+            cells are too scattered; sequence 0 then ends where the blob begins.
         """
         sequence = _APP if is_first else SCRATCH_SEQUENCE
         landings = memory.land(blob, sequence, n_planes)
@@ -90,7 +100,7 @@ class Cells:
         self._clear_scratch()
 
     def end(self) -> int:
-        """Position behind the last one of sequence 0."""
+        """Return the position after the last one of sequence 0."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, _APP)) + 1
 
     def truncate(self, n_tokens: int) -> None:

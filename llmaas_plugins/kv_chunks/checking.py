@@ -1,4 +1,4 @@
-"""Looking for everything that is wrong with a store."""
+"""Find every defect of a store."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Progress = Callable[[Sequence[ChunkRow]], Iterable[ChunkRow]]
 _PATIENCE_S = 2.0
 _WHAT = {
     Status.ECORRUPT: "its bytes are damaged",
-    Status.ESTALE: "another chunk is in its place",
+    Status.ESTALE: "another chunk is stored in its place",
     Status.EIO: "it cannot be read",
-    Status.EUNSUPPORTED: "it is of an unknown format",
+    Status.EUNSUPPORTED: "its format is unknown",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found.
+    """Result of checking a store.
 
     Attributes:
-        holder: Who uses the store, or None.
-        n_chunks: Chunks that were looked at.
-        problems: What is wrong, in words.
+        holder: Description of the process that uses the store, or None.
+        n_chunks: Number of chunks that were checked.
+        problems: One sentence for each defect.
     """
 
     holder: str | None
@@ -41,16 +41,16 @@ class Checked:
 
 
 def check_store(directory: Path, progress: Progress = iter) -> Checked:
-    """Read every chunk of a store, and what it says about itself.
+    """Read every chunk of a store, its index, and the slab's header.
 
-    A store in use changes meanwhile: a chunk counts as wrong only if it stays wrong.
+    A store in use may change during the check. A chunk is reported only if it stays wrong.
 
     Args:
-        directory: The store's.
-        progress: Wraps the chunks to verify.
+        directory: Directory of the store.
+        progress: Wraps the iteration over the chunks, for a progress display.
 
     Raises:
-        StoreError: There is no store, or it is of another format or cannot be read at all.
+        StoreError: There is no store, it has another format, or it cannot be read at all.
     """
     try:
         contents = read_contents(directory)
@@ -58,15 +58,15 @@ def check_store(directory: Path, progress: Progress = iter) -> Checked:
         return Checked(None, 0, [f"the index cannot be used: {error}"])
     problems = [] if contents.is_slab else ["the slab's header does not belong to the index"]
     if contents.unsound:
-        problems.append(f"{contents.unsound} rows of the index cannot be right")
+        problems.append(f"invalid rows in the index: {contents.unsound}")
     damaged = _damaged(contents, progress) if contents.is_slab else {}
     problems += [
         f"chunk {_short(key)}: {_WHAT.get(status, status.name)}" for key, status in damaged.items()
     ]
     gone = [row for row in contents.rows.values() if not contents.is_reachable(row)]
-    problems += [f"chunk {_short(row.id.key)}: the one before it is gone" for row in gone]
+    problems += [f"chunk {_short(row.id.key)}: the chunk before it is missing" for row in gone]
     problems += [
-        f"context {name!r}: its last chunk is gone"
+        f"context {name!r}: its last chunk is missing"
         for name, head in contents.contexts.items()
         if head not in contents.rows
     ]
@@ -77,7 +77,7 @@ def _damaged(contents: Contents, progress: Progress) -> dict[bytes, Status]:
     by_place = sorted(contents.rows.values(), key=lambda row: row.offset)
     wrong = _verified(contents, progress(by_place))
     patience = time.monotonic() + (_PATIENCE_S if contents.holder else 0)
-    while wrong:  # written again, or moved, since the index was read?
+    while wrong:  # a chunk may have been rewritten or moved since the index was read
         now = _again(contents)
         still = [row for key in wrong if (row := now.get(key)) == contents.rows[key]]
         wrong = _verified(contents, [row for row in still if row is not None])

@@ -1,4 +1,4 @@
-"""What a store holds, read without changing it; a process may be using it meanwhile."""
+"""Read the contents of a store without changing it, even while another process uses it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MOST_TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A store at one moment.
+    """Snapshot of a store.
 
     Attributes:
-        directory: Where it is.
-        holder: Who uses it, or None.
-        rows: Its sound chunks by key, least recently used first.
-        unsound: Rows that cannot be right: of another shape, elsewhere, or where another one is.
+        directory: Directory of the store.
+        holder: Description of the process that uses the store, or None.
+        rows: Valid chunks by key, least recently used first.
+        unsound: Number of invalid rows: malformed, outside the slab, or overlapping another one.
         contexts: Key of the last chunk of each named context, least recently used first.
-        layouts: Layouts of cells by root.
-        slab_bytes: Length of the slab.
+        layouts: Layout of the cells under each root, as JSON.
+        slab_bytes: Length of the slab file.
         is_slab: Whether the slab's header names this index.
     """
 
@@ -53,21 +53,21 @@ class Contents:
     is_slab: bool
 
     def is_reachable(self, row: ChunkRow) -> bool:
-        """Whether the chunk before it is there, or it begins a context of a known model."""
+        """Return whether the chunk's parent is a stored chunk or the root of a known model."""
         return row.id.parent in self.rows or row.id.parent in self.layouts
 
     def root(self, row: ChunkRow) -> bytes:
-        """What the first chunk of its chain continues: a model's root, or a chunk that is gone."""
+        """Return the parent of the chain's first chunk: a model's root or a missing chunk's key."""
         while row.id.parent in self.rows:
             row = self.rows[row.id.parent]
         return row.id.parent
 
 
 def read_contents(directory: Path) -> Contents:
-    """Read everything but the chunks themselves.
+    """Read everything but the payloads of the chunks.
 
     Raises:
-        StoreError: There is no store, it is of another format, or it cannot be read.
+        StoreError: There is no store, it has another format, or it cannot be read.
         sqlite3.DatabaseError: The index is damaged.
     """
     directory = directory.expanduser()
@@ -88,7 +88,9 @@ def read_contents(directory: Path) -> Contents:
 def payloads(
     directory: Path, rows: Iterable[ChunkRow]
 ) -> Iterator[tuple[ChunkRow, Status, memoryview]]:
-    """Read and verify chunks: how each one is, and its bytes, in whole pages, until the next.
+    """Read and verify chunks; yield each row, its status, and its bytes in whole pages.
+
+    The bytes of a chunk are valid until the next one is asked for.
 
     Raises:
         StoreError: The slab cannot be opened.
@@ -103,9 +105,9 @@ def payloads(
             if page_round(row.size) > len(room):
                 room = anonymous(page_round(row.size))
             status = _read(fd, row, int(room.ctypes.data))
-            if status == Status.EIO:  # a chunk is not given up for an error that passes
+            if status == Status.EIO:  # try again: an I/O error may be temporary
                 status = _read(fd, row, int(room.ctypes.data))
-            room[row.size : page_round(row.size)] = 0  # an earlier chunk's
+            room[row.size : page_round(row.size)] = 0  # clear an earlier chunk's bytes
             yield row, status, room[: page_round(row.size)].data
     finally:
         os.close(fd)
@@ -120,7 +122,7 @@ def _read(fd: int, row: ChunkRow, address: int) -> Status:
 def _stamp(directory: Path) -> tuple[object, ...]:
     """Return a value that changes when another process opens or changes an idle store.
 
-    Nobody is kept out: an app that starts must find its store free.
+    Reading takes no lock, because an app that starts meanwhile must be able to lock the store.
     """
     try:
         index = (directory / INDEX).stat()

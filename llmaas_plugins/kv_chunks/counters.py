@@ -1,4 +1,4 @@
-"""What a store did."""
+"""Counters of a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Counters"]
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the store was opened."""
+    """Events since the store was opened."""
 
     claimed_chunks: int = 0
     claimed_bytes: int = 0
@@ -28,5 +28,5 @@ class Counters:
     io_errors: int = 0
 
     def snapshot(self) -> dict[str, int]:
-        """Values by name."""
+        """Return the counters by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}

@@ -1,4 +1,4 @@
-"""Opening and filling the disk tier: lock, index, slab. Anything unusable is a clear miss."""
+"""Open the disk tier (lock, index and slab) and load its chunks. Unusable data count as a miss."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class DiskStore:
     """A directory with ``lock``, ``index.sqlite`` and ``chunks.slab``; one process at a time."""
 
     def __init__(self, directory: Path, capacity: int) -> None:
-        """Open or create the store, mode 0700.
+        """Open the store, or create it with mode 0700.
 
         Raises:
-            StoreError: The directory cannot be used, another process has it open, or it is of
-                another format.
+            StoreError: The directory cannot be used, another process has it open, or the store
+                has another format.
         """
         self.directory = directory.expanduser()
         with contextlib.ExitStack() as opened:
@@ -55,11 +55,11 @@ class DiskStore:
             self._opened = opened.pop_all()
 
     def load(self, tree: ChunkTree) -> list[bytes]:
-        """Put every sound chunk into ``tree``.
+        """Put every valid chunk into ``tree``.
 
         Returns:
-            Keys of the rows that cannot be right. Take them out of the index with the next commit,
-            or they would claim their places again, in the way of new chunks.
+            Keys of the invalid rows. The caller must delete them from the index with the next
+            commit, or their places would stay occupied after the next start.
 
         Raises:
             StoreError: The index cannot be read.
@@ -93,13 +93,13 @@ class DiskStore:
         return dropped
 
     def end_erasing(self) -> None:
-        """Leave nothing of deleted contexts beside the slab, where it was erased before.
+        """Erase deleted contexts from the index's files; the slab was erased before.
 
         Raises:
-            StoreError: The disk failed, or another process goes on reading the index's log.
+            StoreError: The disk failed, or another process is still reading the index's log.
         """
         try:
-            (self.directory / UNUSABLE).unlink(missing_ok=True)  # it may hold tokens, too
+            (self.directory / UNUSABLE).unlink(missing_ok=True)  # it may also hold tokens
             self.index.end_erasing()
         except StoreError:
             raise
@@ -107,7 +107,7 @@ class DiskStore:
             raise StoreError(f"KV store {self.directory}: {error}") from error
 
     def _erase_again(self) -> None:
-        """Finish a deletion that a process did not live to finish."""
+        """Finish a deletion that an earlier process did not complete."""
         try:
             self.tier.erase(self.tier.take_stale())
             self.end_erasing()
@@ -115,7 +115,7 @@ class DiskStore:
             _log.warning("%s; the next deletion tries again", error)
 
     def allowance(self, write_budget: int | None) -> Allowance:
-        """What may be written today.
+        """Return the write budget for today.
 
         Raises:
             StoreError: The index cannot be read.
@@ -126,15 +126,15 @@ class DiskStore:
             raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
 
     def close(self) -> None:
-        """Close the files and let go of the lock."""
+        """Close the files and release the lock."""
         self._opened.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what its parent opened, and change nothing."""
-        self._opened.pop_all()  # its callbacks are the parent's to call
+        """Close what the parent process opened, in a forked child, without changing any file."""
+        self._opened.pop_all()  # only the parent may run the callbacks
         self.tier.close()
         os.close(self._lock)
-        _abandoned.append(self.index)  # never closed: SQLite would write
+        _abandoned.append(self.index)  # never closed, because closing makes SQLite write
 
     def _open_index(self) -> ChunkIndex:
         store_id = uuid.uuid4().bytes
@@ -160,19 +160,19 @@ class DiskStore:
 
     def _set_aside(self, reason: str) -> None:
         _log.warning(
-            "KV store %s cannot be used (%s); starting an empty one. Contexts are recomputed. "
+            "KV store %s cannot be used (%s); starting an empty one. Contexts will be recomputed. "
             "The old index is kept as index.sqlite.unusable.",
             self.directory,
             reason,
         )
         path = self.directory / INDEX
-        for suffix in ("-wal", "-shm", "-journal"):  # or SQLite would apply them to the new one
+        for suffix in ("-wal", "-shm", "-journal"):  # or SQLite would apply them to the new index
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         path.replace(self.directory / UNUSABLE)
 
 
 def is_sound(row: ChunkRow, file_bytes: int) -> bool:
-    """Whether a row can be right, in a slab of ``file_bytes``; its payload tells the rest."""
+    """Return whether a row is plausible for a slab of ``file_bytes``; the payload is not read."""
     n_bytes = len(row.id.tokens)
     return (
         row.id.key == chunk_key(row.id.parent, row.id.tokens)

@@ -1,4 +1,4 @@
-"""First-fit space in an arena or a slab, in 4 KiB pages."""
+"""First-fit allocation of 4 KiB pages in an arena or a slab."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = 4096
 
 
 def page_round(n_bytes: int) -> int:
-    """``n_bytes`` rounded up to whole pages."""
+    """Round ``n_bytes`` up to whole pages."""
     return -(-n_bytes // PAGE) * PAGE
 
 
@@ -19,14 +19,14 @@ class ExtentAllocator:
     """Free space of ``[0, capacity)`` as a sorted list of disjoint, non-adjacent runs."""
 
     def __init__(self, capacity: int) -> None:
-        """Everything is free; a partial last page is not used."""
+        """Start with everything free; a partial last page is never used."""
         self.capacity = capacity // PAGE * PAGE
         self._starts: list[int] = [0] if self.capacity else []
         self._ends: list[int] = [self.capacity] if self.capacity else []
         self.used = 0
 
     def allocate(self, n_bytes: int) -> int | None:
-        """Offset of a free run of ``n_bytes`` (rounded up to pages), or None."""
+        """Take the first free run of ``n_bytes``, in whole pages; return its offset or None."""
         size = page_round(n_bytes)
         for i, start in enumerate(self._starts):
             if self._ends[i] - start >= size:
@@ -35,7 +35,7 @@ class ExtentAllocator:
         return None
 
     def claim(self, offset: int, n_bytes: int) -> bool:
-        """Take exactly this run; False when any of it is taken or outside."""
+        """Take exactly this run; return False if any part of it is taken or out of range."""
         end = offset + page_round(n_bytes)
         i = bisect.bisect_right(self._starts, offset) - 1
         if offset % PAGE or n_bytes <= 0 or i < 0 or end > self._ends[i]:
@@ -44,7 +44,7 @@ class ExtentAllocator:
         return True
 
     def release(self, offset: int, n_bytes: int) -> None:
-        """Give a run back.
+        """Free a run.
 
         Raises:
             ValueError: Part of it is free already.
@@ -70,11 +70,11 @@ class ExtentAllocator:
             self._ends.insert(i, end)
 
     def longest(self) -> int:
-        """Length of the longest free run."""
+        """Return the length of the longest free run."""
         return max(map(operator.sub, self._ends, self._starts), default=0)
 
     def free_within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Free runs inside ``[start, end)``, as offsets and lengths."""
+        """Return the free runs inside ``[start, end)`` as offsets and lengths."""
         runs = []
         for i in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
             if self._starts[i] >= end:
@@ -85,7 +85,7 @@ class ExtentAllocator:
         return runs
 
     def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
-        """Give back the tail of a run that turned out shorter."""
+        """Free the tail of a run that is now shorter."""
         keep = page_round(new_bytes)
         if page_round(old_bytes) > keep:
             self.release(offset + keep, page_round(old_bytes) - keep)

@@ -1,4 +1,4 @@
-"""The files of a KV store."""
+"""Names of the files of a KV store."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FILES = PrivateFiles("KV store", "plugins.kv_chunks.store", _NAMES.__contains__)
 
 
 def require_store(directory: Path) -> None:
-    """Refuse a directory that holds no store.
+    """Check that a directory holds a store.
 
     Raises:
-        StoreError: There is no index in it.
+        StoreError: The directory has no index.
     """
     if not os.path.lexists(directory / INDEX):
         raise StoreError(
-            f"there is no KV store in {directory}. Name its directory with --store, or in "
+            f"there is no KV store in {directory}. Name its directory with --store or in "
             "plugins.kv_chunks.store."
         )

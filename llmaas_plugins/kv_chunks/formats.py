@@ -1,4 +1,4 @@
-"""Which format a store has, found without touching a byte of it."""
+"""Detect the format of a store without changing any file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from llmaas_plugins.kv_chunks.files import FILES, INDEX, SLAB
 __all__ = ["FORMAT", "check_format", "pack_header", "read_only_uri"]
 
 FORMAT = 2
-"""Of the slab's header and of the index; a change of either raises both."""
+"""Format of the slab's header and of the index; a change of either increases both."""
 
 _HEADER = struct.Struct("<8sI16s")
 _MAGIC = b"LLMAASKV"
-_MOST_FORMATS = 1 << 16  # a number beyond is damage, too
+_MOST_FORMATS = 1 << 16  # a larger number means damage
 
 
 def pack_header(store_id: bytes) -> bytes:
-    """How a slab begins."""
+    """Return the first bytes of a slab."""
     return _HEADER.pack(_MAGIC, FORMAT, store_id)
 
 
 def check_format(directory: Path) -> None:
-    """Refuse a store of another format; damage is none of this function's business.
+    """Refuse a store of another format. Damage is not reported here.
 
     Raises:
         StoreError: The slab's header or the index names another format.
@@ -36,17 +36,17 @@ def check_format(directory: Path) -> None:
     for found in (_slab_format(directory / SLAB), _index_format(directory / INDEX)):
         if found is not None and found != FORMAT and abs(found) <= _MOST_FORMATS:
             raise StoreError(
-                f"KV store {directory} has format {found}, this version of llmaas_plugins reads "
-                f"format {FORMAT}; nothing was changed. Use the version that wrote it, or set "
-                "plugins.kv_chunks.store to another directory."
+                f"KV store {directory} has format {found}, but this version of llmaas_plugins "
+                f"reads format {FORMAT}; nothing was changed. Use the version that wrote it, or "
+                "set plugins.kv_chunks.store to another directory."
             )
 
 
 def read_only_uri(index: Path) -> str:
-    """Return how SQLite opens an index to look at it only.
+    """Return the URI with which SQLite opens an index read-only.
 
-    Without a write-ahead log nothing beside the file is needed, or made. Nobody has the index open
-    then; if somebody opens it meanwhile, read it again.
+    Without a write-ahead log no process has the index open. It is then opened as immutable, so
+    that SQLite neither needs nor creates other files. If a process opens it meanwhile, read again.
     """
     has_wal = index.with_name(index.name + "-wal").is_file()
     return f"file:{quote(str(index.absolute()))}?mode=ro" + ("" if has_wal else "&immutable=1")
@@ -75,6 +75,6 @@ def _index_format(path: Path) -> int | None:
         with contextlib.closing(sqlite3.connect(read_only_uri(path), uri=True)) as db:
             (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             (version,) = db.execute("PRAGMA user_version").fetchone()
-    except (sqlite3.Error, OSError, UnicodeDecodeError):  # SQLite's message may be no UTF-8
+    except (sqlite3.Error, OSError, UnicodeDecodeError):  # SQLite's message may not be UTF-8
         return None
     return int(version) if n_tables else None

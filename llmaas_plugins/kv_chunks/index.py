@@ -1,4 +1,4 @@
-"""The table of contents of the slab: SQLite in WAL mode, one transaction a flush."""
+"""The slab's index: a SQLite database in WAL mode, with one transaction for each flush."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ WHERE typeof(key) || typeof(parent) || typeof(tokens) != 'blobblobblob'
    OR typeof(offset) || typeof(size) || typeof(used) != 'integerintegerinteger'
    OR typeof(bits) || typeof(attention) || typeof(seen) != 'integerrealreal'
    OR used NOT BETWEEN 0 AND 1 << 62
-"""  # SQLite stores any type in any column, and has no checksums
+"""  # SQLite stores any type in any column and has no checksums
 _MISSHAPEN = f"""
 length(key) != {KEY_BYTES} OR length(parent) != {KEY_BYTES}
 OR length(tokens) NOT BETWEEN {TOKEN_BYTES} AND {CHUNK_TOKENS * TOKEN_BYTES}
 """
 _ERASING = 0x6C6C6D65
-"""Application id of an index as long as bytes of deleted contexts may be in the files."""
+"""SQLite application id that marks an unfinished deletion: files may hold deleted contexts."""
 _MOST_NAME_BYTES = 1 << 16
 _MOST_LAYOUT_BYTES = 1 << 20
 
 
 class ChunkRow(NamedTuple):
-    """A chunk on disk.
+    """Index entry of a chunk on disk.
 
     Attributes:
-        id: Its identity.
-        offset: Its place in the slab's extents.
-        size: Payload bytes.
-        bits: Bits a value has in it; 0 where the codec has no levels.
-        attention: Sum of the attention its tokens got.
-        seen: How many scores that is the sum of.
+        id: Identity of the chunk.
+        offset: Offset in the slab's extents, in bytes.
+        size: Bytes of the payload.
+        bits: Bits per value in the payload; 0 if the codec has no levels.
+        attention: Summed attention that its tokens received.
+        seen: Number of scores in that sum.
     """
 
     id: ChunkId
@@ -69,18 +69,17 @@ class ChunkRow(NamedTuple):
 
 @dataclass(slots=True)
 class IndexUpdate:
-    """What a transaction changes.
+    """Changes of one transaction.
 
     Attributes:
-        erases: Whether bytes of what is removed are to be erased; ``end_erasing`` tells that they
-            are.
-        added: Chunks that are new, or have changed, by key.
-        removed: Keys of chunks that are gone; a key that is also in ``added`` came back.
-        used: Keys in the order of their last use, oldest first.
-        heads: All named contexts, or None when they did not change.
-        layouts: Layouts of cells that were learnt, as JSON, by root.
-        frees_room: Whether rows in the index name places that others may get once this is applied.
-        writes: Bytes written to the slab, in whole pages, on a day, by its number since 1970.
+        added: New or changed chunks, by key.
+        removed: Keys of removed chunks; a key that is also in ``added`` was stored again.
+        used: Keys of used chunks, least recently used first.
+        heads: Key of the last chunk of every named context; None if no context changed.
+        layouts: Newly learned layouts of cells, as JSON, by root.
+        frees_room: Whether other chunks may take places in the slab once this is committed.
+        writes: Bytes written to the slab, in whole pages, by day (days since 1970).
+        erases: Whether the bytes of removed chunks are to be erased; ``end_erasing`` confirms it.
     """
 
     added: dict[bytes, ChunkRow] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class IndexUpdate:
     erases: bool = False
 
     def then(self, later: IndexUpdate) -> IndexUpdate:
-        """Both changes as one."""
+        """Return this update followed by ``later``, as one update."""
         gone = set(later.removed)
         return IndexUpdate(
             {key: row for key, row in self.added.items() if key not in gone} | later.added,
@@ -108,23 +107,23 @@ class IndexUpdate:
 
 
 class ChunkIndex:
-    """One SQLite file. Call it from one thread at a time."""
+    """One SQLite file; use it from one thread at a time."""
 
     def __init__(self, path: Path, new_store_id: bytes) -> None:
-        """Open ``path``, or create it, mode 0600, for the store ``new_store_id``.
+        """Open ``path``, or create it with mode 0600 for the store ``new_store_id``.
 
         Raises:
-            sqlite3.DatabaseError: It is damaged, or of another format.
-            StoreError: It or a file that belongs to it is something else than a file.
+            sqlite3.DatabaseError: The index is damaged or has another format.
+            StoreError: ``path``, or a file that SQLite keeps beside it, is not a regular file.
         """
         for suffix in ("-wal", "-shm", "-journal"):
             FILES.make_private(path.with_name(path.name + suffix))
-        if not FILES.make_private(path):  # what SQLite puts beside it gets the same mode
+        if not FILES.make_private(path):  # SQLite gives its other files the same mode
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        if not self._open_writable(path, new_store_id):  # SQLite opens what it cannot write to, too
-            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # if the system says so, it tells why
+        if not self._open_writable(path, new_store_id):  # SQLite also opens read-only files
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # raise the system's own error
             if not self._open_writable(path, new_store_id):
-                raise sqlite3.DatabaseError("index is damaged: it says that it is read-only")
+                raise sqlite3.DatabaseError("index is damaged: SQLite opens it read-only")
 
     def _open_writable(self, path: Path, new_store_id: bytes) -> bool:
         self._db = connect(path)
@@ -132,7 +131,7 @@ class ChunkIndex:
         try:
             self._begin(new_store_id)
         except sqlite3.OperationalError as error:
-            code = getattr(error, "sqlite_errorcode", 0)  # not in those of our own
+            code = getattr(error, "sqlite_errorcode", 0)  # our own errors have none
             if code & 0xFF != sqlite3.SQLITE_READONLY:
                 raise
             return False
@@ -140,11 +139,11 @@ class ChunkIndex:
 
     @classmethod
     def read_only(cls, path: Path) -> Self:
-        """Open an index to look at it; another process may have it open.
+        """Open an index read-only; another process may have it open.
 
         Raises:
-            sqlite3.DatabaseError: It is damaged, of another format, or not there.
-            StoreError: It is something else than a file.
+            sqlite3.DatabaseError: The index is damaged, has another format, or does not exist.
+            StoreError: ``path`` is not a regular file.
         """
         FILES.is_regular(path)
         self = cls.__new__(cls)
@@ -159,9 +158,9 @@ class ChunkIndex:
             if new_store_id is not None:
                 self._prepare(new_store_id)
             self._check()
-        except UnicodeDecodeError as error:  # even in SQLite's own messages
+        except UnicodeDecodeError as error:  # SQLite's own messages can fail to decode
             self._db.close()
-            raise sqlite3.DatabaseError("index is damaged: its schema is no text") from error
+            raise sqlite3.DatabaseError("index is damaged: schema is not UTF-8") from error
         except BaseException:
             self._db.close()
             raise
@@ -169,7 +168,7 @@ class ChunkIndex:
     def _prepare(self, new_store_id: bytes) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute("PRAGMA wal_autocheckpoint=256")  # 1 MiB; cgroups count it
+        self._db.execute("PRAGMA wal_autocheckpoint=256")  # 1 MiB: cgroups count its pages
         (n_tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if n_tables == 0:
             with self._db:
@@ -177,7 +176,7 @@ class ChunkIndex:
                 self._db.execute("INSERT INTO store VALUES (?)", (new_store_id,))
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
                 self._db.execute("COMMIT")
-        self._db.execute("DELETE FROM contexts WHERE 0")  # fails if nothing can be written
+        self._db.execute("DELETE FROM contexts WHERE 0")  # fails if the index is read-only
 
     def _check(self) -> None:
         self._db.execute("PRAGMA trusted_schema=OFF")
@@ -187,26 +186,26 @@ class ChunkIndex:
         (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         code = re.search(r"error code=(\d+)", problem)
         if code is not None and int(code[1]) & 0xFF == sqlite3.SQLITE_IOERR:
-            raise sqlite3.OperationalError(f"index cannot be read: {problem}")  # may pass
+            raise sqlite3.OperationalError(f"index cannot be read: {problem}")  # may be temporary
         if problem != "ok":
             raise sqlite3.DatabaseError(f"index is damaged: {problem}")
         found = self._db.execute("SELECT sql FROM sqlite_master WHERE name NOT GLOB 'sqlite_*'")
-        if {_one_line(sql) for (sql,) in found} != _STATEMENTS:  # triggers and views are refused
+        if {_one_line(sql) for (sql,) in found} != _STATEMENTS:  # refuses triggers and views
             raise sqlite3.DatabaseError("index is damaged: its tables are not those of a store")
         (n_odd,) = self._db.execute(_ODD_ROWS).fetchone()
         if n_odd:
-            raise sqlite3.DatabaseError(f"index is damaged: {n_odd} rows of other types")
+            raise sqlite3.DatabaseError(f"index is damaged: {n_odd} rows have wrong types")
         self.store_id()
 
     def store_id(self) -> bytes:
-        """The identity that the slab's header must repeat."""
+        """Return the store's id, which the slab's header must repeat."""
         values = self._db.execute("SELECT CAST(id AS BLOB) FROM store").fetchall()
         if len(values) != 1 or len(values[0][0]) != STORE_ID_BYTES:
             raise sqlite3.DatabaseError("index is damaged: it does not name its store")
         return values[0][0]
 
     def chunks(self) -> Iterable[ChunkRow]:
-        """Every chunk whose names have their lengths, least recently used first."""
+        """Yield the chunks whose fields have valid lengths, least recently used first."""
         rows = self._db.execute(
             "SELECT key, parent, tokens, offset, size, bits, attention, seen "  # noqa: S608  a constant
             f"FROM chunks WHERE NOT ({_MISSHAPEN}) ORDER BY used"
@@ -215,19 +214,19 @@ class ChunkIndex:
             yield ChunkRow(ChunkId(key, parent, tokens), *rest)
 
     def n_misshapen(self) -> int:
-        """Rows that ``chunks`` leaves out."""
+        """Count the rows that ``chunks`` skips."""
         found = self._db.execute(f"SELECT count(*) FROM chunks WHERE {_MISSHAPEN}")  # noqa: S608
         return int(found.fetchone()[0])
 
     def drop_misshapen(self) -> int:
-        """Delete the rows that ``chunks`` leaves out; their number."""
+        """Delete the rows that ``chunks`` skips; return how many there were."""
         n_rows = self.n_misshapen()
         if n_rows:
             self._db.execute(f"DELETE FROM chunks WHERE {_MISSHAPEN}")  # noqa: S608
         return n_rows
 
     def contexts(self) -> dict[str, bytes]:
-        """Key of each named context's last chunk."""
+        """Return the key of each named context's last chunk."""
         rows = self._db.execute(
             "SELECT CAST(id AS BLOB), CAST(head AS BLOB) FROM contexts "
             "WHERE length(CAST(id AS BLOB)) <= ? AND length(CAST(head AS BLOB)) = ?",
@@ -236,11 +235,11 @@ class ChunkIndex:
         return {name.decode(errors="replace"): head for name, head in rows}
 
     def geometry(self, root: bytes) -> str | None:
-        """Layout of the cells under ``root``, as JSON."""
+        """Return the layout of the cells under ``root``, as JSON, or None."""
         return self.layouts().get(root)
 
     def layouts(self) -> dict[bytes, str]:
-        """Layout of the cells under each root, as JSON."""
+        """Return the layout of the cells under each root, as JSON."""
         rows = self._db.execute(
             "SELECT CAST(root AS BLOB), CAST(layout AS BLOB) FROM geometry "
             "WHERE length(CAST(root AS BLOB)) = ? AND length(CAST(layout AS BLOB)) <= ?",
@@ -249,7 +248,7 @@ class ChunkIndex:
         return {root: layout.decode(errors="replace") for root, layout in rows}
 
     def written_on(self, day: int) -> int:
-        """Bytes written to the slab on a day, by its number since 1970."""
+        """Return the bytes written to the slab on a day, given as days since 1970."""
         found = self._db.execute("SELECT CAST(bytes AS INTEGER) FROM writes WHERE day=?", (day,))
         return max([0, *(n_bytes for (n_bytes,) in found)])
 
@@ -279,41 +278,41 @@ class ChunkIndex:
                 db.execute(f"PRAGMA application_id={_ERASING}")
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # some errors end it themselves
+            if db.in_transaction:  # SQLite ends it after some errors
                 db.execute("ROLLBACK")
             raise
 
     def is_erasing(self) -> bool:
-        """Whether a process ended between an update that ``erases`` and ``end_erasing``."""
+        """Return whether a deletion was begun and not confirmed by ``end_erasing``."""
         (mark,) = self._db.execute("PRAGMA application_id").fetchone()
         return bool(mark == _ERASING)
 
     def end_erasing(self) -> None:
-        """Leave nothing of deleted rows in any file.
+        """Erase deleted rows from the index's files, and note that the deletion is complete.
 
         Raises:
-            StoreError: Another process goes on reading the log.
+            StoreError: Another process is still reading the log.
         """
         self._eraser.erase()
         if self.is_erasing():
             self._db.execute("PRAGMA application_id=0")
 
     def freeze(self) -> None:
-        """Show what is committed now, and nothing later, until it is closed."""
+        """Begin a read transaction, so that later commits stay invisible until ``close``."""
         self._db.execute("BEGIN")
 
     def shrink(self) -> None:
-        """Give free pages back to the file system."""
+        """Return free pages to the file system."""
         self._db.execute("VACUUM")
 
     def close(self) -> None:
-        """Close the file; the WAL is folded in."""
+        """Close the file; SQLite merges the write-ahead log into it."""
         self._db.close()
         self._eraser.close()
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether it is the file that is wrong; else it is the disk, or who may use it."""
+    """Return whether the index file itself is bad, as opposed to the disk or its permissions."""
     is_schema = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
     return isinstance(error, sqlite3.DatabaseError) and (
         is_schema or not isinstance(error, sqlite3.OperationalError)
@@ -321,7 +320,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 def _text(value: bytes) -> str:
-    return value.decode(errors="replace")  # SQLite checks no text for being UTF-8
+    return value.decode(errors="replace")  # SQLite does not check that text is UTF-8
 
 
 def _one_line(sql: str | None) -> str:

@@ -1,8 +1,8 @@
-"""Names of chunks: a hash chain over their tokens, so that a shared prefix has one name.
+"""Content-based names of chunks: a hash chain over tokens, so that a shared prefix has one name.
 
-A chunk's key hashes its parent's key and its own tokens; the first chunk's parent is the root, a
-hash of everything that decides the bytes in the cells (``fingerprint``). Equal keys therefore mean
-equal cells, and a context's chunks are found without any table of contexts.
+A chunk's key is the hash of its parent's key and its own tokens. The first chunk's parent is the
+root, a hash of everything that determines the bytes in the cells (``model_identity``). Equal keys
+therefore mean equal cells, and a context's chunks are found without a table of contexts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ChunkId(NamedTuple):
     """Identity of a chunk.
 
     Attributes:
-        key: 32 bytes, unique for the chunk and everything before it.
-        parent: Key of the chunk before it, or the root.
-        tokens: Its token ids, int32 little-endian; fewer than 16 only in a context's last chunk.
+        key: 32-byte hash of the chunk and everything before it.
+        parent: Key of the previous chunk, or the root.
+        tokens: Token ids as little-endian int32; only a context's last chunk has fewer than 16.
     """
 
     key: bytes
@@ -37,11 +37,11 @@ class ChunkId(NamedTuple):
 
 
 def chain(root: bytes, tokens: Tokens) -> list[ChunkId]:
-    """Identities of the chunks of ``tokens``, shape ``(n,)``, in order.
+    """Split tokens into chunks and return the chunks' identities in order.
 
     Args:
-        root: 32-byte fingerprint hash.
-        tokens: Token ids from position 0 on.
+        root: 32-byte root of the chain.
+        tokens: Token ids from position 0 on, shape ``(n,)``.
     """
     data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     step = CHUNK_TOKENS * TOKEN_BYTES
@@ -56,5 +56,5 @@ def chain(root: bytes, tokens: Tokens) -> list[ChunkId]:
 
 
 def chunk_key(parent: bytes, tokens: bytes) -> bytes:
-    """Key of the chunk with these token bytes behind ``parent``."""
+    """Return the key of the chunk that follows ``parent`` and has these token bytes."""
     return hashlib.blake2b(parent + tokens, digest_size=32).digest()

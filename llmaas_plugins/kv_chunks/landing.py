@@ -1,8 +1,8 @@
-"""Loading straight into the engine's cells.
+"""Decode stored chunks directly into the engine's cells.
 
-The engine labels cells for all that is loaded, and says where their rows belong. Threads read and
-verify what is on disk, and decode every chunk to its place; nothing is copied. That is for loads
-without gaps: where something has to be recomputed, ``pipeline`` brings segment after segment.
+The engine labels cells for all loaded tokens and returns the addresses of their rows. Threads read
+and verify chunks on disk, and decode every chunk to its address without a copy. This only works
+for loads without gaps. If some tokens must be recomputed, ``pipeline`` loads segment by segment.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 __all__ = ["land"]
 
 _PIECE_BYTES = 4 << 20
-"""Of chunks in RAM: few handovers, as each waits for Python's lock."""
+"""Bytes of RAM chunks in one job: few jobs are best, because each handover waits for the GIL."""
 
 
 def land(
     load: Load, chunks: Sequence[Chunk], landings: NDArray[np.uint64], threads: Executor
 ) -> int:
-    """Decode stored chunks to their cells; how many leading ones were sound.
+    """Decode stored chunks to their cells; return how many leading chunks were valid.
 
     Args:
-        load: Where from.
-        chunks: In order of position.
-        landings: Where their rows belong (``Cells.land``).
-        threads: Who helps.
+        load: Source of the chunks.
+        chunks: Chunks in order of position.
+        landings: Addresses of their rows (``Cells.land``).
+        threads: Threads that share the work with this one.
     """
     pieces = list(_pieces(chunks))
     counts = map(count_tokens, pieces)
@@ -42,7 +42,7 @@ def land(
     def work(i: int) -> int:
         return load.record(pieces[i], firsts[i], into)
 
-    order = sorted(range(len(pieces)), key=lambda i: pieces[i][0].ram != ABSENT)  # reads first
+    order = sorted(range(len(pieces)), key=lambda i: pieces[i][0].ram != ABSENT)  # disk reads first
     n_sound = _together(threads, work, order)
     leading = itertools.takewhile(lambda i: n_sound[i] == len(pieces[i]), range(len(pieces)))
     n_whole = sum(1 for _ in leading)
@@ -50,7 +50,7 @@ def land(
 
 
 def _pieces(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Chunks that are treated together: records of what is read, more of what is in RAM."""
+    """Group chunks into jobs: one record if they are read from disk, more if they are in RAM."""
     for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
         if is_absent:
             yield from records(list(group))
@@ -59,10 +59,11 @@ def _pieces(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
 
 
 def _together(threads: Executor, work: Callable[[int], int], order: Sequence[int]) -> list[int]:
-    """What ``work`` returns for each index; this thread helps, from the end of ``order``.
+    """Run ``work`` for each index and return the results by index.
 
-    Nothing is under way any more when it returns or raises, nor begins later: the cells are the
-    engine's again. Hence jobs of its own, which it can call off whatever the threads are doing.
+    This thread takes jobs from the end of ``order`` while the others begin at the start. When this
+    function returns or raises, no job runs and none starts later, because the engine then uses the
+    cells again. It therefore makes its own futures, which it can cancel at any time.
     """
     if len(order) == 1:
         return [work(order[0])]
@@ -73,7 +74,7 @@ def _together(threads: Executor, work: Callable[[int], int], order: Sequence[int
         if job.set_running_or_notify_cancel():
             try:
                 job.set_result(work(i))
-            except BaseException as error:  # Ctrl-C, too, is for who waits
+            except BaseException as error:  # pass everything, even Ctrl-C, to the waiting thread
                 job.set_exception(error)
 
     try:

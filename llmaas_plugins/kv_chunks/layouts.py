@@ -1,4 +1,4 @@
-"""Layouts of cells as a store keeps them: JSON with a checksum, since SQLite has none."""
+"""Stored form of cell layouts: JSON with a checksum, because SQLite has no checksums."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _SUM = "sum"
 
 
 def pack_layout(geometry: KVGeometry) -> str:
-    """Return a layout as text."""
+    """Return a layout as JSON text with a checksum."""
     values = geometry.to_json()
     return json.dumps({**values, _SUM: _sum(values)})
 
 
 def unpack_layout(text: str) -> KVGeometry:
-    """Return the layout that ``pack_layout`` made a text of.
+    """Parse the text that ``pack_layout`` returned.
 
     Raises:
-        ValueError: It is something else, or damaged.
+        ValueError: The text is not a layout, or it is damaged.
     """
     values = parse_json(text)
     if not isinstance(values, dict) or values.pop(_SUM, None) != _sum(values):
-        raise ValueError("found another checksum than that of the layout")
+        raise ValueError("the layout's checksum is wrong")
     try:
         return KVGeometry.from_json(values)
     except OverflowError as error:

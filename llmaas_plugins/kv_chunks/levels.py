@@ -1,4 +1,4 @@
-"""The bits of a context's chunks at the end of a call (LLMS §3.2): chosen, applied, remembered."""
+"""Choose and apply the bits of a context's chunks at the end of a request (LLMS §3.2)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
 __all__ = ["Attention", "Levels"]
 
 Attention = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Of each chunk of a context: the attention its tokens got since the last call, and in how many
-scores; shape ``(n,)`` each."""
+"""Summed attention and score counts of each chunk of a context since the last request; two arrays
+of shape ``(n,)``."""
 
 
 class Levels:
-    """Bits for chunks. Those that are stored keep what they have, or less: never more."""
+    """Choice of bits for chunks. A stored chunk's bits can only fall, never rise."""
 
     def __init__(self, store: ChunkStore, levels: Sequence[int], ratio: float) -> None:
-        """Choose among ``levels`` under a mean of ``8 * ratio`` bits."""
+        """Choose among ``levels`` so that the mean is at most ``8 * ratio`` bits."""
         self._store = store
         self._levels = levels
         self._ratio = ratio
 
     def choose(self, ids: Sequence[ChunkId], attention: Attention) -> NDArray[np.int64]:
-        """Bits of each chunk of a context, by all the attention it got so far; shape ``(n,)``."""
+        """Return each chunk's bits, chosen by all attention so far; shape ``(n,)``."""
         known = self._store.known(ids)
         sums, counts = attention[0].copy(), attention[1].copy()
         most = np.full(len(ids), max(self._levels), dtype=np.int64)
@@ -49,13 +49,13 @@ class Levels:
         attention: Attention,
         geometry: KVGeometry,
     ) -> None:
-        """Demote what has more bits than chosen, and remember the attention.
+        """Cut chunks that have more bits than chosen, and store their attention.
 
         Args:
-            ids: The context's chunks; the new ones are stored by now.
-            bits: What was chosen.
-            attention: What it was chosen by.
-            geometry: Of the cells.
+            ids: Chunks of the context, all stored by now.
+            bits: Chosen bits of each chunk.
+            attention: Attention that the choice was based on.
+            geometry: Layout of the cells.
         """
 
         def size(n_tokens: int, level: int) -> int:

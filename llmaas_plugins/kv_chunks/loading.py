@@ -1,4 +1,4 @@
-"""From stored chunks to blobs that the engine takes."""
+"""Decode stored chunks to blobs for the engine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 __all__ = ["Gap", "Into", "Load", "Reads", "Segment", "records"]
 
 Into = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
-"""Decodes payloads, given their addresses, sizes and first cells."""
+"""Function that decodes payloads, given their addresses, sizes and first cells."""
 
 
 class Segment(NamedTuple):
     """Cells ready for the engine.
 
     Attributes:
-        blob: What ``llama_state_seq_set_data`` takes; valid until the next step is asked for.
-        n_tokens: Tokens in it.
+        blob: Input of ``llama_state_seq_set_data``; valid until the next step is asked for.
+        n_tokens: Number of tokens in the blob.
     """
 
     blob: NDArray[np.uint8]
@@ -36,31 +36,31 @@ class Segment(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Cells that are not loaded: the engine has to compute them before it takes what follows.
+    """Cells that are not loaded. The engine must compute them before it takes later cells.
 
     Attributes:
-        n_tokens: Tokens in it.
+        n_tokens: Number of tokens in the gap.
     """
 
     n_tokens: int
 
 
 class Reads:
-    """What one load read from disk."""
+    """Bytes and time that one load spent on disk reads. Thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start at zero."""
         self.n_bytes = 0
         self._first = self._last = 0.0
         self._lock = threading.Lock()
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first read to the end of the last one."""
+        """Seconds from the start of the first read to the end of the last one."""
         return self._last - self._first
 
     def add(self, n_bytes: int, started: float) -> None:
-        """A read is done that began at ``started``."""
+        """Record a read of ``n_bytes`` that began at ``started`` and ended now."""
         with self._lock:
             self._first = min(self._first, started) if self.n_bytes else started
             self._last = time.perf_counter()
@@ -68,7 +68,7 @@ class Reads:
 
 
 class Load(NamedTuple):
-    """One load's way from chunks to blobs."""
+    """Steps that turn the chunks of one load into blobs."""
 
     store: ChunkStore
     geometry: KVGeometry
@@ -77,7 +77,11 @@ class Load(NamedTuple):
     def whatever(
         self, chunks: Sequence[Chunk], start: int, buffer: NDArray[np.uint8]
     ) -> Generator[Segment | Gap, None, int]:
-        """All that can be had of ``chunks``, in this thread; the tokens of a gap at the end."""
+        """Load all available chunks in this thread; yield segments and the gaps between them.
+
+        Returns:
+            Tokens of a gap at the end.
+        """
         gap = 0
         while chunks:
             n_chunks, segment = self._leading(chunks, start, buffer)
@@ -96,13 +100,13 @@ class Load(NamedTuple):
     def record(
         self, record: Sequence[Chunk], first: int, into: Into, read: Future[None] | None = None
     ) -> int:
-        """Fetch and decode a record, after ``read``; how many leading chunks are in place now.
+        """Fetch and decode a record; return how many leading chunks are in place.
 
         Args:
-            record: The chunks.
-            first: Cell that they begin with.
-            into: Where they go.
-            read: Brings them into RAM.
+            record: Chunks of the record.
+            first: Index of the record's first cell.
+            into: Decoder that writes to the destination.
+            read: Pending read of these chunks into RAM, to wait for; None if there is none.
         """
         if read is not None:
             wait([read])
@@ -112,7 +116,7 @@ class Load(NamedTuple):
         return self._decode(record[: len(addresses)], addresses, first, into)
 
     def into_blob(self, blob: NDArray[np.uint8], n_cells: int) -> Into:
-        """Decode into a blob."""
+        """Return a decoder that writes to a blob."""
 
         def into(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
             return _native.chunks_decode_at(self.geometry, addresses, sizes, firsts, blob, n_cells)
@@ -120,7 +124,7 @@ class Load(NamedTuple):
         return into
 
     def into_cells(self, landings: NDArray[np.uint64], n_cells: int) -> Into:
-        """Decode into the engine's cells."""
+        """Return a decoder that writes to the engine's cells."""
 
         def into(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
             return _native.chunks_land_at(
@@ -130,24 +134,24 @@ class Load(NamedTuple):
         return into
 
     def read(self, record: Sequence[Chunk]) -> None:
-        """Bring a record into RAM, ahead of need."""
+        """Read a record into RAM ahead of need."""
         self.store.release(record[: len(self._fetch(record, is_ahead=True))])
 
     def segment(self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int) -> Segment:
-        """Finish a blob whose rows are in place."""
+        """Write the headers of a blob whose rows are in place, and return it as a segment."""
         n_cells = count_tokens(chunks)
         blob = buffer[: self.blob_bytes(chunks)]
         _native.blob_init(self.geometry, blob, range(start, start + n_cells))
         return Segment(blob, n_cells)
 
     def blob_bytes(self, chunks: Sequence[Chunk]) -> int:
-        """Bytes of a blob of these chunks."""
+        """Return the size of a blob of these chunks, in bytes."""
         return _native.blob_size(self.geometry, count_tokens(chunks))
 
     def _leading(
         self, chunks: Sequence[Chunk], start: int, buffer: NDArray[np.uint8]
     ) -> tuple[int, Segment | None]:
-        """The leading ones that can be had, and their number."""
+        """Decode the leading available chunks; return their number and their segment."""
         addresses = self._fetch(chunks)
         ready = chunks[: len(addresses)]
         if not ready:
@@ -155,7 +159,7 @@ class Load(NamedTuple):
         blob = buffer[: self.blob_bytes(ready)]
         into = self.into_blob(blob, count_tokens(ready))
         n_sound = self._decode(ready, addresses, 0, into)
-        if n_sound < len(ready):  # the rows of fewer cells lie elsewhere: once more, without it
+        if n_sound < len(ready):  # a smaller blob has another row layout: decode again
             return self._leading(ready[:n_sound], start, buffer)
         return n_sound, self.segment(buffer, ready, start)
 
@@ -170,7 +174,7 @@ class Load(NamedTuple):
     def _decode(
         self, chunks: Sequence[Chunk], addresses: Sequence[int], first: int, into: Into
     ) -> int:
-        """Decode fetched chunks, release them, and count the leading ones that were sound."""
+        """Decode fetched chunks, release them, and return how many leading ones were valid."""
         firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
         sizes = [chunk.size for chunk in chunks]
         try:
@@ -187,7 +191,7 @@ class Load(NamedTuple):
 def records(
     chunks: Sequence[Chunk], most_bytes: int = _native.RECORD_MAX
 ) -> Iterator[Sequence[Chunk]]:
-    """Runs of chunks of at most so many bytes together, 1 MiB by default, or of one."""
+    """Split chunks into runs of at most ``most_bytes`` (default: 1 MiB), or of one larger chunk."""
     start, n_bytes = 0, 0
     for i, chunk in enumerate(chunks):
         if i > start and n_bytes + chunk.size > most_bytes:
@@ -198,6 +202,6 @@ def records(
 
 
 def _n_nowhere(chunks: Sequence[Chunk]) -> int:
-    """Leading chunks to give up: the first one, and all behind it that have no bytes either."""
+    """Count the leading chunks to skip: the first one and those after it without bytes."""
     rest = itertools.takewhile(lambda chunk: chunk.is_nowhere, chunks[1:])
     return 1 + sum(1 for _ in rest)

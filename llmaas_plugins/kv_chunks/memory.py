@@ -1,7 +1,7 @@
-"""Anonymous memory in huge pages where the system gives them.
+"""Anonymous memory, in huge pages where the system provides them.
 
-Reads with O_DIRECT go two to three times as fast into huge pages: the device gets a few large
-segments instead of one a page.
+O_DIRECT reads into huge pages are two to three times as fast as into normal pages. The device then
+gets a few large segments instead of one per page.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def anonymous(n_bytes: int) -> NDArray[np.uint8]:
-    """A zeroed array of ``n_bytes``, aligned to 2 MiB; pages are committed as they are touched."""
+    """Return a zeroed array of ``n_bytes``, aligned to 2 MiB; pages are committed when touched."""
     whole = _mapped(n_bytes + _HUGE, "MADV_HUGEPAGE")
     start = -int(whole.ctypes.data) % _HUGE
     return whole[start : start + n_bytes]
 
 
 def sparse(n_bytes: int) -> NDArray[np.uint8]:
-    """A zeroed array of which few pages will be touched: only these take memory."""
+    """Return a zeroed array in small pages, of which only the touched ones take memory."""
     return _mapped(n_bytes, "MADV_NOHUGEPAGE")
 
 
@@ -40,7 +40,7 @@ def _mapped(n_bytes: int, advice: str) -> NDArray[np.uint8]:
 
 
 def give_back(pages: NDArray[np.uint8]) -> None:
-    """Let whole pages of such an array be zeros that take no memory."""
+    """Free the memory of whole pages of such an array; they then read as zeros."""
     if _madvise(pages.ctypes.data, pages.nbytes, mmap.MADV_DONTNEED):
         error = ctypes.get_errno()
-        raise OSError(error, f"cannot give memory back: {os.strerror(error)}")
+        raise OSError(error, f"cannot return memory to the system: {os.strerror(error)}")

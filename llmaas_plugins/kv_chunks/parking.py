@@ -1,9 +1,9 @@
-"""Contexts that were left stay in the engine, in cells beyond those that the app asked for.
+"""Keep inactive contexts in the engine, in cells beyond those that the app asked for.
 
-A parked context is a sequence of its own; leaving and coming back are relabellings, no byte of the
-cells is touched. Contexts that begin with the same tokens share the cells of that beginning, so
-the cells in use are as many as the parked contexts have different beginnings. Contexts of different
-roots, such as those of two apps, share nothing: how long one stays must not tell what another has.
+A parked context is a sequence of its own. Parking and resuming it only relabels cells, without
+reading or writing them. Contexts that share a prefix share the cells of that prefix, so each
+distinct prefix takes cells once. Contexts with different roots, such as those of two apps, share
+nothing, so that eviction times do not reveal one app's tokens to another.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _END = -1
 
 @dataclass(slots=True, eq=False)
 class _Parked:
-    """Tokens ``0 … n-1`` of a context, and the sequence that holds exactly their cells.
+    """A parked context: tokens ``0 … n-1`` and the sequence that holds exactly their cells.
 
     Attributes:
-        sequence: Its number.
-        tokens: Shape ``(n,)``.
-        cells: Which cells these are by layer, shape ``(n_layers, n)``; None if nobody knows.
-        root: Where its chain of chunks begins.
+        sequence: Number of the sequence.
+        tokens: Token ids, shape ``(n,)``.
+        cells: Indices of the cells by layer, shape ``(n_layers, n)``; None if unknown.
+        root: Root of the context's chain of chunks.
     """
 
     sequence: int
@@ -44,11 +44,11 @@ class _Parked:
 
 
 class Taken(NamedTuple):
-    """What sequence 0 was given.
+    """Tokens of a parked context that sequence 0 holds now.
 
     Attributes:
-        n_tokens: Tokens.
-        cells: Where they lie by layer, shape ``(n_layers, n_tokens)``; None if nobody knows.
+        n_tokens: Number of tokens.
+        cells: Indices of their cells by layer, shape ``(n_layers, n_tokens)``; None if unknown.
     """
 
     n_tokens: int
@@ -58,7 +58,7 @@ class Taken(NamedTuple):
 def _nearest(
     contexts: Sequence[_Parked], tokens: Tokens, root: bytes
 ) -> tuple[_Parked | None, int]:
-    """Return the context of ``root`` that begins most like ``tokens``, and their common tokens."""
+    """Return the context of ``root`` with the longest common prefix, and that prefix's length."""
     found: _Parked | None = None
     n_most = 0
     for parked in contexts:
@@ -71,27 +71,27 @@ def _nearest(
 def _joined(
     first: NDArray[np.int32] | None, rest: NDArray[np.int32], n: int
 ) -> NDArray[np.int32] | None:
-    """Cells of which the first ``n`` are another context's."""
+    """Return cells, the first ``n`` of them from another context; None if those are unknown."""
     return None if first is None else np.concatenate([first[:, :n], rest[:, n:]], axis=1)
 
 
 class Parking:
-    """The parked contexts of one engine. Call it only while the engine is yours.
+    """The parked contexts of one engine. Use it only while no other thread uses the engine.
 
-    Two rules hold between calls. Parked contexts use at most the engine's spare cells, so that
-    sequence 0 always finds room for all that the app asked for. And where two of them have the
-    same root and the same tokens from the beginning, they have the same cells.
+    Two invariants hold between calls. Parked contexts use at most the engine's spare cells, so that
+    sequence 0 always has as many cells as the app asked for. Parked contexts with the same root
+    share the cells of their common prefix.
 
     Attributes:
         limit: Cells that parked contexts may use after the next ``switch``.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Attach to an engine, without keeping it."""
+        """Attach to an engine without keeping a reference to it."""
         self._memory = llama_cpp.llama_get_memory(engine.ctx)
         self.limit = engine.n_spare
         self._sequences = engine.parked
-        self._contexts: list[_Parked] = []  # the one that was used last is the last
+        self._contexts: list[_Parked] = []  # least recently used first
         self._is_expired = False
         self._n_cells = 0
         self._n_parked = self._n_taken = self._n_taken_tokens = self._n_given_up = 0
@@ -104,18 +104,18 @@ class Parking:
         root: bytes = b"",
         resident_root: bytes | None = None,
     ) -> Taken | None:
-        """Keep what sequence 0 is about to lose, and bring back what the prompt goes on with.
+        """Park the context in sequence 0, and resume the parked context that best fits the prompt.
 
         Args:
             prompt: The whole prompt, shape ``(n,)``.
-            resident: What sequence 0 is known to hold from position 0, shape ``(m,)``.
-            cells: Tells where its first tokens lie, if that is known.
-            root: Where the prompt's chain of chunks begins. Contexts with another one stay parked.
-            resident_root: Where the resident tokens' chain begins; ``root`` if None.
+            resident: Tokens that sequence 0 is known to hold from position 0, shape ``(m,)``.
+            cells: Function that returns the cells of sequence 0's first tokens, or None.
+            root: Root of the prompt's chain of chunks. Contexts with another root stay parked.
+            resident_root: Root of the resident tokens' chain; None means ``root``.
 
         Returns:
-            The leading tokens of the prompt that sequence 0 holds now, and nothing else; or None
-            if no parked context has more of them than sequence 0, which is as it was.
+            The leading tokens of the prompt, which sequence 0 now holds and nothing else. None if
+            no parked context has more of them than sequence 0, which is then unchanged.
         """
         self._notice_given_up()
         if self._is_expired:
@@ -135,11 +135,11 @@ class Parking:
         return taken
 
     def expire(self) -> None:
-        """Let the next ``switch`` begin with giving up all; any thread may ask for it."""
+        """Make the next ``switch`` free all parked contexts first. Callable from any thread."""
         self._is_expired = True
 
     def give_up(self) -> None:
-        """Free all cells of parked contexts."""
+        """Free all parked contexts."""
         self._notice_given_up()
         for parked in tuple(self._contexts):
             self._remove(parked)
@@ -147,11 +147,11 @@ class Parking:
 
     @property
     def n_cells(self) -> int:
-        """Cells that parked contexts use."""
+        """Number of cells that parked contexts use."""
         return self._n_cells if self._sequences else 0
 
     def stats(self) -> dict[str, int]:
-        """Counters, for the status."""
+        """Return counters for the plugin's status."""
         return {
             "parked_contexts": len(self._sequences),
             "parked_cells": self.n_cells,
@@ -166,7 +166,7 @@ class Parking:
     def _park(
         self, tokens: Tokens, where: Callable[[int], NDArray[np.int32] | None], root: bytes
     ) -> None:
-        """Label the cells of sequence 0 as a parked context's too, if it is worth it."""
+        """Label sequence 0's cells as a parked context too, if it is long and not parked yet."""
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(len(tokens)):
             return
         for parked in [p for p in self._contexts if p.root == root]:
@@ -189,9 +189,9 @@ class Parking:
         self._n_parked += 1
 
     def _take(self, parked: _Parked, n: int) -> Taken:
-        """Give sequence 0 the first ``n`` cells of a parked context, and nothing else.
+        """Replace sequence 0 by the first ``n`` cells of a parked context.
 
-        It stays parked if the prompt left a part of it aside.
+        The context stays parked if the prompt leaves at least a chunk of it unused.
         """
         self._drop(_APP, 0)
         self._label(parked.sequence, _APP, 0, n)
@@ -210,19 +210,19 @@ class Parking:
         self._sequences.discard(parked.sequence)
         self._contexts.remove(parked)
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- space ----------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Remove contexts, the least recently used first, until the rules hold again.
+        """Remove contexts, least recently used first, until the invariants hold again.
 
-        A part of one would be worth little: what follows would have to be loaded into cells here
-        and there. One sequence stays free, for the next context that is left.
+        Contexts are removed whole: keeping a part is worth little, because the rest would have to
+        be loaded into scattered cells. One sequence stays free for the next context to park.
         """
         while len(self._contexts) == len(PARKED_SEQUENCES) or self._count() > self.limit:
             self._remove(self._contexts[0])
 
     def _count(self) -> int:
-        """Cells in use: of each context, those that no context before it has."""
+        """Count the cells in use; a cell that several contexts share counts once."""
         n_cells = 0
         for i, parked in enumerate(self._contexts):
             _, n_shared = _nearest(self._contexts[:i], parked.tokens, parked.root)
@@ -231,7 +231,7 @@ class Parking:
         return n_cells
 
     def _notice_given_up(self) -> None:
-        """Forget the contexts whose cells the host had to free."""
+        """Forget the contexts whose cells were freed before a call of the app."""
         kept = [parked for parked in self._contexts if parked.sequence in self._sequences]
         self._n_given_up += len(self._contexts) - len(kept)
         self._contexts = kept

@@ -1,8 +1,8 @@
-"""Loading in stages that overlap (LLMS Fig. 8).
+"""Load chunks in overlapping stages (LLMS Fig. 8).
 
-While the engine takes one segment's blob, a few threads each read a record of the next ones, verify
-it and decode it, still in the core's cache, to its place in its segment's blob. While the engine
-computes cells that are not loaded, one thread reads what comes behind them into the RAM tier.
+While the engine takes one segment's blob, several threads prepare the next segments. Each thread
+reads and verifies a record, and decodes it into its segment's blob while it is in the CPU cache.
+While the engine recomputes cells, one thread reads the chunks after them into the RAM tier.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _T = TypeVar("_T")
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads; who submits does the work where there can be none: the interpreter exits."""
+    """Thread pool that runs a job in the caller's thread if the interpreter is exiting."""
 
     def submit(self, job: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
-        """Have a thread do ``job``."""
+        """Run ``job`` in a thread of the pool."""
         try:
             return super().submit(job, *args, **kwargs)
         except RuntimeError:
@@ -47,10 +47,10 @@ class _Pool(ThreadPoolExecutor):
 
 
 class Workers(forks.Forked):
-    """The plugin's threads: loading and swap-out writes do not wait for each other."""
+    """The plugin's threads. Loads and swap-out writes have their own, so that neither waits."""
 
     def __init__(self) -> None:
-        """No thread starts before its first job."""
+        """Create the pools; no thread starts before its first job."""
         self._make()
         forks.watch(self)
 
@@ -60,26 +60,26 @@ class Workers(forks.Forked):
         self.write = _Pool(1, thread_name_prefix="llmaas-kv-write")
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Have other threads in the child, which has none of its parent's."""
+        """Create new pools in a forked child, which has none of its parent's threads."""
         if in_child:
             self._make()
 
     def close(self) -> None:
-        """Finish what is queued."""
+        """Finish all queued jobs and stop the threads."""
         for pool in (self.ahead, self.load, self.write):
             pool.shutdown(wait=True)
 
 
 class Loader:
-    """Turns stored chunks into segments for an engine whose cells have ``geometry``."""
+    """Converter of stored chunks to segments for an engine whose cells have ``geometry``."""
 
     def __init__(
         self, store: ChunkStore, staging: Staging, workers: Workers, geometry: KVGeometry
     ) -> None:
-        """Make sure of the transfer buffers.
+        """Reserve the transfer buffers.
 
         Raises:
-            BudgetError: They do not fit the RAM budget.
+            BudgetError: The buffers do not fit the RAM budget.
         """
         self._store = store
         self._staging = staging
@@ -88,15 +88,15 @@ class Loader:
         self._step = staging.segment_chunks(geometry)
 
     def steps(self, runs: Sequence[Run], start: int, reads: Reads) -> Generator[Segment | Gap]:
-        """What the engine has to take, and to compute, in order of position.
+        """Yield the segments to load and the gaps to compute, in order of position.
 
-        Chunks that turn out to be missing or damaged become gaps; at the very end they are left
-        out. Hold ``staging.lock`` until the generator is exhausted or closed.
+        Missing or damaged chunks become gaps, except at the end, where they are left out. Hold
+        ``staging.lock`` until the generator is exhausted or closed.
 
         Args:
-            runs: In order of position, without gaps between them; the last one is loaded.
-            start: Position of the first one's first token.
-            reads: Is told what is read.
+            runs: Contiguous runs in order of position; the last one is loaded.
+            start: Position of the first run's first token.
+            reads: Record of the disk reads, which this load updates.
         """
         load = Load(self._store, self._geometry, reads)
         chunks = [chunk for run in runs if run.is_loaded for chunk in run.chunks]
@@ -111,7 +111,7 @@ class Loader:
     def _in_this_thread(
         self, load: Load, parts: Sequence[Run], start: int
     ) -> Generator[Segment | Gap]:
-        """Where handing over would cost more than it hides."""
+        """Load without threads, where handing jobs over would cost more time than it saves."""
         whole = self._staging.whole
         return _in_order(parts, start, lambda part, at: load.whatever(part.chunks, at, whole))
 
@@ -133,7 +133,7 @@ class Loader:
 
 
 class _Feed:
-    """The ring of buffers being filled, part by part, and reads ahead of it."""
+    """Ring of buffers that jobs fill part by part, with disk reads ahead of it."""
 
     def __init__(
         self,
@@ -143,14 +143,14 @@ class _Feed:
         workers: Workers,
         ahead_bytes: int,
     ) -> None:
-        """Do nothing yet.
+        """Prepare; ``start`` begins the work.
 
         Args:
-            load: Does the work.
-            parts: Chunks for a buffer each.
-            staging: The buffers.
-            workers: The threads.
-            ahead_bytes: Bytes to read ahead of the engine; 0 leaves reading to those who decode.
+            load: Steps of this load.
+            parts: Chunks of each buffer.
+            staging: Ring of buffers.
+            workers: Threads for the jobs.
+            ahead_bytes: Bytes to read ahead of the engine; 0 to read only when decoding.
         """
         self._load = load
         self._parts = parts
@@ -163,18 +163,18 @@ class _Feed:
         self._jobs: deque[_Job] = deque()
 
     def start(self) -> None:
-        """Begin to read, and to fill the buffers."""
+        """Start to read and to fill the buffers."""
         self._read_ahead()
         for i in range(min(Staging.BUFFERS, len(self._parts))):
             self._decode(i)
 
     def next_part(self, start: int) -> Generator[Segment | Gap, None, int]:
-        """What there is of the next part; the tokens of a gap at its end."""
+        """Yield the next part's segments and gaps; return the tokens of a gap at its end."""
         i, part = self._n_done, self._parts[self._n_done]
         buffer, gap = self._staging.buffer(i), 0
         if _n_sound(self._jobs[0]) == len(part):
             yield self._load.segment(buffer, part, start)
-        else:  # rows of fewer cells lie elsewhere
+        else:  # a smaller blob has another row layout
             gap = yield from self._load.whatever(part, start, buffer)
         self._jobs.popleft()
         self._n_done += 1
@@ -184,12 +184,12 @@ class _Feed:
         return gap
 
     def close(self) -> None:
-        """Let nothing be under way any more."""
+        """Cancel pending jobs and wait for running ones."""
         futures: list[Future[Any]] = list(itertools.chain(*self._reads, *self._jobs))
         wait([future for future in futures if not future.cancel()])
 
     def _read_ahead(self) -> None:
-        """Submit reads of the parts that the engine did not take, up to ``_ahead_bytes``."""
+        """Submit reads of parts that the engine has not taken yet, up to ``_ahead_bytes``."""
         while self._ahead_bytes and len(self._reads) < len(self._parts):
             i = len(self._reads)
             waiting = itertools.chain(*self._parts[self._n_done : i + 1])
@@ -213,11 +213,11 @@ class _Feed:
 
 
 _Job = list[Future[int]]
-"""For each record of a part, how many of its chunks are in its blob."""
+"""Futures of a part's records; each gives how many of its record's chunks are in the blob."""
 
 
 def _n_sound(job: _Job) -> int:
-    """Chunks of a part that are in its blob; waits for all of them."""
+    """Wait for all jobs of a part; return how many of its chunks are in the blob."""
     wait(job)
     return sum(future.result() for future in job)
 
@@ -231,7 +231,7 @@ def _in_order(
     start: int,
     take: Callable[[Run, int], Generator[Segment | Gap, None, int]],
 ) -> Generator[Segment | Gap]:
-    """Parts that are loaded, as ``take`` gives them from a position on, and gaps in between."""
+    """Yield what ``take`` yields for each loaded part, given its position, and the gaps between."""
     for part in parts:
         gap = part.n_tokens
         if part.is_loaded:
@@ -242,7 +242,7 @@ def _in_order(
 
 
 def _parts(runs: Sequence[Run], step: int) -> list[Run]:
-    """Runs of which those that are loaded have ``step`` chunks at most."""
+    """Split loaded runs into parts of at most ``step`` chunks; keep recomputed runs whole."""
     parts: list[Run] = []
     for run in runs:
         n = step if run.is_loaded else len(run.chunks)

@@ -1,15 +1,15 @@
-"""What a load recomputes while the rest is read: LLMS Eq 4, solved exactly.
+"""Choose the chunks to recompute while the rest is read: an exact solution of LLMS Eq 4.
 
-The paper minimises ``max(T_re(x), T_IO(m - x))``: x chunks are recomputed while the others are read
-from disk. Here everything happens in order of position, since a chunk is computed from all before
-it. So the earliest chunks are the ones to recompute, and a plan is one number, the *cut*: of the
-chunks that are only on disk, those before it are recomputed and those behind it read. Which of
-several levels to recompute, as in the paper, is no question then. Chunks in RAM are loaded and
-ghosts recomputed, wherever they are.
+The paper minimizes ``max(T_re(x), T_IO(m - x))``: x chunks are recomputed while the others are read
+from disk. Here the engine works in order of position, because computing a chunk needs all chunks
+before it. The earliest chunks are therefore the ones to recompute, and a plan is one number, the
+*cut*. Disk-only chunks before the cut are recomputed, and those after it are read. Unlike in the
+paper, there is no choice between chunks of different levels. Chunks in RAM are always loaded, and
+ghosts are always recomputed.
 
-``T_re`` becomes all that the engine does, handing over what was loaded included. ``T_IO`` becomes
-the longest way from the first byte read to the end: until some chunk is read, and then what the
-engine has to do from that chunk on.
+``T_re`` becomes all of the engine's time, including the transfer of loaded cells. ``T_IO`` becomes
+the longest path from the first byte read to the end: the time until some chunk is read, plus the
+engine's time from that chunk on.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
 __all__ = ["Costs", "Plan", "Run", "Work", "as_runs", "best_cut", "delays", "plan"]
 
 _WORTH_WHILE = 0.95
-"""A split must promise to take this share of the time without; less is within what costs vary."""
+"""Recomputing must cut the predicted time below this share; a smaller gain is within noise."""
 
 
 class Costs(NamedTuple):
-    """Seconds that each of these takes (LLMS §3.3, *profiling*).
+    """Measured costs, in seconds (LLMS §3.3, *profiling*).
 
     Attributes:
-        call: A ``llama_decode``.
-        token: A token in it.
-        pair: A token and one that it attends to.
-        read: The first byte from disk.
-        byte: Each byte.
-        load: Beginning to load.
-        put: Decoding a token's cells and handing them to the engine.
+        call: Fixed cost of a ``llama_decode`` call.
+        token: Cost per token of the call.
+        pair: Cost per pair of a token and a token that it attends to.
+        read: Latency of the first byte from disk.
+        byte: Cost per byte read.
+        load: Fixed cost of a load.
+        put: Cost per token to decode its cells and hand them to the engine.
     """
 
     call: float
@@ -52,14 +52,14 @@ class Costs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Chunks to load, without gaps between them; arrays of shape ``(n_chunks,)``.
+    """Contiguous chunks to load; the arrays have shape ``(n_chunks,)``.
 
     Attributes:
         start: Position of the first token.
-        n_tokens: Tokens of each.
-        n_bytes: Bytes to be read of each; 0 if it is in RAM, or a ghost.
-        is_ghost: Whether it can only be recomputed.
-        n_batch: Most tokens of a ``llama_decode``.
+        n_tokens: Tokens of each chunk.
+        n_bytes: Bytes to read for each chunk; 0 if it is in RAM or a ghost.
+        is_ghost: Whether each chunk can only be recomputed.
+        n_batch: Most tokens of a ``llama_decode`` call.
     """
 
     start: int
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], start: int, n_batch: int) -> Work:
-        """What there is to do for stored chunks from position ``start`` on."""
+        """Return the work for stored chunks from position ``start`` on."""
         return cls(
             start,
             np.array([chunk.n_tokens for chunk in chunks], dtype=np.int64),
@@ -81,11 +81,11 @@ class Work(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive chunks that are treated alike.
+    """Consecutive chunks that are all loaded or all recomputed.
 
     Attributes:
-        chunks: In order of position.
-        is_loaded: Otherwise their tokens are evaluated.
+        chunks: Chunks in order of position.
+        is_loaded: True if the chunks are loaded, False if their tokens are recomputed.
     """
 
     chunks: Sequence[Chunk]
@@ -93,16 +93,16 @@ class Run(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens they cover."""
+        """Number of tokens that the chunks cover."""
         return count_tokens(self.chunks)
 
 
 class Plan(NamedTuple):
-    """The best way to load.
+    """Result of planning a load.
 
     Attributes:
-        runs: In order of position; the last one is loaded, if there is any.
-        seconds: What that should take; None if too little is known.
+        runs: Runs in order of position, possibly none; the last one is loaded.
+        seconds: Predicted time; None if too little is known.
     """
 
     runs: list[Run]
@@ -110,10 +110,10 @@ class Plan(NamedTuple):
 
 
 def plan(chunks: Sequence[Chunk], start: int, n_batch: int, costs: Costs | None) -> Plan:
-    """The best way to load stored chunks from position ``start`` on.
+    """Plan how to load stored chunks from position ``start`` on.
 
-    Chunks to be recomputed at the end are not part of it: they are evaluated with the rest of the
-    prompt. While the costs are not known, all that is stored is loaded.
+    Chunks to recompute at the end are left out, because they are evaluated with the rest of the
+    prompt. While the costs are unknown, all stored chunks are loaded.
     """
     if costs is None:
         return Plan(as_runs(chunks, 0), None)
@@ -125,16 +125,16 @@ def plan(chunks: Sequence[Chunk], start: int, n_batch: int, costs: Costs | None)
 
 
 def best_cut(work: Work, costs: Costs) -> int:
-    """The cut of the least delay; 0 unless another one is worth while."""
+    """Return the cut with the least delay, or 0 if the gain is too small to be worthwhile."""
     seconds = delays(work, costs)
     cut = int(np.argmin(seconds))
     return cut if seconds[cut] < _WORTH_WHILE * seconds[0] else 0
 
 
 def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
-    """Predicted delay of every cut from 0 to the number of chunks, both included (Eq 4).
+    """Return the predicted delay of each cut from 0 to the number of chunks, inclusive (Eq 4).
 
-    A cut right before a ghost is as good as the one behind it, and counts as endless.
+    A cut right before a ghost equals the cut after it; its delay is set to infinity.
     """
     is_read = work.n_bytes > 0
     done_before = _summed(_engine_seconds(work, costs, is_read | work.is_ghost))
@@ -150,7 +150,7 @@ def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
 
 
 def as_runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:
-    """A cut as runs; one at the end that is only recomputed is left out."""
+    """Convert a cut to runs; leave out a last run that is recomputed."""
     is_loaded = [
         not chunk.is_nowhere and (i >= cut or chunk.ram != ABSENT) for i, chunk in enumerate(chunks)
     ]
@@ -162,9 +162,10 @@ def as_runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:
 def _engine_seconds(
     work: Work, costs: Costs, is_recomputed: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """What the engine does for each chunk: evaluates it, in as few calls as possible, or takes it.
+    """Return the engine's time for each chunk, to evaluate it or to take its loaded cells.
 
-    A call is charged to the chunk that it begins with.
+    Chunks are evaluated in as few calls as possible. The fixed cost of a call counts for the chunk
+    in which the call begins.
     """
     end = work.start + np.cumsum(work.n_tokens)
     begin = end - work.n_tokens
@@ -177,7 +178,7 @@ def _engine_seconds(
 
 
 def _summed(values: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Sums of the first 0, 1, … n values."""
+    """Return the sums of the first 0, 1, … n values."""
     return np.append(0.0, np.cumsum(values))
 
 

@@ -1,4 +1,4 @@
-"""The hooks: when contexts are swapped in and out."""
+"""The kv_chunks plugin: hooks that swap contexts in and out."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from llmaas_plugins.kv_chunks.support import (
     unsupported_cells,
 )
 from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
+from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model_digest import Digest, begin_digest, changed_in_place
 from llmaas_plugins.model_identity import cell_identity, hashed, is_rotation_off
 from llmaas_plugins.trouble import Trouble
@@ -57,7 +58,7 @@ __all__ = ["KVChunks"]
 _NAME = "kv_chunks"
 _SMALL_SEGMENT_BYTES = 1 << 20
 _IDENTIFY_S = 2.0
-"""Longest that an engine's first request waits until its model is identified."""
+"""Seconds that an engine's first request waits at most for its model to be identified."""
 _CODECS = {"tolerance": Codec.PLANES, "int8": Codec.INT8, "lossless": Codec.LOSSLESS}
 
 _log = logging.getLogger("llmaas.kv_chunks")
@@ -69,7 +70,7 @@ class KVChunks:
     Config: ClassVar[type[KVChunksConfig]] = KVChunksConfig
 
     def __init__(self, config: KVChunksConfig) -> None:
-        """Open nothing yet: the store is opened with the first context that can be served."""
+        """Keep the settings; the store is opened with the first context that can be served."""
         self._config = config
         self._lock = forks.lock()
         self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
@@ -93,12 +94,12 @@ class KVChunks:
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Add the scratch sequence to contexts that can be served."""
+        """Add the scratch sequence and spare cells to contexts that can be served."""
         path = "a model" if create.load is None else create.load.path
         reason = unsupported(create)
         if reason is None:
             try:
-                self._open()  # or else it must be known before the context exists
+                self._open()  # fail before the context exists
             except Exception:
                 create.checks.append(self._note(create.model, path, "its store is not open"))
                 raise
@@ -108,7 +109,7 @@ class KVChunks:
         create.checks.append(self._note(create.model, path, reason))
 
     def _enlarge(self, create: ContextCreate) -> None:
-        """Ask for the scratch sequence, and for cells for contexts that are left."""
+        """Ask for the scratch sequence, and for spare cells for parked contexts."""
         n_spare = spare_cells(create, self._config.parked_tokens)
         if n_spare:
             n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
@@ -117,19 +118,23 @@ class KVChunks:
         create.params.kv_unified = True
 
     def _note(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
-        """What notes whether a new context is served; False if it turns out that it cannot be."""
+        """Return a check that records whether a new context is served.
+
+        The check returns False if only the new context's cells show that it cannot be served.
+        """
         rotation_off = is_rotation_off()
 
         def made(ctx: int) -> bool:
             found = reason or unsupported_cells(ctx)
             with self._lock:
-                self._by_ctx.pop(ctx, None)  # a context that is gone had this address
+                self._by_ctx.pop(ctx, None)  # an earlier context had this address
                 self._contexts[ctx] = found
                 self._rotations_off[ctx] = rotation_off
                 self._with_spare.discard(ctx)
                 if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
                     self._with_spare.add(ctx)
-                if found is not None:  # the app's context may become another one, without a check
+                if found is not None:
+                    # the context may now be recreated without a check, at another address
                     self._refused[model] = found
             if found is not None:
                 self._leave_alone(path, found)
@@ -139,17 +144,17 @@ class KVChunks:
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Remember where attention can be looked at; let spare cells take no memory yet."""
+        """Remember the native context; release the memory of all cells if there are spare ones."""
         self._natives[context.ctx] = context
         if context.ctx in self._with_spare:
             context.cells().release()
-            context.narrow_attention = True  # past cells of parked contexts
+            context.narrow_attention = True  # skips the cells of parked contexts
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:
         """Load the longest stored prefix of the prompt."""
         engine = request.engine
-        transfer = self._transfer(engine, may_wait=True)
+        transfer = self._transfer(engine)
         if transfer is None or _NAME in request.declined:
             return None
         resident = engine.resident_tokens()[: engine.n_explained]
@@ -158,40 +163,43 @@ class KVChunks:
         except BudgetError as error:
             self._give_up(request.engine, error)
             return None
-        if restored is not None and restored.n_loaded + restored.n_recomputed:  # else, it dropped
+        if restored is not None and restored.n_loaded + restored.n_recomputed:  # else: only dropped
             self._report.restored(restored)
         return restored
 
     @hookimpl
     def llmaas_kv_save(self, request: Request, tokens: Tokens) -> None:
-        """Swap out what is new, behind the caller's back (LLMS §3.4)."""
-        transfer = self._transfer(request.engine)
+        """Swap out new chunks after the caller has its reply (LLMS §3.4)."""
+        engine, load = request.engine, request.engine.load
+        transfer = None if engine.alteration is not None else self._identified(engine)
         if transfer is None or _NAME in request.declined or len(tokens) < CHUNK_TOKENS:
             return
 
         def swap_out() -> None:
             started = time.perf_counter()
+            if load is not None and changed_in_place(load.files):
+                return  # the next request reports it
             try:
                 transfer.save(tokens, request.context_id, request.app)
             except BudgetError as error:
-                self._give_up(request.engine, error)
+                self._give_up(engine, error)
                 return
             self._report.saved(time.perf_counter() - started)
             if self._config.swap_out == "ahead":
                 self._workers.write.submit(self._flush)
 
-        request.engine.defer(swap_out)
+        engine.defer(swap_out)
 
     @hookimpl
     def llmaas_kv_evict(self, context_id: str) -> int:
-        """Forget a context in every tier."""
+        """Delete a context from every tier."""
         for transfer in self._all_transfers():
             transfer.forget_parked()
         return self._open().evict_context(context_id)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
-        """Learn what a token costs to recompute."""
+        """Measure what recomputing tokens costs."""
         self._report.evaluated(step.n_tokens, step.seconds)
         if step.n_tokens > 1:
             transfer = self._by_ctx.get(step.ctx)
@@ -200,12 +208,12 @@ class KVChunks:
 
     @hookimpl
     def llmaas_request_end(self, stats: RequestStats) -> None:
-        """Count requests and the prompt tokens they did not have to evaluate."""
+        """Count requests and the prompt tokens that they reused."""
         self._report.request(stats)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
-        """Mode, sizes and counters."""
+        """Return the codec, the sizes and the counters."""
         opened = "_store" in self.__dict__
         return {
             "codec": self._config.codec,
@@ -217,7 +225,7 @@ class KVChunks:
 
     @hookimpl
     def llmaas_shutdown(self) -> None:
-        """Write what is dirty and close the store."""
+        """Write dirty chunks and close the store."""
         if "_workers" in self.__dict__:
             self._workers.close()
         if "_store" in self.__dict__:
@@ -235,17 +243,17 @@ class KVChunks:
 
     # -- made when first needed -----------------------------------------------------------------
 
-    @functools.cached_property
+    @lazy
     def _workers(self) -> Workers:
         return Workers()
 
-    @functools.cached_property
+    @lazy
     def _staging(self) -> Staging:
-        if self._looks_into_engine:  # little travels through buffers
+        if self._looks_into_engine:  # few cells go through the buffers
             return Staging(self._store, _SMALL_SEGMENT_BYTES)
         return Staging(self._store)
 
-    @functools.cached_property
+    @lazy
     def _store(self) -> ChunkStore:
         config = self._config
         disk = DiskStore(config.store, int(config.disk_budget)) if config.disk_budget else None
@@ -257,14 +265,17 @@ class KVChunks:
         )
 
     def _open(self) -> ChunkStore:
-        with self._lock:  # two engines may be made at the same time
+        with self._lock:  # two engines may be created at the same time
             return self._store
 
-    def _transfer(self, engine: Engine, *, may_wait: bool = False) -> Transfer | None:
-        """Return what moves an engine's chunks; None if it is left alone, or not identified yet."""
-        if (reason := _bent(engine)) is not None:  # at any time: chunks of before are another's
+    def _transfer(self, engine: Engine) -> Transfer | None:
+        """Return an engine's transfer; None if it is not served or not identified yet."""
+        if (reason := _bent(engine)) is not None:  # check each time: older chunks would be wrong
             self._leave_alone(engine.llama.model_path, reason)
             return None
+        return self._identified(engine, may_wait=True)
+
+    def _identified(self, engine: Engine, *, may_wait: bool = False) -> Transfer | None:
         with self._lock:
             if engine in self._transfers:
                 return self._transfers[engine]
@@ -275,7 +286,7 @@ class KVChunks:
         identity = None
         try:
             if reason is None:
-                identity = self._identity(engine, wait_s)  # may wait: no lock is held
+                identity = self._identity(engine, wait_s)  # may wait, so hold no lock
         except StoreError as error:
             reason = str(error)
         if reason is not None:
@@ -289,7 +300,7 @@ class KVChunks:
             return self._transfers[engine]
 
     def _reason(self, engine: Engine) -> str | None:
-        """Return why an engine cannot be served, as its context was made."""
+        """Return why an engine cannot be served, judging by how its context was made, or None."""
         if engine.ctx in self._contexts and self._contexts[engine.ctx] is not None:
             return self._contexts[engine.ctx]
         if engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES:
@@ -297,23 +308,23 @@ class KVChunks:
         return None
 
     def _identity(self, engine: Engine, wait_s: float) -> dict[str, Any] | None:
-        """Return what decides the bytes of an engine's cells; None if nobody knows it yet.
+        """Return everything that determines the bytes of an engine's cells; None if not known yet.
 
         Raises:
-            StoreError: Nobody ever will.
+            StoreError: It can never be known.
         """
         if engine.load is None:
             raise StoreError("its model was loaded before the activation")
         is_off = self._rotations_off[engine.ctx]
         found = cell_identity(engine.llama, engine.load, rotation_off=is_off, wait_s=wait_s)
         if found is None:
-            _log.info("contexts are stored from when all of the model file has been read once")
+            _log.info("contexts are not stored before the whole model file has been read once")
         return found
 
     def _make_transfer(self, engine: Engine, values: Mapping[str, Any]) -> Transfer:
         @functools.cache
         def root(app: str | None) -> bytes:
-            """Apps share no chunks unless they are allowed to: times tell what is stored."""
+            """Return an app's root. Apps share one only if allowed: times reveal what is stored."""
             is_shared = app is None or self._config.share_across_apps
             return hashed(values if is_shared else {**values, "app": app})
 
@@ -349,7 +360,8 @@ class KVChunks:
             self._store.refill()
         except Exception as error:
             self._swapping.failed(
-                "swapping ahead of time failed; contexts will be recomputed", error=error
+                "writing or reading chunks ahead of time failed; contexts will be recomputed",
+                error=error,
             )
         else:
             self._swapping.worked()
@@ -365,13 +377,13 @@ class KVChunks:
     def _leave_alone(self, path: str, reason: str) -> None:
         named = f"{Path(path).name}: {reason}"
         if self._report.left_alone(named):
-            _log.warning("kv_chunks leaves a context as it is: %s", named)
+            _log.warning("kv_chunks does not serve a context: %s", named)
 
 
 def _bent(engine: Engine) -> str | None:
-    """Return why an engine's cells are not those of its model as it was loaded, if they are not."""
+    """Return why an engine's cells no longer match its model as it was loaded, or None."""
     if engine.alteration is not None:
         return f"the app called {engine.alteration}"
     if engine.load is not None and changed_in_place(engine.load.files):
-        return "its file was written to while it is in use"
+        return "its model file was written to while in use"
     return None

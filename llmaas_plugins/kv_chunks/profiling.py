@@ -1,9 +1,10 @@
-"""What recomputing, reading and loading take on this machine, with this model (LLMS §3.3).
+"""Measured costs of recomputing, reading and loading on this machine with this model (LLMS §3.3).
 
-The paper measures once, at installation. Here every prompt that is evaluated and every load is a
-test point, and the last ones count most: a disk or a processor that gets slower is followed, and
-measuring costs nothing. Until enough was read to judge the disk by, everything is loaded; that is
-the measurement. Points are kept with the store, so that another process starts with them.
+The paper measures once, at installation. Here every evaluated prompt and every load is a data
+point. Recent points count most, so that the fit follows a disk or a processor that gets slower. No
+extra measurements are made, and lines are fitted during swap-out, when no request waits. Until
+enough bytes were read to estimate the disk's speed, everything is loaded. Points are kept in the
+store, so that another process starts with them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _LEAST_SECONDS, _MOST_SECONDS, _MOST_AMOUNT = 1e-7, 1e5, 1e15
 
 
 class Line:
-    """Seconds as a linear function of amounts, none of which takes less than nothing."""
+    """A fit of seconds as a linear function of amounts, with non-negative coefficients."""
 
     def __init__(self, n_amounts: int, fading: float) -> None:
-        """Know nothing yet.
+        """Start without points.
 
         Args:
-            n_amounts: Amounts that the seconds depend on.
-            fading: Weight of a point, relative to the one after it.
+            n_amounts: Number of amounts that the seconds depend on.
+            fading: Weight of a point relative to the next newer one.
         """
         self._n_amounts = n_amounts
         self._fading = fading
@@ -45,9 +46,9 @@ class Line:
         self._share = 1.0
 
     def add(self, seconds: float, *amounts: float) -> None:
-        """Something took so long.
+        """Record that ``amounts`` took ``seconds``.
 
-        Two points in a row that are far off the line, on the same side, are a new line.
+        Two points in a row that are far off the line on the same side start a new line.
         """
         expected = self.seconds_each()
         share = 1.0 if expected is None else seconds / max(float(expected @ amounts), 1e-9)
@@ -59,9 +60,10 @@ class Line:
         self._fit = None
 
     def seconds_each(self) -> NDArray[np.float64] | None:
-        """Seconds for one of each amount, ``(n_amounts,)``; None before the first point.
+        """Return the seconds per unit of each amount, shape ``(n_amounts,)``; None without points.
 
-        Least squares of relative errors; amounts that would get a negative value are left out.
+        The fit minimizes squared relative errors. Amounts that would get a negative coefficient
+        get 0.
         """
         if self._fit is None and self._points:
             points = np.array(self._points)
@@ -71,11 +73,11 @@ class Line:
         return self._fit
 
     def points(self) -> list[tuple[float, ...]]:
-        """What is remembered, oldest first; for ``restore``."""
+        """Return the stored points, oldest first, for ``restore``."""
         return [tuple(float(f"{value:.5g}") for value in point) for point in self._points]
 
     def restore(self, points: Iterable[Any]) -> None:
-        """Start with what another process measured; points that cannot be right are ignored."""
+        """Add points that another process measured; invalid points are ignored."""
         self._points.extend(tuple(map(float, point)) for point in points if self._is_sound(point))
         self._fit = None
 
@@ -90,13 +92,14 @@ class Line:
 
 
 class Profile:
-    """Test points of one model on this machine; used by one thread at a time."""
+    """Data points of one model on this machine; use it from one thread at a time."""
 
     def __init__(self, stored: str | None) -> None:
-        """Start with what ``to_json`` gave, if that is sound."""
+        """Start with the output of ``to_json``; invalid input is ignored."""
         self._recompute = Line(3, fading=0.9)
         self._read = Line(2, fading=0.8)
         self._load = Line(2, fading=0.8)
+        self._unlearned: deque[tuple[Line, float, tuple[float, ...]]] = deque(maxlen=_MOST_POINTS)
         self._n_points = 0
         self.n_stored = 0
         try:
@@ -104,31 +107,37 @@ class Profile:
             for name, line in self._lines().items():
                 line.restore(found.get(name, ()))
         except (ValueError, AttributeError, TypeError):
-            pass  # hostile or torn: as if nothing were known
+            pass  # hostile or incomplete text: start without points
 
     @property
     def has_news(self) -> bool:
-        """Whether there are points that ``to_json`` did not give yet."""
+        """Whether there are points that ``to_json`` has not returned yet."""
         return self._n_points > self.n_stored
 
     def evaluated(self, n_tokens: int, start: int, seconds: float) -> None:
-        """A ``llama_decode`` of tokens from position ``start`` on took so long."""
+        """Record the time of a ``llama_decode`` of tokens from position ``start`` on."""
         n_pairs = n_tokens * (max(start, 0) + n_tokens / 2)
-        self._recompute.add(seconds, 1, n_tokens, n_pairs / _PAIRS)
-        self._n_points += 1
+        self._note(self._recompute, seconds, n_tokens, n_pairs / _PAIRS)
 
     def read(self, n_bytes: int, seconds: float) -> None:
-        """So many bytes came from disk."""
-        self._read.add(seconds, 1, n_bytes)
-        self._n_points += 1
+        """Record the time to read bytes from disk."""
+        self._note(self._read, seconds, n_bytes)
 
     def loaded(self, n_tokens: int, seconds: float) -> None:
-        """So many tokens' cells came from RAM to the engine."""
-        self._load.add(seconds, 1, n_tokens)
-        self._n_points += 1
+        """Record the time to load tokens' cells from RAM into the engine."""
+        self._note(self._load, seconds, n_tokens)
+
+    def learn(self) -> None:
+        """Fit the lines to the new points, which takes longer than to record them."""
+        while self._unlearned:
+            line, seconds, amounts = self._unlearned.popleft()
+            line.add(seconds, *amounts)
+        for line in self._lines().values():
+            line.seconds_each()
 
     def costs(self) -> Costs | None:
-        """What plans are made of; None as long as too little is known for one."""
+        """Return the costs for planning, or None while too little is known."""
+        self.learn()
         recompute, read = self._recompute.seconds_each(), self._read.seconds_each()
         n_read = sum(n_bytes for _, _, n_bytes in self._read.points())
         if recompute is None or read is None or n_read < _ENOUGH_BYTES:
@@ -137,16 +146,21 @@ class Profile:
         return Costs(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
 
     def load_seconds(self, n_tokens: int) -> float | None:
-        """What loading from RAM alone should take."""
+        """Predict the seconds to load tokens from RAM alone; None while nothing is known."""
         if self._load.seconds_each() is None:
             return None
         start, each = self._load_costs()
         return start + each * n_tokens
 
     def to_json(self) -> str:
-        """Everything, for another process."""
+        """Return all points as JSON, for another process."""
+        self.learn()
         self.n_stored = self._n_points
         return json.dumps({name: line.points() for name, line in self._lines().items()})
+
+    def _note(self, line: Line, seconds: float, *amounts: float) -> None:
+        self._unlearned.append((line, seconds, (1, *amounts)))
+        self._n_points += 1
 
     def _load_costs(self) -> tuple[float, float]:
         load = self._load.seconds_each()
@@ -157,7 +171,7 @@ class Profile:
 
 
 def non_negative(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares without negative values; the shortest answer where there are several."""
+    """Solve least squares without negative values; return the minimum-norm solution of several."""
     kept = np.arange(amounts.shape[1])
     found = np.zeros(len(kept))
     while len(kept):

@@ -1,9 +1,9 @@
-"""In which order chunks give way (LLMS §3.4): LCTRU, or LRU alone.
+"""Eviction order of chunks (LLMS §3.4): LCTRU or plain LRU.
 
-Under LCTRU the least compression-tolerable chunks, those with the most bits, go first: the same
-room takes fewer of them, and what is recomputed instead of read costs the same whatever its bits
-were. Among chunks of equal bits the least recently used one goes first. It pays where recomputing
-does; where chunks are read back, it takes from contexts that are about to be called.
+LCTRU first evicts the least compression-tolerable chunks, which have the most bits. They take the
+most space, while recomputing a chunk costs the same whatever its bits. Among chunks of equal bits
+the least recently used one goes first. LCTRU helps if evicted chunks are recomputed. If they are
+read back from disk instead, LCTRU may evict chunks of contexts that are needed soon.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Eviction = Literal["lctru", "lru"]
 
 
 class Queue:
-    """The chunks of one tier, the next to go first.
+    """The chunks of one tier in eviction order.
 
-    A context's chunks are touched last chunk first, so a chunk is older than the ones before it,
-    and eviction shortens contexts from their end.
+    A context's chunks are touched from the last to the first. A chunk's last use is therefore older
+    than that of the chunks before it, and eviction shortens contexts from their end.
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -32,29 +32,29 @@ class Queue:
         self._levels: dict[int, OrderedDict[Chunk, None]] = {}
 
     def __len__(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return sum(map(len, self._levels.values()))
 
     def __iter__(self) -> Iterator[Chunk]:
-        """The chunks, the next to go first."""
+        """Yield the chunks in eviction order."""
         for bits in sorted(self._levels, reverse=True):
             yield from self._levels[bits]
 
     def enter(self, chunk: Chunk, *, is_oldest: bool = False) -> None:
-        """The chunk is here now; it is its level's most recently used one, or the least."""
+        """Add a chunk as its level's most recently used one, or as its least if ``is_oldest``."""
         level = self._levels.setdefault(self._level(chunk), OrderedDict())
         level[chunk] = None
         if is_oldest:
             level.move_to_end(chunk, last=False)
 
     def touch(self, chunk: Chunk) -> None:
-        """The chunk was used, if it is here."""
+        """Mark a chunk as just used, if it is in the queue."""
         level = self._levels.get(self._level(chunk))
         if level is not None and chunk in level:
             level.move_to_end(chunk)
 
     def leave(self, chunk: Chunk) -> bool:
-        """The chunk goes, or is about to get other bits; whether it was here."""
+        """Remove a chunk, also before its bits change; return whether it was in the queue."""
         level = self._levels.get(self._level(chunk))
         if level is None or chunk not in level:
             return False

@@ -1,25 +1,29 @@
-"""Evaluating tokens of a prompt into sequence 0, beside ``Llama``'s books and without logits."""
+"""Evaluate prompt tokens into sequence 0 without logits, bypassing ``Llama``'s bookkeeping."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import Tokens
+from llmaas_plugins.trouble import Trouble
 
 __all__ = ["evaluate"]
 
-_log = logging.getLogger("llmaas.kv_chunks")
 
+def evaluate(ctx: Any, tokens: Tokens, start: int, trouble: Trouble) -> int:
+    """Evaluate tokens at positions from ``start`` on, where sequence 0 ends.
 
-def evaluate(ctx: Any, tokens: Tokens, start: int) -> int:
-    """Put tokens at positions from ``start`` on, where sequence 0 ends.
+    Args:
+        ctx: Context to evaluate in.
+        tokens: Token ids, shape ``(n,)``.
+        start: Position of the first token.
+        trouble: Log for a failed call.
 
     Returns:
-        How many leading ones are in now; fewer than given when a call failed or was aborted. What
-        it left behind is to be truncated.
+        Number of evaluated leading tokens, less than ``n`` if a call failed or was aborted. The
+        caller must then truncate the cells that the call left behind.
     """
     n_batch = min(len(tokens), llama_cpp.llama_n_batch(ctx))
     batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
@@ -30,7 +34,7 @@ def evaluate(ctx: Any, tokens: Tokens, start: int) -> int:
             _fill(batch, tokens[done : done + n_batch], start + done)
             status = llama_cpp.llama_decode(ctx, batch)
             if status != 0:
-                _log.warning("llama_decode of %d tokens gave %d", batch.n_tokens, status)
+                trouble.failed("llama_decode of %d tokens returned %d", batch.n_tokens, status)
                 return done
     finally:
         llama_cpp.llama_batch_free(batch)

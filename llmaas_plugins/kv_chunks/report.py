@@ -1,4 +1,4 @@
-"""Counters of the plugin, and what they mean together."""
+"""Counters of the plugin, and estimates derived from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Report"]
 
 
 class Report:
-    """What the plugin did since it was activated. Thread-safe."""
+    """Counters since the plugin was activated. Thread-safe."""
 
     def __init__(self) -> None:
-        """Everything is zero."""
+        """Start at zero."""
         self._lock = forks.lock()
         self._values: dict[str, float] = dict.fromkeys(
             (
@@ -38,11 +38,11 @@ class Report:
         self._reasons: list[str] = []
 
     def request(self, stats: RequestStats) -> None:
-        """A request ended."""
+        """Count a finished request."""
         self._add(requests=1, prompt_tokens=stats.n_prompt, reused_tokens=stats.n_reused)
 
     def restored(self, loaded: Loaded) -> None:
-        """Cells were brought in; a plan's promise counts with the time that its load took."""
+        """Count a load, and compare its planned time with the actual one if there was a plan."""
         self._add(
             restores=1,
             restored_tokens=loaded.n_loaded,
@@ -53,16 +53,16 @@ class Report:
             self._add(planned_restores=1, predicted_s=loaded.predicted_s, planned_s=loaded.actual_s)
 
     def saved(self, seconds: float) -> None:
-        """Cells were swapped out of the engine."""
+        """Count a swap-out of cells."""
         self._add(saves=1, save_s=seconds)
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
-        """The engine evaluated a batch; single tokens are decoding, not recompute."""
+        """Count an evaluated batch; single tokens do not count, because they are decoding."""
         if n_tokens > 1:
             self._add(evaluated_tokens=n_tokens, evaluate_s=seconds)
 
     def left_alone(self, reason: str) -> bool:
-        """A context is not served; True the first time for this model and reason."""
+        """Note a context that is not served; return True the first time for this reason."""
         with self._lock:
             new = reason not in self._reasons
             if new:
@@ -70,7 +70,7 @@ class Report:
             return new
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain JSON types; ``recompute_saved_s`` estimates what restoring saved."""
+        """Return the counters as JSON types; ``recompute_saved_s`` estimates the time saved."""
         with self._lock:
             values: dict[str, Any] = dict(self._values)
             values["left_alone"] = list(self._reasons)

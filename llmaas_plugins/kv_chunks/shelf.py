@@ -1,4 +1,4 @@
-"""Chunks, the two tiers they are in, and the rules that bind these."""
+"""In-memory state of a store: its chunks, their two tiers, and the rules between them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Shelf"]
 
 
 class Shelf:
-    """State of a store. Hold ``lock`` for every call; none of them does I/O.
+    """State of a store. Hold ``lock`` for every call; no call does I/O.
 
     Attributes:
-        lock: Guards everything here.
-        tree: The chunks.
-        ram: Their RAM tier.
-        disk: Their disk tier, if there is one.
-        dirty: Chunks that are to be written to disk, by key.
-        update: What the index does not know yet.
-        counters: What happened.
-        active_bytes: What the chunks take, in whole pages, that were used since this was made.
+        lock: Lock that guards all of this state.
+        tree: All chunks.
+        ram: RAM tier.
+        disk: Disk tier, or None.
+        dirty: Chunks still to be written to disk, by key.
+        update: Changes that the index does not contain yet.
+        counters: Event counters.
+        active_bytes: Bytes, in whole pages, of the chunks used since this object was created.
     """
 
     def __init__(self, budget: Budget, disk: DiskTier | None, eviction: Eviction) -> None:
-        """Take what ``budget`` has left for the RAM tier."""
+        """Give the rest of ``budget`` to the RAM tier."""
         self.lock = threading.RLock()
         self.tree = ChunkTree()
         self.ram = RamTier(budget, eviction)
@@ -48,29 +48,32 @@ class Shelf:
     # -- use ------------------------------------------------------------------------------------
 
     def touch(self, path: Sequence[Chunk]) -> None:
-        """The chunks were used: the first one last, so that contexts get shorter from their end."""
+        """Mark chunks as used, the first one last, so that contexts shrink from their end."""
         for chunk in reversed(path):
             self._use(chunk)
             self.ram.queue.touch(chunk)
             self._touch_disk(chunk)
 
     def order_on_disk(self, written: Iterable[Chunk]) -> None:
-        """Let chunks that are new on disk be as recently used as they are."""
+        """Put chunks that are new on disk into the disk tier's order of use."""
         for chunk in sorted(written, key=lambda chunk: chunk.used):
             self._touch_disk(chunk)
 
     def lock_working_set(self, owner: Hashable, chunks: Iterable[Chunk]) -> None:
-        """Let ``owner``'s chunks, in place of those before, go last (LLMS §3.4)."""
+        """Set the working set of ``owner``, whose chunks are evicted last (LLMS §3.4)."""
         self._working[owner] = frozenset(chunks)
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- space ----------------------------------------------------------------------------------
 
     def may_go(self, chunk: Chunk) -> bool:
-        """Whether a chunk may be dropped: contexts get shorter from their end only."""
+        """Return whether a chunk may be dropped: only unpinned ones that end a chain may."""
         return chunk.pins == 0 and self.tree.is_last(chunk)
 
     def reserve_ram(self, n_bytes: int, parent: bytes | None) -> int | None:
-        """Room in the RAM tier, without dropping ``parent``; what is locked goes last."""
+        """Reserve space in the RAM tier, without dropping ``parent``, or return None.
+
+        Chunks of working sets are evicted only if nothing else suffices.
+        """
 
         def evictable(chunk: Chunk) -> bool:
             return self._may_leave_ram(chunk) and (self.disk is not None or chunk.id.key != parent)
@@ -83,7 +86,7 @@ class Shelf:
         return offset
 
     def lend(self, owner: Hashable, n_bytes: int) -> bool:
-        """Let ``owner`` have so many bytes of the RAM tier's in all; False if it gets fewer."""
+        """Set the RAM-tier bytes lent to ``owner``; return False if it gets fewer."""
         others = sum(n for one, n in self._lent.items() if one != owner)
         is_met = self.ram.lend(
             others + n_bytes,
@@ -96,16 +99,16 @@ class Shelf:
         return is_met
 
     def forget(self, owner: Hashable) -> None:
-        """Give up what an owner that is gone was lent, and its working set."""
+        """Take back the memory lent to an owner that is gone, and drop its working set."""
         self._working.pop(owner, None)
         self.lend(owner, 0)
 
     def lent(self, owner: Hashable) -> int:
-        """Bytes that ``owner`` was lent."""
+        """Return the bytes lent to ``owner``."""
         return self._lent.get(owner, 0)
 
     def reserve_unwritten(self, n_bytes: int, parent: bytes | None) -> int | None:
-        """Room in the RAM tier at the cost of chunks that are not on disk, and cannot get there."""
+        """Reserve RAM, evicting even chunks that are not on disk and cannot be written."""
         return self.ram.reserve(
             n_bytes,
             lambda chunk: self.may_go(chunk) and chunk.id.key != parent,
@@ -113,7 +116,7 @@ class Shelf:
         )
 
     def reserve_disk(self, n_bytes: int) -> int | None:
-        """Room in the disk tier."""
+        """Reserve space in the disk tier; return its offset or None."""
         assert self.disk is not None
         return self.disk.reserve(n_bytes, self.may_go, self._leave_disk)
 
@@ -121,13 +124,13 @@ class Shelf:
         return any(chunk in chunks for chunks in self._working.values())
 
     def _may_leave_ram(self, chunk: Chunk) -> bool:
-        """Whether a chunk may leave RAM without a need to write it."""
+        """Return whether a chunk may leave RAM without being written first."""
         if self.disk is None:
             return self.may_go(chunk)
         return chunk.pins == 0 and chunk.disk != ABSENT
 
     def reclaim(self, chunk: Chunk) -> None:
-        """Take a chunk out of RAM; out of everything if it is nowhere else."""
+        """Evict a chunk from RAM, and drop it altogether if it is not on disk."""
         if chunk.disk == ABSENT:
             self.drop(chunk)
         else:
@@ -137,7 +140,7 @@ class Shelf:
     # -- change ---------------------------------------------------------------------------------
 
     def enter(self, chunk: Chunk) -> None:
-        """A chunk whose bytes are in RAM comes into the tree, in place of its ghost, if any."""
+        """Add a chunk whose bytes are in RAM to the tree, replacing its ghost if there is one."""
         self.tree.add(chunk)
         self._use(chunk)
         self.ram.queue.enter(chunk)
@@ -145,14 +148,14 @@ class Shelf:
             self.dirty[chunk.id.key] = chunk
 
     def notice(self, chunk: Chunk, attention: float, seen: float) -> None:
-        """A chunk's tokens got some more attention; the index is told when that doubles."""
+        """Add attention to a chunk; update the index once the score count has doubled."""
         chunk.attention += attention
         chunk.seen += seen
         if chunk.disk != ABSENT and chunk.seen > 2 * chunk.noted:
             self.note_row(chunk)
 
     def cut(self, chunk: Chunk, size: int, bits: int) -> None:
-        """Demote a chunk: it keeps the first ``size`` bytes of its payload, in both tiers."""
+        """Shorten a chunk's payload to its first ``size`` bytes in both tiers."""
         old = chunk.size
         is_in_ram = self.ram.queue.leave(chunk)
         chunk.size, chunk.bits = size, bits
@@ -169,13 +172,13 @@ class Shelf:
         self.counters.cut_bytes += old - size
 
     def note_row(self, chunk: Chunk) -> None:
-        """Let the index know where a chunk is on disk, and what is known about it."""
+        """Queue a chunk's row for the index: its place on disk and its attention."""
         chunk.noted = chunk.seen
         row = ChunkRow(chunk.id, chunk.disk, chunk.size, chunk.bits, chunk.attention, chunk.seen)
         self.update.added[chunk.id.key] = row
 
     def lose(self, chunk: Chunk) -> None:
-        """A chunk's bytes are unusable: its ghost stays as long as others continue it."""
+        """Discard a chunk's unusable bytes; keep a ghost while other chunks continue it."""
         if self.tree.is_last(chunk):
             self.drop(chunk)
             return
@@ -183,9 +186,10 @@ class Shelf:
         self._forget_bytes(chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """Take a chunk out of the tree and of both tiers. A pinned one keeps its RAM until then.
+        """Remove a chunk from the tree and from both tiers.
 
-        A ghost that nothing continues then goes along; so one of several may be gone already.
+        A pinned chunk keeps its RAM until it is unpinned. A parent that is a ghost is removed too
+        once nothing continues it, so a chunk to drop may already be gone.
         """
         if self.tree.get(chunk.id.key) is not chunk:
             return
@@ -199,7 +203,7 @@ class Shelf:
             self.drop(parent)
 
     def leave_disk(self) -> None:
-        """From now on there is only RAM, and what is in it."""
+        """Continue without a disk tier: keep only the chunks in RAM."""
         self.disk = None
         self.dirty.clear()
         self.update = IndexUpdate()
@@ -210,7 +214,7 @@ class Shelf:
                 self._rest(chunk)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
-        """End of the chunks' use by a transfer."""
+        """Unpin chunks that a transfer no longer uses."""
         for chunk in chunks:
             chunk.pins -= 1
             gone = self.tree.get(chunk.id.key) is not chunk

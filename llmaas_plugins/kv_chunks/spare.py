@@ -1,12 +1,12 @@
-"""Spare cells cost memory only while parked contexts use them, and only what chunks leave over.
+"""Memory of spare cells: taken only while parked contexts use them and chunks do not need it.
 
-With few contexts in use everything fits into the engine's cells, as it is, and switching is a
-matter of microseconds. With many, the same memory holds more of them as encoded chunks. So the
-RAM tier lends to the cells what the chunks of all contexts in use would not need. When these
-become more, fewer contexts may be parked; but cells that were written to keep their memory until
-all of them are given back at once. That costs every context that is parked and the one that runs,
-which are loaded again from their chunks, so it must be rare: each time, what may be lent afterwards
-is half of what it could be.
+With few contexts in use, all of them fit into the engine's cells, and switching takes
+microseconds. With many, the same memory holds more contexts as encoded chunks. The RAM tier
+therefore lends to the cells only what the chunks of all contexts in use would not need. As chunks
+grow, fewer contexts may be parked. But written cells keep their memory until all cells are
+released at once. A release empties every parked context and the running one, which must then be
+loaded again from their chunks. Releases must therefore be rare, so each one halves what may be
+lent afterwards.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["Spare", "token_bytes"]
 _log = logging.getLogger("llmaas.kv_chunks")
 
 _APP = 0
-_STEP = 256  # llama.cpp takes cells into a graph in such steps
-_GROWTH = 16  # this part of the RAM tier stays free for what the next calls add
+_STEP = 256  # llama.cpp rounds the cells of a graph up to a multiple of this
+_GROWTH = 16  # 1/16 of the RAM tier stays free for the chunks of the next calls
 _BLOCKS = {
     llama_cpp.GGML_TYPE_F16: (1, 2),
     30: (1, 2),  # BF16
@@ -39,12 +39,12 @@ _BLOCKS = {
     llama_cpp.GGML_TYPE_Q4_1: (32, 20),
     llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
 }
-"""Values and bytes of a block of the types that cells can have."""
-_WIDEST = 1, 4  # F32, and what we know nothing of
+"""Values and bytes per block, by type of the cells."""
+_WIDEST = 1, 4  # F32 and unknown types
 
 
 def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
-    """About how many bytes a cell of a context will have; its layers may differ."""
+    """Estimate the bytes of a context's cell, assuming that all layers are alike."""
     arch = metadata(model, "general.architecture")
     n_head = max(1, llama_cpp.llama_model_n_head(model))
     by_default = llama_cpp.llama_model_n_embd(model) // n_head
@@ -57,7 +57,7 @@ def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
 
 
 class Spare:
-    """The memory of one engine's spare cells. Call it only while the engine is yours."""
+    """Memory of one engine's spare cells. Use it only while no other thread uses the engine."""
 
     def __init__(
         self,
@@ -67,20 +67,20 @@ class Spare:
         memory: CellMemory | None,
         token_bytes: int,
     ) -> None:
-        """Take over from llama.cpp, which took the memory of all cells at once.
+        """Start to manage the memory that llama.cpp allocated for all cells at once.
 
         Args:
-            engine: Whose cells.
-            parking: Who uses the spare ones.
-            store: Who lends the memory.
-            memory: The cells' memory, if it can be given back.
-            token_bytes: Bytes of a cell, for the case that it cannot.
+            engine: Engine that has the cells.
+            parking: Parked contexts, which use the spare cells.
+            store: Store whose RAM tier lends the memory.
+            memory: Memory of the cells, or None if it cannot be released.
+            token_bytes: Bytes of a cell, used if ``memory`` cannot tell.
         """
         self._engine_memory = llama_cpp.llama_get_memory(engine.ctx)
         self._parking = parking
         self._store = store
         self._n_spare = self._most = engine.n_spare
-        self._has_parked = False  # since all cells were given back; else that would not help
+        self._has_parked = False  # since the last release; without any, a release gains nothing
         self._n_collapsed = 0
         self._owner = object()
         self._memory = memory if memory is not None and memory.n else None
@@ -94,14 +94,14 @@ class Spare:
             self._lend_all()
 
     def balance(self, n_resident: int, n_prompt: int) -> bool:
-        """Fit the parked contexts' limit to the memory there is; call it before each switch.
+        """Set the limit of parked contexts by the available memory; call this before each switch.
 
         Args:
             n_resident: Tokens in sequence 0, which may be parked next.
-            n_prompt: Tokens that it will have then.
+            n_prompt: Tokens that sequence 0 will have after the switch.
 
         Returns:
-            Whether all cells were given back: then sequence 0 is empty, and nothing is parked.
+            Whether all cells were released; sequence 0 is then empty and nothing is parked.
         """
         if self._memory is None:
             return False
@@ -119,40 +119,45 @@ class Spare:
         return False
 
     def _borrow(self, limit: int, n_beyond: int, beyond: int) -> int:
-        """Have memory for so many cells beyond the app's; those that may be parked then.
+        """Borrow memory for cells beyond the app's own; return how many cells may be parked.
 
-        The app's own cells may not all be in use. While they are not, they cost nothing that is
-        not the app's, and parked contexts may lie in them.
+        Parked contexts may also lie in those of the app's own cells that are not in use, which
+        cost nothing extra.
+
+        Args:
+            limit: Most cells that may be parked.
+            n_beyond: Cells beyond the app's own that the next switch needs.
+            beyond: Bytes beyond the app's own cells that are in use already.
         """
         wanted = max(beyond, -(-n_beyond // _STEP) * _STEP * self._token_bytes)
         lent = self._store.lend(self._owner, wanted)
         return limit if lent == wanted else min(limit, self._cells(lent))
 
     def stats(self) -> dict[str, int]:
-        """Counters, for the status."""
+        """Return counters for the plugin's status."""
         return {
             "parked_limit": self._parking.limit,
             "collapses": self._n_collapsed,
         }
 
     def _collapse(self, room: int) -> None:
-        """Give all memory back, and lend less from now on."""
+        """Release the memory of all cells, and lend less from now on."""
         assert self._memory is not None
         self._parking.give_up()
         llama_cpp.llama_memory_seq_rm(self._engine_memory, _APP, -1, -1)
         self._n_collapsed += 1
         self._has_parked = False
         if not (self._is_empty() and self._memory.release()):
-            _log.warning("the memory of spare cells cannot be given back; it counts as used")
+            _log.warning("cannot release the memory of spare cells; it counts as used from now on")
             self._memory = None
             self._lend_all()
             return
         self._most = self._cells(room // 2)
         self._store.lend(self._owner, 0)
-        self._parking.limit = 0  # nothing is parked at this switch: all was given up
+        self._parking.limit = 0  # nothing is parked at this switch: sequence 0 is empty
 
     def _lend_all(self) -> None:
-        """The spare cells keep their memory, used or not."""
+        """Borrow the memory of all spare cells for good, whether they are used or not."""
         lent = self._store.lend(self._owner, self._n_spare * self._token_bytes)
         self._parking.limit = self._cells(lent)
 

@@ -1,4 +1,4 @@
-"""The transfer buffers: a corner of the RAM tier through which cells travel, in or out."""
+"""Transfer buffers: a part of the RAM tier through which cells are loaded and saved."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _SHARE = 16
 
 
 class Staging:
-    """A ring of buffers of one segment each, for all engines; hold ``lock`` while you use them.
+    """A ring of buffers of one segment each, shared by all engines.
 
     Attributes:
-        lock: Whoever uses the buffers holds it.
-        whole: All of them as one, shape ``(n_bytes,)``.
+        lock: Lock to hold while using the buffers.
+        whole: All buffers as one array, shape ``(n_bytes,)``.
     """
 
     BUFFERS = 3
 
     def __init__(self, store: ChunkStore, segment_bytes: int = 4 << 20) -> None:
-        """Take no space before a geometry is known.
+        """Start without buffers; ``segment_chunks`` allocates them.
 
         Args:
-            store: Whose RAM tier they are a corner of.
-            segment_bytes: Bytes of cells that travel at a time.
+            store: Store whose RAM tier provides the space.
+            segment_bytes: Wanted bytes of cells in a segment.
         """
         self.lock = forks.lock()
         self.whole: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
@@ -40,9 +40,9 @@ class Staging:
         self._segment_bytes = segment_bytes
 
     def segment_chunks(self, geometry: KVGeometry) -> int:
-        """Chunks in a segment: of the size that is wanted, a 16th of the RAM budget, or one chunk.
+        """Return the chunks in a segment, and grow the buffers to that size if needed.
 
-        The first engine, and each one with larger chunks, takes the buffers' space.
+        A segment has the wanted size, but at most 1/16 of the RAM tier and at least one chunk.
 
         Raises:
             BudgetError: The budget has no room for segments of one chunk.
@@ -56,7 +56,7 @@ class Staging:
         return n_chunks
 
     def buffer(self, i: int) -> NDArray[np.uint8]:
-        """Buffer ``i`` of the ring, shape ``(n_bytes / BUFFERS,)``."""
+        """Return buffer ``i`` of the ring, shape ``(n_bytes / BUFFERS,)``."""
         n_bytes = len(self.whole) // self.BUFFERS
         start = i % self.BUFFERS * n_bytes
         return self.whole[start : start + n_bytes]
@@ -67,8 +67,8 @@ class Staging:
         area = self._store.set_aside(n_bytes)
         if area is None:
             raise BudgetError(
-                f"this model needs {n_bytes} bytes of transfer buffers, and the RAM tier has "
-                f"{self._store.ram_capacity} in all; set plugins.kv_chunks.ram_budget to at least "
+                f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
+                f"{self._store.ram_capacity}; set plugins.kv_chunks.ram_budget to at least "
                 f"{_SHARE * n_bytes // self.BUFFERS}"
             )
         if len(self.whole):

@@ -1,8 +1,8 @@
-"""Chunks in their tiers: claim, reclaim, load, fault (LLMS §3.1), within byte budgets.
+"""Chunks in RAM and on disk, within byte budgets: claim, reclaim, load and fault (LLMS §3.1).
 
-A chunk is claimed encoded in RAM (``put``), written to disk ahead of time (``flush``), reclaimed
-from RAM without any I/O because it is on disk already, and loaded back on demand (``fetch``). A
-chunk that turns out damaged is a fault: it is dropped, and its tokens are evaluated again.
+``put`` claims a chunk, encoded, in RAM, and ``flush`` writes it to disk ahead of time. Reclaiming
+its RAM then needs no I/O, and ``fetch`` loads it back on demand. A damaged chunk is a fault: it is
+dropped, and its tokens are evaluated again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from llmaas_plugins.kv_chunks.queues import Eviction
 from llmaas_plugins.kv_chunks.shelf import Shelf
 from llmaas_plugins.kv_chunks.swapout import SwapOut
 from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, ChunkTree, Match
+from llmaas_plugins.trouble import Trouble
 
 __all__ = ["ChunkStore"]
 
@@ -43,13 +44,13 @@ class ChunkStore(forks.Forked):
         eviction: Eviction = "lru",
         write_budget: int | None = None,
     ) -> None:
-        """Take what ``budget`` has left for the RAM tier, and an opened disk tier or none.
+        """Give the rest of ``budget`` to the RAM tier, and take over an opened disk tier.
 
         Args:
-            budget: Of RAM.
-            disk: The disk tier.
-            eviction: Which chunks leave RAM first.
-            write_budget: Bytes that may be written to disk a day.
+            budget: Byte budget of RAM.
+            disk: Disk tier, or None.
+            eviction: Order in which chunks leave RAM.
+            write_budget: Bytes that may be written to disk each day; None for no limit.
 
         Raises:
             StoreError: The index cannot be read.
@@ -64,11 +65,12 @@ class ChunkStore(forks.Forked):
         self._layouts: dict[bytes, str] = {}
         self._buffer_bytes = self._n_fetches = 0
         self._gone: deque[Hashable] = deque()
+        self._reading = Trouble(_log, logging.WARNING)
         forks.watch(self)
 
     @property
     def tree(self) -> ChunkTree:
-        """The chunks."""
+        """All chunks."""
         return self._shelf.tree
 
     @property
@@ -77,7 +79,7 @@ class ChunkStore(forks.Forked):
         return self._shelf.ram.capacity
 
     def set_aside(self, n_bytes: int) -> NDArray[np.uint8] | None:
-        """Space in the RAM tier for transfer buffers, whole pages; None when there is none."""
+        """Reserve RAM-tier pages for transfer buffers; return None if they do not fit."""
         offset = self._reserve_ram(n_bytes)
         if offset is None:
             return None
@@ -85,24 +87,24 @@ class ChunkStore(forks.Forked):
         return self._shelf.ram.view(offset, n_bytes)
 
     def give_back(self, area: NDArray[np.uint8]) -> None:
-        """End of ``set_aside``."""
+        """Free buffers that ``set_aside`` returned."""
         with self._shelf.lock:
             ram = self._shelf.ram
             ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
         self._buffer_bytes -= len(area)
 
     def leave(self, owner: Hashable) -> None:
-        """Note that ``owner`` is gone, with its working set and what it was lent.
+        """Note that ``owner`` is gone, so that its working set and its loan can be dropped.
 
-        Called by the garbage collector, inside the store, too; so nothing is done before the next
-        call that needs room.
+        The garbage collector calls this at any time, even inside the store. The work is therefore
+        left to the next call that needs space.
         """
         self._gone.append(owner)
 
     def lendable(self, owner: Hashable) -> int:
-        """Bytes of the RAM tier that no chunk of a context in use needs, nor anybody but ``owner``.
+        """Return the RAM-tier bytes that neither contexts in use nor other owners need.
 
-        Below 0 if these contexts do not all fit.
+        The result is negative if the contexts in use do not all fit.
         """
         self._forget_gone()
         with self._shelf.lock:
@@ -111,7 +113,7 @@ class ChunkStore(forks.Forked):
             return ram.capacity - self._buffer_bytes - self._shelf.active_bytes - others
 
     def lend(self, owner: Hashable, n_bytes: int) -> int:
-        """Let ``owner`` use so much memory elsewhere, at the cost of chunks; what it may use."""
+        """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
         self._forget_gone()
         for flushed in (False, True):
             with self._shelf.lock:
@@ -124,22 +126,22 @@ class ChunkStore(forks.Forked):
     # -- lookup ---------------------------------------------------------------------------------
 
     def match(self, root: bytes, tokens: Tokens) -> Match:
-        """Chunks for the longest stored prefix of ``tokens``, shape ``(n,)``."""
+        """Return the chunks of the longest stored prefix of ``tokens``, shape ``(n,)``."""
         with self._shelf.lock:
             return self._shelf.tree.match(root, tokens)
 
     def touch(self, ids: Sequence[ChunkId]) -> None:
-        """Mark the stored ones of a context's chunks as used, the last one first."""
+        """Mark the stored chunks of a context as used, the last chunk first."""
         with self._shelf.lock:
             self._shelf.touch([chunk for chunk in self.known(ids) if chunk is not None])
 
     def missing(self, ids: Sequence[ChunkId]) -> list[int]:
-        """Indices of identities whose bytes are stored nowhere."""
+        """Return the indices of the identities whose bytes are stored nowhere."""
         found = enumerate(self.known(ids))
         return [i for i, chunk in found if chunk is None or chunk.is_ghost]
 
     def layout(self, root: bytes) -> str | None:
-        """Layout of the cells under ``root``, as JSON, if any were ever saved."""
+        """Return the layout of the cells under ``root``, as JSON, or None if none was saved."""
         if root not in self._layouts and self._swap is not None:
             found = self._swap.layout(root)
             if found is not None:
@@ -147,9 +149,9 @@ class ChunkStore(forks.Forked):
         return self._layouts.get(root)
 
     def set_layout(self, root: bytes, layout: str) -> None:
-        """Remember the layout of the cells under ``root``."""
+        """Store the layout of the cells under ``root``."""
         self._layouts[root] = layout
-        with self._shelf.lock:  # committed with the chunks that have it
+        with self._shelf.lock:  # committed together with the chunks that use it
             self._shelf.update.layouts[root] = layout
 
     # -- claim ----------------------------------------------------------------------------------
@@ -162,16 +164,17 @@ class ChunkStore(forks.Forked):
         *,
         is_first: bool,
     ) -> bool:
-        """Claim room for a chunk and let ``encode`` fill it.
+        """Claim space for a chunk and let ``encode`` fill it.
 
         Args:
-            wanted: Its identity.
-            bound: Most bytes ``encode`` may write.
-            encode: Fills the array it gets; returns the bytes it wrote.
-            is_first: Whether it begins a context; any other is of no use without its parent.
+            wanted: Identity of the chunk.
+            bound: Most bytes that ``encode`` may write.
+            encode: Function that fills the given array and returns the number of bytes written.
+            is_first: Whether the chunk begins a context; any other chunk needs its parent.
 
         Returns:
-            False when no tier has room for it or its parent; the chunk will be recomputed.
+            False if there is no space for the chunk or its parent is missing; the chunk will be
+            recomputed.
         """
         offset = self._reserve_ram(bound, wanted.parent)
         if offset is None:
@@ -180,7 +183,7 @@ class ChunkStore(forks.Forked):
             room = self._shelf.ram.view(offset, page_round(bound))
             size = encode(room[:bound])
             bits = _native.chunk_peek(room[:size]).bits
-            room[size : page_round(size)] = 0  # the slab gets whole pages
+            room[size : page_round(size)] = 0  # whole pages are written to the slab
         except BaseException:
             with self._shelf.lock:
                 self._shelf.ram.cancel(offset, bound)
@@ -188,7 +191,7 @@ class ChunkStore(forks.Forked):
         with self._shelf.lock:
             self._shelf.ram.shrink(offset, bound, size)
             there = self._shelf.tree.get(wanted.key)
-            is_stored = there is not None and not there.is_ghost  # another engine was faster
+            is_stored = there is not None and not there.is_ghost  # another engine stored it first
             if is_stored or not (is_first or self._shelf.tree.get(wanted.parent)):
                 self._shelf.ram.cancel(offset, size)
                 return is_stored
@@ -203,7 +206,7 @@ class ChunkStore(forks.Forked):
         return True
 
     def leave_behind(self, context_id: str, ids: Sequence[ChunkId]) -> None:
-        """Drop what only this context needs and does not go on with: ``ids`` take its room."""
+        """Drop the chunks that only this context needs and that are not in ``ids``."""
         going_on = {wanted.key for wanted in ids}
         with self._shelf.lock:
             for chunk in self._shelf.tree.of_context_alone(context_id):
@@ -212,7 +215,7 @@ class ChunkStore(forks.Forked):
                 self._shelf.drop(chunk)
 
     def set_head(self, context_id: str, ids: Sequence[ChunkId]) -> None:
-        """Let a named context end with the last stored one of ``ids``."""
+        """Let a named context end with the last of the leading stored chunks of ``ids``."""
         with self._shelf.lock:
             found = itertools.takewhile(bool, self.known(ids))
             whole = [chunk for chunk in found if chunk is not None]
@@ -227,15 +230,15 @@ class ChunkStore(forks.Forked):
     # -- load -----------------------------------------------------------------------------------
 
     def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
-        """Bring chunks into RAM and pin them; ``release`` them when done.
+        """Bring chunks into RAM and pin them until ``release``.
 
         Args:
-            chunks: The chunks.
-            is_ahead: Nobody waits for them yet.
+            chunks: Chunks to fetch.
+            is_ahead: True if no request waits for them yet.
 
         Returns:
-            Addresses of the leading chunks that are there and sound; shorter than ``chunks`` when
-            one was damaged or found no room.
+            Addresses of the leading chunks that are in RAM and valid; fewer than ``chunks`` if one
+            was damaged or did not fit.
         """
         wanted: list[Chunk] = []
         self._n_fetches += 1
@@ -260,7 +263,7 @@ class ChunkStore(forks.Forked):
             self._shelf.unpin(chunks)
 
     def fault(self, chunk: Chunk) -> None:
-        """Drop a chunk whose bytes turned out unusable."""
+        """Drop a chunk whose bytes are unusable."""
         with self._shelf.lock:
             self._shelf.counters.faults += 1
             if self._shelf.tree.get(chunk.id.key) is chunk:
@@ -271,26 +274,26 @@ class ChunkStore(forks.Forked):
     def notice(
         self, ids: Sequence[ChunkId], attention: Iterable[float], seen: Iterable[float]
     ) -> None:
-        """The tokens of a context's chunks got so much more attention, in so many scores."""
+        """Add attention and score counts to the stored chunks of a context."""
         with self._shelf.lock:
             for chunk, amount, n in zip(self.known(ids), attention, seen, strict=True):
                 if chunk is not None:
                     self._shelf.notice(chunk, amount, n)
 
     def known(self, ids: Sequence[ChunkId]) -> list[Chunk | None]:
-        """What is stored of a context's chunks, ghosts included."""
+        """Return the stored chunk, possibly a ghost, or None for each identity."""
         with self._shelf.lock:
             return [self._shelf.tree.get(wanted.key) for wanted in ids]
 
     def demote(
         self, ids: Sequence[ChunkId], bits: Sequence[int], size: Callable[[int, int], int]
     ) -> None:
-        """Cut chunks that have more than so many bits a value; those in use stay as they are.
+        """Shorten chunks to at most the given bits per value; skip chunks that are in use.
 
         Args:
-            ids: Identities.
-            bits: Most bits of each.
-            size: Bytes of a chunk of so many tokens at so many bits.
+            ids: Identities of the chunks.
+            bits: Most bits per value of each chunk.
+            size: Function from tokens and bits to the bytes of a chunk.
         """
         with self._shelf.lock:
             for chunk, most in zip(self.known(ids), bits, strict=True):
@@ -298,26 +301,26 @@ class ChunkStore(forks.Forked):
                     self._shelf.cut(chunk, size(chunk.n_tokens, most), most)
 
     def lock_working_set(self, owner: Hashable, chunks: Iterable[Chunk | None]) -> None:
-        """Let the chunks of the context that ``owner`` runs leave RAM last (LLMS §3.4)."""
+        """Set the chunks of the context that ``owner`` runs, which leave RAM last (LLMS §3.4)."""
         with self._shelf.lock:
             self._shelf.lock_working_set(owner, filter(None, chunks))
 
     # -- swap-out, eviction, end ----------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write every dirty chunk to disk and commit the index. Errors are counted and logged."""
+        """Write every dirty chunk to disk and commit the index; count and log errors."""
         if self._swap is not None:
             self._swap.flush()
 
     def compact(self) -> None:
-        """Close the gaps in RAM that cut chunks left, if it is worth moving others."""
+        """Close the gaps that shortened chunks left in RAM, if moving chunks is worthwhile."""
         with self._shelf.lock:
             self._shelf.ram.compact()
 
     def refill(self) -> None:
-        """Read chunks back into RAM that has become free, the most recently used ones first.
+        """Read chunks back into free RAM, the most recently used ones first.
 
-        It ends when somebody else wants to read.
+        Stop as soon as another thread calls ``fetch``.
         """
         n_fetches, wanted = self._n_fetches, self._wanted_back()
         for i in range(0, len(wanted), _REFILL_CHUNKS):
@@ -331,7 +334,7 @@ class ChunkStore(forks.Forked):
                 return
 
     def _wanted_back(self) -> list[Chunk]:
-        """Chunks that were used, are on disk only, and fit what is free; the last used first."""
+        """Return used chunks that are only on disk and fit into free RAM, last used first."""
         with self._shelf.lock:
             free = self._shelf.ram.room - self._shelf.ram.used_bytes
             if free < PAGE:
@@ -342,7 +345,7 @@ class ChunkStore(forks.Forked):
         return [chunk for chunk, end in zip(absent, ends, strict=True) if end <= free]
 
     def _places_back(self, wanted: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
-        """Those of the chunks that are still wanted, pinned, and free places for them."""
+        """Pin the chunks that are still only on disk; return them and free places for them."""
         chunks: list[Chunk] = []
         places: list[int] = []
         with self._shelf.lock:
@@ -358,10 +361,10 @@ class ChunkStore(forks.Forked):
         return chunks, places
 
     def evict_context(self, context_id: str) -> int:
-        """Forget what only this context needs, in every tier and for good; bytes freed.
+        """Delete for good what only this context needs, in every tier; return the bytes freed.
 
         Raises:
-            StoreError: The disk still has some of it; the next call or commit tries again.
+            StoreError: Some of it is still on disk; the next call or commit tries again.
         """
         freed, shelf = 0, self._shelf
         with shelf.lock:
@@ -374,7 +377,7 @@ class ChunkStore(forks.Forked):
         return freed
 
     def stats(self) -> dict[str, object]:
-        """Sizes and counters, as plain JSON types."""
+        """Return sizes and counters as JSON types."""
         self._forget_gone()
         with self._shelf.lock:
             tree, ram, disk = self._shelf.tree, self._shelf.ram, self._shelf.disk
@@ -394,7 +397,7 @@ class ChunkStore(forks.Forked):
             }
 
     def close(self) -> None:
-        """Write what is dirty and close the files."""
+        """Write dirty chunks and close the files."""
         swap = self._swap
         if swap is not None:
             try:
@@ -406,11 +409,11 @@ class ChunkStore(forks.Forked):
     # -- fork -----------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Let nobody change anything until ``after_fork``."""
+        """Lock the store until ``after_fork``."""
         self._shelf.lock.acquire()
 
     def after_fork(self, *, in_child: bool) -> None:
-        """A child goes on with what it has in RAM: the files and their lock are its parent's."""
+        """Unlock the store; in a child, continue with RAM alone, as the files are the parent's."""
         if in_child and self._swap is not None:
             self._swap.abandon()
             self._swap = None
@@ -425,7 +428,7 @@ class ChunkStore(forks.Forked):
                 self._shelf.forget(self._gone.popleft())
 
     def _reserve_ram(self, n_bytes: int, parent: bytes | None = None) -> int | None:
-        """Room for ``n_bytes``, without dropping ``parent``; dirty chunks go to disk first."""
+        """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""
         self._forget_gone()
         for flushed in (False, True):
             with self._shelf.lock:
@@ -465,7 +468,7 @@ class ChunkStore(forks.Forked):
             for chunk, place in zip(chunks, places, strict=True):
                 if chunk.ram == ABSENT and chunk.disk != ABSENT:
                     coming.append((chunk, place, tier.file_offset(chunk.disk)))
-                else:  # read by another thread, or dropped, in the meantime
+                else:  # another thread read or dropped it meanwhile
                     self._shelf.ram.cancel(place, chunk.size)
         statuses = _native.store_read(
             tier.fd,
@@ -475,6 +478,7 @@ class ChunkStore(forks.Forked):
             [chunk.id.key for chunk, _, _ in coming],
             is_ahead=is_ahead,
         )
+        unusable: list[str] = []
         with self._shelf.lock:
             for (chunk, place, _), status in zip(coming, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
@@ -485,8 +489,13 @@ class ChunkStore(forks.Forked):
                     continue
                 self._shelf.ram.cancel(place, chunk.size)
                 if status != _native.Status.OK and self._shelf.tree.get(chunk.id.key) is chunk:
-                    _log.warning("a stored chunk is unusable (%s); recomputing it", status.name)
+                    unusable.append(status.name)
                     self.fault(chunk)
+            if unusable:
+                found = unusable[0]
+                self._reading.failed("a stored chunk is unusable (%s); recomputing it", found)
+            elif coming:
+                self._reading.worked()
 
 
 def _never(_: Chunk) -> bool:

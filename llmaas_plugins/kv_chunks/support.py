@@ -1,4 +1,4 @@
-"""Which contexts the plugin serves; the others stay exactly vanilla."""
+"""Decide which contexts the plugin serves; all others stay unchanged."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STEP = 256
 SCRATCH_SEQUENCE = 1
 """Sequence through which ranges of cells are read and written; empty between calls."""
 SEQUENCES = 2
-"""The app's sequence 0, and the scratch one."""
+"""Number of sequences without parking: the app's sequence 0 and the scratch sequence."""
 PARKED_SEQUENCES = range(SEQUENCES, 8)
-"""Those of parked contexts, where there are cells for them."""
+"""Sequences of parked contexts, if the context has cells for them."""
 
 
 def unsupported(create: ContextCreate) -> str | None:
-    """Why a context that is about to be made must be left alone, or None."""
+    """Return why a context that is about to be made cannot be served, or None."""
     model, params = create.model, create.params
     n_window = window(model)
     reasons = {
@@ -45,20 +45,20 @@ def unsupported(create: ContextCreate) -> str | None:
         f"sliding window of {n_window} tokens, less than a chunk": 0 < n_window < CHUNK_TOKENS,
         "embedding context": bool(params.embeddings),
         _NOT_CAUSAL: params.attention_type == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL,
-        f"{params.n_seq_max} sequences of the app's own": params.n_seq_max > 1,
+        f"the app itself uses {params.n_seq_max} sequences": params.n_seq_max > 1,
         f"batches of {_batch_tokens(create)} tokens: llama.cpp aborts with fewer than it has "
         f"sequences, {SEQUENCES} here": _batch_tokens(create) < SEQUENCES,
         "2-D positions (M-RoPE)": _has_2d_positions(model),
-        "layers are offloaded to a GPU: not tested with one": _is_offloaded(create.load),
+        "layers are offloaded to a GPU: this is not tested": _is_offloaded(create.load),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def unsupported_cells(ctx: int) -> str | None:
-    """Why a new context must be left alone after all, or None: seen from how it keeps its cells.
+    """Return why a new context cannot be served after all, judging by its cells, or None.
 
-    One cache of keys and values is a blob of 16 bytes while it is empty, two are one of 24.
-    Architectures that keep more, an index for instance, or nothing, cannot be told from the model.
+    The blob of an empty context has 16 bytes with one cache of keys and values, and 24 with two.
+    The model does not reveal whether its architecture keeps more, an index for instance, or none.
     """
     if llama_cpp.llama_get_memory(ctx) is None:
         return "encoder or diffusion model: it keeps no cells"
@@ -67,14 +67,15 @@ def unsupported_cells(ctx: int) -> str | None:
     n_bytes = llama_cpp.llama_state_seq_get_size(ctx, SCRATCH_SEQUENCE)
     has_window = window(llama_cpp.llama_get_model(ctx)) > 0
     if n_bytes not in _EMPTY_BLOB_BYTES[: 1 + has_window]:
-        return "its cells are not in caches of keys and values alone"
+        return "its state has more than caches of keys and values"
     return None
 
 
 def _is_causal(ctx: int) -> bool:
-    """Ask llama.cpp, or the model's metadata before llama-cpp-python 0.3.36.
+    """Return whether a context's attention is causal.
 
-    Models that are not causal by their architecture keep no cells in 0.3.35.
+    Before llama-cpp-python 0.3.36 only the model's metadata can tell. This suffices, because in
+    0.3.35 models with a non-causal architecture keep no cells.
     """
     if hasattr(llama_cpp, "llama_get_causal_attn"):
         return bool(llama_cpp.llama_get_causal_attn(ctx))
@@ -84,11 +85,11 @@ def _is_causal(ctx: int) -> bool:
 
 
 def spare_cells(create: ContextCreate, wanted: int) -> int:
-    """How many of ``wanted`` cells for parked contexts a context that is served may be given.
+    """Return how many of ``wanted`` spare cells for parked contexts a served context may get.
 
-    None with a sliding window: llama.cpp uses cells again that no token of their sequence will see,
-    and cuts such a sequence where that left a gap. None if a larger context is computed otherwise,
-    or batches have fewer tokens than there would be sequences.
+    The result is 0 with a sliding window, because llama.cpp reuses cells that no token of their
+    sequence will see, and cuts the sequence at the gap. The result is 0 if a larger context changes
+    the RoPE factors, or if a batch has fewer tokens than there would be sequences.
     """
     if window(create.model) > 0 or _changes_rope(create, wanted):
         return 0
@@ -98,30 +99,30 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
 
 
 def _batch_tokens(create: ContextCreate) -> int:
-    """Return the most tokens of a batch: llama.cpp reserves an output for each sequence in one."""
+    """Return the most tokens of a batch, in which llama.cpp reserves an output per sequence."""
     n_ctx = int(create.params.n_ctx) or int(llama_cpp.llama_model_n_ctx_train(create.model))
     return min(n_ctx, int(create.params.n_batch))
 
 
 def _changes_rope(create: ContextCreate, n_spare: int) -> bool:
-    """Whether so many cells more would let a model with two sets of RoPE factors take the other."""
+    """Return whether ``n_spare`` more cells would switch the model to its long RoPE factors."""
     n_ctx = int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
     is_crossed = n_ctx <= rope_switch(create.model, create.load) < n_ctx + n_spare + _STEP
     return is_crossed and may_have_long_factors(create.load)
 
 
 def window(model: int) -> int:
-    """Tokens that a model's sliding-window layers see; 0 if it has none."""
+    """Return the tokens that a model's sliding-window layers see; 0 if it has no such layers."""
     return int(llama_cpp.llama_model_n_swa(model))
 
 
 def _is_offloaded(load: ModelLoad | None) -> bool:
-    """Unknown counts as offloaded, where it could be."""
+    """Return whether layers may be on a GPU; an unknown load counts as offloaded."""
     if not llama_cpp.llama_supports_gpu_offload():
         return False
     return load is None or load.params.n_gpu_layers != 0
 
 
 def _has_2d_positions(model: int) -> bool:
-    """M-RoPE and its kin (vision, interleaved) have the highest type numbers, from MROPE on."""
+    """Return whether a model uses M-RoPE or a variant, whose type numbers are the highest."""
     return int(llama_cpp.llama_model_rope_type(model)) >= llama_cpp.LLAMA_ROPE_TYPE_MROPE

@@ -1,4 +1,4 @@
-"""Dirty chunks on their way to disk (LLMS §3.4, ahead-of-time swapping-out), and the index."""
+"""Write dirty chunks to disk ahead of time (LLMS §3.4), and keep the index up to date."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BATCH_CHUNKS = 64
 
 
 class SwapOut:
-    """Keeps the disk in step with a shelf. Thread-safe; writes run outside the shelf's lock."""
+    """Writer of a store's chunks and index. Thread-safe; writes run outside the shelf's lock."""
 
     def __init__(self, shelf: Shelf, disk: DiskStore, write_budget: int | None) -> None:
-        """Put what ``disk`` has on the shelf; write ``write_budget`` bytes a day at most.
+        """Load the chunks on ``disk``; write at most ``write_budget`` bytes each day.
 
         Raises:
             StoreError: The index cannot be read.
@@ -56,17 +56,17 @@ class SwapOut:
                     self._try_commit()  # no row may name a place that is about to be overwritten
                 written += self._write(batch, places, lost)
             with self._shelf.lock:
-                for chunk in reversed(lost.values()):  # a context ends where its chunks do
+                for chunk in reversed(lost.values()):  # contexts shrink from their end
                     if self._shelf.tree.get(chunk.id.key) is chunk:
                         self._shelf.drop(chunk)
                 self._shelf.order_on_disk(written)
             self._try_commit()
 
     def commit(self) -> None:
-        """Bring the index up to date.
+        """Commit all changes to the index.
 
         Raises:
-            StoreError: It cannot be written; the next commit tries again.
+            StoreError: The index cannot be written; the next commit tries again.
         """
         with self._index_lock:
             with self._shelf.lock:
@@ -80,24 +80,34 @@ class SwapOut:
                 raise StoreError(f"KV store's index: {error}") from error
 
     def erase_freed(self) -> None:
-        """Bring the index up to date, and erase what chunks that are gone left on disk.
+        """Commit all changes to the index, and erase the bytes of removed chunks on disk.
 
         Raises:
-            StoreError: One of the two failed; the next call tries again.
+            StoreError: The commit or the erasure failed; the next call tries again.
         """
-        with self._flush_lock:  # nobody takes room on disk meanwhile
+        with self._flush_lock:  # no chunk may take these places meanwhile
             with self._shelf.lock:
                 places = self._disk.tier.take_stale()
                 self._shelf.update.erases = True
             try:
-                self.commit()
+                self._commit_behind(places)
             finally:
                 self._disk.tier.erase(places)
             with self._index_lock:
                 self._disk.end_erasing()
 
+    def _commit_behind(self, places: Sequence[tuple[int, int]]) -> None:
+        """Commit; if that fails, erase ``places`` in the slab and commit again (full disk)."""
+        try:
+            self.commit()
+        except StoreError:
+            if not places:
+                raise
+            self._disk.tier.erase(places)
+            self.commit()
+
     def layout(self, root: bytes) -> str | None:
-        """Layout of the cells under ``root`` that a run before this one wrote."""
+        """Return the layout of the cells under ``root`` that an earlier process stored, or None."""
         with self._index_lock:
             try:
                 return self._disk.index.geometry(root)
@@ -111,7 +121,7 @@ class SwapOut:
             self._disk.close()
 
     def abandon(self) -> None:
-        """In a forked child: the files are its parent's."""
+        """Close the files in a forked child without changing them, as the parent uses them."""
         self._disk.abandon()
 
     def _try_commit(self) -> None:
@@ -123,7 +133,7 @@ class SwapOut:
             self._indexing.worked()
 
     def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
-        """Dirty chunks, pinned, and their new places on disk; those that get none are ``lost``."""
+        """Pin dirty chunks; return them with their places on disk. Others go to ``lost``."""
         batch: list[Chunk] = []
         places: list[int] = []
         with self._shelf.lock:
@@ -146,14 +156,14 @@ class SwapOut:
             return batch, places
 
     def _lose(self, chunk: Chunk, lost: dict[bytes, Chunk]) -> None:
-        """It cannot be written, so it leaves RAM, too: it would be in the way for good."""
+        """Mark a chunk as lost: it cannot be written, so it could never leave RAM otherwise."""
         del self._shelf.dirty[chunk.id.key]
         lost[chunk.id.key] = chunk
 
     def _write(
         self, batch: Sequence[Chunk], places: Sequence[int], lost: dict[bytes, Chunk]
     ) -> Sequence[Chunk]:
-        """Write a batch; the chunks that are on disk now."""
+        """Write a batch; return the chunks that are on disk now."""
         tier = self._disk.tier
         failure = None
         try:

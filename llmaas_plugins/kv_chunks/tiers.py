@@ -1,4 +1,4 @@
-"""Two bounded places for encoded chunks, each evicting what its queue says."""
+"""The two tiers for encoded chunks, RAM and disk, each with a size limit and an eviction queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import StoreError
+from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.extents import PAGE, ExtentAllocator, page_round
@@ -22,48 +22,49 @@ from llmaas_plugins.kv_chunks.tree import Chunk
 __all__ = ["DiskTier", "RamTier", "Tier"]
 
 _MOST_MARKS = 1 << 16
-_WORTH_MOVING = 32  # free space, in gaps, that is this part of the arena
+_WORTH_MOVING = 32  # compact if at least 1/32 of the arena is free
 
 
 class Tier:
-    """Space for chunks, and their queue.
+    """Space for chunks, with an eviction queue.
 
     Attributes:
-        queue: The chunks here.
+        queue: Chunks of this tier in eviction order.
     """
 
     def __init__(self, capacity: int, eviction: Eviction) -> None:
-        """Nothing is stored yet; at most ``capacity`` bytes will be."""
+        """Start empty, with space for at most ``capacity`` bytes."""
         self._extents = ExtentAllocator(capacity)
         self.queue = Queue(eviction)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken, whole pages."""
+        """Bytes in use, in whole pages."""
         return self._extents.used
 
     @property
     def capacity(self) -> int:
-        """Bytes there are."""
+        """Total bytes, in whole pages."""
         return self._extents.capacity
 
     @property
     def room(self) -> int:
-        """Bytes of them that chunks may take."""
+        """Bytes of the capacity that chunks may use."""
         return self._extents.capacity
 
     def reserve(
         self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> int | None:
-        """Offset of room for ``n_bytes``, after evicting as few chunks as needed.
+        """Reserve ``n_bytes``, after evicting as few chunks as needed.
 
         Args:
-            n_bytes: Room wanted.
-            evictable: Whether a chunk may go.
-            evict: Called for each victim; it must call ``free`` for it.
+            n_bytes: Bytes to reserve.
+            evictable: Function that returns whether a chunk may be evicted.
+            evict: Function that evicts a chunk; it must call ``free``.
 
         Returns:
-            None when there is no room even then; nothing was evicted if the total says so at once.
+            Offset of the space, or None if evicting all such chunks is not enough. Nothing is
+            evicted if ``n_bytes`` exceeds ``room``.
         """
         if n_bytes > self.room:
             return None
@@ -75,7 +76,7 @@ class Tier:
     def _evict_one(
         self, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> bool:
-        """Evict the next chunk that may go; whether there was one."""
+        """Evict the next chunk that may go; return whether there was one."""
         victim = next(filter(evictable, self.queue), None)
         if victim is not None:
             evict(victim)
@@ -85,53 +86,64 @@ class Tier:
         return self._extents.allocate(n_bytes)
 
     def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
-        """Give back the unused end of a reservation."""
+        """Free the unused end of a reservation."""
         self._extents.shrink(offset, old_bytes, new_bytes)
 
     def cancel(self, offset: int, n_bytes: int) -> None:
-        """Give back a reservation that no chunk took."""
+        """Free a reservation that no chunk used."""
         self._extents.release(offset, n_bytes)
 
     def claim(self, offset: int, n_bytes: int) -> bool:
-        """Reserve exactly this place (a chunk found at start-up)."""
+        """Reserve exactly this place, for a chunk found at start; return False if it is taken."""
         return self._extents.claim(offset, n_bytes)
 
     def free(self, chunk: Chunk, offset: int) -> None:
-        """Forget the chunk's bytes at ``offset``."""
+        """Free the chunk's space at ``offset``, and take the chunk out of the queue."""
         self.queue.leave(chunk)
         self._extents.release(offset, chunk.size)
 
 
 class RamTier(Tier):
-    """An anonymous mapping of fixed size; pages are committed as they are first written.
+    """An anonymous mapping of fixed size, whose pages are committed when first written.
 
     Attributes:
-        lent: Bytes of the capacity that are memory elsewhere; chunks leave them free.
+        lent: Bytes of the capacity that other owners use as memory elsewhere; chunks leave as
+            many bytes free.
     """
 
     def __init__(self, budget: Budget, eviction: Eviction) -> None:
-        """Map and account for what the budget has left."""
+        """Map and reserve all that is left of the budget.
+
+        Raises:
+            BudgetError: The system does not have that many addresses or bytes.
+        """
         capacity = budget.limit - budget.used
         budget.reserve(capacity)
         super().__init__(capacity, eviction)
         self.lent = 0
-        self._bytes = anonymous(self.capacity)
-        self._holds = np.zeros(self.capacity // PAGE, dtype=np.bool_)  # memory, by page
+        try:
+            self._bytes = anonymous(self.capacity)
+        except OSError as error:
+            raise BudgetError(
+                f"cannot reserve {capacity >> 20} MiB of memory for chunks: {error.strerror}. "
+                "Lower plugins.kv_chunks.ram_budget."
+            ) from error
+        self._holds = np.zeros(self.capacity // PAGE, dtype=np.bool_)  # whether a page holds memory
         self._held_bytes = 0
         self._base = int(self._bytes.ctypes.data)
 
     @property
     def room(self) -> int:
-        """Bytes that chunks may take."""
+        """Bytes that chunks may use."""
         return self.capacity - self.lent
 
     def lend(
         self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> bool:
-        """Let so many bytes in all be lent, after evicting as few chunks as needed.
+        """Set the total number of lent bytes, after evicting as few chunks as needed.
 
         Returns:
-            False when there is no room for all of that; what there is is lent then.
+            False if there is not enough space; as many bytes as possible are then lent.
         """
         is_met = True
         while is_met and self.used_bytes + n_bytes > self.capacity:
@@ -150,13 +162,13 @@ class RamTier(Tier):
         return offset
 
     def _hold(self, offset: int, n_bytes: int) -> None:
-        """These pages will be written to."""
+        """Record that these pages will be written and then hold memory."""
         pages = self._holds[offset // PAGE : (offset + page_round(n_bytes)) // PAGE]
         self._held_bytes += PAGE * int(len(pages) - np.count_nonzero(pages))
         pages[:] = True
 
     def _hold_no_more(self) -> None:
-        """Let no free page hold memory, if chunks and what is lent would have too much together."""
+        """Release free pages if pages with memory and lent bytes exceed the capacity together."""
         if self._held_bytes + self.lent <= self.capacity:
             return
         for offset, n_bytes in self._extents.free_within(0, self.capacity):
@@ -167,15 +179,15 @@ class RamTier(Tier):
         self._held_bytes = PAGE * int(np.count_nonzero(self._holds))
 
     def address(self, offset: int) -> int:
-        """Address of a byte of the arena."""
+        """Return the address of a byte of the arena."""
         return self._base + offset
 
     def view(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
-        """A window on the arena."""
+        """Return a view of a part of the arena."""
         return self._bytes[offset : offset + n_bytes]
 
     def compact(self) -> None:
-        """Close the gaps that cut chunks left, if they add up; chunks in use stay in place."""
+        """Move chunks to close gaps if the gaps are large together; skip chunks in use."""
         free = self.room - self.used_bytes
         if free < self.capacity // _WORTH_MOVING or 2 * self._extents.longest() > free:
             return
@@ -183,7 +195,7 @@ class RamTier(Tier):
             if chunk.pins == 0:
                 self._extents.release(chunk.ram, chunk.size)
                 place = self._extents.allocate(chunk.size)
-                assert place is not None  # its own, at worst
+                assert place is not None  # at least its old place is free
                 if place != chunk.ram:
                     ctypes.memmove(
                         self.address(place), self.address(chunk.ram), page_round(chunk.size)
@@ -196,46 +208,46 @@ class RamTier(Tier):
 class DiskTier(Tier):
     """The slab file. Page 0 is the header; chunk extents follow.
 
-    Space that is free may hold old chunks' bytes until it is written again, or erased.
+    Free space may hold bytes of old chunks until it is overwritten or erased.
     """
 
     HEADER_BYTES = 4096
 
     def __init__(self, path: Path, budget: int) -> None:
-        """Open or create the file of at most ``budget`` bytes, mode 0600.
+        """Open the file, or create it with mode 0600; it will have at most ``budget`` bytes.
 
-        It is read and written past the page cache where the file system can.
+        Reads and writes bypass the page cache if the file system supports it.
 
         Raises:
-            StoreError: It is no regular file, or cannot be opened or made private.
+            StoreError: The path is not a regular file, or it cannot be opened or made private.
         """
         super().__init__(max(0, budget - self.HEADER_BYTES), "lru")
         self._stale: dict[int, int] | None = None  # freed places and sizes; None: all free space
         self._file = FILES.open(path, os.O_RDWR | os.O_CREAT)
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        except OSError:  # tmpfs, for one
+        except OSError:  # for example on tmpfs
             self._direct = os.dup(self._file)
 
     @property
     def fd(self) -> int:
-        """File descriptor for the native reads and writes of whole blocks."""
+        """File descriptor for native reads and writes of whole blocks."""
         return self._direct
 
     def file_offset(self, offset: int) -> int:
-        """Where an extent lies in the file."""
+        """Return an extent's offset in the file."""
         return self.HEADER_BYTES + offset
 
     def file_bytes(self) -> int:
-        """Current length of the file."""
+        """Return the current length of the file."""
         return os.fstat(self._file).st_size
 
     def read_header(self) -> bytes:
-        """The header page; shorter when the file is new."""
+        """Return the header page, or fewer bytes if the file is new."""
         return os.pread(self._file, self.HEADER_BYTES, 0)
 
     def write_header(self, header: bytes) -> None:
-        """Start an empty slab under ``header``, which outlasts a power cut."""
+        """Empty the slab and write ``header`` durably."""
         os.ftruncate(self._file, 0)
         page, n = header.ljust(self.HEADER_BYTES, b"\0"), 0
         while n < len(page):
@@ -243,12 +255,12 @@ class DiskTier(Tier):
         os.fsync(self._file)
 
     def trim(self) -> None:
-        """Shorten a file that was written under a larger budget."""
+        """Truncate a file that was written under a larger budget."""
         if self.file_bytes() > self.file_offset(self.capacity):
             os.ftruncate(self._file, self.file_offset(self.capacity))
 
     def cut(self) -> None:
-        """Shorten the file to what is in use."""
+        """Truncate the file after the last used byte."""
         runs = self._extents.free_within(0, self.capacity)
         is_tail = bool(runs) and sum(runs[-1]) == self.capacity
         end = self.file_offset(runs[-1][0] if is_tail else self.capacity)
@@ -258,23 +270,23 @@ class DiskTier(Tier):
     # -- old bytes ------------------------------------------------------------------------------
 
     def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
-        """Give back the end of a chunk that was cut."""
+        """Free the end of a chunk that was shortened, and mark it as stale."""
         super().shrink(offset, old_bytes, new_bytes)
         tail = page_round(new_bytes)
         self._mark(offset + tail, page_round(old_bytes) - tail)
 
     def cancel(self, offset: int, n_bytes: int) -> None:
-        """Give back a reservation; some of it may have been written."""
+        """Free a reservation, and mark it as stale because some of it may have been written."""
         super().cancel(offset, n_bytes)
         self._mark(offset, n_bytes)
 
     def free(self, chunk: Chunk, offset: int) -> None:
-        """Forget the chunk's bytes at ``offset``; they lie there until erased."""
+        """Free the chunk's space at ``offset``, and mark its bytes as stale until erased."""
         super().free(chunk, offset)
         self._mark(offset, chunk.size)
 
     def take_stale(self) -> list[tuple[int, int]]:
-        """Free places in the file that may hold old bytes, and their lengths; for ``erase``."""
+        """Return free places in the file that may hold old bytes, with lengths, for ``erase``."""
         end = min(self.capacity, page_round(max(0, self.file_bytes() - self.HEADER_BYTES)))
         marked = {0: end} if self._stale is None else self._stale
         self._stale = {}
@@ -286,7 +298,7 @@ class DiskTier(Tier):
         return sorted(places.items())
 
     def erase(self, places: Sequence[tuple[int, int]]) -> None:
-        """Make sure that nothing can be read at these places any more.
+        """Erase the bytes at these places.
 
         Raises:
             StoreError: The file system failed; a later call tries again.
@@ -306,6 +318,6 @@ class DiskTier(Tier):
                 self._stale = None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file descriptors."""
         os.close(self._direct)
         os.close(self._file)

@@ -1,12 +1,13 @@
-"""Tolerance-aware compression (LLMS §3.2): which chunk keeps how many bits.
+"""Tolerance-aware compression (LLMS §3.2): choose how many bits each chunk keeps.
 
-A chunk that gets much attention (its *information density*, Eq 1) tolerates little. Eq 3 gives bits
-to chunks so that most information is kept under a mean. What is lost with an error in a chunk's
-values is taken as ``weight * 4^-bits``. The weight is the density's square, since what looks at the
-chunk sees the error times the attention, and errors of different chunks add up in squares; and some
-of a typical chunk's square, since attention so far says little of what will be asked later. The
-square of a uniform quantiser's error falls by 4 with each bit. Eq 3 as printed weighs a chunk by
-1/ratio, which on real text does worse than giving all the same; docs/figures.md has both.
+A chunk that receives much attention (its *information density*, Eq 1) tolerates little compression.
+Eq 3 assigns bits to chunks so that most information is kept under a limit on the mean. The loss
+from a chunk's quantization error is modeled as ``weight * 4^-bits``: a uniform quantizer's squared
+error falls by a factor of 4 with each bit. The weight is the square of the density, because later
+tokens see the error scaled by their attention, and independent errors add up in squares. A multiple
+of the median density's square is added, because past attention says little about what will be asked
+later. Eq 3 as printed weighs a chunk by 1/ratio; on real text this does worse than equal bits for
+all chunks. docs/figures.md reports both.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from numpy.typing import NDArray
 __all__ = ["INT8_BITS", "choose_levels", "densities"]
 
 INT8_BITS = 8
-"""What ``ratio`` is a share of."""
+"""Bits per value of int8, of which ``ratio`` is a share."""
 
 _ASKED_LATER = 3.0
-"""Squares of the median density that each chunk counts for, as it may be asked for later.
+"""Multiple of the squared median density in each chunk's weight, as it may be asked for later.
 
-The least of 0, 1, 3 and 10 with which facts that are asked for late are not remembered measurably
-worse than with the same bits for all. Text that simply goes on pays a little for it;
-docs/figures.md has both.
+The values 0, 1, 3 and 10 were tried. This is the smallest with which facts asked for late are
+recalled as well as with equal bits for all chunks, within measurement error. It costs a little
+accuracy on text that simply continues. docs/figures.md reports both.
 """
 
 
 def densities(
     attention: Sequence[float] | NDArray[np.float64], seen: Sequence[float] | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Information density of chunks (Eq 1), shape ``(n,)``.
+    """Return the information density of chunks (Eq 1), shape ``(n,)``.
 
     Args:
-        attention: Sum of the attention that each chunk's tokens got, over queries, heads, layers.
-        seen: How many scores that is the sum of. Where nothing was seen yet the density is the
-            median of the others', or 1 if nothing was seen at all.
+        attention: Attention to each chunk's tokens, summed over queries, heads and layers.
+        seen: Number of scores in each sum. A chunk without scores gets the median density of the
+            others, or 1 if no chunk has scores.
     """
     sums, counts = np.asarray(attention, np.float64), np.asarray(seen, np.float64)
     is_known = counts > 0
@@ -53,21 +54,22 @@ def choose_levels(
     ratio: float,
     most: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """Bits of each chunk: maximises Eq 3 under a mean of ``8 * ratio`` bits.
+    """Return the bits of each chunk that maximize Eq 3 under a mean of ``8 * ratio`` bits.
 
-    Each step up a level has a gain, ``weight * (4^-low - 4^-high)``, and a price, the bits between
-    the two. The steps are taken in the order of gain over price while they can be paid: higher
-    levels gain less per bit, so a chunk's steps come in order, and the weights at which the steps
-    to a level end are Eq 2's thresholds.
+    Each step from one level to the next has a gain, ``weight * (4^-low - 4^-high)``, and a price,
+    the difference in bits. Steps are taken in descending order of gain per bit while the budget
+    allows. Higher levels gain less per bit, so the steps of a chunk come in order. The weights at
+    which the steps to a level end are the thresholds of Eq 2.
 
     Args:
         density: Information density of each chunk, shape ``(n,)``.
-        levels: Bits to choose from.
-        ratio: Mean bits as a share of int8's.
-        most: Bits that each chunk has now and cannot exceed, shape ``(n,)``; None: any.
+        levels: Numbers of bits to choose from.
+        ratio: Mean bits as a share of 8.
+        most: Current bits of each chunk, which it cannot exceed, shape ``(n,)``; None for no limit.
 
     Returns:
-        Shape ``(n,)``. The lowest level even where the mean is below it.
+        Array of shape ``(n,)``. Every chunk gets at least the lowest level, or its ``most`` if
+        that is lower, even if the mean then exceeds the limit.
     """
     rising = sorted(levels)
     n_chunks = len(density)

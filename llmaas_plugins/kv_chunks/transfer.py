@@ -1,4 +1,4 @@
-"""Chunks between the store and one engine: swap-out ahead of time, and loading."""
+"""Move chunks between the store and one engine: swap-out ahead of time, and loading."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ from llmaas_plugins.kv_chunks.staging import Staging
 from llmaas_plugins.kv_chunks.store import ChunkStore
 from llmaas_plugins.kv_chunks.support import window
 from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, Match, count_tokens
+from llmaas_plugins.trouble import Trouble
 
 __all__ = ["Loaded", "Parts", "Transfer"]
 
@@ -53,12 +54,12 @@ _log = logging.getLogger("llmaas.kv_chunks")
 
 @dataclass(frozen=True, slots=True)
 class Loaded(KVRestored):
-    """What a load did; the tokens that it did not load it evaluated, or found in place.
+    """Result of a load. Tokens that were neither loaded nor recomputed were already in the cells.
 
     Attributes:
-        n_recomputed: Tokens that it evaluated.
-        predicted_s: What the plan promised (LLMS, Eq 4); None if too little was known.
-        actual_s: What it took.
+        n_recomputed: Number of tokens that the load evaluated.
+        predicted_s: Time that the plan predicted (LLMS, Eq 4); None if too little was known.
+        actual_s: Time that the load took.
     """
 
     n_recomputed: int
@@ -67,18 +68,18 @@ class Loaded(KVRestored):
 
 
 class Parts(NamedTuple):
-    """What a transfer works with.
+    """Components of a transfer.
 
     Attributes:
-        store: Where chunks are.
-        codec: How they are encoded.
-        levels: Who chooses their bits; None if the codec has none.
-        attention: What they got; None if nobody knows.
-        parking: Contexts that stay in the engine; None without room for them.
-        spare: The memory that they may have.
-        memory: The engine's cells, if they can be written to directly.
-        recomputes: Whether what is slow to read may be computed instead.
-        staging: Buffers.
+        store: Store of the chunks.
+        codec: Encoding of new chunks.
+        levels: Choice of their bits; None if the codec has no levels.
+        attention: Attention that the chunks receive; None if it is not measured.
+        parking: Contexts that stay in the engine; None without spare cells.
+        spare: Memory of the spare cells; None without spare cells.
+        memory: Memory of the engine's cells; None if it cannot be written directly.
+        recomputes: Whether chunks that are slow to read may be recomputed instead.
+        staging: Transfer buffers.
         workers: Threads.
     """
 
@@ -95,15 +96,15 @@ class Parts(NamedTuple):
 
 
 class Transfer:
-    """Moves one engine's chunks."""
+    """Transfer of chunks between the store and one engine."""
 
     def __init__(self, engine: Engine, root: Callable[[str | None], bytes], parts: Parts) -> None:
         """Attach to an engine.
 
         Args:
-            engine: Whose cells.
-            root: Where the chunk chains of an app begin, by the app's name.
-            parts: What it works with.
+            engine: Engine that has the cells.
+            root: Function from an app's name to the root of its chunk chains.
+            parts: Components to work with.
         """
         self._store = parts.store
         self._root = root
@@ -126,18 +127,21 @@ class Transfer:
         self._geometry: KVGeometry | None = None
         self._is_learned = False
         self._loader: Loader | None = None
-        self._owner = object()  # of the working set
+        self._owner = object()  # identifies this engine's working set
+        self._saving = Trouble(_log, logging.WARNING)
+        self._loading = Trouble(_log, logging.WARNING)
+        self._describing = Trouble(_log, logging.WARNING)
         weakref.finalize(self, self._store.leave, self._owner)
 
     # -- swap-out -------------------------------------------------------------------------------
 
     def save(self, tokens: Tokens, context_id: str | None, app: str | None) -> None:
-        """Claim the chunks of sequence 0 that are stored nowhere yet, and settle all bits.
+        """Store the chunks of sequence 0 that are stored nowhere yet, and update all chunks' bits.
 
         Args:
-            tokens: What the cells hold, shape ``(n,)``.
-            context_id: Persistent context that ends with them, if any.
-            app: Whose they are, if known.
+            tokens: Tokens in the cells, shape ``(n,)``.
+            context_id: Name of the persistent context that ends with them, or None.
+            app: Name of the app that the tokens belong to, or None.
 
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
@@ -150,7 +154,7 @@ class Transfer:
             self._store.leave_behind(context_id, ids)
         missing = self._store.missing(ids)
         if not missing and (not self._is_learned or self._store.layout(root) is None):
-            self._learn_geometry(root)  # what is stored may be damaged
+            self._learn_geometry(root)  # the stored layout may be damaged
         if missing:
             geometry = self._learn_geometry(root)
             step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
@@ -158,6 +162,8 @@ class Transfer:
                 for run in _runs(missing, step, self._window_chunks):
                     if not self._claim(geometry, run, ids, len(tokens), bits):
                         break
+                else:
+                    self._saving.worked()
         if self._levels is not None and bits is not None and self._geometry is not None:
             self._levels.settle(ids, bits, attention, self._geometry)
         self._store.compact()
@@ -165,6 +171,7 @@ class Transfer:
         self._store.lock_working_set(self._owner, self._store.known(ids))
         if context_id is not None:
             self._store.set_head(context_id, ids)
+        self._profile.learn()
         if self._profile.has_news:
             self._store.set_layout(self._profile_key, self._profile.to_json())
 
@@ -186,13 +193,13 @@ class Transfer:
         end = min(run.stop * CHUNK_TOKENS, n_tokens)
         blob = self._staging.whole[: _native.blob_size(geometry, end - start)]
         if self._cells.read(start, end, blob) != blob.nbytes:
-            _log.warning("cannot read cells %d…%d; they are not saved", start, end)
+            self._saving.failed("cannot read cells %d…%d; they are not saved", start, end)
             return False
         try:
-            _native.blob_sort(geometry, blob, end - start)  # beside parked cells they lie mixed
+            _native.blob_sort(geometry, blob, end - start)  # among parked cells the order is mixed
             _native.blob_check(geometry, blob, range(start, end))
         except CodecError as error:
-            _log.warning("cells %d…%d are not saved: %s", start, end, error)
+            self._saving.failed("cells %d…%d are not saved: %s", start, end, error)
             return False
         levels = [_native.CHUNK_BITS] * len(ids) if bits is None else bits.tolist()
         return all(
@@ -202,7 +209,7 @@ class Transfer:
             for i in run
         )
 
-    def _claim_one(  # noqa: PLR0913, PLR0917  what and where
+    def _claim_one(  # noqa: PLR0913, PLR0917  a chunk and its place
         self,
         geometry: KVGeometry,
         wanted: ChunkId,
@@ -228,22 +235,22 @@ class Transfer:
         except NativeError as error:
             if error.status != Status.EUNSUPPORTED:
                 raise
-            return put(Codec.RAW)  # infinities: keep every bit
+            return put(Codec.RAW)  # the cells contain infinities: keep every bit
 
     # -- load -----------------------------------------------------------------------------------
 
     def restore(
         self, prompt: Tokens, resident: Tokens, app: str | None, resident_app: str | None
     ) -> Loaded | None:
-        """Bring in as much of ``prompt`` as is parked or stored, if that is more than is resident.
+        """Load the longest parked or stored prefix of ``prompt``, if sequence 0 has less of it.
 
-        Some of it may be evaluated here, where that is faster or nothing is stored.
+        Some tokens may be recomputed here, if that is faster or their chunks are lost.
 
         Args:
             prompt: The whole prompt, shape ``(n,)``.
-            resident: What sequence 0 holds, shape ``(m,)``.
-            app: Who asks, if known.
-            resident_app: Whose resident tokens these are, if known.
+            resident: Tokens in sequence 0, shape ``(m,)``.
+            app: Name of the app that asks, or None.
+            resident_app: Name of the app that the resident tokens belong to, or None.
 
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
@@ -274,7 +281,7 @@ class Transfer:
         return loaded
 
     def _balance(self, n_resident: int, n_prompt: int) -> bool:
-        """Fit parked contexts to the memory there is; whether all cells had to be emptied."""
+        """Fit parked contexts to the available memory; return whether all cells were emptied."""
         if self._spare is None or not self._spare.balance(n_resident, n_prompt):
             return False
         if self._attention is not None:
@@ -282,32 +289,32 @@ class Transfer:
         return True
 
     def _empty(self) -> None:
-        """Drop all of sequence 0: it is another app's."""
+        """Empty sequence 0, which holds another app's tokens."""
         if self._attention is not None:
             self._attention.placed(0, 0)
         self._cells.truncate(0)
 
     def close(self) -> None:
-        """Give up what is kept in the engine, and stop looking at it. The engine is ours."""
+        """Free parked contexts and stop measuring attention. No other thread may use the engine."""
         if self._parking is not None:
             self._parking.give_up()
         if self._attention is not None:
             self._attention.close()
 
     def forget_parked(self) -> None:
-        """Let the next request find no parked contexts; any thread may ask for it."""
+        """Make the next request free all parked contexts first. Callable from any thread."""
         if self._parking is not None:
             self._parking.expire()
 
     def parked_stats(self) -> dict[str, int]:
-        """Counters of the contexts that stay in the engine."""
+        """Return counters of the parked contexts."""
         parking, spare = self._parking, self._spare
         return (parking.stats() if parking else {}) | (spare.stats() if spare else {})
 
     def _unpark(
         self, prompt: Tokens, resident: Tokens, root: bytes, resident_root: bytes
     ) -> int | None:
-        """Let a context that is parked in the engine go on; its tokens if there is one."""
+        """Resume the best parked context; return its number of tokens, or None if there is none."""
         if self._parking is None:
             return None
         where = (lambda _: None) if self._attention is None else self._attention.cells
@@ -319,7 +326,7 @@ class Transfer:
     def _load_behind(
         self, loader: Loader, match: Match, prompt: Tokens, n_there: int, started: float
     ) -> Loaded | None:
-        """Load what is stored behind the whole chunks that are there."""
+        """Load the stored chunks after the whole chunks that sequence 0 already holds."""
         kept, reads = n_there // CHUNK_TOKENS * CHUNK_TOKENS, Reads()
         runs, predicted_s = self._plan(match.path[kept // CHUNK_TOKENS :], kept)
         if not runs:
@@ -329,7 +336,7 @@ class Transfer:
         prompt = prompt[: match.n_tokens]
         n_landed = self._land(runs, len(prompt), kept, reads)
         end, n_loaded = kept + n_landed, n_landed
-        if end < len(prompt):  # it was not tried, or something was damaged
+        if end < len(prompt):  # not tried, or a chunk was damaged
             if n_landed:
                 runs, _ = self._plan(match.path[end // CHUNK_TOKENS :], end)
             end, n_more = self._load(loader, runs, prompt, end, reads)
@@ -343,7 +350,7 @@ class Transfer:
         return Loaded(end, n_loaded, n_recomputed, predicted_s, actual_s)
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
-        """The engine evaluated a batch at the end of sequence 0."""
+        """Record the time of a batch that was evaluated at the end of sequence 0."""
         if n_tokens > 1:  # single tokens are decoding, not recompute
             self._profile.evaluated(n_tokens, self._cells.end() - n_tokens, seconds)
 
@@ -355,10 +362,10 @@ class Transfer:
         return plan(chunks, start, self._n_batch, costs)
 
     def _land(self, runs: Sequence[Run], n_prompt: int, kept: int, reads: Reads) -> int:
-        """Decode chunks straight to their cells, behind the first ``kept`` tokens.
+        """Decode chunks directly to their cells, after the first ``kept`` tokens.
 
         Returns:
-            Tokens of the prompt that are in place then; 0 as well if only ``_load`` can do it.
+            Number of prompt tokens loaded; 0 also if only ``_load`` can load them.
         """
         geometry = self._geometry
         if self._memory is None or geometry is None or not all(run.is_loaded for run in runs):
@@ -367,7 +374,7 @@ class Transfer:
         n_cells, n_tokens = count_tokens(chunks), 0
         try:
             blob = sparse(_native.blob_size(geometry, n_cells))
-        except OSError:  # addresses cost something here
+        except OSError:  # the system limits address space
             return 0
         _native.blob_init(geometry, blob, range(kept, kept + n_cells))
         self._cells.truncate(kept)
@@ -383,10 +390,10 @@ class Transfer:
     def _load(
         self, loader: Loader, runs: Sequence[Run], prompt: Tokens, kept: int, reads: Reads
     ) -> tuple[int, int]:
-        """Bring in the runs behind the first ``kept`` tokens, in place of all else.
+        """Replace all cells after the first ``kept`` tokens by the cells of these runs.
 
         Returns:
-            How many tokens of ``prompt`` sequence 0 holds then, and how many of them were loaded.
+            Number of tokens of ``prompt`` in sequence 0, and how many of them were loaded.
         """
         if not runs:
             return kept, 0
@@ -398,15 +405,18 @@ class Transfer:
             for step in steps:
                 if isinstance(step, Gap):
                     self._cells.truncate(end)
-                    n = evaluate(self._ctx, prompt[end : end + step.n_tokens], end)
+                    wanted = prompt[end : end + step.n_tokens]
+                    n = evaluate(self._ctx, wanted, end, self._loading)
                 else:
                     n = step.n_tokens if self._put(step, end) else 0
                     n_loaded += n
                 end += n
                 if n < step.n_tokens:
                     break
+            else:
+                self._loading.worked()
         self._cells.finish()
-        n_over = max(0, end - len(prompt))  # the last chunk may only begin like the prompt
+        n_over = max(0, end - len(prompt))  # the last chunk may end otherwise
         self._cells.truncate(end - n_over)
         return end - n_over, n_loaded - n_over
 
@@ -414,11 +424,11 @@ class Transfer:
         put = self._cells.append if end else self._cells.replace
         if put(segment.blob):
             return True
-        _log.warning("the engine refused stored cells; they are recomputed")
+        self._loading.failed("the engine refused stored cells; they are recomputed")
         return False
 
     def _open_loader(self, root: bytes) -> Loader | None:
-        """Return the loader; None as long as nobody knows the cells' layout."""
+        """Create and return the loader; return None while the cells' layout is unknown."""
         geometry = self._geometry or self._stored_geometry(root)
         if geometry is None:
             return None
@@ -427,8 +437,9 @@ class Transfer:
         except BudgetError:
             if self._is_learned:
                 raise
-            _log.warning("the stored layout of this model's cells does not fit; it is left out")
+            self._describing.failed("the stored layout of this model's cells needs too much memory")
             return None
+        self._describing.worked()
         self._geometry = geometry
         return self._loader
 
@@ -437,11 +448,12 @@ class Transfer:
         try:
             return None if layout is None else unpack_layout(layout)
         except ValueError as error:
-            _log.warning("the stored layout of this model's cells is unusable: %s", error)
+            told = "the stored layout of this model's cells is invalid: %s"
+            self._describing.failed(told, error)
             return None
 
     def _learn_geometry(self, root: bytes) -> KVGeometry:
-        """Layout of this engine's cells, read off the blob of one of them; noted under ``root``."""
+        """Read the cells' layout from the blob of one cell, and store it under ``root``."""
         if self._geometry is None or not self._is_learned:
             blob = np.empty(self._cells.size(0, 1), dtype=np.uint8)
             self._cells.read(0, 1, blob)
@@ -456,9 +468,9 @@ class Transfer:
 
 
 def _runs(indices: Sequence[int], most: int, window: int) -> Iterator[range]:
-    """Consecutive indices, grouped into ranges of ``most`` at most, each within one window.
+    """Group consecutive indices into ranges of at most ``most``, each within one window.
 
-    llama.cpp reads no cells that a sequence's last one cannot see.
+    llama.cpp cannot read cells that the sequence's last cell does not see.
     """
     start = previous = indices[0]
     for i in indices[1:]:

@@ -1,4 +1,4 @@
-"""Which chunks exist, how they follow each other, and which contexts end where."""
+"""The known chunks as a forest, and the last chunk of each named context."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ABSENT = -1
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A stored chunk, or the *ghost* of one: lost, while chunks that continue it are there.
+    """A stored chunk or a *ghost*: a lost chunk that is kept because stored chunks continue it.
 
     Attributes:
-        id: Its identity.
-        size: Bytes of its encoded payload; 0 for a ghost.
-        bits: Bits a value has in the payload (LLMS §3.2); 0 where the codec has no levels.
+        id: Identity of the chunk.
+        size: Bytes of the encoded payload; 0 for a ghost.
+        bits: Bits per value in the payload (LLMS §3.2); 0 if the codec has no levels.
         ram: Offset in the RAM arena, or -1.
-        disk: Offset in the slab file, or -1.
-        pins: Transfers that use its bytes in RAM now; a pinned chunk stays where it is.
-        used: Grows with each use of any chunk.
-        attention: Sum of the attention its tokens got so far (LLMS, Eq 1).
-        seen: How many scores that is the sum of.
-        noted: What ``seen`` is in the index on disk.
-        heads: Contexts that end with it.
+        disk: Offset in the slab's extents, or -1.
+        pins: Number of transfers that use its bytes in RAM; a pinned chunk is not moved or freed.
+        used: Logical time of its last use; 0 if it was not used since the store was opened.
+        attention: Summed attention that its tokens received so far (LLMS, Eq 1).
+        seen: Number of scores in that sum.
+        noted: Value of ``seen`` in the index on disk.
+        heads: Names of the contexts that end with this chunk.
     """
 
     id: ChunkId
@@ -48,22 +48,22 @@ class Chunk:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens it covers."""
+        """Number of tokens in the chunk."""
         return len(self.id.tokens) // TOKEN_BYTES
 
     @property
     def is_ghost(self) -> bool:
-        """Whether its bytes are nowhere: its tokens have to be evaluated again."""
+        """Whether the chunk was lost, so that its tokens must be evaluated again."""
         return self.size == 0
 
     @property
     def is_nowhere(self) -> bool:
-        """Whether neither tier has its bytes: it is a ghost, or was dropped."""
+        """Whether neither tier has its bytes, because it is a ghost or was dropped."""
         return self.ram == self.disk == ABSENT
 
 
 def count_tokens(chunks: Iterable[Chunk]) -> int:
-    """Tokens that chunks cover together."""
+    """Return the total number of tokens in chunks."""
     return sum(chunk.n_tokens for chunk in chunks)
 
 
@@ -71,9 +71,9 @@ class Match(NamedTuple):
     """Stored chunks for a prompt.
 
     Attributes:
-        path: Chunks from position 0 on, ghosts among them; the last one is none, and may only begin
-            like the prompt.
-        n_tokens: Prompt tokens they cover.
+        path: Chunks from position 0 on, which may include ghosts. The last one is not a ghost, but
+            may share only its first tokens with the prompt.
+        n_tokens: Number of prompt tokens that they cover.
     """
 
     path: list[Chunk]
@@ -81,34 +81,34 @@ class Match(NamedTuple):
 
 
 class ChunkTree:
-    """The chunks of every context as a forest; prefixes shared by contexts are shared nodes."""
+    """The chunks of all contexts as a forest, in which shared prefixes are shared nodes."""
 
     def __init__(self) -> None:
         """Start empty."""
         self._chunks: dict[bytes, Chunk] = {}
-        self._children: dict[bytes, dict[bytes, Chunk]] = {}  # by parent key, by tokens
+        self._children: dict[bytes, dict[bytes, Chunk]] = {}  # by parent key, then by tokens
         self._contexts: dict[str, Chunk] = {}
 
     def __len__(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return len(self._chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Every chunk."""
+        """Iterate over all chunks."""
         return iter(self._chunks.values())
 
     def get(self, key: bytes) -> Chunk | None:
-        """The chunk named ``key``."""
+        """Return the chunk named ``key``, or None."""
         return self._chunks.get(key)
 
     def contexts(self) -> dict[str, bytes]:
-        """Key of the last stored chunk of each named context."""
+        """Return the key of the last stored chunk of each named context."""
         return {name: chunk.id.key for name, chunk in self._contexts.items()}
 
     def match(self, root: bytes, tokens: Tokens) -> Match:
-        """Chunks stored for the longest prefix of ``tokens``, shape ``(n,)``, under ``root``.
+        """Return the chunks for the longest stored prefix of ``tokens``, shape ``(n,)``.
 
-        Compares the tokens themselves at each step; nothing is hashed on the way to an answer.
+        The search compares tokens directly, so that no hash has to be computed.
         """
         data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         step = CHUNK_TOKENS * TOKEN_BYTES
@@ -132,11 +132,11 @@ class ChunkTree:
         return Match(path, n_bytes // TOKEN_BYTES)
 
     def is_last(self, chunk: Chunk) -> bool:
-        """Whether no stored chunk continues this one."""
+        """Return whether no chunk continues this one."""
         return chunk.id.key not in self._children
 
     def add(self, chunk: Chunk) -> None:
-        """Put a chunk under its parent, in place of one of the same name."""
+        """Add a chunk under its parent, replacing one with the same key."""
         old = self._chunks.get(chunk.id.key)
         if old is not None:
             chunk.heads = old.heads
@@ -145,7 +145,7 @@ class ChunkTree:
         self._children.setdefault(chunk.id.parent, {})[chunk.id.tokens] = chunk
 
     def remove(self, chunk: Chunk) -> None:
-        """Take a chunk out; contexts that ended with it end with its parent now."""
+        """Remove a chunk; contexts that ended with it now end with its parent."""
         del self._chunks[chunk.id.key]
         siblings = self._children[chunk.id.parent]
         del siblings[chunk.id.tokens]
@@ -161,7 +161,7 @@ class ChunkTree:
         chunk.heads.clear()
 
     def set_head(self, context_id: str, key: bytes) -> Chunk | None:
-        """Let a context end with chunk ``key``; the chunk it ended with before, if another."""
+        """Let a context end with chunk ``key``; return its last chunk before, if it was another."""
         chunk = self._chunks.get(key)
         old = self._contexts.get(context_id)
         if chunk is None or chunk is old:
@@ -173,11 +173,11 @@ class ChunkTree:
         return old
 
     def of_context_alone(self, context_id: str) -> list[Chunk]:
-        """Chunks, last first, that only this context needs."""
+        """Return the chunks, last first, that only this context needs."""
         return list(self.unneeded_from(self._contexts.get(context_id), but_for=context_id))
 
     def forget_context(self, context_id: str) -> list[Chunk]:
-        """Chunks, last first, that only this context needs; the caller removes them."""
+        """Forget a context; return the chunks, last first, that only it needed, to be removed."""
         chunk = self._contexts.pop(context_id, None)
         if chunk is None:
             return []
@@ -185,14 +185,14 @@ class ChunkTree:
         return list(self.unneeded_from(chunk))
 
     def from_here(self, chunk: Chunk) -> list[Chunk]:
-        """``chunk`` and all that continues it, each behind the one it continues."""
+        """Return ``chunk`` and all chunks that continue it, parents first."""
         found = [chunk]
-        for one in found:  # grows meanwhile
+        for one in found:  # the list grows during the loop
             found += self._children.get(one.id.key, {}).values()
         return found
 
     def unneeded_from(self, chunk: Chunk | None, but_for: str | None = None) -> Iterator[Chunk]:
-        """``chunk`` and its ancestors as long as nothing needs them but the context ``but_for``."""
+        """Yield ``chunk`` and its ancestors while at most context ``but_for`` needs them."""
         gone: Chunk | None = None
         while chunk is not None and chunk.heads <= {but_for}:
             children = self._children.get(chunk.id.key, {})
@@ -202,7 +202,7 @@ class ChunkTree:
             gone, chunk = chunk, self._chunks.get(chunk.id.parent)
 
     def superseded_by(self, wanted: ChunkId) -> list[Chunk]:
-        """Partial siblings that ``wanted`` continues and that no context ends with any more."""
+        """Return partial chunks that ``wanted`` extends and that no context ends with."""
         return [
             chunk
             for chunk in self._children.get(wanted.parent, {}).values()
@@ -214,7 +214,10 @@ class ChunkTree:
 
 
 def _closest(siblings: Mapping[bytes, Chunk], piece: bytes) -> tuple[list[Chunk], int]:
-    """The sibling that begins most like ``piece``, if any does, and the bytes they share."""
+    """Return the sibling with the longest common prefix with ``piece``, and that many bytes.
+
+    The list is empty if no sibling shares a token.
+    """
     best: tuple[list[Chunk], int] = ([], 0)
     for tokens, chunk in siblings.items():
         n_common = _common_bytes(tokens, piece)
@@ -224,7 +227,7 @@ def _closest(siblings: Mapping[bytes, Chunk], piece: bytes) -> tuple[list[Chunk]
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
-    """Length of the common prefix, in whole tokens."""
+    """Return the length of the common prefix in bytes, in whole tokens."""
     n = 0
     while n < min(len(a), len(b)) and a[n : n + TOKEN_BYTES] == b[n : n + TOKEN_BYTES]:
         n += TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Tidying a store that nobody uses: forget contexts, drop what is useless, copy it elsewhere."""
+"""Maintain a store that no process uses: delete contexts, drop useless chunks, export a copy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = ["Exported", "Tidied", "Upkeep", "disk_bytes", "export_store"]
 
 @dataclass(frozen=True, slots=True)
 class Tidied:
-    """What went.
+    """Result of tidying a store.
 
     Attributes:
-        n_contexts: Named contexts.
-        n_chunks: Chunks, and rows that were none.
-        freed_bytes: Bytes of the disk that are free now.
+        n_contexts: Number of deleted named contexts.
+        n_chunks: Number of deleted chunks and invalid rows.
+        freed_bytes: Bytes freed on disk.
     """
 
     n_contexts: int
@@ -46,13 +46,13 @@ class Tidied:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was copied.
+    """Result of exporting a store.
 
     Attributes:
-        n_contexts: Named contexts.
-        n_chunks: Chunks.
-        n_bytes: Bytes of their payloads.
-        skipped: Chunks that could not be: damaged, or behind one that is damaged or gone.
+        n_contexts: Number of copied named contexts.
+        n_chunks: Number of copied chunks.
+        n_bytes: Bytes of the copied payloads.
+        skipped: Number of chunks not copied: damaged, or after a damaged or missing chunk.
     """
 
     n_contexts: int
@@ -62,13 +62,13 @@ class Exported:
 
 
 class Upkeep:
-    """A store that this process has to itself. Close it."""
+    """A store opened for exclusive maintenance; call ``close`` at the end."""
 
     def __init__(self, directory: Path) -> None:
         """Open an existing store; no budget applies.
 
         Raises:
-            StoreError: It is in use, of another format, or not there.
+            StoreError: The store is in use, has another format, or does not exist.
         """
         self._directory = directory.expanduser()
         require_store(self._directory)
@@ -85,23 +85,23 @@ class Upkeep:
         self._contexts = len(self._tree.contexts())
 
     def contexts(self) -> list[str]:
-        """Names of the contexts."""
+        """Return the names of all contexts."""
         return sorted(self._tree.contexts())
 
     def forget(self, context_id: str) -> None:
-        """Forget a context and what only it needs."""
+        """Delete a context and the chunks that only it needs."""
         for chunk in self._tree.forget_context(context_id):
             self._drop(chunk)
 
     def forget_all(self) -> None:
-        """Forget every chunk, those of unnamed contexts, too."""
+        """Delete all chunks, including those of unnamed contexts."""
         for name in self.contexts():
             self.forget(name)
         for chunk in list(self._tree):
             self._drop(chunk)
 
     def drop_damaged(self, progress: Progress = iter) -> None:
-        """Read every chunk and drop those that are not what was put, with all behind them."""
+        """Read every chunk; drop damaged ones and all chunks that continue them."""
         chunks = sorted(self._tree, key=lambda chunk: chunk.disk)
         rows = [ChunkRow(chunk.id, chunk.disk, chunk.size) for chunk in chunks]
         for row, status, _ in payloads(self._directory, progress(rows)):
@@ -109,7 +109,7 @@ class Upkeep:
                 self._drop_from(self._tree.get(row.id.key))
 
     def drop_unreachable(self) -> None:
-        """Drop what continues a chunk that is gone."""
+        """Drop chunks that continue a missing chunk."""
         roots = self._disk.index.layouts()
         for chunk in list(self._tree):
             is_there = self._tree.get(chunk.id.key) is chunk
@@ -118,13 +118,13 @@ class Upkeep:
                 self._drop_from(chunk)
 
     def finish(self, *, shrink: bool) -> Tidied:
-        """Commit, erase what is gone, and give the space back.
+        """Commit, erase deleted data, and return the space to the file system.
 
         Args:
-            shrink: Rewrite the index without its gaps, and remove one that was set aside.
+            shrink: Whether to rewrite the index without gaps.
 
         Raises:
-            StoreError: The disk failed; run it again.
+            StoreError: The disk failed; call it again.
         """
         index, tier = self._disk.index, self._disk.tier
         try:
@@ -147,11 +147,11 @@ class Upkeep:
         return IndexUpdate(removed=self._removed, heads=heads, erases=True)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store and release its lock."""
         self._disk.close()
 
     def _drop_from(self, chunk: Chunk | None) -> None:
-        """Drop a chunk and all behind it, from the end: contexts end before it then."""
+        """Drop a chunk and all that continue it; contexts through it then end before it."""
         for one in [] if chunk is None else reversed(self._tree.from_here(chunk)):
             self._drop(one)
 
@@ -162,7 +162,7 @@ class Upkeep:
 
 
 def disk_bytes(directory: Path) -> int:
-    """What a store's files take on disk; holes take nothing, nor what goes when it is closed."""
+    """Return the disk space of a store's files, without holes and temporary files."""
     lasting = (path for path in directory.iterdir() if not path.name.endswith("-shm"))
     return sum(path.lstat().st_blocks * 512 for path in lasting)
 
@@ -170,20 +170,20 @@ def disk_bytes(directory: Path) -> int:
 def export_store(
     directory: Path, target: Path, context_id: str | None = None, progress: Progress = iter
 ) -> Exported:
-    """Copy a store, or one context of it, into a new store; all of it appears at once or not.
+    """Copy a store, or one context of it, into a new store, which appears atomically.
 
     Args:
-        directory: The store's; it may be in use.
+        directory: Directory of the store, which may be in use.
         target: A directory that does not exist.
-        context_id: The context; None for everything.
-        progress: Wraps the chunks to copy.
+        context_id: Name of the context to copy; None for everything.
+        progress: Wraps the iteration over the chunks, for a progress display.
 
     Raises:
         StoreError: The target exists, there is no such store or context, or the disk failed.
     """
     target = target.expanduser()
     if os.path.lexists(target):
-        raise StoreError(f"{target} exists already; nothing is overwritten. Choose another name.")
+        raise StoreError(f"{target} already exists; nothing was written. Choose another name.")
     try:
         contents = read_contents(directory)
     except sqlite3.DatabaseError as error:
@@ -206,7 +206,7 @@ def export_store(
 
 
 def _wanted(contents: Contents, context_id: str | None) -> list[ChunkRow]:
-    """Rows to copy, each behind the one it continues."""
+    """Return the rows to copy, parents first."""
     if context_id is None:
         return list(_parents_first(contents))
     if context_id not in contents.contexts:
@@ -262,7 +262,7 @@ def _copy(
 def _heads(
     contents: Contents, copied: Mapping[bytes, ChunkRow], context_id: str | None
 ) -> dict[str, bytes]:
-    """Where the contexts end now."""
+    """Return the key of the last copied chunk of each context."""
     heads = {}
     for name, head in contents.contexts.items():
         row = contents.rows.get(head)

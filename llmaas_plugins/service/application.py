@@ -1,4 +1,4 @@
-"""llama_cpp.server's FastAPI app with our routes, behind the gate."""
+"""llama_cpp.server's FastAPI app with our routes, behind the gate middleware."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
+from llmaas_hooks import ConfigError
 from llmaas_plugins.service.confinement import confine_grammars
 from llmaas_plugins.service.gate import Gate
 from llmaas_plugins.service.grammars import Grammars
@@ -32,9 +33,16 @@ def make_application(
     grammars: Grammars,
     gate: Mapping[str, Any],
 ) -> Any:
-    """Load the model and put the app together; ``gate`` is what its gate consists of."""
-    settings = server_settings.model_copy(update={"api_key": None})  # the gate looks at keys
-    app = create_app(server_settings=settings, model_settings=[model_settings])
+    """Load the model and build the app; ``gate`` has the keyword arguments of ``Gate``.
+
+    Raises:
+        ConfigError: llama.cpp cannot load the model.
+    """
+    settings = server_settings.model_copy(update={"api_key": None})  # the gate checks keys
+    try:
+        app = create_app(server_settings=settings, model_settings=[model_settings])
+    except ValueError as error:
+        raise ConfigError(f"cannot load model {model_settings.model}: {error}") from error
     line: Line = gate["line"]
     app.include_router(make_router(service, line, gate["metrics"]))
     explain_mistakes()
@@ -54,7 +62,10 @@ def make_application(
 
 
 def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
-    """Have browsers let pages of ``origins`` read answers; the outermost, for their preflights."""
+    """Let pages of ``origins`` read answers in browsers (CORS).
+
+    This middleware is the outermost, because browsers send preflight requests without a key.
+    """
     if not origins:
         return []
     allowed = list(origins)
@@ -64,7 +75,7 @@ def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
 
 
 def explain_refusals(app: FastAPI) -> None:
-    """Have FastAPI give its own refusals, and what fails in our routes, the form of all others."""
+    """Give FastAPI's own refusals, and failures in our routes, the form of all other refusals."""
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Bodies that the server would answer with 500, or that would end its process."""
+"""Checks of request bodies that the server would answer with 500, or that would crash it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _MOST_NESTED = 64
 _MOST_GRAMMAR_BYTES = 64 << 10
 MOST_STOPS, LONGEST_STOP = 64, 1024
 _MOST_BIASES = 1024
+_MOST_DIGITS = 10
 _INT32 = range(-(1 << 31), 1 << 31)
 _RANGES = {
     "max_tokens": _INT32,
@@ -48,21 +49,23 @@ _FLOATS = ("temperature", "repeat_penalty")
 
 
 def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
-    """See whether ``body`` is one that ``route`` can work with.
+    """Check that ``route`` can handle ``body``.
 
     Returns:
-        The levels that it asks for, if the route itself does not know of levels; and the grammars
-        and schemas in it, which are still to be checked.
+        The levels that the body asks for (none if the route itself handles levels), and the
+        grammars and schemas in the body, which remain to be checked.
 
     Raises:
-        Refusal: It is not.
+        Refusal: The route cannot handle the body.
     """
     values = _parsed(body)
     checked = _validated(model, values) if (model := _BODIES.get(route)) is not None else None
+    if route == "embedding" and values["input"] == []:
+        raise _mistake("input: expected at least one text, found an empty list")
     if route == "embedding" and not server_engine().context_params.embeddings:
         raise _mistake("This server makes no embeddings: start it with --embedding True.")
     if isinstance(prompt := values.get("prompt"), list) and len(prompt) > 1:
-        raise _mistake(f"prompt: one at a time, found {len(prompt)}")
+        raise _mistake(f"prompt: expected one prompt, found {len(prompt)}")
     if route == "tokens":
         _check_tokens(values.get("tokens"))
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
@@ -77,7 +80,7 @@ def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """The values in a body: JSON that is UTF-8, finite, and not nested without end."""
+    """Parse a body, which must be a finite JSON object in UTF-8 with bounded nesting."""
     try:
         values = from_json(body)
         json.dumps(values, allow_nan=False)
@@ -115,7 +118,7 @@ def _levels(value: object) -> Levels:
 
 
 def _check_numbers(checked: BaseModel) -> None:
-    """Refuse numbers that do not fit into what llama.cpp takes."""
+    """Refuse numbers outside the ranges that llama.cpp accepts."""
     for name, fitting in _RANGES.items():
         number = getattr(checked, name, None)
         if type(number) is int and number not in fitting:
@@ -129,30 +132,34 @@ def _check_numbers(checked: BaseModel) -> None:
 
 
 def _check_lists(checked: CreateChatCompletionRequest | CreateCompletionRequest) -> None:
-    """Refuse lists that would be gone through at each token for long, or name what is not there."""
+    """Refuse lists that are too long to search at every token, or that have unknown tokens."""
     stops = [checked.stop] if isinstance(checked.stop, str) else checked.stop or []
     if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-        raise _mistake(f"stop: at most {MOST_STOPS} of {LONGEST_STOP} characters each")
+        raise _mistake(f"stop: at most {MOST_STOPS} strings of {LONGEST_STOP} characters each")
     biases = checked.logit_bias or {}
     if len(biases) > _MOST_BIASES:
         raise _mistake(f"logit_bias: at most {_MOST_BIASES} tokens, found {len(biases)}")
     if checked.logit_bias_type != "tokens":
         n_vocab = server_engine().n_vocab()
         for token in biases:
-            if not (token.isascii() and token.isdigit() and int(token[:12]) < n_vocab):
+            if not (_is_number(token) and int(token) < n_vocab):
                 expected = f"expected numbers of tokens, integers from 0 to {n_vocab - 1}"
                 raise _mistake(f"logit_bias: {expected}, found {token[:40]!r}")
 
 
-def _wanted(values: dict[str, Any], *, is_chat: bool) -> Iterator[Wanted]:
-    """The grammars and schemas that llama_cpp makes of a body, in any case.
+def _is_number(token: str) -> bool:
+    return token.isascii() and token.isdigit() and len(token) <= _MOST_DIGITS
 
-    Schemas of tools that the model may choose from itself, it converts once they are chosen.
+
+def _wanted(values: dict[str, Any], *, is_chat: bool) -> Iterator[Wanted]:
+    """Yield the grammars and schemas that llama_cpp always converts for a body.
+
+    Schemas of tools among which the model itself chooses are converted only when one is chosen.
     """
     if grammar := values.get("grammar"):
         yield Wanted("grammar", "grammar", grammar)
     if not is_chat:
-        return  # what is none of a completion's business was not validated
+        return  # a completion's other fields were not validated
     form = values.get("response_format") or {}
     if form.get("type") == "json_object" and "schema" in form:
         yield Wanted("response_format.schema", "schema", json.dumps(form["schema"]))
@@ -166,7 +173,7 @@ def _wanted(values: dict[str, Any], *, is_chat: bool) -> Iterator[Wanted]:
 
 
 def _check_tokens(tokens: object) -> None:
-    """llama.cpp aborts the process for tokens that its vocabulary does not have."""
+    """Refuse tokens outside the vocabulary, for which llama.cpp aborts the process."""
     n_vocab = server_engine().n_vocab()
     for token in tokens if isinstance(tokens, list) else []:
         if not (isinstance(token, int) and 0 <= token < n_vocab):

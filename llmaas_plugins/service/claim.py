@@ -1,4 +1,4 @@
-"""Who may use a state folder: one service at a time, in whatever process."""
+"""Exclusive use of a state folder: one service at a time, across processes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Claim"]
 
 
 class Claim:
-    """A state folder for one service alone, until ``release`` or the end of the process."""
+    """A lock on a state folder, held until ``release`` or the end of the process."""
 
     def __init__(self, directory: Path) -> None:
-        """Take ``directory``, which is made if it is not there.
+        """Lock ``directory``, which is created if needed.
 
         Raises:
-            StoreError: It cannot be used, or another service has it.
+            StoreError: The directory cannot be used, or another service uses it.
         """
         directory = directory.expanduser()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self.release = weakref.finalize(self, _release, descriptor)
+            self.release = weakref.finalize(self, _release, descriptor, os.getpid())
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
@@ -40,8 +40,12 @@ class Claim:
             ) from error
 
 
-def _release(descriptor: int) -> None:
-    """Unlock, and not only close: a forked child may have the descriptor, too."""
-    with contextlib.suppress(OSError):  # there are no locks here
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+def _release(descriptor: int, owner: int) -> None:
+    """Unlock the folder explicitly: a forked child may hold a copy of the descriptor.
+
+    The child only closes its copy, which keeps the parent's lock.
+    """
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

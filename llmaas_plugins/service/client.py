@@ -18,18 +18,18 @@ __all__ = ["ClientApp", "ClientContext", "LLMClient"]
 
 
 class LLMClient:
-    """Connects for each request, so one client serves many threads."""
+    """A client for one service, which connects anew for each request and is safe for threads."""
 
     def __init__(self, address: str, api_key: str | None = None, timeout_s: float = 600) -> None:
-        """Remember where the service is.
+        """Remember the service's address.
 
         Args:
             address: ``http://127.0.0.1:8000`` or ``unix:/path/of/the.sock``.
             api_key: The server's key, if it has one.
-            timeout_s: Longest silence of the server, in seconds.
+            timeout_s: Longest time without data from the server, in seconds.
 
         Raises:
-            ConfigError: The address is neither.
+            ConfigError: The address has neither form.
         """
         parts = urlsplit(address)
         if parts.scheme not in ("http", "unix"):
@@ -41,21 +41,21 @@ class LLMClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def bind(self, app: str) -> ClientApp:
-        """The service as ``app`` sees it."""
+        """Return the service as ``app`` sees it."""
         return ClientApp(app, self)
 
     def status(self) -> dict[str, Any]:
-        """Counters of the service and its plugins."""
+        """Return the counters of the service and its plugins."""
         status: dict[str, Any] = self.request("GET", "/status")
         return status
 
     def request(self, method: str, path: str, body: object = None) -> Any:
-        """Send one request and return its JSON.
+        """Send one request and return the JSON of its answer.
 
         Raises:
             LookupError: The context is unknown.
             LimitError: A limit of the service was reached.
-            LlmaasError: Anything else the service refused.
+            LlmaasError: The service refused the request for another reason.
             OSError: The service cannot be reached.
         """
         with self._open(method, path, body) as response, _broken_off():
@@ -85,7 +85,7 @@ class LLMClient:
                 connection.sock.connect(self._parts.path)
             with _broken_off():
                 connection.request(method, f"/v1/llmaas{path}", data, self._headers)
-                response = connection.getresponse()  # owns the socket from here on
+                response = connection.getresponse()  # the response owns the socket from here on
         except BaseException:
             connection.close()
             raise
@@ -112,11 +112,11 @@ class ClientApp:
         return self.context(summary["id"])
 
     def contexts(self) -> list[ClientContext]:
-        """The app's contexts, most recently used first."""
+        """Return the app's contexts, most recently used first."""
         return [self.context(item["id"]) for item in self._client.request("GET", self._path)]
 
     def context(self, context_id: str) -> ClientContext:
-        """The context named ``context_id``; it is looked up when it is used."""
+        """Return the context named ``context_id``, without checking that it exists."""
         return ClientContext(context_id, f"{self._path}/{quote(context_id, safe='')}", self._client)
 
 
@@ -129,18 +129,18 @@ class ClientContext:
     _client: LLMClient
 
     def call(self, prompt: str, **sampling: Any) -> dict[str, Any]:
-        """Append a user turn; the reply as ``service.Reply``'s fields.
+        """Append a user turn and return the reply, with the fields of ``service.Reply``.
 
         Args:
             prompt: The user's turn.
-            **sampling: What else the body may have: ``max_tokens``, ``temperature``, ``level``, …
+            **sampling: Other fields of the body: ``max_tokens``, ``temperature``, ``level``, …
         """
         body = {"prompt": prompt, **sampling}
         reply: dict[str, Any] = self._client.request("POST", f"{self._path}/call", body)
         return reply
 
     def stream(self, prompt: str, **sampling: Any) -> Generator[str, None, dict[str, Any]]:
-        """As ``call``, yielding text as it comes; the generator's value is the reply."""
+        """Act like ``call``, but yield pieces of text as they arrive and return the reply."""
         body = {"prompt": prompt, "stream": True, **sampling}
         for event, data in self._client.events(f"{self._path}/call", body):
             if event == "done":
@@ -152,22 +152,22 @@ class ClientContext:
         raise LlmaasError("the service closed the stream before its reply was complete")
 
     def record(self) -> dict[str, Any]:
-        """Messages and sizes."""
+        """Return the context's messages and sizes."""
         record: dict[str, Any] = self._client.request("GET", self._path)
         return record
 
     def delete(self) -> int:
-        """Forget the context; bytes of KV freed."""
+        """Delete the context and return the bytes of KV freed."""
         return int(self._client.request("DELETE", self._path)["freed_bytes"])
 
 
 @contextlib.contextmanager
 def _broken_off() -> Iterator[None]:
-    """An answer that ends early is an error of the connection, not of ``http.client``."""
+    """Raise ``ConnectionError`` instead of ``http.client``'s errors if an answer ends early."""
     try:
         yield
     except http.client.HTTPException as error:
-        raise ConnectionError(f"the service broke its answer off: {error!r}") from error
+        raise ConnectionError(f"the service ended its answer early: {error!r}") from error
 
 
 def _detail(body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The two functions through which llama_cpp has to go with a client's grammar or schema."""
+"""Replacement of the two llama_cpp functions that handle a client's grammar or schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["confine_grammars"]
 
 
 class _Sampler(_internals.CustomSampler):
-    """A grammar that runs elsewhere as a link in llama.cpp's chain of samplers."""
+    """A link in llama.cpp's sampler chain for a grammar that runs in another process."""
 
     def __init__(self, running: Running) -> None:
         super().__init__(running.apply)
@@ -24,15 +24,15 @@ class _Sampler(_internals.CustomSampler):
 
 
 def confine_grammars(grammars: Grammars, refuse: Callable[[Refusal], NoReturn]) -> None:
-    """Have llama_cpp convert schemas and run grammars there, and nowhere else.
+    """Make llama_cpp convert schemas and run grammars only through ``grammars``.
 
     Args:
-        grammars: Where.
-        refuse: Ends the running call.
+        grammars: Converter and runner of grammars in another process.
+        refuse: Function that ends the running call.
     """
 
     def convert(schema: str, prop_order: list[str] | None = None) -> str:
-        del prop_order  # nobody gives any
+        del prop_order  # no caller passes any
         try:
             return grammars.converted(schema)
         except Refusal as refusal:

@@ -1,10 +1,12 @@
-"""The contexts' texts: memory-resident and durable, while their KV may come and go (LLMS Fig. 4c).
+"""Texts of the contexts, kept in memory and on disk, while their KV may come and go (LLMS Fig. 4c).
 
-A context is its messages. They are committed before a call returns, so a process killed at any
-moment comes back with every completed call; KV that did not make it to disk is recomputed.
+A context is its messages. They are committed before a call returns, so every completed call
+survives a kill of the process at any moment. KV that did not reach the disk is recomputed.
 
-A deletion begins with one commit, which removes the text and notes the context's name. The name
-goes when the text is in no file any more, and the KV is gone; whoever finds one finishes that.
+A deletion begins with one commit, which removes the text and records the context's name. The name
+is removed when no file has the text any more and the KV is gone. Until then, the next service that
+finds the name finishes the deletion. If no plugin of that service can erase the KV, the name waits
+for a service whose plugin can.
 """
 
 from __future__ import annotations
@@ -13,21 +15,20 @@ import contextlib
 import json
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from llmaas_hooks import StoreError
+from llmaas_hooks import StoreError, forks
 from llmaas_plugins.json_text import parse_json
 from llmaas_plugins.sqlite_erasing import Eraser, connect
 
 __all__ = ["ContextLog", "ContextRecord", "read_log"]
 
 _FILE = "contexts.sqlite"
-_TICK_S = 1e-6  # a few times what a float can tell apart at today's date
-_CHANGES = (  # what each format adds to the one before
+_TICK_S = 1e-6  # a few times the resolution of a float at today's Unix time
+_CHANGES = (  # statements that upgrade each format to the next
     (
         "CREATE TABLE contexts ("
         "id TEXT PRIMARY KEY, app TEXT NOT NULL, messages TEXT NOT NULL, "
@@ -37,10 +38,11 @@ _CHANGES = (  # what each format adds to the one before
     ),
     ("ALTER TABLE contexts ADD COLUMN seen_from INTEGER NOT NULL DEFAULT 0",),
     ("CREATE TABLE deletions (id TEXT PRIMARY KEY, app TEXT NOT NULL) WITHOUT ROWID",),
+    ("ALTER TABLE deletions ADD COLUMN has_text INTEGER NOT NULL DEFAULT 1",),
 )
 _FORMAT = len(_CHANGES)
 _ERASING_FORMAT = 3
-"""Files of formats before may hold deleted texts in their free pages."""
+"""First format without leftovers: files of earlier formats may hold deleted texts in free pages."""
 
 
 @dataclass(slots=True)
@@ -48,14 +50,14 @@ class ContextRecord:
     """One persistent context.
 
     Attributes:
-        id: Unique over all apps.
-        app: The app it belongs to.
-        messages: OpenAI-style ``{"role", "content"}`` in order.
-        n_tokens: Tokens in its cells after the last call.
+        id: Id that is unique over all apps.
+        app: App that the context belongs to.
+        messages: OpenAI-style ``{"role", "content"}`` messages in order.
+        n_tokens: Tokens in the context's cells after the last call.
         n_calls: Calls completed.
-        created: Unix time.
+        created: Unix time of creation.
         used: Unix time of the last completed call.
-        seen_from: The first message that the model sees, besides the system prompt.
+        seen_from: Index of the first message that the model sees besides the system prompt.
     """
 
     id: str
@@ -68,21 +70,26 @@ class ContextRecord:
     seen_from: int = 0
 
     def summary(self) -> dict[str, object]:
-        """Everything but the messages, as plain JSON types."""
+        """Return everything except the messages, as plain JSON types."""
         return {key: value for key, value in asdict(self).items() if key != "messages"}
 
 
-class ContextLog:
-    """One SQLite file, mode 0600. Thread-safe."""
+_abandoned: list[object] = []
+"""Objects that children inherited; they must never be closed, or SQLite would write."""
+
+
+class ContextLog(forks.Forked):
+    """The SQLite file of contexts, mode 0600; thread-safe, and closed in a forked child."""
 
     def __init__(self, directory: Path) -> None:
         """Open or create ``contexts.sqlite`` in ``directory``.
 
         Raises:
-            StoreError: It cannot be opened, is damaged or of another format; nothing was changed.
+            StoreError: The file cannot be opened, is damaged, or has another format. It is
+                unchanged.
         """
-        self._lock = threading.RLock()  # a generator may be collected, and ask, in the middle of it
-        path = directory.expanduser() / _FILE
+        self._lock = forks.lock()  # reentrant: a generator collected meanwhile may query the log
+        path = directory.expanduser().absolute() / _FILE
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -98,35 +105,36 @@ class ContextLog:
                 f"cannot use the contexts in {path}: {error}. "
                 "Set service.state_dir to another directory, or repair the file with sqlite3."
             ) from error
+        forks.watch(self)
 
     def now(self, app: str) -> float:
-        """The time, later than any use of the app's contexts even if clocks were set back."""
+        """Return the time, made later than any use of the app's contexts if the clock went back."""
         query = "SELECT max(used) FROM contexts WHERE app=?"
         with self._opened() as db:
             (latest,) = db.execute(query, (app,)).fetchone()
         return max(time.time(), (latest or 0.0) + _TICK_S)
 
     def get(self, context_id: str, app: str) -> ContextRecord | None:
-        """The app's context named ``context_id``; another app's is not looked at."""
+        """Return the app's context named ``context_id``, or None, even if another app has it."""
         rows = self._rows("SELECT * FROM contexts WHERE id=? AND app=?", context_id, app)
         return rows[0] if rows else None
 
     def lacks(self, context_id: str) -> bool:
-        """Whether the context was deleted; a closed log cannot tell, and says no."""
+        """Return whether the context was deleted; False if the log is closed and cannot tell."""
         with contextlib.suppress(StoreError):
             return not self._count("SELECT count(*) FROM contexts WHERE id=?", context_id)
         return False
 
     def of_app(self, app: str) -> list[ContextRecord]:
-        """An app's contexts, most recently used first."""
+        """Return an app's contexts, most recently used first."""
         return self._rows("SELECT * FROM contexts WHERE app=? ORDER BY used DESC", app)
 
     def of_all(self) -> list[ContextRecord]:
-        """Every app's contexts, oldest first."""
+        """Return every app's contexts, oldest first."""
         return self._rows("SELECT * FROM contexts ORDER BY created")
 
     def add(self, record: ContextRecord, most: int) -> bool:
-        """Insert a context unless its app has ``most`` already; whether it was inserted."""
+        """Insert a context unless its app has ``most`` already; return whether it was inserted."""
         values = (
             record.id,
             record.app,
@@ -146,7 +154,7 @@ class ContextLog:
         )
 
     def update(self, record: ContextRecord) -> bool:
-        """Replace what a call changed, committed when this returns; False if it was deleted."""
+        """Commit what a call changed in a context; return False if the context was deleted."""
         return self._change(
             "UPDATE contexts SET messages=?, n_tokens=?, n_calls=?, used=?, seen_from=? WHERE id=?",
             _as_json(record.messages),
@@ -158,9 +166,9 @@ class ContextLog:
         )
 
     def delete(self, context_id: str, app: str) -> bool:
-        """Begin to delete an app's context; False if it has none, nor one half deleted.
+        """Begin to delete an app's context; return False if there is no text of it to erase.
 
-        No call finds the context any more. ``erase`` and ``end_deletion`` are due.
+        From now on no call finds the context. The caller must call ``erase`` and ``end_deletion``.
         """
         name = (context_id, app)
         with self._opened() as db:
@@ -168,31 +176,36 @@ class ContextLog:
             try:
                 found = db.execute("DELETE FROM contexts WHERE id=? AND app=?", name)
                 if found.rowcount:
-                    db.execute("INSERT OR IGNORE INTO deletions VALUES (?, ?)", name)
+                    db.execute("INSERT OR IGNORE INTO deletions (id, app) VALUES (?, ?)", name)
                 db.execute("COMMIT")
             except BaseException:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
-            rows = db.execute("SELECT 1 FROM deletions WHERE id=? AND app=?", name)
+            query = "SELECT 1 FROM deletions WHERE id=? AND app=? AND has_text"
+            rows = db.execute(query, name)
             return rows.fetchone() is not None
 
     def deletions(self) -> list[str]:
-        """Names of the contexts whose deletion has not ended."""
+        """Return the names of contexts whose deletion has begun but not ended."""
         with self._opened() as db:
             return [name for (name,) in db.execute("SELECT id FROM deletions")]
 
     def erase(self) -> None:
-        """Leave no byte of deleted texts in any file.
+        """Erase every byte of deleted texts from all files.
 
         Raises:
-            StoreError: Another process goes on reading the file, or the disk failed.
+            StoreError: Another process keeps reading the file, or the disk failed.
         """
         with self._opened():
             self._eraser.erase()
 
+    def leave_deletion(self, context_id: str) -> None:
+        """Record that a context's text is erased, but KV may be left in a closed store."""
+        self._change("UPDATE deletions SET has_text=0 WHERE id=?", context_id)
+
     def end_deletion(self, context_id: str) -> None:
-        """Note that nothing of a context is left."""
+        """Record that nothing of a context is left."""
         self._change("DELETE FROM deletions WHERE id=?", context_id)
 
     def close(self) -> None:
@@ -203,12 +216,18 @@ class ContextLog:
                 self._eraser.close()
             self._db = None
 
+    def after_fork(self, *, in_child: bool) -> None:
+        """Abandon the file in a child, without closing it."""
+        if in_child and self._db is not None:
+            _abandoned.extend((self._db, self._eraser))
+            self._db = None
+
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        """Lend the database; the only way to it.
+        """Lend the database under the lock; all access goes through here.
 
         Raises:
-            StoreError: It was closed; or the disk is full or fails, and the change is not made.
+            StoreError: The log is closed; or the disk is full or fails, and nothing was changed.
         """
         with self._lock:
             if self._db is None:
@@ -219,8 +238,8 @@ class ContextLog:
                 if isinstance(error, StoreError):
                     raise
                 raise StoreError(
-                    f"cannot use the contexts in {self._path}: {error}. Make room on its disk, or "
-                    "see that it can be written."
+                    f"cannot use the contexts in {self._path}: {error}. Free space on its disk, or "
+                    "make sure that it is writable."
                 ) from error
 
     def _change(self, statement: str, *arguments: object) -> bool:
@@ -239,14 +258,14 @@ class ContextLog:
 
 
 def read_log(directory: Path) -> list[ContextRecord]:
-    """The contexts of a service, which may run meanwhile.
+    """Return all contexts of a service, which may be running.
 
     Raises:
-        StoreError: There are none, or they cannot be read.
+        StoreError: The directory has no contexts, or they cannot be read.
     """
     if not (directory.expanduser() / _FILE).is_file():
         raise StoreError(
-            f"there are no contexts of a service in {directory}. Name its service.state_dir."
+            f"{directory} has no contexts of a service. Give the service's service.state_dir."
         )
     log = ContextLog(directory)
     try:
@@ -259,12 +278,12 @@ def _connect(path: Path) -> sqlite3.Connection:
     db = connect(path)
     try:
         _check(db)
-        db.execute("PRAGMA journal_mode=WAL")  # changes the file, so not before it was checked
+        db.execute("PRAGMA journal_mode=WAL")  # changes the file, so only after the check
         db.execute("PRAGMA synchronous=NORMAL")
         if 0 < _version(db) < _ERASING_FORMAT:
             db.execute("VACUUM")
         _bring_up_to_date(db)
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # unless somebody reads; `erase` insists
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # skipped if another process reads the file
     except BaseException:
         db.close()
         raise
@@ -272,7 +291,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _check(db: sqlite3.Connection) -> None:
-    """An error if the database is neither empty nor sound and ours."""
+    """Raise an error unless the database is empty, or intact and in one of our formats."""
     version = _version(db)
     (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if n_tables == version == 0:
@@ -284,17 +303,19 @@ def _check(db: sqlite3.Connection) -> None:
         db.execute("SELECT seen_from FROM contexts LIMIT 0")
     if version >= _ERASING_FORMAT:
         db.execute("SELECT id, app FROM deletions LIMIT 0")
+    if version > _ERASING_FORMAT:
+        db.execute("SELECT has_text FROM deletions LIMIT 0")
     (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if problem != "ok":
         raise sqlite3.DatabaseError(f"it is damaged: {problem}")
 
 
 def _bring_up_to_date(db: sqlite3.Connection) -> None:
-    """From the file's format to ours, all of it or nothing; an older program refuses it then."""
+    """Upgrade the file to our format, completely or not at all; older programs then refuse it."""
     if _version(db) == _FORMAT:
         return
     db.execute("BEGIN IMMEDIATE")
-    for change in _CHANGES[_version(db) :]:  # another process may have been faster
+    for change in _CHANGES[_version(db) :]:  # read again: another process may have upgraded it
         for statement in change:
             db.execute(statement)
     db.execute(f"PRAGMA user_version={_FORMAT}")

@@ -1,4 +1,4 @@
-"""Signals that end the process, whatever else goes on in it."""
+"""Ending of the process by signals, whatever else is running in it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["Ending"]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DONE = b"\0"
 _WRITING_S = 60.0
-"""Longest time to write what is not on disk yet, after the running call has had its grace."""
+"""Most seconds for writing data to disk, after the running call's grace period."""
 _AT_ONCE_S = 5.0
-"""The same after a second signal."""
+"""Most seconds for everything after a second signal."""
 
 
 class Ending:
-    """Ends the process: in time after one signal, soon after two, at once after three.
+    """End of the process by signals: in time after one, soon after two, at once after three.
 
-    A thread of its own hears of them. Python's handlers would run on the main thread only, which
-    may be inside libllama, or wait for a thread that never ends. Nothing is lost by an end without
-    a goodbye: what was answered is on disk, and whatever is there can be cut off at any moment.
+    A separate thread receives the signals. Python's handlers would run only on the main thread,
+    which may be inside libllama, or waiting for a thread that never ends. Exiting abruptly loses no
+    data: answered calls are on disk, and files on disk tolerate being cut off at any moment.
     """
 
     def __init__(self, grace_s: float) -> None:
-        """Give the running call so much time."""
+        """Give the running call ``grace_s`` seconds to finish."""
         self._longest_s = grace_s + _WRITING_S
         self._end: Callable[[], Any] | None = None
         self._n_signals = 0
         self._before: list[Any] = []
 
     def __enter__(self) -> Self:
-        """From now on, a signal ends the process at once."""
+        """Start handling signals; until ``ask``, a signal ends the process at once."""
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._before = [signal.signal(number, lambda *_: None) for number in _SIGNALS]
@@ -48,7 +48,7 @@ class Ending:
         return self
 
     def ask(self, end: Callable[[], Any]) -> None:
-        """From now on, a signal calls ``end``, on another thread, which may take its time."""
+        """Make a signal call ``end``, on another thread, instead of ending the process at once."""
         self._end = end
 
     def __exit__(
@@ -57,7 +57,7 @@ class Ending:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave signals alone; but if there was one, the rest of the process must end in time."""
+        """Restore the handlers, unless a signal came: then the process must still end in time."""
         if self._n_signals:
             return
         signal.set_wakeup_fd(-1)
@@ -73,7 +73,7 @@ class Ending:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._reader], [], [], left)[0]:
-                self._leave(f"something still runs {self._longest_s:g} s after a signal to end")
+                self._leave(f"something still runs {self._longest_s:g} s after the signal to end")
             byte = os.read(self._reader, 1)
             if byte == _DONE:
                 return
@@ -81,9 +81,9 @@ class Ending:
                 continue
             self._n_signals += 1
             if self._end is None:
-                os._exit(0)  # nothing was begun
+                os._exit(0)  # no call was begun, so there is nothing to finish
             if self._n_signals > 2:
-                self._leave("told so three times")
+                self._leave("it got three signals")
             self._end()
             self._longest_s = self._longest_s if deadline is None else _AT_ONCE_S
             deadline = min(deadline or sys.maxsize, time.monotonic() + self._longest_s)

@@ -15,35 +15,36 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Question:
-    """What was received so far."""
+    """Messages of a request received so far."""
 
     def __init__(self, receive: Receive) -> None:
-        """Nothing yet."""
+        """Start before the first message."""
         self._receive = receive
         self._is_complete = False
 
     async def receive(self) -> Message:
-        """The next message."""
+        """Receive the next message."""
         message = await self._receive()
         self._is_complete = not message.get("more_body", False)
         return message
 
     async def discard(self, most: int) -> None:
-        """Read to the end: who is still sending when we close does not see our answer."""
+        """Read the request to its end: a client that is still sending would miss our answer."""
         n_bytes = 0
         while not self._is_complete and n_bytes < most:
             n_bytes += len((await self.receive()).get("body", b""))
 
 
 class Answer:
-    """What was sent so far.
+    """Messages of an answer sent so far.
 
-    A stream's head waits for its first event, and its end for the end of the app: one that fails at
-    once still gets its status, and one that fails later an event that says so.
+    A stream's head is held back until its first event, and its end until the app ends. A stream
+    that fails at once therefore still gets an error status. One that fails later gets an error
+    event.
     """
 
     def __init__(self, send: Send) -> None:
-        """Nothing yet."""
+        """Start before the first message."""
         self._send = send
         self._held: list[Message] = []
         self._has_begun = self._is_complete = False
@@ -51,7 +52,7 @@ class Answer:
         self.is_stream = False
 
     async def send(self, message: Message) -> None:
-        """Send what the app says, or keep it for a moment."""
+        """Send a message of the app, or hold it back for now."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.is_stream = header(message, b"content-type").startswith(b"text/event-stream")
@@ -60,7 +61,7 @@ class Answer:
             await self.flush()
 
     async def flush(self) -> None:
-        """Send what was kept."""
+        """Send the messages that were held back."""
         while self._held:
             message = self._held.pop(0)
             self._has_begun = True
@@ -68,7 +69,7 @@ class Answer:
             await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with a refusal, as far as that is still possible."""
+        """Answer with a refusal, as far as the messages already sent allow."""
         self._held.clear()
         if not self._has_begun:
             self.status = refusal.status
@@ -82,5 +83,5 @@ class Answer:
 
 
 def header(message: Message, name: bytes) -> bytes:
-    """The first header of that name in a scope or a head; empty if there is none."""
+    """Return the first header with this name in a scope or head; empty if it has none."""
     return next((value for key, value in message.get("headers", ()) if key == name), b"")

@@ -1,7 +1,8 @@
-"""What a request meets before the server parses it: key, size, form, and its turn on the engine.
+"""The gate: checks of a request before the server parses it.
 
-One pure ASGI middleware for all routes, llama_cpp.server's own and ours, so that none of them can
-be used to get around a limit. A call that waits is its body and a few small objects.
+The gate checks key, size and form of a request, and its turn on the engine. One pure ASGI
+middleware serves all routes, llama_cpp.server's and ours, so no route bypasses a limit. A waiting
+call costs only its body and a few small objects.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Route:
     """A class of routes.
 
     Attributes:
-        name: In metrics.
-        path: Pattern of its paths, with the app they belong to, if they do.
-        opens_to: Who may use it, if there are keys.
-        waits: Whether it takes the engine, or its lock.
+        name: Name of the class in metrics.
+        path: Pattern of the paths, with a group ``app`` if they belong to an app.
+        opens_to: Who may use the routes, if there are keys.
+        waits: Whether a call waits for the engine or its lock.
     """
 
     name: str
@@ -81,17 +82,17 @@ _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
 
 def route_of(path: str) -> tuple[Route, str]:
-    """The class that a path belongs to, and its app, if any."""
+    """Return the class that a path belongs to, and its app, or an empty string."""
     for pattern, route in _ROUTES:
-        if found := pattern.fullmatch(path.removesuffix("\n")):  # as the server's own `$` does
+        if found := pattern.fullmatch(path.removesuffix("\n")):  # the server's `$` ignores it
             return route, found.groupdict().get("app", "")
     return _OTHER, ""
 
 
 class Gate:
-    """The middleware."""
+    """ASGI middleware that checks requests and makes calls take turns."""
 
-    def __init__(  # noqa: PLR0913  these are its parts
+    def __init__(  # noqa: PLR0913  one parameter for each part
         self,
         app: App,
         *,
@@ -103,7 +104,7 @@ class Gate:
         grammars: Grammars,
         max_body_bytes: int,
     ) -> None:
-        """Stand before ``app``."""
+        """Wrap ``app``."""
         self._app = app
         self._completion = completion
         self._line = line
@@ -111,7 +112,7 @@ class Gate:
         self._visitors = visitors
         self._metrics = metrics
         self._grammars = grammars
-        self._checks = anyio.CapacityLimiter(1)  # who waits for a check takes no thread
+        self._checks = anyio.CapacityLimiter(1)  # a check that waits its turn occupies no thread
         self._checking: Counter[str] = Counter()
         self._max_body_bytes = max_body_bytes
 
@@ -129,7 +130,7 @@ class Gate:
                 await question.discard(_MOST_DISCARDED)
             await answer.refuse(refusal)
         except ClientDisconnect:
-            answer.status = answer.status or 499  # the usual number in logs; nobody gets it
+            answer.status = answer.status or 499  # usual in logs for a client that left
         finally:
             self._metrics.request(route.name, answer.status or 500)
 
@@ -144,7 +145,7 @@ class Gate:
             raise stopping()
         body, levels = b"", Levels()
         if is_call:
-            self._line.check(app)  # before a body is read in vain
+            self._line.check(app)  # refuse before reading the body
             _declining(scope)
             levels = _levels(scope)
         if scope["method"] == "POST":
@@ -161,7 +162,7 @@ class Gate:
             await self._app(scope, _replay(body, receive), answer.send)
 
     def _authorize(self, route: Route, owner: str, scope: Message) -> str:
-        """The app that calls, as far as that is known.
+        """Return the app that calls, or an empty string if it is unknown.
 
         Raises:
             Refusal: The key does not open this route.
@@ -178,10 +179,10 @@ class Gate:
         return app
 
     async def _check_grammars(self, app: str, wanted: list[Wanted]) -> None:
-        """Have grammars checked that were not before; one at a time, and few of an app wait.
+        """Check grammars; new ones one at a time, of which an app may have only a few waiting.
 
         Raises:
-            Refusal: One of them costs too much, or the app has too many on their way.
+            Refusal: A grammar costs too much, or the app has too many new grammars waiting.
         """
         if self._grammars.know(wanted):
             await run_in_threadpool(self._grammars.check, wanted)
@@ -194,10 +195,11 @@ class Gate:
             await anyio.to_thread.run_sync(self._grammars.check, wanted, limiter=self._checks)
         finally:
             self._checking[app] -= 1
-            self._checking += Counter()  # forgets who has none
+            self._checking += Counter()  # drops apps whose count is 0
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
-        if not _JSON.match(kind := header(scope, b"content-type")):  # or browsers would not ask
+        # browsers send bodies of other types from any page without a preflight request
+        if not _JSON.match(kind := header(scope, b"content-type")):
             found = kind.decode("latin-1")
             raise Refusal(415, f"Content-Type must be application/json, found {found!r}.")
         most = self._max_body_bytes
@@ -218,7 +220,7 @@ class Gate:
     async def _call(
         self, call: Call, scope: Message, body: bytes, receive: Receive, answer: Answer
     ) -> None:
-        """Wait for the turn and run, unless the client leaves.
+        """Wait for the call's turn and run it, unless the client leaves.
 
         Raises:
             Refusal: The service ended the call, or a stream failed.
@@ -252,10 +254,10 @@ class Gate:
 
 
 def _levels(scope: Message) -> Levels:
-    """What header X-LLMaaS-Level asks for.
+    """Return the levels that header X-LLMaaS-Level asks for.
 
     Raises:
-        Refusal: It is none, or there are none.
+        Refusal: The header is malformed, or no levels are available.
     """
     text = header(scope, _LEVEL).decode("latin-1")
     try:
@@ -267,10 +269,10 @@ def _levels(scope: Message) -> Levels:
 
 
 def _declining(scope: Message) -> AbstractContextManager[None]:
-    """Do without the plugins that header X-LLMaaS-Without names.
+    """Return a context manager that turns off the plugins named in header X-LLMaaS-Without.
 
     Raises:
-        Refusal: One of them is not installed.
+        Refusal: A named plugin is not installed.
     """
     said = [value for name, value in scope["headers"] if name == _WITHOUT]
     names = [name.strip() for name in b",".join(said).decode("latin-1").split(",")]
@@ -287,7 +289,7 @@ def _path(scope: Message) -> str:
 
 
 def _replay(body: bytes, then: Receive) -> Receive:
-    """Receive a body that was read already."""
+    """Return a ``receive`` that replays a body that was already read, then calls ``then``."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -297,7 +299,7 @@ def _replay(body: bytes, then: Receive) -> Receive:
 
 
 def _when(left: asyncio.Event) -> Receive:
-    """Receive that the client left, once it has."""
+    """Return a ``receive`` that reports the client's disconnect once it has left."""
 
     async def receive() -> Message:
         await left.wait()
@@ -307,7 +309,7 @@ def _when(left: asyncio.Event) -> Receive:
 
 
 async def _watch(receive: Receive, left: asyncio.Event, call: Call) -> None:
-    """End the call when its client leaves, be it waiting or running."""
+    """End the call when its client disconnects, whether the call waits or runs."""
     while (await receive())["type"] != "http.disconnect":
         pass
     left.set()

@@ -1,11 +1,13 @@
-"""A process in which grammars are built and run, so that the server does neither.
+"""A process that builds and runs grammars, so that the server need not.
 
-llama.cpp's parser and its converter of schemas recurse, copy and loop as long as a text makes
-them: a short one can take gigabytes, hours or the whole process. Here they may. This process holds
-only the vocabulary, and forks for each job: a child has a limit of memory and a budget of CPU time,
-and ends on its own when it has used them up, or crashes. Nobody but its client notices.
+llama.cpp's grammar parser and schema converter may recurse, copy and loop without bound. A short
+text can take gigabytes of memory, hours of time, or crash the process; here that is harmless. This
+process holds only the vocabulary and forks a child for each job. A child has a memory limit and a
+CPU time budget, and ends when either is used up, or when it crashes. Only its own client is
+affected.
 
-It is run as a file, and imports nothing of the suite: it is small, and starts quickly.
+The file is run as a script and imports nothing of the suite, so the process is small and starts
+quickly.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ __all__ = ["STEP_S", "receive_exactly", "receive_values", "send_values"]
 BUILD_S = 1.0
 """CPU seconds to convert a schema, parse its grammar and find the first tokens."""
 STEP_S = 0.05
-"""CPU seconds that each further token adds to the budget of a grammar that runs, at least."""
+"""Least CPU seconds that each further token adds to the budget of a running grammar."""
 BURST_STEPS = 4
-"""Steps whose CPU time a grammar can have left at most, besides a token's own."""
+"""Steps whose CPU time a running grammar may save up, besides a token's own."""
 MEMORY_BYTES = 256 << 20
 MOST_GRAMMAR_BYTES = 256 << 10
 IDLE_S = 600
 _TRIED_STEPS = 12
 _PLAIN = r"""root ::= ([^"\\\x7F\x00-\x1F] | "\\" ["\\/bfnrt])*"""
-"""The inside of a JSON string, which nearly every token fits into."""
+"""The inside of a JSON string, which nearly every token matches."""
 _TIMES_PLAIN = 4
-"""Steps of ``_PLAIN`` that one step of any grammar may cost."""
+"""Largest cost of a step of any grammar, in steps of ``_PLAIN``."""
 _PLAIN_STEPS = 3
 _LENGTH = struct.Struct("<I")
 _TOKEN = struct.Struct("<i")
@@ -54,7 +56,7 @@ def send_values(connection: socket.socket, values: Any) -> None:
 
 
 def receive_values(connection: socket.socket) -> Any:
-    """Receive what ``send_values`` sent.
+    """Receive JSON values that ``send_values`` sent.
 
     Raises:
         EOFError: The other end is closed.
@@ -64,7 +66,7 @@ def receive_values(connection: socket.socket) -> Any:
 
 
 def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
-    """Receive so many bytes.
+    """Receive exactly ``n_bytes`` bytes.
 
     Raises:
         EOFError: The other end is closed.
@@ -79,34 +81,34 @@ def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
 
 
 class Budget:
-    """CPU time of this process; the kernel ends it when there is none left."""
+    """CPU time budget of this process; the kernel kills the process when it is used up."""
 
     def __init__(self, step_s: float) -> None:
-        """Have enough to build a grammar, and ``step_s`` for each step that is added later."""
+        """Start with enough to build a grammar; each later step adds ``step_s``."""
         self._step_s = step_s
         self._left_s = BUILD_S + step_s
 
     def run_from_here(self) -> None:
-        """Have what a grammar that runs may take."""
+        """Reset the budget to that of a grammar that starts to run."""
         self._left_s = BURST_STEPS * self._step_s
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """Take what the block takes from the budget."""
+        """Charge the block's CPU time to the budget."""
         signal.setitimer(signal.ITIMER_PROF, self._left_s)
         yield
         self._left_s = signal.setitimer(signal.ITIMER_PROF, 0)[0]
 
     def add_step(self) -> None:
-        """Have more for one more token."""
+        """Add the CPU time of one more token."""
         self._left_s = min(self._left_s, BURST_STEPS * self._step_s) + self._step_s
 
 
 class Vocabulary:
-    """The tokens of a model, without the model."""
+    """Vocabulary of a model, without the model's weights."""
 
     def __init__(self, path: str) -> None:
-        """Load it from a model's file.
+        """Load the vocabulary from a model file.
 
         Raises:
             ValueError: llama.cpp cannot load it.
@@ -138,13 +140,13 @@ class Vocabulary:
 
 
 class Grammar:
-    """A grammar at work."""
+    """A grammar and its current state."""
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
-        """Parse it.
+        """Parse a grammar.
 
         Raises:
-            ValueError: llama.cpp cannot.
+            ValueError: llama.cpp cannot parse it.
         """
         self._vocabulary = vocabulary
         lib, handle = vocabulary.lib, vocabulary.handle
@@ -153,21 +155,22 @@ class Grammar:
             raise ValueError("llama.cpp cannot parse it")
 
     def allowed(self) -> Any:
-        """Find the tokens that may come next."""
+        """Return a boolean array of the tokens that may come next."""
         found = self._vocabulary
         found.view["id"], found.view["logit"] = found.ids, 0.0
         found.lib.llama_sampler_apply(self._sampler, ctypes.byref(found.array))
         return found.view["logit"] == 0.0
 
     def accept(self, token: int) -> None:
-        """Go on with a token."""
+        """Advance the grammar by a token."""
         self._vocabulary.lib.llama_sampler_accept(self._sampler, token)
 
 
 def step_budget(vocabulary: Vocabulary) -> float:
-    """Return the CPU seconds a step may take: more for a large vocabulary, or a slow processor.
+    """Return the CPU seconds of a step: more for a large vocabulary or a slow processor.
 
-    llama.cpp looks at every token in each step, so that plain JSON may need more than ``STEP_S``.
+    llama.cpp checks every token of the vocabulary in each step, so even plain JSON may need more
+    than ``STEP_S``.
     """
     grammar, seconds = Grammar(vocabulary, _PLAIN), []
     for _ in range(_PLAIN_STEPS):
@@ -178,7 +181,7 @@ def step_budget(vocabulary: Vocabulary) -> float:
 
 
 def main() -> None:
-    """Serve jobs, each on the connection it comes with, until nobody sends any."""
+    """Serve jobs, each on the connection it comes with, until none comes for a while."""
     control = socket.socket(fileno=0)
     try:
         vocabulary = Vocabulary(sys.argv[1])
@@ -188,8 +191,8 @@ def main() -> None:
         return
     ends = vocabulary.ends.nonzero()[0].tolist()
     send_values(control, {"n_tokens": vocabulary.n_tokens, "ends": ends})
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
-    while select.select([control], [], [], IDLE_S)[0]:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
+    while select.select([control], [], [], float(sys.argv[2]))[0]:
         marker, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not marker:
             return
@@ -202,7 +205,7 @@ def main() -> None:
 
 
 def _work(vocabulary: Vocabulary, step_s: float, connection: socket.socket) -> None:
-    connection.sendall(b"!")  # from here on, an end is the job's own doing
+    connection.sendall(b"!")  # if the process ends after this, the job itself caused it
     _limit_memory()
     job = receive_values(connection)
     if "texts" in job:
@@ -220,7 +223,7 @@ def _limit_memory() -> None:
 
 
 def _checked(vocabulary: Vocabulary, step_s: float, kind: str, text: str) -> dict[str, str]:
-    """Build what a text asks for; its grammar, or what is wrong with it."""
+    """Build a grammar and try it out; return its text, or the mistake found in it."""
     with Budget(step_s).spent():
         if kind == "schema":
             from llama_cpp.llama_grammar import json_schema_to_gbnf
@@ -229,7 +232,7 @@ def _checked(vocabulary: Vocabulary, step_s: float, kind: str, text: str) -> dic
                 text = json_schema_to_gbnf(text)
             except (MemoryError, RecursionError):
                 return {"mistake": "it is nested too deeply, or without end"}
-            except Exception as error:  # its own refusals are of many kinds
+            except Exception as error:  # the converter raises many types of exceptions
                 return {"unknown": str(error) or type(error).__name__}
         if (n_bytes := len(text.encode())) > MOST_GRAMMAR_BYTES:
             limit = f"the limit is {MOST_GRAMMAR_BYTES}"
@@ -248,8 +251,8 @@ def _checked(vocabulary: Vocabulary, step_s: float, kind: str, text: str) -> dic
 
 
 def _try_out(vocabulary: Vocabulary, budget: Budget, grammar: Grammar, allowed: Any) -> None:
-    """Take some steps within the budget: the longest tokens, which cost most, and any."""
-    chance = random.Random(0)  # noqa: S311  tried the same way each time
+    """Take some steps within the budget: the longest token, which costs most, or a random one."""
+    chance = random.Random(0)  # noqa: S311  the same choices every time
     for i in range(_TRIED_STEPS):
         budget.add_step()
         with budget.spent():
@@ -262,7 +265,7 @@ def _try_out(vocabulary: Vocabulary, budget: Budget, grammar: Grammar, allowed: 
 
 
 def _run(vocabulary: Vocabulary, step_s: float, connection: socket.socket, text: str) -> None:
-    """Tell which tokens may come next, hear which one came, and so on."""
+    """Run a grammar: send the tokens that may come next, receive the one that came, and repeat."""
     import numpy as np
 
     budget = Budget(step_s)

@@ -1,7 +1,7 @@
-"""Grammars for the server's calls: checked before, run in another process.
+"""Grammars for the server's calls, checked in advance and run in another process.
 
-No text of a client is ever parsed as a grammar, or converted from a schema, in this process:
-``confinement`` sees to it.
+This process never parses a client's text as a grammar, nor converts a client's schema;
+``confinement`` makes sure of that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Grammars", "Running", "Wanted", "check_parses"]
 
 _START_S = 120.0
 _ANSWER_S = 30.0
-"""Longest wait for a worker; it ends earlier on its own, unless the machine is very busy."""
+"""Longest wait for an answer; a worker ends earlier on its own unless the machine is busy."""
 _MOST_KEPT = 64
 _ALONE = {
     "OMP_NUM_THREADS": "1",
@@ -48,12 +48,12 @@ _CANDIDATES = np.dtype([("id", "i4"), ("logit", "f4"), ("p", "f4")])
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The form that an answer must have.
+    """A form that an answer must have.
 
     Attributes:
-        field: Where the body says so.
-        kind: A grammar in llama.cpp's own form, or a JSON schema.
-        text: It.
+        field: Field of the body that asks for the form.
+        kind: Whether the text is a grammar in llama.cpp's own form or a JSON schema.
+        text: Text of the grammar or schema.
     """
 
     field: str
@@ -61,19 +61,19 @@ class Wanted:
     text: str
 
     def digest(self, app: str | None) -> bytes:
-        """Name it, as wanted by an app."""
+        """Return a digest that identifies this form and the app that wants it."""
         return hashlib.sha256(repr((app, self.kind, self.text)).encode()).digest()
 
     def mistake(self, message: str) -> Refusal:
-        """Refuse it."""
+        """Return a refusal that names the field and what is wrong with it."""
         return Refusal(400, f"{self.field}: {message}")
 
 
 def check_parses(llama: Any, grammar: Any) -> None:
-    """See whether llama.cpp can parse an app's own ``LlamaGrammar``; it ends the process if not.
+    """Check that llama.cpp can parse an app's own ``LlamaGrammar``, or it would end the process.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: llama.cpp cannot parse the grammar.
     """
     text = getattr(grammar, "_grammar", None)
     if not text:
@@ -86,29 +86,29 @@ def check_parses(llama: Any, grammar: Any) -> None:
 
 
 class Grammars:
-    """Checks grammars, and runs them. Thread-safe; its process is started when it is needed."""
+    """Checker and runner of grammars; thread-safe, and starts its process when first needed."""
 
     def __init__(self, engine: Callable[[], Any]) -> None:
-        """Serve the ``Llama`` that ``engine()`` returns."""
+        """Use the ``Llama`` that ``engine()`` returns."""
         self._engine = engine
-        self._lock = threading.Lock()  # of what is known; never held for long
+        self._lock = threading.Lock()  # guards `_known`; never held for long
         self._starting = threading.Lock()
         self._worker: _Worker | None = None
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._running: Running | None = None
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """See whether all of them can be built and cost little enough.
+        """Check that all of these can be built at an acceptable cost.
 
         Raises:
-            Refusal: One of them cannot, or costs too much.
+            Refusal: One of them cannot be built, or costs too much.
         """
         for one in wanted:
             if "mistake" in (found := self._found(one)):
                 raise one.mistake(found["mistake"])
 
     def know(self, wanted: Sequence[Wanted]) -> bool:
-        """Tell whether all of them were checked not long ago."""
+        """Return whether all of these were checked recently."""
         digests = [one.digest(serving_app()) for one in wanted]
         with self._lock:
             return all(digest in self._known for digest in digests)
@@ -117,8 +117,8 @@ class Grammars:
         """Convert a schema to a grammar.
 
         Raises:
-            Refusal: It costs too much, or becomes a grammar that llama.cpp cannot parse.
-            ValueError: The converter does not know what to do with it.
+            Refusal: The schema costs too much, or becomes a grammar that llama.cpp cannot parse.
+            ValueError: The converter does not support the schema.
         """
         wanted = Wanted("schema", "schema", schema)
         found = self._found(wanted)
@@ -129,9 +129,10 @@ class Grammars:
         return found["grammar"]
 
     def run(self, text: str) -> Running:
-        """Begin to run a grammar; a mistake in it is told when its first tokens are asked for.
+        """Start to run a grammar; a mistake in it is reported when its first tokens are requested.
 
-        The one before ends: one call runs at a time, and llama_cpp keeps samplers for long.
+        The previous grammar ends, because one call runs at a time and llama_cpp keeps samplers
+        long.
         """
         connection = self._job({"grammar": text})
         if self._running is not None:
@@ -140,7 +141,7 @@ class Grammars:
         return self._running
 
     def close(self) -> None:
-        """End the process; another one is started if there is more to do."""
+        """End the process; the next job starts a new one."""
         if self._running is not None:
             self._running.close()
         with self._starting:
@@ -149,7 +150,11 @@ class Grammars:
             self._worker = None
 
     def _found(self, wanted: Wanted) -> dict[str, str]:
-        """Look it up, or have it checked: each app once, or its time would tell of another's."""
+        """Look up a form, or have it checked.
+
+        Results are kept for each app separately, or the time of a check would reveal other apps'
+        forms.
+        """
         digest = wanted.digest(serving_app())
         with self._lock:
             if (known := self._known.get(digest)) is not None:
@@ -158,7 +163,7 @@ class Grammars:
         with contextlib.closing(self._job({"texts": [(wanted.kind, wanted.text)]})) as connection:
             try:
                 (found,) = worker.receive_values(connection)
-            except (EOFError, OSError):  # not kept: perhaps the machine had no memory left
+            except (EOFError, OSError):  # not kept: the machine may have been short of memory
                 return {"mistake": _TOO_MUCH}
         with self._lock:
             self._known[digest] = found
@@ -167,9 +172,9 @@ class Grammars:
         return found
 
     def _job(self, job: dict[str, Any]) -> socket.socket:
-        """Give a job to a child of the worker; the connection to it."""
+        """Give a job to a child of the worker, and return the connection to the child."""
         with self._starting:
-            for _ in range(2):  # the worker may just have ended, having had nothing to do
+            for _ in range(2):  # an idle worker may just have ended on its own
                 if self._worker is None:
                     self._worker = _Worker(self._engine())
                 with contextlib.suppress(EOFError, OSError):
@@ -178,23 +183,23 @@ class Grammars:
                     return connection
                 self._worker.close()
                 self._worker = None
-        raise Refusal(503, "The process that checks grammars does not work. Try again later.")
+        raise Refusal(503, "The process that checks grammars does not respond. Try again later.")
 
 
 class Running:
-    """A grammar that a call is bound by, as tokens that may come next."""
+    """A grammar that constrains the running call, as sets of tokens that may come next."""
 
     def __init__(self, connection: socket.socket, n_tokens: int) -> None:
-        """Ask what runs at the other end."""
+        """Talk to the grammar at the other end of ``connection``."""
         self._connection = connection
         self._n_tokens = n_tokens
         self._allowed: Any = None
 
     def prepare(self) -> None:
-        """Know which tokens may come next.
+        """Receive the tokens that may come next.
 
         Raises:
-            Refusal: The grammar cannot be built, costs too much, or does not go on from here.
+            Refusal: The grammar cannot be built, costs too much, or cannot continue from here.
         """
         if self._allowed is not None:
             return
@@ -205,10 +210,10 @@ class Running:
         bits = np.frombuffer(packed, np.uint8)
         self._allowed = np.unpackbits(bits, count=self._n_tokens).astype(bool)
         if not self._allowed.any():
-            raise Refusal(400, "grammar: no token of this model can follow here")
+            raise Refusal(400, "grammar: no token of this model can come next")
 
     def apply(self, array: Any) -> None:
-        """Rule out all other candidates."""
+        """Rule out all candidates that the grammar does not allow."""
         found = array.contents
         address = ctypes.addressof(found.data.contents)
         content = (llama_cpp.llama_token_data * found.size).from_address(address)
@@ -216,36 +221,42 @@ class Running:
         view["logit"][~self._allowed[view["id"]]] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on with a token; what may follow is found out while the engine evaluates it."""
+        """Advance by a token; the worker finds what may follow while the engine evaluates it."""
         self._allowed = None
-        with contextlib.suppress(OSError):  # the next `prepare` says so
+        with contextlib.suppress(OSError):  # the next `prepare` reports it
             self._connection.sendall(token.to_bytes(4, "little", signed=True))
 
     def close(self) -> None:
-        """End it."""
+        """End the grammar."""
         self._connection.close()
 
 
 class _Worker:
-    """The process, and the way to it."""
+    """The worker process, and its control socket."""
 
     def __init__(self, llama: Any) -> None:
-        """Start it with the vocabulary of ``llama``.
+        """Start the worker with the vocabulary of ``llama``.
 
         Raises:
-            Refusal: It does not start, or has another vocabulary.
+            Refusal: The worker does not start, or has a different vocabulary.
         """
         self._control, theirs = socket.socketpair()
         self._control.settimeout(_START_S)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  our own file
-                [sys.executable, "-P", str(worker.__file__), llama.model_path],
+                [sys.executable, "-P", worker.__file__, llama.model_path, str(worker.IDLE_S)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | _ALONE,
-                start_new_session=True,  # an interrupt at the terminal is for the server
+                start_new_session=True,  # keeps interrupts at the terminal away from the worker
             )
+        self._ending = threading.Lock()
+        reaper = threading.Thread(
+            target=_reap, args=(self._process, self._ending), name="llmaas-grammars", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # at exit no thread can start; `close` reaps
+            reaper.start()
         try:
             found = worker.receive_values(self._control)
         except (EOFError, OSError) as error:
@@ -261,10 +272,10 @@ class _Worker:
             raise Refusal(503, f"Grammars cannot be checked: {found['error']}")
 
     def connect(self) -> socket.socket:
-        """Reach a child of its own.
+        """Connect to a new child of the worker.
 
         Raises:
-            EOFError: It has ended.
+            EOFError: The worker has ended.
         """
         ours, theirs = socket.socketpair()
         ours.settimeout(_ANSWER_S)
@@ -278,7 +289,16 @@ class _Worker:
         return ours
 
     def close(self) -> None:
-        """End it; its children end when their connections do."""
+        """End the worker; its children end when their connections do."""
         self._control.close()
-        self._process.kill()
+        with self._ending:  # before the process is reaped, its number cannot belong to another one
+            self._process.kill()
         self._process.wait()
+
+
+def _reap(process: subprocess.Popen[bytes], ending: threading.Lock) -> None:
+    """Reap a worker that ends on its own, for example when idle."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with ending:
+        process.wait()

@@ -1,4 +1,4 @@
-"""Who calls: the administrator by llama_cpp.server's own key, an app by the key it was given."""
+"""Keys of callers: llama_cpp.server's own key for the administrator, and one key for each app."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _SHORTEST_KEY = 16
 
 
 class Keys:
-    """The keys of a service; without any, everything is open to everybody."""
+    """Keys of a service; a service without keys is open to everyone."""
 
     def __init__(self, administrator: str | None, apps: Mapping[str, str]) -> None:
         """Accept the administrator's key, and the key of each app.
 
         Raises:
-            ConfigError: An app's key is the administrator's, so that it would open everything.
+            ConfigError: An app has the administrator's key, which would give it access to
+                everything.
         """
         for app, key in apps.items():
             if key == administrator:
@@ -35,7 +36,7 @@ class Keys:
         self._is_open = administrator is None and not apps
 
     def opens(self, authorization: bytes) -> bool:
-        """Whether anything opens to this ``Authorization``."""
+        """Return whether this ``Authorization`` has a valid key."""
         try:
             self.caller(authorization)
         except Refusal:
@@ -43,17 +44,17 @@ class Keys:
         return True
 
     def caller(self, authorization: bytes) -> str | None:
-        """The app that a request's ``Authorization`` belongs to; None for the administrator.
+        """Return the app that an ``Authorization`` belongs to, or None for the administrator.
 
         Raises:
-            Refusal: The key is none of ours.
+            Refusal: The key is not one of this service's.
         """
         if self._is_open:
             return None
         scheme, _, given = authorization.partition(b" ")
         found: list[str | None] = []
         for app, key in ((None, self._administrator), *self._apps.items()):
-            # all of them are compared, each in a time that does not tell how much of it was right
+            # compare all keys, each in constant time, so that timing reveals nothing about them
             if hmac.compare_digest(given.strip(), (key or "").encode()) and key:
                 found.append(app)
         if scheme.lower() != b"bearer" or not found:
@@ -62,21 +63,21 @@ class Keys:
 
 
 def read_key_file(path: Path | None) -> dict[str, str]:
-    """Keys by app, from a TOML file of ``app = "key"`` lines that only its owner can read.
+    """Read keys by app from a TOML file of ``app = "key"`` lines that only its owner can read.
 
     Raises:
-        ConfigError: It cannot be read, is open to others, or holds anything else.
+        ConfigError: The file cannot be read, is open to other users, or has other contents.
     """
     if path is None:
         return {}
     path = path.expanduser()
     try:
         mode = path.stat().st_mode
-        content = path.read_bytes() if stat.S_ISREG(mode) else None  # a pipe would wait
+        content = path.read_bytes() if stat.S_ISREG(mode) else None  # reading a pipe would block
     except OSError as error:
         raise ConfigError(f"cannot read service.key_file {path}: {error.strerror}") from error
     if content is None:
-        raise _wrong(path, "is no regular file")
+        raise _wrong(path, "is not a regular file")
     if mode & 0o077:
         raise ConfigError(f"{path} is open to other users. Try `chmod 600 {path}`.")
     try:
@@ -94,5 +95,5 @@ def read_key_file(path: Path | None) -> dict[str, str]:
 
 
 def _wrong(path: Path, what: str) -> ConfigError:
-    """An error that does not quote the file: it would end up in a log."""
+    """Return an error that does not quote the file, because errors end up in logs."""
     return ConfigError(f'service.key_file {path}: {what}. Expected lines like: mail = "…key…"')

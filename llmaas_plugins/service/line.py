@@ -1,6 +1,6 @@
-"""The line before the engine: one call runs, a bounded number waits, each in its turn.
+"""Admission to the engine: one call runs, and a bounded number of calls wait in turn.
 
-Everything here happens on the server's event loop, except ``end_if_unwanted``.
+Everything here runs on the server's event loop, except ``end_if_unwanted``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Abandoned", "Call", "Line", "stopping"]
 
 
 class Abandoned(BaseException):
-    """The running call ends here. Not an ``Exception``: nobody on its way out may mistake it."""
+    """End of the running call; not an ``Exception``, so that no code on the way out catches it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,11 +26,11 @@ class Call:
     """A call that runs or waits.
 
     Attributes:
-        app: Whose it is; empty for a caller without a name.
-        turn: Set when it may run.
-        scope: Everything it does.
-        is_over: Its client left, or it was ended; what it still does is for nobody.
-        refusal: What its client is told then.
+        app: Name of the calling app; empty if the caller has no name.
+        turn: Event that is set when the call may run.
+        scope: Cancel scope around everything that the call does.
+        is_over: Whether the client left, or the call was ended; its results are then discarded.
+        refusal: Answer to the client of a call that was ended.
     """
 
     app: str
@@ -40,14 +40,14 @@ class Call:
     refusal: Refusal | None = None
 
     def end(self, refusal: Refusal | None = None) -> None:
-        """Stop waiting, or stop running at the next token."""
+        """End the call: stop waiting, or stop running at the next token."""
         if not self.is_over:
             self.is_over, self.refusal = True, refusal
             self.scope.cancel()
 
 
 class Line:
-    """Calls in the order they came."""
+    """Calls in the order of their arrival."""
 
     def __init__(self, most_waiting: int) -> None:
         """Let ``most_waiting`` calls wait behind the one that runs."""
@@ -57,14 +57,14 @@ class Line:
         self.is_stopping = False
 
     def __len__(self) -> int:
-        """Calls that run or wait."""
+        """Return the number of calls that run or wait."""
         return len(self.waiting) + (self.running is not None)
 
     def enter(self, app: str) -> Call:
-        """Join as ``app``.
+        """Join the line as ``app``.
 
-        When the line is full, the app with the most calls in it gives its latest one up: one app
-        cannot keep the others out, and one that is alone has the whole line.
+        If the line is full, the app with the most waiting calls loses its latest one. Thus one app
+        cannot keep others out, while a single app may use the whole line.
 
         Raises:
             Refusal: The line is full, or the service is stopping.
@@ -78,10 +78,10 @@ class Line:
         return call
 
     def check(self, app: str) -> None:
-        """Refuse now what ``enter`` would refuse.
+        """Refuse a call that ``enter`` would refuse.
 
         Raises:
-            Refusal: As ``enter``.
+            Refusal: The line is full, or the service is stopping.
         """
         if self.is_stopping:
             raise stopping()
@@ -89,7 +89,7 @@ class Line:
             raise self._full()
 
     def leave(self, call: Call) -> None:
-        """The call is done, or does not want to wait any longer."""
+        """Remove a call that is done or no longer wants to wait."""
         if call is self.running:
             self.running = None
         elif call in self.waiting:
@@ -97,13 +97,13 @@ class Line:
         self._next()
 
     def stop(self) -> None:
-        """Let the running call finish; nobody else gets a turn."""
+        """Let the running call finish, and refuse all others."""
         self.is_stopping = True
         for call in list(self.waiting):
             self._end_waiting(call, stopping())
 
     def end_running(self) -> None:
-        """End the call that runs."""
+        """End the running call."""
         if self.running is not None:
             self.running.end(stopping())
 
@@ -111,7 +111,7 @@ class Line:
         """End the running call from within, on the engine's thread.
 
         Raises:
-            Abandoned: In any case; nobody on its way out may mistake it.
+            Abandoned: Always.
         """
         if self.running is not None and not self.running.is_over:
             self.running.is_over, self.running.refusal = True, refusal
@@ -119,9 +119,9 @@ class Line:
 
     @hookimpl(specname="llmaas_decode")
     def end_if_unwanted(self) -> None:
-        """After each batch, on the engine's thread: go no further for nobody.
+        """Stop the running call after a batch if it is over; runs on the engine's thread.
 
-        What was evaluated stays usable, as after any other error in an evaluation.
+        Tokens evaluated so far stay usable, as after any other error during evaluation.
 
         Raises:
             Abandoned: The running call is over.
@@ -140,13 +140,13 @@ class Line:
 
     def _full(self) -> Refusal:
         message = (
-            f"{len(self.waiting)} calls wait for the engine, the limit is {self._most}. "
+            f"{len(self.waiting)} calls are waiting for the engine, the limit is {self._most}. "
             "Try again later."
         )
         return Refusal(429, message, "rate_limit_exceeded")
 
     def _latest_of_the_largest(self, app: str) -> Call | None:
-        """The call that ``app`` may take the place of, having fewer even then."""
+        """Return the call that ``app`` may displace, having fewer calls even with its new one."""
         n_waiting = Counter(call.app for call in self.waiting)
         largest, n_largest = n_waiting.most_common(1)[0]
         if n_largest <= n_waiting[app] + 1:
@@ -154,10 +154,10 @@ class Line:
         return next(call for call in reversed(self.waiting) if call.app == largest)
 
     def _end_waiting(self, call: Call, refusal: Refusal) -> None:
-        self.waiting.remove(call)  # now: its task may take a while to notice
+        self.waiting.remove(call)  # at once, because its task may notice the end only later
         call.end(refusal)
 
 
 def stopping() -> Refusal:
-    """The answer to calls that the service will not finish."""
+    """Return the refusal for calls that the service will not finish."""
     return Refusal(503, "The service is stopping. Try again later.", "service_stopping")

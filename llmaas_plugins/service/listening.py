@@ -1,4 +1,4 @@
-"""The places where the service listens, taken before the model is loaded."""
+"""Sockets on which the service listens, opened before the model is loaded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def listening_on_port(host: str, port: int) -> Iterator[list[socket.socket]]:
     """Listen on every address of ``host``.
 
     Raises:
-        ConfigError: That is not possible.
+        ConfigError: The port is invalid, or listening fails.
     """
-    if port not in _PORTS:  # others would be taken for smaller ones
-        raise ConfigError(f"ports are from {_PORTS[0]} to {_PORTS[-1]}, found {port}: see --port")
+    if port not in _PORTS:  # larger numbers would wrap around to other ports
+        raise ConfigError(f"--port must be from {_PORTS[0]} to {_PORTS[-1]}, found {port}")
     with contextlib.ExitStack() as stack:
         try:
             found = socket.getaddrinfo(
@@ -45,12 +45,12 @@ def listening_on_port(host: str, port: int) -> Iterator[list[socket.socket]]:
                 f"cannot listen on {host}, port {port}: {reason}. Try another --host or --port."
             ) from error
         if not sockets:
-            raise ConfigError(f"{host} is no address of this machine. Choose another with --host.")
+            raise ConfigError(f"{host} is not an address of this machine. Choose another --host.")
         yield sockets
 
 
 def _bound(family: int, address: tuple[object, ...]) -> socket.socket | None:
-    """A listening socket; None where the machine does not have such addresses."""
+    """Return a listening socket, or None if the machine has no such address."""
     try:
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError:
@@ -60,7 +60,7 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket | None:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # or another one could be bound to it until then
+        listener.listen(_BACKLOG)  # now, because until then another socket could bind the address
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
@@ -74,11 +74,11 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket | None:
 
 @contextlib.contextmanager
 def listening_on(path: Path) -> Iterator[list[socket.socket]]:
-    """Listen on a Unix socket that only this user can reach; it is removed at the end.
+    """Listen on a Unix socket that only this user can reach, and remove it at the end.
 
     Raises:
-        ConfigError: Others can enter its directory, something else has this name, or somebody
-            listens there.
+        ConfigError: Other users can enter its directory, another file has its name, or another
+            service listens on it.
     """
     path = _private(path)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -109,20 +109,20 @@ def _private(path: Path) -> Path:
         raise ConfigError(f"cannot make {directory}: {error.strerror}") from error
     if directory.stat().st_mode & 0o077:
         raise ConfigError(
-            f"{directory} can be entered by other users. Put the socket into a directory of mode "
-            f"0700, e.g. `mkdir -m 700 {directory}/llmaas`."
+            f"other users can enter {directory}. Put the socket into a directory with mode 0700, "
+            f"e.g. `mkdir -m 700 {directory}/llmaas`."
         )
     return directory / path.name
 
 
 def _make_free(path: Path) -> None:
-    """Remove a socket that was left by a service that is gone; nothing else."""
+    """Remove a socket that a dead service left, and refuse any other existing file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{path} exists and is no socket. Choose another with --uds.")
+        raise ConfigError(f"{path} exists and is not a socket. Choose another path with --uds.")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PROBE_S)
         try:
@@ -130,16 +130,16 @@ def _make_free(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-        except OSError:  # a full line of connections, for one, is somebody's
+        except OSError:  # any other error, such as a full backlog, means that a service is alive
             pass
-    raise ConfigError(f"another service listens on {path}. Stop it, or choose another.")
+    raise ConfigError(f"another service listens on {path}. Stop it, or choose another path.")
 
 
 def check_certificate(key: str | None, certificate: str | None) -> None:
-    """See whether HTTPS can be served with them, if it is asked for.
+    """Check that HTTPS can be served with this key and certificate, if they are given.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The files cannot be used.
     """
     if key is None and certificate is None:
         return

@@ -1,7 +1,7 @@
-"""Figures of the service for Prometheus.
+"""Prometheus metrics of the service.
 
 Labels are few and bounded: classes of routes and statuses, never apps or contexts. Plugins are
-asked when somebody scrapes.
+queried at each scrape.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """Counts what the gate sees, and listens to the engine's requests."""
+    """Metrics of the gate's requests and of the engine's calls."""
 
     def __init__(self, line: Line) -> None:
-        """Start at zero."""
+        """Start all counters at zero."""
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "HTTP requests.", "route", "status")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._reused = self._counter("reused_tokens", "Tokens of prompts whose KV was there.")
+        self._reused = self._counter("reused_tokens", "Tokens of prompts whose KV was reused.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
         self._slides = self._counter("slides", "Calls that slid their context's window.")
-        self._waited = self._histogram("queue_wait", "Wait of a call for its turn.")
-        self._switch = self._histogram("switch", "Bringing a call's context into the engine.")
+        self._waited = self._histogram("queue_wait", "Time that a call waited for its turn.")
+        self._switch = self._histogram("switch", "Time to bring a call's context into the engine.")
         self._first_token = self._histogram("first_token", "Time of a call to its first token.")
         self._gauge("queue_waiting_calls", "Calls that wait.", lambda: len(line.waiting))
         self._gauge("queue_running_calls", "Calls that run.", lambda: int(line.running is not None))
         ProcessCollector(registry=self._registry)
 
     def request(self, route: str, status: int) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         self._requests.labels(route, str(status)).inc()
 
     def waited(self, seconds: float) -> None:
-        """A call got its turn."""
+        """Record how long a call waited for its turn."""
         self._waited.observe(seconds)
 
     def replied(self, reply: Reply) -> None:
-        """A call in a named context was completed."""
+        """Count a completed call in a named context."""
         self._slides.inc(reply.n_left_out > 0)
 
     @hookimpl
     def llmaas_request_end(self, stats: RequestStats) -> None:
-        """The engine served a request."""
+        """Count a request that the engine served."""
         self._prompt.inc(stats.n_prompt)
         self._reused.inc(stats.n_reused)
         self._generated.inc(stats.n_generated)
@@ -69,7 +69,7 @@ class Metrics:
         self._registry.register(_Plugins(status))
 
     def as_text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
@@ -84,17 +84,17 @@ class Metrics:
 
 
 class _Plugins(Collector):
-    """``llmaas_<plugin>_<entry>`` for the numbers in a plugin's report.
+    """Collector of ``llmaas_<plugin>_<entry>`` metrics, one for each number in a plugin's report.
 
-    Those of a dictionary in it have their key as a label. Which of them are counters, a report
-    does not say; so they have no type.
+    Numbers in a dictionary get their key as a label. A report does not say which numbers are
+    counters, so the metrics have no type.
     """
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status = status
 
     def describe(self) -> list[Metric]:
-        return []  # or registering would ask the plugins
+        return []  # otherwise registering would query the plugins
 
     def collect(self) -> Iterator[Metric]:
         for plugin, report in self._status()["plugins"].items():

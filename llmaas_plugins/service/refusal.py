@@ -1,4 +1,4 @@
-"""What a client is told when it does not get what it asked for."""
+"""Refusals: answers to clients whose requests are not served."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST_MISTAKES = 3
 _RETRY_AFTER_S = {429: 1, 503: 5}
 
 
-class Refusal(Exception):  # noqa: N818  nothing failed
-    """An answer that ends a request before, or instead of, what it asked for."""
+class Refusal(Exception):  # noqa: N818  not an error of the service
+    """An answer that ends a request before it is served, or instead of serving it."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        """Refuse with an HTTP status, and a code for programs as OpenAI's clients know them."""
+        """Refuse with an HTTP status, and optionally an error code as in OpenAI's API."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -32,23 +32,23 @@ class Refusal(Exception):  # noqa: N818  nothing failed
         return headers
 
     def body(self) -> bytes:
-        """The answer as a document."""
+        """Return the answer as a JSON document."""
         return json.dumps(error_body(self.status, str(self), self.code)).encode()
 
     def event(self) -> bytes:
-        """The answer as the last event of a stream that has begun."""
+        """Return the answer as the last event of a stream that has begun."""
         return b"event: error\ndata: %s\n\n" % self.body()
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """An error in the form of OpenAI's clients (``error``), and of FastAPI's (``detail``)."""
+    """Return an error in the forms of OpenAI (``error``) and of FastAPI (``detail``)."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return {"error": error, "detail": message, "status": status}
 
 
 def mistakes(errors: Iterable[Any]) -> str:
-    """What is wrong with a body: pydantic's ``errors()``, as one line."""
+    """Describe pydantic's ``errors()`` about a body in one line."""
     lines = [
         f"{'.'.join(map(str, error['loc']))}: {error['msg'].removeprefix('Value error, ')}"
         for error in errors

@@ -1,7 +1,7 @@
 """Extra routes on llama_cpp.server's own FastAPI app: persistent contexts over HTTP.
 
-The OpenAI routes stay as they are; stateless requests there find stored contexts by content. Keys
-and limits are the gate's: nothing here looks at them.
+The OpenAI routes stay as they are; their stateless requests find stored contexts by content. The
+gate checks keys and limits, so nothing here does.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the types of nested functions.
@@ -58,13 +58,13 @@ class Call(BaseModel):
     level: Annotated[Levels, BeforeValidator(levels_of)] = Levels()
 
     def arguments(self) -> dict[str, Any]:
-        """What was given, as arguments of ``Context.call``."""
+        """Return the given fields as arguments of ``Context.call``."""
         sampling = self.model_dump(exclude={"prompt", "stream", "level"}, exclude_none=True)
         return {"level": self.level, **sampling}
 
 
 def make_router(service: LLMService, line: Line, metrics: Metrics) -> APIRouter:
-    """Routes of ``service``, whose calls are in ``line``."""
+    """Return the routes of ``service``, whose calls are in ``line``."""
     router = APIRouter()
     router.include_router(_contexts(service, metrics), prefix="/v1/llmaas/apps/{app}/contexts")
 
@@ -108,7 +108,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
     @router.delete("/{context_id}")
     async def delete(app: str, context_id: str) -> dict[str, int]:
         with _http_errors():
-            found = Context(context_id, service.bind(app))  # maybe half deleted
+            found = Context(context_id, service.bind(app))  # not looked up: it may be half deleted
             async with engine_lock():
                 return {"freed_bytes": await run_in_threadpool(found.delete)}
 
@@ -127,7 +127,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
 
 
 async def _events(context: Context, body: Call, metrics: Metrics) -> AsyncGenerator[dict[str, str]]:
-    """Server-sent events: ``{"text": …}`` pieces, then one ``done`` event with the whole reply."""
+    """Yield server-sent events: ``{"text": …}`` pieces, then a ``done`` event with the reply."""
     async with engine_lock():
         stream = context.stream(body.prompt, **body.arguments())
         reply: list[Any] = []
@@ -155,7 +155,7 @@ async def _events(context: Context, body: Call, metrics: Metrics) -> AsyncGenera
 
 @contextlib.contextmanager
 def _http_errors() -> Any:
-    """Our errors as HTTP statuses."""
+    """Turn our errors into HTTP statuses."""
     try:
         yield
     except Exception as error:
@@ -165,8 +165,8 @@ def _http_errors() -> Any:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status that says what ``error`` does, or None for what only a log can explain."""
+    """Return the HTTP status for ``error``, or None if only a traceback in the log explains it."""
     if isinstance(error, PluginError) and isinstance(error.__cause__, StoreError):
-        return 503  # a context that cannot be deleted now, on a disk that fails
+        return 503  # the disk failed, so the context cannot be deleted now
     kinds = {LookupError: 404, LimitError: 429, ConfigError: 422, TypeError: 422, StoreError: 503}
     return next((status for kind, status in kinds.items() if isinstance(error, kind)), None)

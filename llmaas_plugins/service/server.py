@@ -1,8 +1,9 @@
-"""uvicorn with limits for connections, and an end that lets the running call finish."""
+"""uvicorn with connection limits, and a shutdown that lets the running call finish."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import logging
 import socket
@@ -23,17 +24,17 @@ from llmaas_plugins.service.refusal import error_body
 __all__ = ["Connection", "Server"]
 
 _LAST_BYTES_S = 2
-"""Seconds at the end for answers that are on their way."""
+"""Seconds at shutdown for sending answers that are under way."""
 _DROP = struct.pack("ii", 1, 0)
 
 
 class Connection(H11Protocol):
-    """A connection that nobody can hold without using it.
+    """A connection that no client can hold without using it.
 
-    One rule for every state: whatever the client is to do next, it has ``client_timeout_s`` for all
-    of it: send a request, its first one or the next, or take what was written. And when there are
-    too many connections, the one that has waited longest for its client makes room; those on which
-    no key was shown go first, whatever they do.
+    Whatever the client must do next, it has ``client_timeout_s`` to do it: send its first or next
+    request, or receive what was written. If there are too many connections, the one that has waited
+    longest for its client is dropped. Connections without a valid key are dropped first, even while
+    they are served.
     """
 
     def __init__(self, *args: Any, limits: ServiceConfig, keys: Keys, **kwargs: Any) -> None:
@@ -47,9 +48,9 @@ class Connection(H11Protocol):
         self._deadlines: dict[str, TimerHandle] = {}
 
     def connection_made(self, transport: Transport) -> None:
-        """Expect a request; make room if there are too many connections."""
+        """Expect a request; drop a connection if there are too many."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that any byte that is not taken pauses writing
+        transport.set_write_buffer_limits(0)  # so that writing pauses when any byte is not taken
         self._watch_request()
         connections = [found for found in self.connections if not found._is_dropped]
         if len(connections) > self._limits.max_connections:
@@ -57,15 +58,19 @@ class Connection(H11Protocol):
             min(idle, key=Connection._rank, default=self)._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Cancel the deadlines of a closed connection."""
         for what in list(self._deadlines):
             self._done(what)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Take in what has arrived, or what had before the last answer."""
+        """Process received data, which may have arrived before the last answer ended.
+
+        Each request's task starts in a new ``contextvars`` context. Otherwise it would inherit the
+        previous request's levels and disabled plugins if that request's end is what starts it.
+        """
         before = self.scope
-        super().handle_events()
+        contextvars.Context().run(super().handle_events)
         if self.scope is not before and not self._is_known:
             self._is_known = self._keys.opens(header(self.scope, b"authorization"))
         self._watch_request()
@@ -76,17 +81,17 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client is slow."""
+        """Give a slow client a deadline for reading."""
         super().pause_writing()
         self._expect("reading")
 
     def resume_writing(self) -> None:
-        """The client has taken what there was."""
+        """Cancel the reading deadline, because the client has taken all data."""
         super().resume_writing()
         self._done("reading")
 
     def shutdown(self) -> None:
-        """The server is going: wait for answers, but not for questions."""
+        """Shut down: finish answers, but do not wait for incomplete requests."""
         if self._is_request_incomplete():
             self.transport.abort()
         else:
@@ -120,7 +125,7 @@ class Connection(H11Protocol):
             self._deadlines[what] = self.loop.call_later(timeout_s, end)
 
     def _forget(self) -> None:
-        """Close, and have the kernel drop what was not taken: it would keep it for minutes."""
+        """Close at once, making the kernel drop unsent data, which it would keep for minutes."""
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP)
         self.transport.abort()
@@ -131,9 +136,10 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends in three steps: no new calls; the running one, with grace; then the connections.
+    """Server that ends in steps: no new calls; grace for the running call; then the connections.
 
-    Signals only raise a number: the first one starts this, the next one leaves out the grace.
+    Signals only increment a counter: the first one starts these steps, the next one ends the grace
+    period.
     """
 
     def __init__(
@@ -155,21 +161,21 @@ class Server(uvicorn.Server):
         self._ticks_left: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say where, once it can be reached."""
+        """Start, and log the addresses once they can be reached."""
         await super().startup(sockets)
         places = ", ".join(str(listener.getsockname()) for listener in sockets or ())
         logging.getLogger("uvicorn.error").info("Listening on %s", places)
 
     def handle_exit(self, *_: object) -> None:
-        """End, or end sooner; for any thread."""
+        """Start the end, or hasten it; callable from any thread."""
         self._n_signals += 1
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Leave the handlers to the caller, whose process this is."""
+        """Leave the signal handlers to the caller, who owns the process."""
         return contextlib.nullcontext()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; True ends the server."""
+        """Advance the end, ten times a second; return True to end the server."""
         await super().on_tick(counter)
         if not self._n_signals:
             return False

@@ -32,7 +32,7 @@ _LONGEST_NAME = 128
 class LLMService:
     """Persistent contexts of many apps on one engine.
 
-    KV is swapped underneath by whatever plugins are active; without any, contexts are recomputed.
+    KV is swapped by whatever plugins are active; without plugins, contexts are recomputed.
     """
 
     def __init__(self, engine: Any, config: ServiceConfig | None = None) -> None:
@@ -51,7 +51,7 @@ class LLMService:
             self._turns = Turns(provider, self.config, self._log)
             self._turns.finish_deletions()
         except BaseException:
-            self._claim.release()  # an error keeps its frames, and they this
+            self._claim.release()  # explicitly: the error's traceback keeps this object alive
             raise
 
     @classmethod
@@ -59,10 +59,10 @@ class LLMService:
         """Load a model and serve it.
 
         Args:
-            model: A GGUF file.
-            config: Limits and places.
-            **llama: Arguments of ``llama_cpp.Llama``. Flash attention is on unless they say not:
-                it keeps V untransposed, so contexts are swapped faster.
+            model: Path of a GGUF file.
+            config: Limits and directories.
+            **llama: Arguments of ``llama_cpp.Llama``. Flash attention is on by default, because it
+                keeps V untransposed, which makes switching contexts faster.
         """
         from llama_cpp import Llama
 
@@ -70,10 +70,11 @@ class LLMService:
         return cls(Llama(str(model), **options), config)
 
     def bind(self, app: str) -> App:
-        """The service as ``app`` sees it.
+        """Return the service as ``app`` sees it.
 
         Raises:
-            ConfigError: The name is empty or too long, or could not be part of a URL's path.
+            ConfigError: The name is empty, too long, or has characters that a URL's path cannot
+                have.
         """
         if not app or len(app) > _LONGEST_NAME or not app.isprintable() or "/" in app:
             raise ConfigError(
@@ -83,31 +84,31 @@ class LLMService:
         return App(app, self._log, self._turns, self.config)
 
     def status(self) -> dict[str, Any]:
-        """Queue and suite status, as plain JSON types."""
+        """Return the queue's length and the suite's status, as plain JSON types."""
         suite = active_suite()
         return {"queue": self._turns.queue_length(), **({} if suite is None else suite.status())}
 
     def close(self) -> None:
-        """Close the context log. The engine stays its owner's, and nothing here touches it again.
+        """Close the context log; the engine stays its owner's and is not used again.
 
-        A call that still runs or waits fails with ``StoreError``; its context is as before it.
+        A call that still runs or waits fails with ``StoreError`` and leaves its context unchanged.
         """
         self._turns.close()
         self._log.close()
         self._claim.release()
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
+        """Return the service."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the service."""
         self.close()
 
 
 @dataclass(frozen=True, slots=True)
 class App:
-    """One app's view: its own contexts, and no others."""
+    """One app's view of the service: its own contexts, and no others."""
 
     name: str
     _log: ContextLog
@@ -118,7 +119,7 @@ class App:
         """Start a context, with a system prompt if given.
 
         Raises:
-            LimitError: The app has ``max_contexts_per_app`` already.
+            LimitError: The app has ``max_contexts_per_app`` contexts already.
         """
         messages = [{"role": "system", "content": system}] if system else []
         now = self._log.now(self.name)
@@ -132,18 +133,18 @@ class App:
         return Context(record.id, self)
 
     def contexts(self) -> list[Context]:
-        """The app's contexts, most recently used first; they survive restarts."""
+        """Return the app's contexts, most recently used first; contexts survive restarts."""
         return [Context(record.id, self) for record in self.records()]
 
     def records(self) -> list[ContextRecord]:
-        """What ``contexts`` lists, as it is at one moment."""
+        """Return the records of these contexts, as they are at one moment."""
         return self._log.of_app(self.name)
 
     def context(self, context_id: str) -> Context:
-        """The app's context named ``context_id``.
+        """Return the app's context named ``context_id``.
 
         Raises:
-            LookupError: It has none of that name.
+            LookupError: The app has no context of that name.
         """
         self._record(context_id)
         return Context(context_id, self)
@@ -160,7 +161,7 @@ class App:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A persistent context (the paper's LLMCtxStub): a name, good after restarts too."""
+    """A persistent context (the paper's LLMCtxStub): a name that stays valid after restarts."""
 
     id: str
     app: App
@@ -170,15 +171,15 @@ class Context:
 
         Args:
             prompt: The user's turn.
-            level: How much of an elastic model to use: ``0.6``, or
-                ``{"prefill": 0.4, "decode": 0.8}``.
+            level: Share of an elastic model to use: ``0.6``, or ``{"prefill": 0.4, "decode":
+                0.8}``.
             **sampling: Arguments of ``Llama.create_chat_completion``: ``max_tokens``,
                 ``temperature``, ``top_p``, ``stop``, ``seed``, ``grammar``, …
 
         Raises:
-            ConfigError: There is no such level, or the model has none.
+            ConfigError: The level is invalid, or the model has no levels.
             LimitError: The context is full, or too many calls wait.
-            LookupError: It was deleted.
+            LookupError: The context was deleted.
             StoreError: The service was closed.
         """
         stream = self.stream(prompt, level=level, **sampling)
@@ -192,36 +193,38 @@ class Context:
     def stream(
         self, prompt: str, *, level: LevelArgument = None, **sampling: Any
     ) -> Generator[str, None, Reply]:
-        """As ``call``, yielding text as it comes; the generator's value is the ``Reply``.
+        """Act like ``call``, but yield text as it comes; the generator returns the ``Reply``.
 
-        A stream closed early leaves the context as it was before the call.
+        A stream that is closed early leaves the context as it was before the call.
         """
         levels = levels_of(level)
         return self.app._turns.run(lambda: self.app._record(self.id), prompt, levels, sampling)
 
     def record(self) -> ContextRecord:
-        """Messages and sizes.
+        """Return the context's messages and sizes.
 
         Raises:
-            LookupError: It was deleted.
+            LookupError: The context was deleted.
         """
         return self.app._record(self.id)
 
     def delete(self) -> int:
-        """Forget the context: its text, and its KV in every tier; bytes of KV freed.
+        """Delete the context's text, and its KV in every tier; return the bytes of KV freed.
 
-        Both are in no file any more when this returns. After an error the context is gone, but
-        bytes of it may be left; deleting it again, or the next service, erases them. A call that is
-        still running fails when it is done.
+        No file has either when this returns. After an error, the context is deleted, but bytes of
+        it may be left. Deleting it again, or the next service, erases them. A call that still runs
+        in the context fails when it is done.
 
         Raises:
-            LookupError: It was deleted already.
-            PluginError: A plugin could not erase its KV.
-            StoreError: Its text could not be erased, for instance because somebody reads the file.
+            LookupError: The context was deleted already.
+            PluginError: A plugin could not erase the KV.
+            StoreError: The text could not be erased, for instance because another process reads the
+                file.
         """
-        if not self.app._log.delete(self.id, self.app.name):
-            raise self.app._unknown(self.id)
-        return self.app._turns.forget(self.id)
+        app = self.app
+        if not app._turns.reserve.lent_to(lambda: app._log.delete(self.id, app.name)):
+            raise app._unknown(self.id)
+        return app._turns.forget(self.id)
 
 
 def _is_llama(engine: object) -> bool:

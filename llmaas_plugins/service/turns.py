@@ -1,4 +1,4 @@
-"""One call at a time on the engine: queue, generate, commit."""
+"""Calls on the engine, one at a time: wait, generate, commit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import Levels, LimitError, LlmaasError, StoreError
+from llmaas_hooks import Levels, LimitError, LlmaasError, StoreError, forks
 from llmaas_patches import in_its_blocks, serving_context
-from llmaas_plugins.activation import active_suite
+from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.grammars import check_parses
 from llmaas_plugins.service.levels import check_levels
+from llmaas_plugins.service.reserve import Reserve
 from llmaas_plugins.service.window import Messages, Window, visible
 
 __all__ = ["Reply", "Turns"]
@@ -30,14 +31,14 @@ _Piece = tuple[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a call returned.
+    """Result of a call.
 
     Attributes:
-        text: The generated text.
+        text: Generated text.
         finish_reason: ``stop`` or ``length``.
-        n_tokens: Tokens in the context now, as the model sees it.
-        n_left_out: Messages, the oldest, that this call left out of what the model sees, because
-            the context was at its limit.
+        n_tokens: Tokens in the context after the call, as the model sees it.
+        n_left_out: Oldest messages that this call removed from the model's view, because the
+            context was at its limit.
         first_token_s: Seconds from the start on the engine to the first piece of text.
         total_s: Seconds on the engine.
     """
@@ -50,22 +51,24 @@ class Reply:
     total_s: float
 
 
-class Turns:
-    """Serves calls in the order they came, a bounded number waiting."""
+class Turns(forks.Forked):
+    """Queue that serves calls in the order of their arrival, with a bounded number waiting."""
 
     def __init__(self, engine: Callable[[], Any], config: ServiceConfig, log: ContextLog) -> None:
         """Serve the ``Llama`` that ``engine()`` returns."""
         self._engine = engine
         self._config = config
         self._log = log
-        self._turn = threading.Condition()
+        self.reserve = Reserve(config.state_dir.expanduser() / "reserve")
+        self._turn = threading.Condition(forks.lock())
         self._calls: deque[object] = deque()
-        self._step = threading.Lock()
+        self._step = forks.lock()
         self._is_closed = False
-        self._running: str | None = None  # the context that a call runs in
+        self._running: str | None = None  # id of the context in which a call runs
+        forks.watch(self)
 
     def queue_length(self) -> int:
-        """Calls that run or wait."""
+        """Return the number of calls that run or wait."""
         with self._turn:
             return len(self._calls)
 
@@ -78,16 +81,16 @@ class Turns:
     ) -> Generator[str, None, Reply]:
         """Generate a reply to ``prompt`` in the context that ``load()`` reads, at these levels.
 
-        The call belongs to the blocks that it is made in, wherever its pieces are read.
+        The call runs in the ``with`` blocks that are open now, wherever its pieces are read.
 
         Yields:
             Pieces of text.
 
         Returns:
-            The reply; by then it is committed.
+            The reply, which is committed by then.
 
         Raises:
-            ConfigError: Levels are asked for, and there are none; or the grammar is none.
+            ConfigError: Levels are asked for but not available, or the grammar is invalid.
         """
         return in_its_blocks(self._run(load, prompt, levels, sampling))
 
@@ -98,7 +101,7 @@ class Turns:
         levels: Levels,
         sampling: dict[str, Any],
     ) -> Generator[str, None, Reply]:
-        check_levels(levels)  # before it waits in vain
+        check_levels(levels)  # fail before waiting
         with self._slot(), self._context(load) as record:
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
@@ -133,7 +136,7 @@ class Turns:
     def forget(self, context_id: str) -> int:
         """Erase a context that was deleted from the log: its KV in every tier, then its text.
 
-        A call that runs in it does so again at its end.
+        A call that still runs in the context erases it again at its end.
 
         Returns:
             Bytes of KV freed.
@@ -142,30 +145,39 @@ class Turns:
             PluginError: A plugin failed.
             StoreError: The text is still in a file.
         """
-        suite = active_suite()
+        return self.reserve.lent_to(lambda: self._forget(context_id))
+
+    def _forget(self, context_id: str) -> int:
+        suite = _suite_with_kv()
         try:
             freed = 0 if suite is None else suite.evict(context_id)
         finally:
             self._log.erase()
-        if self._running != context_id:
+        if suite is None:
+            self._log.leave_deletion(context_id)
+        elif self._running != context_id:
             self._log.end_deletion(context_id)
         return freed
 
     def finish_deletions(self) -> None:
-        """Finish what services before this one began; without a suite nobody finds the KV."""
-        for context_id in self._log.deletions() if active_suite() else ():
+        """Finish deletions that earlier services began, if a plugin can find the KV."""
+        for context_id in self._log.deletions() if _suite_with_kv() else ():
             try:
                 self.forget(context_id)
             except LlmaasError as error:
-                _log.warning("a deleted context is not erased yet: %s", error)
+                _log.warning("a deleted context could not be erased yet: %s", error)
 
     def close(self) -> None:
-        """Let no call go on, waiting until none is at the engine; whose it is may close it then."""
+        """End all calls, and wait until none uses the engine, which its owner may then close."""
         with self._turn:
             self._is_closed = True
             self._turn.notify_all()
         with self._step:
             pass
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Close the child's copy: the contexts' files belong to the parent."""
+        self._is_closed = self._is_closed or in_child
 
     def _steps(self, completion: Iterator[_Piece], levels: Levels) -> Iterator[_Piece]:
         while True:
@@ -177,15 +189,15 @@ class Turns:
 
     @contextmanager
     def _context(self, load: Callable[[], ContextRecord]) -> Iterator[ContextRecord]:
-        """Read the context that a call runs in, and erase it behind the call if it was deleted."""
+        """Read the context that a call runs in; after the call, erase it if it was deleted."""
         try:
             with self._at_the_engine():
                 self._running = load().id
-                record = load()  # still there: whoever deletes it from now on sees the call
+                record = load()  # fails if it was deleted; later deletions see the call
             yield record
         finally:
             name, self._running = self._running, None
-            if name is not None and self._log.lacks(name):  # what the call saved must go, too
+            if name is not None and self._log.lacks(name):  # erase KV that the call saved, too
                 self.forget(name)
 
     @contextmanager
@@ -215,8 +227,14 @@ class Turns:
                 self._turn.notify_all()
 
 
+def _suite_with_kv() -> Suite | None:
+    """Return the active suite if a plugin in it erases KV."""
+    suite = active_suite()
+    return suite if suite is not None and suite.hooks.listens("llmaas_kv_evict") else None
+
+
 def _n_said(llama: Any) -> int:
-    """Tokens in the context; what drafts only proposed must not end a reply."""
+    """Return the tokens in the context, without proposed ones, which must not end a reply."""
     suite = active_suite()
     return int(llama.n_tokens) if suite is None else suite.n_said(llama)
 
@@ -228,16 +246,16 @@ def _completion(
     window: Window,
     options: dict[str, Any],
 ) -> Generator[_Piece]:
-    """Pieces of text and the finish reason, from llama-cpp-python's own chat completion.
+    """Yield pieces of text with the finish reason, from llama-cpp-python's own chat completion.
 
-    It keeps within ``n_ctx``; within a shorter ``limit``, this does.
+    The completion itself keeps within ``n_ctx``; this function keeps within a shorter ``limit``.
     """
     try:
         with serving_context(record.id, record.app):
             stream = llama.create_chat_completion(messages=messages, stream=True, **options)
         with closing(stream):
             while True:
-                # chat handlers may begin their completions as late as here
+                # inside the loop, because some chat handlers begin their completion only here
                 with serving_context(record.id, record.app):
                     chunk = next(stream, None)
                 if chunk is None:
@@ -255,4 +273,4 @@ def _completion(
 
 
 def _closed() -> StoreError:
-    return StoreError("the service was closed; what this call was asked is not in its context")
+    return StoreError("the service was closed; this call's prompt is not in its context")

@@ -1,4 +1,4 @@
-"""What is llama_cpp.server's: its engine, its lock, and how it explains its errors."""
+"""Access to llama_cpp.server: its engine, its lock, and its explanations of errors."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asyncco
 
 
 def server_engine() -> Any:
-    """The ``Llama`` that llama_cpp.server has loaded."""
+    """Return the ``Llama`` that llama_cpp.server has loaded."""
     return server._llama_proxy()
 
 
 class OpenCompletion:
-    """The completion that the server has begun last, be it finished or forgotten.
+    """The completion that the server began last, which may be finished or abandoned.
 
-    The server drops the generator of a stream that breaks off. When it is collected is anybody's
-    guess, and then it would save cells that belong to the next call.
+    The server drops the generator of a stream that breaks off. Garbage collection might close that
+    generator much later, and it would then save cells that belong to the next call.
     """
 
     def __init__(self, llama: Any) -> None:
-        """Look at the completions of ``llama``."""
+        """Track the completions of ``llama``."""
         self._create = llama.create_completion
         self._last: object = None
         llama.create_completion = self._begin
 
     def is_open(self) -> bool:
-        """Whether it has more to say."""
+        """Return whether the completion can still produce text."""
         last = self._last
         return inspect.isgenerator(last) and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED
 
     def close(self) -> None:
-        """End it; takes the engine."""
+        """Close the completion, which uses the engine."""
         if inspect.isgenerator(self._last):
             self._last.close()
 
@@ -65,7 +65,7 @@ class OpenCompletion:
 
 
 def explain_mistakes() -> None:
-    """Have the server answer 400 or 422, not 500, to more of what its clients do wrong."""
+    """Make the server answer 400 or 422, not 500, to more mistakes of its clients."""
     RouteErrorHandler.pattern_and_formatters[_MISTAKES] = lambda _, found: (
         400,
         error_body(400, found.string)["error"],
@@ -74,7 +74,7 @@ def explain_mistakes() -> None:
 
     def explained(handler: Any, error: Exception, body: Any = None) -> tuple[int, Any]:
         if isinstance(error, RequestValidationError):
-            raise error  # for the handler of all routes
+            raise error  # to the exception handler of all routes
         if _is_about_messages(error):
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"The chat format cannot work with these messages or tools: {reason}"
@@ -85,14 +85,14 @@ def explain_mistakes() -> None:
 
 
 def _is_about_messages(error: Exception) -> bool:
-    """Whether messages could not be made into a prompt, long before there was anything to run."""
+    """Return whether an error comes from making a prompt of the messages, before anything ran."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = Path(frame.f_code.co_filename)
     return file.name in ("llama_chat_format.py", "<template>") or "jinja2" in file.parts
 
 
 def stream_failure(body: bytes, error: Exception) -> Refusal:
-    """What the server answers when ``error`` ends a call; for streams, it does not say."""
+    """Return the server's answer to ``error``, which the server does not send for streams."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     values = json.loads(body)

@@ -1,7 +1,8 @@
-"""Pages in a browser are kept out: they reach the service through their visitor's machine.
+"""Protection from web pages, which reach the service through their visitor's machine.
 
-A page of another site may send requests here; its browser says so in ``Origin``. And a site may
-let its own name lead here (DNS rebinding); its browser says that name in ``Host``.
+A page of another site may send requests here; the browser then names the site in ``Origin``. A site
+may also point its own name at this machine (DNS rebinding); the browser then sends that name in
+``Host``.
 """
 
 from __future__ import annotations
@@ -19,48 +20,49 @@ _ANY_ADDRESS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  told apart, not l
 
 
 class Visitors:
-    """The names of this service, and the origins whose pages may use it."""
+    """Names of this service, and origins whose pages may use it."""
 
     def __init__(self, host: str | None, hosts: Collection[str], origins: Collection[str]) -> None:
         """Answer to loopback names, to ``host`` and to ``hosts``.
 
         Args:
-            host: The address that the service listens on; None for a Unix socket, which no browser
-                can reach, so names do not matter.
-            hosts: More names.
-            origins: Whose pages may use it, besides its own.
+            host: Address that the service listens on; None for a Unix socket, which browsers cannot
+                reach, so that names do not matter.
+            hosts: More names of the service.
+            origins: Origins whose pages may use the service, besides its own.
         """
         self._host = None if host is None else host.lower()
         self._names = {*_LOOPBACK, *(name.lower() for name in hosts), self._host}
         self._origins = {origin.lower() for origin in origins}
 
     def check(self, scope: Message) -> None:
-        """See whether a request comes from nobody's page, or from one that may.
+        """Refuse requests of pages that may not use the service.
 
         Raises:
-            Refusal: It does not.
+            Refusal: The request uses a wrong name of the service, or comes from another site's
+                page.
         """
         host = header(scope, b"host").decode("latin-1").lower()
         is_named = bool(host) and self._host is not None  # browsers always send one; probes may not
         if is_named and not self._is_ours(_name(host)):
             raise Refusal(
-                403, f"This service is not called {_name(host)!r}; see service.allowed_hosts."
+                403, f"{_name(host)!r} is not a name of this service; see service.allowed_hosts."
             )
         origin = header(scope, b"origin").decode("latin-1").lower()
         is_own = bool(host) and origin.partition("://")[2] == host
         if origin and origin not in self._origins and not is_own:
             raise Refusal(
-                403, f"Pages of {origin!r} may not use this; see service.allowed_origins."
+                403, f"Pages of {origin!r} may not use this service; see service.allowed_origins."
             )
 
     def _is_ours(self, name: str) -> bool:
         if name in self._names:
             return True
-        return self._host in _ANY_ADDRESS and _is_address(name)  # no name, so nobody's to lead here
+        return self._host in _ANY_ADDRESS and _is_address(name)  # an address cannot be rebound
 
 
 def _name(host: str) -> str:
-    """Return a ``Host`` without its port, an IPv6 address's brackets and a root's dot."""
+    """Return a ``Host`` header without port, an IPv6 address's brackets and a trailing dot."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].removesuffix(".")

@@ -1,8 +1,9 @@
-"""What a model sees of a context that is longer than the engine's window (LLMS §4).
+"""Window of the model on a context that is longer than the engine's limit (LLMS §4).
 
-At the limit, the oldest turns are left out; the system prompt and the newest turns stay. What stays
-has to be evaluated again, because its cells depended on what went. So half of the window is freed
-at a time: until it is full again, the prompts of the calls continue each other as ever.
+At the limit, the oldest turns are left out; the system prompt and the newest turns stay. The turns
+that stay must be evaluated again, because their cells depended on those left out. Half of the
+window is therefore freed at a time. Until it is full again, each prompt extends the previous one
+and its cells are reused.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ __all__ = ["Messages", "Window", "prompt_length", "slide", "visible"]
 
 Messages = list[dict[str, str]]
 _AROUND_A_TURN = 256
-"""More tokens than a chat template puts around a turn."""
+"""Upper bound on the tokens that a chat template puts around a turn."""
 
 
 class Window:
-    """How much of a context an engine takes.
+    """Part of a context that the model sees.
 
     Attributes:
-        limit: In tokens.
+        limit: Most tokens in the window.
     """
 
     def __init__(self, config: ServiceConfig, llama: Any) -> None:
-        """Look at the limits of both."""
+        """Take the smaller of the limits of the configuration and the engine."""
         self.limit = min(config.max_context_tokens or llama.n_ctx(), llama.n_ctx())
         self._llama = llama
         self._slides = config.at_limit == "slide"
 
     def start(self, record: ContextRecord, messages: Messages, options: dict[str, Any]) -> int:
-        """From which of ``messages`` on the model is to see the context.
+        """Return the index of the first of ``messages`` that the model is to see.
 
         Args:
             record: The context.
-            messages: Its messages, and the prompt.
-            options: Of ``Llama.create_chat_completion``.
+            messages: The context's messages, and the prompt.
+            options: Options of ``Llama.create_chat_completion``.
 
         Raises:
             LimitError: The prompt does not fit.
@@ -51,7 +52,7 @@ class Window:
         room = _reply_room(options["max_tokens"], self.limit)
         n_new = len(messages[-1]["content"].encode()) + _AROUND_A_TURN
         if record.n_calls and record.n_tokens + n_new + room <= self.limit:
-            return record.seen_from  # tokenizing a long context takes milliseconds
+            return record.seen_from  # saves tokenizing a long context, which takes milliseconds
 
         @functools.cache
         def length(start: int) -> int:
@@ -66,34 +67,34 @@ class Window:
         return start
 
     def full(self, record: ContextRecord) -> LimitError:
-        """The error of a prompt that does not fit."""
+        """Return the error for a prompt that does not fit."""
         way_out = (
             "Shorten it, start a new context,"
             if self._slides
             else 'Start a new context, set service.at_limit = "slide",'
         )
         return LimitError(
-            f"context {record.id} holds {record.n_tokens} tokens and the prompt does not fit into "
+            f"context {record.id} holds {record.n_tokens} tokens, and the prompt does not fit into "
             f"{self.limit}. {way_out} or raise service.max_context_tokens or n_ctx."
         )
 
 
 def visible(messages: Messages, start: int) -> Messages:
-    """The system prompt, and the messages from ``start`` on."""
+    """Return the system prompt, and the messages from ``start`` on."""
     return [m for i, m in enumerate(messages) if i >= start or m["role"] == "system"]
 
 
 def slide(
     messages: Messages, start: int, limit: int, room: int, length: Callable[[int], int]
 ) -> int:
-    """From which message on the model sees: ``start``, as long as there is room for a reply.
+    """Return the first message for the model to see: ``start``, as long as a reply has room.
 
     Args:
-        messages: The prompt last. Turns begin with the user's messages.
+        messages: Messages with the prompt last; turns begin with user messages.
         start: First message seen so far, besides the system prompt.
         limit: Tokens of the window.
-        room: Tokens that the reply should find free.
-        length: Tokens of the prompt, if the messages from there on are seen.
+        room: Tokens to keep free for the reply.
+        length: Function that returns the prompt's tokens if the messages from an index on are seen.
     """
     turns = [i for i, m in enumerate(messages) if i >= start and m["role"] == "user"]
     later = turns[1:]
@@ -102,19 +103,19 @@ def slide(
     found = bisect_left(later, True, key=lambda i: length(i) <= limit // 2)
     last = len(later) - 1
     if found >= last > 0 and length(later[last - 1]) + room <= limit:
-        return later[last - 1]  # a question is seldom understood without the turn before it
+        return later[last - 1]  # keep one more turn: a question often refers to the turn before it
     return later[min(found, last)]
 
 
 def prompt_length(llama: Any, messages: Messages, options: dict[str, Any]) -> int:
-    """Tokens of the prompt that ``llama`` would make of ``messages``; nothing is evaluated.
+    """Return the number of tokens that ``llama`` would make of ``messages``, evaluating none.
 
-    0 if its chat handler does not make a list of tokens, but works with the engine itself.
+    Return 0 if the chat handler makes no list of tokens, but works with the engine itself.
     """
     return len(prompt_tokens(llama, messages, options) or ())
 
 
 def _reply_room(max_tokens: int | None, limit: int) -> int:
-    """Tokens that a reply should find free: what it may have, but not much of the window."""
+    """Return the tokens to keep free for a reply: its limit, but at most 1/4 of the window."""
     quarter = limit // 4
     return min(max_tokens, quarter) if max_tokens and max_tokens > 0 else quarter

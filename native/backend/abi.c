@@ -1,4 +1,4 @@
-/* Comparing our declarations of ggml's interfaces with the ggml of this process. */
+/* Checks of our declarations of ggml's interfaces against the ggml of this process. */
 #include "abi.h"
 
 #include "buffer.h"
@@ -23,7 +23,7 @@ static const char * check_versions(void) {
     return NULL;
 }
 
-/* Types are numbered at the end only, so far. */
+/* So far, ggml has added new types only at the end of the enum, so known types keep their numbers. */
 static const char * check_types(void) {
     static const struct {
         enum ggml_type type;
@@ -64,7 +64,8 @@ static const char * check_interfaces(void) {
     return NULL;
 }
 
-/* Ours, as ggml sees it; asking it for more may call what is no function. */
+/* Check our own buffer type as ggml sees it. Ask for the device only: with another layout, any other question could
+ * call something that is not a function. */
 static const char * check_buffer_type(void) {
     if (ggml_backend_buft_get_device(llmaas_buffers()) != &llmaas_device) {
         DIFFERS("the buffer type's interface has another layout");
@@ -93,7 +94,7 @@ static void nothing(struct ggml_tensor * dst, int ith, int nth, void * user) {
     (void) dst, (void) ith, (void) nth, (void) user;
 }
 
-/* ggml's hash set: open addressing by address. */
+/* Walk ggml's hash set: open addressing by address. */
 int32_t llmaas_graph_uses(const struct ggml_cgraph * graph, const struct ggml_tensor * tensor) {
     const size_t size = graph->visited_hash_set.size;
     size_t       at   = ((uintptr_t) tensor >> 4) % size;
@@ -106,7 +107,7 @@ int32_t llmaas_graph_uses(const struct ggml_cgraph * graph, const struct ggml_te
     return 0;
 }
 
-/* Two uses of one node: the graph's use counts and hash set must say so where we look for them. */
+/* Check a graph with a node that is used twice: its use counts and hash set must show that where we look for them. */
 static bool same_graph(struct ggml_context * ctx) {
     struct ggml_tensor * a = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 8);
     struct ggml_tensor * b = ggml_scale(ctx, a, 2.0f);

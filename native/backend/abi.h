@@ -1,5 +1,5 @@
-/* ggml's backend interface, which llama-cpp-python does not install: what versions 2 and 3 of it look like in memory. Only
- * buffer types differ.
+/* Memory layout of ggml's backend interface, whose header llama-cpp-python does not install: versions 2 and 3. The two
+ * differ in buffer types only.
  *
  * llmaas_abi_problem() compares these declarations with the ggml of this process before anything else uses them. */
 #ifndef LLMAAS_ABI_H
@@ -12,16 +12,16 @@
 #define LLMAAS_OLDEST_API 2
 #define LLMAAS_NEWEST_API 3
 
-/* Version of the backend interface of this process' ggml. */
+/* Return the version of the backend interface of this process's ggml. */
 int llmaas_api_version(void);
 
-/* NULL, or one sentence: how the ggml of this process differs. */
+/* Return one sentence that says how the ggml of this process differs, or NULL if it does not. */
 const char * llmaas_abi_problem(void);
 
-/* Interfaces that we only pass on are left opaque. */
+/* A function that we only pass on; its signature does not matter here. */
 typedef void (*llmaas_opaque)(void);
 
-/* A buffer type of version 2. ggml_backend_buffer_type itself stays incomplete: it is one of the two. */
+/* A buffer type in version 2. ggml_backend_buffer_type itself stays incomplete, since it can be either of the two. */
 struct llmaas_buffer_type_2 {
     const char * (*get_name)(ggml_backend_buffer_type_t);
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t size);
@@ -33,7 +33,8 @@ struct llmaas_buffer_type_2 {
     void *             context;
 };
 
-/* Version 3 adds two slots for lists of tensors; ggml goes through a list by itself where they are NULL. */
+/* A buffer type in version 3, which adds two functions for lists of tensors. Where these are NULL, ggml goes through a
+ * list itself. */
 struct llmaas_buffer_type_3 {
     const char * (*get_name)(ggml_backend_buffer_type_t);
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t size);
@@ -88,7 +89,7 @@ struct ggml_backend_i {
     enum ggml_status (*graph_compute)(ggml_backend_t, struct ggml_cgraph *);
     llmaas_opaque event_record;
     llmaas_opaque event_wait;
-    /* Called once for each part of a new graph, before its memory is laid out. */
+    /* Called once for each part of a new graph, before memory is assigned to its tensors. */
     void (*graph_optimize)(ggml_backend_t, struct ggml_cgraph *, void * params);
 };
 
@@ -136,8 +137,8 @@ struct ggml_backend_reg {
     void *                    context;
 };
 
-/* The node list that ggml-cpu walks. Its hash set and use counts tell ggml-cpu what it may fuse; a shallow copy with
- * another node list keeps them. */
+/* The node list that ggml-cpu walks. Its hash set and use counts tell ggml-cpu which nodes it may fuse; a shallow copy
+ * with another node list keeps them. */
 struct ggml_cgraph {
     int                   size;
     int                   n_nodes;
@@ -156,7 +157,8 @@ struct ggml_cgraph {
     uint64_t uid;
 };
 
-/* How many operands of a graph's nodes `tensor` is; if the graph is a part of another, of all of that one's nodes. */
+/* Return how often the graph's nodes use `tensor` as an operand. For a part of a graph, count the uses in the whole
+ * graph. */
 int32_t llmaas_graph_uses(const struct ggml_cgraph * graph, const struct ggml_tensor * tensor);
 
 /* Operation parameters of GGML_OP_CUSTOM. */

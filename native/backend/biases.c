@@ -15,7 +15,7 @@ static void add_biases(void * arg, int ith, int nth) {
 
 static void pay(llmaas_graph * graph, const llmaas_owed * owed) { llmaas_graph_step(graph, add_biases, owed, sizeof *owed); }
 
-/* Whether nobody but one node reads it. */
+/* Return whether only one node reads the tensor. */
 static bool has_one_reader(const struct ggml_cgraph * original, const struct ggml_tensor * tensor) {
     return llmaas_graph_uses(original, tensor) == 1 && !(tensor->flags & GGML_TENSOR_FLAG_OUTPUT);
 }
@@ -31,12 +31,12 @@ void llmaas_biases_owe(
     }
 }
 
-/* -- in an addition ------------------------------------------------------------------------------------------------ */
+/* -- adding biases in an addition ---------------------------------------------------------------------------------- */
 
 typedef struct sum {
     const struct ggml_tensor * to;
     const struct ggml_tensor * product;
-    const struct ggml_tensor * other; /* of the same shape, or one row */
+    const struct ggml_tensor * other; /* of the same shape, or a single row */
     const float *              biases;
 } sum;
 
@@ -71,7 +71,7 @@ static bool pay_in(llmaas_graph * graph, const struct ggml_tensor * node, const 
     return true;
 }
 
-/* -- when a node reads it ------------------------------------------------------------------------------------------ */
+/* -- when a node reads the tensor ---------------------------------------------------------------------------------- */
 
 static bool reads(const struct ggml_tensor * node, const struct ggml_tensor * tensor) {
     for (int i = 0; i < GGML_MAX_SRC; i++) {
@@ -82,7 +82,8 @@ static bool reads(const struct ggml_tensor * node, const struct ggml_tensor * te
     return false;
 }
 
-/* Some of its rows lack what it lacks. */
+/* Pass the biases on to a node that looks up rows of the product, if it is the only reader: those rows lack the same
+ * biases. */
 static bool hand_on(llmaas_owed * owed, const struct ggml_cgraph * original, struct ggml_tensor * node) {
     const bool is_handed = llmaas_op_of(node) == LLMAAS_OP_GET_ROWS && node->src[0] == owed->to &&
                            node->type == GGML_TYPE_F32 && has_one_reader(original, node);

@@ -1,4 +1,5 @@
-/* Biases of products: added where a product is read, so that the addition that mostly follows takes them along. */
+/* Biases of products. A product's biases are added just before the product is read: the addition that usually follows
+ * then adds them in the same pass. */
 #ifndef LLMAAS_BIASES_H
 #define LLMAAS_BIASES_H
 
@@ -6,7 +7,7 @@
 
 enum { LLMAAS_MAX_OWED = 4 };
 
-/* A tensor of the graph that still lacks its biases. */
+/* A tensor of the graph whose biases are still to be added. */
 typedef struct llmaas_owed {
     struct ggml_tensor * to;
     const float *        biases; /* [to->ne[0]] */
@@ -17,16 +18,17 @@ typedef struct llmaas_biases {
     int         n_owed;
 } llmaas_biases;
 
-/* `to`, the last node that was appended, lacks `biases`, which must live until the graph is done. */
+/* Defer adding `biases` to `to`, the last node appended. `biases` must live until the graph is done. */
 void llmaas_biases_owe(
     llmaas_biases * all, llmaas_graph * graph, const struct ggml_cgraph * original, struct ggml_tensor * to,
     const float * biases);
 
-/* Before `node` is appended: what it reads gets what it lacks. True: a step stands for `node`, which is an addition. */
+/* Add the deferred biases of everything that `node` reads, before `node` is appended. Return true if `node` is an
+ * addition that the step with the biases replaces. */
 bool llmaas_biases_settle(
     llmaas_biases * all, llmaas_graph * graph, const struct ggml_cgraph * original, struct ggml_tensor * node);
 
-/* After the last node. */
+/* Add all biases that are still deferred. Call after the last node. */
 void llmaas_biases_end(llmaas_biases * all, llmaas_graph * graph);
 
 #endif

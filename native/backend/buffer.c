@@ -1,7 +1,7 @@
-/* The buffer type that claimed weights are loaded into when their source keeps the bytes elsewhere.
+/* The buffer type for claimed weights whose source keeps the bytes elsewhere.
  *
- * llama.cpp also puts a claimed weight's LoRA matrices here, so a tensor that nobody claimed has memory like any other. The
- * memory is reserved for all and used by those only: pages that nothing is written to cost nothing. */
+ * llama.cpp also puts a claimed weight's LoRA matrices here, so tensors that nobody claimed get memory like in any
+ * buffer. Address space is reserved for all tensors, but only unclaimed ones use it: unwritten pages cost nothing. */
 #include "buffer.h"
 
 #include "abi.h"
@@ -30,7 +30,8 @@ static void destroy(ggml_backend_buffer_t buffer) {
 
 static void * get_base(ggml_backend_buffer_t buffer) { return ((struct owner *) buffer->context)->base; }
 
-/* The claimed weight that `tensor` is, or NULL. Used without the lock: before its model is loaded no graph has it. */
+/* Return the claimed weight that `tensor` is, or NULL. The result is used without the lock: no graph has the weight
+ * before its model is loaded. */
 static const llmaas_weight * claimed(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor) {
     const struct owner * owner = buffer->context;
     if (!owner->weights) {
@@ -56,7 +57,7 @@ static void set_tensor(
     if (!weight) {
         memcpy((char *) tensor->data + offset, data, size);
     } else if (offset == 0 && size == ggml_nbytes(tensor)) {
-        weight->source->load((llmaas_weight *) weight, data); /* what failed is found by problem() */
+        weight->source->load((llmaas_weight *) weight, data); /* problem() finds a failure */
     } else {
         GGML_ABORT("%s is set in pieces", tensor->name);
     }
@@ -77,7 +78,7 @@ static void get_tensor(
 }
 
 static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    if (value != 0) { /* new memory is zero */
+    if (value != 0) { /* new memory is already zero */
         memset(get_base(buffer), value, buffer->size);
     }
 }
@@ -99,7 +100,8 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_
     };
     struct owner * owner = malloc(sizeof *owner);
     void *         base  = mmap(
-        NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0); /* ggml keeps size 0 */
+        NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0); /* ggml itself handles
+                                                                                                  * size 0 */
     if (!owner || base == MAP_FAILED) {
         free(owner);
         if (base != MAP_FAILED) {
@@ -116,7 +118,8 @@ static size_t get_alignment(ggml_backend_buffer_type_t type) {
     return ALIGNMENT;
 }
 
-/* Not host memory: llama.cpp must hand us the bytes, and not read the file into a claimed weight's pages. */
+/* Claim not to be host memory: then llama.cpp hands us the bytes instead of reading the file into a claimed weight's
+ * pages. */
 static bool is_host(ggml_backend_buffer_type_t type) {
     (void) type;
     return false;
@@ -124,7 +127,7 @@ static bool is_host(ggml_backend_buffer_type_t type) {
 
 #define SLOTS .get_name = get_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host
 
-/* Each as large as the largest, so that nothing is read behind it before the layouts are compared. */
+/* Each union is as large as the larger layout, so that nothing is read past its end before the layouts are checked. */
 ggml_backend_buffer_type_t llmaas_buffers(void) {
     static union {
         struct llmaas_buffer_type_2 as_2;

@@ -1,14 +1,14 @@
-/* Our buffer type. */
+/* The buffer type for claimed weights. */
 #ifndef LLMAAS_BUFFER_H
 #define LLMAAS_BUFFER_H
 
 #include "weights.h"
 
-/* The type, and the device that it names as its own (registry.c). */
+/* The buffer type, and the device that it names as its own (registry.c). */
 ggml_backend_buffer_type_t        llmaas_buffers(void);
 extern struct ggml_backend_device llmaas_device;
 
-/* Whose tensors the buffers are for that this thread allocates from now on; NULL: nobody's. */
+/* Set the owner of the buffers that this thread allocates from now on; NULL: no owner. */
 void llmaas_buffers_belong_to(llmaas_weights * weights);
 
 #endif

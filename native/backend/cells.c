@@ -1,5 +1,5 @@
-/* The memory of KV cells. llama.cpp clears it when a context is made, which touches every page. Given back, a page holds
- * zeros again, as it did then, and costs nothing until something is written there. */
+/* The memory of KV cells. llama.cpp clears it when a context is made, which touches every page. A page that was given
+ * back reads as zeros again, and costs nothing until something is written there. */
 #include "cells.h"
 
 #include "pages.h"
@@ -11,7 +11,7 @@
 
 /* -- graphs -------------------------------------------------------------------------------------------------------- */
 
-/* The key cache that a node views, as attention and position shifts do: [d, n_head, n_cells, n_stream]. */
+/* Return the key cache that a node views, as attention and position shifts do: [d, n_head, n_cells, n_stream]. */
 static const struct ggml_tensor * viewed_keys(const struct ggml_tensor * node) {
     const struct ggml_tensor * root = llmaas_op_of(node) == LLMAAS_OP_VIEW ? node->view_src : NULL;
     return root && root->buffer && strncmp(root->name, "cache_k_l", 9) == 0 ? root : NULL;
@@ -22,7 +22,7 @@ static void learn(llmaas_cells * cells, const struct ggml_tensor * keys) {
         cells->buffer    = keys->buffer;
         cells->is_whole  = true;
         cells->n_cells   = (uint32_t) keys->ne[1];
-        cells->n_reached = cells->n_cells; /* they were cleared */
+        cells->n_reached = cells->n_cells; /* llama.cpp cleared all cells */
     }
     if (keys->buffer != cells->buffer || keys->ne[1] != cells->n_cells || keys->ne[2] != 1) {
         cells->is_whole = false;
@@ -39,7 +39,7 @@ void llmaas_cells_notice(llmaas_cells * cells, const struct ggml_cgraph * graph,
         }
     }
     if (n_graph > 0) {
-        cells->n_graph = is_creation ? 0 : (uint32_t) n_graph; /* those are never computed */
+        cells->n_graph = is_creation ? 0 : (uint32_t) n_graph; /* graphs of the creation are never computed */
     }
 }
 
@@ -53,14 +53,14 @@ static llmaas_pages pages_of(const llmaas_cells * cells) {
     return llmaas_pages_in(ggml_backend_buffer_get_base(cells->buffer), ggml_backend_buffer_get_size(cells->buffer));
 }
 
-/* Bytes of the buffer that hold memory. */
+/* Return the bytes of the buffer that hold memory. */
 static uint64_t count_resident(const llmaas_cells * cells) {
     uint64_t n_bytes;
     return llmaas_pages_resident(pages_of(cells), &n_bytes) ? n_bytes : ggml_backend_buffer_get_size(cells->buffer);
 }
 
-/* Whether these addresses are memory of this process alone, behind which there is no file: only such pages are zeros
- * when they come back. */
+/* Return whether these addresses are private memory without a file behind it: only such pages read as zeros after they
+ * were given back. */
 static bool is_private_anonymous(llmaas_pages pages) {
     FILE * maps = fopen("/proc/self/maps", "re");
     if (!maps) {
@@ -84,7 +84,8 @@ static bool is_private_anonymous(llmaas_pages pages) {
     return at >= pages.end;
 }
 
-/* Bytes in use, at most about so many: pages are counted when graphs reach further, and may be written up to there. */
+/* Return the bytes in use, or a slightly higher estimate. Pages are counted only when graphs reach further cells; until
+ * the next count, all reached cells may have been written. */
 static uint64_t n_touched(llmaas_cells * cells, uint64_t n_bytes) {
     if (cells->n_reached == cells->n_cells) {
         return n_bytes;
@@ -114,12 +115,12 @@ llmaas_status llmaas_cells_release(llmaas_cells * cells) {
         return LLMAAS_EUNSUPPORTED;
     }
     if (!llmaas_pages_release(pages)) {
-        return LLMAAS_EIO; /* locked in memory, for one */
+        return LLMAAS_EIO; /* for example, the memory is locked */
     }
-    if (pages.start < pages.end) { /* a few cells of each layer would touch far too much */
+    if (pages.start < pages.end) { /* with huge pages, a few cells of each layer would touch far too much */
         (void) madvise((void *) pages.start, pages.end - pages.start, MADV_NOHUGEPAGE);
     }
-    cells->n_reached = cells->n_counted = 0; /* n_graph stays: llama.cpp may use its last graph again */
+    cells->n_reached = cells->n_counted = 0; /* n_graph stays: llama.cpp may reuse its last graph */
     cells->n_resident = 0;
     return LLMAAS_OK;
 }

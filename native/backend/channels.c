@@ -12,46 +12,46 @@
 #include <sys/mman.h>
 
 enum {
-    AGE        = 32, /* tokens after which uses count half */
+    AGE        = 32, /* tokens after which use counts are halved */
     DEPTH      = 64,
-    READ_BYTES = 256 << 10, /* more does not read faster */
-    GAP_BYTES  = 12 << 10,  /* what a disk of 1 to 2 GB/s reads while it gets another read on its way */
+    READ_BYTES = 256 << 10, /* larger reads are not faster */
+    GAP_BYTES  = 12 << 10,  /* bytes that a disk of 1 to 2 GB/s reads in the time that another read costs */
 };
 
-/* A channel that was read ahead, and gets a slot. */
+/* A channel that was read ahead and gets a slot. */
 typedef struct slot_copy {
     const char * from;
     char *       slot;
 } slot_copy;
 
 struct llmaas_channels {
-    llmaas_stream *  stream; /* whose they are */
+    llmaas_stream *  stream; /* that the channels belong to */
     llmaas_graph *   graph;
     llmaas_reading   reading;
-    llmaas_windows * windows; /* that they are read through on demand; NULL: all are streamed */
-    llmaas_preload * preload; /* NULL: none is predicted */
+    llmaas_windows * windows; /* for reads on demand; NULL: all channels are streamed */
+    llmaas_preload * preload; /* NULL: no operand is predicted */
     uint64_t         n_ahead; /* bytes that may be read ahead */
     llmaas_operand * operands;
     llmaas_pool *    pools;
     uint64_t         n_graphs;
 
-    /* of the activation that was read last */
+    /* State of the last activation: */
     const llmaas_operand *     operand;
     const struct ggml_tensor * x;
     llmaas_active *            active;
-    const uint8_t **           columns; /* of active channels */
-    uint32_t *                 missing; /* by channel: 1 + its place among the active ones; else 0 */
+    const uint8_t **           columns; /* bytes of each active channel */
+    uint32_t *                 missing; /* by channel: 1 + its index among the active ones; 0: not missing */
     llmaas_gathered *          pieces; /* to read */
     slot_copy *                copies;
-    uint32_t                   n_room; /* channels that all these have room for */
+    uint32_t                   n_room; /* channels that the arrays above have room for */
 
-    char * stage; /* channels without a slot */
+    char * stage; /* memory for channels without a slot */
     size_t n_stage, n_staged, n_touched;
 
     llmaas_channel_stats stats;
 };
 
-/* -- life -------------------------------------------------------------------------------------------------------- */
+/* -- creation and destruction ------------------------------------------------------------------------------------ */
 
 static llmaas_reading without_defaults(const llmaas_reading * reading) {
     return (llmaas_reading) {
@@ -119,7 +119,7 @@ void llmaas_channels_free(llmaas_channels * channels) {
     free(channels);
 }
 
-/* Room for the active channels of the widest operand. */
+/* Make room for the active channels of an operand as wide as n_channels. */
 static bool make_room(llmaas_channels * channels, uint32_t n_channels) {
     if (n_channels <= channels->n_room) {
         return true;
@@ -176,7 +176,7 @@ llmaas_operand * llmaas_channels_add(
 
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Each pool gets the same share of its channels. */
+/* Give each pool memory for the same share of its channels. */
 void llmaas_channels_set_memory(llmaas_channels * channels, uint64_t n_bytes) {
     const double share = channels->stats.n_bytes ? (double) n_bytes / (double) channels->stats.n_bytes : 0;
     for (llmaas_pool * p = channels->pools; p; p = p->next) {
@@ -194,7 +194,8 @@ void llmaas_channels_set_ahead(llmaas_channels * channels, uint64_t n_bytes) {
 
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels) {
     llmaas_channel_stats stats = channels->stats;
-    const size_t         n_likely = channels->n_stage / 2; /* no more are active, mostly, and some of them have slots */
+    const size_t         n_likely = channels->n_stage / 2; /* mostly, no more than half are active, and some of those
+                                                            * have slots */
     if (channels->windows) {
         stats.n_passing = llmaas_gather_memory(channels->windows);
         stats.n_passing += channels->n_touched > n_likely ? channels->n_touched : n_likely;
@@ -216,7 +217,7 @@ static bool make_stage(llmaas_channels * channels) {
     return channels->stage != NULL;
 }
 
-/* Room for a channel until the next activation. */
+/* Return memory for a channel, valid until the next activation. */
 static char * stage(llmaas_channels * channels, size_t n_bytes) {
     char * memory = channels->stage + channels->n_staged;
     channels->n_staged += n_bytes;
@@ -224,15 +225,16 @@ static char * stage(llmaas_channels * channels, size_t n_bytes) {
     return memory;
 }
 
-/* -- an activation ----------------------------------------------------------------------------------------------- */
+/* -- processing an activation ------------------------------------------------------------------------------------ */
 
-/* Before the products with an activation: its active channels are read where they are not there. */
+/* Argument of the step before the products with an activation, which reads the active channels that are not in
+ * memory. */
 struct selection {
     llmaas_operand *           operand;
     const struct ggml_tensor * x;
 };
 
-/* Where the active channels are that are there; how many are not. */
+/* Find the active channels that have slots. Return how many have none. */
 static uint32_t find(llmaas_channels * channels, llmaas_operand * operand) {
     const llmaas_active * active    = channels->active;
     uint32_t              n_missing = 0;
@@ -251,7 +253,7 @@ static uint32_t find(llmaas_channels * channels, llmaas_operand * operand) {
     return n_missing;
 }
 
-/* Where a channel is that was read ahead, or soon will be; NULL: it was not. */
+/* Return where a channel is, or soon will be, that was read ahead; NULL if it was not. */
 static const char * find_ahead(llmaas_channels * channels, const llmaas_operand * operand, uint64_t offset) {
     const char * ahead =
         channels->preload ? llmaas_preload_find(channels->preload, offset, (uint32_t) operand->n_bytes) : NULL;
@@ -259,7 +261,7 @@ static const char * find_ahead(llmaas_channels * channels, const llmaas_operand 
     return ahead;
 }
 
-/* Wait for what was read ahead, and copy what gets a slot. */
+/* Wait for the channels that were read ahead; copy those that get a slot. */
 static bool await_ahead(llmaas_channels * channels, size_t n_bytes, const slot_copy * copies, size_t n_copies) {
     if (channels->preload && !llmaas_preload_await(channels->preload)) {
         return false;
@@ -270,7 +272,7 @@ static bool await_ahead(llmaas_channels * channels, size_t n_bytes, const slot_c
     return true;
 }
 
-/* Have the others, in the file's order: what was not read ahead is read now. */
+/* Get the missing channels, in file order: read those that were not read ahead. */
 static bool fetch(llmaas_channels * channels, llmaas_operand * operand, uint32_t n_missing) {
     size_t n = 0, n_copies = 0;
     for (uint32_t at = 0; n_missing > 0; at++) {
@@ -296,7 +298,7 @@ static bool fetch(llmaas_channels * channels, llmaas_operand * operand, uint32_t
            await_ahead(channels, operand->n_bytes, channels->copies, n_copies);
 }
 
-/* Reading ahead goes on. */
+/* Keep reading ahead. */
 static void pump(llmaas_channels * channels) {
     if (channels->preload) {
         llmaas_preload_pump(channels->preload);
@@ -312,7 +314,7 @@ static void select_channels(llmaas_channels * channels, const llmaas_operand * o
     }
 }
 
-/* All are there by now. */
+/* Find streamed channels, which are all in memory by now. */
 static void find_streamed(llmaas_channels * channels, const llmaas_operand * operand) {
     for (uint32_t i = 0; i < channels->active->n; i++) {
         bool is_kept;
@@ -340,7 +342,7 @@ static bool find_pooled(llmaas_channels * channels, llmaas_operand * operand) {
     return ok;
 }
 
-/* The active channels are likely to be so in the operands that this one predicts, too. */
+/* Read ahead the active channels for the operands that this one predicts: they are likely to be active there, too. */
 static void predict(llmaas_channels * channels, const llmaas_operand * operand) {
     const llmaas_operand * first  = operand->first_predicted;
     const llmaas_active *  active = channels->active;
@@ -427,9 +429,9 @@ bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * grap
     return llmaas_graph_step(graph, multiply, &product, sizeof product);
 }
 
-/* -- a graph ----------------------------------------------------------------------------------------------------- */
+/* -- begin and end of a graph ------------------------------------------------------------------------------------ */
 
-/* What was used long ago counts less and less. */
+/* Halve all use counts, so that old uses count less and less. */
 static void age(llmaas_channels * channels) {
     for (llmaas_operand * operand = channels->operands; operand; operand = operand->next) {
         for (uint32_t i = 0; i < operand->n_channels && !operand->is_fixed; i++) {
@@ -444,7 +446,7 @@ void llmaas_channels_begin(llmaas_channels * channels, llmaas_graph * graph) {
     channels->x       = NULL;
 }
 
-/* What was to be read is not there after a failure. */
+/* After a failure, forget the slots: what they should hold may not have been read. */
 void llmaas_channels_end(llmaas_channels * channels) {
     for (llmaas_pool * p = channels->pools; p && llmaas_graph_failed(channels->graph); p = p->next) {
         llmaas_slots_clear(p->slots);

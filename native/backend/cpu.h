@@ -1,4 +1,4 @@
-/* What ggml-cpu offers besides its backend. */
+/* Capabilities of ggml-cpu beyond its backend. */
 #ifndef LLMAAS_CPU_H
 #define LLMAAS_CPU_H
 
@@ -6,15 +6,16 @@
 
 ggml_backend_dev_t llmaas_cpu_device(void);
 
-/* Its buffer types for weights in other layouts, the preferred ones first, and NULL. NULL: this ggml-cpu has none. */
+/* Return ggml-cpu's buffer types for weights in other layouts, preferred ones first, ended by NULL. NULL if this
+ * ggml-cpu has none. */
 ggml_backend_buffer_type_t * llmaas_cpu_extra_types(void);
 
-/* Whether it multiplies with `weight` in a buffer of `type`. */
+/* Return whether ggml-cpu can multiply with `weight` in a buffer of `type`. */
 bool llmaas_cpu_multiplies(ggml_backend_buffer_type_t type, const struct ggml_tensor * weight);
 
-/* The CPU_REPACK buffer type; NULL: this ggml-cpu has none. */
+/* Return the CPU_REPACK buffer type; NULL if this ggml-cpu has none. */
 ggml_backend_buffer_type_t llmaas_repack_type(void);
-/* Whether `weight` lies in a buffer of it. */
+/* Return whether `weight` lies in a CPU_REPACK buffer. */
 bool llmaas_is_repacked(const struct ggml_tensor * weight);
 
 #endif

@@ -1,12 +1,12 @@
 /* How much attention each KV position gets.
  *
- * run() has no barrier inside, so threads share nothing while they work: each adds up probabilities by cell in its own
- * memory, and the last one to finish a node adds everybody's up by position. Only that one touches the totals and the
- * maps from cells to positions, under the mutex that read() takes. */
+ * run() has no barrier inside, so threads share nothing while they work. Each adds up probabilities by cell in its own
+ * memory. The last thread to finish a node adds all of them up by position. Only that thread touches the totals and the
+ * cell maps, under the lock that read() takes. */
 #include "density_cells.h"
+#include "forks.h"
 #include "ops.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,16 +18,16 @@ struct llmaas_density {
     uint32_t              n_layer;
     uint32_t              row_step;
     uint32_t              layer_step;
-    atomic_int            n_finished; /* threads, of the current node */
-    pthread_mutex_t       mutex;      /* guards sums, counts and maps */
+    atomic_int            n_finished; /* threads that are done with the current node */
+    llmaas_fork_lock      lock;       /* guards sums, counts and maps */
     double *              sums;       /* [n_pos] */
     uint64_t *            counts;     /* [n_pos] */
     llmaas_cell_map *     maps;       /* [n_layer]: layers can have different caches */
     llmaas_density_worker workers[GGML_MAX_N_THREADS];
 };
 
-/* Whether column j is cell first_cell + j. Not so where several caches take part, one for each stream, where a cache other than the
- * first does, or where the queries are of other tokens than the keys (cross attention). */
+/* Return whether column j is cell first_cell + j. That is false with several caches (one per stream), with a cache
+ * other than the first, and where queries and keys are of different tokens (cross attention). */
 static bool has_cells(const llmaas_attention * node) {
     const llmaas_tap_view * view = node->view;
     if (node->n_stream != 1 || node->n_kv > INT32_MAX || (view->positions && view->positions->ne[0] < node->n_tokens)) {
@@ -48,7 +48,7 @@ static bool has_cells(const llmaas_attention * node) {
     return true;
 }
 
-/* -- the last thread's part ---------------------------------------------------------------------------------------- */
+/* -- merging, on the last thread ----------------------------------------------------------------------------------- */
 
 static void start_again(llmaas_density * density, const llmaas_attention * node) {
     const llmaas_tap_view * view = node->view;
@@ -61,9 +61,10 @@ static void start_again(llmaas_density * density, const llmaas_attention * node)
     }
 }
 
-/* Rows differ by layer and group, since what one query looks at in some head is much like what it looks at in the others: so
- * the same number of scores says more. But queries that come alone cost several times what they cost among others: nothing
- * is shared, and the graph waits. So fewer of them are looked at, under all heads, and each counts for as many. */
+/* Sample different rows by layer and group: heads attend much alike for one query, so spreading the same number of
+ * scores over more queries tells more. But a query that comes alone costs several times as much as one among others:
+ * nothing is shared, and the graph waits. So fewer of those are sampled, under all heads, and each counts for
+ * several. */
 static llmaas_sampling sampling_of(const llmaas_density * density, const llmaas_attention * node) {
     const bool are_alone = node->n_tokens < density->row_step;
     return are_alone ? (llmaas_sampling) {ALONE * density->row_step, 0, ALONE}
@@ -90,13 +91,13 @@ static void add_to_positions(
 static void merge(llmaas_density * density, const llmaas_attention * node, int nth) {
     llmaas_cell_map * map     = &density->maps[node->view->layer];
     bool              is_lost = false;
-    pthread_mutex_lock(&density->mutex);
+    pthread_mutex_lock(&density->lock.mutex);
     if (node->view->is_first) {
         start_again(density, node);
     }
     if (node->view->cells) {
         is_lost = !llmaas_cell_map_reserve(map, node->first_cell + node->n_kv, density->n_pos);
-        llmaas_cell_map_learn(map, node); /* without memory, of the cells there is room for */
+        llmaas_cell_map_learn(map, node); /* if out of memory: only the cells there is room for */
     }
     for (int i = 0; i < nth; ++i) {
         is_lost = is_lost || density->workers[i].has_failed;
@@ -106,15 +107,15 @@ static void merge(llmaas_density * density, const llmaas_attention * node, int n
             add_to_positions(density, &density->workers[i], node, map);
         }
     }
-    pthread_mutex_unlock(&density->mutex);
+    pthread_mutex_unlock(&density->lock.mutex);
 }
 
-/* A graph's inputs are there before it is computed. */
+/* Return whether the tensor is an input, whose values are set before the graph is computed. */
 static bool is_input(const struct ggml_tensor * tensor) {
     return !tensor || llmaas_op_of(tensor->view_src ? tensor->view_src : tensor) == LLMAAS_OP_NONE;
 }
 
-/* A few tokens of which no query is looked at in this layer: all that is to be done is to remember their cells. */
+/* Settle a node with few tokens and no sampled query: remembering the tokens' cells is enough. */
 static bool settles(void * user, const llmaas_tap_view * view) {
     llmaas_density *       density = user;
     const llmaas_attention node    = llmaas_attention_of(view);
@@ -123,7 +124,7 @@ static bool settles(void * user, const llmaas_tap_view * view) {
         return false;
     }
     llmaas_cell_map * map = &density->maps[view->layer];
-    pthread_mutex_lock(&density->mutex);
+    pthread_mutex_lock(&density->lock.mutex);
     const bool is_settled = llmaas_cell_map_reserve(map, node.first_cell + node.n_kv, density->n_pos) &&
                             !llmaas_cell_map_has_restored(map);
     if (is_settled) {
@@ -132,7 +133,7 @@ static bool settles(void * user, const llmaas_tap_view * view) {
         }
         llmaas_cell_map_learn(map, &node);
     }
-    pthread_mutex_unlock(&density->mutex);
+    pthread_mutex_unlock(&density->lock.mutex);
     return is_settled;
 }
 
@@ -158,7 +159,7 @@ static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
     }
 }
 
-/* -- for the owner ------------------------------------------------------------------------------------------------- */
+/* -- the API ------------------------------------------------------------------------------------------------------- */
 
 llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t row_step, uint32_t layer_step) {
     if (!row_step || !layer_step) {
@@ -175,7 +176,7 @@ llmaas_density * llmaas_density_new(uint32_t n_pos, uint32_t n_layer, uint32_t r
     density->sums       = calloc((size_t) n_pos + 1, sizeof *density->sums);
     density->counts     = calloc((size_t) n_pos + 1, sizeof *density->counts);
     density->maps       = calloc((size_t) n_layer + 1, sizeof *density->maps);
-    if (!density->sums || !density->counts || !density->maps || pthread_mutex_init(&density->mutex, NULL)) {
+    if (!density->sums || !density->counts || !density->maps || !llmaas_fork_lock_init(&density->lock, NULL)) {
         free(density->sums);
         free(density->counts);
         free(density->maps);
@@ -199,7 +200,7 @@ void llmaas_density_free(llmaas_density * density) {
         llmaas_density_worker_free(&density->workers[i]);
     }
     forget_cells(density);
-    pthread_mutex_destroy(&density->mutex);
+    llmaas_fork_lock_destroy(&density->lock);
     free(density->sums);
     free(density->counts);
     free(density->maps);
@@ -210,7 +211,7 @@ llmaas_tap llmaas_density_tap(llmaas_density * density) {
     return (llmaas_tap){.kind = LLMAAS_TAP_ATTENTION, .user = density, .wants = wants, .settles = settles, .run = run};
 }
 
-/* Start positions again at 0. */
+/* Restart positions at 0. */
 static void clear(llmaas_density * density, uint32_t first, uint32_t n) {
     memset(density->sums + first, 0, n * sizeof *density->sums);
     memset(density->counts + first, 0, n * sizeof *density->counts);
@@ -221,7 +222,7 @@ static llmaas_status copy_out(
     if (!density || n > density->n_pos || (n && (!sums || !counts))) {
         return LLMAAS_EINVAL;
     }
-    pthread_mutex_lock(&density->mutex);
+    pthread_mutex_lock(&density->lock.mutex);
     for (uint32_t i = 0; i < n; ++i) {
         sums[i]   = density->sums[i];
         counts[i] = density->counts[i];
@@ -229,7 +230,7 @@ static llmaas_status copy_out(
     if (is_taken) {
         clear(density, 0, n);
     }
-    pthread_mutex_unlock(&density->mutex);
+    pthread_mutex_unlock(&density->lock.mutex);
     return LLMAAS_OK;
 }
 
@@ -245,11 +246,11 @@ llmaas_status llmaas_density_cells(llmaas_density * density, uint32_t n, int32_t
     if (!density || n > density->n_pos || (n && !cells)) {
         return LLMAAS_EINVAL;
     }
-    pthread_mutex_lock(&density->mutex);
+    pthread_mutex_lock(&density->lock.mutex);
     for (uint32_t layer = 0; layer < density->n_layer; ++layer) {
         llmaas_cell_map_read(&density->maps[layer], n, cells + (size_t) layer * n);
     }
-    pthread_mutex_unlock(&density->mutex);
+    pthread_mutex_unlock(&density->lock.mutex);
     return LLMAAS_OK;
 }
 
@@ -257,7 +258,7 @@ llmaas_status llmaas_density_place(llmaas_density * density, uint32_t n_kept, ui
     if (!density || n_kept > n || n > density->n_pos) {
         return LLMAAS_EINVAL;
     }
-    pthread_mutex_lock(&density->mutex);
+    pthread_mutex_lock(&density->lock.mutex);
     clear(density, n_kept, density->n_pos - n_kept);
     for (uint32_t layer = 0; layer < density->n_layer; ++layer) {
         llmaas_cell_map * map = &density->maps[layer];
@@ -265,13 +266,13 @@ llmaas_status llmaas_density_place(llmaas_density * density, uint32_t n_kept, ui
             llmaas_cell_map_place(map, n_kept, n, cells ? cells + (size_t) layer * n : NULL);
         }
     }
-    pthread_mutex_unlock(&density->mutex);
+    pthread_mutex_unlock(&density->lock.mutex);
     return LLMAAS_OK;
 }
 
 void llmaas_density_reset(llmaas_density * density) {
-    pthread_mutex_lock(&density->mutex);
+    pthread_mutex_lock(&density->lock.mutex);
     clear(density, 0, density->n_pos);
     forget_cells(density);
-    pthread_mutex_unlock(&density->mutex);
+    pthread_mutex_unlock(&density->lock.mutex);
 }

@@ -1,6 +1,6 @@
-/* Cells of evaluated tokens are named by the graph that fills them. Those of restored tokens are not, but llama.cpp
- * fills the lowest free cells first, so what is restored in order of position lies in ascending cells: those that a
- * query sees and nobody knows, as many as the positions that were restored. */
+/* The graph names the cells of the tokens that it evaluates, but not those of restored tokens. llama.cpp fills the
+ * lowest free cells first, so tokens restored in order of position lie in ascending cells. These are the visible cells
+ * that are otherwise unknown, if there are as many as restored positions. */
 #include "density_cells.h"
 
 #include <stdlib.h>
@@ -12,7 +12,7 @@ void llmaas_cell_map_free(llmaas_cell_map * map) {
     *map = (llmaas_cell_map){0};
 }
 
-/* A longer array, whose new elements are -1; NULL: out of memory, and the old one stays. */
+/* Lengthen an array; new elements are -1. NULL if out of memory, and the old array stays. */
 static int32_t * extend(int32_t * array, size_t n, size_t n_more) {
     int32_t * longer = realloc(array, (n + n_more) * sizeof *longer);
     if (longer) {
@@ -64,7 +64,7 @@ static void put(llmaas_cell_map * map, int64_t position, int64_t cell) {
         forget(map, (uint32_t) position);
     }
     if (cell >= map->n_cells) {
-        return; /* no memory for it */
+        return; /* the map has no room for it */
     }
     if (map->positions[cell] >= 0) {
         forget(map, (uint32_t) map->positions[cell]);
@@ -105,8 +105,8 @@ static bool is_restored(const llmaas_cell_map * map, const llmaas_attention * no
     return map->positions[cell] < 0 && llmaas_attention_sees(node, row, cell);
 }
 
-/* Find the cells of the restored positions before `end`, given a row that sees them all. If there are more or fewer
- * cells than that, something else happened, and nobody knows where these positions are. */
+/* Find the cells of the restored positions before `end`, given a row that sees them all. If the number of cells
+ * differs, something else happened, and the positions become unknown. */
 static void find_restored(llmaas_cell_map * map, const llmaas_attention * node, int64_t row, uint32_t end) {
     const int64_t  end_cell   = node->first_cell + node->n_kv;
     const int64_t  n_cells    = end_cell < map->n_cells ? end_cell : map->n_cells;

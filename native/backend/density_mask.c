@@ -1,4 +1,4 @@
-/* Reading attention masks, which hold 0, minus infinity, or (ALiBi) distances, as F16 or F32. */
+/* Reading attention masks, which hold 0, minus infinity, or distances (ALiBi), as F16 or F32. */
 #include "density_worker.h"
 
 #include "ggml-cpu.h"
@@ -7,7 +7,7 @@
 
 static uint32_t mask_bits(const char * mask, size_t size, int64_t column) {
     uint32_t bits = 0;
-    memcpy(&bits, mask + (size_t) column * size, size); /* the first bytes are the lower ones */
+    memcpy(&bits, mask + (size_t) column * size, size); /* little endian: the first bytes are the lower ones */
     return bits;
 }
 
@@ -26,7 +26,8 @@ bool llmaas_attention_sees(const llmaas_attention * node, int64_t row, int64_t c
     return mask_bits(from, ggml_type_size(mask->type), column) != masked_bits(mask->type);
 }
 
-/* The first column from `column` on whose word is not `word`; the last ones of a row may be left out. */
+/* Return the first column from `column` on whose word differs from `word`; it may stop short of the row's last
+ * columns. */
 static int64_t skip_words(const char * mask, size_t size, int64_t column, int64_t n, uint64_t word) {
     const int64_t step = (int64_t) (sizeof word / size);
     for (; column + step <= n; column += step) {

@@ -3,7 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-/* ggml-cpu's own vector exp, exported but in no header: y = exp(x - max), returning their sum. */
+/* ggml-cpu's vector exp, exported but not declared in any header: set y = exp(x - max) and return the sum. */
 double ggml_vec_soft_max_f32(int n, float * y, const float * x, float max) __attribute__((weak));
 
 typedef float floats8 __attribute__((vector_size(32)));
@@ -53,7 +53,7 @@ float llmaas_alibi_slope(float max_bias, int64_t head, int64_t n_head) {
                          : powf(2.0f, -max_bias / 2.0f * (float) (2 * (head - n_even) + 1) / (float) n_even);
 }
 
-/* In eight lanes, since a compiler must keep the order of a single maximum. */
+/* Use eight lanes: a single maximum would force the compiler to keep its order. */
 float llmaas_max(const float * scores, int32_t n) {
     float   lanes[8];
     int32_t i   = 0;

@@ -8,10 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* With fewer queries than this in a group, one by one is as fast: making tiles takes time. */
+/* With fewer queries than this in a group, single queries are as fast: making tiles takes time. */
 enum { MIN_TILED_QUERIES = 16 };
 
-/* Tiles must stay in the processor's second-level cache. */
+/* Tiles must fit in the processor's second-level cache. */
 enum { MAX_KEYS_BYTES = 2 << 20 };
 
 llmaas_attention llmaas_attention_of(const llmaas_tap_view * view) {
@@ -68,7 +68,7 @@ static bool reserve(llmaas_density_worker * w, int64_t n_kv, int64_t d) {
     w->is_made   = malloc(n / LLMAAS_TILE * sizeof *w->is_made);
     w->is_needed = malloc(n / LLMAAS_TILE * sizeof *w->is_needed);
     w->queries   = malloc((m + 1) * (LLMAAS_BLOCK + 1) * sizeof *w->queries);
-    w->rounded   = malloc((m + 1) * 2 * sizeof(float)); /* no type takes as much */
+    w->rounded   = malloc((m + 1) * 2 * sizeof(float)); /* an upper bound for every type */
     w->bias      = malloc(n * sizeof *w->bias);
     w->runs      = malloc((n + 1) * sizeof *w->runs);
     w->n_padded  = (int64_t) n;
@@ -97,7 +97,7 @@ static const char * keys_of(const llmaas_attention * node, int64_t group, int64_
     return (const char *) key->data + (size_t) group * key->nb[2] + (size_t) column * key->nb[1];
 }
 
-/* Round a query to the type that ggml-cpu multiplies this kind of keys with. */
+/* Convert a query to the type that ggml-cpu multiplies this type of keys with. */
 static void round_query(llmaas_density_worker * w, const llmaas_attention * node, int64_t row, int64_t head) {
     const struct ggml_tensor * query = node->view->node->src[0];
     const struct ggml_tensor * key   = node->view->node->src[1];
@@ -106,7 +106,7 @@ static void round_query(llmaas_density_worker * w, const llmaas_attention * node
     ggml_get_type_traits_cpu(type)->from_float((const float *) (const void *) from, w->rounded, key->ne[0]);
 }
 
-/* Not so for Q8_1, which a query is rounded to for keys of Q4_1 and Q5_1. */
+/* Return whether the type converts to floats. Q8_1 does not; queries are converted to it for keys of Q4_1 and Q5_1. */
 static bool has_floats(enum ggml_type type) {
     return type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || ggml_get_type_traits(type)->to_float;
 }
@@ -115,7 +115,7 @@ static void to_floats(enum ggml_type type, const void * from, float * to, int64_
     if (type == GGML_TYPE_F32) {
         memcpy(to, from, (size_t) n * sizeof *to);
     } else if (type == GGML_TYPE_F16) {
-        ggml_cpu_fp16_to_fp32(from, to, n); /* vectorised; to_float is not */
+        ggml_cpu_fp16_to_fp32(from, to, n); /* vectorized, unlike to_float */
     } else {
         ggml_get_type_traits(type)->to_float(from, to, n);
     }
@@ -138,8 +138,8 @@ static void make_tile(llmaas_density_worker * w, const llmaas_attention * node, 
     }
 }
 
-/* Products of a query and the keys to probabilities, as ggml-cpu does it: visible columns of scores[n_kv] are replaced.
- * Returns what they still have to be multiplied by. */
+/* Turn products of a query and the keys into probabilities, as ggml-cpu does: replace the visible columns of
+ * scores[n_kv]. Return the factor by which they must still be multiplied. */
 static double to_probabilities(
     const llmaas_density_worker * w, const llmaas_attention * node, int64_t head, float * scores) {
     const struct ggml_tensor * sinks = node->view->node->src[4];
@@ -189,7 +189,7 @@ typedef struct pair {
     int64_t row, head;
 } pair;
 
-/* Softmax computed the probabilities. */
+/* Add probabilities that softmax computed. */
 static void add_computed(llmaas_density_worker * w, const llmaas_attention * node, pair at) {
     const struct ggml_tensor * all = node->view->node;
     const char * from = (const char *) all->data + (size_t) at.row * all->nb[1] + (size_t) at.head * all->nb[2];
@@ -216,7 +216,7 @@ static void add_block(
     const int64_t              d       = key->ne[0];
     const int64_t              n_tiles = (node->n_kv + LLMAAS_TILE - 1) / LLMAAS_TILE;
     memset(w->is_needed, 0, (size_t) n_tiles * sizeof *w->is_needed);
-    for (int64_t i = 0; i < LLMAAS_BLOCK; ++i) { /* a last block is filled up with its last query */
+    for (int64_t i = 0; i < LLMAAS_BLOCK; ++i) { /* the last query fills up the last block */
         const pair at = pairs[i < n_pairs ? i : n_pairs - 1];
         llmaas_density_find_visible(w, node, at.row, at.head);
         for (int32_t run = 0; run < w->n_runs; run += 2) {
@@ -248,7 +248,7 @@ static void add_block(
     }
 }
 
-/* Whether ggml-cpu can multiply with such keys, and there is memory. */
+/* Prepare for a node. False if ggml-cpu cannot multiply with such keys, or memory ran out. */
 static bool begin(llmaas_density_worker * w, const llmaas_attention * node) {
     int64_t d = 0;
     if (node->is_flash) {
@@ -268,7 +268,7 @@ static bool begin(llmaas_density_worker * w, const llmaas_attention * node) {
     return true;
 }
 
-/* The first row after `row` that is sampled, or n_tokens. */
+/* Return the first sampled row after `row`, or n_tokens. */
 static int64_t next_sampled(const llmaas_attention * node, int64_t group, int64_t row, llmaas_sampling sampling) {
     for (++row; row < node->n_tokens; ++row) {
         const int64_t position = llmaas_attention_position(node->view, row);
@@ -296,7 +296,7 @@ bool llmaas_density_is_sampled(const llmaas_attention * node, llmaas_sampling sa
     return is_sampled;
 }
 
-/* Whether this thread's n queries of a group are worth making tiles; if so there is room for them. */
+/* Return whether this thread's n queries of a group are worth making tiles; if so, make room for them. */
 static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, int64_t n_queries) {
     if (!node->is_flash || n_queries < MIN_TILED_QUERIES) {
         return false;
@@ -314,7 +314,7 @@ static bool can_tile(llmaas_density_worker * w, const llmaas_attention * node, i
     return true;
 }
 
-/* Rows are dealt out in turn, which shares a causal mask fairly. */
+/* Deal rows out to threads in turn, which shares a causal mask's work evenly. */
 static void add_group(llmaas_density_worker * w, const llmaas_attention * node, int64_t group, llmaas_sampling sampling,
                       int64_t turn, int ith, int nth) {
     const int64_t n_shared = node->n_head / node->n_head_kv;
@@ -353,7 +353,7 @@ void llmaas_density_worker_run(
     }
     w->has_failed = n_rows > 0 && !begin(w, node);
     w->is_used    = n_rows > 0 && !w->has_failed;
-    int64_t turn  = node->view->layer; /* the few rows of a single token go to another thread in each layer */
+    int64_t turn  = node->view->layer; /* the few rows of a single token go to a different thread in each layer */
     for (int64_t group = 0; w->is_used && group < node->n_head_kv; ++group) {
         add_group(w, node, group, sampling, turn, ith, nth);
         turn += count_sampled(node, group, sampling);

@@ -1,4 +1,4 @@
-/* Engines: CPU backends of ggml with a graph_compute of ours in front of ggml-cpu's. */
+/* Engines: ggml CPU backends whose graph_compute rewrites the graph before it calls ggml-cpu's. */
 #include "engine.h"
 
 #include <stdio.h>
@@ -10,8 +10,8 @@ void llmaas_engine_next_threadpool(ggml_threadpool_t pool) { next_pool = pool; }
 
 /* -- rewriting --------------------------------------------------------------------------------------------------- */
 
-/* What stands for a node that goes on as it is, but for what its operands leave out. NULL: nothing, as they are left out
- * altogether; or out of memory. */
+/* Return the node, narrowed to the rows that its operands still compute. NULL if nothing is left of it, or if out of
+ * memory. */
 static struct ggml_tensor * in_use(llmaas_engine * engine, struct ggml_tensor * node) {
     llmaas_prefix * prefix = llmaas_prefixes_of(&engine->prefixes, node);
     engine->n_cut += prefix != NULL;
@@ -21,7 +21,8 @@ static struct ggml_tensor * in_use(llmaas_engine * engine, struct ggml_tensor * 
     return prefix->n > 0 ? llmaas_prefix_make(&engine->prefixes, engine->graph, prefix) : NULL;
 }
 
-/* A product for whose columns an operand's prefix is enough. NULL: out of memory. */
+/* Make a product read an operand narrowed to its prefix, which is enough for the product's columns. NULL if out of
+ * memory. */
 static struct ggml_tensor * with_operand(llmaas_engine * engine, struct ggml_tensor * node, struct ggml_tensor * operand) {
     struct ggml_tensor * product = operand == node->src[1] ? node : llmaas_graph_copy(engine->graph, node);
     if (product) {
@@ -38,7 +39,7 @@ static void multiply(llmaas_engine * engine, int32_t level, const llmaas_weight 
     }
 }
 
-/* A product: the steps of the taps that read its operand, then what stands for it. */
+/* Rewrite a product: append the steps of the taps that read its operand, then the product's replacement. */
 static void rewrite_product(
     llmaas_engine * engine, int32_t level, const struct ggml_cgraph * original, struct ggml_tensor * node) {
     const llmaas_weight * weight  = llmaas_weights_find(engine->weights, node->src[0]);
@@ -61,7 +62,7 @@ static void rewrite_product(
     }
 }
 
-/* Its result may take the place of an operand, so taps read those before. They get the node as it was. */
+/* Append the taps first, with the original node: its result may overwrite an operand that they read. */
 static void rewrite_flash(llmaas_engine * engine, struct ggml_tensor * node) {
     engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node, 0);
     struct ggml_tensor * narrowed = llmaas_narrow_flash(&engine->narrow, engine->graph, node);
@@ -69,7 +70,8 @@ static void rewrite_flash(llmaas_engine * engine, struct ggml_tensor * node) {
     llmaas_graph_append(engine->graph, narrowed ? narrowed : node);
 }
 
-/* Attention without flash attention, from nodes[0] on. Of a range, its probabilities are all that taps can have. */
+/* Rewrite attention without flash attention, from nodes[0] on. When it is narrowed to a range, taps see only the
+ * range's probabilities. */
 static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, struct ggml_tensor ** original) {
     struct ggml_tensor * nodes[3];
     llmaas_narrow_nodes  narrowed;
@@ -93,7 +95,7 @@ static void rewrite_attention(llmaas_engine * engine, const llmaas_seen * seen, 
     }
 }
 
-/* A row that is not in memory is read first. */
+/* Rewrite a lookup: rows that are not in memory are read first. */
 static void rewrite_lookup(llmaas_engine * engine, struct ggml_tensor * node) {
     const llmaas_weight * weight = llmaas_weights_find(engine->weights, node->src[0]);
     if (!weight || !weight->lookup) {
@@ -136,8 +138,8 @@ static void rewrite_node(
     }
 }
 
-/* Whether a graph is of one token. In its first product with a weight, every token has a row; in later ones only those whose
- * logits somebody asked for. */
+/* Return whether the graph is of one token. Its first product with a weight has a row for every token; later ones only
+ * for tokens whose logits somebody asked for. */
 static bool is_of_one_token(const struct ggml_cgraph * original) {
     for (int i = 0; i < original->n_nodes; i++) {
         const struct ggml_tensor * node = original->nodes[i];
@@ -171,7 +173,8 @@ static struct ggml_cgraph * rewrite(llmaas_engine * engine, int32_t level, struc
     return llmaas_graph_end(engine->graph);
 }
 
-/* After a graph: whether the files of its weights, if it has any, are those that were opened. */
+/* Check after a graph whether the weights' files, if any, are unchanged since they were opened. If not, or if a read
+ * failed, store the reason. */
 static void check_files(llmaas_engine * engine) {
     const char * changed = llmaas_weights_changed(engine->weights);
     if (changed) {
@@ -182,7 +185,7 @@ static void check_files(llmaas_engine * engine) {
     }
 }
 
-/* In a child: what the parent's other thread was changing when it was forked cannot be used. */
+/* Fail in a forked child: another thread was changing the engine's state at the fork, so it cannot be used. */
 static enum ggml_status is_void(llmaas_engine * engine) {
     snprintf(engine->failure, sizeof engine->failure,
              "another thread was computing with this model when the process was forked; load the model again in the child");
@@ -193,7 +196,8 @@ static enum ggml_status compute_rewritten(
     llmaas_engine * engine, int32_t level, struct ggml_cgraph * original, bool is_new) {
     llmaas_weights_lock(engine->weights);
     llmaas_stream * stream = llmaas_weights_stream(engine->weights);
-    if (stream && !llmaas_stream_begin(stream, engine->graph, is_new ? llmaas_room_fit(&engine->room, original) : 0)) {
+    if (llmaas_weights_are_void(engine->weights) ||
+        (stream && !llmaas_stream_begin(stream, engine->graph, is_new ? llmaas_room_fit(&engine->room, original) : 0))) {
         llmaas_weights_unlock(engine->weights);
         return is_void(engine);
     }
@@ -256,11 +260,11 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     return status;
 }
 
-/* Not to optimise anything: it is where ggml shows us all nodes of a new graph. Those of a context's creation have every
- * weight of its model, and nothing of a LoRA adapter's. */
+/* This optimizes nothing: it is where ggml shows us all nodes of a new graph. The graphs of a context's creation
+ * contain every weight of its model, and nothing of a LoRA adapter. */
 static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, void * params) {
     llmaas_engine * engine = (llmaas_engine *) backend;
-    llmaas_taps_forget(&engine->taps); /* the tensors of the graph before are gone */
+    llmaas_taps_forget(&engine->taps); /* the tensors of the previous graph are gone */
     for (int i = 0; i < graph->n_nodes; i++) {
         llmaas_taps_keep(graph->nodes[i]);
     }
@@ -283,7 +287,7 @@ llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * we
     engine->cpu     = ggml_backend_cpu_init();
     engine->graph   = llmaas_graph_new();
     engine->weights = weights ? llmaas_weights_retain(weights) : llmaas_weights_new();
-    if (!engine->cpu || !engine->graph || !engine->weights || !llmaas_fork_lock_init(&engine->lock)) {
+    if (!engine->cpu || !engine->graph || !engine->weights || !llmaas_fork_lock_init(&engine->lock, NULL)) {
         ggml_backend_free(engine->cpu);
         llmaas_graph_free(engine->graph);
         llmaas_weights_release(engine->weights);
@@ -296,8 +300,8 @@ llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * we
     engine->base.iface.graph_compute  = graph_compute;
     engine->base.iface.graph_optimize = graph_optimize;
     llmaas_room_init(&engine->room);
-    /* llama.cpp turns features off that it finds on a device other than the layer's own (flash attention on "auto"), so
-     * be the CPU wherever that can be: not with weights in buffers that only our device takes. */
+    /* llama.cpp turns off features (flash attention on "auto") that it finds on a device other than the layer's own. So
+     * use the CPU device wherever possible: not with weights in buffers that only our device takes. */
     if (llmaas_weights_own_buffers(engine->weights)) {
         engine->base.device = device;
     }
@@ -361,7 +365,8 @@ llmaas_status llmaas_engine_land(
     llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
     llmaas_landing * landings, uint32_t n_landings) {
     pthread_mutex_lock(&engine->lock.mutex);
-    engine->lock.is_computing = true; /* llama.cpp may log, and a callback of Python's wait for a thread that forks */
+    engine->lock.is_computing = true; /* llama.cpp may log; a Python log callback may then wait for a thread that
+                                       * forks */
     const llmaas_status status =
         llmaas_cells_land(&engine->cells, set_data, ctx, sequence, blob, n_bytes, landings, n_landings);
     engine->lock.is_computing = false;

@@ -16,13 +16,13 @@
 #include <stdatomic.h>
 
 struct llmaas_engine {
-    struct ggml_backend base; /* first, so that a ggml_backend_t is an engine; ggml takes it for a CPU backend */
+    struct ggml_backend base; /* first, so that a ggml_backend_t is an engine; ggml treats it as a CPU backend */
     ggml_backend_t      cpu;  /* the CPU backend whose context `base` uses */
     llmaas_weights *    weights;
     atomic_int          level;
     atomic_bool         is_narrow, is_sparse;
 
-    llmaas_fork_lock lock; /* held while a graph is computed: guards what follows */
+    llmaas_fork_lock lock; /* held while a graph is computed; guards the members below */
     llmaas_taps     taps;
     llmaas_graph *  graph;
     llmaas_cells    cells;
@@ -31,20 +31,20 @@ struct llmaas_engine {
     llmaas_biases   biases;
     llmaas_prefixes prefixes;
 
-    char            failure[256]; /* why the last graph failed; empty: it did not */
+    char            failure[256]; /* why the last graph failed; empty if it did not */
 
     _Atomic uint64_t n_graphs, n_passed, n_products, n_taps, n_narrowed, n_cut;
 };
 
-/* A backend for llama.cpp: on `device`, or on ggml-cpu's own when `weights` all lie in buffers that this takes. */
+/* Create a backend for llama.cpp on ggml-cpu's own device, or on `device` if `weights` need our buffers. */
 llmaas_engine * llmaas_engine_new(ggml_backend_dev_t device, llmaas_weights * weights);
 
-/* The thread pool that the next graph of this thread is to be computed on; NULL: ggml-cpu's own threads. */
+/* Set the thread pool for the next graph of this thread; NULL: ggml-cpu's own threads. */
 void llmaas_engine_next_threadpool(ggml_threadpool_t pool);
 
-/* Registering (registry.c): told when an engine is gone. */
+/* Tell the registry (registry.c) that an engine is gone. */
 void llmaas_engine_gone(const llmaas_engine * engine);
-/* Whether this thread is creating the context of `engine`. */
+/* Return whether this thread is creating the context of `engine`. */
 bool llmaas_engine_in_creation(const llmaas_engine * engine);
 
 #endif

@@ -13,26 +13,26 @@
 enum {
     READ_BYTES = 1 << 20,
     DEPTH      = 16,
-    AGE        = 32, /* graphs after which uses count half */
-    GROUP      = 3, /* products that one choice of experts serves, mostly: gate, up and down */
+    AGE        = 32, /* graphs after which use counts are halved */
+    GROUP      = 3, /* products that usually share one choice of experts: gate, up and down */
 };
 
-/* Memory for an expert. */
+/* Memory for one expert. */
 typedef struct slot {
-    llmaas_stack *   owner; /* NULL: nobody's */
+    llmaas_stack *   owner; /* NULL: free */
     int32_t          expert;
-    uint64_t         turn; /* when it was used last, or will be next */
+    uint64_t         turn; /* when it was last used, or will be next */
     llmaas_io_read * reads;
     size_t           n_reads, n_capacity;
 } slot;
 
-/* Slots of one size. */
+/* The slots of one size. */
 typedef struct size_class {
     struct size_class * next;
-    size_t              n_bytes; /* of a slot */
+    size_t              n_bytes; /* bytes of a slot */
     size_t              n_all;   /* experts of that size */
-    size_t              n_least; /* of one weight, at most */
-    size_t              n_slots; /* of n_all that may be used */
+    size_t              n_least; /* most experts of one weight */
+    size_t              n_slots; /* slots that may be used, at most n_all */
     size_t              n_touched;
     char *              base; /* NULL until the first graph */
     slot *              slots;
@@ -45,8 +45,8 @@ struct llmaas_stack {
     uint64_t       offset;
     int32_t        n_experts;
     struct {
-        int32_t  slot;   /* below 0: none */
-        uint32_t n_uses; /* of late */
+        int32_t  slot;   /* negative: none */
+        uint32_t n_uses; /* uses of late */
     } experts[];
 };
 
@@ -58,7 +58,7 @@ typedef struct use {
 
 struct llmaas_experts {
     llmaas_io *    io;
-    uint32_t       n_read_most; /* bytes of a read */
+    uint32_t       n_read_most; /* largest read in bytes */
     llmaas_graph * graph;
     size_class *   sizes;
     llmaas_stack * stacks;
@@ -69,7 +69,7 @@ struct llmaas_experts {
     llmaas_expert_stats stats;
 };
 
-/* -- life -------------------------------------------------------------------------------------------------------- */
+/* -- creation and destruction ------------------------------------------------------------------------------------ */
 
 llmaas_experts * llmaas_experts_new(const llmaas_reading * reading) {
     llmaas_experts * experts = calloc(1, sizeof *experts);
@@ -179,7 +179,7 @@ static void disown(slot * s) {
     }
 }
 
-/* Slots beyond n give their memory back. */
+/* Allow n slots; those beyond give their memory back. */
 static void resize(size_class * size, size_t n) {
     for (size_t i = n; i < size->n_touched; i++) {
         disown(&size->slots[i]);
@@ -191,7 +191,7 @@ static void resize(size_class * size, size_t n) {
     size->n_slots = n;
 }
 
-/* Each size gets the same share of its experts, but no less than a product may need. */
+/* Give each size memory for the same share of its experts, but no less than a product may need. */
 void llmaas_experts_set_memory(llmaas_experts * experts, uint64_t n_bytes) {
     const double share = (double) n_bytes / (double) experts->stats.n_bytes;
     for (size_class * size = experts->sizes; size; size = size->next) {
@@ -213,9 +213,9 @@ llmaas_expert_stats llmaas_experts_read_stats(const llmaas_experts * experts) {
 
 static uint32_t uses_of(const slot * s) { return s->owner->experts[s->expert].n_uses; }
 
-/* Of slots that are not needed from `turn` on, the one whose expert was used least often of late; of several the one that was
- * used last: where there are fewer slots than a token has uses, the others stay until they are used again. NULL: all are
- * needed. */
+/* Find a slot to reuse, among those not needed from `turn` on: the one whose expert was used least often of late.
+ * Among equal ones, take the most recently used: if there are fewer slots than a token has uses, the older ones then stay
+ * until they are used again. NULL if all slots are needed. */
 static slot * free_slot(size_class * size, uint64_t turn) {
     if (size->n_touched < size->n_slots) {
         return &size->slots[size->n_touched++];
@@ -234,7 +234,7 @@ static slot * free_slot(size_class * size, uint64_t turn) {
     return found;
 }
 
-/* Room for the reads of an expert, none of which is under way. False: memory. */
+/* Make room for the reads of an expert, none of which is in flight. False if out of memory. */
 static bool size_reads(const llmaas_experts * experts, const size_class * size, slot * s) {
     const size_t n = (size->n_bytes + experts->n_read_most - 1) / experts->n_read_most;
     if (n > s->n_capacity) {
@@ -266,7 +266,7 @@ static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, sl
     }
 }
 
-/* Have an expert stay until `turn`, if it is in a slot. */
+/* Keep an expert until `turn`, if it is in a slot. Return whether it is. */
 static bool stays(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn) {
     const int32_t at = stack->experts[expert].slot;
     slot *        s  = at >= 0 ? &stack->size->slots[at] : NULL;
@@ -278,7 +278,7 @@ static bool stays(llmaas_experts * experts, llmaas_stack * stack, int32_t expert
     return s != NULL;
 }
 
-/* Have it on its way to a slot that is not needed from `now` on. False: there is none. */
+/* Start reading an expert into a slot that is not needed from `now` on. False if there is none. */
 static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn, uint64_t now) {
     slot * s = free_slot(stack->size, now);
     if (!s || !size_reads(experts, stack->size, s)) {
@@ -307,9 +307,9 @@ static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t 
     return ok;
 }
 
-/* -- a graph ----------------------------------------------------------------------------------------------------- */
+/* -- computing a graph ------------------------------------------------------------------------------------------- */
 
-/* What was used long ago counts less and less. */
+/* Halve all use counts, so that old uses count less and less. */
 static void age(llmaas_experts * experts) {
     for (llmaas_stack * stack = experts->stacks; stack; stack = stack->next) {
         for (int32_t i = 0; i < stack->n_experts; i++) {
@@ -326,13 +326,14 @@ void llmaas_experts_begin(llmaas_experts * experts, llmaas_graph * graph) {
     }
 }
 
-/* Before a product: the chosen experts are read, and those of the products after it that follow the same choice. */
+/* Argument of the step before a product. The step reads the chosen experts, and those of later products with the same
+ * choice. */
 struct choice {
     llmaas_experts *           experts;
-    size_t                     index; /* of the use */
+    size_t                     index; /* of the product's use */
     uint64_t                   turn;
     const struct ggml_tensor * ids;
-    int32_t *                  slots; /* in place of the ids, contiguous */
+    int32_t *                  slots; /* slot numbers in place of the ids, contiguous */
 };
 
 static int32_t id_at(const struct ggml_tensor * ids, int64_t i) {
@@ -340,7 +341,7 @@ static int32_t id_at(const struct ggml_tensor * ids, int64_t i) {
     return *(const int32_t *) (const void *) (row + (size_t) (i % ids->ne[0]) * ids->nb[0]);
 }
 
-/* What is there must stay before anything else may take its slot. */
+/* First mark the experts already in slots, so that no other expert takes those slots. */
 static bool fetch_all(const struct choice * c, llmaas_stack * stack, uint64_t turn) {
     const int64_t n = ggml_nelements(c->ids);
     for (int64_t i = 0; i < n; i++) {
@@ -430,7 +431,7 @@ bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct g
     return llmaas_graph_step(experts->graph, choose, &c, sizeof c);
 }
 
-/* What was read for products that were not computed after all, or in vain, is forgotten. */
+/* After a failure, forget all experts: they may be of products that were not computed, or reads may have failed. */
 void llmaas_experts_end(llmaas_experts * experts) {
     llmaas_io_drain(experts->io);
     for (size_class * size = experts->sizes; size && llmaas_graph_failed(experts->graph); size = size->next) {

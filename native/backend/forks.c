@@ -44,19 +44,23 @@ static void in_child(void) {
         lock->is_void      = lock->is_void || !lock->is_ours;
         lock->is_computing = false;
         pthread_mutex_init(&lock->mutex, NULL);
+        if (lock->in_child) {
+            lock->in_child(lock);
+        }
     }
     pthread_mutex_init(&list_lock, NULL);
 }
 
 static void watch(void) { pthread_atfork(before, in_parent, in_child); }
 
-bool llmaas_fork_lock_init(llmaas_fork_lock * lock) {
+bool llmaas_fork_lock_init(llmaas_fork_lock * lock, void (*in_child)(llmaas_fork_lock *)) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch);
     if (pthread_mutex_init(&lock->mutex, NULL) != 0) {
         return false;
     }
     lock->is_computing = lock->is_void = false;
+    lock->in_child     = in_child;
     pthread_mutex_lock(&list_lock);
     lock->previous = NULL;
     lock->next     = locks;

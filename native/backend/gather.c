@@ -23,7 +23,7 @@ static bool make_ring(llmaas_windows * windows, const llmaas_gathered * pieces, 
     return n_ring <= llmaas_windows_ring(windows) || llmaas_windows_set_ring(windows, n_ring);
 }
 
-/* Wait for the oldest window, which begins with pieces[0]. False: its read failed. */
+/* Wait for the oldest window, whose first piece is pieces[0], and copy its pieces out. False if its read failed. */
 static bool finish(llmaas_windows * windows, const llmaas_gathered * pieces) {
     const llmaas_window * w  = llmaas_windows_at(windows, 0);
     const bool            ok = llmaas_windows_await(windows, w);

@@ -1,4 +1,4 @@
-/* Names, shapes and places of a model file's tensors. */
+/* Names, shapes and offsets of a model file's tensors. */
 #include "llmaas/engine.h"
 
 #include "gguf.h"

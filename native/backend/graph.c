@@ -11,7 +11,8 @@
 #define SCRATCH_ALIGN 64u
 #define N_SLOTS       4
 
-/* Memory for tensors and arguments: blocks that never move while a graph is used, and are used again for the next one. */
+/* Memory for tensors and step arguments. Blocks never move while a graph uses them, and are reused for the next
+ * graph. */
 struct block {
     struct block * next;
     size_t         size;
@@ -19,7 +20,7 @@ struct block {
     _Alignas(64) char bytes[];
 };
 
-/* A slot's memory. What earlier nodes of the same graph point to stays until the graph is done. */
+/* A slot's memory. Memory that it outgrew stays until the graph is done, since earlier nodes point to it. */
 struct scratch {
     struct scratch * outgrown;
     size_t           size;
@@ -31,7 +32,7 @@ struct llmaas_graph {
     struct ggml_tensor ** nodes;
     size_t                n_nodes;
     size_t                n_capacity;
-    struct block *        blocks; /* the first is the oldest */
+    struct block *        blocks; /* oldest first */
     struct block *        block;  /* being filled */
     struct scratch *      scratch[N_SLOTS];
     bool                  is_sparse;
@@ -81,7 +82,7 @@ void llmaas_graph_begin(llmaas_graph * graph, struct ggml_cgraph * original) {
     }
 }
 
-/* 64-byte aligned; NULL and a failed graph when memory runs out. */
+/* Allocate 64-byte aligned memory. NULL if out of memory, and the graph fails. */
 static void * take(llmaas_graph * graph, size_t size) {
     size = (size + 63) & ~(size_t) 63;
     while (graph->block && graph->block->size - graph->block->used < size && graph->block->next) {

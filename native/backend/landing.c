@@ -1,6 +1,7 @@
-/* llama_state_seq_set_data finds cells for a blob's rows, labels them, and then hands each piece of the blob to the buffer
- * that holds the cells. For the time of one call that buffer is given a function which notes where the pieces should go,
- * and copies nothing: rows can be decoded to their place then, and the blob needs no memory but for its headers. */
+/* llama_state_seq_set_data finds cells for a blob's rows, labels them, and then hands each piece of the blob to the
+ * buffer that holds the cells. For one such call, we replace that buffer's set_tensor function by one that only notes
+ * where the pieces should go. Rows can then be decoded straight to their place, and the blob needs memory for its
+ * headers only. */
 #include "cells.h"
 
 typedef void set_tensor_fn(
@@ -11,8 +12,8 @@ typedef struct notes {
     uint64_t                   n_bytes;
     set_tensor_fn *            original;
     const struct ggml_tensor * tensor; /* of the last piece */
-    const uint8_t *            next;   /* of the blob: what follows that piece */
-    uint8_t *                  last;   /* where it belongs */
+    const uint8_t *            next;   /* the blob's bytes behind that piece */
+    uint8_t *                  last;   /* where that piece belongs */
     llmaas_landing *           landings;
     uint32_t                   n_most, n;
     bool                       is_regular;
@@ -28,7 +29,8 @@ static bool begin_landing(notes * taken, uint8_t * place, uint64_t n_bytes) {
     return true;
 }
 
-/* Another piece of the same tensor: as far from the last one as that was from the one before. */
+/* Note another piece of the same tensor. False unless it is as far from the last piece as that was from the one
+ * before. */
 static bool go_on(const notes * taken, const uint8_t * place, uint64_t n_bytes) {
     llmaas_landing * landing = &taken->landings[taken->n - 1];
     if (place <= taken->last || n_bytes != landing->n_bytes) {
@@ -77,6 +79,7 @@ llmaas_status llmaas_cells_land(llmaas_cells * cells, llmaas_set_data set_data, 
     cells->buffer->iface.set_tensor = taken.original;
     noting = NULL;
     const bool is_whole    = n_read == n_bytes && taken.is_regular && taken.n == n_landings;
-    const bool is_in_a_row = taken.n > 0 && landings[0].n_pieces == 1; /* keys are not transposed: one piece a run */
+    const bool is_in_a_row = taken.n > 0 && landings[0].n_pieces == 1; /* keys are not transposed, so one piece per
+                                                                        * contiguous run */
     return is_whole && is_in_a_row ? LLMAAS_OK : LLMAAS_EUNSUPPORTED;
 }

@@ -13,10 +13,10 @@ struct llmaas_lookup {
     llmaas_io *    io;
     int            fd;
     uint64_t       offset;
-    char *         pages; /* [DEPTH][n_window]: what is being read */
+    char *         pages; /* [DEPTH][n_window]: pages being read */
     size_t         n_window;
     llmaas_io_read reads[DEPTH];
-    char *         rows;    /* [n_room][bytes of a row]: those of a graph, in its order */
+    char *         rows;    /* [n_room][bytes of a row]: the rows of a graph, in its order */
     int32_t *      numbers; /* [n_room]: 0, 1, 2 … */
     size_t         n_room;
     uint64_t       n_read;
@@ -47,7 +47,7 @@ void llmaas_lookup_free(llmaas_lookup * lookup) {
 
 uint64_t llmaas_lookup_read(const llmaas_lookup * lookup) { return lookup->n_read; }
 
-/* A row lies anywhere, so it is read with the whole pages around it. */
+/* Make room for a graph's rows. A row can start anywhere, so it is read with the whole pages around it. */
 static bool make_room(llmaas_lookup * lookup, size_t n_rows, size_t n_bytes) {
     if (!lookup->pages) {
         lookup->n_window = (n_bytes + 2 * PAGE - 2) / PAGE * PAGE;
@@ -71,7 +71,7 @@ struct wanted {
     llmaas_graph *             graph;
     const struct ggml_tensor * numbers; /* I32 [n] */
     int64_t                    n_all;
-    size_t                     n_bytes; /* of a row */
+    size_t                     n_bytes; /* bytes of a row */
 };
 
 static void start(const struct wanted * w, int64_t i, int64_t row) {
@@ -86,7 +86,7 @@ static void start(const struct wanted * w, int64_t i, int64_t row) {
     llmaas_io_start(lookup->io, read);
 }
 
-/* False: it cannot be read. */
+/* Wait for row i and copy it out. False if it cannot be read. */
 static bool finish(const struct wanted * w, int64_t i) {
     const llmaas_io_read * read = &w->lookup->reads[i % DEPTH];
     llmaas_io_wait(w->lookup->io, read);

@@ -1,4 +1,5 @@
-/* Rows of a weight that graphs look up by number (embeddings): a file has them all, and a graph reads those that it asks for. */
+/* Rows of a weight that graphs look up by number (embeddings). A file has all rows; each graph reads those that it asks
+ * for. */
 #ifndef LLMAAS_LOOKUP_H
 #define LLMAAS_LOOKUP_H
 
@@ -8,13 +9,14 @@
 
 typedef struct llmaas_lookup llmaas_lookup;
 
-/* Rows at `offset` of fd, which lives longer. One graph at a time uses them. NULL: memory. */
+/* Look up rows at `offset` of fd, which must outlive the lookup. One graph at a time may use it. NULL if out of
+ * memory. */
 llmaas_lookup * llmaas_lookup_new(int fd, uint64_t offset);
 void            llmaas_lookup_free(llmaas_lookup * lookup);
 
-/* Append what computes `node` (GET_ROWS of the weight). False: memory. */
+/* Append the nodes that compute `node` (GET_ROWS of the weight). False if out of memory. */
 bool llmaas_lookup_rows(llmaas_lookup * lookup, llmaas_graph * graph, struct ggml_tensor * node);
 
-uint64_t llmaas_lookup_read(const llmaas_lookup * lookup); /* bytes so far */
+uint64_t llmaas_lookup_read(const llmaas_lookup * lookup); /* bytes read so far */
 
 #endif

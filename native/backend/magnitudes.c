@@ -1,4 +1,4 @@
-/* Magnitudes of activations. A value takes 3 ns, which is 2 ms a token of a model of 7 G parameters. */
+/* Magnitudes of activations. A value takes 3 ns, so a token of a model of 7 G parameters takes 2 ms. */
 #include "llmaas/tap.h"
 #include "tally.h"
 
@@ -11,7 +11,7 @@ enum { BUCKET_SHIFT = 17, INFINITE_BITS = 0x7F800000, MAGNITUDE_BITS = 0x7FFFFFF
 _Static_assert(INFINITE_BITS >> BUCKET_SHIFT == LLMAAS_MAGNITUDE_BUCKETS, "a bucket for each finite magnitude");
 
 struct llmaas_magnitudes {
-    llmaas_tally tally; /* numbers: values by bucket, whole ones below 2^53; then sums by channel */
+    llmaas_tally tally; /* numbers: counts by bucket (exact integers below 2^53), then sums by channel */
 };
 
 static void count(llmaas_tallied * layer, const float * row, uint32_t n) {
@@ -54,11 +54,11 @@ llmaas_status llmaas_magnitudes_read(llmaas_magnitudes * magnitudes, int layer, 
     if (!counted || !counts || !sums) {
         return LLMAAS_EINVAL;
     }
-    pthread_mutex_lock(&magnitudes->tally.mutex);
+    pthread_mutex_lock(&magnitudes->tally.lock.mutex);
     for (int bucket = 0; bucket < LLMAAS_MAGNITUDE_BUCKETS; bucket++) {
         counts[bucket] = (uint64_t) counted->numbers[bucket];
     }
     memcpy(sums, counted->numbers + LLMAAS_MAGNITUDE_BUCKETS, sizeof *sums * counted->n_channels);
-    pthread_mutex_unlock(&magnitudes->tally.mutex);
+    pthread_mutex_unlock(&magnitudes->tally.lock.mutex);
     return LLMAAS_OK;
 }

@@ -6,7 +6,7 @@
 #include <string.h>
 
 struct llmaas_moments {
-    llmaas_tally tally; /* numbers: the sums, then those of squares */
+    llmaas_tally tally; /* numbers: the sums, then the sums of squares */
 };
 
 static void count(llmaas_tallied * layer, const float * row, uint32_t n) {
@@ -44,10 +44,10 @@ llmaas_status llmaas_moments_read(
         return LLMAAS_EINVAL;
     }
     const size_t n = counted->n_channels;
-    pthread_mutex_lock(&moments->tally.mutex);
+    pthread_mutex_lock(&moments->tally.lock.mutex);
     *n_rows = counted->n_rows;
     memcpy(sums, counted->numbers, sizeof *sums * n);
     memcpy(squares, counted->numbers + n, sizeof *squares * n);
-    pthread_mutex_unlock(&moments->tally.mutex);
+    pthread_mutex_unlock(&moments->tally.lock.mutex);
     return LLMAAS_OK;
 }

@@ -1,6 +1,6 @@
-/* ggml-cpu walks every cell that a graph reaches. Hidden ones cost little each with flash attention, but it deals the
- * cells of a single query out to its threads in equal numbers, so a thread that gets hidden ones leaves the work to the
- * others. Without flash attention a hidden cell costs as much as any. */
+/* ggml-cpu walks every cell that a graph reaches. With flash attention, a hidden cell costs little. But ggml-cpu
+ * divides the cells of a single query evenly among its threads, so a thread with mostly hidden cells leaves the work to
+ * the others. Without flash attention, a hidden cell costs as much as any other. */
 #include "narrow.h"
 
 #include <string.h>
@@ -63,7 +63,7 @@ static struct ggml_tensor * cut(
     return llmaas_cut(graph, tensor, axis, seen->first, seen->n);
 }
 
-/* Scores or probabilities of the range, in the memory of those of all cells. */
+/* Copy the scores or probabilities, shortened to the range; they use the memory of those of all cells. */
 static struct ggml_tensor * shortened(
     llmaas_graph * graph, const struct ggml_tensor * tensor, const llmaas_seen * seen) {
     struct ggml_tensor * part = llmaas_graph_copy(graph, tensor);
@@ -76,8 +76,8 @@ static struct ggml_tensor * shortened(
     return part;
 }
 
-/* ggml-cpu deals out heads instead of cells when a query has more than one stream; this makes each head one. Not with
- * what it looks up by head: sinks and slopes. */
+/* When a query has more than one stream, ggml-cpu deals out heads instead of cells; so make each head a stream. This is
+ * wrong with sinks and slopes, which ggml-cpu looks up by head. */
 static bool can_deal_heads(const struct ggml_tensor * node) {
     float max_bias;
     memcpy(&max_bias, (const char *) node->op_params + sizeof(float), sizeof max_bias);
@@ -130,7 +130,7 @@ struct ggml_tensor * llmaas_narrow_flash(
     return part;
 }
 
-/* llama.cpp's names for what nobody but the next node reads. */
+/* Recognize attention by the name that llama.cpp gives to probabilities, which only the next node reads. */
 static bool is_attention(
     const struct ggml_tensor * scores, const struct ggml_tensor * probabilities, const struct ggml_tensor * result) {
     return llmaas_op_of(scores) == LLMAAS_OP_MUL_MAT && llmaas_op_of(probabilities) == LLMAAS_OP_SOFT_MAX &&

@@ -1,4 +1,4 @@
-/* Attention over those cells only that some query of the graph can see. */
+/* Attention over only those cells that some query of the graph can see. */
 #ifndef LLMAAS_NARROW_H
 #define LLMAAS_NARROW_H
 
@@ -10,14 +10,14 @@ typedef struct llmaas_run {
     int64_t first, n;
 } llmaas_run;
 
-/* What the queries of a mask see. */
+/* The cells that the queries of a mask see. */
 typedef struct llmaas_seen {
     const struct ggml_tensor * mask;
-    int64_t first, n;  /* attention over cells first..first+n-1 is attention over all */
-    bool    is_narrow; /* it is worth it */
-    bool    has_holes; /* there is one query, and many of these cells are hidden from it all the same */
+    int64_t first, n;  /* cells first..first+n-1 include all visible cells */
+    bool    is_narrow; /* the range is worth using */
+    bool    has_holes; /* there is one query, and many cells of the range are hidden from it */
 
-    llmaas_run runs[LLMAAS_MAX_RUNS]; /* instead of them, without FLASH_ATTN_EXT */
+    llmaas_run runs[LLMAAS_MAX_RUNS]; /* visible runs, to use instead of the range without FLASH_ATTN_EXT */
     int        n_runs;                /* 0: the range is as good */
 } llmaas_seen;
 
@@ -26,21 +26,21 @@ typedef struct llmaas_narrow {
     int         n_seen;
 } llmaas_narrow;
 
-/* Read the masks of a graph whose inputs are set. False: nothing of it is worth changing. */
+/* Read the masks of a graph whose inputs are set. Return false if nothing is worth changing. */
 bool llmaas_narrow_read(llmaas_narrow * narrow, const struct ggml_cgraph * graph);
-/* Forget them: nothing is narrowed. */
+/* Forget the masks: nothing is narrowed. */
 void llmaas_narrow_forget(llmaas_narrow * narrow);
 
-/* What stands for a FLASH_ATTN_EXT node; NULL: the node itself. */
+/* Return the replacement of a FLASH_ATTN_EXT node; NULL to keep the node. */
 struct ggml_tensor * llmaas_narrow_flash(
     const llmaas_narrow * narrow, llmaas_graph * graph, const struct ggml_tensor * node);
 
-/* Attention without FLASH_ATTN_EXT is three nodes in a row: scores, probabilities, and the result. What is seen, if
- * nodes[i] is the first of them; NULL: it is not, or they remain as they are. */
+/* Attention without FLASH_ATTN_EXT is three consecutive nodes: scores, probabilities and result. Return what is seen if
+ * nodes[i] is the first of three that should change; else NULL. */
 const llmaas_seen * llmaas_narrow_attention(
     const llmaas_narrow * narrow, const struct ggml_cgraph * original, int i);
 
-/* What stands for the three nodes where a range is seen. False: out of memory, and the graph fails. */
+/* Make the replacements of the three nodes for a range. False if out of memory, and the graph fails. */
 typedef struct llmaas_narrow_nodes {
     struct ggml_tensor *scores, *probabilities, *result;
 } llmaas_narrow_nodes;
@@ -48,18 +48,19 @@ typedef struct llmaas_narrow_nodes {
 bool llmaas_narrow_products(
     const llmaas_seen * seen, llmaas_graph * graph, struct ggml_tensor * const * from, llmaas_narrow_nodes * nodes);
 
-/* Where several runs are seen: append what stands for the scores, and for the result. Probabilities stay. */
+/* Append the replacement of the scores, or of the result, for several runs. The probabilities stay unchanged. */
 void llmaas_runs_scores(const llmaas_seen * seen, llmaas_graph * graph, const struct ggml_tensor * scores);
 void llmaas_runs_result(const llmaas_seen * seen, llmaas_graph * graph, const struct ggml_tensor * result);
 
 /* -- masks (narrow_mask.c) ----------------------------------------------------------------------------------------- */
 
-/* Whether the values are there before the graph is computed, and one mask is for all heads and streams. */
+/* Return whether the mask's values are set before the graph is computed, and one mask serves all heads and streams. */
 bool        llmaas_mask_is_readable(const struct ggml_tensor * mask);
 llmaas_seen llmaas_mask_read(const struct ggml_tensor * mask);
 void        llmaas_mask_find_runs(llmaas_seen * seen);
 
-/* Cells first..first+n-1 of an operand that has cells along `axis`; NULL: out of memory, and the graph fails. */
+/* Return cells first..first+n-1 of an operand whose cells lie along `axis`. NULL if out of memory, and the graph
+ * fails. */
 struct ggml_tensor * llmaas_cut(
     llmaas_graph * graph, const struct ggml_tensor * tensor, int axis, int64_t first, int64_t n);
 

@@ -3,8 +3,9 @@
 
 #include <string.h>
 
-/* llama.cpp's graphs reach a multiple of these, for which all of ggml-cpu's kernels are made. As ranges start at the
- * first cell that is seen, they are what a graph has whose cells begin there: so is the result, bit for bit. */
+/* llama.cpp's graphs reach a multiple of this many cells, for which all of ggml-cpu's kernels are made. A range starts
+ * at the first visible cell. So it equals the range of a graph whose cells begin there, and the result is
+ * bit-identical. */
 enum { N_STEP = 256 };
 
 static uint64_t hidden_word(enum ggml_type type) {
@@ -19,7 +20,7 @@ static bool is_word(const char * row, size_t size, uint64_t word, int64_t column
     return memcmp(row + (size_t) column * size, &word, sizeof word) == 0;
 }
 
-/* The first column before `end` that is seen, or `end`. */
+/* Return the first visible column before `end`, or `end`. */
 static int64_t first_seen(const char * row, size_t size, uint64_t word, int64_t end) {
     const int64_t step   = (int64_t) (sizeof word / size);
     int64_t       column = 0;
@@ -32,7 +33,7 @@ static int64_t first_seen(const char * row, size_t size, uint64_t word, int64_t 
     return column;
 }
 
-/* Behind the last of n columns that is seen, if that is more than `start`; otherwise `start`. */
+/* Return the column behind the last visible one of n, or `start` if that is larger. */
 static int64_t end_seen(const char * row, size_t size, uint64_t word, int64_t start, int64_t n) {
     const int64_t step = (int64_t) (sizeof word / size);
     while (n - step >= start && is_word(row, size, word, n - step)) {
@@ -52,7 +53,6 @@ static int64_t count_hidden(const char * row, size_t size, uint64_t word, int64_
     return n_hidden;
 }
 
-/* Whether the values are there before the graph is computed, and one mask is for all heads and streams. */
 bool llmaas_mask_is_readable(const struct ggml_tensor * mask) {
     return mask && llmaas_op_of(mask) == LLMAAS_OP_NONE && mask->data && ggml_is_contiguous(mask) &&
            mask->ne[2] * mask->ne[3] == 1 && (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32);
@@ -70,7 +70,7 @@ llmaas_seen llmaas_mask_read(const struct ggml_tensor * mask) {
     }
     llmaas_seen seen = {.mask = mask, .n = n_cells};
     if (first >= end) {
-        return seen; /* a graph of no use */
+        return seen; /* a graph without visible cells */
     }
     const int64_t n = (end - first + N_STEP - 1) / N_STEP * N_STEP;
     if (n + N_STEP <= n_cells) {
@@ -82,9 +82,9 @@ llmaas_seen llmaas_mask_read(const struct ggml_tensor * mask) {
     return seen;
 }
 
-/* -- several runs -------------------------------------------------------------------------------------------------- */
+/* -- runs of cells ------------------------------------------------------------------------------------------------- */
 
-/* Cells are looked at in blocks, so that the kernels get multiples of these. */
+/* Cells are treated in blocks, so that the kernels get multiples of N_BLOCK. */
 enum { N_BLOCK = 64, MAX_BLOCKS = 4096 };
 
 static void see_blocks(const struct ggml_tensor * mask, bool * is_seen) {
@@ -98,7 +98,7 @@ static void see_blocks(const struct ggml_tensor * mask, bool * is_seen) {
     }
 }
 
-/* Make runs of the blocks that are seen, and of those in gaps of less than N_STEP between them. */
+/* Make runs of the visible blocks; join those with a gap of less than N_STEP cells between them. */
 static void join_blocks(const bool * is_seen, int64_t n_blocks, llmaas_seen * seen) {
     int64_t end = -N_STEP;
     for (int64_t i = 0; i < n_blocks; ++i) {

@@ -1,5 +1,5 @@
-/* Attention without FLASH_ATTN_EXT over cells that lie in several places: scores and results are multiplied run by run.
- * Softmax is over all cells, which costs it little, so that taps see what they always see. */
+/* Attention without FLASH_ATTN_EXT over cells in several places: scores and results are multiplied run by run. Softmax
+ * covers all cells, which costs it little, so that taps see all probabilities as usual. */
 #include "narrow.h"
 
 #include <string.h>
@@ -18,7 +18,7 @@ static void add_gap(gaps * all, int64_t first, int64_t end) {
     }
 }
 
-/* The mask hides these, whatever number is there, but there must be one. */
+/* Clear the gaps. The mask hides their scores, whatever their value, but they must be numbers. */
 static void clear_gaps(void * arg, int ith, int nth) {
     const gaps *  all    = arg;
     const int64_t n_rows = ggml_nrows(all->scores);

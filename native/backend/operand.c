@@ -37,7 +37,7 @@ void llmaas_operand_free(llmaas_operand * operand) {
 
 uint32_t llmaas_operand_width(const llmaas_operand * operand) { return operand->n_channels; }
 
-/* -- streamed ---------------------------------------------------------------------------------------------------- */
+/* -- streamed channels ------------------------------------------------------------------------------------------- */
 
 bool llmaas_operand_stream(llmaas_operand * operand, llmaas_stream * stream) {
     const size_t n = operand->n_channels, n_fit = LLMAAS_PIECE_BYTES / operand->n_bytes, n_each = n_fit ? n_fit : 1;
@@ -62,7 +62,7 @@ bool llmaas_operand_stream(llmaas_operand * operand, llmaas_stream * stream) {
     return ok;
 }
 
-/* Those of its pieces that are not kept are read by then, and stay. */
+/* The step that waits for the pieces comes first: pieces that are not kept are read by then, and stay. */
 bool llmaas_operand_use_pieces(llmaas_operand * operand, llmaas_stream * stream) {
     const llmaas_streamed * s = &operand->streamed;
     size_t                  n = 0;
@@ -87,7 +87,7 @@ const char * llmaas_operand_streamed(const llmaas_operand * operand, uint32_t ch
     return data + (size_t) (place - piece * s->n_each) * operand->n_bytes;
 }
 
-/* -- in slots ---------------------------------------------------------------------------------------------------- */
+/* -- channels in slots ------------------------------------------------------------------------------------------- */
 
 static llmaas_pool * pool_of(llmaas_pool ** pools, uint32_t number, size_t n_bytes) {
     for (llmaas_pool * pool = *pools; pool; pool = pool->next) {
@@ -116,7 +116,7 @@ void llmaas_pools_free(llmaas_pool * pools) {
     }
 }
 
-/* What stands for the uses of channel i of the n in the file: those in front have more. */
+/* Return a use count that stands for the rank of channel i of n in the file: earlier channels get more. */
 static uint32_t rank(size_t i, size_t n) { return (uint32_t) ((n - i) * LLMAAS_SLOTS_COUNTS / n); }
 
 bool llmaas_operand_share(llmaas_operand * operand, llmaas_pool ** pools, uint32_t number) {
@@ -132,9 +132,9 @@ bool llmaas_operand_share(llmaas_operand * operand, llmaas_pool ** pools, uint32
     return true;
 }
 
-/* -- predicted --------------------------------------------------------------------------------------------------- */
+/* -- predicted operands ------------------------------------------------------------------------------------------ */
 
-/* Several lie in the same records, one behind the other. */
+/* Several predicted operands must lie in the same records, one after another. */
 bool llmaas_operand_predicts(const llmaas_operand * predictor, int fd, const llmaas_operand_spec * spec) {
     const llmaas_operand * first = predictor->first_predicted, * last = first;
     if (spec->cache == LLMAAS_CHANNELS_STREAMED || spec->n_channels != predictor->n_channels) {

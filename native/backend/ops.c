@@ -7,7 +7,8 @@ uint8_t llmaas_ops[LLMAAS_MAX_OPS];
 
 static enum ggml_op numbers[LLMAAS_N_OPS];
 
-/* ggml_op_name() reads behind its table for a number that ggml does not have. This one it has, and it is the last. */
+/* Return the largest operation number. ggml_op_name() reads past its table for a number that ggml does not have; GLU is
+ * the last one that it has. */
 static uint32_t last_number(void) {
     const struct ggml_init_params params = {.mem_size = 4 * ggml_tensor_overhead(), .no_alloc = true};
     struct ggml_context *         ctx    = ggml_init(params);
@@ -17,7 +18,7 @@ static uint32_t last_number(void) {
 }
 
 #define NAME(name) #name,
-static const char * const names[] = {"", LLMAAS_OPS(NAME)}; /* by ours */
+static const char * const names[] = {"", LLMAAS_OPS(NAME)}; /* by our number */
 #undef NAME
 
 static enum llmaas_op named(const char * name) {

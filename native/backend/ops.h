@@ -1,5 +1,5 @@
-/* Operations of ggml by name. Their numbers move between releases, their names do not: nothing here uses a number that it
- * was compiled with, so one build serves every release that check_versions() in abi.c admits. */
+/* ggml's operations, by name. Their numbers change between releases; their names do not. Nothing here uses a number
+ * from compile time, so one build serves every release that check_versions() in abi.c admits. */
 #ifndef LLMAAS_OPS_H
 #define LLMAAS_OPS_H
 
@@ -19,15 +19,15 @@
 enum llmaas_op { LLMAAS_OP_OTHER, LLMAAS_OPS(LLMAAS_ENUM) LLMAAS_N_OPS };
 #undef LLMAAS_ENUM
 
-/* The compiled numbers are an error from here on. */
+/* From here on, using a compiled number is a compile error. */
 #define LLMAAS_PRAGMA(text) _Pragma(#text)
 #define LLMAAS_POISON(name) LLMAAS_PRAGMA(GCC poison GGML_OP_##name)
 LLMAAS_OPS(LLMAAS_POISON)
 #undef LLMAAS_POISON
 #undef LLMAAS_PRAGMA
 
-/* Look up the numbers of this process' ggml. NULL, or one sentence: what is missing. Until then every operation is
- * LLMAAS_OP_OTHER. llmaas_abi_problem() calls it. */
+/* Look up the operation numbers of this process's ggml. Return one sentence that names what is missing, or NULL. Before
+ * this call, made by llmaas_abi_problem(), every operation is LLMAAS_OP_OTHER. */
 const char * llmaas_ops_problem(void);
 
 #define LLMAAS_MAX_OPS 256
@@ -41,7 +41,7 @@ static inline bool llmaas_is_product(const struct ggml_tensor * tensor) {
     return llmaas_op_of(tensor) == LLMAAS_OP_MUL_MAT || llmaas_op_of(tensor) == LLMAAS_OP_MUL_MAT_ID;
 }
 
-/* ggml's number of an operation in the list. */
+/* Return ggml's number of an operation in the list. */
 enum ggml_op llmaas_op_number(enum llmaas_op op);
 
 #endif

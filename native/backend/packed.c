@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-/* A buffer in which nothing lies: products look at its type only. */
+/* An empty buffer: products only look at its type. */
 static ggml_backend_buffer_t marker;
 static pthread_once_t        marker_once = PTHREAD_ONCE_INIT;
 
@@ -54,7 +54,7 @@ llmaas_status llmaas_repack(int32_t type, const int64_t * ne, const void * plain
     return LLMAAS_OK;
 }
 
-/* Rows that hold no byte twice in a row, repacked: FNV-1a of that. */
+/* Repack rows in which no byte repeats its neighbor; return the FNV-1a hash of the result. */
 static uint64_t probe(int32_t type, const int64_t * ne, size_t n_bytes) {
     uint8_t * plain = malloc(2 * n_bytes), * packed = plain + n_bytes;
     uint64_t  hash  = 14695981039346656037u;
@@ -67,13 +67,13 @@ static uint64_t probe(int32_t type, const int64_t * ne, size_t n_bytes) {
         }
     }
     free(plain);
-    return hash | 1; /* 0: not repacked */
+    return hash | 1; /* 0 means: not repacked */
 }
 
-/* Which layout a type has depends on the number of rows only in whether it has one. */
+/* The number of rows affects only whether a type is repacked, not its layout, so a small weight is probed. */
 uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne) {
     enum { ROWS = 16, BLOCKS = 2 };
-    static _Atomic uint64_t found[GGML_TYPE_COUNT]; /* threads that meet here find the same */
+    static _Atomic uint64_t found[GGML_TYPE_COUNT]; /* racing threads store the same value */
     if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size((enum ggml_type) type) == 0) {
         return 0;
     }

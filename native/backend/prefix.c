@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* -- by tensor ----------------------------------------------------------------------------------------------------- */
+/* -- lookup by tensor ---------------------------------------------------------------------------------------------- */
 
 void llmaas_prefixes_free(llmaas_prefixes * prefixes) {
     free(prefixes->all);
@@ -50,7 +50,7 @@ static llmaas_prefix * find(const llmaas_prefixes * prefixes, const struct ggml_
     return number ? &prefixes->all[number - 1] : NULL;
 }
 
-/* The one that stands for all that it is joined with. */
+/* Return the number of the prefix that represents the whole joined set. */
 static size_t root(const llmaas_prefixes * prefixes, const llmaas_prefix * prefix) {
     size_t at = prefix->joined;
     while (prefixes->all[at].joined != at) {
@@ -74,9 +74,9 @@ static void join(llmaas_prefixes * prefixes, const llmaas_prefix * one, const ll
     prefixes->all[b].joined  = a;
 }
 
-/* -- through a graph ----------------------------------------------------------------------------------------------- */
+/* -- walking through a graph --------------------------------------------------------------------------------------- */
 
-/* NULL: out of memory. */
+/* Add a prefix. NULL if out of memory. */
 static llmaas_prefix * add(llmaas_prefixes * prefixes, const struct ggml_cgraph * graph, const llmaas_prefix * prefix) {
     llmaas_prefix * all = llmaas_grown(prefixes->all, prefixes->n, &prefixes->n_capacity, sizeof *all);
     if (!all) {
@@ -94,7 +94,7 @@ static llmaas_prefix * add(llmaas_prefixes * prefixes, const struct ggml_cgraph 
     return &all[number];
 }
 
-/* Take notice that a node reads prefixes, which hold together from then on. The first of them; NULL: it reads none. */
+/* Count the prefixes that a node reads as read, and join them. Return the first; NULL if the node reads none. */
 static const llmaas_prefix * read_operands(llmaas_prefixes * prefixes, const struct ggml_tensor * node) {
     const llmaas_prefix * first = NULL;
     for (int i = 0; i < GGML_MAX_SRC && prefixes->n_unread > 0; i++) {
@@ -111,13 +111,13 @@ static const llmaas_prefix * read_operands(llmaas_prefixes * prefixes, const str
     return first;
 }
 
-/* Whether a product has no columns for what is not in its operand's prefix. */
+/* Return whether a product's columns all lie within its operand's prefix. */
 static bool is_end(const struct ggml_tensor * node, llmaas_extent part, const llmaas_prefix * operand) {
     return operand->of == node->src[1] && node->src[0] != node->src[1] && operand->axis == 0 &&
            operand->period == node->src[1]->ne[0] && part.n_columns <= operand->n;
 }
 
-/* A node that reads a prefix. False: out of memory. */
+/* Find the prefix of a node that reads one. False if out of memory. */
 static bool follow(
     llmaas_prefixes * prefixes, const struct ggml_cgraph * graph, const struct ggml_tensor * node,
     const llmaas_prefix * operand) {
@@ -137,7 +137,7 @@ static bool follow(
     return added != NULL;
 }
 
-/* A product with a claimed weight: the beginning of prefixes, or their end. */
+/* Visit a product with a claimed weight: it begins prefixes, or ends them. */
 static bool visit_product(
     llmaas_prefixes * prefixes, const struct ggml_cgraph * graph, const struct ggml_tensor * node, llmaas_extent part,
     const llmaas_prefix * operand) {
@@ -172,7 +172,7 @@ bool llmaas_prefixes_find(
         }
     }
     for (size_t i = 0; i < prefixes->n; i++) {
-        if (prefixes->all[i].n_unread > 0) { /* by a node that comes later: an app looks at this one, perhaps */
+        if (prefixes->all[i].n_unread > 0) { /* a later node reads it; perhaps an app looks at this one */
             make_void(prefixes, &prefixes->all[i]);
         }
     }
@@ -187,7 +187,7 @@ static void close_gaps(struct ggml_tensor * tensor) {
     }
 }
 
-/* Where its values are: those of a view are another tensor's. */
+/* Set the strides and, for views, the data pointer, which is another tensor's. */
 static void lay_out(struct ggml_tensor * node, const struct ggml_tensor * from) {
     close_gaps(node);
     if (llmaas_op_of(node) == LLMAAS_OP_RESHAPE || llmaas_op_of(node) == LLMAAS_OP_VIEW) {

@@ -1,4 +1,4 @@
-/* What nodes make of a prefix. Whatever is not listed here needs all of its operands. */
+/* How nodes pass a prefix on. Any node not listed here needs all of its operands. */
 #include "prefix.h"
 
 #include <string.h>
@@ -12,8 +12,8 @@ static bool is_apart(const struct ggml_tensor * a, const struct ggml_tensor * b)
     return from_a + ggml_nbytes(a) <= from_b || from_b + ggml_nbytes(b) <= from_a;
 }
 
-/* An operand of a node that has the shape of `from`: it has the same prefix, or what it has there can be cut off, or is the
- * same for all. Narrowed nodes have no gaps, so one must not be written over an operand that has. */
+/* Return whether an operand fits a node that has the shape of `from`: it has the same prefix, can be cut to it, or has
+ * one value for the whole axis. Narrowed nodes have no gaps, so a node must not overwrite an operand that has gaps. */
 static bool goes_with(
     const llmaas_prefixes * prefixes, const struct ggml_tensor * node, const struct ggml_tensor * operand,
     const llmaas_prefix * from) {
@@ -33,9 +33,10 @@ static bool follow_elements(
            (!second || goes_with(prefixes, node, second, from));
 }
 
-/* -- the same values in another shape ------------------------------------------------------------------------------ */
+/* -- reshapes ------------------------------------------------------------------------------------------------------ */
 
-/* In the order of its values, a prefix is the first of each so many; so it is in the other shape, if that has an axis for it. */
+/* Find the prefix in another shape of the same values. In memory order, a prefix is the first n of every `period`
+ * values. The same holds in the other shape, if an axis there matches. */
 static bool follow_shape(const struct ggml_tensor * node, const llmaas_prefix * from, llmaas_prefix * to) {
     int64_t n_each = 1;
     for (int i = 0; i < from->axis; i++) {
@@ -63,14 +64,16 @@ static bool is_reshape(const struct ggml_tensor * view) {
 
 /* -- heads --------------------------------------------------------------------------------------------------------- */
 
-/* Heads of queries share those of keys and values in groups; n heads are the first groups, or share one. */
+/* Return whether n heads are whole groups. Query heads share the heads of keys and values in groups: n heads must be
+ * the first groups, or all heads share one. */
 static bool are_groups(int64_t n_heads, const struct ggml_tensor * shared, int64_t n) {
     return shared->ne[2] == 1 || n % (n_heads / shared->ne[2]) == 0;
 }
 
 static bool has_slopes(const struct ggml_tensor * node) {
     float max_bias;
-    memcpy(&max_bias, (const char *) node->op_params + sizeof(float), sizeof max_bias); /* of both operations */
+    memcpy(&max_bias, (const char *) node->op_params + sizeof(float), sizeof max_bias); /* at the same place for both
+                                                                                         * operations */
     return max_bias != 0.0f;
 }
 
@@ -87,7 +90,7 @@ static bool follow_soft_max(const struct ggml_tensor * node, const llmaas_prefix
     return from->axis == 2 && is_for_all_heads(node->src[1]) && !node->src[2] && !has_slopes(node);
 }
 
-/* Rows of the second operand, or heads: products do not depend on each other. */
+/* Follow a product along rows of the second operand, or along heads: those are computed independently. */
 static bool follow_product(const struct ggml_tensor * node, const llmaas_prefix * from) {
     switch (from->axis) {
         case 1:
@@ -102,7 +105,7 @@ static bool follow_product(const struct ggml_tensor * node, const llmaas_prefix 
 
 /* -- nodes --------------------------------------------------------------------------------------------------------- */
 
-/* Whether it is the only operand with a prefix. */
+/* Return whether operand i is the tensor of `from`, and the only operand with a prefix. */
 static bool is_alone(const llmaas_prefixes * prefixes, const struct ggml_tensor * node, int i, const llmaas_prefix * from) {
     bool is = node->src[i] == from->of;
     for (int other = 0; is && other < GGML_MAX_SRC; other++) {

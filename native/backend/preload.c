@@ -10,8 +10,9 @@
 enum {
     MAX_BATCHES = 16,
     MAX_WINDOWS = 4096,
-    DEPTH_SHARE = 4, /* so many reads fewer are under way than on demand, which must not wait for all of them */
-    RING_READS  = 4, /* that memory has room for at least */
+    DEPTH_SHARE = 4, /* preloading uses 1/4 of the reads in flight that demand uses, which must not wait for all of
+                      * them */
+    RING_READS  = 4, /* reads that the memory has room for at least */
 };
 
 typedef struct batch {
@@ -19,8 +20,8 @@ typedef struct batch {
     int               fd;
     llmaas_gathered * pieces;
     size_t            n, n_capacity, n_started;
-    size_t            n_windows; /* that hold what was started */
-    bool              is_last, is_over; /* it is used for the last time; it was */
+    size_t            n_windows; /* windows that hold the started pieces */
+    bool              is_last, is_over; /* in use for the last time; no longer in use */
 } batch;
 
 struct llmaas_preload {
@@ -30,12 +31,12 @@ struct llmaas_preload {
     batch            batches[MAX_BATCHES]; /* a ring */
     size_t           first, n;
     batch *          used; /* NULL: none */
-    size_t           begin, end, next; /* its windows, and the next one to look at */
+    size_t           begin, end, next; /* range of its windows, and the next one to look at */
 
     llmaas_preload_stats stats;
 };
 
-/* -- life -------------------------------------------------------------------------------------------------------- */
+/* -- creation and destruction ------------------------------------------------------------------------------------ */
 
 llmaas_preload * llmaas_preload_new(void) { return calloc(1, sizeof(llmaas_preload)); }
 
@@ -52,7 +53,7 @@ void llmaas_preload_free(llmaas_preload * preload) {
 
 llmaas_preload_stats llmaas_preload_read_stats(const llmaas_preload * preload) { return preload->stats; }
 
-/* NULL: there is no memory for them, or too little. */
+/* Create the windows. NULL if out of memory, or if n_memory is too small. */
 static llmaas_windows * windows_new(llmaas_reading reading, size_t n_memory) {
     const size_t n_most = n_memory / RING_READS / PAGE * PAGE;
     if (n_most == 0 || reading.depth == 0) {
@@ -125,7 +126,7 @@ static void release_first(llmaas_preload * preload) {
     llmaas_windows_release(preload->windows);
 }
 
-/* Release what is over, as far as it is not under way. */
+/* Release the batches that are over, up to the first read in flight. */
 static void release_batches(llmaas_preload * preload) {
     for (; preload->n > 0 && batch_at(preload, 0)->is_over; preload->n--) {
         batch * b = batch_at(preload, 0);
@@ -139,7 +140,7 @@ static void release_batches(llmaas_preload * preload) {
     }
 }
 
-/* False: there was no room for all. */
+/* Start a batch's reads. False if there was no room for all. */
 static bool start_reads(llmaas_preload * preload, batch * b) {
     while (b->n_started < b->n) {
         const size_t n = llmaas_windows_start(
@@ -165,7 +166,7 @@ void llmaas_preload_pump(llmaas_preload * preload) {
     llmaas_windows_poll(preload->windows);
 }
 
-/* -- using ------------------------------------------------------------------------------------------------------- */
+/* -- using batches ----------------------------------------------------------------------------------------------- */
 
 void llmaas_preload_use(llmaas_preload * preload, const void * key, bool is_last) {
     if (preload->used) {

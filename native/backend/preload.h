@@ -1,7 +1,7 @@
-/* Preloading: pieces of a file that will be needed soon, as far as can be told, are read while something else is computed.
+/* Preloading: pieces of a file that are predicted to be needed soon are read while something else is computed.
  *
- * They come in batches, which are used in the order in which they are made, and until then lie where they were read to. Nothing
- * is read behind the caller's back. */
+ * Pieces come in batches, used in the order in which they were made; until then they stay where they were read to.
+ * Reads proceed only inside these calls. */
 #ifndef LLMAAS_PRELOAD_H
 #define LLMAAS_PRELOAD_H
 
@@ -12,37 +12,39 @@
 typedef struct llmaas_preload llmaas_preload;
 
 typedef struct llmaas_preload_stats {
-    uint64_t n_read;   /* bytes so far */
-    uint64_t n_wasted; /* of them, those that nobody has used */
+    uint64_t n_read;   /* bytes read so far */
+    uint64_t n_wasted; /* bytes of n_read that nobody used */
 } llmaas_preload_stats;
 
-/* NULL: memory. */
+/* Create a preload. NULL if out of memory. */
 llmaas_preload *     llmaas_preload_new(void);
 void                 llmaas_preload_free(llmaas_preload * preload);
 llmaas_preload_stats llmaas_preload_read_stats(const llmaas_preload * preload);
 
-/* Nothing is read ahead before both are set, nor where there is no such memory; outside of graphs. `reading`: of what is read on
- * demand, nothing is left to us. */
+/* Set how pieces are read, or the bytes of memory for them; not while a graph is computed. Nothing is read ahead until
+ * both are set, or if there is no such memory. `reading`: the setting for reads on demand, without defaults. */
 void   llmaas_preload_set_reading(llmaas_preload * preload, const llmaas_reading * reading);
 void   llmaas_preload_set_memory(llmaas_preload * preload, uint64_t n_bytes);
-size_t llmaas_preload_memory(const llmaas_preload * preload); /* that it has, all of it in RAM */
+size_t llmaas_preload_memory(const llmaas_preload * preload); /* bytes it has, all in RAM */
 
-/* A batch of fd, which is known by `key`. False: there are too many, one of that key, or nothing is read ahead. */
+/* Begin a batch of pieces of fd, identified by `key`. False if there are too many batches, one with that key exists, or
+ * nothing is read ahead. */
 bool llmaas_preload_begin(llmaas_preload * preload, const void * key, int fd);
-/* A piece of the last batch, behind those that it has. False: memory. */
+/* Append a piece to the last batch. False if out of memory. */
 bool llmaas_preload_want(llmaas_preload * preload, uint64_t offset, uint32_t n_bytes);
-/* Start reads that there is room for. */
+/* Start the reads that there is room for. */
 void llmaas_preload_pump(llmaas_preload * preload);
 
-/* Use the batch of this key from now on, if there is one: what is not on its way is not read any more. What was found before in
- * another that was used for the last time is void. */
+/* Use the batch of this key from now on, if there is one. Its reads that have not started are dropped. Pieces found
+ * before, in a batch used for the last time, become invalid. */
 void llmaas_preload_use(llmaas_preload * preload, const void * key, bool is_last);
-/* Where a piece is, or will be, until the next use. From one call to the next offsets rise. NULL: it was not read ahead. */
+/* Return where a piece is, or will be, until the next llmaas_preload_use(). Offsets must ascend from call to call. NULL
+ * if the piece was not read ahead. */
 const char * llmaas_preload_find(llmaas_preload * preload, uint64_t offset, uint32_t n_bytes);
-/* Wait until all that was found is there. False: a read failed. */
+/* Wait until all pieces that were found are read. False if a read failed. */
 bool         llmaas_preload_await(llmaas_preload * preload);
 
-/* Give up everything. */
+/* Drop all batches. */
 void llmaas_preload_end(llmaas_preload * preload);
 
 #endif

@@ -1,4 +1,4 @@
-/* Products with claimed weights: what part of which weight stands for a node. */
+/* Products with claimed weights: which part of which weight computes a node. */
 #include "rows.h"
 #include "weights.h"
 
@@ -21,7 +21,7 @@ struct ggml_tensor * llmaas_product_of(
     return product;
 }
 
-/* Rows that were not computed are zero, as if the weight's other rows were. */
+/* Rows that were not computed are set to zero, as if the weight's other rows were zero. */
 struct rest {
     struct ggml_tensor * node;
     int64_t              n_rows;

@@ -1,5 +1,5 @@
-/* The device that makes engines, and its place in ggml's registry, which has no lock: other threads read it at any time, by
- * calls that nobody announces. So it changes in llmaas_register and llmaas_unregister only. */
+/* The device that makes engines, and its entry in ggml's registry. The registry has no lock, and other threads read it
+ * at any time, in calls that nobody announces. So it changes only in llmaas_register and llmaas_unregister. */
 #include "buffer.h"
 #include "cpu.h"
 #include "engine.h"
@@ -8,16 +8,17 @@
 #include <string.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER; /* no announced call is under way */
-static uint32_t        n_users;  /* llmaas_register, less llmaas_unregister */
-static uint32_t        n_calls;  /* loads and creations under way */
+static pthread_cond_t  idle = PTHREAD_COND_INITIALIZER; /* signaled when an announced call ends */
+static uint32_t        n_users;  /* calls of llmaas_register minus calls of llmaas_unregister */
+static uint32_t        n_calls;  /* loads and creations in progress */
 static uint32_t        n_engines;
 static bool            is_registered;
 
-/* Calls that this thread is in: a callback of one may unregister, and must not wait for itself. */
+/* Announced calls that this thread is inside. A callback of such a call may unregister, and must not wait for
+ * itself. */
 static _Thread_local uint32_t n_calls_here;
 
-/* What this thread creates. */
+/* The context that this thread is creating. */
 static _Thread_local struct {
     bool             is_on;
     llmaas_weights * weights;
@@ -26,8 +27,9 @@ static _Thread_local struct {
 
 /* -- thread pools ------------------------------------------------------------------------------------------------ */
 
-/* llama.cpp gives a context's thread pool to the CPU backend of its own only, just before each graph, through a function it
- * asks ggml-cpu's registry for. While we are registered or there are engines, that function also tells us. */
+/* llama.cpp gives a context's thread pool only to its own CPU backend, just before each graph, through a function that
+ * it gets from ggml-cpu's registry. While our backend is registered or an engine exists, we replace that function so
+ * that we learn of the pool. */
 static void * (*cpu_proc_address)(ggml_backend_reg_t, const char *);
 
 static void set_threadpool(ggml_backend_t backend, ggml_threadpool_t pool) {
@@ -56,7 +58,7 @@ static const char * get_description(ggml_backend_dev_t dev) {
 
 static void get_memory(ggml_backend_dev_t dev, size_t * free_bytes, size_t * total) {
     (void) dev;
-    *free_bytes = *total = 0; /* the CPU's, which reports it */
+    *free_bytes = *total = 0; /* it is the CPU's memory, which the CPU device reports */
 }
 
 static enum ggml_backend_dev_type get_type(ggml_backend_dev_t dev) {
@@ -71,7 +73,7 @@ static void get_props(ggml_backend_dev_t dev, struct ggml_backend_dev_props * pr
     props->type        = get_type(dev);
 }
 
-/* A context that nobody announced gets a plain CPU backend. */
+/* Create an engine for an announced context; any other context gets a plain CPU backend. */
 static ggml_backend_t init_backend(ggml_backend_dev_t dev, const char * params) {
     (void) params;
     if (!creation.is_on || creation.made) {
@@ -89,14 +91,14 @@ static ggml_backend_t init_backend(ggml_backend_dev_t dev, const char * params) 
 
 static ggml_backend_buffer_type_t get_buffer_type(ggml_backend_dev_t dev) {
     (void) dev;
-    return ggml_backend_cpu_buffer_type(); /* what graphs compute is allocated here */
+    return ggml_backend_cpu_buffer_type(); /* graph results are allocated here */
 }
 
 static bool is_ours(const struct ggml_tensor * tensor) {
     return tensor && tensor->buffer && ggml_backend_buffer_get_type(tensor->buffer) == llmaas_buffers();
 }
 
-/* What ggml-cpu can do, also on weights in our buffers, which it would not take. */
+/* Support what ggml-cpu supports, also for weights in our buffers, which ggml-cpu itself would reject. */
 static bool supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
     (void) dev;
     if (!is_ours(op->src[0])) {
@@ -133,7 +135,8 @@ static ggml_backend_dev_t reg_device(ggml_backend_reg_t reg, size_t index) {
     return index == 0 ? &llmaas_device : NULL;
 }
 
-/* Engines are CPU backends, so ggml-cpu's functions set their threads and abort callback. Its features are listed once. */
+/* Engines are CPU backends, so ggml-cpu's functions set their threads and abort callback. Features are not repeated,
+ * since ggml-cpu lists them. */
 static void * reg_proc_address(ggml_backend_reg_t reg, const char * name) {
     (void) reg;
     if (strcmp(name, "ggml_backend_get_features") == 0) {
@@ -162,7 +165,7 @@ struct ggml_backend_device llmaas_device = {
     .reg = &registry,
 };
 
-/* These three with the lock held. */
+/* Call these three with the lock held. */
 
 static void add_device(void) {
     const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
@@ -175,7 +178,7 @@ static void add_device(void) {
     is_registered = true;
 }
 
-/* The function that tells us of thread pools: engines need it as long as they live. */
+/* Restore the function that tells us of thread pools, once nothing is registered and no engine needs it. */
 static void restore_if_unused(void) {
     const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
     if (!is_registered && n_engines == 0 && cpu_proc_address && cpu->iface.get_proc_address == get_cpu_proc_address) {
@@ -190,16 +193,24 @@ static void remove_device(void) {
     restore_if_unused();
 }
 
-/* A child must not find the lock held by a thread that it does not have. */
+/* Take the lock around a fork, so that the child does not find it held by a thread that it does not have. The child
+ * counts only its own calls, so it does not wait for such threads. */
 static void hold(void) { pthread_mutex_lock(&lock); }
 static void let_go(void) { pthread_mutex_unlock(&lock); }
+
+static void start_anew(void) {
+    n_calls = n_calls_here;
+    pthread_cond_init(&idle, NULL);
+    pthread_mutex_init(&lock, NULL);
+}
 
 /* -- the API ----------------------------------------------------------------------------------------------------- */
 
 static const char *   refusal;
 static pthread_once_t checked = PTHREAD_ONCE_INIT;
 
-/* Another accelerator would take the larger products before us, and no plugin would see them. */
+/* Return the problem of another accelerator: it would get the larger products before us, and no plugin would see
+ * them. */
 static const char * accelerator_problem(void) {
     static char problem[128];
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
@@ -214,7 +225,7 @@ static const char * accelerator_problem(void) {
 }
 
 static void check(void) {
-    pthread_atfork(hold, let_go, let_go);
+    pthread_atfork(hold, let_go, start_anew);
     refusal = llmaas_abi_problem();
     if (!refusal) {
         refusal = accelerator_problem();

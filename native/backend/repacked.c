@@ -8,28 +8,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ggml-cpu interleaves this many rows of a weight and, for its gemm, this many rows of activations. */
+/* Rows of a weight that ggml-cpu interleaves, and rows of activations that its gemm interleaves. */
 enum { GROUP = 8, BATCH = 4 };
 
-/* Columns of activations that are quantised at a time: a multiple of every type's block. */
+/* Columns of activations that are quantized at a time: a multiple of every type's block. */
 enum { PIECE = 512 };
 
-enum { LINE = 64 }; /* of the cache */
+enum { LINE = 64 }; /* cache line */
 
-/* Of a group, bytes that are fetched ahead where groups are multiplied one by one: the processor finds the others. */
+/* Bytes of a group that are prefetched when groups are multiplied one by one; the processor prefetches the rest. */
 enum { AHEAD = 2048 };
 
-/* A quantised row that a thread has room for on its stack. */
+/* Largest quantized row that a thread keeps on its stack. */
 enum { ALONE_MAX = 32 * 1024 };
 
-/* Weight that a thread packs at a time: gemm walks over it again and again, so it must stay in a core's second-level
- * cache beside a batch of activations, over which it walks once for each. */
+/* Bytes of weight that a thread packs at a time. gemm walks over them once for each batch of activations, so both must
+ * stay in a core's second-level cache. */
 enum { PACKED_MAX = 192 * 1024 };
 
 typedef void (*gem_kernel)(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc);
-typedef void (*quantise_kernel)(const float * x, void * vy, int64_t k);
+typedef void (*quantize_kernel)(const float * x, void * vy, int64_t k);
 
-/* ggml-cpu exports its kernels but declares them in no public header. Weak: a build may lack some. */
+/* ggml-cpu exports its kernels but declares them in no public header. They are weak, as a build may lack some. */
 #define KERNELS(name)                                                                                        \
     __attribute__((weak)) void ggml_gemv_##name(int, float *, size_t, const void *, const void *, int, int); \
     __attribute__((weak)) void ggml_gemm_##name(int, float *, size_t, const void *, const void *, int, int)
@@ -42,13 +42,14 @@ KERNELS(q4_K_8x8_q8_K);
 __attribute__((weak)) void ggml_quantize_mat_q8_0_4x8(const float *, void *, int64_t);
 __attribute__((weak)) void ggml_quantize_mat_q8_K_4x8(const float *, void *, int64_t);
 
-/* How ggml-cpu multiplies a type's groups; the type of a row of activations alone, and of an interleaved batch. */
+/* How ggml-cpu multiplies the groups of a type. activations: the type of single rows; quantize_batch makes interleaved
+ * batches of it. */
 struct layout {
     enum ggml_type  type;
     enum ggml_type  activations;
     gem_kernel      gemv;
     gem_kernel      gemm;
-    quantise_kernel quantise_batch;
+    quantize_kernel quantize_batch;
 };
 
 static const struct layout layouts[] = {
@@ -62,14 +63,14 @@ static const struct layout layouts[] = {
 
 enum { N_LAYOUTS = sizeof(layouts) / sizeof(layouts[0]) };
 
-/* One product, for both of its steps. */
+/* One product, as both of its steps need it. */
 struct product {
     const struct layout * layout;
     llmaas_rows_kernel    side_by_side; /* may be NULL */
     const struct ggml_tensor * weight;
     size_t                group_stride;
     size_t                expert_stride;
-    size_t                group_size; /* of the first n_cols */
+    size_t                group_size; /* bytes of the first n_cols */
     int64_t               n_groups;
     int64_t               n_cols;
     int64_t               n_experts;
@@ -78,15 +79,15 @@ struct product {
     const struct ggml_tensor * ids; /* NULL: MUL_MAT */
     const struct ggml_tensor * output;
 
-    size_t row_size; /* of the quantised activations */
+    size_t row_size; /* of the quantized activations */
 
-    /* Scratch: */
-    char *    quantised;
-    int32_t * uses;     /* MUL_MAT_ID: indices into ids, sorted by expert; */
-    int32_t * uses_end; /* where each expert's end */
+    /* Scratch memory: */
+    char *    quantized;
+    int32_t * uses;     /* MUL_MAT_ID: indices into ids, sorted by expert */
+    int32_t * uses_end; /* end of each expert's indices */
 };
 
-/* What the threads of the second step share. */
+/* Shared by the threads of the second step. */
 struct work {
     struct product product;
     atomic_llong   next_group;
@@ -97,29 +98,31 @@ void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, 
     *column_step = ggml_blck_size(weight->type);
 }
 
-/* -- first step: quantise the activations -------------------------------------------------------------------------- */
+/* -- first step: quantize the activations -------------------------------------------------------------------------- */
 
 static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Rows that go through gemm: the rest, and all rows of MUL_MAT_ID, go through gemv one by one. */
+/* Return the number of rows that go through gemm. The other rows, and all rows of MUL_MAT_ID, go through gemv one by
+ * one. */
 static int64_t batched_rows(const struct product * p) {
     return p->ids ? 0 : p->input->ne[1] - p->input->ne[1] % BATCH;
 }
 
-static void quantise_batch(const struct product * p, const char * rows, char * to, int64_t n) {
-    float piece[BATCH * PIECE]; /* ggml's kernel wants the rows one behind the other */
+static void quantize_batch(const struct product * p, const char * rows, char * to, int64_t n) {
+    float piece[BATCH * PIECE]; /* ggml's kernel wants the rows contiguous */
     for (int r = 0; r < BATCH; ++r) {
         memcpy(piece + r * n, rows + (size_t) r * p->input->nb[1], (size_t) n * sizeof(float));
     }
-    p->layout->quantise_batch(piece, to, n);
+    p->layout->quantize_batch(piece, to, n);
 }
 
-static void quantise_plane(const struct product * p, const char * rows, char * to, int ith, int nth) {
-    const ggml_from_float_t quantise_row = ggml_get_type_traits_cpu(p->layout->activations)->from_float;
+static void quantize_plane(const struct product * p, const char * rows, char * to, int ith, int nth) {
+    const ggml_from_float_t quantize_row = ggml_get_type_traits_cpu(p->layout->activations)->from_float;
     const size_t            piece_size   = ggml_row_size(p->layout->activations, PIECE);
     const int64_t           n_pieces     = (p->n_cols + PIECE - 1) / PIECE;
     const int64_t           n_batches    = batched_rows(p) / BATCH;
-    const int64_t           n_items      = n_batches + p->input->ne[1] - n_batches * BATCH; /* then single rows */
+    const int64_t           n_items      = n_batches + p->input->ne[1] - n_batches * BATCH; /* batches, then single
+                                                                                             * rows */
     for (int64_t i = ith; i < n_items * n_pieces; i += nth) {
         const int64_t item  = i / n_pieces;
         const int64_t piece = i % n_pieces;
@@ -128,9 +131,9 @@ static void quantise_plane(const struct product * p, const char * rows, char * t
         const char *  from  = rows + (size_t) row * p->input->nb[1] + (size_t) piece * PIECE * sizeof(float);
         char *        start = to + (size_t) row * p->row_size;
         if (item < n_batches) {
-            quantise_batch(p, from, start + (size_t) piece * piece_size * BATCH, n);
+            quantize_batch(p, from, start + (size_t) piece * piece_size * BATCH, n);
         } else {
-            quantise_row((const float *) (const void *) from, start + (size_t) piece * piece_size, n);
+            quantize_row((const float *) (const void *) from, start + (size_t) piece * piece_size, n);
         }
     }
 }
@@ -154,7 +157,7 @@ static void sort_uses(const struct product * p) {
     int32_t start = 0;
     for (int64_t expert = 0; expert < p->n_experts; ++expert) {
         const int32_t count = p->uses_end[expert];
-        p->uses_end[expert] = start; /* for now where the expert's uses start: filling them in makes it their end */
+        p->uses_end[expert] = start; /* the start of the expert's uses; filling them in below turns it into their end */
         start += count;
     }
     for (int64_t use = 0; use < n_uses; ++use) {
@@ -162,14 +165,14 @@ static void sort_uses(const struct product * p) {
     }
 }
 
-static void quantise(void * arg, int ith, int nth) {
+static void quantize(void * arg, int ith, int nth) {
     const struct product * p = arg;
     if (ith == 0 && p->ids) {
         sort_uses(p);
     }
     for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
-        quantise_plane(p, (const char *) p->input->data + (size_t) plane * p->input->nb[2],
-            p->quantised + (size_t) (plane * p->input->ne[1]) * p->row_size, ith, nth);
+        quantize_plane(p, (const char *) p->input->data + (size_t) plane * p->input->nb[2],
+            p->quantized + (size_t) (plane * p->input->ne[1]) * p->row_size, ith, nth);
     }
 }
 
@@ -186,7 +189,7 @@ struct packed {
 
 static void make_packed_key(void) { packed_key_made = pthread_key_create(&packed_key, free) == 0; }
 
-/* Memory of this thread's own, kept from product to product and freed with the thread. NULL: none. */
+/* Return memory of this thread, kept from product to product and freed with the thread. NULL if out of memory. */
 static char * packed_memory(size_t size) {
     pthread_once(&packed_key_once, make_packed_key);
     if (!packed_key_made) {
@@ -213,14 +216,14 @@ static float * output_row(const struct product * p, int64_t row, int64_t plane) 
 
 static bool has_gaps(const struct product * p) { return p->group_size != p->group_stride; }
 
-/* n_groups that follow each other without a gap, for all rows of activations. */
+/* Multiply n_groups that are contiguous with all rows of activations. */
 static void multiply_packed(const struct product * p, const char * groups, int64_t first, int64_t n_groups) {
     const int64_t n_rows    = p->input->ne[1];
     const int64_t n_batched = batched_rows(p);
     const int     n         = (int) p->n_cols;
     const int     nc        = (int) (n_groups * GROUP);
     for (int64_t plane = 0; plane < p->input->ne[2]; ++plane) {
-        const char * rows = p->quantised + (size_t) (plane * n_rows) * p->row_size;
+        const char * rows = p->quantized + (size_t) (plane * n_rows) * p->row_size;
         float *      to   = output_row(p, 0, plane) + first * GROUP;
         if (n_batched) {
             p->layout->gemm(n, to, p->output->nb[1] / sizeof(float), groups, rows, (int) n_batched, nc);
@@ -232,7 +235,7 @@ static void multiply_packed(const struct product * p, const char * groups, int64
     }
 }
 
-/* A stretch of each group in turn: like kernels that read side by side, this reads memory at its full speed. */
+/* Copy a stretch of each group in turn: like the parallel kernels, this reads memory at full speed. */
 static void pack(const struct product * p, char * packed, const char * groups, int64_t n_groups) {
     enum { STRETCH = 512 };
     for (size_t at = 0; at < p->group_size; at += STRETCH) {
@@ -261,10 +264,11 @@ static void prefetch(const char * bytes, size_t n) {
     }
 }
 
-/* n_groups where they lie, for one row of activations; groups `ahead` bytes behind them come next. */
+/* Multiply n_groups in place with one row of activations. The groups to multiply next are `ahead` bytes behind
+ * these. */
 static void multiply_row(
     const struct product * p, const char * groups, int64_t n_groups, size_t ahead, int64_t row, float * to) {
-    const char * activations = p->quantised + (size_t) row * p->row_size;
+    const char * activations = p->quantized + (size_t) row * p->row_size;
     if (!has_gaps(p)) {
         p->layout->gemv((int) p->n_cols, to, 0, groups, activations, 1, (int) (n_groups * GROUP));
     } else if (p->side_by_side && n_groups == LLMAAS_STREAMS) {
@@ -319,8 +323,9 @@ static void multiply_chunk(const struct product * p, int64_t first, int64_t n_gr
     }
 }
 
-/* Of n_left groups, those that a thread takes at a time. A batch's are packed, and gemm likes them in twos. Others cost a
- * start each, so that a thread takes half of its share of what is left, and the last ones in small parts. */
+/* Return how many of n_left groups a thread takes at a time. For batches, groups are packed, and gemm is fastest with
+ * an even number. Without batches, each take has a start-up cost, so a thread takes half of its share of what is left:
+ * large parts first, small ones last. */
 static int64_t chunk_groups(const struct product * p, int64_t n_left, int nth) {
     const int64_t step = batched_rows(p) ? 2 : LLMAAS_STREAMS;
     const int64_t n    = batched_rows(p) ? min_i64(p->n_groups / (nth * 4), (int64_t) (PACKED_MAX / p->group_size))
@@ -346,14 +351,14 @@ static void multiply(void * arg, int ith, int nth) {
     multiply_chunks(&work->product, &work->next_group, nth);
 }
 
-/* Both steps in one for a single row: quantising it takes less time than waiting for the thread that does. */
+/* Run both steps in one for a single row: quantizing it takes less time than waiting for a thread that does. */
 static void multiply_alone(void * arg, int ith, int nth) {
     struct work * work = arg;
     (void) ith;
-    _Alignas(LINE) char quantised[ALONE_MAX];
+    _Alignas(LINE) char quantized[ALONE_MAX];
     struct product      product = work->product;
-    product.quantised           = quantised;
-    quantise_plane(&product, product.input->data, quantised, 0, 1);
+    product.quantized           = quantized;
+    quantize_plane(&product, product.input->data, quantized, 0, 1);
     multiply_chunks(&product, &work->next_group, nth);
 }
 
@@ -363,7 +368,7 @@ static const struct layout * layout_of(enum ggml_type type) {
     for (int i = 0; i < N_LAYOUTS; ++i) {
         const struct layout * layout = &layouts[i];
         if (layout->type == type) {
-            return layout->gemv && layout->gemm && layout->quantise_batch ? layout : NULL;
+            return layout->gemv && layout->gemm && layout->quantize_batch ? layout : NULL;
         }
     }
     return NULL;
@@ -396,13 +401,13 @@ bool llmaas_repacked_columns(
     if (!p->ids && n_inputs == 1 && p->row_size <= ALONE_MAX) {
         return llmaas_graph_step(graph, multiply_alone, &work, sizeof work);
     }
-    p->quantised = llmaas_graph_scratch(graph, 2, (size_t) n_inputs * p->row_size);
+    p->quantized = llmaas_graph_scratch(graph, 2, (size_t) n_inputs * p->row_size);
     if (p->ids) {
         const int64_t n_uses = p->ids->ne[0] * p->ids->ne[1];
         p->uses     = llmaas_graph_scratch(graph, 3, (size_t) (n_uses + p->n_experts) * sizeof(int32_t));
         p->uses_end = p->uses ? p->uses + n_uses : NULL;
     }
-    return p->quantised && (!p->ids || p->uses) && llmaas_graph_step(graph, quantise, p, sizeof *p) &&
+    return p->quantized && (!p->ids || p->uses) && llmaas_graph_step(graph, quantize, p, sizeof *p) &&
            llmaas_graph_step(graph, multiply, &work, sizeof work);
 }
 

@@ -1,4 +1,4 @@
-/* Whether our products with repacked weights are those of ggml-cpu, bit for bit: tried once for each type. */
+/* Checks, once per type, that our products with repacked weights equal those of ggml-cpu bit for bit. */
 #include "cpu.h"
 #include "ggml-alloc.h"
 #include "repacked.h"
@@ -8,7 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Every way through the kernels: gemm by sixteen rows of activations and by four, and left-over rows; a row alone. */
+/* Sizes that take every path through the kernels: gemm with sixteen rows of activations and with four, left-over rows,
+ * and a single row. */
 enum { CHECK_GROUPS = 2 * LLMAAS_STREAMS + 3, CHECK_BLOCKS = 3, CHECK_PREFIX = 2, CHECK_BATCHES = 16 + 4 + 3 };
 enum { CHECK_ROWS = CHECK_GROUPS * 8 };
 
@@ -21,7 +22,7 @@ struct trial {
     struct ggml_tensor *  node;
 };
 
-/* The value at (row, column) of a trial's weight and of its input: the same whatever the number of columns. */
+/* Fill a row of a trial's weight or input; the value at (row, column) does not depend on the number of columns. */
 static void fill_row(float * values, int64_t n_cols, uint32_t row) {
     uint32_t state = row * 2654435761u + 1;
     for (int64_t i = 0; i < n_cols; ++i) {
@@ -75,7 +76,8 @@ static bool trial_run(struct trial * trial, enum ggml_type type, int64_t n_cols,
     return ggml_graph_compute_with_ctx(trial->values, trial->graph, 1) == GGML_STATUS_SUCCESS;
 }
 
-/* Whether our product of the first columns of `whole` is the one of `expected`, a trial with no others. */
+/* Return whether our product of the first columns of `whole` equals that of `expected`, a trial that has only these
+ * columns. */
 static bool same_product(const struct trial * whole, const struct trial * expected) {
     float              result[CHECK_ROWS * CHECK_BATCHES];
     struct ggml_tensor node  = *whole->node;
@@ -106,7 +108,7 @@ static bool check(enum ggml_type type, int64_t n_inputs) {
 
 bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight) {
     enum { UNKNOWN, YES, NO };
-    static atomic_int verdicts[GGML_TYPE_COUNT]; /* threads that meet here find the same */
+    static atomic_int verdicts[GGML_TYPE_COUNT]; /* racing threads store the same value */
     if (!llmaas_is_repacked(weight) || !llmaas_repacked_kernels_known(weight->type)) {
         return false;
     }

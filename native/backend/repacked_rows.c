@@ -10,7 +10,7 @@
 
 enum { STREAMS = LLMAAS_STREAMS, PAIRS = STREAMS / 2 };
 
-/* What ggml-cpu keeps: eight rows of 4-bit values in chunks of eight bytes, and blocks of quantised activations. */
+/* ggml-cpu's blocks: eight rows of 4-bit values in chunks of eight bytes, and blocks of quantized activations. */
 struct q4_0x8 {
     uint16_t d[8];
     uint8_t  qs[128];
@@ -36,14 +36,14 @@ struct q8_k {
 
 LLMAAS_TARGET static inline __m512i load(const void * p) { return _mm512_loadu_si512(p); }
 
-/* What the next call will want in this block's place. */
+/* Prefetch the block that the next call will want in this block's place. */
 LLMAAS_TARGET static inline void prefetch_next(const void * block, size_t size, size_t ahead) {
     for (size_t i = 0; i < size; i += 64) {
         _mm_prefetch((const char *) block + ahead + i, _MM_HINT_T1);
     }
 }
 
-/* Eight activations, for all eight rows. */
+/* Load eight activations, repeated for all eight rows. */
 LLMAAS_TARGET static inline __m512i eight(const int8_t * p) {
     long long bytes;
     memcpy(&bytes, p, sizeof bytes);
@@ -53,7 +53,7 @@ LLMAAS_TARGET static inline __m512i eight(const int8_t * p) {
 LLMAAS_TARGET static inline __m512i low(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 LLMAAS_TARGET static inline __m512i high(__m512i v) { return low(_mm512_srli_epi16(v, 4)); }
 
-/* The sums of two lanes a row: sixteen rows of two groups. */
+/* Add the two lanes of each row: sixteen rows of two groups. */
 LLMAAS_TARGET static inline __m512i sum_rows(__m512i first, __m512i second) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd  = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -67,7 +67,7 @@ LLMAAS_TARGET static inline __m512 halves(const uint16_t * first, const uint16_t
     return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
 }
 
-/* 4-bit values stand for table[value] - bias: dpbusd wants one side without a sign. */
+/* 4-bit values stand for table[value] - bias, as one operand of dpbusd must be unsigned. */
 LLMAAS_TARGET static inline void rows_q4_0(
     int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations, __m512i table,
     uint8_t bias) {
@@ -119,7 +119,8 @@ LLMAAS_TARGET static void gemv_iq4_nl(
     rows_q4_0(n, to, groups, stride, ahead, activations, _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(table)), 128);
 }
 
-/* The 6-bit scales and mins of eight rows, 12 bytes to each of eight sub-blocks: a lane a sub-block, a byte a row. */
+/* The 6-bit scales and mins of eight rows; the packed form has 12 bytes for each of eight sub-blocks. Here each
+ * sub-block is a lane and each row a byte. */
 struct six_bits {
     __m512i  scales;
     uint64_t mins[8];
@@ -141,15 +142,15 @@ LLMAAS_TARGET static inline struct six_bits unpack(const uint8_t * packed) {
     return six;
 }
 
-/* Sums of four products a lane, which fit in 16 bits, times their row's scale in sub-block i. */
+/* Multiply sums of four products per lane, which fit in 16 bits, by their row's scale in sub-block i. */
 LLMAAS_TARGET static inline __m512i scaled(__m512i sums, const struct six_bits * six, int i) {
     const __m512i row   = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    const __m512i rows  = _mm512_or_si512(_mm512_set1_epi32((int) 0x80808000), row); /* and zeros above */
+    const __m512i rows  = _mm512_or_si512(_mm512_set1_epi32((int) 0x80808000), row); /* the upper bytes become zero */
     const __m512i bytes = _mm512_permutexvar_epi64(_mm512_set1_epi64(i), six->scales);
     return _mm512_madd_epi16(sums, _mm512_shuffle_epi8(bytes, rows));
 }
 
-/* The sums of two sub-blocks' activations side by side, four times. */
+/* Sum the activations of each sub-block: pairs of adjacent sub-blocks, side by side, four times. */
 LLMAAS_TARGET static inline __m128i sums_q8_k(const struct q8_k * a) {
     const __m256i of_16 = _mm256_loadu_si256((const __m256i *) (const void *) a->bsums);
     const __m256i sums  = _mm256_madd_epi16(of_16, _mm256_set1_epi16(1));

@@ -1,8 +1,9 @@
-/* One row of activations times several groups of a repacked weight that lie apart.
+/* One row of activations times several groups of a repacked weight that do not lie side by side.
  *
- * ggml-cpu's own kernel reads a group after the other. When each is followed by a gap, the processor's prefetcher starts
- * afresh at every group and never gets up to speed: half of the columns then take longer than all of them. These kernels
- * read LLMAAS_STREAMS groups side by side, in the same order of additions: the results are the same bits. */
+ * ggml-cpu's own kernel reads one group after another. When each is followed by a gap, the processor's prefetcher
+ * restarts at every group and never reaches full speed: half of the columns then take longer than all of them. These
+ * kernels read LLMAAS_STREAMS groups in parallel, with the same order of additions, so the results are
+ * bit-identical. */
 #ifndef LLMAAS_REPACKED_ROWS_H
 #define LLMAAS_REPACKED_ROWS_H
 
@@ -12,12 +13,12 @@
 
 enum { LLMAAS_STREAMS = 8 };
 
-/* Products of LLMAAS_STREAMS groups, `stride` bytes apart, with n quantised activations; 8 values a group to `to`. The next
- * call's groups are `ahead` bytes behind these; 0: nobody knows. */
+/* Multiply LLMAAS_STREAMS groups, `stride` bytes apart, with n quantized activations; write 8 values per group to `to`.
+ * The next call's groups are `ahead` bytes behind these; 0: unknown. */
 typedef void (*llmaas_rows_kernel)(
     int n, float * to, const char * groups, size_t stride, size_t ahead, const void * activations);
 
-/* NULL: none for this type or this processor. */
+/* Return the kernel for a type; NULL if there is none for it or for this processor. */
 llmaas_rows_kernel llmaas_rows_kernel_of(enum ggml_type type);
 
 #endif

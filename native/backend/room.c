@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-enum { LITTLE = 4 << 20 }; /* less is not worth the page faults when it is needed again */
+enum { LITTLE = 4 << 20 }; /* giving back less is not worth the page faults when it is needed again */
 
 static bool is_known(const llmaas_room * room, ggml_backend_buffer_t buffer) {
     for (int i = 0; i < room->n_buffers; i++) {
@@ -23,7 +23,7 @@ void llmaas_room_init(llmaas_room * room) {
 void llmaas_room_forget(llmaas_room * room) { room->n_buffers = 0; }
 
 bool llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph) {
-    if (room->n_buffers > 0) { /* a graph that is used again stays where it is */
+    if (room->n_buffers > 0) { /* a reused graph stays where it is */
         return false;
     }
     for (int i = 0; i < graph->n_nodes && room->n_buffers < LLMAAS_ROOM_BUFFERS; i++) {
@@ -37,9 +37,9 @@ bool llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph) {
     return true;
 }
 
-/* -- as much as a graph needs ------------------------------------------------------------------------------------ */
+/* -- fitting memory to a graph ----------------------------------------------------------------------------------- */
 
-/* What is known of a page. */
+/* States of a page; may be combined. */
 enum { IS_THERE = 1, IS_NEEDED = 2 };
 
 static void need(unsigned char * states, llmaas_pages pages, ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor) {
@@ -54,7 +54,7 @@ static void need(unsigned char * states, llmaas_pages pages, ggml_backend_buffer
     }
 }
 
-/* Inputs are there already, so what a graph reads counts as well as what it writes to. */
+/* Mark what a graph reads as well as what it writes: its inputs are already there. */
 static void need_all(
     unsigned char * states, llmaas_pages pages, ggml_backend_buffer_t buffer, const struct ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
@@ -99,7 +99,8 @@ static int64_t fit(llmaas_pages pages, ggml_backend_buffer_t buffer, const struc
     return (int64_t) n_more - (n_idle >= LITTLE ? (int64_t) n_idle : 0);
 }
 
-/* Of the graphs that stand for one of llama.cpp's, the last one: others may still leave something for it. */
+/* Return whether this is the last of the graphs that llama.cpp's graph was split into: earlier ones may still leave
+ * data for later ones. */
 static bool is_last(const llmaas_room * room, const struct ggml_cgraph * graph) {
     return !room->has_gpu && graph->n_nodes > 0 && graph->nodes[graph->n_nodes - 1]->flags & GGML_TENSOR_FLAG_OUTPUT;
 }

@@ -1,5 +1,5 @@
-/* The memory that a context's graphs compute in: llama.cpp reserves it for the largest graph, the system gives it as it is
- * written to. */
+/* The compute buffers of a context's graphs. llama.cpp reserves them for the largest graph; the system provides memory
+ * as it is written. */
 #ifndef LLMAAS_ROOM_H
 #define LLMAAS_ROOM_H
 
@@ -14,21 +14,21 @@ enum { LLMAAS_ROOM_BUFFERS = 4 };
 typedef struct llmaas_room {
     ggml_backend_buffer_t buffers[LLMAAS_ROOM_BUFFERS]; /* of the last graph */
     llmaas_pages          pages[LLMAAS_ROOM_BUFFERS];
-    int                   n_buffers; /* 0: nobody looked at the graph yet */
-    bool                  has_gpu;   /* which computes other parts of llama.cpp's graphs */
+    int                   n_buffers; /* 0: the graph was not looked at yet */
+    bool                  has_gpu;   /* a GPU computes other parts of llama.cpp's graphs */
 } llmaas_room;
 
-/* While the context is made: ggml's registry, which has no lock, must not change meanwhile. */
+/* Initialize, while the context is being created: ggml's registry has no lock and must not change meanwhile. */
 void llmaas_room_init(llmaas_room * room);
 
-/* A new graph was made, which will be given memory. */
+/* Forget the buffers: a new graph was made, which will be given memory. */
 void llmaas_room_forget(llmaas_room * room);
-/* A graph is about to be computed. True: it is a new one. */
+/* Note the buffers of a graph about to be computed. Return whether it is a new one. */
 bool llmaas_room_notice(llmaas_room * room, const struct ggml_cgraph * graph);
-/* Give memory back that larger graphs were computed in, and this new one does not need. Returns by how many bytes memory grows
- * as it is computed; below 0: what was given back is more. */
+/* Give back memory that larger graphs used and this new one does not need. Return by how many bytes memory grows as the
+ * graph is computed; negative if more was given back. */
 int64_t llmaas_room_fit(const llmaas_room * room, const struct ggml_cgraph * graph);
-/* Bytes of what the last graph computed in that nothing was ever written to. */
+/* Return the bytes of the last graph's buffers that were never written. */
 uint64_t llmaas_room_untouched(const llmaas_room * room);
 
 #endif

@@ -4,7 +4,7 @@
 
 #include "ggml.h"
 
-/* Row i of the ggml_nrows() of a tensor. */
+/* Return row i of the ggml_nrows() of a tensor. */
 static inline char * llmaas_row(const struct ggml_tensor * tensor, int64_t i) {
     const int64_t i1 = i % tensor->ne[1];
     const int64_t i2 = i / tensor->ne[1] % tensor->ne[2];

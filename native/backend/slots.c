@@ -8,23 +8,23 @@
 
 enum {
     N_COUNTS   = LLMAAS_SLOTS_COUNTS + 1,
-    HUGE_BYTES = 64 << 20, /* of smaller memory, half a huge page that is not used is too much */
+    HUGE_BYTES = 64 << 20, /* in smaller areas, half of an unused huge page is too much */
 };
 
 struct slot {
-    llmaas_channel * owner; /* NULL: nobody's */
-    uint64_t         turn;  /* when it was used last */
-    uint32_t         n_uses; /* of its owner when slots were put in order */
+    llmaas_channel * owner; /* NULL: free */
+    uint64_t         turn;  /* when it was last used */
+    uint32_t         n_uses; /* use count of its owner when slots were last sorted */
 };
 
 struct llmaas_slots {
     size_t        n_bytes, n_all;
-    size_t        n_slots, n_touched; /* of n_all those that may be used, and those that were */
+    size_t        n_slots, n_touched; /* slots that may be used, and that were; at most n_all */
     char *        base;               /* NULL until the first turn */
     struct slot * slots;
     uint32_t *    order; /* by uses, the least used first */
     size_t        n_order, next;
-    uint64_t      turn, ordered; /* now, and when they were put in order */
+    uint64_t      turn, ordered; /* the current turn, and the turn of the last sort */
 };
 
 llmaas_slots * llmaas_slots_new(size_t n_bytes) {
@@ -99,7 +99,7 @@ bool llmaas_slots_turn(llmaas_slots * slots) {
 
 static uint32_t uses_of(const struct slot * slot) { return slot->owner ? slot->owner->n_uses : 0; }
 
-/* By uses, in linear time. */
+/* Sort the slots by uses, in linear time. */
 static void put_in_order(llmaas_slots * slots) {
     size_t starts[N_COUNTS + 1] = {0};
     for (size_t i = 0; i < slots->n_touched; i++) {
@@ -119,8 +119,8 @@ static void put_in_order(llmaas_slots * slots) {
     slots->ordered = slots->turn;
 }
 
-/* The slot whose channel was used least often, and not in this turn; one that was used since the order was made is no longer
- * that. NULL: none. */
+/* Find the slot whose channel was used least often, and not in this turn. Slots used since the last sort are skipped,
+ * as their order is outdated. NULL if there is none. */
 static struct slot * least_used(llmaas_slots * slots) {
     for (;;) {
         for (; slots->next < slots->n_order; slots->next++) {

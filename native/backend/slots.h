@@ -1,4 +1,5 @@
-/* Slots: memory for the channels of some operands, all of one size, where those stay that are used most often of late. */
+/* Slots: memory for channels of one size, from one or more operands. The channels that were used most often of late
+ * stay in slots. */
 #ifndef LLMAAS_SLOTS_H
 #define LLMAAS_SLOTS_H
 
@@ -6,36 +7,37 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LLMAAS_SLOTS_COUNTS 1024 /* uses are told apart up to here */
+#define LLMAAS_SLOTS_COUNTS 1024 /* counts of uses above this are treated alike */
 
-/* A channel of an operand, as its slot and others know it. */
+/* A channel's state, shared by its operand and its slot. */
 typedef struct llmaas_channel {
-    int32_t  slot;   /* below 0: none */
-    uint32_t n_uses; /* of late */
+    int32_t  slot;   /* negative: none */
+    uint32_t n_uses; /* uses of late */
 } llmaas_channel;
 
 typedef struct llmaas_slots llmaas_slots;
 
-/* Of n_bytes each. NULL: memory. */
+/* Create slots of n_bytes each. NULL if out of memory. */
 llmaas_slots * llmaas_slots_new(size_t n_bytes);
 void           llmaas_slots_free(llmaas_slots * slots);
 
-/* So many channels more may want a slot; before the first is taken. */
+/* Announce n_channels more channels that may want slots; call before the first slot is taken. */
 void llmaas_slots_expect(llmaas_slots * slots, size_t n_channels);
-/* How many slots may be used; those beyond give their memory back. */
+/* Set how many slots may be used; slots beyond n give their memory back. */
 void llmaas_slots_resize(llmaas_slots * slots, size_t n);
 
 size_t llmaas_slots_all(const llmaas_slots * slots);  /* bytes of all channels */
 size_t llmaas_slots_kept(const llmaas_slots * slots); /* bytes that hold memory */
 
-/* A turn: channels that are used together, none of which takes another's slot. False: memory. */
+/* Begin a turn: its channels are used together, and none takes another's slot. False if out of memory. */
 bool llmaas_slots_turn(llmaas_slots * slots);
-/* The bytes of a channel that has a slot; it is used in this turn. */
+/* Return the bytes of a channel that has a slot, and mark it as used in this turn. */
 char * llmaas_slots_use(llmaas_slots * slots, const llmaas_channel * channel);
-/* A slot for a channel that has none: a free one, or that of one that was used less often. NULL: there is none. */
+/* Find a slot for a channel that has none: a free slot, or that of a channel that was used less often. NULL if there is
+ * none. */
 char * llmaas_slots_take(llmaas_slots * slots, llmaas_channel * channel);
 
-/* Forget what is in them: it was not read after all. */
+/* Forget the contents of all slots: they were not read after all. */
 void llmaas_slots_clear(llmaas_slots * slots);
 
 #endif

@@ -1,4 +1,4 @@
-/* Weights in a file. Memory holds as many of their pieces as it may, the others are read for each graph (stream.h). */
+/* Weights in a file. Memory keeps as many of their pieces as it may; the others are read for each graph (stream.h). */
 #include "packed.h"
 #include "llmaas/sparse.h"
 #include "repacked.h"
@@ -9,7 +9,7 @@
 #include <string.h>
 
 enum {
-    STEP        = 16,      /* rows that ggml-cpu interleaves at most */
+    STEP        = 16,      /* most rows that ggml-cpu interleaves */
 };
 
 struct state {
@@ -17,13 +17,13 @@ struct state {
     int             fd;
     uint64_t        offset;
     bool            is_packed;
-    struct ggml_tensor as; /* the weight as products take its bytes: its buffer and extra */
-    int64_t         n_rows; /* of a piece; the last may have fewer */
+    struct ggml_tensor as; /* the weight as products read its bytes: its buffer and extra */
+    int64_t         n_rows; /* rows of a piece; the last may have fewer */
     size_t          n_pieces;
-    llmaas_piece ** pieces; /* NULL: not loaded, or no memory; or there is a stack */
-    llmaas_stack *  stack;  /* its experts, if they can be read one by one; else NULL */
-    llmaas_columns  columns; /* for products with one token; without an operand: there are none */
-    uint16_t *      scales; /* of these; then their mins, if they have any */
+    llmaas_piece ** pieces; /* NULL: not loaded, out of memory, or there is a stack */
+    llmaas_stack *  stack;  /* the weight's experts, if they can be read one by one; else NULL */
+    llmaas_columns  columns; /* for products with one token; without an operand: none */
+    uint16_t *      scales; /* of the columns; then the mins, if any */
 };
 
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed) {
@@ -34,7 +34,7 @@ void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool i
     return state;
 }
 
-/* Rows of a piece. A stack of matrices (experts) is not cut. */
+/* Return the rows of a piece. A stack of matrices (experts) is not cut. */
 static int64_t rows_of_piece(const struct ggml_tensor * tensor) {
     const int64_t n_rows = LLMAAS_PIECE_BYTES / (int64_t) tensor->nb[1] / STEP * STEP;
     if (ggml_nrows(tensor) > tensor->ne[1] || n_rows >= tensor->ne[1]) {
@@ -66,12 +66,12 @@ static bool make_pieces(struct state * state, const struct ggml_tensor * tensor)
     return ok;
 }
 
-/* The bytes are dropped: the file has them. */
+/* Drop the bytes: the file has them. */
 static bool load(llmaas_weight * weight, const void * bytes) {
     struct state * state = weight->state;
     (void) bytes;
     state->as        = *weight->tensor;
-    state->as.buffer = NULL; /* plain memory to ggml-cpu */
+    state->as.buffer = NULL; /* ggml-cpu treats it as plain memory */
     state->as.extra  = NULL;
     state->is_packed = state->is_packed && llmaas_packed_mark(&state->as);
     state->stack     = make_stack(state, weight->tensor);
@@ -105,10 +105,14 @@ llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns *
     if (columns->mins) {
         state->columns.mins = memcpy(state->scales + n, columns->mins, n_bytes);
     }
+    return LLMAAS_OK;
+}
+
+void llmaas_file_pass(llmaas_weight * weight) {
+    struct state * state = weight->state;
     for (size_t i = 0; i < state->n_pieces; i++) {
         llmaas_stream_pass(state->stream, state->pieces[i]);
     }
-    return LLMAAS_OK;
 }
 
 static const char * problem(const llmaas_weight * weight) {
@@ -129,7 +133,7 @@ static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_
     *n_rows    = state->is_packed ? (*n_rows + STEP - 1) / STEP * STEP : *n_rows;
 }
 
-/* The weight is where it will be by then. */
+/* Append a product. A step before it sets where the weight is. */
 static bool append(const struct state * state, llmaas_graph * graph, struct ggml_tensor * product) {
     const struct ggml_tensor * weight = product->src[0];
     if (state->is_packed && weight->ne[0] < state->as.ne[0]) {
@@ -146,7 +150,7 @@ static bool multiply_experts(
            append(state, graph, product);
 }
 
-/* What n rows are, of a piece's or of a stack's. */
+/* Return the bytes that n rows of a piece use; for a stack of matrices, all bytes. */
 static llmaas_stretch stretch_of(const struct state * state, int64_t n_rows, int64_t n_columns) {
     int64_t row_step, column_step;
     llmaas_weight_steps(&state->as, &row_step, &column_step);
@@ -158,7 +162,7 @@ static llmaas_stretch stretch_of(const struct state * state, int64_t n_rows, int
         (size_t) n_rows * state->as.nb[1], stride, (size_t) row_step * ggml_row_size(state->as.type, n_columns)};
 }
 
-/* With rows of a piece that is read, or of one or several that are kept. */
+/* Multiply with rows of one piece that is read, or of one or several that are kept. */
 static bool multiply_rows(
     const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, llmaas_piece * const * pieces, int64_t first,
     int64_t n, int64_t n_columns) {
@@ -179,7 +183,7 @@ static bool multiply_rows(
     return append(state, graph, product);
 }
 
-/* Kept pieces that lie side by side are multiplied together. */
+/* Multiply with all pieces; adjacent kept pieces are multiplied together. */
 static bool multiply(
     const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
     const struct state * state = weight->state;

@@ -1,8 +1,8 @@
-/* Weights cut into tiles of our own, each in the fastest layout ggml-cpu has for it.
+/* Weights cut into tiles of our own, each in ggml-cpu's fastest layout for it.
  *
- * The tiles are cut at the columns that the claimed part asks for, so that any of its extents is a number of whole tiles,
- * on every processor: ggml-cpu multiplies tile by tile, and the products are added. Each tile costs its own pass over the
- * activations; a part with few distinct extents is cheap, one with many is not. */
+ * The tiles are cut at the columns that the claimed part asks for. So each of its extents is a number of whole tiles,
+ * on every processor; ggml-cpu multiplies tile by tile, and the products are added. Each tile costs its own pass over
+ * the activations: a part with few distinct extents is cheap, one with many is not. */
 #include "cpu.h"
 #include "weights.h"
 
@@ -13,7 +13,7 @@
 
 struct state {
     int                   n_tiles;
-    int64_t               columns[MAX_TILES + 1]; /* where tiles begin, and the end of the last */
+    int64_t               columns[MAX_TILES + 1]; /* first column of each tile, and the end of the last */
     struct ggml_tensor    tiles[MAX_TILES];
     ggml_backend_buffer_t buffers[MAX_TILES];
 };
@@ -29,7 +29,7 @@ static void unload(llmaas_weight * weight) {
     weight->state = NULL;
 }
 
-/* Insert a cut unless it is there; false: too many. */
+/* Insert a cut unless it exists. False if there are too many. */
 static bool cut_at(struct state * state, int64_t column) {
     int at = 0;
     while (at <= state->n_tiles && state->columns[at] < column) {
@@ -60,7 +60,8 @@ static bool cut(const llmaas_weight * weight, struct state * state) {
     return true;
 }
 
-/* The first of ggml-cpu's own buffer types that takes the tile, as llama.cpp's loader chooses; else plain memory. */
+/* Return the first of ggml-cpu's own buffer types that takes the tile, as llama.cpp's loader chooses; else plain
+ * memory. */
 static ggml_backend_buffer_type_t buffer_type(const struct ggml_tensor * tile) {
     for (ggml_backend_buffer_type_t * type = llmaas_cpu_extra_types(); type && *type; type++) {
         if (llmaas_cpu_multiplies(*type, tile)) {
@@ -82,7 +83,7 @@ static bool allocate(struct state * state, int i) {
            GGML_STATUS_SUCCESS;
 }
 
-/* Tile i of the weight whose plain bytes are given. */
+/* Fill tile i from the weight's plain bytes. */
 static bool fill(const llmaas_weight * weight, struct state * state, int i, const char * bytes) {
     const struct ggml_tensor * tensor = weight->tensor;
     struct ggml_tensor *       tile   = &state->tiles[i];
@@ -115,7 +116,7 @@ static bool load(llmaas_weight * weight, const void * bytes) {
         ok = fill(weight, state, i, bytes);
     }
     if (!ok) {
-        unload(weight); /* half of the tiles are none: problem() tells them by this */
+        unload(weight); /* a partial set of tiles is useless; problem() sees the missing state */
     }
     return ok;
 }
@@ -132,11 +133,12 @@ static void round_extents(const llmaas_weight * weight, int64_t * n_rows, int64_
             break;
         }
     }
-    /* Rows are interleaved by 4, 8 or 16, depending on the layout. */
+    /* Layouts interleave 4, 8 or 16 rows. */
     *n_rows = (*n_rows + 15) / 16 * 16;
 }
 
-/* The columns of the activations that a tile is multiplied with, together: repacked kernels read them as if they were. */
+/* Return the columns of the activations that a tile is multiplied with, made contiguous: repacked kernels assume that
+ * they are. */
 static struct ggml_tensor * columns_of(llmaas_graph * graph, const struct ggml_tensor * x, int64_t first, int64_t n) {
     struct ggml_tensor * view = llmaas_graph_copy(graph, x);
     if (!view) {
@@ -157,7 +159,7 @@ static struct ggml_tensor * columns_of(llmaas_graph * graph, const struct ggml_t
     return copy;
 }
 
-/* sum += a tile's product, which lies in scratch. */
+/* Append sum += product of a tile, which lies in scratch memory. */
 static bool add(llmaas_graph * graph, struct ggml_tensor * sum, struct ggml_tensor * product) {
     struct ggml_tensor * added = llmaas_graph_copy(graph, sum);
     if (!added) {

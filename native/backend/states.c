@@ -1,9 +1,9 @@
-/* Hidden states: a ring of rows. Thread 0 copies a node's rows alone, under the mutex that take() holds, so they arrive
- * in order and whole. 512 rows of 2048 floats take 0.2 ms. */
+/* Hidden states: a ring of rows. Thread 0 alone copies a node's rows, under the lock that take() holds, so they arrive
+ * in order and complete. 512 rows of 2048 floats take 0.2 ms. */
+#include "forks.h"
 #include "llmaas/tap.h"
 #include "rows.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,10 +12,10 @@ struct llmaas_states {
     int             layer;
     uint32_t        n_embd;
     uint32_t        capacity;
-    pthread_mutex_t mutex; /* run() against take(); guards what follows */
+    llmaas_fork_lock lock; /* between run() and take(); guards the members below */
     uint64_t        n_put;  /* rows ever put in: row i lies in slot i % capacity */
-    uint64_t        n_gone; /* of them, taken or lost */
-    uint64_t        n_lost; /* since the last take() */
+    uint64_t        n_gone; /* rows of n_put that were taken or lost */
+    uint64_t        n_lost; /* rows lost since the last take() */
     float           rows[];
 };
 
@@ -34,7 +34,7 @@ llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_em
         return NULL;
     }
     *states = (llmaas_states){.kind = kind, .layer = layer, .n_embd = n_embd, .capacity = capacity};
-    if (pthread_mutex_init(&states->mutex, NULL)) {
+    if (!llmaas_fork_lock_init(&states->lock, NULL)) {
         free(states);
         return NULL;
     }
@@ -43,7 +43,7 @@ llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_em
 
 void llmaas_states_free(llmaas_states * states) {
     if (states) {
-        pthread_mutex_destroy(&states->mutex);
+        llmaas_fork_lock_destroy(&states->lock);
         free(states);
     }
 }
@@ -74,9 +74,9 @@ static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
     (void) nth;
     llmaas_states * states = user;
     if (ith == 0) {
-        pthread_mutex_lock(&states->mutex);
+        pthread_mutex_lock(&states->lock.mutex);
         put(states, view->states);
-        pthread_mutex_unlock(&states->mutex);
+        pthread_mutex_unlock(&states->lock.mutex);
     }
 }
 
@@ -89,7 +89,7 @@ llmaas_status llmaas_states_take(
     if (!states || !n_taken || !n_lost || (n && !rows)) {
         return LLMAAS_EINVAL;
     }
-    pthread_mutex_lock(&states->mutex);
+    pthread_mutex_lock(&states->lock.mutex);
     const uint64_t n_held = states->n_put - states->n_gone;
     *n_taken              = n_held < n ? (uint32_t) n_held : n;
     for (uint32_t i = 0; i < *n_taken; ++i) {
@@ -98,6 +98,6 @@ llmaas_status llmaas_states_take(
     states->n_gone += *n_taken;
     *n_lost        = states->n_lost;
     states->n_lost = 0;
-    pthread_mutex_unlock(&states->mutex);
+    pthread_mutex_unlock(&states->lock.mutex);
     return LLMAAS_OK;
 }

@@ -17,22 +17,22 @@
 enum {
     READ_BYTES = 1 << 20,
     DEPTH      = 16,
-    MAX_LOADS  = 256, /* pieces in the arena */
-    LITTLE     = 2 << 20, /* growth of other memory for which no piece is dropped */
-    AGE        = 32, /* graphs in which a piece must be used to be used of late */
-    GAP_BYTES  = 24 << 10, /* between first columns: shorter ones take less time than another read */
+    MAX_LOADS  = 256, /* most pieces in the arena */
+    LITTLE     = 2 << 20, /* bytes by which other memory may grow before pieces are dropped */
+    AGE        = 32, /* graphs after which what was used in between counts as used of late */
+    GAP_BYTES  = 24 << 10, /* shorter gaps between first columns take less time than another read */
 };
 
-/* What a graph uses. */
+/* Bytes of a piece that a graph uses. */
 typedef struct use {
     llmaas_piece * piece;
     llmaas_stretch  of;
 } use;
 
-/* A piece in the arena, or on its way to it. */
+/* A piece in the arena, or being read into it. */
 typedef struct load {
     use              of;
-    size_t           at; /* in the arena */
+    size_t           at; /* offset in the arena */
     size_t           n_room;
     llmaas_io_read * reads;
     size_t           n_reads, n_started, n_capacity;
@@ -45,38 +45,40 @@ struct llmaas_stream {
     llmaas_graph *  graph; /* being computed */
 
     llmaas_experts *  experts;  /* NULL: there are none */
-    llmaas_channels * channels; /* likewise */
+    llmaas_channels * channels; /* NULL: there are none */
 
     llmaas_piece ** pieces;
     size_t          n_pieces, pieces_capacity;
     size_t          n_turns; /* pieces that some graph has used */
     uint64_t        n_graphs;
-    uint64_t        n_kept_set, n_kept_max, n_arena_min; /* that were told; n_kept_max: less what n_more takes */
+    uint64_t        n_kept_set, n_kept_max, n_arena_min; /* as set by the caller; n_kept_max: n_kept_set less what
+                                                          * n_more takes */
     int64_t         n_more;
-    bool            is_stale; /* which pieces are wanted must be found out again */
+    bool            is_stale; /* the choice of wanted pieces must be repeated */
 
     char * arena;
-    size_t n_arena, n_widest, n_together; /* bytes; those of the longest piece that was used, and of pieces together */
+    size_t n_arena, n_widest, n_together; /* bytes of the arena, of the longest piece used, and of the most pieces used
+                                           * together */
     load   loads[MAX_LOADS]; /* in order of use; a ring */
     size_t first, n_loads;
 
     use *  plan; /* of the graph */
     size_t n_plan, plan_capacity;
-    size_t n_used;   /* of the plan, those that are no longer needed */
-    size_t n_fetched; /* those that were there when they were needed */
-    size_t n_loaded; /* those whose loads were made */
-    size_t n_ahead;  /* those whose loads were made for the next graph, or are not to be */
+    size_t n_used;   /* uses of the plan that are over */
+    size_t n_fetched; /* uses of the plan that were served, after a wait if needed */
+    size_t n_loaded; /* uses of the plan that have loads */
+    size_t n_ahead;  /* uses of the plan that have loads for the next graph, or need none there */
 
     llmaas_stream_stats stats;
 };
 
-/* -- life -------------------------------------------------------------------------------------------------------- */
+/* -- creation and destruction ------------------------------------------------------------------------------------ */
 
-/* Loads that are not all read yet go on where they are. */
+/* Open an engine for the current settings. Reads in flight complete in their place first. */
 static bool open_io(llmaas_stream * stream) {
     llmaas_io *    io;
     const uint32_t depth = stream->reading.depth ? stream->reading.depth : DEPTH;
-    const uint32_t n_all = depth + depth / 3 + 1; /* reads ahead do not get all of it */
+    const uint32_t n_all = depth + depth / 3 + 1; /* reads ahead get only a part of the depth */
     if (llmaas_io_open(LLMAAS_IO_BEST, n_all < LLMAAS_IO_MAX_DEPTH ? n_all : LLMAAS_IO_MAX_DEPTH, &io) != LLMAAS_OK) {
         return false;
     }
@@ -88,7 +90,7 @@ static bool open_io(llmaas_stream * stream) {
 
 llmaas_stream * llmaas_stream_new(void) {
     llmaas_stream * stream = calloc(1, sizeof *stream);
-    if (!stream || !llmaas_fork_lock_init(&stream->lock)) {
+    if (!stream || !llmaas_fork_lock_init(&stream->lock, NULL)) {
         free(stream);
         return NULL;
     }
@@ -152,11 +154,15 @@ void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece) {
     pthread_mutex_unlock(&stream->lock.mutex);
 }
 
+static bool set_reading(llmaas_stream * stream, const llmaas_reading * reading) {
+    stream->reading = *reading;
+    return open_io(stream) && (!stream->experts || llmaas_experts_set_reading(stream->experts, reading)) &&
+           (!stream->channels || llmaas_channels_set_reading(stream->channels, reading));
+}
+
 bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading) {
     pthread_mutex_lock(&stream->lock.mutex);
-    stream->reading = *reading;
-    const bool ok   = open_io(stream) && (!stream->experts || llmaas_experts_set_reading(stream->experts, reading)) &&
-                      (!stream->channels || llmaas_channels_set_reading(stream->channels, reading));
+    const bool ok = stream->lock.is_void || set_reading(stream, reading);
     pthread_mutex_unlock(&stream->lock.mutex);
     return ok;
 }
@@ -191,9 +197,9 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
     pthread_mutex_unlock(&stream->lock.mutex);
 }
 
-/* -- what is kept ------------------------------------------------------------------------------------------------ */
+/* -- choosing the kept pieces ------------------------------------------------------------------------------------ */
 
-/* How much of a piece graphs used of late: nothing, some or all of it. */
+/* Return how much of a piece graphs used of late: 0 nothing, 1 a part, 2 all of it. */
 static int use_of(const llmaas_piece * piece) { return piece->n_lately < piece->n_bytes ? piece->n_lately > 0 : 2; }
 
 static int by_use_and_turn(const void * a, const void * b) {
@@ -208,7 +214,7 @@ static void note(llmaas_stream * stream, llmaas_piece * piece, size_t n_bytes) {
     stream->is_stale = stream->is_stale || use_of(piece) != before;
 }
 
-/* What was used since the last time is what is used of late. */
+/* Start an interval: what the last interval used is what counts as used of late. */
 static void age(llmaas_stream * stream) {
     for (size_t i = 0; i < stream->n_pieces; i++) {
         llmaas_piece * piece  = stream->pieces[i];
@@ -219,13 +225,15 @@ static void age(llmaas_stream * stream) {
     }
 }
 
-/* Of the memory, what is left beside pieces: every token uses all of those, but only some experts and channels. */
+/* Return the memory left beside pieces. Pieces come first because every token uses all of them, but only some experts
+ * and channels. */
 static uint64_t rest_of_memory(const llmaas_stream * stream) {
     const uint64_t n_pieces = stream->stats.n_bytes;
     return stream->n_kept_max > n_pieces ? stream->n_kept_max - n_pieces : 0;
 }
 
-/* Experts and channels share it by their sizes; a product's experts have room in any case. */
+/* Return the experts' share of that memory. Experts and channels share it by size, but the experts of one product
+ * always have room. */
 static uint64_t experts_share(const llmaas_stream * stream) {
     if (!stream->experts) {
         return 0;
@@ -242,7 +250,7 @@ static uint64_t channels_share(const llmaas_stream * stream) {
     return n_left > n_experts ? n_left - n_experts : 0;
 }
 
-/* Pieces that no graph has used are not wanted. */
+/* Choose the pieces to keep. Pieces that no graph has used are not wanted. */
 static void choose_wanted(llmaas_stream * stream) {
     uint64_t n_bytes = experts_share(stream);
     if (stream->n_pieces == 0) {
@@ -293,7 +301,7 @@ static void keep(llmaas_stream * stream, llmaas_piece * piece, const char * byte
 
 static load * load_at(llmaas_stream * stream, size_t i) { return &stream->loads[(stream->first + i) % MAX_LOADS]; }
 
-/* Where a piece's bytes are. Whole pages are read, so they start as far into a page as in the file. */
+/* Return where a piece's bytes are. Whole pages are read, so they start as far into a page as in the file. */
 static char * bytes_of(const llmaas_stream * stream, const load * l) {
     return stream->arena + l->at + l->of.piece->offset % PAGE;
 }
@@ -302,7 +310,7 @@ static size_t room_for(const llmaas_piece * piece, size_t n_bytes) {
     return (piece->offset % PAGE + n_bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-/* Find n bytes behind the last load; false: the first ones are in the way. */
+/* Find n bytes behind the last load. False if the first loads are in the way. */
 static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
     if (stream->n_loads == 0) {
         *at = 0;
@@ -312,7 +320,7 @@ static bool find_room(llmaas_stream * stream, size_t n, size_t * at) {
     return llmaas_ring_place(stream->n_arena, load_at(stream, 0)->at, last->at, last->at + last->n_room, n, at);
 }
 
-/* Reads of whole pages for n bytes of the load's piece, from byte `from` of it on. */
+/* Add reads of whole pages for n bytes of the load's piece, from its byte `from` on. */
 static bool add_reads(const llmaas_stream * stream, load * l, size_t from, size_t n) {
     const uint64_t start = l->of.piece->offset / PAGE * PAGE, end = l->of.piece->offset + from + n;
     const uint32_t n_most = stream->reading.n_bytes ? stream->reading.n_bytes : READ_BYTES;
@@ -347,7 +355,7 @@ static bool set_reads(const llmaas_stream * stream, load * l) {
 
 static bool is_whole(const use * u) { return u->of.n_bytes == u->piece->n_bytes && u->of.width == u->of.stride; }
 
-/* What is read for a use: all of a piece that is to be kept; and gaps that do not save anything. */
+/* Return what to read for a use: all of a piece that is to be kept, and gaps too short to be worth skipping. */
 static use read_for(const use * u) {
     use read = *u;
     if (u->piece->is_wanted) {
@@ -359,11 +367,12 @@ static use read_for(const use * u) {
     return read;
 }
 
-/* A load of what is used next after all loads there are: later in this graph, or in the one after it. NULL: no room. */
+/* Make a load for the next use that has none: later in this graph, or in the next one. NULL if there is none, no room,
+ * or no memory. */
 static load * next_load(llmaas_stream * stream) {
     while (stream->n_loaded == stream->n_plan && stream->n_ahead < stream->n_plan &&
            stream->plan[stream->n_ahead].piece->is_wanted && is_whole(&stream->plan[stream->n_ahead])) {
-        stream->n_ahead++; /* kept by then */
+        stream->n_ahead++; /* it will be kept by then */
     }
     const bool is_ahead = stream->n_loaded == stream->n_plan;
     if ((is_ahead && stream->n_ahead == stream->n_plan) || stream->n_loads == MAX_LOADS) {
@@ -387,7 +396,7 @@ static load * next_load(llmaas_stream * stream) {
     return l;
 }
 
-/* Have as much read as there is room for. */
+/* Start as many reads as there is room for. */
 static void pump(llmaas_stream * stream) {
     load * l = stream->n_loads ? load_at(stream, stream->n_loads - 1) : NULL;
     l        = l && l->n_started < l->n_reads ? l : next_load(stream);
@@ -403,7 +412,7 @@ static void pump(llmaas_stream * stream) {
     llmaas_io_poll(stream->io);
 }
 
-/* Wait for the first load; false: a read failed. If it is not all started yet, no other is. */
+/* Wait for a load. False if a read failed. Later loads start only after all its reads have started. */
 static bool await(llmaas_stream * stream, load * l) {
     bool is_ok = true;
     for (size_t i = 0; i < l->n_reads; i++) {
@@ -414,7 +423,7 @@ static bool await(llmaas_stream * stream, load * l) {
     return is_ok;
 }
 
-/* Forget all loads but the first n. Their reads must be over before others are made in their place. */
+/* Forget all loads but the first n. Their reads must finish before others use the same memory. */
 static void cut_loads(llmaas_stream * stream, size_t n) {
     if (n < stream->n_loads) {
         llmaas_io_drain(stream->io);
@@ -437,7 +446,7 @@ static void release(llmaas_stream * stream, load * l) {
     stream->n_used++;
 }
 
-/* -- a graph ----------------------------------------------------------------------------------------------------- */
+/* -- computing a graph ------------------------------------------------------------------------------------------- */
 
 static void make_way(llmaas_stream * stream, int64_t n_more) {
     stream->n_more += n_more;
@@ -473,11 +482,11 @@ bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n
     return true;
 }
 
-/* Before a product: what earlier ones used is free, and what this one uses must be there. */
+/* Argument of the step before a product, which frees what earlier products used and waits for what this one uses. */
 struct fetch {
     llmaas_stream *      stream;
     size_t               index; /* in the plan */
-    size_t               first; /* that stays until then */
+    size_t               first; /* first use that stays in memory until then */
     struct ggml_tensor * weight;
 };
 
@@ -492,7 +501,7 @@ static void fetch(void * arg, int ith, int nth) {
         release(stream, load_at(stream, 0));
     }
     const uint64_t started = llmaas_now_ns();
-    pump(stream); /* which may wait, too: a device takes so many reads at a time */
+    pump(stream); /* this may wait, too: a device takes only so many reads at a time */
     const size_t i = f->index - stream->n_used;
     load *       l = load_at(stream, i);
     if (i >= stream->n_loads || !await(stream, l)) {
@@ -514,7 +523,7 @@ bool llmaas_stream_use(
         return false;
     }
     stream->plan = plan;
-    if (piece->turn < 0) { /* steps of the golden ratio: evenly spread, however many of them are taken */
+    if (piece->turn < 0) { /* multiples of the golden ratio are evenly spread, however many there are */
         piece->turn      = fmod((double) ++stream->n_turns * 0.6180339887498949, 1);
         stream->is_stale = true;
     }
@@ -530,8 +539,8 @@ bool llmaas_stream_use(
     return llmaas_graph_step(stream->graph, fetch, &arg, sizeof arg);
 }
 
-/* At least what is used together and one of the largest pieces, so that this is read meanwhile; and as much again where more
- * than one are used, for what is lost at the ring's end. */
+/* Make the arena large enough for what is used together plus one of the largest pieces, which is read meanwhile. Where
+ * several pieces are used together, add another one for the loss at the ring's end. */
 static bool make_arena(llmaas_stream * stream) {
     const size_t n_end    = stream->n_together > stream->n_widest ? stream->n_widest : 0;
     const size_t n_wanted = stream->n_together + stream->n_widest + n_end;
@@ -552,7 +561,7 @@ static bool make_arena(llmaas_stream * stream) {
     return true;
 }
 
-/* The next graph makes another one. */
+/* Free the arena; the next graph makes another one. */
 static void drop_arena(llmaas_stream * stream) {
     cut_loads(stream, 0);
     llmaas_io_register(stream->io, NULL, 0);
@@ -561,9 +570,13 @@ static void drop_arena(llmaas_stream * stream) {
     stream->n_arena = 0;
 }
 
-/* Memory beyond what may be kept is given back at once: other models, or the app, may need the memory before this one's next graph.
- * The lock is held while a graph is computed, so no product needs it. */
+/* Set the limits, and give back excess memory at once: other models, or the app, may need it before this one's next
+ * graph. The lock is held while a graph is computed, so no product needs that memory. In a child where the stream is
+ * void, do nothing: the memory is mostly shared with the parent. */
 static void set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena) {
+    if (stream->lock.is_void) {
+        return;
+    }
     stream->n_kept_set = stream->n_kept_max = n_kept;
     stream->n_more      = 0;
     stream->n_arena_min = n_arena;
@@ -591,13 +604,13 @@ bool llmaas_stream_try_set_memory(llmaas_stream * stream, uint64_t n_kept, uint6
     return true;
 }
 
-/* Whether a load has all that a use reads. */
+/* Return whether a load has all that a use reads. */
 static bool has(const load * l, const use * u) {
     const bool is_same = l->of.of.stride == u->of.stride && l->of.of.width == u->of.width;
     return l->of.piece == u->piece && l->of.of.n_bytes >= u->of.n_bytes && (is_same || l->of.of.width == l->of.of.stride);
 }
 
-/* How many loads were foreseen. */
+/* Return how many of the first loads match the plan. */
 static size_t n_foreseen(llmaas_stream * stream) {
     size_t i = 0;
     while (i < stream->n_loads && i < stream->n_plan && has(load_at(stream, i), &stream->plan[i])) {
@@ -613,7 +626,7 @@ bool llmaas_stream_start(llmaas_stream * stream) {
     if (!make_arena(stream)) {
         return false;
     }
-    if (stream->is_stale) { /* still: what is no longer wanted is part of this graph */
+    if (stream->is_stale) { /* is_stale stays set: pieces no longer wanted are still part of this graph */
         choose_wanted(stream);
     }
     for (size_t i = 0; i < stream->n_plan; i++) {
@@ -633,7 +646,7 @@ void llmaas_stream_end(llmaas_stream * stream) {
             release(stream, load_at(stream, 0));
         }
         pump(stream);
-    } else if (stream->n_plan > 0) { /* it was aborted, or a read failed */
+    } else if (stream->n_plan > 0) { /* the graph was aborted, or a read failed */
         cut_loads(stream, 0);
     }
     if (stream->experts) {

@@ -1,10 +1,10 @@
-/* Weights in a file of which memory holds a part: pieces that are kept, and pieces that are read for each graph, ahead of
+/* Weights in a file, of which memory holds a part: some pieces are kept; the others are read for each graph, ahead of
  * their use.
  *
- * Graphs use pieces in the same order again and again, so the order of the last graph is what is read ahead for the next,
- * also while nothing is computed. Kept pieces are spread evenly over that order: reading never waits for computing to
- * reach a stretch of others, nor the other way round. Pieces that graphs use as a whole of late come first, then those that
- * they use in part: what a level leaves out makes way for what it needs. */
+ * Graphs use pieces in the same order again and again. So the order of the last graph is what is read ahead for the
+ * next, even while nothing is computed. Kept pieces are spread evenly over that order: then neither reading nor
+ * computing waits for the other at a long stretch of pieces of one kind. Pieces that recent graphs used in full are
+ * kept first, then those used in part: what a level leaves out makes way for what it needs. */
 #ifndef LLMAAS_STREAM_H
 #define LLMAAS_STREAM_H
 
@@ -22,17 +22,20 @@ typedef struct llmaas_stream llmaas_stream;
 /* A run of a weight's rows, or of an operand's channels. */
 typedef struct llmaas_piece {
     int      fd;
-    uint64_t offset; /* of its bytes in the file */
+    uint64_t offset; /* of the piece's bytes in the file */
     size_t   n_bytes;
-    char *   home; /* where it is when it is kept: address space of its own, with memory under it only then */
+    char *   home; /* where it is when kept: its own address space, backed by memory only then */
     bool     is_kept;
-    bool     is_wanted; /* it is to be kept, and read as a whole */
-    bool     is_passing; /* it never is: its channels are, instead (channels.h) */
-    double   turn;      /* pieces used alike are kept in rising order of it; below 0: no graph has used it yet */
-    size_t   n_now, n_lately; /* bytes that graphs use of it at most: those of this age, and of late */
+    bool     is_wanted; /* to be kept, and so read in full */
+    bool     is_passing; /* never kept: its channels are kept instead (channels.h) */
+    double   turn;      /* pieces with the same use are kept in ascending order of this; negative: no graph has used the
+                         * piece yet */
+    size_t   n_now, n_lately; /* most bytes that a graph used: in the current interval of 32 graphs, and of late (last
+                               * interval included) */
 } llmaas_piece;
 
-/* Of the first n_bytes, the first `width` of each `stride`: rows of which a part leaves out columns. */
+/* Bytes used of a piece: among the first n_bytes, the first `width` of every `stride`. A smaller width means that a
+ * part leaves out columns. */
 typedef struct llmaas_stretch {
     size_t n_bytes, stride, width;
 } llmaas_stretch;
@@ -40,37 +43,39 @@ typedef struct llmaas_stretch {
 llmaas_stream * llmaas_stream_new(void);
 void            llmaas_stream_free(llmaas_stream * stream);
 
-/* One piece more, which lives as long as the stream. NULL: memory. */
+/* Add a piece, which lives as long as the stream. NULL if out of memory. */
 llmaas_piece * llmaas_stream_add(llmaas_stream * stream, const llmaas_piece * piece);
 
-/* The experts whose memory is the stream's, too. NULL: memory. */
+/* Return the experts that share the stream's memory; create them if needed. NULL if out of memory. */
 llmaas_experts * llmaas_stream_experts(llmaas_stream * stream);
 
-/* The channels whose memory is the stream's, too. NULL: memory. */
+/* Return the channels that share the stream's memory; create them if needed. NULL if out of memory. */
 llmaas_channels * llmaas_stream_channels(llmaas_stream * stream);
-/* From the next graph on, a piece is only read for graphs that use it as a whole. */
+/* Stop keeping a piece: from the next graph on, it is only read for graphs that use it in full. */
 void llmaas_stream_pass(llmaas_stream * stream, llmaas_piece * piece);
 
-/* Bytes of pieces, experts and channels that may be kept, and of the ones that are read at a time. Memory beyond that is given
- * back before it returns, after the graph being computed; with n_arena 0 the arena's, too, until the next graph. */
+/* Set the bytes of pieces, experts and channels that may be kept, and of the arena that the others are read into.
+ * Excess memory is given back before the call returns, once the graph being computed is done. With n_arena 0 the arena
+ * is also given back, until the next graph. */
 void llmaas_stream_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
-/* The same, unless a graph is being computed: false then, and nothing was changed. */
+/* Do the same unless a graph is being computed; then change nothing and return false. */
 bool llmaas_stream_try_set_memory(llmaas_stream * stream, uint64_t n_kept, uint64_t n_arena);
-/* How pieces, experts and channels are read, from the next graph on. False: memory; some are, then. */
+/* Set how pieces, experts and channels are read, from the next graph on. False if out of memory; the setting then
+ * applies to some of them only. */
 bool llmaas_stream_set_reading(llmaas_stream * stream, const llmaas_reading * reading);
 void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stats);
 
-/* Around a graph: from begin to end the stream is its own, and no other thread's. n_more: bytes by which other memory grows from
- * then on, which are taken from what may be kept until set_memory() tells anew. False: this is a child, and another thread of its
- * parent was computing with the stream; it is void. */
+/* Begin a graph: until its end, no other thread can use the stream. n_more: bytes by which other memory grows from now
+ * on; less is kept by as much, until set_memory() is called again. False in a child whose parent had another thread
+ * computing with the stream at the fork; the stream is void there. */
 bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n_more);
-/* The graph uses so much of `piece`, which is kept. */
+/* Note that the graph uses so much of `piece`, which is kept. */
 void llmaas_stream_note(llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch);
-/* The graph uses so much of `piece` next, which is not kept, as the data of `weight`, together with those that it used in the
- * n_before calls before. False: memory. */
+/* Note that the graph next uses so much of `piece`, which is not kept, as the data of `weight`. The pieces of the
+ * n_before calls before must be in memory at the same time. False if out of memory. */
 bool llmaas_stream_use(
     llmaas_stream * stream, llmaas_piece * piece, const llmaas_stretch * stretch, struct ggml_tensor * weight, size_t n_before);
-/* All uses are known; the graph is computed next. False: memory. */
+/* Start reading: all uses are known, and the graph is computed next. False if out of memory. */
 bool llmaas_stream_start(llmaas_stream * stream);
 void llmaas_stream_end(llmaas_stream * stream);
 

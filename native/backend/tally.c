@@ -35,7 +35,7 @@ bool llmaas_tally_init(
     }
     tally->kind     = kind;
     tally->n_layers = (int) n_layers;
-    if (!make_layers(tally, n_channels, n_fixed, n_each) || pthread_mutex_init(&tally->mutex, NULL)) {
+    if (!make_layers(tally, n_channels, n_fixed, n_each) || !llmaas_fork_lock_init(&tally->lock, NULL)) {
         free_layers(tally);
         return false;
     }
@@ -43,7 +43,7 @@ bool llmaas_tally_init(
 }
 
 void llmaas_tally_end(llmaas_tally * tally) {
-    pthread_mutex_destroy(&tally->mutex);
+    llmaas_fork_lock_destroy(&tally->lock);
     free_layers(tally);
 }
 
@@ -59,12 +59,12 @@ static void run(void * user, const llmaas_tap_view * view, int ith, int nth) {
     llmaas_tallied *           layer = llmaas_tally_layer(tally, view->layer);
     const struct ggml_tensor * from  = view->states;
     if (ith == 0 && from->type == GGML_TYPE_F32 && from->ne[0] <= layer->n_channels && from->nb[0] == sizeof(float)) {
-        pthread_mutex_lock(&tally->mutex);
+        pthread_mutex_lock(&tally->lock.mutex);
         for (int64_t row = 0; row < ggml_nrows(from); row++) {
             tally->count(layer, (const float *) (const void *) llmaas_row(from, row), (uint32_t) from->ne[0]);
             layer->n_rows++;
         }
-        pthread_mutex_unlock(&tally->mutex);
+        pthread_mutex_unlock(&tally->lock.mutex);
     }
 }
 

@@ -29,18 +29,19 @@ llmaas_status llmaas_taps_remove(llmaas_taps * taps, const void * user) {
 
 void llmaas_taps_forget(llmaas_taps * taps) { taps->cells = taps->positions = NULL; }
 
-/* The number behind `prefix` in a tensor's name; -1: it has another name. (sscanf takes longer than all the rest.) */
+/* Return the number behind `prefix` in a tensor's name; -1 if the name is different. (sscanf would take longer than all
+ * the rest.) */
 static int numbered(const struct ggml_tensor * tensor, const char * prefix) {
     const size_t n = strlen(prefix);
     return strncmp(tensor->name, prefix, n) == 0 && isdigit((unsigned char) tensor->name[n]) ? atoi(tensor->name + n) : -1;
 }
 
-/* Layer of the key cache that `tensor` is or views; -1: it is none. */
+/* Return the layer of the key cache that `tensor` is or views; -1 if it is none. */
 static int cache_layer(const struct ggml_tensor * tensor) {
-    return numbered(tensor->view_src ? tensor->view_src : tensor, "cache_k_l"); /* ggml keeps the root of all views there */
+    return numbered(tensor->view_src ? tensor->view_src : tensor, "cache_k_l"); /* view_src is the root of all views */
 }
 
-/* What a node says about where tokens go: their positions or their cells; NULL: nothing. */
+/* Return the tensor that a node takes tokens' positions from; NULL if it uses none. */
 static struct ggml_tensor * positions_of(const struct ggml_tensor * node) {
     return llmaas_op_of(node) == LLMAAS_OP_ROPE && node->src[1]->type == GGML_TYPE_I32 ? node->src[1] : NULL;
 }
@@ -59,7 +60,7 @@ void llmaas_taps_notice(llmaas_taps * taps, const struct ggml_tensor * node) {
 
 static void keep(struct ggml_tensor * tensor) {
     if (tensor) {
-        ggml_set_output(tensor->view_src ? tensor->view_src : tensor); /* ggml never frees those */
+        ggml_set_output(tensor->view_src ? tensor->view_src : tensor); /* ggml never reuses the memory of outputs */
     }
 }
 
@@ -101,7 +102,7 @@ uint32_t llmaas_taps_states(
     return call_taps(taps, graph, &view);
 }
 
-/* Layer of an attention node, -1: it is another node. */
+/* Return the layer of an attention node; -1 for other nodes. */
 static int attention_layer(const struct ggml_tensor * node) {
     if (llmaas_op_of(node) == LLMAAS_OP_FLASH_ATTN_EXT) {
         return cache_layer(node->src[1]);

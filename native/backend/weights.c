@@ -4,6 +4,7 @@
 #include "../src/grow.h"
 #include "llmaas/io.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,8 +12,8 @@
 
 enum { READ_ALIGN = 4096 };
 
-/* Contexts that compute without a pause hold the lock between them all the time: one that is being created must come
- * before the next graph. */
+/* Initialize a lock that prefers writers. Contexts that compute without pause hold the read lock among them all the
+ * time, and the creation of another context must get in before the next graph. */
 static bool init_lock(pthread_rwlock_t * lock) {
     pthread_rwlockattr_t kind;
     if (pthread_rwlockattr_init(&kind) != 0) {
@@ -24,15 +25,19 @@ static bool init_lock(pthread_rwlock_t * lock) {
     return ok;
 }
 
+/* Renew the lock in a forked child: it still counts the threads that computed, which the child does not have. */
+static void forget_readers(llmaas_fork_lock * changing) {
+    llmaas_weights * weights = (llmaas_weights *) ((char *) changing - offsetof(llmaas_weights, changing));
+    init_lock(&weights->lock);
+}
+
 llmaas_weights * llmaas_weights_new(void) {
     llmaas_weights * weights = calloc(1, sizeof *weights);
-    if (weights && !init_lock(&weights->lock)) {
+    if (!weights || !init_lock(&weights->lock) || !llmaas_fork_lock_init(&weights->changing, forget_readers)) {
         free(weights);
         return NULL;
     }
-    if (weights) {
-        weights->n_holders = 1;
-    }
+    weights->n_holders = 1;
     return weights;
 }
 
@@ -64,6 +69,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
     free(weights->operands);
     free(weights->entries);
     free(weights->slots);
+    llmaas_fork_lock_destroy(&weights->changing);
     pthread_rwlock_destroy(&weights->lock);
     free(weights);
 }
@@ -97,7 +103,7 @@ llmaas_weight * llmaas_weights_entry(llmaas_weights * weights, const char * name
     return made;
 }
 
-/* -- by tensor --------------------------------------------------------------------------------------------------- */
+/* -- lookup by tensor -------------------------------------------------------------------------------------------- */
 
 static size_t slot_of(const llmaas_weights * weights, const struct ggml_tensor * tensor) {
     size_t slot = ((uintptr_t) tensor >> 4) * 0x9E3779B97F4A7C15u >> 20 & (weights->n_slots - 1);
@@ -111,8 +117,8 @@ const llmaas_weight * llmaas_weights_find(const llmaas_weights * weights, const 
     return weights->n_slots ? weights->slots[slot_of(weights, tensor)] : NULL;
 }
 
-/* Entries whose tensor is known, by tensor: anew for each claimed tensor that is loaded, and for each graph of a context's
- * creation. There are a thousand entries at most. */
+/* Rebuild the index by tensor. Called for each claimed tensor that is loaded and for each graph of a context's
+ * creation. There are at most about a thousand entries. */
 static bool index_tensors(llmaas_weights * weights) {
     if (weights->n_slots < 2 * weights->n_entries) {
         size_t n_slots = 64;
@@ -135,10 +141,20 @@ static bool index_tensors(llmaas_weights * weights) {
     return true;
 }
 
+void llmaas_weights_begin_change(llmaas_weights * weights) {
+    pthread_rwlock_wrlock(&weights->lock);
+    pthread_mutex_lock(&weights->changing.mutex);
+}
+
+void llmaas_weights_end_change(llmaas_weights * weights) {
+    pthread_mutex_unlock(&weights->changing.mutex);
+    pthread_rwlock_unlock(&weights->lock);
+}
+
 void llmaas_weights_lock(llmaas_weights * weights) { pthread_rwlock_rdlock(&weights->lock); }
 void llmaas_weights_unlock(llmaas_weights * weights) { pthread_rwlock_unlock(&weights->lock); }
 
-/* -- for engines --------------------------------------------------------------------------------------------------- */
+/* -- called by engines --------------------------------------------------------------------------------------------- */
 
 bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level) {
     const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
@@ -181,23 +197,24 @@ void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * s
     }
 }
 
+bool llmaas_weights_are_void(const llmaas_weights * weights) { return weights->changing.is_void; }
 bool llmaas_weights_own_buffers(const llmaas_weights * weights) { return weights->own_buffers; }
 
 void llmaas_weights_loaded(llmaas_weights * weights, const struct ggml_tensor * tensor) {
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     llmaas_weight * weight = llmaas_weights_by_name(weights, tensor->name);
     if (weight && weight->source->load) {
         weight->tensor = tensor;
         if (!index_tensors(weights)) {
-            weight->tensor = NULL; /* no graph would find it; problem() tells */
+            weight->tensor = NULL; /* no graph would find it; problem() reports it */
         }
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
 }
 
-/* -- what a context multiplies ----------------------------------------------------------------------------------- */
+/* -- the weights that a context uses ----------------------------------------------------------------------------- */
 
-/* Weights of a layer by what they read. Of those that read the same, the first in a graph is tapped. */
+/* Weights of a layer by what they read. If several read the same, the first one in a graph is tapped. */
 static const struct reader {
     llmaas_tap_kind kind;
     const char *    suffix;
@@ -225,7 +242,7 @@ static bool is_tapped(const llmaas_weights * weights, int kind, int layer) {
     return false;
 }
 
-/* Whether taps may want what this weight is multiplied with. */
+/* Return whether taps may want this weight's operand; if so, set its kind and layer. */
 static bool operand(const char * name, int * kind, int * layer) {
     if (strcmp(name, "output.weight") == 0 || strcmp(name, "token_embd.weight") == 0) {
         *kind  = LLMAAS_TAP_FINAL_NORM;
@@ -269,7 +286,7 @@ static void note_lookup(llmaas_weights * weights, const struct ggml_tensor * ten
 }
 
 void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph) {
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     for (int i = 0; i < graph->n_nodes; i++) {
         const struct ggml_tensor * node = graph->nodes[i];
         if (llmaas_is_product(node) && node->src[0]->buffer &&
@@ -282,12 +299,12 @@ void llmaas_weights_note(llmaas_weights * weights, struct ggml_cgraph * graph) {
     }
     const bool is_indexed = index_tensors(weights);
     for (size_t i = 0; i < weights->n_entries && !is_indexed; i++) {
-        weights->entries[i]->is_used = false; /* no graph would find it; problem() tells */
+        weights->entries[i]->is_used = false; /* no graph would find it; problem() reports it */
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
 }
 
-/* Why a claim is not met, in words that follow the weight's name; NULL: it is, as far as that is known. */
+/* Return why a claim is not met, in words that follow the weight's name; NULL if no problem is known. */
 static const char * problem(const llmaas_weight * weight, bool is_created) {
     if (weight->source->load && !weight->tensor) {
         return "is claimed, but was not loaded into our buffers";
@@ -303,7 +320,7 @@ static const char * problem(const llmaas_weight * weight, bool is_created) {
 
 const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created) {
     const char * found = NULL;
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     for (size_t i = 0; i < weights->n_entries && !found; i++) {
         const llmaas_weight * weight = weights->entries[i];
         const char *          what   = weight->is_claimed ? problem(weight, is_created) : NULL;
@@ -312,6 +329,6 @@ const char * llmaas_weights_problem(llmaas_weights * weights, bool is_created) {
             found = weights->problem;
         }
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
     return found;
 }

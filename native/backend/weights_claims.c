@@ -1,4 +1,4 @@
-/* What plugins claim of weights: parts, biases, and where bytes are. */
+/* Claims of plugins about weights: parts, biases, and where bytes are. */
 #include "weights_table.h"
 
 #include "../src/grow.h"
@@ -22,7 +22,7 @@ static bool are_extents(const int64_t * extents, uint32_t n_levels) {
     return are;
 }
 
-/* Count it anew where graphs must be rewritten. */
+/* Update the counts of weights for which graphs must be rewritten. */
 static void count_narrow(llmaas_weights * weights, llmaas_weight * weight) {
     uint64_t narrow_levels = 0;
     for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
@@ -46,7 +46,7 @@ llmaas_status llmaas_weights_claim_part(
     if (!are_extents(extents, n_levels)) {
         return LLMAAS_EINVAL;
     }
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     llmaas_weight * weight = llmaas_weights_entry(weights, name);
     const bool      is_new = weight && !weight->part;
     if (is_new) {
@@ -54,7 +54,7 @@ llmaas_status llmaas_weights_claim_part(
         weight->is_claimed = true;
         set_extents(weights, weight, extents, n_levels);
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
     return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
 }
 
@@ -63,13 +63,13 @@ llmaas_status llmaas_weights_set_part(
     if (!weights || !are_extents(extents, n_levels)) {
         return LLMAAS_EINVAL;
     }
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     llmaas_weight * weight = llmaas_weights_by_name(weights, name);
     const bool      is_one = weight && weight->part;
     if (is_one) {
         set_extents(weights, weight, extents, n_levels);
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
     return is_one ? LLMAAS_OK : LLMAAS_EINVAL;
 }
 
@@ -87,7 +87,7 @@ llmaas_status llmaas_weights_claim_biases(
     if (n_levels < 1 || n_levels > LLMAAS_MAX_LEVELS || n_rows < 1) {
         return LLMAAS_EINVAL;
     }
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     llmaas_weight * weight = llmaas_weights_by_name(weights, name);
     const bool      is_new = weight && weight->part == &llmaas_part_columns && !weight->biases;
     float *         copy   = is_new ? malloc(sizeof *copy * n_levels * n_rows) : NULL;
@@ -98,7 +98,7 @@ llmaas_status llmaas_weights_claim_biases(
         note_biased_levels(weight);
         count_narrow(weights, weight);
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
     return copy ? LLMAAS_OK : is_new ? LLMAAS_ESPACE : LLMAAS_EINVAL;
 }
 
@@ -114,7 +114,7 @@ const float * llmaas_weight_biases(const llmaas_weight * weight, int32_t level) 
 
 static llmaas_status claim_source(
     llmaas_weights * weights, const char * name, const llmaas_source_ops * source, void * state) {
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     llmaas_weight * weight = llmaas_weights_entry(weights, name);
     const bool      is_new = weight && weight->source == &llmaas_source_in_place && !weight->tensor;
     if (is_new) {
@@ -123,7 +123,7 @@ static llmaas_status claim_source(
         weight->is_claimed   = true;
         weights->own_buffers = true;
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
     return is_new ? LLMAAS_OK : LLMAAS_EINVAL;
 }
 
@@ -131,8 +131,8 @@ llmaas_status llmaas_weights_claim_tiles(llmaas_weights * weights, const char * 
     return claim_source(weights, name, &llmaas_source_tiles, NULL);
 }
 
-/* Descriptor of the model file at `path`, opened once; -1: errno says why. Past the page cache where the file system
- * can: what is read for each graph must not drive other data out of memory. */
+/* Return a descriptor of the model file at `path`, opened once; -1 on error. It bypasses the page cache where the file
+ * system allows: what is read for each graph must not evict other data. */
 static int descriptor(llmaas_weights * weights, const char * path) {
     for (size_t i = 0; i < weights->n_files; i++) {
         if (strcmp(weights->files[i].path, path) == 0) {
@@ -177,16 +177,29 @@ const char * llmaas_weights_changed(llmaas_weights * weights) {
     return NULL;
 }
 
-llmaas_status llmaas_weights_claim_file(
-    llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed) {
-    pthread_rwlock_wrlock(&weights->lock);
-    const int fd = descriptor(weights, path);
-    weights->stream = weights->stream ? weights->stream : llmaas_stream_new();
-    pthread_rwlock_unlock(&weights->lock);
-    if (fd < 0) {
+/* Open the file at `path` and make sure that there is a stream; EIO, ESPACE. Creating the stream is not part of a
+ * change, since a stream has a fork lock of its own. */
+static llmaas_status open_file(llmaas_weights * weights, const char * path, int * fd) {
+    llmaas_weights_begin_change(weights);
+    *fd = descriptor(weights, path);
+    llmaas_weights_end_change(weights);
+    if (*fd < 0) {
         return LLMAAS_EIO;
     }
-    void * state = weights->stream ? llmaas_file_state(weights->stream, fd, offset, is_packed) : NULL;
+    pthread_rwlock_wrlock(&weights->lock);
+    weights->stream = weights->stream ? weights->stream : llmaas_stream_new();
+    pthread_rwlock_unlock(&weights->lock);
+    return weights->stream ? LLMAAS_OK : LLMAAS_ESPACE;
+}
+
+llmaas_status llmaas_weights_claim_file(
+    llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed) {
+    int                 fd;
+    const llmaas_status opened = open_file(weights, path, &fd);
+    if (opened != LLMAAS_OK) {
+        return opened;
+    }
+    void * state = llmaas_file_state(weights->stream, fd, offset, is_packed);
     if (!state) {
         return LLMAAS_ESPACE;
     }
@@ -197,7 +210,7 @@ llmaas_status llmaas_weights_claim_file(
     return status;
 }
 
-/* The bytes are dropped: the file has them. */
+/* Drop the bytes: the file has them. */
 static bool drop(llmaas_weight * weight, const void * bytes) {
     (void) weight, (void) bytes;
     return true;
@@ -215,8 +228,7 @@ static llmaas_status look_up(llmaas_weights * weights, const char * name, int fd
     if (!weight || weight->lookup || weight->tensor || weight->source == &llmaas_source_tiles) {
         return LLMAAS_EINVAL;
     }
-    weights->stream = weights->stream ? weights->stream : llmaas_stream_new(); /* graphs take turns by it */
-    weight->lookup  = weights->stream ? llmaas_lookup_new(fd, offset) : NULL;
+    weight->lookup = llmaas_lookup_new(fd, offset);
     if (!weight->lookup) {
         return LLMAAS_ESPACE;
     }
@@ -227,10 +239,14 @@ static llmaas_status look_up(llmaas_weights * weights, const char * name, int fd
 }
 
 llmaas_status llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const char * path, uint64_t offset) {
-    pthread_rwlock_wrlock(&weights->lock);
-    const int           fd     = descriptor(weights, path);
-    const llmaas_status status = fd < 0 ? LLMAAS_EIO : look_up(weights, name, fd, offset);
-    pthread_rwlock_unlock(&weights->lock);
+    int                 fd;
+    const llmaas_status opened = open_file(weights, path, &fd); /* graphs take turns using the stream */
+    if (opened != LLMAAS_OK) {
+        return opened;
+    }
+    llmaas_weights_begin_change(weights);
+    const llmaas_status status = look_up(weights, name, fd, offset);
+    llmaas_weights_end_change(weights);
     return status;
 }
 
@@ -285,10 +301,10 @@ llmaas_status llmaas_weights_add_operand(
     if (!weights->stream || !is_sound(spec)) {
         return LLMAAS_EINVAL;
     }
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     const bool          is_known = spec->predictor < 0 || (size_t) spec->predictor < weights->n_operands;
     const llmaas_status status   = is_known ? add_operand(weights, path, spec, number) : LLMAAS_EINVAL;
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
     return status;
 }
 
@@ -296,7 +312,7 @@ llmaas_status llmaas_weights_add_columns(
     llmaas_weights * weights, const char * name, uint32_t number, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
     const uint16_t * scales, const uint16_t * mins) {
     llmaas_status status = LLMAAS_EINVAL;
-    pthread_rwlock_wrlock(&weights->lock);
+    llmaas_weights_begin_change(weights);
     llmaas_weight * weight = llmaas_weights_by_name(weights, name);
     const uint64_t  n_bytes = (uint64_t) n_scales * n_bits / 8;
     if (weight && weight->source == &llmaas_source_file && weight->tensor && number < weights->n_operands &&
@@ -305,6 +321,9 @@ llmaas_status llmaas_weights_add_columns(
             .operand = weights->operands[number].channels, .n_bits = n_bits, .offset = offset, .n_scales = n_scales,
             .scales = scales, .mins = mins});
     }
-    pthread_rwlock_unlock(&weights->lock);
+    llmaas_weights_end_change(weights);
+    if (status == LLMAAS_OK) {
+        llmaas_file_pass(weight);
+    }
     return status;
 }

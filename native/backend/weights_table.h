@@ -1,7 +1,9 @@
-/* The weight table itself, for the files that make it: weights.c, and weights_claims.c for what is entered before a graph. */
+/* The weight table's internals, for the files that implement it: weights.c, and weights_claims.c for the claims made
+ * before a graph. */
 #ifndef LLMAAS_WEIGHTS_TABLE_H
 #define LLMAAS_WEIGHTS_TABLE_H
 
+#include "forks.h"
 #include "weights.h"
 
 #include <pthread.h>
@@ -12,38 +14,44 @@
 struct llmaas_weights_file {
     char *      path;
     int         fd;
-    struct stat state; /* when it was opened */
+    struct stat state; /* at the time it was opened */
 };
 
-/* An operand whose channels weights have. */
+/* An operand whose channels contain columns of weights. */
 struct llmaas_weights_operand {
     llmaas_operand * channels;
-    uint32_t         n_bytes; /* of a channel */
+    uint32_t         n_bytes; /* bytes of a channel */
 };
 
 struct llmaas_weights {
     atomic_uint      n_holders;
-    pthread_rwlock_t lock;
+    pthread_rwlock_t lock;     /* read-locked while a graph is computed; forks do not wait for it */
+    llmaas_fork_lock changing; /* also held while something changes, so that a forked child finds a change either
+                                * complete or not begun */
     llmaas_weight ** entries;
     size_t           n_entries;
     size_t           n_capacity;
     llmaas_weight ** slots; /* open addressing by tensor; n_slots is a power of two, at most half full */
     size_t           n_slots;
-    uint32_t         n_narrow[LLMAAS_MAX_LEVELS]; /* weights that are not all, or biased, by level */
-    _Atomic uint64_t narrow_levels; /* bit l: there are some at level l */
+    uint32_t         n_narrow[LLMAAS_MAX_LEVELS]; /* by level: weights that are not whole, or are biased */
+    _Atomic uint64_t narrow_levels; /* bit l: there are such weights at level l */
     bool             own_buffers;
     struct llmaas_weights_file * files;
     size_t           n_files;
-    atomic_bool      has_changed; /* some file has, since it was opened */
+    atomic_bool      has_changed; /* some file changed since it was opened */
     llmaas_stream *  stream;
     struct llmaas_weights_operand * operands;
     size_t           n_operands, operands_capacity;
     char             problem[192];
 };
 
-/* The entry of this name; NULL: there is none. Under the lock, as all of these. */
+/* Begin or end a change of entries, or of anything else the lock guards. Waits until no graph is being computed. */
+void llmaas_weights_begin_change(llmaas_weights * weights);
+void llmaas_weights_end_change(llmaas_weights * weights);
+
+/* Return the entry of this name, or NULL. Requires the lock, like all functions here. */
 llmaas_weight * llmaas_weights_by_name(const llmaas_weights * weights, const char * name);
-/* Made if there is none; NULL: memory, or a name no tensor can have. */
+/* Return the entry of this name; create it if needed. NULL if out of memory, or if no tensor can have this name. */
 llmaas_weight * llmaas_weights_entry(llmaas_weights * weights, const char * name);
 
 #endif

@@ -14,7 +14,7 @@ struct llmaas_windows {
     char *         ring;
     size_t         n_ring;
     size_t         n_most, first, n;
-    llmaas_window  windows[]; /* [n_most], a ring, too */
+    llmaas_window  windows[]; /* [n_most], also a ring */
 };
 
 llmaas_windows * llmaas_windows_new(const llmaas_reading * reading, size_t n_most, bool is_ahead) {
@@ -44,7 +44,7 @@ bool llmaas_windows_set_ring(llmaas_windows * windows, size_t n_bytes) {
     if (!ring) {
         return false;
     }
-    memset(ring, 0, n_bytes); /* memory that counts is there */
+    memset(ring, 0, n_bytes); /* touch it, so that memory accounting sees it now */
     llmaas_io_register(windows->io, ring, n_bytes);
     llmaas_io_memory_free(windows->ring, windows->n_ring);
     windows->ring   = ring;
@@ -67,7 +67,7 @@ llmaas_window * llmaas_windows_at(llmaas_windows * windows, size_t i) {
 
 static uint64_t end_of(const llmaas_gathered * piece) { return piece->offset + piece->n_bytes; }
 
-/* A window of as many pieces as one read has. */
+/* Make a window of as many pieces as one read can cover. */
 static llmaas_window next_window(const llmaas_windows * windows, int fd, const llmaas_gathered * pieces, size_t n) {
     const uint64_t begin = pieces[0].offset / PAGE * PAGE;
     size_t         end   = 1;
@@ -82,7 +82,7 @@ static llmaas_window next_window(const llmaas_windows * windows, int fd, const l
         .n_pieces = end};
 }
 
-/* Find its place behind the last window. False: the first ones are in the way. */
+/* Find room for a window behind the last one. False if the first ones are in the way. */
 static bool place(llmaas_windows * windows, llmaas_window * w) {
     if (windows->n == 0) {
         w->at = 0;

@@ -1,4 +1,4 @@
-// The API of libllmaas_ggml, for cffi. Meanings are in include/llmaas/engine.h and tap.h.
+// The API of libllmaas_ggml, for cffi; documented in include/llmaas/engine.h and tap.h.
 
 typedef struct llmaas_weights llmaas_weights;
 typedef struct llmaas_engine llmaas_engine;

@@ -6,7 +6,7 @@ typedef struct llmaas_knn_codes {
     uint64_t n_rows;
     uint32_t n_dims;
     uint32_t n_front;
-    const float * centre;
+    const float * center;
     const float * steps;
     uint8_t * front;
     uint8_t * rest;
@@ -28,7 +28,7 @@ typedef struct llmaas_logits_info {
     float max_prob;
 } llmaas_logits_info;
 
-llmaas_status llmaas_knn_quantise(
+llmaas_status llmaas_knn_quantize(
     const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys);
 llmaas_status llmaas_knn_scan(
     const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * query, uint32_t n_best, uint32_t * scratch,

@@ -1,4 +1,4 @@
-/* CRC-32C (Castagnoli, reflected 0x82f63b78), a byte at a time. */
+/* CRC-32C (Castagnoli, reflected 0x82f63b78), one byte at a time. */
 #include "kernels.h"
 
 static const uint32_t table[256] = {

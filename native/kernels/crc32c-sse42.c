@@ -1,5 +1,5 @@
-/* CRC-32C by the SSE4.2 instruction. Its latency is three cycles, so three streams run side by side; a carry-less
- * multiplication moves each stream's crc past the bytes that follow it. */
+/* CRC-32C with the SSE4.2 instruction. Its latency is three cycles, so three streams run in parallel. A carry-less
+ * multiplication shifts each stream's CRC past the bytes that follow it. */
 #include "kernels.h"
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-/* AVX2, FMA, F16C; a byte-for-byte match of embed-generic.c. */
+/* AVX2, FMA, F16C; output is byte-identical to embed-generic.c. */
 #include "embed.h"
 
 #include <immintrin.h>
@@ -8,7 +8,7 @@ enum { LANES = 8, N_LANES = LLMAAS_GROUP / LANES };
 static __m256i load256(const uint8_t * p) { return _mm256_loadu_si256((const void *) p); }
 static __m256  load8(const uint8_t * src) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *) src)); }
 
-/* 8 bytes of scales as numbers. */
+/* Convert 8 bytes of scales to floats. */
 static __m256 scales8(__m128i bytes) { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7)); }
 
 static uint16_t row_amax(const uint8_t * row) {
@@ -22,7 +22,7 @@ static uint16_t row_amax(const uint8_t * row) {
     return (uint16_t) ~_mm_cvtsi128_si32(min);
 }
 
-/* code = x × inv + bias, of 64 columns. */
+/* code = x × inv + bias, for 64 columns. */
 typedef struct affine {
     __m256 inv[N_LANES], bias[N_LANES];
 } affine;
@@ -36,13 +36,13 @@ static void row_affine(uint16_t amax, uint8_t * scale, affine * a) {
     }
 }
 
-/* n / s, or 0 where s is. */
+/* Return n / s, or 0 where s is 0. */
 static __m256 quotient(float n, __m256 s) {
     const __m256 some = _mm256_cmp_ps(s, _mm256_setzero_ps(), _CMP_GT_OQ);
     return _mm256_and_ps(some, _mm256_div_ps(_mm256_set1_ps(n), s));
 }
 
-/* Columns 8 × i to 8 × i + 7. */
+/* Compute columns 8 × i to 8 × i + 7. */
 static void channel_affine(const uint8_t * src, size_t stride, size_t n_rows, size_t i, uint8_t * side, affine * a) {
     const uint8_t * x = src + 2 * LANES * i;
     __m256 hi = load8(x), lo = hi;
@@ -52,15 +52,15 @@ static void channel_affine(const uint8_t * src, size_t stride, size_t n_rows, si
         lo = _mm256_min_ps(lo, v);
     }
     const __m256  half   = _mm256_set1_ps(0.5f);
-    const __m256  centre = _mm256_mul_ps(_mm256_add_ps(hi, lo), half);
+    const __m256  center = _mm256_mul_ps(_mm256_add_ps(hi, lo), half);
     const __m256  reach  = _mm256_mul_ps(_mm256_mul_ps(_mm256_sub_ps(hi, lo), half), _mm256_set1_ps(LLMAAS_EMBED_REACH));
-    const __m256  abs    = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), centre);
+    const __m256  abs    = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), center);
     const __m256  far    = _mm256_mul_ps(abs, _mm256_set1_ps(LLMAAS_EMBED_OFFSET));
     const __m128i up     = _mm256_cvtps_ph(_mm256_max_ps(reach, far), _MM_FROUND_TO_POS_INF);
     const __m128i words  = _mm_srli_epi16(_mm_add_epi16(up, _mm_set1_epi16(127)), 7);
     const __m128i bytes  = _mm_packus_epi16(words, words);
     const __m256  s      = scales8(bytes);
-    const __m256i offset = _mm256_cvtps_epi32(_mm256_mul_ps(centre, quotient(8.0f, s)));
+    const __m256i offset = _mm256_cvtps_epi32(_mm256_mul_ps(center, quotient(8.0f, s)));
     const __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(offset), _mm256_extracti128_si256(offset, 1));
     _mm_storel_epi64((void *) (side + LANES * i), bytes);
     _mm_storel_epi64((void *) (side + LLMAAS_GROUP + LANES * i), _mm_packs_epi16(packed, packed));
@@ -73,7 +73,7 @@ static __m256i codes8(const uint8_t * row, const affine * a, size_t i) {
     return _mm256_cvttps_epi32(_mm256_min_ps(_mm256_max_ps(t, _mm256_setzero_ps()), _mm256_set1_ps(255.0f)));
 }
 
-/* 32 columns; the packs work within 128-bit lanes, the permutation puts the dwords back in order. */
+/* Return the codes of 32 columns. The packs work within 128-bit lanes; the permutation restores the order. */
 static __m256i codes32(const uint8_t * row, const affine * a, size_t i) {
     const __m256i x = _mm256_packs_epi32(codes8(row, a, i), codes8(row, a, i + 1));
     const __m256i y = _mm256_packs_epi32(codes8(row, a, i + 2), codes8(row, a, i + 3));
@@ -112,30 +112,30 @@ bool llmaas_embed_encode_avx2(const uint8_t * src, size_t src_stride, size_t n_r
     return true;
 }
 
-/* x' = code × step + shift, of 64 columns. */
+/* x' = code × step + shift, for 64 columns. */
 typedef struct steps {
     __m256 step[N_LANES], shift[N_LANES];
 } steps;
 
-static void channel_steps(const uint8_t * side, float centre, steps * out) {
+static void channel_steps(const uint8_t * side, float center, steps * out) {
     for (size_t i = 0; i < N_LANES; ++i) {
         const __m256  s      = scales8(_mm_loadl_epi64((const void *) (side + LANES * i)));
         const __m128i offset = _mm_loadl_epi64((const void *) (side + LLMAAS_GROUP + LANES * i));
         const __m256  k      = _mm256_cvtepi32_ps(_mm256_slli_epi32(_mm256_cvtepi8_epi32(offset), 4));
         out->step[i]  = _mm256_mul_ps(s, _mm256_set1_ps(1.0f / 128.0f));
-        out->shift[i] = _mm256_mul_ps(_mm256_add_ps(k, _mm256_set1_ps(centre)), out->step[i]);
+        out->shift[i] = _mm256_mul_ps(_mm256_add_ps(k, _mm256_set1_ps(center)), out->step[i]);
     }
 }
 
-static void row_steps(uint8_t scale, float centre, steps * out) {
+static void row_steps(uint8_t scale, float center, steps * out) {
     const float step = _cvtsh_ss((unsigned short) (scale << 7)) / 128.0f;
     for (size_t i = 0; i < N_LANES; ++i) {
         out->step[i]  = _mm256_set1_ps(step);
-        out->shift[i] = _mm256_set1_ps(centre * step);
+        out->shift[i] = _mm256_set1_ps(center * step);
     }
 }
 
-/* The codes of 32 columns: each byte picks its byte of the word, then its bit. */
+/* Gather the codes of 32 columns: each byte picks its byte of the word, then its bit. */
 static __m256i gather32(const uint8_t * planes, size_t plane_stride, unsigned bits) {
     const __m256i pick = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3,
                                           3, 3, 3, 3);
@@ -166,17 +166,17 @@ static void decode_row(const uint8_t * codes, const steps * s, uint8_t * dst, bo
 
 void llmaas_embed_decode_avx2(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride,
                               unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache) {
-    const float centre = embed_centre(bits);
+    const float center = embed_center(bits);
     steps s;
     if (per_channel) {
-        channel_steps(side, centre, &s);
+        channel_steps(side, center, &s);
     }
     for (size_t r = 0; r < n_rows; ++r) {
         uint8_t codes[LLMAAS_GROUP];
         _mm256_storeu_si256((void *) codes, gather32(planes + 8 * r, plane_stride, bits));
         _mm256_storeu_si256((void *) (codes + 32), gather32(planes + 8 * r + 4, plane_stride, bits));
         if (!per_channel) {
-            row_steps(side[r], centre, &s);
+            row_steps(side[r], center, &s);
         }
         decode_row(codes, &s, dst + r * dst_stride, past_cache);
     }

@@ -1,4 +1,4 @@
-/* AVX-512 F, BW, VL, DQ; a byte-for-byte match of embed-generic.c. A plane's word is a mask register. */
+/* AVX-512 F, BW, VL, DQ; output is byte-identical to embed-generic.c. A plane's word is a mask register. */
 #include "embed.h"
 
 #include <immintrin.h>
@@ -7,7 +7,7 @@ enum { QUARTER = 16, N_QUARTERS = LLMAAS_GROUP / QUARTER };
 
 static __m512 load16(const uint8_t * src) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *) src)); }
 
-/* 16 scale bytes as numbers. */
+/* Convert 16 bytes of scales to floats. */
 static __m512 scales16(__m128i bytes) { return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7)); }
 
 static __m512i amax_words(const uint8_t * row) {
@@ -19,11 +19,11 @@ static __m512i amax_words(const uint8_t * row) {
 static uint16_t amax_of(__m512i words) {
     const __m256i h = _mm256_max_epu16(_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64(words, 1));
     const __m128i q = _mm_max_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
-    /* there is a horizontal minimum in hardware, so look for the minimum of the complement */
+    /* the hardware has a horizontal minimum only, so find the minimum of the complement */
     return (uint16_t) ~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(q, _mm_set1_epi32(-1))));
 }
 
-/* code = x × inv + bias, of 64 columns. */
+/* code = x × inv + bias, for 64 columns. */
 typedef struct affine {
     __m512 inv[N_QUARTERS], bias[N_QUARTERS];
 } affine;
@@ -37,7 +37,7 @@ static void row_affine(uint16_t amax, uint8_t * scale, affine * a) {
     }
 }
 
-/* Columns 16 × i to 16 × i + 15. */
+/* Compute columns 16 × i to 16 × i + 15. */
 static void channel_affine(const uint8_t * src, size_t stride, size_t n_rows, size_t i, uint8_t * side, affine * a) {
     const uint8_t * x = src + 2 * QUARTER * i;
     __m512 hi = load16(x), lo = hi;
@@ -47,14 +47,14 @@ static void channel_affine(const uint8_t * src, size_t stride, size_t n_rows, si
         lo = _mm512_min_ps(lo, v);
     }
     const __m512  half   = _mm512_set1_ps(0.5f);
-    const __m512  centre = _mm512_mul_ps(_mm512_add_ps(hi, lo), half);
+    const __m512  center = _mm512_mul_ps(_mm512_add_ps(hi, lo), half);
     const __m512  reach  = _mm512_mul_ps(_mm512_mul_ps(_mm512_sub_ps(hi, lo), half), _mm512_set1_ps(LLMAAS_EMBED_REACH));
-    const __m512  far    = _mm512_mul_ps(_mm512_abs_ps(centre), _mm512_set1_ps(LLMAAS_EMBED_OFFSET));
+    const __m512  far    = _mm512_mul_ps(_mm512_abs_ps(center), _mm512_set1_ps(LLMAAS_EMBED_OFFSET));
     const __m256i up     = _mm512_cvtps_ph(_mm512_max_ps(reach, far), _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     const __m128i bytes  = _mm256_cvtepi16_epi8(_mm256_srli_epi16(_mm256_add_epi16(up, _mm256_set1_epi16(127)), 7));
     const __m512  s      = scales16(bytes);
     const __mmask16 some = _mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512  eighth = _mm512_mul_ps(centre, _mm512_maskz_div_ps(some, _mm512_set1_ps(8.0f), s));
+    const __m512  eighth = _mm512_mul_ps(center, _mm512_maskz_div_ps(some, _mm512_set1_ps(8.0f), s));
     const __m512i offset = _mm512_cvtps_epi32(eighth);
     _mm_storeu_si128((void *) (side + QUARTER * i), bytes);
     _mm_storeu_si128((void *) (side + LLMAAS_GROUP + QUARTER * i), _mm512_cvtepi32_epi8(offset));
@@ -102,26 +102,26 @@ bool llmaas_embed_encode_avx512(const uint8_t * src, size_t src_stride, size_t n
     return true;
 }
 
-/* x' = code × step + shift, of 64 columns. */
+/* x' = code × step + shift, for 64 columns. */
 typedef struct steps {
     __m512 step[N_QUARTERS], shift[N_QUARTERS];
 } steps;
 
-static steps channel_steps(const uint8_t * side, float centre) {
+static steps channel_steps(const uint8_t * side, float center) {
     steps out;
     for (size_t i = 0; i < N_QUARTERS; ++i) {
         const __m512 s = scales16(_mm_loadu_si128((const void *) (side + QUARTER * i)));
         const __m128i offset = _mm_loadu_si128((const void *) (side + LLMAAS_GROUP + QUARTER * i));
         const __m512 k = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_cvtepi8_epi32(offset), 4));
         out.step[i]  = _mm512_mul_ps(s, _mm512_set1_ps(1.0f / 128.0f));
-        out.shift[i] = _mm512_mul_ps(_mm512_add_ps(k, _mm512_set1_ps(centre)), out.step[i]);
+        out.shift[i] = _mm512_mul_ps(_mm512_add_ps(k, _mm512_set1_ps(center)), out.step[i]);
     }
     return out;
 }
 
-static steps row_steps(uint8_t scale, float centre) {
+static steps row_steps(uint8_t scale, float center) {
     const float  step = _cvtsh_ss((unsigned short) (scale << 7)) / 128.0f;
-    const __m512 s = _mm512_set1_ps(step), b = _mm512_set1_ps(centre * step);
+    const __m512 s = _mm512_set1_ps(step), b = _mm512_set1_ps(center * step);
     return (steps) {{s, s, s, s}, {b, b, b, b}};
 }
 
@@ -148,10 +148,10 @@ static void decode_row(__m512i codes, const steps * s, uint8_t * dst, bool past_
 
 void llmaas_embed_decode_avx512(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride,
                                 unsigned bits, size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache) {
-    const float centre = embed_centre(bits);
+    const float center = embed_center(bits);
     steps s = {0};
     if (per_channel) {
-        s = channel_steps(side, centre);
+        s = channel_steps(side, center);
     }
     for (size_t r = 0; r < n_rows; ++r) {
         __m512i codes = _mm512_setzero_si512();
@@ -160,7 +160,7 @@ void llmaas_embed_decode_avx512(const uint8_t * side, bool per_channel, const ui
             codes = _mm512_mask_add_epi8(codes, load_u64(planes + p * plane_stride + 8 * r), codes, weight);
         }
         if (!per_channel) {
-            s = row_steps(side[r], centre);
+            s = row_steps(side[r], center);
         }
         decode_row(codes, &s, dst + r * dst_stride, past_cache);
     }

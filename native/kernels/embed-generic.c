@@ -1,9 +1,9 @@
-/* The oracle: every other kernel of the embedded code must give the same bytes. */
+/* The reference implementation: every other kernel of the embedded code must give the same bytes. */
 #include "embed.h"
 
 #include <math.h>
 
-/* code = x × inv + bias, cut to 0..255. */
+/* code = x × inv + bias, clamped to 0..255. */
 typedef struct affine {
     float inv, bias;
 } affine;
@@ -16,7 +16,7 @@ static affine affine_of(uint8_t scale, int offset) {
 static uint16_t row_amax(const uint8_t * row) {
     uint16_t amax = 0;
     for (size_t c = 0; c < LLMAAS_GROUP; ++c) {
-        const uint16_t mag = load_u16(row + 2 * c) & 0x7fff; /* f16 magnitudes order like integers */
+        const uint16_t mag = load_u16(row + 2 * c) & 0x7fff; /* f16 magnitudes sort like integers */
         amax = mag > amax ? mag : amax;
     }
     return amax;
@@ -35,12 +35,12 @@ static affine channel_affine(const uint8_t * src, size_t stride, size_t n_rows, 
         hi = x > hi ? x : hi;
         lo = x < lo ? x : lo;
     }
-    const float centre = (hi + lo) * 0.5f;
+    const float center = (hi + lo) * 0.5f;
     const float reach  = (hi - lo) * 0.5f * LLMAAS_EMBED_REACH;
-    const float far    = fabsf(centre) * LLMAAS_EMBED_OFFSET;
+    const float far    = fabsf(center) * LLMAAS_EMBED_OFFSET;
     *scale = embed_scale_up(f16_from_magnitude(reach > far ? reach : far, 1));
     const float s = embed_scale(*scale);
-    const int   k = s > 0 ? (int) lrintf(centre * (8.0f / s)) : 0; /* |k| <= 127: the scale is at least far */
+    const int   k = s > 0 ? (int) lrintf(center * (8.0f / s)) : 0; /* |k| <= 127, because the scale is at least `far` */
     *offset = (uint8_t) (int8_t) k;
     return affine_of(*scale, k);
 }
@@ -88,7 +88,7 @@ void llmaas_embed_decode_generic(const uint8_t * side, bool per_channel, const u
                 q |= (unsigned) (load_u64(planes + p * plane_stride + 8 * r) >> c & 1) << (LLMAAS_BITS - 1 - p);
             }
             const float step  = embed_scale(side[per_channel ? c : r]) / 128.0f;
-            const float shift = embed_centre(bits) + (per_channel ? 16.0f * (float) (int8_t) side[LLMAAS_GROUP + c] : 0.0f);
+            const float shift = embed_center(bits) + (per_channel ? 16.0f * (float) (int8_t) side[LLMAAS_GROUP + c] : 0.0f);
             store_u16(dst + r * dst_stride + 2 * c, f16_from_f32((float) q * step + shift * step));
         }
     }

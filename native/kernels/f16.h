@@ -1,4 +1,4 @@
-/* Scalar f16 <-> f32, exactly what F16C does (round to nearest even unless named otherwise). */
+/* Scalar f16 <-> f32 conversions, exactly as F16C does them (round to nearest even unless the name says otherwise). */
 #ifndef LLMAAS_F16_H
 #define LLMAAS_F16_H
 
@@ -24,7 +24,7 @@ static inline float f16_to_f32(uint16_t h) {
     return f32_from_bits(sign | ((exp + 112u) << 23) | (man << 13));
 }
 
-/* magnitude >= 0 and finite; up: round towards +inf instead of to nearest even. */
+/* Convert a magnitude >= 0 and finite. up: round towards +inf instead of to nearest even. */
 static inline uint16_t f16_from_magnitude(float magnitude, int up) {
     const uint32_t bits = f32_bits(magnitude);
     const uint32_t exp  = bits >> 23;
@@ -41,7 +41,7 @@ static inline uint16_t f16_from_magnitude(float magnitude, int up) {
     const uint32_t half  = 1u << (shift - 1);
     uint32_t h = man >> shift;
     if (exp >= 113) {
-        h += (exp - 113) << 10; /* the implicit one adds the last 1 << 10 */
+        h += (exp - 113) << 10; /* the implicit leading one adds the last 1 << 10 */
     }
     h += up ? rest != 0 : rest > half || (rest == half && (h & 1u));
     return (uint16_t) h;
@@ -51,14 +51,14 @@ static inline uint16_t f16_from_f32(float f) {
     const uint32_t bits = f32_bits(f);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t mag  = bits & 0x7fffffffu;
-    if (mag > 0x7f800000u) { /* quiet NaN, payload kept as F16C does */
+    if (mag > 0x7f800000u) { /* quiet NaN; the payload is kept, as F16C does */
         return (uint16_t) (sign | 0x7e00u | ((mag >> 13) & 0x3ffu));
     }
     return (uint16_t) (sign | f16_from_magnitude(f32_from_bits(mag), 0));
 }
 
-/* The scale of an int8 group whose largest magnitude is amax (f16 bits, finite). Rounded up so that |q| <= 127 holds
- * for subnormal scales too; capped because 127 × 516 would decode to infinity. 0x6007 is 515.5. */
+/* Return the scale of an int8 group whose largest magnitude is amax (f16 bits, finite). It is rounded up so that |q| <=
+ * 127 holds for subnormal scales too, and capped because 127 × 516 would decode to infinity. 0x6007 is 515.5. */
 #define LLMAAS_INT8_SCALE_MAX 0x6007u
 
 static inline uint16_t int8_scale(uint16_t amax) {

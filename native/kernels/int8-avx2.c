@@ -1,4 +1,4 @@
-/* AVX2, FMA, F16C; a byte-for-byte match of int8-generic.c. The last group of a row goes through a zeroed buffer. */
+/* AVX2, FMA, F16C; output is byte-identical to int8-generic.c. The last group of a row goes through a zeroed buffer. */
 #include "f16.h"
 #include "kernels.h"
 
@@ -24,7 +24,7 @@ static __m256i round8(const uint8_t * src, __m256 inv) {
     return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_cvtph_ps(load128(src)), inv));
 }
 
-/* 32 values; the packs work within 128-bit lanes, the permutation puts the dwords back in order. */
+/* Quantize 32 values. The packs work within 128-bit lanes; the permutation restores the order. */
 static void quantize32(const uint8_t * src, __m256 inv, uint8_t * q) {
     const __m256i a = _mm256_packs_epi32(round8(src, inv), round8(src + 16, inv));
     const __m256i b = _mm256_packs_epi32(round8(src + 32, inv), round8(src + 48, inv));

@@ -1,4 +1,4 @@
-/* AVX-512 F, BW, VL; a byte-for-byte match of int8-generic.c. */
+/* AVX-512 F, BW, VL; output is byte-identical to int8-generic.c. */
 #include "f16.h"
 #include "kernels.h"
 
@@ -11,7 +11,7 @@ static uint16_t amax64(__m512i x0, __m512i x1) {
     const __m512i m   = _mm512_max_epu16(_mm512_and_si512(x0, abs), _mm512_and_si512(x1, abs));
     const __m256i h   = _mm256_max_epu16(_mm512_castsi512_si256(m), _mm512_extracti64x4_epi64(m, 1));
     const __m128i q   = _mm_max_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
-    /* there is a horizontal minimum in hardware, so look for the minimum of the complement */
+    /* the hardware has a horizontal minimum only, so find the minimum of the complement */
     const __m128i min = _mm_minpos_epu16(_mm_xor_si128(q, _mm_set1_epi32(-1)));
     return (uint16_t) ~_mm_cvtsi128_si32(min);
 }

@@ -1,4 +1,4 @@
-/* The oracle: every other int8 kernel must give the same bytes. */
+/* The reference implementation: every other int8 kernel must give the same bytes. */
 #include "f16.h"
 #include "kernels.h"
 
@@ -9,7 +9,7 @@
 static uint16_t group_amax(const uint8_t * src, size_t n) {
     uint16_t amax = 0;
     for (size_t i = 0; i < n; ++i) {
-        const uint16_t mag = load_u16(src + 2 * i) & 0x7fff; /* f16 magnitudes order like integers */
+        const uint16_t mag = load_u16(src + 2 * i) & 0x7fff; /* f16 magnitudes sort like integers */
         amax = mag > amax ? mag : amax;
     }
     return amax;

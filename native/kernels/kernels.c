@@ -1,4 +1,4 @@
-/* CPU detection and the one dispatch table. */
+/* CPU detection and the dispatch table. */
 #include "llmaas/kernels.h"
 
 #include "kernels.h"
@@ -67,7 +67,8 @@ static const llmaas_kernels * kernels_find(const char * name) {
     return NULL;
 }
 
-/* An LLMAAS_KERNELS that is unknown or that this CPU lacks is ignored: a wrong guess must not stop an application. */
+/* Choose kernels. An LLMAAS_KERNELS that is unknown or that this CPU lacks is ignored: a wrong guess must not stop an
+ * application. */
 static const llmaas_kernels * kernels_detect(void) {
     const char * wanted = getenv("LLMAAS_KERNELS");
     const llmaas_kernels * found = wanted ? kernels_find(wanted) : NULL;
@@ -87,7 +88,7 @@ static _Atomic(const llmaas_kernels *) kernels_current;
 const llmaas_kernels * llmaas_k(void) {
     const llmaas_kernels * k = atomic_load_explicit(&kernels_current, memory_order_acquire);
     if (!k) {
-        k = kernels_detect(); /* two threads may both detect: they find the same */
+        k = kernels_detect(); /* racing threads find the same */
         atomic_store_explicit(&kernels_current, k, memory_order_release);
     }
     return k;

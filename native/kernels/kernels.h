@@ -18,14 +18,14 @@ enum {
     LLMAAS_FIXED    = 40, /* bytes of the fixed planes of one group */
     LLMAAS_VAR_PAD  = 16, /* readable bytes that must follow the variable planes */
     LLMAAS_BITS     = 8,  /* planes of the embedded code */
-    LLMAAS_EMBED_MAX = 0x7800, /* magnitude (f16 bits) up to which values have an embedded code: 32768 */
+    LLMAAS_EMBED_MAX = 0x7800, /* largest magnitude (f16 bits) with an embedded code: 32768 */
 };
 
-/* Cursor over the three streams of one lossless block; see native/FORMAT.md. The streams are read or written in tile
+/* Cursor over the three streams of one lossless block; see native/FORMAT.md. The streams are read and written in tile
  * order: for each 64 columns, all rows. */
 typedef struct llmaas_planes_reader {
     const uint8_t * low;    /* low bytes */
-    const uint8_t * fixed;  /* sign, two mantissa bits, first level: 5 × u64 a group */
+    const uint8_t * fixed;  /* sign, two mantissa bits, first level: 5 × u64 per group */
     const uint8_t * var;    /* further levels, a bit stream */
     uint64_t pos;           /* in bits of var */
     uint64_t end;
@@ -35,31 +35,32 @@ typedef struct llmaas_planes_reader {
 typedef struct llmaas_planes_writer {
     uint8_t * low;
     uint8_t * fixed;
-    uint8_t * var;          /* the next whole word goes here */
-    uint64_t acc;           /* the bits not yet in var */
+    uint8_t * var;          /* where the next whole word goes */
+    uint64_t acc;           /* bits not yet in var */
     unsigned n_acc;         /* < 64 */
     uint8_t  ranks[LLMAAS_SYMBOLS]; /* exponent → rank */
 } llmaas_planes_writer;
 
-/* A query in whole numbers, |wide| <= LLMAAS_KNN_WIDEST, with zeros after its last dimension; wide = 256 high + low. */
+/* A query as integers, |wide| <= LLMAAS_KNN_WIDEST, padded with zeros; wide = 256 high + low. */
 typedef struct llmaas_knn_query {
     _Alignas(64) int16_t wide[LLMAAS_KNN_MAX_DIMS];
     _Alignas(64) int8_t  high[LLMAAS_KNN_MAX_DIMS];
     _Alignas(64) int8_t  low[LLMAAS_KNN_MAX_DIMS];
 } llmaas_knn_query;
 
-#define LLMAAS_KNN_WIDEST 32512 /* 127 × 256: high is a byte */
+#define LLMAAS_KNN_WIDEST 32512 /* 127 × 256, so that high fits a byte */
 
 typedef struct llmaas_kernels {
     const char * name;
 
     uint32_t (*crc32c)(uint32_t crc, const uint8_t * data, size_t n);
 
-    /* dst[c][r] = src[r][c] for u16 elements. */
+    /* Transpose: dst[c][r] = src[r][c] for u16 elements. */
     void (*transpose)(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint8_t * dst,
                       size_t dst_stride);
 
-    /* Per row, per group of 64 columns: f16 scale and int8 values. False when a value is not finite. */
+    /* Encode or decode INT8: per row, an f16 scale and int8 values for each group of 64 columns. Encoding returns false
+     * if a value is not finite. */
     bool (*int8_encode)(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint8_t * scales,
                         size_t scale_stride, uint8_t * q, size_t q_stride);
     void (*int8_decode)(const uint8_t * scales, size_t scale_stride, const uint8_t * q, size_t q_stride, size_t n_rows,
@@ -68,31 +69,34 @@ typedef struct llmaas_kernels {
     /* Add the exponents of a matrix to counts[32]. */
     void (*exponents)(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint32_t * counts);
 
-    /* One tile: n_cols <= 64. Encoding has room; decoding returns false on a stream that no encoder writes. */
+    /* Encode or decode one tile with n_cols <= 64. When encoding, the streams have room. Decoding returns false on a
+     * stream that no encoder writes. */
     void (*planes_encode)(llmaas_planes_writer * w, const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols);
     bool (*planes_decode)(llmaas_planes_reader * r, size_t n_rows, size_t n_cols, uint8_t * dst, size_t dst_stride);
 
-    /* The embedded code of one tile: n_rows <= 16 rows of exactly 64 columns; see embed.h. Each plane is a u64 a row, bit i
-     * of column i. side: per channel 64 scales, then 64 offsets; else a scale a row. Encoding returns false when a magnitude
-     * is above LLMAAS_EMBED_MAX. Decoding may write past the caches: to where nobody reads before a memory fence. */
+    /* Encode or decode the embedded code of one tile: n_rows <= 16 rows of exactly 64 columns; see embed.h. A plane is
+     * one u64 per row; bit i belongs to column i. side: per channel, 64 scales then 64 offsets; else one scale per row.
+     * Encoding returns false if a magnitude is above LLMAAS_EMBED_MAX. With past_cache, decoding may bypass the caches;
+     * nobody may read the result before a memory fence. */
     bool (*embed_encode)(const uint8_t * src, size_t src_stride, size_t n_rows, bool per_channel, uint8_t * side,
                          uint8_t * planes, size_t plane_stride, unsigned bits);
     void (*embed_decode)(const uint8_t * side, bool per_channel, const uint8_t * planes, size_t plane_stride, unsigned bits,
                          size_t n_rows, uint8_t * dst, size_t dst_stride, bool past_cache);
 
-    /* dots[r] = sum of codes[r][i] × query->wide[i], modulo 2^32. stride: a multiple of 64; codes are aligned to 64. */
+    /* Compute dots[r] = sum of codes[r][i] × query->wide[i], modulo 2^32. stride: a multiple of 64; codes are aligned
+     * to 64. */
     void (*knn_dots)(const uint8_t * codes, size_t stride, size_t n_rows, const llmaas_knn_query * query, uint32_t * dots);
 
-    /* Squared distance between a row of f16 and the query; 16 sums that are added in pairs. */
+    /* Return the squared distance between a row of f16 and the query, from 16 partial sums that are added in pairs. */
     float (*knn_distance)(const uint8_t * row, const float * query, size_t n_dims);
 
-    /* n >= 16. The largest; *is_nan: whether any is NaN. Then the sum of exp(logit - max). */
+    /* Return the largest of n >= 16 logits (*is_nan: whether any is NaN), or the sum of exp(logit - max). */
     float (*logits_max)(const float * logits, size_t n, int * is_nan);
     double (*logits_sum)(const float * logits, size_t n, float max);
 
-    /* llmaas_active_multiply of whole chunks, whose bytes begin at columns[i] + offset, and whose scales and mins at these. The
-     * sum of a block is exact; y = ((0 + scale × scales × sum) + ...), with mins ((0 + scale × (scales × sum - mins × sum of
-     * values)) + ...), each step rounded, blocks in rising order. */
+    /* Compute llmaas_active_multiply for whole chunks. Their bytes begin at columns[i] + offset, their scales and mins
+     * at these pointers. The sum of a block is exact. y = ((0 + scale × scales × sum) + ...), or with mins ((0 + scale
+     * × (scales × sum - mins × sum of values)) + ...), each step rounded, blocks in ascending order. */
     void (*active_tile)(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset,
                         const uint16_t * scales, const uint16_t * mins, size_t n_scales, size_t n_chunks, float * y);
 } llmaas_kernels;

@@ -1,4 +1,4 @@
-/* AVX2, F16C; a bit-for-bit match of knn-generic.c. */
+/* AVX2, F16C; results are bit-identical to knn-generic.c. */
 #include "kernels.h"
 #include "knn_lanes.h"
 
@@ -56,7 +56,7 @@ float llmaas_knn_distance_avx2(const uint8_t * row, const float * query, size_t 
         a = _mm256_add_ps(a, squares8(row + 2 * i, query + i));
         b = _mm256_add_ps(b, squares8(row + 2 * i + 16, query + i + 8));
     }
-    if (rest) { /* zeros change no sum */
+    if (rest) { /* padding with zeros changes no sum */
         uint8_t last_row[2 * KNN_LANES] = {0};
         float   last_query[KNN_LANES] = {0};
         memcpy(last_row, row + 2 * whole, 2 * rest);

@@ -1,4 +1,4 @@
-/* AVX-512 F, BW, VL; a bit-for-bit match of knn-generic.c. */
+/* AVX-512 F, BW, VL; results are bit-identical to knn-generic.c. */
 #include "kernels.h"
 #include "knn_lanes.h"
 
@@ -43,7 +43,7 @@ float llmaas_knn_distance_avx512(const uint8_t * row, const float * query, size_
     for (size_t i = 0; i < whole; i += KNN_LANES) {
         sum = _mm512_add_ps(sum, squares16(_mm256_loadu_si256((const void *) (row + 2 * i)), _mm512_loadu_ps(query + i)));
     }
-    const __mmask16 rest = (__mmask16) ((1u << (n_dims - whole)) - 1u); /* zeros change no sum */
+    const __mmask16 rest = (__mmask16) ((1u << (n_dims - whole)) - 1u); /* padding with zeros changes no sum */
     sum = _mm512_add_ps(sum, squares16(_mm256_maskz_loadu_epi16(rest, row + 2 * whole),
                                        _mm512_maskz_loadu_ps(rest, query + whole)));
     float sums[KNN_LANES];

@@ -1,10 +1,10 @@
-/* AVX-512 VNNI; a bit-for-bit match of knn-generic.c. */
+/* AVX-512 VNNI; results are bit-identical to knn-generic.c. */
 #include "kernels.h"
 #include "knn_lanes.h"
 
 #include <immintrin.h>
 
-/* Products of bytes with bytes, so the query comes as 256 high + low. */
+/* Multiply bytes with bytes, with the query as 256 high + low. */
 KNN_INLINE void dots_of(int n, size_t apart, const uint8_t * codes, size_t stride, const llmaas_knn_query * query,
                         uint32_t * dots) {
     __m512i high[KNN_STREAMS], low[KNN_STREAMS];

@@ -1,4 +1,4 @@
-/* The oracle: every other knn kernel must give the same bits. */
+/* The reference implementation: every other knn kernel must give the same bits. */
 #include "f16.h"
 #include "kernels.h"
 #include "knn_lanes.h"

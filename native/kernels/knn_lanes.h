@@ -1,4 +1,4 @@
-/* What the knn kernels share: 16 sums side by side, so that every instruction set adds in the same order. */
+/* Shared by the knn kernels: 16 partial sums, so that every instruction set adds in the same order. */
 #ifndef LLMAAS_KNN_LANES_H
 #define LLMAAS_KNN_LANES_H
 
@@ -9,14 +9,14 @@
 #include <string.h>
 
 #define KNN_LANES   16u
-#define KNN_STREAMS 4     /* rows that are read at once: one stream of reads does not get all that memory gives */
-#define KNN_TILE    4096u /* logits that are summed in float before the sum goes on in double */
+#define KNN_STREAMS 4     /* rows read in parallel: a single stream of reads does not reach full memory speed */
+#define KNN_TILE    4096u /* logits summed in float before the sum continues in double */
 
 typedef float   knn_f32 __attribute__((vector_size(32)));
 typedef int32_t knn_i32 __attribute__((vector_size(32)));
 typedef uint32_t knn_u32 __attribute__((vector_size(32)));
 
-/* Products of a query with n rows, each ``apart`` after the one before. */
+/* Multiply a query with n rows, each `apart` rows after the previous one. */
 typedef void knn_dots_of(int n, size_t apart, const uint8_t * codes, size_t stride, const llmaas_knn_query * query,
                          uint32_t * dots);
 
@@ -44,16 +44,17 @@ static inline float knn_sum(const float * lanes) {
     return sums[0];
 }
 
-/* Vector types of the compiler rather than intrinsics, so that there is one text for all. They go by pointer: passing them
- * by value would depend on the instruction set. */
+/* These use the compiler's vector types instead of intrinsics, so that one source serves all instruction sets. Vectors
+ * are passed by pointer: passing them by value would depend on the instruction set. */
 
 static inline void knn_load(knn_f32 * v, const float * p) { memcpy(v, p, sizeof *v); }
 
-/* exp of x <= 0 to about one ulp; 0 below exp(-87). x = n ln 2 + r with |r| <= ln 2 / 2, then a Taylor series for r. */
+/* Compute exp of x <= 0 to about one ulp; 0 below exp(-87). x = n ln 2 + r with |r| <= ln 2 / 2, then a Taylor series
+ * for r. */
 static inline void knn_exp(knn_f32 * x) {
     const knn_i32 is_normal = *x >= -87.0f;
     const knn_f32 magic = (knn_f32) {0} + 0x1.8p23f;
-    const knn_f32 shifted = *x * 0x1.715476p+0f + magic; /* its low bits are n */
+    const knn_f32 shifted = *x * 0x1.715476p+0f + magic; /* the low bits are n */
     const knn_f32 n = shifted - magic;
     const knn_f32 r = *x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
     knn_f32 sum = r * (1.0f / 5040) + (1.0f / 720);
@@ -67,7 +68,7 @@ static inline void knn_exp(knn_f32 * x) {
     *x = (knn_f32) (((knn_u32) sum + (power << 23)) & (knn_u32) is_normal);
 }
 
-/* The largest of n >= 16 logits; *is_nan: some are none. */
+/* Return the largest of n >= 16 logits; *is_nan: whether any is NaN. */
 static inline float knn_max_lanes(const float * x, size_t n, int * is_nan) {
     knn_f32 max[2];
     memcpy(max, x, sizeof max);
@@ -94,7 +95,7 @@ static inline float knn_max_lanes(const float * x, size_t n, int * is_nan) {
     return most;
 }
 
-/* At most KNN_TILE logits, a multiple of 16. */
+/* Sum exp(logit - max) over at most KNN_TILE logits, a multiple of 16. */
 static inline float knn_exp_lanes(const float * x, size_t n, float max) {
     knn_f32 sum[2] = {{0}, {0}};
     for (size_t i = 0; i < n; i += KNN_LANES) {

@@ -1,5 +1,5 @@
-/* AVX2 and BMI2; a byte-for-byte match of planes-generic.c. 64 elements are two byte vectors; planes become byte masks
- * and back. Groups shorter than 64 go through a buffer. */
+/* AVX2 and BMI2; output is byte-identical to planes-generic.c. 64 elements are two byte vectors; planes are converted
+ * to byte masks and back. Groups shorter than 64 go through a buffer. */
 #include "kernels.h"
 #include "planes.h"
 
@@ -19,7 +19,7 @@ static uint64_t at_least(const __m256i v[2], unsigned limit) { /* both below 128
     return mask64(_mm256_cmpgt_epi8(v[0], bytes(limit - 1)), _mm256_cmpgt_epi8(v[1], bytes(limit - 1)));
 }
 
-static uint64_t bit(const __m256i v[2], int shift) { /* left, by at most 7: lands in each byte's sign */
+static uint64_t bit(const __m256i v[2], int shift) { /* shift left by at most 7, into each byte's sign bit */
     return mask64(_mm256_slli_epi16(v[0], shift), _mm256_slli_epi16(v[1], shift));
 }
 
@@ -40,7 +40,7 @@ static __m256i ranks_of(const llmaas_planes_writer * w, __m256i high) {
     return _mm256_blendv_epi8(_mm256_shuffle_epi8(lo, exps), _mm256_shuffle_epi8(hi, exps), big);
 }
 
-/* src has 64 elements, of which the first n count. */
+/* Encode a group. src has 64 elements, of which the first n are valid. */
 static void encode_group(llmaas_planes_writer * w, const uint8_t * src, uint8_t * low_out, size_t n) {
     const uint64_t valid = planes_valid(n);
     __m256i high[2], rank[2];
@@ -82,7 +82,7 @@ void llmaas_planes_encode_avx2(llmaas_planes_writer * w, const uint8_t * src, si
     }
 }
 
-/* 32 bits to 32 byte masks: byte i looks at bit i % 8 of source byte i / 8. */
+/* Expand 32 bits to 32 byte masks: byte i looks at bit i % 8 of source byte i / 8. */
 static __m256i expand(uint32_t bits) {
     const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3,
                                             3, 3, 3);
@@ -108,7 +108,7 @@ static void join32(__m256i low, __m256i high, uint8_t * dst) {
     _mm256_storeu_si256((void *) (dst + 32), _mm256_unpackhi_epi8(l, h));
 }
 
-/* dst and low have 64 elements, of which the first n count. */
+/* Decode a group. dst and low have 64 elements, of which the first n are valid. */
 static bool decode_group(llmaas_planes_reader * r, const uint8_t * low, uint8_t * dst, size_t n) {
     const uint8_t * f = r->fixed;
     uint64_t a = load_u64(f + 24), b = load_u64(f + 32);

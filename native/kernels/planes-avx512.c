@@ -1,5 +1,5 @@
-/* AVX-512 F, BW, VL and BMI2; a byte-for-byte match of planes-generic.c. 64 elements are one byte vector, planes are
- * mask registers, and the planes of the elements still open are packed and unpacked by pext and pdep. */
+/* AVX-512 F, BW, VL and BMI2; output is byte-identical to planes-generic.c. 64 elements are one byte vector, planes are
+ * mask registers, and pext and pdep pack and unpack the planes of the elements still open. */
 #include "kernels.h"
 #include "planes.h"
 
@@ -9,7 +9,7 @@ static __m512i even_odd(__m512i packed) { /* undo the lane order of packus */
     return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
 }
 
-/* Levels from the second on. */
+/* Write the levels from the second on. */
 static void put_levels(llmaas_planes_writer * w, __m512i rank, uint64_t open) {
     for (char first = 3; open; first = (char) (first + 3)) {
         const uint64_t next = _mm512_cmpge_epu8_mask(rank, _mm512_set1_epi8((char) (first + 3)));
@@ -56,7 +56,7 @@ void llmaas_planes_encode_avx512(llmaas_planes_writer * w, const uint8_t * src, 
 
 static __m512i symbol(const llmaas_planes_reader * r, unsigned rank) { return _mm512_set1_epi8((char) r->symbols[rank]); }
 
-/* Exponents of the elements that the first level left open; false on a stream that no encoder writes. */
+/* Read the exponents of the elements that the first level left open. False on a stream that no encoder writes. */
 static bool get_levels(llmaas_planes_reader * r, uint64_t open, __m512i * exps) {
     for (unsigned first = 3; open; first += 3) {
         const unsigned k = (unsigned) _mm_popcnt_u64(open);
@@ -87,7 +87,7 @@ static bool decode_group(llmaas_planes_reader * r, uint8_t * dst, size_t n) {
     high = _mm512_mask_add_epi8(high, load_u64(f), high, _mm512_set1_epi8((char) 0x80));
     high = _mm512_mask_add_epi8(high, load_u64(f + 8), high, _mm512_set1_epi8(2));
     high = _mm512_mask_add_epi8(high, load_u64(f + 16), high, _mm512_set1_epi8(1));
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* what the lanes of unpack want */
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* the lane order that unpack needs */
     const __m512i lo = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(valid, r->low));
     const __m512i hi = _mm512_permutexvar_epi64(order, high);
     _mm512_mask_storeu_epi16(dst, (__mmask32) valid, _mm512_unpacklo_epi8(lo, hi));

@@ -1,9 +1,10 @@
-/* Lossless bit planes of f16 tiles; the stream is described in native/FORMAT.md. The oracle of the other planes files. */
+/* Lossless bit planes of f16 tiles; native/FORMAT.md describes the stream. The reference implementation of the other
+ * planes files. */
 #include "kernels.h"
 #include "planes.h"
 
 void llmaas_exponents_generic(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint32_t * counts) {
-    uint32_t part[4][LLMAAS_SYMBOLS] = {{0}}; /* neighbours often share an exponent: four tables hide the latency */
+    uint32_t part[4][LLMAAS_SYMBOLS] = {{0}}; /* neighbors often share an exponent: four tables hide the latency */
     for (size_t r = 0; r < n_rows; ++r) {
         const uint8_t * row = src + r * src_stride + 1;
         for (size_t c = 0; c < n_cols; ++c) {

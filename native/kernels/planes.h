@@ -21,7 +21,8 @@ static inline void planes_put(llmaas_planes_writer * w, uint64_t v, unsigned k) 
 
 static inline bool planes_has(const llmaas_planes_reader * r, unsigned k) { return r->end - r->pos >= k; }
 
-/* The next 64 bits, of which the caller uses the low k. Reads up to LLMAAS_VAR_PAD bytes past the stream's end. */
+/* Return the next 64 bits, of which the caller uses the low k. Reads up to LLMAAS_VAR_PAD bytes past the stream's
+ * end. */
 static inline uint64_t planes_get(llmaas_planes_reader * r, unsigned k) {
     const uint8_t * p = r->var + (r->pos >> 3);
     const unsigned  s = (unsigned) (r->pos & 7);

@@ -1,10 +1,10 @@
-/* AVX2, F16C; a bit-for-bit match of sparse-generic.c. */
+/* AVX2, F16C; results are bit-identical to sparse-generic.c. */
 #include "kernels.h"
 #include "sparse_blocks.h"
 
 #include <immintrin.h>
 
-/* 32 bits for each of 32 rows: of the 16 rows of a 128-bit lane, a has the first four, b the next. */
+/* 32 bits for each of 32 rows. Among the 16 rows of a 128-bit lane, a has the first four, b the next four, and so on. */
 typedef struct rows_32 {
     __m256i a, b, c, d;
 } rows_32;
@@ -16,7 +16,7 @@ SPARSE_INLINE rows_32 zeros(void) {
 
 SPARSE_INLINE __m256i load32(const uint8_t * p) { return _mm256_loadu_si256((const void *) p); }
 
-/* A byte of each of four channels. */
+/* Load a byte of each of four channels. */
 SPARSE_INLINE rows_32 load(const uint8_t * const * columns, size_t at) {
     const __m256i a = load32(columns[0] + at), b = load32(columns[1] + at);
     const __m256i c = load32(columns[2] + at), d = load32(columns[3] + at);
@@ -26,7 +26,7 @@ SPARSE_INLINE rows_32 load(const uint8_t * const * columns, size_t at) {
                       _mm256_unpacklo_epi16(ab_high, cd_high), _mm256_unpackhi_epi16(ab_high, cd_high)};
 }
 
-/* Of halves of bytes, with two sums of 16 bits a row, which a block cannot fill: 8 × 2 × 15 × 127. */
+/* Add products of byte halves to two 16-bit sums per row, which a block cannot overflow: 8 × 2 × 15 × 127. */
 SPARSE_INLINE __m256i dot16(__m256i sums, __m256i x, __m256i values) {
     return _mm256_add_epi16(sums, _mm256_maddubs_epi16(x, values));
 }
@@ -42,7 +42,7 @@ SPARSE_INLINE __m256i upper(__m256i bytes) { return lower(_mm256_srli_epi16(byte
 
 SPARSE_INLINE __m256i in_pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 
-/* Sums of the lower and of the upper halves of 32 bytes. */
+/* Compute the sums of the lower and of the upper halves of 32 bytes. */
 SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, rows_32 * lowers, rows_32 * uppers) {
     rows_32 low = zeros(), high = zeros();
     uint32_t four = 0;
@@ -72,7 +72,7 @@ SPARSE_INLINE void add8_mins(const sparse_block * block, __m256i sums, const uin
     _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), _mm256_mul_ps(_mm256_set1_ps(block->scale), rest)));
 }
 
-/* Eight rows each, one after the other. */
+/* Reorder: eight rows in each register, one after another. */
 SPARSE_INLINE rows_32 in_order(rows_32 x) {
     return (rows_32) {_mm256_permute2x128_si256(x.a, x.b, 0x20), _mm256_permute2x128_si256(x.c, x.d, 0x20),
                       _mm256_permute2x128_si256(x.a, x.b, 0x31), _mm256_permute2x128_si256(x.c, x.d, 0x31)};

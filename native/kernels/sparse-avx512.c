@@ -1,8 +1,8 @@
-/* AVX-512 F, BW, VL; a bit-for-bit match of sparse-generic.c. */
+/* AVX-512 F, BW, VL; results are bit-identical to sparse-generic.c. */
 #include "kernels.h"
 #include "sparse_avx512.h"
 
-/* Of halves of bytes, with two sums of 16 bits a row, which a block cannot fill: 8 × 2 × 15 × 127. */
+/* Add products of byte halves to two 16-bit sums per row, which a block cannot overflow: 8 × 2 × 15 × 127. */
 SPARSE_INLINE __m512i dot16(__m512i sums, __m512i x, __m512i values) {
     return _mm512_add_epi16(sums, _mm512_maddubs_epi16(x, values));
 }

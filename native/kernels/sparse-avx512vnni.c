@@ -1,4 +1,4 @@
-/* AVX-512 VNNI; a bit-for-bit match of sparse-generic.c. */
+/* AVX-512 VNNI; results are bit-identical to sparse-generic.c. */
 #include "kernels.h"
 #include "sparse_avx512.h"
 
@@ -7,7 +7,7 @@ SPARSE_INLINE sparse_64 dot(sparse_64 sums, sparse_64 x, __m512i values) {
                         _mm512_dpbusd_epi32(sums.c, x.c, values), _mm512_dpbusd_epi32(sums.d, x.d, values)};
 }
 
-/* Sums of the upper halves of bytes, from those of whole bytes and of the lower halves. */
+/* Compute the sums of the upper halves of bytes from those of whole bytes and of the lower halves. */
 SPARSE_INLINE __m512i upper(__m512i whole, __m512i low) { return _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 4); }
 
 SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * lower, sparse_64 * higher) {

@@ -1,9 +1,9 @@
-/* The oracle: every other sparse kernel must give the same bits. */
+/* The reference implementation: every other sparse kernel must give the same bits. */
 #include "f16.h"
 #include "kernels.h"
 #include "sparse_blocks.h"
 
-/* Rows of a chunk that have a byte of their own, or the lower and the upper halves of bytes. */
+/* Rows of a 4-bit chunk that share one half (lower or upper) of its bytes. */
 enum { HALF_ROWS = LLMAAS_CHUNK_ROWS / 2 };
 
 static void add_rows(const sparse_block * block, const int32_t * sums, const uint16_t * scales, float * y) {
@@ -19,7 +19,7 @@ static void add_rows_mins(const sparse_block * block, const int32_t * sums, cons
     }
 }
 
-/* Of the lower and of the upper halves of bytes. */
+/* Compute the sums of the lower and of the upper halves of bytes. */
 static void half_sums(const sparse_block * block, size_t at, int32_t * sums) {
     memset(sums, 0, LLMAAS_CHUNK_ROWS * sizeof *sums);
     for (uint32_t i = 0; i < 4 * block->n_fours; ++i) {

@@ -1,4 +1,4 @@
-/* What the two AVX-512 sparse kernels share. */
+/* Shared by the two AVX-512 sparse kernels. */
 #ifndef LLMAAS_SPARSE_AVX512_H
 #define LLMAAS_SPARSE_AVX512_H
 
@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-/* 32 bits for each of 64 rows: of the 16 rows of a 128-bit lane, a has the first four, b the next. */
+/* 32 bits for each of 64 rows. Among the 16 rows of a 128-bit lane, a has the first four, b the next four, and so on. */
 typedef struct sparse_64 {
     __m512i a, b, c, d;
 } sparse_64;
@@ -16,7 +16,7 @@ SPARSE_INLINE sparse_64 sparse_zeros(void) {
     return (sparse_64) {zero, zero, zero, zero};
 }
 
-/* A byte of each of four channels. */
+/* Load a byte of each of four channels. */
 SPARSE_INLINE sparse_64 sparse_load(const uint8_t * const * columns, size_t at) {
     const __m512i a = _mm512_loadu_si512(columns[0] + at), b = _mm512_loadu_si512(columns[1] + at);
     const __m512i c = _mm512_loadu_si512(columns[2] + at), d = _mm512_loadu_si512(columns[3] + at);
@@ -48,7 +48,7 @@ SPARSE_INLINE void sparse_add16_mins(const sparse_block * block, __m512i sums, c
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), _mm512_mul_ps(_mm512_set1_ps(block->scale), rest)));
 }
 
-/* 16 rows each, one after the other. */
+/* Reorder: 16 rows in each register, one after another. */
 SPARSE_INLINE sparse_64 sparse_in_order(sparse_64 x) {
     const __m512i a = _mm512_shuffle_i32x4(x.a, x.b, 0x44), b = _mm512_shuffle_i32x4(x.c, x.d, 0x44);
     const __m512i c = _mm512_shuffle_i32x4(x.a, x.b, 0xee), d = _mm512_shuffle_i32x4(x.c, x.d, 0xee);
@@ -73,7 +73,7 @@ SPARSE_INLINE void sparse_add64_mins(const sparse_block * block, sparse_64 sums,
     sparse_add16_mins(block, s.d, scales + 48, mins + 48, y + 48);
 }
 
-/* Sums of the lower and of the upper halves of 64 bytes: each instruction set's own. */
+/* Compute the sums of the lower and of the upper halves of 64 bytes; each instruction set has its own version. */
 SPARSE_INLINE void half_sums(const sparse_block * block, size_t at, sparse_64 * lower, sparse_64 * upper);
 
 SPARSE_CHUNK void chunk4(const sparse_block * block, size_t at, const uint16_t * scales, float * y) {

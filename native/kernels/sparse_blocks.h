@@ -1,4 +1,4 @@
-/* What the sparse kernels share: the walk through blocks of active channels, four channels side by side. */
+/* Shared by the sparse kernels: the walk through blocks of active channels, four channels at a time. */
 #ifndef LLMAAS_SPARSE_BLOCKS_H
 #define LLMAAS_SPARSE_BLOCKS_H
 
@@ -6,24 +6,25 @@
 
 #include <string.h>
 
-#define SPARSE_AHEAD 16u /* chunks of a block: so far ahead their bytes are asked for */
+#define SPARSE_AHEAD 16u /* how many chunks of a block ahead to prefetch */
 
 #define SPARSE_INLINE static inline __attribute__((always_inline))
-#define SPARSE_CHUNK  static __attribute__((noinline)) /* inside loops, more addresses would be kept than there are registers */
+#define SPARSE_CHUNK  static __attribute__((noinline)) /* inlined into loops, it would need more address registers than
+                                                        * there are */
 
-/* The active channels of one block; the last four are filled up with a value of 0. */
+/* The active channels of one block; the last four are padded with values of 0. */
 typedef struct sparse_block {
     const uint8_t * columns[LLMAAS_BLOCK_COLUMNS];
     int8_t   values[LLMAAS_BLOCK_COLUMNS];
     uint32_t n_fours;
-    int32_t  zero;  /* the sum that a row of zeros has, negated */
+    int32_t  zero;  /* the negated sum of a row whose weights are all 0 */
     float    scale;
-    float    sum;   /* of values */
-    const uint16_t * mins; /* of all rows; NULL: there are none */
+    float    sum;   /* sum of the values */
+    const uint16_t * mins; /* of all rows; NULL: none */
 } sparse_block;
 
-/* Add a block to a chunk of 128 rows, whose bytes are at columns[i] + at: y += scale × scales × sum, in this order. With mins
- * y += scale × (scales × sum - mins × sum of values). */
+/* Add a block to a chunk of 128 rows, whose bytes are at columns[i] + at: y += scale × scales × sum, in this order;
+ * with mins y += scale × (scales × sum - mins × sum of values). */
 typedef void sparse_chunk_of(const sparse_block * block, size_t at, const uint16_t * scales, float * y);
 
 SPARSE_INLINE int32_t sparse_four(const sparse_block * block, uint32_t four) {
@@ -51,10 +52,10 @@ SPARSE_INLINE void sparse_gather(const llmaas_active * active, uint32_t b, const
     block->sum     = (float) sum;
 }
 
-/* Of a chunk whose 4-bit numbers are at columns[i] + at. */
+/* Return the mins of a chunk whose 4-bit numbers are at columns[i] + at. */
 SPARSE_INLINE const uint16_t * sparse_mins(const sparse_block * block, size_t at) { return block->mins + 2 * at; }
 
-/* Into the second cache: the first takes few at a time. */
+/* Prefetch into the second-level cache: the first-level cache takes only few requests at a time. */
 SPARSE_INLINE void sparse_prefetch(const sparse_block * block, size_t at, size_t n_bytes) {
     for (uint32_t i = 0; i < 4 * block->n_fours; ++i) {
         for (size_t byte = 0; byte < n_bytes; byte += 64) {
@@ -63,7 +64,7 @@ SPARSE_INLINE void sparse_prefetch(const sparse_block * block, size_t at, size_t
     }
 }
 
-/* The next block from b on that has active channels; returns which. */
+/* Gather the next block from b on that has active channels. Return its number. */
 SPARSE_INLINE uint32_t sparse_next(const llmaas_active * active, uint32_t b, const uint8_t * const * columns, size_t offset,
                                    int32_t zero, sparse_block * block) {
     const uint32_t n_blocks = active->n_channels / LLMAAS_BLOCK_COLUMNS;
@@ -82,7 +83,7 @@ SPARSE_INLINE void sparse_tile(sparse_chunk_of chunk_of, size_t chunk_bytes, int
                                const uint8_t * const * columns, size_t offset, const uint16_t * scales,
                                const uint16_t * mins, size_t n_scales, size_t n_chunks, float * y) {
     const size_t ahead = n_chunks < SPARSE_AHEAD ? n_chunks : SPARSE_AHEAD;
-    sparse_block blocks[2]; /* this one and the next, in turn */
+    sparse_block blocks[2]; /* this block and the next, alternating */
     memset(y, 0, n_chunks * LLMAAS_CHUNK_ROWS * sizeof *y);
     uint32_t b = sparse_next(active, 0, columns, offset, zero, &blocks[0]);
     for (uint32_t i = 0; blocks[i].n_fours; i = 1 - i) {
@@ -102,7 +103,7 @@ SPARSE_INLINE void sparse_tile(sparse_chunk_of chunk_of, size_t chunk_bytes, int
 
 #define SPARSE_CHUNK_BYTES(n_bits) (LLMAAS_CHUNK_ROWS * (n_bits) / 8)
 
-/* The kernel of an instruction set that has chunk4, chunk4_mins and chunk8. */
+/* Define the kernel of an instruction set that has chunk4, chunk4_mins and chunk8. */
 #define SPARSE_KERNEL(isa)                                                                                                \
     void llmaas_active_tile_##isa(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns,         \
                                   size_t offset, const uint16_t * scales, const uint16_t * mins, size_t n_scales,         \

@@ -1,4 +1,4 @@
-/* 16 × 16 blocks of u16; rows and columns left over go to the generic kernel. */
+/* Transposition by 16 × 16 blocks of u16; the generic kernel handles left-over rows and columns. */
 #include "kernels.h"
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-/* 16 × 32 blocks (tokens to channels, decoding) and 32 × 16 blocks (channels to tokens, encoding) of u16; what is left
- * over goes to the AVX2 kernel. */
+/* Transposition by 16 × 32 blocks (tokens to channels, decoding) and 32 × 16 blocks (channels to tokens, encoding) of
+ * u16; the AVX2 kernel handles what is left over. */
 #include "kernels.h"
 
 #include <immintrin.h>
@@ -28,7 +28,7 @@ static void store_halves(uint8_t * lo, uint8_t * hi, __m512i v) {
     _mm256_storeu_si256((void *) hi, _mm512_extracti64x4_epi64(v, 1));
 }
 
-/* After the 8 × 8 steps, lane L of a[i] (b[i]) holds rows 0..7 (8..15) of column 8 L + i. */
+/* Transpose 16 × 32. After the 8 × 8 steps, lane L of a[i] (b[i]) holds rows 0..7 (8..15) of column 8 L + i. */
 static void transpose_16x32(const uint8_t * src, size_t src_stride, uint8_t * dst, size_t dst_stride) {
     const __m512i first  = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
     const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
@@ -51,7 +51,7 @@ static __m512i load_halves(const uint8_t * lo, const uint8_t * hi) {
     return _mm512_inserti64x4(v, _mm256_loadu_si256((const void *) hi), 1);
 }
 
-/* The same backwards: lane L of a[i] (b[i]) is columns 0..7 (8..15) of row 8 L + i. */
+/* Transpose 32 × 16, in the reverse way: lane L of a[i] (b[i]) is columns 0..7 (8..15) of row 8 L + i. */
 static void transpose_32x16(const uint8_t * src, size_t src_stride, uint8_t * dst, size_t dst_stride) {
     __m512i a[8], b[8];
     for (size_t i = 0; i < 8; ++i) {

@@ -8,13 +8,14 @@
 #include <string.h>
 
 enum {
-    TILE_CHUNKS = 64, /* of a kernel's call, at most: runs of 4 KiB, where memory is fast, and results that stay in caches */
+    TILE_CHUNKS = 64, /* most chunks per kernel call: long enough runs (4 KiB) for full memory speed, and results that
+                       * stay in caches */
     TILE_ROWS   = TILE_CHUNKS * LLMAAS_CHUNK_ROWS,
 };
 
 #define LARGEST 127
 
-/* One piece of memory: the widest numbers first. */
+/* Allocate everything in one piece of memory, the widest element types first. */
 llmaas_status llmaas_active_new(uint32_t n_channels, llmaas_active ** active) {
     const size_t n = n_channels, n_blocks = n / LLMAAS_BLOCK_COLUMNS;
     if (!active || n == 0 || n % LLMAAS_BLOCK_COLUMNS) {
@@ -35,18 +36,18 @@ llmaas_status llmaas_active_new(uint32_t n_channels, llmaas_active ** active) {
 
 void llmaas_active_free(llmaas_active * active) { free(active); }
 
-/* In the order of |x|, NaN after infinity. */
+/* Return a number that orders values by |x|; NaN comes after infinity. */
 static int32_t size_bits(float x) { return (int32_t) (f32_bits(x) & 0x7fffffffu); }
 
-/* To the nearest, halves away from zero; |x| < 2^31. */
+/* Round to nearest, halves away from zero; |x| < 2^31. */
 static int32_t rounded(float x) {
     const int32_t whole = (int32_t) x;
     const float   rest  = x - (float) whole;
     return whole + (rest >= 0.5f) - (rest <= -0.5f);
 }
 
-/* Returns the scale of a block. Where it has no inverse, or is none, the values are zeros. */
-static float quantise(const float * x, int32_t * values) {
+/* Quantize a block and return its scale. If the scale has no finite inverse or is not finite, the values are zeros. */
+static float quantize(const float * x, int32_t * values) {
     int32_t largest = 0;
     for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
         largest = size_bits(x[j]) > largest ? size_bits(x[j]) : largest;
@@ -62,7 +63,7 @@ static float quantise(const float * x, int32_t * values) {
     return scale;
 }
 
-/* Blocks are used one after the other. A mask is ~0 for a channel that is used, and 0 for another. */
+/* Add a block; call for one block after another. A mask is ~0 for a used channel and 0 for any other. */
 static void use_block(llmaas_active * active, uint32_t b, const float * x, const uint32_t * masks) {
     float      kept[LLMAAS_BLOCK_COLUMNS];
     int32_t    values[LLMAAS_BLOCK_COLUMNS];
@@ -72,7 +73,7 @@ static void use_block(llmaas_active * active, uint32_t b, const float * x, const
     for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
         kept[j] = f32_from_bits(f32_bits(x[j]) & masks[j]);
     }
-    active->scales[b] = quantise(kept, values);
+    active->scales[b] = quantize(kept, values);
     for (uint32_t j = 0; j < LLMAAS_BLOCK_COLUMNS; ++j) {
         channels[n] = b * LLMAAS_BLOCK_COLUMNS + j;
         used[n]     = (int8_t) values[j];
@@ -91,8 +92,8 @@ void llmaas_active_above(llmaas_active * active, const float * x, float threshol
     }
 }
 
-/* The k-th largest of n sizes, 0 < k <= n, digit after digit, of which only sizes that have the same stay. *n_equal: how many
- * of that size are among the k largest. */
+/* Find the k-th largest of n sizes, 0 < k <= n, digit by digit; only sizes with the right digit stay. *n_equal: how
+ * many sizes equal to it are among the k largest. */
 static int32_t kth_largest(uint32_t * sizes, uint32_t n, uint32_t k, uint32_t * n_equal) {
     enum { DIGITS = 1 << 11 };
     static const uint32_t shifts[] = {20, 9, 0};
@@ -136,7 +137,7 @@ void llmaas_active_top(llmaas_active * active, const float * x, uint32_t k) {
     }
 }
 
-/* In tiles of about the same size: short runs are slow. */
+/* Multiply in tiles of about equal size, since short runs are slow. */
 void llmaas_active_multiply(
     const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset, const uint16_t * scales,
     const uint16_t * mins, uint32_t n_scales, uint32_t row_begin, uint32_t row_end, float * y) {

@@ -1,4 +1,4 @@
-/* Unaligned little-endian loads and stores. Payload and blob fields have no alignment. */
+/* Unaligned little-endian loads and stores, for payload and blob fields, which have no alignment. */
 #ifndef LLMAAS_BYTES_H
 #define LLMAAS_BYTES_H
 

@@ -1,49 +1,50 @@
-/* The body codecs: one block a plane of the cache, but for PLANES. Encoders have llmaas_block_bound() bytes of room. */
+/* The body codecs. All but PLANES write one block per plane of the cache. Encoders need llmaas_block_bound() bytes of
+ * room. */
 #ifndef LLMAAS_CHUNK_CODEC_H
 #define LLMAAS_CHUNK_CODEC_H
 
 #include "kv_tile.h"
 #include "llmaas/chunk.h"
 
-/* What a codec does with a plane of this type: INT8 and LOSSLESS know f16 only. */
+/* Return the codec actually used for a plane of this type: INT8 and LOSSLESS support f16 only. */
 llmaas_codec llmaas_block_codec(int codec, const llmaas_kv_plane * plane);
 
-/* Largest block of n_tokens rows; exact for RAW and INT8. */
+/* Return the bytes of the largest block of n_tokens rows; exact for RAW and INT8. */
 uint64_t llmaas_block_bound(llmaas_codec codec, const llmaas_kv_plane * plane, uint32_t n_tokens);
 
-/* Bytes after the last block of a body that decoders may load without using them. */
+/* Return how many bytes must follow a body's last block: decoders may load them without using them. */
 uint64_t llmaas_body_pad(int codec);
 
-/* The body of PLANES: the raw matrices, what every f16 matrix needs besides its planes (scales and offsets), then plane
- * after plane, each of all f16 matrices. */
+/* Sizes of a PLANES body: first the raw matrices, then the side data (scales and offsets) of all f16 matrices, then the
+ * planes. Each plane covers all f16 matrices. */
 typedef struct llmaas_embed_sizes {
     uint64_t raw, side, plane;
 } llmaas_embed_sizes;
 
 llmaas_embed_sizes llmaas_embed_measure(const llmaas_kv_geom * geom, uint32_t n_tokens);
 
-/* Where the next matrix lies in such a body. */
+/* Offsets of the next matrix in such a body. */
 typedef struct llmaas_embed_at {
     uint64_t raw, side, plane;
-    uint64_t stride; /* from plane to plane */
+    uint64_t stride; /* from one plane to the next */
     uint32_t bits;
 } llmaas_embed_at;
 
 llmaas_embed_at llmaas_embed_begin(const llmaas_embed_sizes * sizes, uint32_t bits);
 
-/* One matrix, of any type. False when a value is beyond LLMAAS_EMBED_MAX. */
+/* Encode or decode one matrix of any type. Encoding returns false if a value is beyond LLMAAS_EMBED_MAX. */
 bool llmaas_embed_encode(const llmaas_kv_span * span, llmaas_embed_at * at, uint8_t * body);
 void llmaas_embed_decode(const llmaas_kv_span * span, llmaas_embed_at * at, const uint8_t * body);
 
 void llmaas_raw_encode(const llmaas_kv_span * span, uint8_t * dst);
 void llmaas_raw_decode(const llmaas_kv_span * span, const uint8_t * src);
 
-/* False when a value is not finite. */
+/* Encode or decode an INT8 block. Encoding returns false if a value is not finite. */
 bool llmaas_int8_encode(const llmaas_kv_span * span, uint8_t * dst);
 void llmaas_int8_decode(const llmaas_kv_span * span, const uint8_t * src);
 
-/* Encoding returns the block's bytes. Decoding returns the bytes taken out of left, 0 when they are corrupt;
- * LLMAAS_VAR_PAD bytes after left are readable. */
+/* Encode or decode a LOSSLESS block. Encoding returns the block's bytes. Decoding returns the bytes consumed of `left`,
+ * 0 if they are corrupt; LLMAAS_VAR_PAD bytes after `left` must be readable. */
 uint64_t llmaas_lossless_encode(const llmaas_kv_span * span, uint8_t * dst);
 uint64_t llmaas_lossless_decode(const llmaas_kv_span * span, const uint8_t * src, uint64_t left);
 

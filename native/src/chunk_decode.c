@@ -1,5 +1,5 @@
-/* Decoding walks plane by plane over a batch of chunks, so that the cells of one plane stay in cache while
- * neighbouring chunks fill them: transposed chunks write only 32 bytes of each cache line. */
+/* Decoding walks plane by plane over a batch of chunks. Then the cells of one plane stay in cache while neighboring
+ * chunks fill them: transposed chunks write only 32 bytes of each cache line. */
 #include "bytes.h"
 #include "chunk_codec.h"
 
@@ -8,7 +8,7 @@
 enum { BATCH = 64 };
 
 typedef struct job {
-    const uint8_t * next; /* unread body, and how much of it; PLANES: all of the body, read at embed */
+    const uint8_t * next; /* unread body and its size; PLANES: the whole body, read at embed */
     uint64_t left;
     llmaas_embed_at embed;
     uint32_t codec;
@@ -48,8 +48,8 @@ static llmaas_status job_open(const llmaas_kv_geom * geom, uint64_t geom_hash, c
     return fits ? LLMAAS_OK : LLMAAS_ECORRUPT;
 }
 
-/* RAW, INT8 and PLANES bodies were measured by job_open; only LOSSLESS blocks can still turn out corrupt, and raw blocks
- * between them can run out of bytes. */
+/* Decode one plane of a job. job_open measured RAW, INT8 and PLANES bodies; only LOSSLESS blocks can still turn out
+ * corrupt, and raw blocks between them can run out of bytes. */
 static bool job_step(job * j, llmaas_kv_span * span) {
     const llmaas_codec codec = llmaas_block_codec((int) j->codec, &span->plane);
     span->first_cell = j->first_cell;
@@ -77,7 +77,7 @@ static bool job_step(job * j, llmaas_kv_span * span) {
     return bytes > 0;
 }
 
-/* Where decoded rows go: to a blob, or else where the landings say. */
+/* Where decoded rows go: to a blob, or to the landings if blob is NULL. */
 typedef struct target {
     uint8_t *              blob;
     const llmaas_landing * landings;
@@ -98,7 +98,7 @@ static void aim(const target * to, uint32_t i_plane, llmaas_kv_span * span) {
     }
 }
 
-/* Returns how many leading jobs are complete: a corrupt one drops itself and all behind it. */
+/* Decode a batch. Return how many leading jobs are complete: a corrupt job drops itself and all after it. */
 static uint32_t run_batch(const llmaas_kv_geom * geom, job * jobs, uint32_t n, const target * to) {
     llmaas_kv_walk walk = llmaas_kv_walk_begin(geom, to->n_cells);
     llmaas_kv_span span = {0};
@@ -155,7 +155,7 @@ llmaas_status llmaas_chunks_decode(
     return decode(geom, n, payloads, sizes, first_cells, &to, n_done);
 }
 
-/* A plane is one piece, or one a channel when it is transposed. */
+/* Return whether a landing fits a plane: it has one piece, or one per channel if the plane is transposed. */
 static bool is_whole(const llmaas_landing * landing, const llmaas_kv_plane * plane, uint64_t n_cells) {
     const uint64_t n_pieces = plane->trans ? plane->row / plane->el : 1;
     const uint64_t n_bytes  = n_cells * (plane->row / n_pieces);
@@ -192,6 +192,6 @@ llmaas_status llmaas_chunks_land(
     }
     const target        to     = {.landings = landings, .n_cells = n_cells};
     const llmaas_status status = decode(geom, n, payloads, sizes, first_cells, &to, n_done);
-    atomic_thread_fence(memory_order_seq_cst); /* what was written past the caches */
+    atomic_thread_fence(memory_order_seq_cst); /* order non-temporal stores, which bypass the caches */
     return status;
 }

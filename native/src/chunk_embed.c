@@ -1,10 +1,10 @@
-/* The body of PLANES, matrix by matrix, tile by tile. Whole tiles are coded in place; the last columns of a row that is no
- * multiple of 64 go through a tile padded with zeros, and only the bytes of the columns that exist are kept. */
+/* The body of PLANES, matrix by matrix and tile by tile. Whole tiles are coded in place. If a row is not a multiple of
+ * 64, its last columns go through a tile padded with zeros, and only the bytes of existing columns are kept. */
 #include "bytes.h"
 #include "chunk_codec.h"
 
 enum {
-    SIDE   = 2 * LLMAAS_GROUP, /* bytes beside the planes of one tile, at most */
+    SIDE   = 2 * LLMAAS_GROUP, /* most side bytes of one tile */
     STRIDE = LLMAAS_TILE * 8,  /* bytes of one plane of one tile */
     ROW    = 2 * LLMAAS_GROUP, /* bytes of a tile's row */
 };
@@ -37,13 +37,13 @@ llmaas_embed_at llmaas_embed_begin(const llmaas_embed_sizes * sizes, uint32_t bi
     return (llmaas_embed_at) {0, sizes->raw, sizes->raw + sizes->side, sizes->plane, bits};
 }
 
-/* A tile's bytes are behind us. */
+/* Move the offsets past a tile. */
 static void advance(const llmaas_kv_span * span, llmaas_kv_rect rect, llmaas_embed_at * at) {
     at->side  += side_bytes(span->plane.is_v, rect.n_rows, rect.n_cols);
     at->plane += rect.n_rows * plane_row(rect.n_cols);
 }
 
-/* The tile as token-major rows of *stride bytes: where it lies in the blob, or gathered into buffer. */
+/* Return the tile as token-major rows of *stride bytes: in place in the blob, or copied into buffer. */
 static const uint8_t * tile_load(const llmaas_kv_span * span, llmaas_kv_rect rect, uint8_t * buffer, size_t * stride) {
     const bool whole = rect.n_cols == LLMAAS_GROUP;
     if (!whole) {

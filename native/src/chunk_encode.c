@@ -27,7 +27,7 @@ size_t llmaas_chunk_bound(const llmaas_kv_geom * geom, int codec, uint32_t bits,
     return bytes > SIZE_MAX / 2 ? 0 : (size_t) bytes;
 }
 
-/* Bytes of the block, 0 when the codec cannot represent a value. */
+/* Encode a block. Return its bytes, 0 if the codec cannot represent a value. */
 static uint64_t encode_block(llmaas_codec codec, const llmaas_kv_span * span, uint8_t * dst) {
     switch (codec) {
         case LLMAAS_CODEC_LOSSLESS: return llmaas_lossless_encode(span, dst);

@@ -28,7 +28,7 @@ static uint32_t body_crc(uint32_t crc, const uint8_t * payload, uint64_t body_by
     return llmaas_k()->crc32c(crc, payload + LLMAAS_CHUNK_HEADER, (size_t) body_bytes);
 }
 
-/* The crc of every beginning of the body that ends with a plane, so that each can be checked without the rest. */
+/* Store the CRC of every prefix of the body that ends with a plane, so that each can be checked without the rest. */
 static void seal_planes(uint8_t * payload, const llmaas_chunk_info * info, uint64_t plane_bytes) {
     const uint8_t * at  = payload + LLMAAS_CHUNK_HEADER + info->body_bytes - info->bits * plane_bytes;
     uint32_t        crc = body_crc(0, payload, info->body_bytes - info->bits * plane_bytes);
@@ -61,7 +61,7 @@ void llmaas_chunk_seal(uint8_t * payload, const llmaas_chunk_info * info, uint64
     }
 }
 
-/* How many planes a body of this size has; 0 when there is no such number. */
+/* Return how many planes a body of this size has; 0 if the size fits no number of planes. */
 static uint32_t bits_of(const uint8_t * payload, uint64_t whole, uint64_t body_bytes) {
     const uint32_t bits  = payload[AT_BITS];
     const uint64_t plane = load_u64(payload + AT_PLANE);
@@ -75,7 +75,7 @@ static uint32_t bits_of(const uint8_t * payload, uint64_t whole, uint64_t body_b
     return plane > 0 && missing % plane == 0 && missing / plane < bits ? bits - (uint32_t) (missing / plane) : 0;
 }
 
-/* What only the size tells: how much of the body is there. */
+/* Fill in body_bytes and bits, which depend on how much of the body there is. */
 static bool measure_body(const uint8_t * payload, size_t size, llmaas_chunk_info * info) {
     const uint64_t whole = load_u64(payload + AT_BODY);
     info->body_bytes = size - LLMAAS_CHUNK_HEADER;

@@ -1,5 +1,5 @@
-/* RAW and INT8 blocks. INT8: scales of all rows (f16, one per 64 columns, the last group may be shorter), then rows
- * of int8. */
+/* RAW and INT8 blocks. INT8: scales of all rows (f16, one per 64 columns; the last group may be shorter), then rows of
+ * int8. */
 #include "bytes.h"
 #include "chunk_codec.h"
 

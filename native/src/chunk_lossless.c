@@ -1,5 +1,5 @@
 /* LOSSLESS blocks: u32 block bytes, u8 mode, u8 n_symbols, u16 0, then raw rows (mode 0) or bit planes (mode 1).
- * The planes are described in native/FORMAT.md; a block never grows beyond its raw form. */
+ * native/FORMAT.md describes the planes. A block is never larger than its raw form. */
 #include "bytes.h"
 #include "chunk_codec.h"
 
@@ -28,11 +28,11 @@ static void count_exponents(const llmaas_kv_span * span, uint32_t * counts) {
         k->exponents(rows, span->plane.row, span->n_tokens, span->plane.row / 2, counts);
         return;
     }
-    const size_t n_cols = (size_t) span->n_cells; /* counting does not care about the orientation */
+    const size_t n_cols = (size_t) span->n_cells; /* counts do not depend on the orientation */
     k->exponents(span->src + 2 * (size_t) span->first_cell, 2 * n_cols, span->plane.row / 2, span->n_tokens, counts);
 }
 
-/* Rank the exponents by frequency (insertion sort of 32) and add up what each level will cost. */
+/* Rank the exponents by frequency (insertion sort of 32), and add up the bits of the variable levels. */
 static void layout_ranks(layout * l, uint32_t * counts) {
     l->n_symbols = 0;
     for (uint8_t e = 0; e < LLMAAS_SYMBOLS; ++e) {
@@ -45,7 +45,7 @@ static void layout_ranks(layout * l, uint32_t * counts) {
         }
         l->symbols[at] = e;
     }
-    l->var_bits = 0; /* the first level is in the fixed planes; rank r takes two bits in each of r / 3 further levels */
+    l->var_bits = 0; /* the fixed planes hold the first level; rank r takes two bits in each of r / 3 further levels */
     for (uint32_t r = 3; r < l->n_symbols; ++r) {
         l->var_bits += 2ull * (r / 3) * counts[l->symbols[r]];
     }
@@ -83,7 +83,7 @@ uint64_t llmaas_lossless_encode(const llmaas_kv_span * span, uint8_t * dst) {
     const uint64_t raw = BLOCK_HEAD + (uint64_t) span->plane.row * span->n_tokens;
     const bool     pack  = layout_bytes(&l) < raw;
     const uint64_t bytes = pack ? layout_bytes(&l) : raw;
-    store_u32(dst, (uint32_t) bytes); /* at most 256 rows of 1 MiB */
+    store_u32(dst, (uint32_t) bytes); /* fits: at most 256 rows of 1 MiB */
     store_u32(dst + 4, pack ? MODE_PLANES | l.n_symbols << 8 : MODE_RAW);
     if (pack) {
         write_planes(span, &l, dst + BLOCK_HEAD);

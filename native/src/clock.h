@@ -1,4 +1,4 @@
-/* The time, for what took how long. */
+/* A monotonic clock for measuring durations. */
 #ifndef LLMAAS_CLOCK_H
 #define LLMAAS_CLOCK_H
 

@@ -1,11 +1,12 @@
-/* Arrays that grow. */
+/* Growable arrays. */
 #ifndef LLMAAS_GROW_H
 #define LLMAAS_GROW_H
 
 #include <stddef.h>
 #include <stdlib.h>
 
-/* The array of n elements with room for one more, moved if it has to be. NULL: memory, and it is as it was. */
+/* Return the array of n elements with room for one more, moved if needed. NULL if out of memory; the array is then
+ * unchanged. */
 static inline void * llmaas_grown(void * array, size_t n, size_t * capacity, size_t size) {
     if (n < *capacity) {
         return array;

@@ -17,18 +17,19 @@ struct llmaas_io {
     uint32_t                  depth;
     uint32_t                  n_at_once;
     uint32_t                  n_in_flight;
-    uint32_t                  n_ahead; /* of these */
-    uint32_t                  n_held;  /* of these, those that the backend does not have yet */
-    llmaas_io_read *          held;    /* a list; the next one to go comes first */
+    uint32_t                  n_ahead; /* reads ahead among n_in_flight */
+    uint32_t                  n_held;  /* reads among n_ahead that were not passed to the backend yet */
+    llmaas_io_read *          held;    /* list of those reads, the next one to go first */
     bool                      is_waited_for;
-    uint32_t                  n_forks;      /* when the backend was opened */
+    uint32_t                  n_forks;      /* fork count when the backend was opened */
     void *                    region;       /* registered memory */
     size_t                    region_bytes;
     uint32_t                  n_passed;
     llmaas_io_read *          passed[LLMAAS_IO_MAX_DEPTH]; /* reads that the backend has, in any order */
 };
 
-/* Threads of the process that wait for reads, whichever library's: a GNU unique symbol is one variable for all of them. */
+/* Threads of the process that wait for reads, in whichever library: a GNU unique symbol is one variable for all of
+ * them. */
 __attribute__((visibility("default"))) atomic_uint llmaas_io_n_waiting;
 #ifdef __linux__
 __asm__(".type llmaas_io_n_waiting, %gnu_unique_object");
@@ -36,9 +37,9 @@ __asm__(".type llmaas_io_n_waiting, %gnu_unique_object");
 
 /* -- forks --------------------------------------------------------------------------------------------------------- */
 
-static atomic_uint n_forks; /* between this process and the one that loaded this library */
+static atomic_uint n_forks; /* forks between the process that loaded this library and this one */
 
-/* Other threads' waits are not over in a child, but nobody waits. */
+/* Reset the count of waiting threads in a child: threads of the parent do not exist here. */
 static void note_child(void) {
     atomic_fetch_add(&n_forks, 1);
     atomic_store(&llmaas_io_n_waiting, 0);
@@ -51,11 +52,11 @@ static void expect_forks(void) {
     pthread_once(&once, watch_forks);
 }
 
-/* -- for backends -------------------------------------------------------------------------------------------------- */
+/* -- helpers for backends ------------------------------------------------------------------------------------------ */
 
 uint32_t llmaas_io_resume_at(const llmaas_io_read * read) { return read->n_read / BLOCK * BLOCK; }
 
-/* ECANCELED: the thread that passed the read to io_uring has ended. */
+/* Return whether to retry. ECANCELED: the thread that submitted the read to io_uring has ended. */
 static bool is_passing(int64_t result) { return result == -EINTR || result == -EAGAIN || result == -ECANCELED; }
 
 bool llmaas_io_take(llmaas_io_read * read, int64_t result) {
@@ -124,7 +125,7 @@ static void finish(llmaas_io * io, llmaas_io_read * read) {
 
 static bool is_inherited(const llmaas_io * io) { return io->n_forks != atomic_load(&n_forks); }
 
-/* Make the reads again that the parent's backend had. A vector is partly used up by then. */
+/* Restart the reads that the parent's backend had. A vector cannot be restarted: it may be partly consumed. */
 static void restart_passed(llmaas_io * io) {
     const uint32_t n = io->n_passed;
     llmaas_io_read * reads[LLMAAS_IO_MAX_DEPTH];
@@ -141,8 +142,8 @@ static void restart_passed(llmaas_io * io) {
     }
 }
 
-/* In a child, leave the parent's rings and threads to the parent, whose results they have: open others, and go on with the
- * same reads. Out of memory, all reads fail. */
+/* Give a forked child a backend of its own. The parent's rings and threads stay with the parent, which gets their
+ * results; open new ones here and restart the same reads. False if out of memory; the caller then fails all reads. */
 static bool own_backend(llmaas_io * io) {
     if (!is_inherited(io)) {
         return true;
@@ -206,7 +207,7 @@ static size_t in_huge_pages(size_t n_bytes) {
     return (n_bytes + LLMAAS_IO_HUGE_PAGE - 1) / LLMAAS_IO_HUGE_PAGE * LLMAAS_IO_HUGE_PAGE;
 }
 
-/* Not the allocator's memory: that may be made of small pages already. */
+/* Map fresh memory instead of using the allocator, whose memory may already consist of small pages. */
 void * llmaas_io_memory(size_t n_bytes) {
     const size_t n = in_huge_pages(n_bytes), n_more = n + LLMAAS_IO_HUGE_PAGE;
     char *       base = mmap(NULL, n_more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -236,7 +237,7 @@ llmaas_status llmaas_io_register(llmaas_io * io, void * memory, size_t n_bytes) 
     }
     io->region       = memory;
     io->region_bytes = n_bytes;
-    if (!is_inherited(io)) { /* else once it has a backend of its own */
+    if (!is_inherited(io)) { /* else it is registered with the child's own backend */
         io->backend->use_region(io->state, memory, n_bytes);
     }
     return LLMAAS_OK;
@@ -269,7 +270,7 @@ static void pass(llmaas_io * io, llmaas_io_read ** held) {
 
 static bool others_wait(const llmaas_io * io) { return atomic_load(&llmaas_io_n_waiting) > (io->is_waited_for ? 1u : 0u); }
 
-/* One can always be under way: others may wait all the time. */
+/* Pass reads ahead that are held back. One of them may always be in flight, since others may wait all the time. */
 static void pass_held(llmaas_io * io) {
     while (io->held && io->n_in_flight - io->n_held < io->n_at_once && (io->n_ahead == io->n_held || !others_wait(io))) {
         pass(io, &io->held);
@@ -308,7 +309,7 @@ static void collect(llmaas_io * io, bool is_patient) {
         return;
     }
     pass_held(io);
-    if (io->n_in_flight == 0) { /* none of the parent's could be made again */
+    if (io->n_in_flight == 0) { /* no read of the parent's could be restarted */
         return;
     }
     llmaas_io_read * next;
@@ -332,7 +333,7 @@ void llmaas_io_poll(llmaas_io * io) {
     }
 }
 
-/* Until a read is done; NULL: all. */
+/* Wait until a read is done; NULL: until all are. */
 static void wait_for(llmaas_io * io, const llmaas_io_read * read) {
     io->is_waited_for = true;
     llmaas_io_begin_waiting();

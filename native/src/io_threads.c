@@ -6,14 +6,14 @@
 
 enum { MAX_THREADS = 16 };
 
-/* First in, first out. */
+/* A first-in, first-out queue. */
 typedef struct queue {
     llmaas_io_read * reads[LLMAAS_IO_MAX_DEPTH];
     uint32_t         first, n;
 } queue;
 
 typedef struct crew {
-    pthread_mutex_t  lock; /* of what follows it, but for ids: those are the engine's user's */
+    pthread_mutex_t  lock; /* guards the members below, except ids, which only the engine's user accesses */
     pthread_cond_t   has_work, has_result;
     queue            waiting;
     llmaas_io_read * done; /* a list */
@@ -63,7 +63,7 @@ static void * work(void * context) {
     return NULL;
 }
 
-/* Signals are for the program's own threads. */
+/* Start a worker with all signals blocked: they are for the program's own threads. */
 static void add_worker(crew * c) {
     sigset_t all, before;
     sigfillset(&all);
@@ -74,7 +74,7 @@ static void add_worker(crew * c) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* -- the engine's side --------------------------------------------------------------------------------------------- */
+/* -- calls of the engine ------------------------------------------------------------------------------------------- */
 
 static llmaas_status threads_open(uint32_t depth, void ** state) {
     crew * c = calloc(1, sizeof *c);
@@ -104,7 +104,7 @@ static void threads_close(void * state) {
     free(c);
 }
 
-/* A child has none of the threads. */
+/* Free a child's copy; the child has none of the threads. */
 static void threads_abandon(void * state) { free(state); }
 
 static void threads_start(void * state, llmaas_io_read * read) {
@@ -114,7 +114,7 @@ static void threads_start(void * state, llmaas_io_read * read) {
     if (c->waiting.n > c->n_idle && c->n_threads < c->max_threads) {
         add_worker(c);
     }
-    if (c->n_threads == 0) { /* the system gives none: read here */
+    if (c->n_threads == 0) { /* the system provides no thread: read here */
         llmaas_io_read_now(pop(&c->waiting));
         add_done(c, read);
     }

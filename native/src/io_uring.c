@@ -9,7 +9,7 @@
 #endif
 #endif
 
-#ifdef IORING_FEAT_RW_CUR_POS /* as new as IORING_OP_READ, which is no macro: Linux 5.6 */
+#ifdef IORING_FEAT_RW_CUR_POS /* appeared together with IORING_OP_READ (Linux 5.6), which is not a macro */
 
 #include <errno.h>
 #include <stdlib.h>
@@ -18,9 +18,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define REGION_BYTES (1ull << 30) /* the most that can be registered as one buffer */
+#define REGION_BYTES (1ull << 30) /* largest buffer that can be registered */
 
-/* The kernel moves sq_head and cq_tail; sq_tail and cq_head are ours. */
+/* The kernel moves sq_head and cq_tail; we move sq_tail and cq_head. */
 typedef struct uring {
     int       fd;
     uint32_t *sq_head, *sq_tail, *cq_head, *cq_tail;
@@ -78,8 +78,8 @@ static void find_fields(uring * u, const struct io_uring_params * p) {
     }
 }
 
-/* No flags: IORING_SETUP_SINGLE_ISSUER forbids that the using thread changes, and with IORING_SETUP_COOP_TASKRUN a read that
- * one thread has submitted would not get done for another while the first computes. */
+/* Open without flags. IORING_SETUP_SINGLE_ISSUER forbids changing the using thread. With IORING_SETUP_COOP_TASKRUN, a
+ * read that one thread submitted would not complete for another while the first computes. */
 static llmaas_status uring_open(uint32_t depth, void ** state) {
     struct io_uring_params p = {0};
     uring * u = calloc(1, sizeof *u);
@@ -129,24 +129,24 @@ static void uring_use_region(void * state, void * memory, size_t n_bytes) {
     free(iov);
 }
 
-/* Unregistered here, as the kernel unpins memory some time after a ring is closed. */
+/* Unregister before closing: otherwise the kernel unpins the memory only some time after the ring is closed. */
 static void uring_close(void * state) {
     uring_use_region(state, NULL, 0);
     uring_free(state);
 }
 
-/* A child has the same rings, and what it unregistered would be its parent's. */
+/* Do not unregister in a child: it shares the rings, so that would unregister the parent's memory. */
 static void uring_abandon(void * state) { uring_free(state); }
 
 static bool is_in_one_buffer(const uring * u, uintptr_t at, uint32_t n_bytes) {
-    const uintptr_t from = at - u->region; /* huge where it starts before the region */
+    const uintptr_t from = at - u->region; /* huge if it starts before the region */
     return from < u->region_bytes && n_bytes <= u->region_bytes - from &&
            from / REGION_BYTES == (from + n_bytes - 1) / REGION_BYTES;
 }
 
 /* -- the rings ----------------------------------------------------------------------------------------------------- */
 
-/* There is room: no more reads than the ring's size are in flight, queued ones included. */
+/* Queue a read. There is always room: reads in flight, queued ones included, never exceed the ring's size. */
 static void uring_start(void * state, llmaas_io_read * read) {
     uring *         u        = state;
     const uint32_t  resume   = llmaas_io_resume_at(read), tail = *u->sq_tail;
@@ -164,7 +164,7 @@ static void uring_start(void * state, llmaas_io_read * read) {
     __atomic_store_n(u->sq_tail, tail + 1, __ATOMIC_RELEASE);
 }
 
-/* Add what is done to a list. Short reads are queued again. */
+/* Prepend completed reads to a list. Queue short reads again. */
 static llmaas_io_read * reap(uring * u, llmaas_io_read * done) {
     uint32_t       head = *u->cq_head;
     const uint32_t tail = __atomic_load_n(u->cq_tail, __ATOMIC_ACQUIRE);
@@ -184,7 +184,8 @@ static llmaas_io_read * reap(uring * u, llmaas_io_read * done) {
 
 static uint32_t n_queued(const uring * u) { return *u->sq_tail - __atomic_load_n(u->sq_head, __ATOMIC_ACQUIRE); }
 
-/* For a kernel that has come to forbid io_uring, as one does when a process confines itself. */
+/* Do queued reads synchronously, for a kernel that has started to forbid io_uring, as when a process confines
+ * itself. */
 static llmaas_io_read * read_queued(uring * u, llmaas_io_read * done) {
     while (n_queued(u) > 0) {
         const uint32_t   tail = *u->sq_tail - 1;
@@ -197,7 +198,8 @@ static llmaas_io_read * read_queued(uring * u, llmaas_io_read * done) {
     return done;
 }
 
-/* Pass what is queued to the kernel, and wait for a result if told to. What was done here instead is added to the list. */
+/* Submit queued reads to the kernel, and wait for a result if patient. Reads done synchronously instead are prepended
+ * to the list. */
 static llmaas_io_read * submit(uring * u, bool is_patient, llmaas_io_read * done) {
     const long rc = syscall(__NR_io_uring_enter, u->fd, n_queued(u), is_patient ? 1 : 0,
                             is_patient ? IORING_ENTER_GETEVENTS : 0, NULL, 0);

@@ -1,4 +1,4 @@
-/* Vectors of memory that system calls go on with after short transfers. */
+/* I/O vectors that system calls resume after short transfers. */
 #ifndef LLMAAS_IOV_H
 #define LLMAAS_IOV_H
 
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-/* Let it begin n_bytes later, in place; pieces that are left. */
+/* Advance the vector by n_bytes, in place. Return the pieces left. */
 static inline uint32_t llmaas_iov_skip(struct iovec ** iov, uint32_t n, size_t n_bytes) {
     for (; n > 0 && n_bytes >= (*iov)->iov_len; --n, ++*iov) {
         n_bytes -= (*iov)->iov_len;

@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Candidates are numbers that sort as their distances do, and among equals as their rows do. The buffer takes what is below
- * the threshold; when it is full, the n_best stay, and the last of them is the new threshold. */
+/* Candidates are numbers that sort by distance, then by row. The buffer takes candidates below the threshold. When it
+ * is full, only the n_best stay, and the largest of them sets the new threshold. */
 typedef struct best {
     uint64_t all[2 * LLMAAS_KNN_MAX_BEST];
     uint32_t n;
@@ -34,7 +34,7 @@ static inline uint64_t middle(uint64_t a, uint64_t b, uint64_t c) {
     return a < b ? (b < c ? b : a < c ? c : a) : (a < c ? a : b < c ? c : b);
 }
 
-/* Reorder so that the n_best smallest come first (Hoare's selection). All numbers differ. */
+/* Reorder so that the n_best smallest come first (Hoare's selection). All numbers must be distinct. */
 static inline void select_best(uint64_t * all, uint32_t n, uint32_t n_best) {
     int64_t low = 0, high = (int64_t) n - 1;
     while (low < high) {
@@ -59,7 +59,7 @@ static inline void select_best(uint64_t * all, uint32_t n, uint32_t n_best) {
     }
 }
 
-/* all[n_best - 1] need not be the largest of the n_best. */
+/* Return the largest of n numbers; all[n_best - 1] need not be the largest of the n_best. */
 static inline uint64_t last_of(const uint64_t * all, uint32_t n) {
     uint64_t last = all[0];
     for (uint32_t i = 1; i < n; ++i) {
@@ -88,7 +88,8 @@ static inline void best_take(best * b, float distance, uint64_t row) {
     }
 }
 
-/* Rows come in rising order, so one exactly at the threshold has lost against those that are in the buffer. */
+/* Take the candidates of a block. Rows come in ascending order, so a row exactly at the threshold loses against those
+ * in the buffer. */
 static inline void best_take_block(best * b, const float * distances, uint32_t n, uint64_t row) {
     uint32_t n_below = 0;
     for (uint32_t i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-/* What quantising and scanning share. */
+/* Shared by quantizing and scanning. */
 #ifndef LLMAAS_KNN_CODES_H
 #define LLMAAS_KNN_CODES_H
 
@@ -6,7 +6,7 @@
 
 #include <stdbool.h>
 
-enum { KNN_ZERO = 128, KNN_LARGEST = 127 }; /* the code of 0, and how far others are from it */
+enum { KNN_ZERO = 128, KNN_LARGEST = 127 }; /* the code of 0, and the largest difference of a code from it */
 
 static inline uint32_t knn_stride(const llmaas_knn_codes * codes) {
     return (codes->n_dims + LLMAAS_KNN_ALIGN - 1) / LLMAAS_KNN_ALIGN * LLMAAS_KNN_ALIGN;
@@ -19,7 +19,7 @@ static inline bool knn_is_matrix(const uint8_t * bytes) { return bytes && (uintp
 static inline bool knn_codes_valid(const llmaas_knn_codes * codes, uint64_t first, uint64_t n) {
     if (!codes || codes->n_dims == 0 || codes->n_dims > LLMAAS_KNN_MAX_DIMS || codes->n_front == 0 ||
         codes->n_front % LLMAAS_KNN_ALIGN != 0 || codes->n_front > knn_stride(codes) || codes->n_rows > INT32_MAX ||
-        first > codes->n_rows || n > codes->n_rows - first || !codes->centre || !codes->steps) {
+        first > codes->n_rows || n > codes->n_rows - first || !codes->center || !codes->steps) {
         return false;
     }
     const bool has_rest = knn_n_rest(codes) > 0;

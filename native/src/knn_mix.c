@@ -1,5 +1,5 @@
-/* Mixing happens in logarithms: with Z = sum of exp(logit) and odds = w / (1 - w), a token's new logit is
- * log(exp(logit) + odds × Z × p_kNN), which no shift of all logits changes. */
+/* Mixing works on logarithms. With Z = sum of exp(logit) and odds = w / (1 - w), a token's new logit is log(exp(logit)
+ * + odds × Z × p_kNN). Shifting all logits does not change the result. */
 #include "llmaas/knn.h"
 
 #include "../kernels/kernels.h"
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FEWEST = 16 }; /* that a kernel takes */
+enum { FEWEST = 16 }; /* fewest logits that a kernel takes */
 
 #define W_MAX (1 - 0x1p-20)
 
@@ -45,7 +45,7 @@ llmaas_status llmaas_logits_peek(const float * logits, uint32_t n_vocab, llmaas_
 
 static bool is_share(float x) { return x >= 0 && x <= 1; }
 
-static bool are_neighbours(const int32_t * values, const float * distances, uint32_t k, uint32_t n_vocab) {
+static bool are_neighbors(const int32_t * values, const float * distances, uint32_t k, uint32_t n_vocab) {
     for (uint32_t i = 0; i < k; ++i) {
         if (values[i] < 0 || (uint32_t) values[i] >= n_vocab || !isfinite(distances[i])) {
             return false;
@@ -62,8 +62,8 @@ static float nearest_of(const float * distances, uint32_t k) {
     return nearest;
 }
 
-/* A share for each token among the neighbours; what they add up to is returned. Both are counted from the nearest one on,
- * as all could be too far for exp. */
+/* Compute a share for each token among the neighbors, and return the sum of the shares. Distances are relative to the
+ * nearest neighbor; otherwise exp could underflow for all of them. */
 static double gather(const int32_t * values, const float * distances, uint32_t k, float nearest, double theta,
                      share * shares, uint32_t * n) {
     double sum = 0;
@@ -91,7 +91,7 @@ llmaas_status llmaas_logits_mix(float * logits, uint32_t n_vocab, const int32_t 
                                 uint32_t k, float alpha, float beta, float theta, float far,
                                 llmaas_logits_info * info) {
     if (k > LLMAAS_KNN_MAX_BEST || (k && (!values || !distances)) || !is_share(alpha) || !is_share(beta) || !(theta > 0) ||
-        !isfinite(theta) || !(far > -INFINITY) || !are_neighbours(values, distances, k, n_vocab)) {
+        !isfinite(theta) || !(far > -INFINITY) || !are_neighbors(values, distances, k, n_vocab)) {
         return LLMAAS_EINVAL;
     }
     const llmaas_status status = llmaas_logits_peek(logits, n_vocab, info);
@@ -105,7 +105,7 @@ llmaas_status llmaas_logits_mix(float * logits, uint32_t n_vocab, const int32_t 
     uint32_t n;
     const float  nearest = nearest_of(distances, k);
     const double sum     = gather(values, distances, k, nearest, (double) theta, shares, &n);
-    const double others  = exp(((double) nearest - (double) far) / (double) theta); /* 0 when far is infinite */
+    const double others  = exp(((double) nearest - (double) far) / (double) theta); /* 0 if far is infinite */
     const double wanted  = (double) alpha * (1 - (double) beta * (double) info->max_prob) * (sum / (sum + others));
     const double w       = wanted < W_MAX ? wanted : W_MAX;
     if (!(w > 0)) {

@@ -11,7 +11,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { BUFFER = 64 << 10 }; /* rows that are neighbours in the file are read in one call, if they fit here */
+enum { BUFFER = 64 << 10 }; /* rows that are neighbors in the file are read in one call if they fit into this many
+                             * bytes */
 
 typedef struct rescoring {
     const llmaas_knn_rows * file;
@@ -21,11 +22,11 @@ typedef struct rescoring {
     bool is_damaged;
 } rescoring;
 
-/* A run of rows that follow each other in the file. */
+/* A run of rows that are adjacent in the file. */
 typedef struct run {
     uint64_t first;
     uint32_t n;
-    const uint64_t * sorted; /* row in the high half; in the low half, where its distance belongs */
+    const uint64_t * sorted; /* row in the high half, index of its distance in the low half */
 } run;
 
 static int by_row(const void * a, const void * b) {
@@ -52,7 +53,8 @@ static void measure(rescoring * s, const run * r, const uint8_t * bytes) {
 
 static off_t place(const rescoring * s, const run * r) { return (off_t) (s->file->offset + r->first * s->row_bytes); }
 
-/* Whether the run was in the page cache. If not, it is on its way afterwards. */
+/* Measure the run if it is in the page cache. Otherwise have the kernel start reading it. Return whether it was
+ * cached. */
 static bool try_cached(rescoring * s, const run * r, uint8_t * buffer) {
     const size_t n_bytes = r->n * s->row_bytes;
     const struct iovec vector = {buffer, n_bytes};
@@ -81,7 +83,7 @@ static bool read_run(rescoring * s, const run * r, uint8_t * buffer) {
     return true;
 }
 
-/* sorted shrinks to the runs that were not in the page cache. */
+/* Measure the runs that are in the page cache. Reduce `sorted` to the others; return how many rows these have. */
 static uint32_t measure_cached(rescoring * s, uint64_t * sorted, uint32_t n, uint8_t * buffer) {
     uint32_t n_left = 0;
     for (uint32_t i = 0; i < n;) {

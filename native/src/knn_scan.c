@@ -1,5 +1,5 @@
-/* The scan: products of whole numbers by a kernel, distances from them, and the best so far in a buffer. Where codes are in
- * two parts, a distance in the dimensions in front is the least that the whole can be. */
+/* The scan. A kernel computes integer products; distances follow from them, and a buffer keeps the best rows so far. If
+ * codes are in two parts, the distance over the front dimensions is a lower bound of the whole distance. */
 #include "knn_best.h"
 #include "knn_codes.h"
 
@@ -9,25 +9,25 @@
 #include <string.h>
 
 enum {
-    SCAN_ROWS  = 256, /* of a kernel's call: few enough that distances stay in the nearest cache */
-    SCAN_MANY  = 64,  /* of these, that many are too many to be looked at as a whole one by one */
-    SCAN_FEW   = 256, /* rows that are looked at as a whole one by one, together */
-    SCAN_AHEAD = 8,   /* of these, so far ahead they are asked for */
+    SCAN_ROWS  = 256, /* rows per kernel call: few enough that their distances stay in the first-level cache */
+    SCAN_MANY  = 64,  /* from this many near rows on, a block of SCAN_ROWS is computed as a whole */
+    SCAN_FEW   = 256, /* single rows that are collected before they are computed */
+    SCAN_AHEAD = 8,   /* how many of those rows ahead to prefetch */
 };
 
 typedef struct prepared {
     llmaas_knn_query front, rest;
     uint32_t front_offset, rest_offset; /* what the codes' zero adds to every product */
-    float unit;       /* of their numbers */
-    float norm;       /* squared distance from the centre */
-    float front_norm; /* the same, less what the other dimensions can take away from a distance */
+    float unit;       /* of the query's numbers */
+    float norm;       /* squared distance from the center */
+    float front_norm; /* norm minus the most that the other dimensions can subtract from a distance */
 } prepared;
 
-/* The unit is the smallest with which neither a number leaves 16 bits, nor any product of a row 32. */
+/* Return the smallest unit with which each number fits into 16 bits and each product of a row into 32. */
 static float unit_of(const float * query, const llmaas_knn_codes * codes) {
     double largest = 0, sum = 0;
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
-        const double size = fabs(((double) query[d] - (double) codes->centre[d]) * (double) codes->steps[d]);
+        const double size = fabs(((double) query[d] - (double) codes->center[d]) * (double) codes->steps[d]);
         largest = size > largest ? size : largest;
         sum += size;
     }
@@ -35,7 +35,7 @@ static float unit_of(const float * query, const llmaas_knn_codes * codes) {
     return (float) (by_number > by_sum ? by_number : by_sum);
 }
 
-/* Returns what the codes' zero adds. */
+/* Store one number of the query. Return what the codes' zero adds to products. */
 static uint32_t put(llmaas_knn_query * query, uint32_t at, double value) {
     const double limit = LLMAAS_KNN_WIDEST;
     const long wide = lrint(value > limit ? limit : value < -limit ? -limit : value), high = (wide + 0x8080) / 256 - 128;
@@ -45,23 +45,24 @@ static uint32_t put(llmaas_knn_query * query, uint32_t at, double value) {
     return KNN_ZERO * (uint32_t) wide;
 }
 
-/* The square of a dimension's number as the products have it: rounded to a whole number of units. */
+/* Return the square of a dimension's number as products see it: rounded to a whole number of units. */
 static double rounded_square(const prepared * p, const llmaas_knn_query * query, uint32_t at, float step) {
     const double rounded = step > 0 ? (double) query->wide[at] * (double) p->unit / (double) step : 0;
     return rounded * rounded;
 }
 
-/* With q the query's numbers, r the rounded ones and k a row's, the dimensions that are not in front add |q|² - 2 r·k + |k|² =
- * |r - k|² + |q|² - |r|² to a distance: at least |q|² - |r|². That is in front_norm, so no row's whole distance is less than
- * its distance in front, however coarse a unit one large dimension asks for. */
+/* Prepare a query. Let q be the query's numbers, r the rounded ones and k a row's. The dimensions that are not in front
+ * add |q|² - 2 r·k + |k|² = |r - k|² + |q|² - |r|² to a distance: at least |q|² - |r|². front_norm contains that lower
+ * bound. So no row's whole distance is less than its distance in front, however coarse a unit one large dimension
+ * requires. */
 static bool prepare(const llmaas_knn_codes * codes, const float * query, prepared * p) {
     double norm = 0, rest = 0;
     memset(p, 0, sizeof *p);
     p->unit = unit_of(query, codes);
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
-        const double centred = (double) query[d] - (double) codes->centre[d];
-        const double value = p->unit > 0 ? centred * (double) codes->steps[d] / (double) p->unit : 0;
-        norm += centred * centred;
+        const double centered = (double) query[d] - (double) codes->center[d];
+        const double value = p->unit > 0 ? centered * (double) codes->steps[d] / (double) p->unit : 0;
+        norm += centered * centered;
         if (!(norm < 1e37) || !isfinite(p->unit)) {
             return false;
         }
@@ -77,7 +78,7 @@ static bool prepare(const llmaas_knn_codes * codes, const float * query, prepare
     return true;
 }
 
-/* A range of rows; the products of their dimensions in front, once they are known. */
+/* A range of rows. fronts: products of their front dimensions, once known. */
 typedef struct range {
     const llmaas_knn_codes * codes;
     const prepared * p;
@@ -93,7 +94,7 @@ static void front_dots(const range * r, uint64_t i, uint32_t n, uint32_t * dots)
     }
 }
 
-/* What is added to the products in front. */
+/* Compute the products of all dimensions: those of the rest plus those in front. */
 static void rest_dots(const range * r, uint64_t i, uint32_t n, uint32_t * dots) {
     const uint32_t n_rest = knn_n_rest(r->codes);
     llmaas_k()->knn_dots(r->codes->rest + (r->first + i) * n_rest, n_rest, n, &r->p->rest, dots);
@@ -139,8 +140,8 @@ static void scan_whole(const range * r, best * b) {
     }
 }
 
-/* How far away a row in front may be and yet be among the n_best: as far as the farthest of those nearest in front is as a
- * whole. A little more, for what rounding may have added. */
+/* Return how large a distance in front may be for a row still to be among the n_best: take the n_best rows nearest in
+ * front; the limit is their largest whole distance. Add a little for what rounding may have added. */
 static float front_limit(const range * r, best * b) {
     float distances[SCAN_ROWS];
     for (uint64_t i = 0; i < r->n; i += SCAN_ROWS) {
@@ -165,7 +166,7 @@ static void prefetch(const range * r, uint64_t i) {
     }
 }
 
-/* A few rows that are far from each other. */
+/* Take a few rows that are far from each other. */
 static void take_few(const range * r, const uint32_t * rows, uint32_t n, best * b) {
     for (uint32_t i = 0; i < n; ++i) {
         if (i + SCAN_AHEAD < n) {
@@ -186,7 +187,7 @@ static void take_block(const range * r, uint64_t i, uint32_t n, best * b) {
     best_take_block(b, distances, n, r->first + i);
 }
 
-/* Rows that are too far away in front already are not looked at as a whole. */
+/* Scan: skip the rest of rows that are too far away in front. */
 static void scan_front(const range * r, best * b) {
     const float limit = front_limit(r, b);
     float distances[SCAN_ROWS];
@@ -204,7 +205,7 @@ static void scan_front(const range * r, best * b) {
             few[n_few] = (uint32_t) (i + j);
             n_few += distances[j] <= limit;
         }
-        if (is_many || n_few >= SCAN_FEW) { /* rows are taken in rising order */
+        if (is_many || n_few >= SCAN_FEW) { /* rows must be taken in ascending order */
             take_few(r, few, n_few, b);
             n_few = 0;
         }

@@ -3,7 +3,8 @@
 #include "bytes.h"
 #include "kv_plane.h"
 
-/* Cannot overflow 64 bits: 2^32 cells × 2^20 bytes × 2^11 planes, and headers of a few bytes each. */
+/* Return the bytes of a blob. They cannot overflow 64 bits: 2^32 cells × 2^20 bytes × 2^11 planes, plus headers of a
+ * few bytes each. */
 static uint64_t blob_bytes(const llmaas_kv_geom * geom, uint32_t n_cells) {
     llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
     llmaas_kv_plane plane;
@@ -30,7 +31,7 @@ static void row_head_write(uint8_t * p, const llmaas_kv_plane * plane) {
     }
 }
 
-/* All that stands before a cache's rows. */
+/* Write everything that precedes a cache's rows. */
 static void cache_write(
     uint8_t * p, const llmaas_kv_geom * geom, uint32_t n_layer, const int32_t * pos, uint32_t n_cells) {
     store_u32(p, 1);

@@ -23,7 +23,7 @@ llmaas_status llmaas_kv_geom_check(const llmaas_kv_geom * geom) {
     }
     const uint32_t v_bytes = llmaas_type_bytes(geom->type_v);
     if (geom->v_trans && v_bytes != 2 && v_bytes != 4) {
-        return LLMAAS_EINVAL; /* the engine never transposes quantised values */
+        return LLMAAS_EINVAL; /* the engine never transposes quantized values */
     }
     for (uint32_t il = 0; il < geom->n_layer; ++il) {
         if (!row_ok(geom->k_row[il], geom->type_k) || (geom->v_row[il] != 0 && !row_ok(geom->v_row[il], geom->type_v))) {

@@ -1,4 +1,5 @@
-/* A plane is the K or the V of one layer: the unit that blob and body are walked by, K of all layers of a cache first. */
+/* A plane is the K or the V of one layer: the unit in which blob and body are walked. K of all layers of a cache comes
+ * first. */
 #ifndef LLMAAS_KV_PLANE_H
 #define LLMAAS_KV_PLANE_H
 
@@ -8,7 +9,7 @@
 
 enum {
     LLMAAS_BLOB_HEAD     = 16, /* magic, seq_id, n_stream, n_cells */
-    LLMAAS_BLOB_CACHE    = 8,  /* n_stream, n_cells: where each cache begins */
+    LLMAAS_BLOB_CACHE    = 8,  /* n_stream, n_cells: the start of each cache */
     LLMAAS_BLOB_CELL     = 12, /* pos, n_seq_id, seq_id */
     LLMAAS_BLOB_TAIL     = 8,  /* v_trans, n_layer, after the cells */
     LLMAAS_BLOB_ROW_HEAD = 12, /* type and row size, in both orientations */
@@ -16,31 +17,31 @@ enum {
 
 typedef struct llmaas_kv_plane {
     int32_t  type;
-    uint32_t row;   /* bytes of one token */
-    uint32_t el;    /* bytes of one element: 2 or 4; 1 for opaque rows */
+    uint32_t row;   /* bytes per token */
+    uint32_t el;    /* bytes per element: 2 or 4; 1 for opaque rows */
     bool     is_v;
     bool     trans;
-    uint64_t head;  /* offset of its header in the blob */
-    uint64_t data;  /* offset of its rows */
+    uint64_t head;  /* offset of the plane's header in the blob */
+    uint64_t data;  /* offset of the plane's rows */
 } llmaas_kv_plane;
 
 typedef struct llmaas_kv_walk {
     const llmaas_kv_geom * geom;
     uint64_t n_cells;
     uint64_t offset;
-    uint64_t second; /* offset of the second cache's n_stream; 0 until the walk is there */
+    uint64_t second; /* offset of the second cache's n_stream; 0 until the walk reaches it */
     uint32_t next;   /* 0..2 × n_layer */
 } llmaas_kv_walk;
 
-/* Size of a block of type, and of an element for transposition; 1 for opaque types. */
+/* Return the bytes of a block of this type, which for types of 2 or 4 bytes is an element; 1 for opaque types. */
 uint32_t llmaas_type_bytes(int32_t type);
 
-/* Layers of the first cache. */
+/* Return the number of layers of the first cache. */
 uint32_t llmaas_kv_first(const llmaas_kv_geom * geom);
 
 llmaas_kv_walk llmaas_kv_walk_begin(const llmaas_kv_geom * geom, uint32_t n_cells);
 
-/* The next plane that exists; false after the last one, when walk->offset is the size of the blob. */
+/* Get the next plane that exists. False after the last one; walk->offset is then the size of the blob. */
 bool llmaas_kv_walk_next(llmaas_kv_walk * walk, llmaas_kv_plane * plane);
 
 #endif

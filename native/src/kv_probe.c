@@ -1,4 +1,4 @@
-/* Geometry of an untrusted engine blob. Every read goes through take(), which knows what is left. */
+/* Geometry of an untrusted engine blob. Every read goes through take(), which checks how much is left. */
 #include "llmaas/kv.h"
 
 #include "bytes.h"
@@ -46,7 +46,7 @@ static llmaas_status probe_cells(cursor * c, llmaas_blob_info * info) {
     return LLMAAS_OK;
 }
 
-/* Header and rows of one plane. */
+/* Parse the header and rows of one plane. */
 static llmaas_status probe_plane(cursor * c, uint32_t n_cells, bool trans, int32_t * type, uint64_t * row) {
     const uint8_t * head = take(c, LLMAAS_BLOB_ROW_HEAD);
     if (!head) {
@@ -63,7 +63,7 @@ static llmaas_status probe_plane(cursor * c, uint32_t n_cells, bool trans, int32
     return take(c, *row * n_cells) ? LLMAAS_OK : LLMAAS_ECORRUPT;
 }
 
-/* The K or the V of the layers [begin, end). */
+/* Parse the K or the V of layers [begin, end). */
 static llmaas_status probe_planes(
     cursor * c, uint32_t n_cells, bool trans, uint32_t begin, uint32_t end, int32_t * type, uint64_t * rows) {
     for (uint32_t il = begin; il < end; ++il) {
@@ -94,7 +94,7 @@ static llmaas_status probe_layers(
     return probe_planes(c, info->n_cells, info->v_trans != 0, begin, info->n_layer, &info->type_v, v_row);
 }
 
-/* A second cache with the same cells; anything else that follows the first is not supported. */
+/* Parse the start of a second cache with the same cells; anything else after the first cache is not supported. */
 static llmaas_status probe_second(cursor * c, llmaas_blob_info * info, const uint8_t * first) {
     const uint64_t  bytes  = LLMAAS_BLOB_CACHE + (uint64_t) info->n_cells * LLMAAS_BLOB_CELL + 4;
     const uint8_t * second = take(c, bytes);

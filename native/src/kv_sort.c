@@ -5,13 +5,13 @@
 
 #include <stdlib.h>
 
-/* Cells that follow each other before and after sorting; a copy each. */
+/* Cells that are adjacent both before and after sorting; one copy moves them. */
 typedef struct run {
     uint32_t from;
     uint32_t n;
 } run;
 
-/* How one cache's cells have to move. Each array has room for all cells. */
+/* How the cells of one cache must move. Each array has room for all cells. */
 typedef struct moves {
     uint32_t   n_cells;
     uint32_t   n_runs;
@@ -35,10 +35,11 @@ static bool is_sorted(const uint8_t * cells, uint32_t n_cells) {
     return true;
 }
 
-/* Sort keys of position and index, then join indices that follow each other. */
+/* Sort keys of position and index, then join adjacent indices. */
 static void moves_find(moves * m, const uint8_t * cells) {
     for (uint32_t i = 0; i < m->n_cells; ++i) {
-        const uint32_t pos = load_u32(cells + (size_t) i * LLMAAS_BLOB_CELL) ^ 0x80000000u; /* as unsigned, in order */
+        const uint32_t pos = load_u32(cells + (size_t) i * LLMAAS_BLOB_CELL) ^ 0x80000000u; /* unsigned, in the same
+                                                                                             * order */
         m->keys[i] = (uint64_t) pos << 32 | i;
     }
     qsort(m->keys, m->n_cells, sizeof *m->keys, compare_keys);
@@ -52,7 +53,7 @@ static void moves_find(moves * m, const uint8_t * cells) {
     }
 }
 
-/* Move n_cells items of so many bytes. */
+/* Move n_cells items of `item` bytes each. */
 static void moves_apply(const moves * m, uint8_t * items, size_t item) {
     uint8_t * out = m->scratch;
     for (uint32_t i = 0; i < m->n_runs; ++i) {
@@ -81,7 +82,7 @@ static size_t largest_row(const llmaas_kv_geom * geom) {
     return (size_t) most;
 }
 
-/* One of the caches: its cells, then those of its planes, which are behind the cells and before end. */
+/* Sort one of the caches: its cells, then its planes, which lie behind the cells and before end. */
 static void cache_sort(moves * m, const llmaas_kv_geom * geom, uint8_t * blob, uint64_t cells, uint64_t end) {
     if (is_sorted(blob + cells, m->n_cells)) {
         return;
@@ -97,7 +98,7 @@ static void cache_sort(moves * m, const llmaas_kv_geom * geom, uint8_t * blob, u
     }
 }
 
-/* Where the second cache's cells begin; 0: there is none. */
+/* Return where the second cache's cells begin; 0 if there is no second cache. */
 static uint64_t second_cells(const llmaas_kv_geom * geom, uint32_t n_cells) {
     llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
     llmaas_kv_plane plane;
@@ -119,7 +120,7 @@ llmaas_status llmaas_blob_sort(const llmaas_kv_geom * geom, uint8_t * blob, size
         .n_cells = n_cells,
         .keys    = malloc(n_cells * sizeof *m.keys),
         .runs    = malloc(n_cells * sizeof *m.runs),
-        .scratch = malloc(n_cells * largest_row(geom)), /* not more than the blob has */
+        .scratch = malloc(n_cells * largest_row(geom)), /* no more than the blob's size */
     };
     const bool has_room = m.keys && m.runs && m.scratch;
     if (has_room) {

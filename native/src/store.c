@@ -15,7 +15,7 @@
 enum {
     MAX_PER_RUN = 256,
     MAX_IOV     = 2 * MAX_PER_RUN, /* a gap before each */
-    DEPTH       = 8,               /* runs that are read at a time; more did not read faster */
+    DEPTH       = 8,               /* runs read at a time; more were not faster */
 };
 _Static_assert(MAX_IOV <= IOV_MAX, "a run fits one system call");
 
@@ -27,15 +27,15 @@ typedef struct extents {
     const uint8_t * const * data;
 } extents;
 
-/* Extents that travel together, and where their bytes go or come from. */
+/* Extents transferred in one system call, and where their bytes go or come from. */
 typedef struct run {
-    const uint32_t * order; /* which extents */
+    const uint32_t * order; /* indices of the extents */
     uint32_t         n, n_iov;
     struct iovec *   iov;
     uint64_t         offset, n_bytes; /* in the file, gaps included */
 } run;
 
-/* What lies between payloads is read to here and never looked at. */
+/* Bytes between payloads are read into this, and never used. */
 static _Thread_local _Alignas(LLMAAS_STORE_BLOCK) uint8_t gap_bytes[LLMAAS_STORE_GAP];
 
 static uint64_t round_up(uint64_t n) { return (n + LLMAAS_STORE_BLOCK - 1) & ~(uint64_t) (LLMAAS_STORE_BLOCK - 1); }
@@ -59,7 +59,7 @@ static bool extents_ok(const extents * e, uint32_t n) {
     return places_ok(n, e->offsets, e->lengths);
 }
 
-/* Up to MAX_PER_RUN of the next extents, by their places in the file. Most come in order. */
+/* Sort up to MAX_PER_RUN of the next extents by offset (insertion sort: most come in order). Return how many. */
 static uint32_t order_by_place(const extents * e, uint32_t first, uint32_t n, uint32_t * order) {
     const uint32_t n_here = n - first < MAX_PER_RUN ? n - first : MAX_PER_RUN;
     for (uint32_t i = 0; i < n_here; ++i) {
@@ -72,13 +72,13 @@ static uint32_t order_by_place(const extents * e, uint32_t first, uint32_t n, ui
     return n_here;
 }
 
-/* The leading extents that travel together, of n. Whole blocks, so that the file may be open with O_DIRECT. */
+/* Return the run of the first extents, of n. It has whole blocks, so the file may be open with O_DIRECT. */
 static run run_of(const extents * e, const uint32_t * order, uint32_t n, uint64_t most_gap, struct iovec * iov) {
     run      r   = {.order = order, .iov = iov, .offset = e->offsets[order[0]]};
     uint64_t end = r.offset, total = 0;
     for (; r.n < n; ++r.n) {
         const uint32_t i      = order[r.n];
-        const uint64_t length = round_up(e->lengths[i]), gap = e->offsets[i] - end; /* huge where extents overlap */
+        const uint64_t length = round_up(e->lengths[i]), gap = e->offsets[i] - end; /* huge if extents overlap */
         if (r.n > 0 && (gap > most_gap || total + e->lengths[i] > LLMAAS_RECORD_MAX)) {
             break;
         }
@@ -94,8 +94,8 @@ static run run_of(const extents * e, const uint32_t * order, uint32_t n, uint64_
     return r;
 }
 
-/* Move everything, through short transfers and interruptions. Returns bytes moved; less than asked at end of file
- * (stats->sys_errno untouched) or after an error. */
+/* Transfer all bytes, through short transfers and interruptions. Return the bytes moved: fewer at end of file
+ * (stats->sys_errno unchanged) or after an error. */
 static uint64_t transfer(vector_call call, int fd, const run * r, llmaas_io_stats * stats) {
     struct iovec * iov   = r->iov;
     uint64_t       moved = 0;
@@ -120,7 +120,8 @@ static uint64_t transfer(vector_call call, int fd, const run * r, llmaas_io_stat
 
 /* -- reading ------------------------------------------------------------------------------------------------------- */
 
-/* A thread's engine is closed with it. A child begins anew: its parent's must not be used there. */
+/* Each thread has an engine, closed when the thread ends. A forked child opens another one: it must not use its
+ * parent's. */
 static _Thread_local pid_t       process;
 static _Thread_local llmaas_io * thread_io;
 static pthread_key_t             at_thread_end;
@@ -133,7 +134,7 @@ static void close_engine(void * io) {
 
 static void make_key(void) { pthread_key_create(&at_thread_end, close_engine); }
 
-/* NULL: there is none to be had. */
+/* Return this thread's engine; NULL if it cannot be opened. */
 static llmaas_io * engine(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (process != getpid()) {
@@ -146,7 +147,7 @@ static llmaas_io * engine(void) {
     return thread_io;
 }
 
-/* What is to be read, and what came of it. */
+/* A batch of reads, and the places for its results. */
 typedef struct reading {
     int              fd;
     extents          extents;
@@ -171,7 +172,8 @@ static void read_in_turn(const reading * g, const run * runs, uint32_t n) {
     }
 }
 
-/* On its way at once: the kernel begins with what it is given together when it has prepared all of it. */
+/* Start a read and submit it at once: the kernel starts reads submitted together only when it has prepared all of
+ * them. */
 static void start(llmaas_io * io, const reading * g, const run * r, llmaas_io_read * read) {
     const uint32_t last = r->order[r->n - 1];
     *read = (llmaas_io_read) {
@@ -195,7 +197,7 @@ static uint64_t finish(llmaas_io * io, const llmaas_io_read * read, llmaas_io_st
     return read->n_read;
 }
 
-/* Verify some while others are read. */
+/* Read runs together; verify some while others are read. */
 static void read_together(llmaas_io * io, const reading * g, const run * runs, uint32_t n) {
     llmaas_io_read reads[DEPTH];
     for (uint32_t i = 0; i < n && i < DEPTH; ++i) {
@@ -211,7 +213,7 @@ static void read_together(llmaas_io * io, const reading * g, const run * runs, u
     }
 }
 
-/* Up to MAX_PER_RUN extents from the given one on; how many. */
+/* Read up to MAX_PER_RUN extents from `first` on. Return how many. */
 static uint32_t read_some(const reading * g, uint32_t first, uint32_t n, bool is_ahead) {
     uint32_t       order[MAX_PER_RUN], n_runs = 0, n_iov = 0;
     run            runs[MAX_PER_RUN];

@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-enum { PARKED = 1000 }; /* added to positions of the context that is not there: nobody sees that far */
+enum { PARKED = 1000 }; /* added to positions of the context that is away: no query sees that far */
 
 static float uniform(void) { return (float) (rnd() >> 40) / (float) (1 << 23) - 1.0f; }
 
@@ -36,7 +36,7 @@ void model_free(model * m) {
     free(m);
 }
 
-/* Put a token's keys into the first free cell after `cell`. */
+/* Store a token's key in the first free cell after `cell`. */
 static int store_at(model * m, int layer, int position, int cell, bool is_noted) {
     while (m->resident[layer][cell] >= 0) {
         cell = (cell + 1) % N_CELLS;
@@ -53,7 +53,7 @@ static int store_at(model * m, int layer, int position, int cell, bool is_noted)
     return cell;
 }
 
-/* Into any free cell, another one in each layer. */
+/* Store in a random free cell, a different one in each layer. */
 static int store(model * m, int layer, int position) {
     return store_at(m, layer, position, (int) rnd_below(N_CELLS), m->density != NULL);
 }
@@ -95,7 +95,7 @@ void forget_from(model * m, int position) {
     }
 }
 
-/* Causal, with a hole here and there, distances for ALiBi, and now and then one head differs. */
+/* Return a causal mask's value, with occasional holes, distances for ALiBi, and occasionally one head that differs. */
 float mask_at(const model * m, int layer, int cell, int position, int head) {
     const int  at      = m->resident[layer][cell];
     const bool is_hole = (!m->of.has_no_holes && (at * 7 + position) % 11 == 3) || (m->of.has_head_masks && (at + head) % 5 == 4);
@@ -121,14 +121,14 @@ static struct ggml_tensor * build_mask(struct ggml_context * ctx, const model * 
     return mask;
 }
 
-/* The attention node of a layer as llama.cpp builds it: queries and keys are permuted views. */
+/* Build a layer's attention node as llama.cpp does: queries and keys are permuted views. */
 static struct ggml_tensor * build_node(
     struct ggml_context * ctx, const model * m, int layer, struct ggml_tensor * query, struct ggml_tensor * mask,
     struct ggml_tensor * sinks) {
     const shape *        of    = &m->of;
     const float          scale = 1.0f / sqrtf((float) of->d);
     struct ggml_tensor * keys  = ggml_new_tensor_3d(ctx, of->type, of->d, of->n_head_kv, N_CELLS);
-    keys->data                 = m->keys[layer]; /* ASan sees what is read beyond the last cell */
+    keys->data                 = m->keys[layer]; /* ASan sees reads beyond the last cell */
     struct ggml_tensor * q     = ggml_permute(ctx, query, 0, 2, 1, 3);
     struct ggml_tensor * k     = ggml_permute(ctx, keys, 0, 2, 1, 3);
     if (!of->is_soft_max) {
@@ -148,7 +148,7 @@ static struct ggml_tensor * build_node(
     return node;
 }
 
-/* Without flash attention, the tap does not know which heads share keys. */
+/* Return whether a query is sampled. Without flash attention, the tap does not know which heads share keys. */
 static bool is_sampled(const shape * of, int layer, int position, int head, uint32_t weight) {
     const int      group = of->is_soft_max ? head : head / (of->n_head / of->n_head_kv);
     const uint32_t turn  = (uint32_t) (position + 5 * layer + (weight == 1 ? 3 * group : 0));

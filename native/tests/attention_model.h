@@ -1,4 +1,4 @@
-/* A small model's attention: cells with tokens' keys, nodes that ggml builds, and the density there ought to be. */
+/* A small model's attention: cells with tokens' keys, nodes built by ggml, and the expected density. */
 #ifndef LLMAAS_ATTENTION_MODEL_H
 #define LLMAAS_ATTENTION_MODEL_H
 
@@ -7,7 +7,7 @@
 enum { N_LAYER = 3, N_CELLS = 83, N_POS = 64, MAX_D = 256 };
 
 typedef struct shape {
-    enum ggml_type type; /* of keys */
+    enum ggml_type type; /* of the keys */
     int            d, n_head, n_head_kv; /* d <= MAX_D */
     float          softcap, max_bias;
     bool           has_sinks;
@@ -24,8 +24,8 @@ typedef struct model {
     shape            of;
     llmaas_density * density;
     uint8_t *        keys[N_LAYER];              /* [N_CELLS][n_head_kv][d] of `type` */
-    int              resident[N_LAYER][N_CELLS]; /* position of the token in a cell; -1: none */
-    bool             is_noted[N_LAYER][N_CELLS]; /* the tap was there when it was stored */
+    int              resident[N_LAYER][N_CELLS]; /* position of the token in a cell; -1: empty */
+    bool             is_noted[N_LAYER][N_CELLS]; /* the tap was subscribed when it was stored */
     double           sums[N_POS];
     uint64_t         counts[N_POS];
 } model;
@@ -33,25 +33,25 @@ typedef struct model {
 model * model_new(shape of);
 void    model_free(model * m);
 
-/* Evaluate tokens at positions from.. in one graph, and add up what the tap ought to. */
+/* Evaluate tokens at positions from.. in one graph, and add up what the tap should count. */
 void evaluate(model * m, int from, int n_tokens);
-/* Tokens at positions from.. are no longer in any cell. */
+/* Remove the tokens at positions from.. from all cells. */
 void forget_from(model * m, int position);
-/* Tokens at positions from..end-1 are put into the lowest free cells by no graph. With is_told, the tap is expected to learn
+/* Put tokens at positions from..end-1 into the lowest free cells, without a graph. With is_told, the tap should learn
  * where they are. */
 void restore(model * m, int from, int end, bool is_told);
-/* Tell the tap where positions kept..n-1 are or will be; from there on, it is expected to start again at 0. */
+/* Tell the tap where positions kept..n-1 are or will be; it should restart these at 0. */
 void place(model * m, uint32_t kept, uint32_t n, const int32_t * cells);
-/* Another context takes the place of the one in the cells: the one that did so before, if any. */
+/* Replace the context in the cells by another one: by the context that was replaced before, if any. */
 void switch_contexts(model * m);
-/* The tap's sums and counts are the expected ones. */
+/* Check the tap's sums and counts against the expected ones. */
 void check_density(const model * m);
 
-/* What attention_reference.c needs: what the mask adds to a score, and the bytes of a key. */
+/* Return what the mask adds to a score, for attention_reference.c. */
 float     mask_at(const model * m, int layer, int cell, int position, int head);
 uint8_t * key_at(const model * m, int layer, int cell, int head);
 
-/* Add what a query gives under one head. */
+/* Add the expected result of a query under one head. */
 void expect_row(model * m, int layer, int position, int head, const float * query, const float * sinks, uint32_t weight);
 
 #endif

@@ -1,4 +1,4 @@
-/* Density as Eq 1 has it: one query and head at a time, in double precision. */
+/* Density after Eq. 1, computed for one query and head at a time, in double precision. */
 #include "attention_model.h"
 
 #include "ggml-cpu.h"
@@ -14,7 +14,7 @@ static double slope(const shape * of, int head) {
                     : pow(2.0, -(double) of->max_bias / 2.0 * (2 * (head - n) + 1) / n);
 }
 
-/* As the key's type sees it: what ggml-cpu rounds a query to before it multiplies. ggml does not turn Q8_1 into floats; it is
+/* Round a query as ggml-cpu does before it multiplies with this type of key. ggml cannot convert Q8_1 to floats; it is
  * Q8_0 with a sum. */
 static void round_query(const shape * of, const float * query, float * rounded) {
     const enum ggml_type found = ggml_get_type_traits_cpu(of->type)->vec_dot_type;
@@ -44,7 +44,7 @@ static double dot(const model * m, int layer, int cell, int head, const float * 
     return sum;
 }
 
-/* Eq 1's numerator and denominator, of a row that stands for `weight`. */
+/* Add to Eq. 1's numerator and denominator a row that counts for `weight`. */
 void expect_row(
     model * m, int layer, int position, int head, const float * query, const float * sinks, uint32_t weight) {
     float  rounded[MAX_D];

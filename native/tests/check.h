@@ -1,4 +1,4 @@
-/* What the C tests share: CHECK, a random generator, exact-size buffers (so that ASan sees every stray byte), and a
+/* Shared by the C tests: CHECK, a random generator, exact-size buffers (so that ASan sees every stray byte), and a
  * small geometry. */
 #ifndef LLMAAS_CHECK_H
 #define LLMAAS_CHECK_H
@@ -47,7 +47,7 @@ static inline void fill_random(uint8_t * p, size_t n) {
     }
 }
 
-/* Roughly normal f16 bits: exponents fall off geometrically below a top that depends on the column. */
+/* Fill with roughly normal f16 bits: exponents fall off geometrically below a top that depends on the column. */
 static inline void fill_like_kv(uint8_t * p, size_t n_values) {
     for (size_t i = 0; i < n_values; ++i) {
         const unsigned exp = 17 - (unsigned) (i % 7 / 3) - (unsigned) __builtin_ctzll(rnd() | 1ull << 14);

@@ -1,8 +1,9 @@
-/* The life of engines in one process: random operations on models, contexts, levels and taps, in any order.
+/* Life cycle of engines in one process: random operations on models, contexts, levels and taps, in random order.
  *
- *     engine_life seed n_operations adapter.gguf model.gguf...
+ *   engine_life seed n_operations adapter.gguf model.gguf...
  *
- * The adapter is for the first model. Built against libllama and run by tests/engine/test_engine_life.py. */
+ * The adapter is for the first model. tests/engine/test_engine_life.py builds this program against libllama and runs
+ * it. */
 #include "engine_life.h"
 
 struct life life;

@@ -1,4 +1,4 @@
-/* What the parts of engine_life share: see engine_life.c. */
+/* Shared by the parts of engine_life: see engine_life.c. */
 #ifndef LLMAAS_ENGINE_LIFE_H
 #define LLMAAS_ENGINE_LIFE_H
 
@@ -9,20 +9,20 @@
 
 enum { MAX_MODELS = 3, MAX_CONTEXTS = 4, N_SEQ = 2, N_CTX = 256, N_EMBD = 256, MAX_BATCH = 64, N_THREADS = 2 };
 
-/* What is claimed of a model's matrices. */
+/* Claims on a model's matrices. */
 enum { NOTHING = 0, PART = 1, TILES = 2, FROM_FILE = 4, CHANNELS = 8 };
 enum { MAX_TENSORS = 64, MAX_CLAIMED = 32 };
 
 typedef struct model {
     struct llama_model *        llama;
-    struct llama_adapter_lora * adapter; /* NULL: none fits */
+    struct llama_adapter_lora * adapter; /* NULL: no adapter fits */
     llmaas_weights *            weights; /* NULL: nothing is claimed */
     const char *                path;
     int                         claims;
-    bool                        is_in_file[MAX_TENSORS]; /* by the order of the file */
+    bool                        is_in_file[MAX_TENSORS]; /* in file order */
     char                        parts[MAX_CLAIMED][64]; /* weights of which a part is claimed */
     uint32_t                    n_parts;
-    bool                        is_repacked; /* as tiles always are, and what is read from the file never is */
+    bool                        is_repacked; /* tiles always are; weights read from the file never are */
 } model;
 
 typedef struct context {
@@ -53,18 +53,18 @@ bool      one_in(uint32_t n);
 model *   any_model(bool is_loaded);
 context * any_context(bool is_open);
 
-/* Whether a claim put weights into our buffers: no vanilla context can use those. */
+/* Return whether a claim put weights into our buffers: no vanilla context can use those. */
 static inline bool owns_buffers(const model * m) { return m->claims & (TILES | FROM_FILE); }
 
-/* Load `m->path` with `m->claims`; false: not this time. */
+/* Load `m->path` with `m->claims`. False if that is not possible now. */
 bool load_model(model * m, bool is_stopped);
 void unload_model(model * m);
 void close_context(context * c);
 
-/* Have tokens multiplied with some columns of what is in a file. */
+/* Have one-token products use some columns of weights in a file. */
 void add_channels(model * m);
 
-/* Operations on whatever is there; false: not possible now. */
+/* Operations on whatever exists. Each returns false if it is not possible now. */
 bool do_load(void);
 bool do_unload(void);
 bool do_open(void);

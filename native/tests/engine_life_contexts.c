@@ -55,7 +55,7 @@ bool do_open(void) {
     return true;
 }
 
-/* A context that llama.cpp refuses leaves no engine behind. */
+/* Check that a context that llama.cpp refuses leaves no engine behind. */
 bool do_open_in_vain(void) {
     const model * m = any_model(true);
     if (!m) {
@@ -100,7 +100,7 @@ void close_context(context * c) {
         listen_to_density(c, false);
         listen_to_states(c, false);
     }
-    llama_free(c->llama); /* with its subscriptions */
+    llama_free(c->llama); /* also ends its subscriptions */
     llmaas_density_free(c->density);
     llmaas_states_free(c->states);
     *c = (context){0};

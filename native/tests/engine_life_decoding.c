@@ -1,9 +1,9 @@
-/* Decoding, and what comes between two batches; comparing the results with those of vanilla. */
+/* Decoding, operations between two batches, and comparison of the results with a vanilla context. */
 #include "engine_life.h"
 
 #include <math.h>
 
-/* Fill the batch with n tokens that follow those of `seq`; every one has logits, or the last. */
+/* Fill the batch with n tokens that follow those of `seq`; all of them have logits, or only the last. */
 static void fill_batch(int n, llama_seq_id seq, int n_past, bool has_all_logits) {
     life.batch.n_tokens = n;
     for (int i = 0; i < n; ++i) {
@@ -17,7 +17,7 @@ static void fill_batch(int n, llama_seq_id seq, int n_past, bool has_all_logits)
 
 static bool is_narrow(const context * c) { return c->of->claims & PART && c->level >= 1; }
 
-/* The counters say what became of the graphs since the last look. */
+/* Check the counters of graphs since the last check. */
 static void check_stats(context * c) {
     if (!c->engine) {
         return;
@@ -123,9 +123,9 @@ bool do_adapt(void) {
     return true;
 }
 
-/* -- against vanilla ----------------------------------------------------------------------------------------------- */
+/* -- comparison with vanilla --------------------------------------------------------------------------------------- */
 
-/* Whether products are the same bits as vanilla's: those of several tiles are added in another order. */
+/* Return whether products should be bit-identical to vanilla's: those of several tiles are added in another order. */
 static bool is_exact(const context * c) {
     return (c->of->claims & (TILES | PART)) != (TILES | PART) && !(c->of->claims & CHANNELS);
 }
@@ -138,7 +138,7 @@ static void compare_logits(const context * c, struct llama_context * vanilla, in
     }
 }
 
-/* The same batches from the start, in this context and in a vanilla one of the same file. */
+/* Run the same batches from the start, in this context and in a vanilla one of the same file. */
 bool do_compare(void) {
     context * c = any_context(true);
     if (!c || !is_exact(c)) {

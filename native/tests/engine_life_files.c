@@ -1,4 +1,4 @@
-/* Weights in files: their memory, how they are read, and tokens that multiply with some of their columns. */
+/* Weights in files: their memory, how they are read, and sparse products with some of their columns. */
 #include "engine_life.h"
 #include "llmaas/sparse.h"
 
@@ -12,7 +12,7 @@ static size_t n_bytes_of(const char * path) {
     return (size_t) found.st_size;
 }
 
-/* Small ones, so that what is computed stays finite. */
+/* Add columns with small scales, so that results stay finite. */
 static void add_columns(model * m, const llmaas_tensor_info * info, uint32_t operand, uint32_t n_bits, uint32_t n_rows) {
     const size_t n      = (size_t) info->ne[0] / LLMAAS_BLOCK_COLUMNS * n_rows;
     uint16_t *   scales = (uint16_t *) (void *) exact(2 * n * sizeof *scales);
@@ -26,10 +26,11 @@ static void add_columns(model * m, const llmaas_tensor_info * info, uint32_t ope
     free(scales);
 }
 
-/* The operand that was added last, if another one may follow it. */
+/* The operand added last, if another one may follow it. */
 static struct { const model * of; uint32_t n_channels, n_bytes, number; } last;
 
-/* Any bytes will do: those that the model file begins with. One operand of each width is predicted by the one before. */
+/* Add an operand. Any bytes will do, so use the start of the model file. One operand of each width is predicted by the
+ * previous one. */
 static void add_operand(model * m, const llmaas_tensor_info * info, llmaas_channel_cache cache) {
     static uint32_t order[MAX_WIDTH];
     const uint32_t n_bits = one_in(2) ? 4 : 8, n = (uint32_t) info->ne[0];
@@ -47,7 +48,7 @@ static void add_operand(model * m, const llmaas_tensor_info * info, llmaas_chann
     spec.predictor = is_alike && cache != LLMAAS_CHANNELS_STREAMED ? (int32_t) last.number : -1;
     uint32_t number;
     CHECK(llmaas_weights_add_operand(m->weights, m->path, &spec, &number) == LLMAAS_OK);
-    last.of         = spec.predictor < 0 ? m : NULL; /* one is predicted by one */
+    last.of         = spec.predictor < 0 ? m : NULL; /* one operand predicts only one other */
     last.n_channels = n;
     last.n_bytes    = spec.n_bytes;
     last.number     = number;
@@ -58,7 +59,7 @@ void add_channels(model * m) {
     const llmaas_channel_cache cache = (llmaas_channel_cache) rnd_below(3);
     llmaas_tensor_info *       infos;
     uint32_t                   n;
-    last.of = NULL; /* that was of a model before this one */
+    last.of = NULL; /* it belonged to an earlier model */
     CHECK(llmaas_gguf_tensors(m->path, &infos, &n) == LLMAAS_OK);
     for (uint32_t i = 0; i < n; ++i) {
         if (m->is_in_file[i] && strncmp(infos[i].name, "blk.", 4) == 0) {

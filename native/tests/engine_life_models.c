@@ -1,11 +1,11 @@
-/* Models: what is claimed of them, loading and unloading. */
+/* Models: claims, loading and unloading. */
 #include "engine_life.h"
 
 static const int claim_kinds[] = {
     NOTHING, PART, TILES, TILES | PART, FROM_FILE, FROM_FILE | PART, FROM_FILE | CHANNELS};
 enum { N_CLAIMS = sizeof claim_kinds / sizeof *claim_kinds };
 
-/* Names that stay valid while a model is being loaded, and one more that ends the list. */
+/* Names that stay valid while a model is being loaded, and a terminator. */
 static char                                    patterns[MAX_CLAIMED][80];
 static struct llama_model_tensor_buft_override overrides[MAX_CLAIMED + 1];
 
@@ -14,10 +14,10 @@ static bool is_matrix(const char * name) {
     return is_wanted && !strstr(name, "norm") && !strstr(name, "gate_inp");
 }
 
-/* Embeddings, which are the output matrix, too. */
+/* Return whether the weight is looked up: the embeddings, which are the output matrix, too. */
 static bool is_looked_up(const char * name) { return strcmp(name, "token_embd.weight") == 0; }
 
-/* None at level 0, where results are compared. */
+/* Claim biases, but none at level 0, where results are compared. */
 static void claim_biases(model * m, const llmaas_tensor_info * info) {
     const uint32_t n      = (uint32_t) info->ne[1];
     float *        biases = calloc(3 * n, sizeof *biases);
@@ -139,8 +139,8 @@ bool do_load(void) {
     return true;
 }
 
-/* All at level 0, where results are compared; not all at the others, where graphs are counted, and not without heads, as
- * attention is tapped. */
+/* Exchange extents. Level 0 stays whole, since results are compared there. Other levels are not whole, since graphs are
+ * counted there, and keep some heads, since attention is tapped. */
 bool do_exchange(void) {
     static const int64_t any[] = {0, 64, 96, 128, 192};
     model *              m      = any_model(true);

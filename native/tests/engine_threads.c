@@ -1,10 +1,10 @@
-/* Engines on many threads, under ThreadSanitizer (tsan.sh): what llama.cpp does with ggml, done here without it.
+/* Engines on many threads, under ThreadSanitizer (tsan.sh), making the calls to ggml that llama.cpp makes.
  *
- *     engine_threads n_rounds
+ *   engine_threads n_rounds
  *
- * Workers create contexts, evaluate tokens on two threads each, and free them again, every other one on another thread;
- * meanwhile others switch levels, exchange extents, change budgets, listen, read what was heard, load models, activate anew,
- * and evaluate on a plain CPU backend. */
+ * Workers create contexts, evaluate tokens on two threads each, and free the contexts, every other one on another
+ * thread. Meanwhile other threads switch levels, exchange extents, change budgets, subscribe taps and read them, load
+ * models, activate again, and evaluate on a plain CPU backend. */
 #include "engine_threads.h"
 
 #include "ggml-cpu.h"
@@ -19,10 +19,10 @@ static model       models[N_MODELS];
 static int         n_rounds;
 static atomic_int  n_working = N_WORKERS;
 
-/* Activations hold it to write; whoever loads a model or makes a context holds it to read. */
+/* Activations write-lock this; loading a model or making a context read-locks it. */
 static pthread_rwlock_t activation = PTHREAD_RWLOCK_INITIALIZER;
 
-/* What a worker shows the others: its engine is there while they hold the lock. */
+/* A worker's engine, shared with other threads: it exists while they hold the lock. */
 static struct shown {
     pthread_mutex_t  lock;
     llmaas_engine *  engine;
@@ -60,16 +60,16 @@ static llmaas_engine * create(context * c, uint64_t variant) {
     return engine;
 }
 
-/* A context from its creation to its end, or until another thread is to end it. */
+/* Run a context from creation to end, or until another thread ends it. */
 static void work_once(struct shown * s, grave * g, uint64_t variant) {
     float           first[N_OUT], again[N_OUT];
     llmaas_engine * engine = create(&g->c, variant);
     generate(&g->c, first); /* at level 0: all of every weight */
     show(s, engine);
     for (int i = 0; i < 3; ++i) {
-        generate(&g->c, again); /* at whatever level */
+        generate(&g->c, again); /* at any level */
     }
-    pthread_mutex_lock(&s->lock); /* nobody switches now, nor from here on */
+    pthread_mutex_lock(&s->lock); /* nobody switches now or later */
     llmaas_engine_set_level(engine, -1);
     llmaas_engine_set_narrow(engine, false);
     generate(&g->c, again);
@@ -141,14 +141,14 @@ static void read_all(struct shown * s) {
     }
 }
 
-/* Of a weight that is being multiplied with, perhaps. */
+/* Exchange extents of a weight that may be in use. */
 static void exchange(uint32_t i) {
     const int64_t extents[] = {LLMAAS_ALL, i % 7 ? 96 : 0, i % 2 ? 64 : LLMAAS_ALL};
     const char *  name      = i % 3 ? "blk.0.ffn_down.weight" : "blk.1.ffn_gate.weight";
     CHECK(llmaas_weights_set_part(models[i % N_MODELS].weights, name, extents, 3) == LLMAAS_OK);
 }
 
-/* The model may be being read for a graph. */
+/* Set the budget of a model that may be being read for a graph. */
 static void set_budget(uint32_t i) {
     llmaas_weights *     weights = models[ON_DISK].weights;
     const llmaas_reading reading = {i % 9, 4096 * (i % 5), -1};
@@ -200,7 +200,8 @@ static void * load_others(void * arg) {
     return NULL;
 }
 
-/* While engines compute that earlier activations made; every other time a second suite comes and goes. */
+/* Activate again while engines of earlier activations compute; every other time a second suite is activated and
+ * ended. */
 static void * activate_anew(void * arg) {
     for (int i = 0; n_working > 0; ++i) {
         pthread_rwlock_wrlock(&activation);
@@ -220,7 +221,7 @@ static void * activate_anew(void * arg) {
     return NULL;
 }
 
-/* What an app that has no engine does, all the time. */
+/* Evaluate continuously on a plain backend, as an app without an engine does. */
 static void * stay_vanilla(void * arg) {
     context c;
     float   first[N_OUT], again[N_OUT];

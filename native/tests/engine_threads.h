@@ -1,4 +1,4 @@
-/* What the parts of engine_threads share: see engine_threads.c. */
+/* Shared by the parts of engine_threads: see engine_threads.c. */
 #ifndef LLMAAS_ENGINE_THREADS_H
 #define LLMAAS_ENGINE_THREADS_H
 
@@ -12,7 +12,7 @@ enum { N_CTX = 64, N_GRAPH = 512 };
 
 typedef enum weight_kind { ATTN_NORM, Q, K, V, OUT, FFN_NORM, GATE, UP, DOWN, N_KINDS } weight_kind;
 
-/* Where the feed-forward weights are: as ggml-cpu repacks them, in tiles, or in a file. */
+/* Where the feed-forward weights are: repacked by ggml-cpu, in tiles, or in a file. */
 typedef enum model_kind { REPACKED, TILED, ON_DISK } model_kind;
 
 typedef struct model {
@@ -32,7 +32,7 @@ void                  unload_model(model * m);
 typedef struct context {
     const model *         of;
     bool                  is_flash;
-    ggml_backend_t        backends[2]; /* the engine, or a plain one, and the CPU's as llama.cpp's last resort */
+    ggml_backend_t        backends[2]; /* the engine or a plain backend, and a CPU backend as llama.cpp's fallback */
     ggml_backend_sched_t  sched;
     ggml_threadpool_t     pool; /* NULL: ggml-cpu's own threads */
     struct ggml_context * cache_ctx;
@@ -40,12 +40,12 @@ typedef struct context {
     struct ggml_tensor *  k[N_LAYER], * v[N_LAYER];
 } context;
 
-/* Open a context on `first`, and let ggml see its graph. variant & 1: flash attention; & 2: a thread pool of its own. */
+/* Open a context on `first`, and let ggml see its graph. variant & 1: flash attention; & 2: its own thread pool. */
 void            open_context(context * c, const model * m, ggml_backend_t first, uint64_t variant);
 llmaas_engine * create_context(context * c, const model * m, uint64_t variant); /* on an engine */
 void            close_context(context * c);
 
-/* A prompt, then some tokens one by one; the last one's results go to `results`. */
+/* Evaluate a prompt, then some tokens one by one; store the last token's results in `results`. */
 void generate(context * c, float * results);
 
 #endif

@@ -1,4 +1,4 @@
-/* Contexts, without llama.cpp: graphs such as it builds, evaluated by the calls it makes. */
+/* Contexts without llama.cpp: graphs like those it builds, evaluated with the calls it makes. */
 #include "engine_threads.h"
 
 #include "ggml-alloc.h"
@@ -95,14 +95,14 @@ static void set_inputs(const inputs * in, int n_past, int n_tokens) {
     }
 }
 
-/* As llama.cpp does before each graph: to its own CPU backend, through the registry. */
+/* Set the thread pool of the CPU backend through the registry, as llama.cpp does before each graph. */
 static void set_threadpool(const context * c) {
     void (*set)(ggml_backend_t, ggml_threadpool_t);
     *(void **) &set = ggml_backend_reg_get_proc_address(ggml_backend_cpu_reg(), "ggml_backend_cpu_set_threadpool");
     set(c->backends[1], c->pool);
 }
 
-/* Evaluate tokens at n_past..; the last one's results go to `results`. NULL: nothing is computed. */
+/* Evaluate tokens at n_past..; store the last token's results in `results`. NULL: compute nothing. */
 static void evaluate(context * c, int n_past, int n_tokens, float * results) {
     inputs                in;
     struct ggml_context * ctx   = new_context(N_GRAPH);

@@ -22,7 +22,7 @@ struct ggml_context * new_context(size_t n_tensors) {
     return ctx;
 }
 
-/* Values that depend on the size only, so that every model computes the same. */
+/* Return values that depend on the size only, so that every model computes the same. */
 static uint8_t * weight_bytes(const struct ggml_tensor * tensor) {
     const int64_t n      = ggml_nelements(tensor);
     float *       values = malloc((size_t) n * sizeof *values);
@@ -39,7 +39,7 @@ static uint8_t * weight_bytes(const struct ggml_tensor * tensor) {
     return bytes;
 }
 
-/* Claim a feed-forward weight; the file has all of them one after the other. */
+/* Claim a feed-forward weight; the file holds all of them, one after another. */
 static void claim(model * m, const struct ggml_tensor * tensor, bool is_input, int fd, uint64_t * offset) {
     static const int64_t extents[] = {LLMAAS_ALL, 96, 64, 32};
     const llmaas_axis    axis      = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;
@@ -56,7 +56,7 @@ static void claim(model * m, const struct ggml_tensor * tensor, bool is_input, i
     }
 }
 
-/* Half of the heads, and fewer than a group of them: the weights stay where they are. */
+/* Claim half of the heads, and fewer than a group of them; the weights stay in place. */
 static void claim_heads(model * m, const struct ggml_tensor * tensor, llmaas_axis axis) {
     static const int64_t extents[] = {LLMAAS_ALL, D / 2, HEAD};
     CHECK(llmaas_weights_claim_part(m->weights, tensor->name, axis, extents, 3) == LLMAAS_OK);

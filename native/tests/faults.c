@@ -1,8 +1,9 @@
-/* Preloaded into a test's process: counts every operation on files below one directory, and lets the n-th go wrong. It sits
- * between the process and libc, so it reaches the slab's I/O in C, Python's and SQLite's alike.
+/* Fault injection, preloaded into a test's process. It counts every operation on files below one directory, and makes
+ * the n-th one fail. It sits between the process and libc, so it reaches the slab's I/O in C, Python's and SQLite's
+ * alike.
  *
  * faults_arm() starts counting at 0; disarmed, everything passes through. A power cut undoes what was written since a
- * file's last fsync, all of it or a part that follows from the seed, and then ends the process. */
+ * file's last fsync, all of it or a part chosen by the seed, and then ends the process. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -27,7 +28,7 @@ enum { SHORT = -1, TEAR_BLOCKS = -2, TEAR_BYTES = -3, KILL_BEFORE = -4, KILL_AFT
 enum { MAX_OPS = 1 << 16, MAX_UNDO = 1 << 14 };
 
 typedef struct undo {
-    int      fd; /* our own, never closed: closing would drop SQLite's locks */
+    int      fd; /* our own, never closed: closing it would drop SQLite's locks */
     ino_t    ino;
     off_t    offset, old_size;
     size_t   n; /* old bytes */
@@ -37,7 +38,7 @@ typedef struct undo {
 
 static struct {
     bool     armed, sticky;
-    int      kind; /* an errno, or one of the above */
+    int      kind; /* an errno, or one of the constants above */
     long     at, count;
     uint64_t seed;
     char     directory[4096];
@@ -66,7 +67,7 @@ EXPORT long faults_disarm(void) {
 
 EXPORT const char * faults_op(long i) { return i >= 0 && i < MAX_OPS ? state.ops[i] : ""; }
 
-/* From now on each look at the wall clock is `step` seconds off, one way and the other. */
+/* From now on, shift each reading of the wall clock, alternately forward by `step` seconds and back by half of it. */
 EXPORT void faults_clock(long step) { state.clock_step = step; }
 
 #define REAL(name, type) ((type) real(#name))
@@ -123,7 +124,7 @@ static void power_cut(void) {
     die();
 }
 
-/* What the operation is to do: 0 go on, an errno, or SHORT or a TEAR. Dies here where that was asked for. */
+/* Return what the operation must do: 0 proceed, an errno, SHORT or a TEAR. Die here if that was requested. */
 static int next_op(const char * op, const char * path) {
     pthread_mutex_lock(&lock);
     const long i = state.count++;
@@ -151,7 +152,7 @@ static void after_op(int verdict) {
     }
 }
 
-/* Remember what a change of [offset, offset + n) will overwrite. */
+/* Save what a change of [offset, offset + n) will overwrite. */
 static void remember(int fd, off_t offset, size_t n) {
     if (state.kind != POWER_ALL && state.kind != POWER_PART) {
         return;
@@ -202,7 +203,7 @@ static bool watched(int fd, char * path, size_t size) {
     return state.armed && path_of(fd, path, size) && is_ours(path);
 }
 
-/* A piece of a write: through a descriptor of its own, as O_DIRECT would refuse odd sizes. */
+/* Write a piece through a separate descriptor, since O_DIRECT would refuse odd sizes. */
 static ssize_t write_piece(const char * path, const struct iovec * iov, int n_iov, off_t offset, size_t most) {
     const int fd = REAL(open64, int (*)(const char *, int, ...))(path, O_WRONLY | O_CLOEXEC);
     ssize_t done = 0;
@@ -236,7 +237,8 @@ static ssize_t write_at(int fd, const struct iovec * iov, int n_iov, off_t offse
     if (verdict == SHORT || verdict == TEAR_BLOCKS || verdict == TEAR_BYTES) {
         size_t most = part_of(verdict, total);
         if (verdict == SHORT && total >= 8192) {
-            most = most / 4096 * 4096; /* so that the rest can go on with O_DIRECT, as from a real device */
+            most = most / 4096 * 4096; /* a multiple of 4096, so that the rest can continue with O_DIRECT, as with a
+                                        * real device */
         } else if (verdict == SHORT && (fcntl(fd, F_GETFL) & O_DIRECT)) {
             most = total;
         }
@@ -273,18 +275,18 @@ EXPORT ssize_t pread64(int fd, void * buf, size_t n, off_t at) { return read_at(
 EXPORT ssize_t pread(int fd, void * buf, size_t n, off_t at) { return pread64(fd, buf, n, at); }
 EXPORT ssize_t preadv64(int fd, const struct iovec * v, int n, off_t at) { return read_at(fd, v, n, at, "preadv"); }
 EXPORT ssize_t preadv(int fd, const struct iovec * v, int n, off_t at) { return preadv64(fd, v, n, at); }
-/* Python's own; it never passes flags. */
+/* Called by Python only; it never passes flags. */
 EXPORT ssize_t preadv64v2(int fd, const struct iovec * v, int n, off_t at, int flags) {
     (void) flags;
     return preadv64(fd, v, n, at);
 }
-/* Ours; its flag only says that it need not wait. */
+/* Called by our library; its flag only says that it need not wait. */
 EXPORT ssize_t preadv2(int fd, const struct iovec * v, int n, off_t at, int flags) {
     (void) flags;
     return read_at(fd, v, n, at, "preadv2");
 }
 
-/* Reads through io_uring would not pass here: let threads do them. */
+/* Refuse io_uring, whose reads would not pass here, so that threads read instead. */
 EXPORT long syscall(long number, ...) {
     long    args[6];
     va_list rest;
@@ -312,7 +314,7 @@ EXPORT ssize_t write(int fd, const void * buf, size_t n) {
     return done;
 }
 
-/* Everything else happens or fails as a whole. */
+/* All other operations succeed or fail as a whole. */
 #define WHOLE(op, path, undo, call)                 \
     const int verdict = next_op(op, path);          \
     if (verdict > 0) {                              \

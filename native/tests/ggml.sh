@@ -1,10 +1,10 @@
 #!/bin/sh
 # Build the ggml of a release of llama-cpp-python: native/tests/ggml.sh tsan|plain [folder] [version]
 #
-# tsan: for ThreadSanitizer. The installed one runs its threads with OpenMP, whose barriers ThreadSanitizer cannot see.
-# plain: quickly compiled, to run the tests on a release that is not installed.
-# It comes out of the sdist, of the installed version unless one is named, as folder/lib, with the same SONAMEs, and
-# folder/include. A second run does nothing. Programs that link to it need the same compiler, whose name is in folder/built.
+# tsan: for ThreadSanitizer. The installed ggml runs its threads with OpenMP, whose barriers ThreadSanitizer cannot see.
+# plain: quick to compile, for running the tests on a release that is not installed.
+# The source is the sdist of the named version, or of the installed one. The results are folder/lib, with the same SONAMEs,
+# and folder/include. A second run does nothing. Programs that link to it need the same compiler, named in folder/built.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 kind=$1
@@ -48,7 +48,7 @@ download(sys.argv[1], Path(sys.argv[2]))' "$version" "$out" >"$out/pip.log" 2>&1
 fi
 tar -xzf "$sdist" -C "$out" --strip-components=3 "$top/vendor/llama.cpp/ggml" 2>/dev/null ||
     fail "$sdist is not a readable sdist of llama-cpp-python $version; remove it and run again."
-touch "$out/ggml/ggml.pc.in" # a standalone build wants it, and the sdist leaves it out
+touch "$out/ggml/ggml.pc.in" # a standalone build needs it, but the sdist lacks it
 
 say "$CC builds it in $out, half a minute on two cores ..."
 {

@@ -1,5 +1,5 @@
-/* Linked into every program that uses the backend: each begins like a process that loads it, with the comparison of the
- * two sides' declarations, which also looks up the operations. */
+/* Linked into every program that uses the backend. Like a process that loads the library, each program first compares
+ * the declarations of the two sides, which also looks up the operations. */
 #include "abi.h"
 #include "check.h"
 

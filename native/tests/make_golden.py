@@ -1,4 +1,4 @@
-"""Write tests/data/golden for the current format version; files that exist are never rewritten."""
+"""Write tests/data/golden for the current format version, without rewriting existing files."""
 
 # ruff: noqa: INP001
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEY = bytes(range(32))
 
 
 def main() -> None:
-    """Encode one small blob with every codec, and store what it decodes to; planes also cut."""
+    """Encode a small blob with every codec, cut one PLANES payload, and store all decoded bytes."""
     geom = nat.KVGeometry(3, False, 1, 1, (256, 6, 130), (192, 0, 128))
     blob = np.zeros(nat.blob_size(geom, N_TOKENS), np.uint8)
     rng = np.random.default_rng(1)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Run Python tests with both native libraries under ASan and UBSan: native/tests/python.sh TEST…
-# Python itself allocates with malloc here, so that a library's access to a freed buffer of numpy's is seen, too.
+# Python itself allocates with malloc here, so that the sanitizers also see accesses to freed numpy buffers.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build=$root/build/sanitized
@@ -12,7 +12,7 @@ if [ ! -e "$asan" ] || [ ! -e "$ubsan" ]; then
     echo "$compiler has no shared sanitizer libraries; set CC to a GCC that has them" >&2
     exit 2
 fi
-# The libraries go into an environment of their own, which finds everything else in the one that runs this.
+# The libraries go into a separate environment, which finds everything else in the one that runs this script.
 purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
 "$python" -m venv --without-pip "$build/venv"
 site=$("$build/venv/bin/python" -c "$purelib")

@@ -1,8 +1,8 @@
 #!/bin/sh
-# The backend's C tests on the ggml of each supported release: native/tests/releases.sh [build folder]
+# Run the backend's C tests on the ggml of each supported release: native/tests/releases.sh [build folder]
 #
-# They are compiled once, with the headers of the installed release, as the library is. Needs the network once a release,
-# for its source.
+# The tests are compiled once, with the headers of the installed release, like the library. Needs the network once per
+# release, for its source.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build=${1:-$root/build/releases}

@@ -1,4 +1,4 @@
-/* A tap's threads: all at once on a node, and a barrier between nodes, as in ggml-cpu's pool. */
+/* A tap's threads: all at once on a node, with a barrier between nodes, as in ggml-cpu's pool. */
 #ifndef LLMAAS_TAP_THREADS_H
 #define LLMAAS_TAP_THREADS_H
 

@@ -1,5 +1,5 @@
-/* Releases of ggml that are not installed: a buffer type of version 3 of the backend interface, and what is no release we
- * know. The functions here take the place of ggml's. */
+/* Releases of ggml that are not installed: a buffer type of version 3 of the backend interface, and releases that we do
+ * not know. The functions here replace ggml's. */
 #include "abi.h"
 #include "buffer.h"
 #include "check.h"
@@ -12,8 +12,8 @@ enum { ALLOC_BUFFER = 1, GET_ALIGNMENT_2 = 2, GET_ALIGNMENT_3 = 3, IS_HOST_2 = 5
 
 typedef void * slots[N_SLOTS_3];
 
-static slots        cpu_type; /* in the memory of the test: the sanitizers see what is read beside it */
-static const char * hidden;   /* the operation that this ggml does not have */
+static slots        cpu_type; /* in the test's memory, so that the sanitizers see reads beyond it */
+static const char * hidden;   /* the operation that this ggml lacks */
 static int          layout = 2; /* of buffer types */
 
 static void * next(const char * name) {
@@ -62,7 +62,7 @@ const char * ggml_op_name(enum ggml_op op) {
     return hidden && strcmp(name(op), hidden) == 0 ? "ELSE" : name(op);
 }
 
-/* The CPU's buffer type as version 3 has it: two slots more. */
+/* Use the CPU's buffer type in version 3: two more slots. */
 static void become_layout_3(void) {
     void * const * real = (void * const *) real_type();
     memcpy(cpu_type, real, 2 * sizeof *cpu_type);
@@ -110,7 +110,8 @@ static void check_refused(const char * expected) {
     CHECK(problem && strcmp(problem, expected) == 0);
 }
 
-/* A ggml whose buffer types are not those of the version that it names: nothing is called that is no function. */
+/* Check a ggml whose buffer types do not match the version that it reports: nothing must be called that is not a
+ * function. */
 static void check_false_version_is_refused(void) {
     become(3);
     layout = 2;
@@ -129,7 +130,7 @@ static void check_unknown_is_refused(void) {
     become(2);
     hidden = "SET_ROWS";
     check_refused("it has no operation SET_ROWS");
-    hidden = "GLU"; /* the last: nothing behind it is read */
+    hidden = "GLU"; /* the last one: nothing beyond it is read */
     check_refused("it has no operation GLU");
     hidden = NULL;
     CHECK(!llmaas_abi_problem());

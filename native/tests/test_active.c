@@ -1,5 +1,5 @@
-/* Products with active channels: against plain sums in double, the same bits on every instruction set and however rows are
- * shared out; and which channels are active. */
+/* Products with active channels: compared with plain sums in double; bit-identical on every instruction set and however
+ * rows are divided. Also: which channels are active. */
 #include "check.h"
 #include "f16.h"
 #include "kernels.h"
@@ -17,13 +17,13 @@ typedef struct kind {
 
 static const kind kinds[] = {{4, false}, {4, true}, {8, false}};
 
-/* A matrix as it lies on flash: a piece of memory a channel, of exactly its size, at an odd offset. */
+/* A matrix as it lies in a file: one piece of memory per channel, of exactly its size, at an odd offset. */
 typedef struct matrix {
     uint32_t    n_bits, n_rows, n_padded, n_channels;
     size_t      offset;
     uint8_t **  channels; /* [n_channels] */
     uint16_t *  scales;   /* [n_channels / 32][n_padded] */
-    uint16_t *  mins;     /* likewise, or NULL */
+    uint16_t *  mins;     /* same shape, or NULL */
 } matrix;
 
 static size_t channel_bytes(const matrix * m) { return (size_t) m->n_padded * m->n_bits / 8; }
@@ -45,7 +45,7 @@ static int32_t number_of(const matrix * m, uint32_t channel, uint32_t row) {
     return (m->n_bits == 8 ? chunk[r] : r < 64 ? chunk[r] & 15 : chunk[r - 64] >> 4) - zero;
 }
 
-/* Of a weight's scale or minimum. */
+/* Return a weight's scale or minimum. */
 static double of_block(const matrix * m, const uint16_t * values, uint32_t channel, uint32_t row) {
     return values ? (double) f16_to_f32(values[(size_t) (channel / BLOCK) * m->n_padded + row]) : 0;
 }
@@ -58,7 +58,7 @@ static uint16_t * random_f16(const matrix * m) {
     return values;
 }
 
-/* Numbers: random, or all of them the same. */
+/* Make a matrix of random numbers, or of one and the same number. */
 static matrix matrix_new(kind of, uint32_t n_rows, uint32_t n_channels, int number) {
     const uint32_t n_bits = of.n_bits;
     matrix m = {n_bits, n_rows, (n_rows + CHUNK - 1) / CHUNK * CHUNK, n_channels, rnd_below(3) * 21, NULL, NULL, NULL};
@@ -96,7 +96,7 @@ static float * random_activation(uint32_t n) {
     return x;
 }
 
-/* Only the active channels' bytes are there to be read. */
+/* Return the columns. Only the active channels' bytes are readable. */
 static const uint8_t ** columns_of(const matrix * m, const llmaas_active * active) {
     const uint8_t ** columns = (void *) exact(active->n * sizeof *columns);
     for (uint32_t i = 0; i < active->n; ++i) {
@@ -105,7 +105,7 @@ static const uint8_t ** columns_of(const matrix * m, const llmaas_active * activ
     return columns;
 }
 
-/* Rows in pieces of n_together chunks. */
+/* Multiply rows in pieces of n_together chunks. */
 static float * multiply(const matrix * m, const llmaas_active * active, uint32_t n_together) {
     float * y = (void *) exact(m->n_rows * sizeof *y);
     const uint8_t ** columns = columns_of(m, active);
@@ -160,7 +160,7 @@ static void check_sizes(kind of) {
         matrix          m = matrix_new(of, rows_list[i], n_channels, -1);
         float *         x = random_activation(n_channels);
         llmaas_active * active = active_new(n_channels);
-        static const float thresholds[] = {0, 0.5f, 2, 3, 1e9f}; /* from all to none */
+        static const float thresholds[] = {0, 0.5f, 2, 3, 1e9f}; /* from all channels to none */
         for (size_t t = 0; t < sizeof thresholds / sizeof *thresholds; ++t) {
             llmaas_active_above(active, x, thresholds[t]);
             check_products(&m, active, x);
@@ -173,7 +173,7 @@ static void check_sizes(kind of) {
     }
 }
 
-/* The largest sums that a block can have, of either sign. */
+/* Check the largest sums that a block can have, of either sign. */
 static void check_extremes(kind of) {
     static const int signs[][2] = {{1, 1}, {-1, -1}, {1, -1}};
     for (int last = 0; last < 2; ++last) {
@@ -192,7 +192,7 @@ static void check_extremes(kind of) {
     }
 }
 
-/* Which are active, and as what: n of them, and channels in rising order with blocks where they belong. */
+/* Check that n channels are active, in ascending order, with the right values and block starts. */
 static void check_active(const llmaas_active * active, const float * x, uint32_t n) {
     CHECK(active->n == n && active->first[0] == 0 && active->first[active->n_channels / BLOCK] == n);
     for (uint32_t b = 0; b < active->n_channels / BLOCK; ++b) {
@@ -239,7 +239,7 @@ static int by_size(const void * a, const void * b) {
     return (p < q) - (p > q);
 }
 
-/* n_sizes: of how many magnitudes, next to each other from 1 on; few give ties. */
+/* Check the k largest. n_sizes: number of distinct magnitudes, 1 and up; few of them give ties. */
 static void check_top(uint32_t n_channels, uint32_t n_sizes) {
     llmaas_active * active = active_new(n_channels);
     float * x = (void *) exact(n_channels * sizeof *x), * sorted = (void *) exact(n_channels * sizeof *x);
@@ -276,7 +276,8 @@ static void check_top(uint32_t n_channels, uint32_t n_sizes) {
     llmaas_active_free(active), free(x), free(sorted);
 }
 
-/* What is not finite is used whatever the threshold, comes first of the largest, and spoils every row, none but its own. */
+/* Check a value that is not finite: it is used whatever the threshold, counts as largest, and makes every row NaN, but
+ * only through its own block. */
 static void check_not_finite(float odd) {
     enum { N = 3 * BLOCK };
     llmaas_active * active = active_new(N);
@@ -306,7 +307,7 @@ static void check_not_finite(float odd) {
     llmaas_active_free(active), free(x);
 }
 
-/* Values whose scale has no inverse, and the smallest that have one. */
+/* Check values whose scale has no inverse, and the smallest values whose scale has one. */
 static void check_tiny(void) {
     llmaas_active * active = active_new(2 * BLOCK);
     float x[2 * BLOCK] = {0x1p-149f, -0x1p-130f};

@@ -1,4 +1,5 @@
-/* Biases reach whoever reads a product: by an addition's step, through rows that are looked up, or by a step of their own. */
+/* Biases reach whoever reads a product: by an addition's step, through rows that are looked up, or by a step of their
+ * own. */
 #include "check.h"
 
 #include "biases.h"
@@ -28,7 +29,8 @@ static struct ggml_cgraph * graph_of(struct ggml_context * ctx, struct ggml_tens
     return graph;
 }
 
-/* A product, and another one; what reads them is to be the same, whether they lack biases or are given them by nodes. */
+/* A function that builds nodes that read two products a and b. Their result must be the same with deferred biases as
+ * with biases added by nodes. */
 typedef struct ggml_tensor * (*reader)(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 
 static struct ggml_tensor * given(struct ggml_context * ctx, struct ggml_tensor * product, const float * values) {
@@ -37,7 +39,7 @@ static struct ggml_tensor * given(struct ggml_context * ctx, struct ggml_tensor 
     return ggml_add(ctx, product, row);
 }
 
-/* As an engine does it; how many nodes came of it. */
+/* Rewrite a graph as an engine does. Return how many nodes result. */
 static int rewrite(llmaas_graph * graph, struct ggml_cgraph * original, struct ggml_tensor * a, struct ggml_tensor * b) {
     llmaas_biases all = {0};
     llmaas_graph_begin(graph, original);
@@ -55,7 +57,7 @@ static int rewrite(llmaas_graph * graph, struct ggml_cgraph * original, struct g
     return llmaas_graph_end(graph)->n_nodes;
 }
 
-/* n_steps: nodes beside those that are there, or in place of them. */
+/* Check a reader. n_steps: steps added to the original nodes or replacing them. */
 static void check_reader(reader read, int n_steps) {
     struct ggml_context * ctx   = ggml_init((struct ggml_init_params){.mem_size = 1u << 20});
     llmaas_graph *        graph = llmaas_graph_new();

@@ -31,7 +31,7 @@ static void check_probe(const llmaas_kv_geom * geom) {
     CHECK(info.n_layer == 3 && info.n_cells == N_CELLS && info.v_trans == geom->v_trans && info.type_k == geom->type_k);
     CHECK(memcmp(k, geom->k_row, sizeof k) == 0 && memcmp(v, geom->v_row, sizeof v) == 0);
     CHECK(llmaas_blob_probe(blob, size, 2, &info, k, v) == LLMAAS_ESPACE);
-    for (size_t cut = 0; cut < size; ++cut) { /* a cut right behind the keys is a valid model without V */
+    for (size_t cut = 0; cut < size; ++cut) { /* a blob cut right behind the keys is a valid model without V */
         uint8_t * p = exact_copy(blob, cut);
         const llmaas_status status = probe(p, cut, &info, k, v);
         CHECK(status != LLMAAS_OK || info.type_v == info.type_k);
@@ -39,7 +39,7 @@ static void check_probe(const llmaas_kv_geom * geom) {
         CHECK((llmaas_blob_positions(p, cut, out, N_CELLS) == LLMAAS_OK) == (cut >= 16 + 12 * N_CELLS));
         free(p);
     }
-    for (size_t bit = 0; bit < 8 * size; ++bit) { /* any answer, but no stray byte */
+    for (size_t bit = 0; bit < 8 * size; ++bit) { /* any answer is fine, but no stray byte */
         blob[bit / 8] ^= (uint8_t) (1u << bit % 8);
         (void) probe(blob, size, &info, k, v);
         blob[bit / 8] ^= (uint8_t) (1u << bit % 8);
@@ -72,12 +72,12 @@ static void check_check(const llmaas_kv_geom * geom) {
     free(blob);
 }
 
-/* Where element e of cell i of a plane lies. */
+/* Return where element e of cell i of a plane lies. */
 static size_t place(const llmaas_kv_plane * plane, uint32_t n_cells, uint32_t i, uint32_t e) {
     return plane->data + (plane->trans ? ((size_t) e * n_cells + i) * plane->el : (size_t) i * plane->row + e * plane->el);
 }
 
-/* Take cell i of one cache from cell order[i] of another blob. */
+/* Fill cell i of one cache from cell order[i] of another blob. */
 static void shuffle_cache(const llmaas_kv_geom * geom, uint8_t * to, const uint8_t * from, const uint32_t * order,
                           uint32_t n_cells, bool is_second) {
     llmaas_kv_walk  walk = llmaas_kv_walk_begin(geom, n_cells);
@@ -96,7 +96,7 @@ static void shuffle_cache(const llmaas_kv_geom * geom, uint8_t * to, const uint8
     }
 }
 
-/* Whole runs change places, as among parked contexts, or every cell does. */
+/* Make a random order: whole runs change places, as among parked contexts, or every cell does. */
 static void any_order(uint32_t * order, uint32_t n_cells, bool in_runs) {
     const uint32_t shift = rnd_below(n_cells);
     for (uint32_t i = 0; i < n_cells; ++i) {
@@ -155,7 +155,7 @@ static void check_cells_at_one_position(const llmaas_kv_geom * geom) {
     free(mixed), free(sorted);
 }
 
-/* Any bytes: sorted if they have the layout, else an error and no change. */
+/* Check arbitrary bytes: they are sorted if they have the layout; else there is an error and no change. */
 static void check_sort_of_anything(const llmaas_kv_geom * geom) {
     size_t    size  = 0;
     uint8_t * blob  = blob_new(geom, &size);

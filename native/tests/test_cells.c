@@ -1,4 +1,4 @@
-/* The memory of KV cells: what graphs tell about it, and giving it back. */
+/* The memory of KV cells: what graphs reveal about it, and giving it back. */
 #include "cells.h"
 #include "check.h"
 
@@ -44,7 +44,7 @@ static void cache_free(cache * old) {
     ggml_free(old->ctx);
 }
 
-/* A graph that views the keys of cells 0..n-1, as llama.cpp's attention does. */
+/* Note a graph that views the keys of cells 0..n-1, as llama.cpp's attention does. */
 static void notice(llmaas_cells * cells, const cache * of, int64_t n, bool is_creation) {
     struct ggml_context * ctx   = context_new();
     struct ggml_cgraph *  graph = ggml_new_graph(ctx);
@@ -87,16 +87,16 @@ static void test_graphs_that_are_not_computed_reach_nothing(void) {
     cache        kv    = cache_new();
     notice(&cells, &kv, N_CELLS, true);
     CHECK(llmaas_cells_release(&cells) == LLMAAS_OK);
-    llmaas_cells_reach(&cells); /* of another kind: without attention */
+    llmaas_cells_reach(&cells); /* a graph of another kind: without attention */
     CHECK(llmaas_cells_memory(&cells).n_touched == 0);
-    notice(&cells, &kv, N_CELLS, false); /* llama.cpp reserves memory for it */
+    notice(&cells, &kv, N_CELLS, false); /* llama.cpp reserves memory for this graph */
     CHECK(llmaas_cells_memory(&cells).n_touched == 0);
     compute(&cells, &kv, 512);
     CHECK(llmaas_cells_memory(&cells).n_touched == 512 * TOKEN_BYTES);
     compute(&cells, &kv, 256);
     CHECK(llmaas_cells_memory(&cells).n_touched == 512 * TOKEN_BYTES);
     CHECK(llmaas_cells_release(&cells) == LLMAAS_OK);
-    llmaas_cells_reach(&cells); /* the graph of before, once more */
+    llmaas_cells_reach(&cells); /* the previous graph once more */
     CHECK(llmaas_cells_memory(&cells).n_touched == 256 * TOKEN_BYTES);
     compute(&cells, &kv, N_CELLS);
     CHECK(llmaas_cells_memory(&cells).n_touched == N_BYTES);
@@ -110,7 +110,7 @@ static void test_released_cells_are_zeros_and_cost_memory_as_they_are_written(vo
     memset(kv.keys->data, 7, ggml_nbytes(kv.keys));
     memset(kv.values->data, 7, ggml_nbytes(kv.values));
     CHECK(llmaas_cells_release(&cells) == LLMAAS_OK);
-    memset(kv.values->data, 1, ggml_nbytes(kv.values)); /* much more than 256 cells have: as if it were transposed */
+    memset(kv.values->data, 1, ggml_nbytes(kv.values)); /* much more than 256 cells hold, as if it were transposed */
     compute(&cells, &kv, 256);
     const uint64_t n_touched = llmaas_cells_memory(&cells).n_touched;
     CHECK(n_touched > N_BYTES / 2 - 65536 && n_touched < N_BYTES / 2 + 65536);
@@ -121,7 +121,7 @@ static void test_released_cells_are_zeros_and_cost_memory_as_they_are_written(vo
         CHECK(bytes[i] == 0 || bytes[i] == 7);
         n_zeros += bytes[i] == 0;
     }
-    CHECK(n_zeros > ggml_nbytes(kv.keys) - 2 * 65536); /* all but its first page, and the last one */
+    CHECK(n_zeros > ggml_nbytes(kv.keys) - 2 * 65536); /* all but its first and last pages */
     cache_free(&kv);
 }
 
@@ -139,7 +139,7 @@ static void test_two_caches_are_left_alone(void) {
     cache_free(&kv);
 }
 
-/* Memory that would not come back as zeros. */
+/* Check that memory that would not come back as zeros is refused. */
 static void check_refused(int flags, int file) {
     char * bytes = mmap(NULL, N_BYTES, PROT_READ | PROT_WRITE, flags, file, 0);
     CHECK(bytes != MAP_FAILED);

@@ -1,5 +1,5 @@
-/* Chunks decoded to where a blob's bytes belong: the same as decoding them into the blob and copying it there, for
- * every codec, type, orientation and kernel; and landings that belong to no such blob. */
+/* Chunks decoded straight to where a blob's bytes belong: the result equals decoding into the blob and copying, for
+ * every codec, type, orientation and kernel. Landings that do not fit the blob are refused. */
 #include "check.h"
 #include "kv_plane.h"
 
@@ -10,7 +10,7 @@ static const uint8_t key[32] = {4, 5};
 static const uint64_t k_f16[N_LAYER] = {256, 2, 130};
 static const uint64_t v_f16[N_LAYER] = {192, 0, 62}; /* one layer has no V */
 static const uint64_t k_one[N_LAYER] = {128, 128, 128};
-static const uint64_t v_one[N_LAYER] = {128, 2, 256}; /* one has a single channel */
+static const uint64_t v_one[N_LAYER] = {128, 2, 256}; /* one layer has a single channel */
 static const uint64_t k_f32[N_LAYER] = {64, 4, 132};
 static const uint64_t v_f32[N_LAYER] = {260, 8, 12};
 static const uint64_t k_q8[N_LAYER]  = {34, 68, 102};
@@ -29,14 +29,14 @@ static const llmaas_kv_geom geoms[] = {
 /* -- an engine's memory -------------------------------------------------------------------------------------------- */
 
 typedef struct engine {
-    uint8_t *      memory; /* tensors of N_ENGINE cells, one behind the other */
+    uint8_t *      memory; /* tensors of N_ENGINE cells, one after another */
     size_t         n_bytes;
     llmaas_landing landings[N_PLANES + 1];
     uint64_t       from[N_PLANES]; /* where a landing's bytes are in the blob */
     uint32_t       n;
 } engine;
 
-/* The blob's cells lie from cell `at` on. */
+/* Make an engine whose blob cells start at cell `at`. */
 static engine engine_new(const llmaas_kv_geom * geom, uint32_t at) {
     engine made = {0};
     for (uint32_t il = 0; il < N_LAYER; ++il) {
@@ -60,7 +60,7 @@ static engine engine_new(const llmaas_kv_geom * geom, uint32_t at) {
     return made;
 }
 
-/* What llama.cpp does with a blob. */
+/* Copy a blob into the cells, as llama.cpp does. */
 static void engine_copy(engine * to, const uint8_t * blob) {
     for (uint32_t i = 0; i < to->n; ++i) {
         const llmaas_landing * landing = &to->landings[i];
@@ -88,7 +88,7 @@ typedef struct chunks {
     uint32_t        firsts[N_CHUNKS];
 } chunks;
 
-/* 16, 16 and 5 tokens; four cells are nobody's. */
+/* Make chunks of 16, 16 and 5 tokens; four cells belong to none. */
 static chunks chunks_new(const llmaas_kv_geom * geom, int codec, uint32_t bits, const uint8_t * blob, size_t size) {
     static const uint32_t firsts[N_CHUNKS] = {0, 16, 36}, counts[N_CHUNKS] = {16, 16, 5};
     chunks made = {0};
@@ -128,7 +128,7 @@ static void check_same(const llmaas_kv_geom * geom, int codec, uint32_t bits, ui
         engine    expected = engine_new(geom, at), found = engine_new(geom, at);
         uint8_t * decoded  = exact_copy(blob, size);
         uint32_t  n_done   = 0;
-        engine_copy(&found, blob); /* what the cells hold that are nobody's */
+        engine_copy(&found, blob); /* contents of the cells that belong to no chunk */
         CHECK(llmaas_chunks_decode(geom, N_CHUNKS, given.payloads, given.sizes, given.firsts, decoded, size, N_CELLS,
                                    &n_done) == LLMAAS_OK);
         engine_copy(&expected, decoded);
@@ -141,7 +141,7 @@ static void check_same(const llmaas_kv_geom * geom, int codec, uint32_t bits, ui
     free(stored), free(blob);
 }
 
-/* -- what is damaged, or does not fit ------------------------------------------------------------------------------ */
+/* -- damaged payloads, unsuitable landings ------------------------------------------------------------------------- */
 
 static void check_damaged_one(const llmaas_kv_geom * geom) {
     size_t    size  = 0;
@@ -161,7 +161,7 @@ static void check_damaged_one(const llmaas_kv_geom * geom) {
     free(blob), free(found.memory), free(expected.memory);
 }
 
-/* Whatever a payload's body holds, no byte changes but those of its own cells. */
+/* Check that, whatever a payload's body holds, only bytes of its own cells change. */
 static void check_noise(const llmaas_kv_geom * geom, int codec) {
     size_t    size  = 0;
     uint8_t * blob  = blob_new(geom, &size);
@@ -180,7 +180,7 @@ static void check_noise(const llmaas_kv_geom * geom, int codec) {
         CHECK((status == LLMAAS_OK) == (n_done == 1));
         free(bad);
     }
-    for (uint32_t i = 0; i < found.n; ++i) { /* put back what was there */
+    for (uint32_t i = 0; i < found.n; ++i) { /* restore the previous bytes */
         const llmaas_landing * landing = &found.landings[i];
         const uint64_t         per_cell = landing->n_bytes / N_CELLS;
         for (uint64_t piece = 0; piece < landing->n_pieces; ++piece) {
@@ -228,12 +228,12 @@ static void check_foreign_landings(const llmaas_kv_geom * geom) {
         check_refused(geom, &given, &wrong, N_CELLS);
         wrong = right, wrong.landings[i].n_bytes *= 2, wrong.landings[i].n_pieces = 0;
         check_refused(geom, &given, &wrong, N_CELLS);
-        wrong = right, wrong.landings[i].n_pieces++; /* two runs of cells, for one */
+        wrong = right, wrong.landings[i].n_pieces++; /* two runs of cells instead of one */
         check_refused(geom, &given, &wrong, N_CELLS);
         if (right.landings[i].n_pieces > 1) {
             wrong = right, wrong.landings[i].step = right.landings[i].n_bytes - 2; /* channels overlap */
             check_refused(geom, &given, &wrong, N_CELLS);
-            wrong = right, wrong.landings[i].step++; /* not elements */
+            wrong = right, wrong.landings[i].step++; /* not a multiple of an element */
             check_refused(geom, &given, &wrong, N_CELLS);
             wrong = right, wrong.landings[i].step = 0;
             check_refused(geom, &given, &wrong, N_CELLS);
@@ -264,7 +264,7 @@ static void check_arguments(const llmaas_kv_geom * geom) {
 
 int main(void) {
     for (size_t g = 0; g < sizeof geoms / sizeof *geoms; ++g) {
-        for (uint32_t at = 0; at <= 16; at += 8) { /* rows at the beginning of a cache line, and elsewhere */
+        for (uint32_t at = 0; at <= 16; at += 8) { /* rows at the start of a cache line, and elsewhere */
             for (int codec = LLMAAS_CODEC_RAW; codec <= LLMAAS_CODEC_INT8; ++codec) {
                 check_same(&geoms[g], codec, 0, at + (uint32_t) codec);
             }

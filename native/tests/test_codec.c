@@ -33,7 +33,7 @@ static uint8_t * blob_new(const llmaas_kv_geom * geom, size_t * size) {
     return blob;
 }
 
-/* Encode with every kernel; the payloads are equal. */
+/* Encode with every kernel; check that the payloads are equal. */
 static uint8_t * encode(const llmaas_kv_geom * geom, int codec, uint32_t bits, const uint8_t * blob, size_t size,
                         uint32_t first, uint32_t n, size_t * written) {
     const size_t bound = llmaas_chunk_bound(geom, codec, bits, n);
@@ -72,7 +72,7 @@ static void round_trip(const llmaas_kv_geom * geom, int codec, const uint8_t * b
         }
         uint8_t * back = exact_copy(blob, size);
         uint32_t  done = 9;
-        if (codec != LLMAAS_CODEC_INT8) { /* wipe the cells through a raw chunk of zeros, then bring them back */
+        if (codec != LLMAAS_CODEC_INT8) { /* wipe the cells with a raw chunk of zeros, then restore them */
             const size_t zero_bytes = llmaas_chunk_bound(geom, LLMAAS_CODEC_RAW, 0, n);
             uint8_t * zero_blob = exact_copy(blob, size), * zero = exact(zero_bytes);
             size_t got = 0;
@@ -95,8 +95,8 @@ static void round_trip(const llmaas_kv_geom * geom, int codec, const uint8_t * b
     free(want), free(payload);
 }
 
-/* Decode one payload with every kernel into cells of which each byte is wrong, and again into their complements: the same
- * bytes come in place of the chunk's cells, and no other byte changes. */
+/* Decode one payload with every kernel, into cells of which each byte is wrong, and again into their complements. Both
+ * must give the same bytes in the chunk's cells, and no other byte may change. */
 static uint8_t * decode(const llmaas_kv_geom * geom, const uint8_t * payload, size_t n, const uint8_t * blob, size_t size,
                         uint32_t first, size_t n_bytes) {
     const uint64_t sizes[1] = {n};
@@ -125,8 +125,8 @@ static uint8_t * decode(const llmaas_kv_geom * geom, const uint8_t * payload, si
     return out;
 }
 
-/* Every cut of a payload is a payload: it verifies as it is, holds what a fresh encoding of as many bits holds, and decodes
- * to the same. */
+/* Check that every cut of a payload is a payload: it verifies unchanged, holds what a fresh encoding with as many bits
+ * holds, and decodes to the same. */
 static void check_planes(const llmaas_kv_geom * geom, const uint8_t * blob, size_t size, uint32_t first, uint32_t n) {
     size_t       whole_bytes = 0;
     uint8_t *    whole  = encode(geom, LLMAAS_CODEC_PLANES, 8, blob, size, first, n, &whole_bytes);
@@ -197,7 +197,7 @@ static void check_special_values(void) {
     free(blob), free(out);
 }
 
-/* What the encoder does not accept. */
+/* Check arguments that the encoder must refuse. */
 static void check_arguments(const llmaas_kv_geom * geom, const uint8_t * blob, size_t size) {
     uint8_t * out = exact(1 << 16);
     size_t    got = 0;

@@ -1,4 +1,4 @@
-/* The density tap, on nodes that ggml built, against sums in double precision. */
+/* The density tap on nodes built by ggml, compared with sums in double precision. */
 #include "attention_model.h"
 
 #include "ggml-cpu.h"
@@ -10,8 +10,8 @@ static shape f32_shape(void) {
                    .row_step = 1, .layer_step = 1, .n_threads = 3, .tolerance = 1e-5};
 }
 
-/* A prompt in two graphs, then some tokens one by one. With one thread, that one has enough queries to make tiles of
- * keys worth it; with three, they are multiplied one by one. */
+/* Check a prompt in two graphs, then some tokens one by one. With one thread, it has enough queries to make tiles of
+ * keys worthwhile; with three threads, queries are multiplied one by one. */
 static void check_generation_on(shape of, int n_threads) {
     of.n_threads = n_threads;
     model * m    = model_new(of);
@@ -47,7 +47,7 @@ static void test_density_is_eq1(void) {
     q8_0.type  = GGML_TYPE_Q8_0;
     check_generation(q8_0);
 
-    shape q5_1 = f16; /* its queries are rounded to a type that has no way back to floats: no tiles */
+    shape q5_1 = f16; /* its queries are rounded to a type that does not convert to floats: no tiles */
     q5_1.type  = GGML_TYPE_Q5_1;
     check_generation(q5_1);
 }
@@ -96,7 +96,7 @@ static void test_only_sampled_rows_and_layers_are_counted(void) {
     shape computed       = of;
     computed.is_soft_max = true;
     check_generation(computed);
-    of.row_step = 1000; /* no row: nothing is counted, whoever asks */
+    of.row_step = 1000; /* no row is sampled, so nothing is counted */
     model * m   = model_new(of);
     evaluate(m, 0, 30);
     check_density(m);
@@ -131,7 +131,7 @@ static void test_a_position_evaluated_again_starts_at_zero(void) {
 static void test_unknown_cells_count_in_the_denominator_only(void) {
     model *          m       = model_new(f32_shape());
     llmaas_density * density = m->density;
-    m->density               = NULL; /* nobody listens yet */
+    m->density               = NULL; /* no tap is subscribed yet */
     evaluate(m, 0, 10);
     m->density = density;
     evaluate(m, 10, 20);
@@ -161,7 +161,7 @@ static void test_reset_forgets_sums_and_cells(void) {
     model_free(m);
 }
 
-/* A node whose probabilities are all 1 / n_kv. */
+/* Return a node whose probabilities are all 1 / n_kv. */
 static llmaas_tap_view even_view(struct ggml_context * ctx, int n_kv, int n_tokens, int n_stream) {
     struct ggml_tensor * kq = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, n_kv, n_tokens, 1, n_stream);
     struct ggml_tensor * p  = ggml_soft_max(ctx, kq);
@@ -192,7 +192,7 @@ static void test_tokens_without_a_cache_or_positions(void) {
 
     llmaas_density_reset(density);
     view                          = even_view(ctx, 8, 2, 1);
-    struct ggml_tensor * cells    = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 2); /* a position is a cell */
+    struct ggml_tensor * cells    = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 2); /* position equals cell */
     ((int64_t *) cells->data)[0]  = 6;
     ((int64_t *) cells->data)[1]  = 3;
     view.cells                    = cells;
@@ -240,7 +240,7 @@ static bool reader_is_done(reader * r) {
 static void * keep_reading(void * arg) {
     reader * r = arg;
     while (!reader_is_done(r)) {
-        total_count(r->density); /* sums and counts belong together */
+        total_count(r->density); /* sums and counts must match */
     }
     return NULL;
 }

@@ -1,4 +1,4 @@
-/* Densities of positions that no graph brought: restored ones, and those of a context that was away. */
+/* Densities of positions that no graph evaluated: restored ones, and those of a context that was away. */
 #include "attention_model.h"
 
 #include "ggml-cpu.h"
@@ -27,7 +27,7 @@ static void test_restored_positions_are_counted(void) {
 static void test_behind_a_kept_prefix(void) {
     model * m = whole_model();
     evaluate(m, 0, 25);
-    forget_from(m, 12); /* their cells are filled again: by other positions, and by nobody the tap knows */
+    forget_from(m, 12); /* their cells are filled again: by other positions, and by tokens that the tap does not know */
     place(m, 12, 30, NULL);
     restore(m, 12, 30, true);
     check_density(m);
@@ -65,7 +65,7 @@ static void test_restored_again_and_again(void) {
     model_free(m);
 }
 
-/* Each context's cells lie between the other's. */
+/* Check two contexts whose cells lie between each other's. */
 static void test_a_context_that_was_away(void) {
     model * m = whole_model();
     int32_t first[N_LAYER * 24], second[N_LAYER * 15];
@@ -96,8 +96,8 @@ static void test_a_context_that_was_away(void) {
     model_free(m);
 }
 
-/* Not even an evaluation came between restoring it and parking it. */
-static void test_away_before_its_cells_were_learnt(void) {
+/* Check a context that is parked right after it was restored, without an evaluation. */
+static void test_away_before_its_cells_were_learned(void) {
     model * m = whole_model();
     int32_t cells[N_LAYER * 20];
     place(m, 0, 20, NULL);
@@ -115,7 +115,7 @@ static void test_away_before_its_cells_were_learnt(void) {
     model_free(m);
 }
 
-/* One cell more or fewer than was said: nobody knows which it is. */
+/* Check one cell more or fewer than announced: the tap cannot tell which one it is. */
 static void check_unexplained(int n_placed, int n_restored) {
     model * m = whole_model();
     place(m, 0, (uint32_t) n_placed, NULL);
@@ -210,7 +210,7 @@ int main(void) {
     test_some_are_evaluated_instead();
     test_restored_again_and_again();
     test_a_context_that_was_away();
-    test_away_before_its_cells_were_learnt();
+    test_away_before_its_cells_were_learned();
     test_unexplained_cells_are_not_counted();
     test_cells_that_never_were_are_unknown();
     test_take_starts_again();

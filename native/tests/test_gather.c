@@ -23,7 +23,7 @@ static int file_new(void) {
     return fd;
 }
 
-/* Pieces of `size` bytes, `step` apart on average; the bytes that were read. */
+/* Gather pieces of `size` bytes, `step` apart on average. Return the bytes read. */
 static uint64_t check_pieces(llmaas_windows * windows, int fd, uint32_t size, uint32_t step) {
     static llmaas_gathered pieces[MAX_PIECES];
     uint64_t at = rnd() % 5000, n_read = 0;
@@ -49,26 +49,26 @@ static llmaas_windows * windows_new(uint32_t depth, uint32_t n_bytes, int32_t n_
 
 static void test_pieces(int fd) {
     llmaas_windows * windows = windows_new(64, 256 << 10, 12 << 10);
-    CHECK(check_pieces(windows, fd, 1024, 1024) < 4096 * 1024 + 64 * 4096); /* side by side: once */
-    CHECK(check_pieces(windows, fd, 1000, 5000) > 4000ull * 4900);          /* small gaps are read along */
-    CHECK(check_pieces(windows, fd, 1000, 60000) < 420 * 24000);            /* large ones are not */
-    CHECK(check_pieces(windows, fd, 300000, 400000) > 300000);              /* longer than a read is otherwise */
-    CHECK(check_pieces(windows, fd, 5 << 20, 6 << 20) > 5 << 20);           /* than the ring was */
+    CHECK(check_pieces(windows, fd, 1024, 1024) < 4096 * 1024 + 64 * 4096); /* adjacent: read once */
+    CHECK(check_pieces(windows, fd, 1000, 5000) > 4000ull * 4900);          /* small gaps are read, too */
+    CHECK(check_pieces(windows, fd, 1000, 60000) < 420 * 24000);            /* large gaps are not */
+    CHECK(check_pieces(windows, fd, 300000, 400000) > 300000);              /* longer than a normal read */
+    CHECK(check_pieces(windows, fd, 5 << 20, 6 << 20) > 5 << 20);           /* longer than the ring was */
     llmaas_windows_free(windows);
     windows = windows_new(3, 256 << 10, 0);
     CHECK(check_pieces(windows, fd, 512, 9000) < 3000 * 8192ull); /* nothing in between */
     llmaas_windows_free(windows);
     windows = windows_new(LLMAAS_IO_MAX_DEPTH, 4096, 1 << 20);
-    CHECK(check_pieces(windows, fd, 4000, 4096) > 4096 * 4096ull); /* each by itself, of one page or two */
+    CHECK(check_pieces(windows, fd, 4000, 4096) > 4096 * 4096ull); /* each piece separately, one page or two */
     llmaas_windows_free(windows);
     windows = windows_new(2, 16 << 20, 12 << 10);
-    CHECK(check_pieces(windows, fd, 5000, 5000) <= (20 << 20) + 4 * 4096); /* two reads, longer than the ring is otherwise */
+    CHECK(check_pieces(windows, fd, 5000, 5000) <= (20 << 20) + 4 * 4096); /* two reads, longer than the normal ring */
     CHECK(llmaas_gather_memory(windows) == 16 << 20);
     llmaas_windows_free(windows);
     llmaas_windows_free(NULL);
 }
 
-/* A file that ends too early; what comes after is read as ever. */
+/* Check a file that ends too early; later reads work as usual. */
 static void test_short_file(int fd) {
     llmaas_windows * windows = windows_new(64, 256 << 10, 12 << 10);
     llmaas_gathered  pieces[100];

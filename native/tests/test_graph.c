@@ -1,4 +1,5 @@
-/* Rewritten graphs: what ggml-cpu fuses stays fused, scratch memory holds as long as it says, what fails says so. */
+/* Rewritten graphs: nodes that ggml-cpu fuses stay fused, scratch memory holds as long as documented, and failures are
+ * reported. */
 #include "check.h"
 
 #include "graph.h"
@@ -28,25 +29,25 @@ static void compute(struct ggml_cgraph * graph) {
 
 /* -- fusion -------------------------------------------------------------------------------------------------------- */
 
-/* A normalised product, as every llama.cpp graph has: norm and product are one step to ggml-cpu if they may be. */
-typedef struct normalised {
+/* A normalized product, as in every llama.cpp graph: ggml-cpu computes norm and product in one step if it may. */
+typedef struct normalized {
     struct ggml_context * ctx;
     struct ggml_tensor *  norm;
     struct ggml_tensor *  product;
     struct ggml_cgraph *  graph;
     uint8_t               expected[N * N_ROWS * sizeof(float)];
-} normalised;
+} normalized;
 
-static void forget_results(normalised * n) {
+static void forget_results(normalized * n) {
     memset(n->norm->data, 0xff, ggml_nbytes(n->norm));
     memset(n->product->data, 0xff, ggml_nbytes(n->product));
 }
 
-/* ggml-cpu writes nothing to a norm that it fuses. */
-static bool was_fused(const normalised * n) { return ((const uint32_t *) n->norm->data)[0] == UINT32_MAX; }
+/* Return whether the norm was fused: ggml-cpu does not write to a norm that it fuses. */
+static bool was_fused(const normalized * n) { return ((const uint32_t *) n->norm->data)[0] == UINT32_MAX; }
 
-static normalised new_normalised(void) {
-    normalised n = {.ctx = new_context()};
+static normalized new_normalized(void) {
+    normalized n = {.ctx = new_context()};
     n.norm       = ggml_rms_norm(n.ctx, random_rows(n.ctx, N_ROWS), 1e-6f);
     n.product    = ggml_mul(n.ctx, n.norm, random_rows(n.ctx, 1));
     n.graph      = ggml_new_graph(n.ctx);
@@ -66,9 +67,10 @@ static void touch(void * arg, int ith, int nth) {
     }
 }
 
-/* Rewrite with a step before, between or after the two nodes; the same bits come out, fused unless it is between. */
+/* Rewrite with a step before, between or after the two nodes. The result is bit-identical, and fused unless the step is
+ * between. */
 static void check_with_step(int at, bool is_fused) {
-    normalised     n       = new_normalised();
+    normalized     n       = new_normalized();
     llmaas_graph * graph   = llmaas_graph_new();
     int            n_calls = 0, * counter = &n_calls;
     llmaas_graph_begin(graph, n.graph);
@@ -126,7 +128,8 @@ static uint8_t * slot(llmaas_graph * graph, int i, size_t size) {
     return memory;
 }
 
-/* Users of one slot, ever greedier, so that it moves under those before; another slot is theirs throughout. */
+/* Append users of one slot, each larger than the last, so that the slot moves; another slot stays the same
+ * throughout. */
 static void append_users(llmaas_graph * graph, int n_users) {
     const part kept = {slot(graph, 1, 100), 100, 0xaa};
     CHECK(llmaas_graph_step(graph, write_part, &kept, sizeof kept));
@@ -140,7 +143,7 @@ static void append_users(llmaas_graph * graph, int n_users) {
 }
 
 static void test_scratch_is_its_user_s_until_the_next_one(void) {
-    normalised     n     = new_normalised();
+    normalized     n     = new_normalized();
     llmaas_graph * graph = llmaas_graph_new();
     for (int round = 0; round < 3; ++round) {
         llmaas_graph_begin(graph, n.graph);
@@ -151,10 +154,10 @@ static void test_scratch_is_its_user_s_until_the_next_one(void) {
     ggml_free(n.ctx);
 }
 
-/* More nodes, copies and arguments than fit a block of memory or the first node list, twice. */
+/* Check more nodes, copies and arguments than fit a block of memory or the first node list, twice. */
 static void test_graphs_grow(void) {
     enum { N_STEPS = 3000 };
-    normalised     n       = new_normalised();
+    normalized     n       = new_normalized();
     llmaas_graph * graph   = llmaas_graph_new();
     int            n_calls = 0;
     struct {
@@ -178,7 +181,7 @@ static void test_graphs_grow(void) {
 }
 
 static void test_tensors_are_contiguous_floats(void) {
-    normalised     n     = new_normalised();
+    normalized     n     = new_normalized();
     llmaas_graph * graph = llmaas_graph_new();
     llmaas_graph_begin(graph, n.graph);
     float                      value;
@@ -196,7 +199,7 @@ static void fail(void * arg, int ith, int nth) {
 }
 
 static void test_a_step_s_failure_is_the_graph_s(void) {
-    normalised     n     = new_normalised();
+    normalized     n     = new_normalized();
     llmaas_graph * graph = llmaas_graph_new();
     llmaas_graph_begin(graph, n.graph);
     CHECK(llmaas_graph_step(graph, fail, &graph, sizeof graph));
@@ -204,14 +207,14 @@ static void test_a_step_s_failure_is_the_graph_s(void) {
     CHECK(rewritten && !llmaas_graph_failed(graph)); /* not before it ran */
     compute(rewritten);
     CHECK(llmaas_graph_failed(graph));
-    llmaas_graph_begin(graph, n.graph); /* the next graph is another */
+    llmaas_graph_begin(graph, n.graph); /* the next graph is independent */
     CHECK(!llmaas_graph_failed(graph));
     llmaas_graph_free(graph);
     ggml_free(n.ctx);
 }
 
 static void test_a_graph_without_memory_is_none(void) {
-    normalised     n     = new_normalised();
+    normalized     n     = new_normalized();
     llmaas_graph * graph = llmaas_graph_new();
     llmaas_graph_begin(graph, n.graph);
     CHECK(!llmaas_graph_scratch(graph, 0, SIZE_MAX / 4));

@@ -1,4 +1,4 @@
-/* Damaged and hostile payloads: an error or a decode, never a stray byte (ASan watches exact-size buffers). */
+/* Damaged and hostile payloads: they give an error or decode, never a stray byte (ASan watches exact-size buffers). */
 #include "check.h"
 
 enum { N_CELLS = 20, N_TOKENS = 16, N_LAYER = 2 };
@@ -24,7 +24,7 @@ static void check_truncations(const llmaas_kv_geom * geom, const uint8_t * good,
             CHECK(llmaas_chunk_cut(good, n, 7, &plane) == LLMAAS_OK);
             plane = n - plane;
         }
-        /* without some of its planes a payload is whole, but not without all */
+        /* without some of its planes a payload is whole, but not without all of them */
         const bool whole = plane > 0 && (n - cut) % plane == 0 && (n - cut) / plane < 8;
         CHECK(llmaas_chunk_verify(p, cut, key) == (whole ? LLMAAS_OK : LLMAAS_ECORRUPT));
         decode_any(geom, p, cut, blob, blob_size);
@@ -77,7 +77,7 @@ static void check_foreign_geometry(const llmaas_kv_geom * geom, const uint8_t * 
     CHECK(llmaas_chunks_decode(&other, 1, one, sizes, &first, blob, blob_size, N_CELLS, &done) == LLMAAS_ESTALE && done == 0);
 }
 
-/* Planes of any number and size, whatever the body: an error, or a decode within the payload. */
+/* Check planes of any number and size, whatever the body: an error, or a decode within the payload. */
 static void check_plane_sizes(const llmaas_kv_geom * geom, const uint8_t * good, size_t n, uint8_t * blob, size_t blob_size) {
     static const uint64_t sizes[] = {0, 1, 7, 64, 1u << 20, UINT64_MAX / 8, UINT64_MAX};
     uint8_t * p = exact_copy(good, n);
@@ -98,7 +98,7 @@ static void check_plane_sizes(const llmaas_kv_geom * geom, const uint8_t * good,
     free(p);
 }
 
-/* An exponent that does not exist, in an otherwise sound LOSSLESS body. */
+/* Check a nonexistent exponent in an otherwise sound LOSSLESS body. */
 static void check_symbol(const llmaas_kv_geom * geom, const uint8_t * good, size_t n, uint8_t * blob, size_t blob_size) {
     uint8_t *       bad      = exact_copy(good, n);
     const uint8_t * one[1]   = {bad};

@@ -1,5 +1,5 @@
-/* Asynchronous reads, of each kind: contents, ends of files, errors, order, reads ahead, registered memory, more than one
- * thread. */
+/* Asynchronous reads, with each kind of backend: contents, ends of files, errors, order, reads ahead, registered
+ * memory, several threads. */
 #include "check.h"
 
 #include "io_backend.h"
@@ -43,7 +43,7 @@ static llmaas_io * opened(llmaas_io_kind kind, uint32_t depth) {
     return io;
 }
 
-/* Start a read of what there is of so many bytes. */
+/* Start a read of n_bytes, or of what the file has of them. */
 static llmaas_io_read * start(context * c, uint32_t slot, uint64_t offset, uint32_t n_bytes) {
     const uint64_t   there = offset < FILE_BYTES ? FILE_BYTES - offset : 0;
     llmaas_io_read * read  = &c->reads[slot];
@@ -111,7 +111,7 @@ static void check_order(context * c) {
         const llmaas_io_read * chosen = &c->reads[round % DEPTH];
         llmaas_io_wait(c->io, chosen);
         check_got(chosen);
-        llmaas_io_wait(c->io, chosen); /* as it is done, at once */
+        llmaas_io_wait(c->io, chosen); /* returns at once, as it is done */
         check_drained(c, DEPTH);
     }
 }
@@ -139,7 +139,7 @@ static void check_room(context * c) {
 
 /* -- reads ahead --------------------------------------------------------------------------------------------------- */
 
-/* As many as there may be. */
+/* Start as many reads ahead as possible. */
 static uint32_t start_ahead(context * c) {
     uint32_t n = 0;
     for (c->is_ahead = true; llmaas_io_room_ahead(c->io) > 0; ++n) {
@@ -168,7 +168,7 @@ static void check_room_ahead(context * c) {
     CHECK(llmaas_io_room_ahead(c->io) == most);
 }
 
-/* While others wait they come one by one, but they come; and all at once when nobody does. */
+/* Check reads ahead: while others wait, they complete one by one; when nobody waits, all at once. */
 static void check_ahead_gives_way(context * c) {
     enum { N_POLLS = 5 };
     llmaas_io_begin_waiting();
@@ -187,7 +187,7 @@ static void check_ahead_gives_way(context * c) {
     check_drained(c, n);
 }
 
-/* The one that is waited for overtakes others. Sooner or later: threads may sleep. */
+/* Check that a read ahead that is waited for overtakes others. That may take a while: threads may sleep. */
 static void check_ahead_is_waited_for(context * c) {
     llmaas_io_begin_waiting();
     for (bool has_overtaken = false; !has_overtaken;) {
@@ -216,7 +216,7 @@ static void check_close_in_flight(context * c) {
     c->io = kept;
 }
 
-/* -- ends of files, and errors ------------------------------------------------------------------------------------- */
+/* -- ends of files and errors -------------------------------------------------------------------------------------- */
 
 static int32_t error_of(context * c, llmaas_io_read read) {
     read.buffer = c->memory;
@@ -228,7 +228,7 @@ static int32_t error_of(context * c, llmaas_io_read read) {
 
 static void check_ends(context * c) {
     const uint64_t last = N_BLOCKS * BLOCK;
-    start(c, 0, last, BLOCK); /* short, and that is all right */
+    start(c, 0, last, BLOCK); /* short, which is fine */
     start(c, 1, last - BLOCK, SLOT);
     start(c, 2, last, SLOT);
     check_drained(c, 3);
@@ -246,7 +246,7 @@ static void check_errors(context * c) {
     CHECK(error_of(c, (llmaas_io_read) {.fd = -1, .n_bytes = BLOCK, .n_needed = BLOCK}) == EBADF);
     CHECK(error_of(c, (llmaas_io_read) {.fd = folder, .n_bytes = BLOCK, .n_needed = BLOCK}) == EISDIR);
     close(folder);
-    start(c, 0, 0, BLOCK); /* and after them all is well */
+    start(c, 0, 0, BLOCK); /* later reads work */
     check_drained(c, 1);
 }
 
@@ -270,7 +270,7 @@ static void check_refusals(context * c) {
     llmaas_io_close(NULL);
 }
 
-/* What system calls give, piece by piece: a file system may stop anywhere. */
+/* Check partial results of system calls: a file system may stop anywhere. */
 static void check_pieces(void) {
     llmaas_io_read read = {.n_bytes = 3 * BLOCK, .n_needed = 2 * BLOCK + 5};
     CHECK(!llmaas_io_take(&read, -EINTR) && !llmaas_io_take(&read, -EAGAIN) && llmaas_io_resume_at(&read) == 0);
@@ -289,7 +289,7 @@ static void check_pieces(void) {
     CHECK(llmaas_io_take(&parts, BLOCK) && parts.error == 0);
 }
 
-/* Three pieces in the file's order, each to another place, and a file that ends in the last. */
+/* Check three pieces in file order, each to another place, and a file that ends in the last. */
 static void check_vectors(context * c) {
     struct iovec iov[DEPTH][3];
     for (uint32_t i = 0; i < DEPTH; ++i) {
@@ -323,11 +323,12 @@ static void check_registered(context * c) {
     CHECK(llmaas_io_register(c->io, c->memory, DEPTH * SLOT) == LLMAAS_OK);
     check_random_reads(c);
     check_ends(c);
-    CHECK(llmaas_io_register(c->io, c->memory + SLOT / 2, DEPTH * SLOT / 2) == LLMAAS_OK); /* reads in, across, and out of it */
+    CHECK(llmaas_io_register(c->io, c->memory + SLOT / 2, DEPTH * SLOT / 2) == LLMAAS_OK); /* reads inside, across and
+                                                                                            * outside of it */
     check_random_reads(c);
     uint8_t * locked = mmap(NULL, 2 * SLOT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(locked != MAP_FAILED && mprotect(locked + SLOT, SLOT, PROT_NONE) == 0);
-    CHECK(llmaas_io_register(c->io, locked, 2 * SLOT) == LLMAAS_OK); /* refused: half of it cannot be written */
+    CHECK(llmaas_io_register(c->io, locked, 2 * SLOT) == LLMAAS_OK); /* refused: half of it is not writable */
     uint8_t * const kept = c->memory;
     c->memory = locked;
     start(c, 0, 0, SLOT);
@@ -339,7 +340,7 @@ static void check_registered(context * c) {
     check_random_reads(c);
 }
 
-/* More than the kernel takes as one buffer: the same pages over and over. */
+/* Check more memory than the kernel takes as one buffer: the same pages mapped repeatedly. */
 static void check_large_region(context * c) {
     enum { PIECE = 16 << 20, N_PIECES = 65 };
     const int pages = memfd_create("pages", MFD_CLOEXEC);
@@ -353,7 +354,7 @@ static void check_large_region(context * c) {
     uint8_t * const kept = c->memory;
     const size_t    bound = (size_t) 1 << 30;
     const size_t    places[] = {0, bound - SLOT, bound - SLOT / 2, bound, bound + PIECE - SLOT};
-    for (int i = 0; i < 5; ++i) { /* one lies on both sides of the bound */
+    for (int i = 0; i < 5; ++i) { /* one read crosses the boundary */
         c->memory = large + places[i];
         start(c, 0, (uint64_t) i * SLOT, SLOT);
         check_drained(c, 1);
@@ -378,7 +379,7 @@ static void * start_and_leave(void * context_) {
     return NULL;
 }
 
-/* Reads outlive the thread that started them. */
+/* Check that reads outlive the thread that started them. */
 static void check_threads_that_end(context * c) {
     for (int round = 0; round < 20; ++round) {
         pthread_t thread;
@@ -434,7 +435,8 @@ static void check_child(context * c, uint32_t n) {
     llmaas_io_close(c->io);
 }
 
-/* Both processes get all reads that were in flight, those ahead too, each to its own memory; and others after them. */
+/* Check that both processes complete all reads that were in flight, reads ahead included, each into its own memory, and
+ * can start more. */
 static void check_fork(context * c) {
     const bool had_region = c->is_direct && llmaas_io_register(c->io, c->memory, DEPTH * SLOT) == LLMAAS_OK;
     for (int round = 0; round < 8; ++round) {
@@ -460,7 +462,7 @@ static void check_fork(context * c) {
     CHECK(!had_region || llmaas_io_register(c->io, NULL, 0) == LLMAAS_OK);
 }
 
-/* Those to several places cannot be made again. */
+/* Check that reads into vectors fail in a child. */
 static void check_vector_in_child(context * c) {
     struct iovec   piece = {c->memory, BLOCK};
     llmaas_io_read read  = {.fd = c->fd, .n_bytes = BLOCK, .n_needed = BLOCK, .vector = &piece, .n_pieces = 1};
@@ -475,7 +477,7 @@ static void check_vector_in_child(context * c) {
     CHECK(waitpid(child, &status, 0) == child && status == 0 && read.error == 0);
 }
 
-/* A thread that waits in the parent does not hold up what a child reads ahead. */
+/* Check that a thread that waits in the parent does not delay a child's reads ahead. */
 static void check_waiting_in_child(context * c) {
     sem_t     waits;
     pthread_t thread;
@@ -496,11 +498,11 @@ static void check_waiting_in_child(context * c) {
 
 /* -- kinds --------------------------------------------------------------------------------------------------------- */
 
-/* A ring that the kernel no longer serves, here as it is another file by now. */
+/* Check a ring that the kernel no longer serves; here its descriptor is another file by then. */
 static void check_forbidden_later(context * c) {
     llmaas_io * const kept = c->io;
     const int ring = dup(c->fd), null = open("/dev/null", O_RDWR | O_CLOEXEC);
-    close(ring); /* the next file to be opened is this one */
+    close(ring); /* the next file opened gets this descriptor */
     c->io = opened(LLMAAS_IO_URING, DEPTH);
     CHECK(null >= 0 && dup2(null, ring) == ring);
     for (uint32_t i = 0; i < DEPTH; ++i) {

@@ -1,4 +1,5 @@
-/* Every instruction set gives the generic kernels' bytes, on random and edge values and all sizes around the tiles. */
+/* Every instruction set gives the same bytes as the generic kernels, on random and edge values and all sizes around the
+ * tiles. */
 #include "check.h"
 #include "kernels.h"
 
@@ -33,7 +34,7 @@ static void fill_subnormal(uint8_t * p, size_t n) {
     }
 }
 
-/* Up to the largest magnitude that has an embedded code. */
+/* Fill with values up to the largest magnitude that has an embedded code. */
 static void fill_embeddable(uint8_t * p, size_t n) {
     static const uint16_t edges[] = {0x7800, 0xf800, 0x77ff, 0x5640, 0x3c00, 0xbc00, 0x0001, 0x8001, 0};
     const uint32_t n_edges = 1 + rnd_below(sizeof edges / sizeof *edges);
@@ -72,7 +73,7 @@ static void check_int8(const llmaas_kernels * k, const llmaas_kernels * oracle, 
     free(x), free(s0), free(s1), free(q0), free(q1), free(y0), free(y1);
 }
 
-/* Codes of any number of bits are within scale/2^bits, and decode to numbers. */
+/* Check that codes of any number of bits are within scale/2^bits and decode to numbers. */
 static void check_embed_bound(const uint8_t * x, const uint8_t * y, size_t stride, size_t rows, bool per_channel,
                               const uint8_t * side, unsigned bits) {
     for (size_t i = 0; i < rows * LLMAAS_GROUP; ++i) {
@@ -83,7 +84,7 @@ static void check_embed_bound(const uint8_t * x, const uint8_t * y, size_t strid
     }
 }
 
-/* Rows in whole cache lines, as an engine has them. */
+/* Check rows in whole cache lines, as an engine has them. */
 static void check_past_cache(const llmaas_kernels * k, const uint8_t * side, bool per_channel, const uint8_t * planes,
                              unsigned bits, size_t rows, const uint8_t * expected, size_t stride) {
     enum { ROW = 2 * LLMAAS_GROUP };
@@ -118,7 +119,7 @@ static void check_embed(const llmaas_kernels * k, const llmaas_kernels * oracle,
     free(x), free(y0), free(y1), free(s0), free(s1), free(p0), free(p1);
 }
 
-/* A value without a code is found wherever it is. */
+/* Check that a value without a code is found wherever it is. */
 static void check_embed_refuses(const llmaas_kernels * k) {
     static const uint16_t values[] = {0x7801, 0xf801, 0x7c00, 0xfc00, 0x7e00};
     uint8_t x[LLMAAS_TILE * 2 * LLMAAS_GROUP], side[2 * LLMAAS_GROUP], planes[LLMAAS_BITS * 8 * LLMAAS_TILE];
@@ -175,7 +176,7 @@ static void check_planes(const llmaas_kernels * k, const llmaas_kernels * oracle
     }
     CHECK(k->planes_decode(&r, rows, cols, y, 2 * cols));
     CHECK(r.pos == bits && memcmp(x, y, 2 * n) == 0);
-    for (int half = 0; half < 2 && bits > 0; ++half) { /* a stream that ends early is found before it is read */
+    for (int half = 0; half < 2 && bits > 0; ++half) { /* a stream that ends early must be detected before it is read */
         const uint64_t end = half ? bits / 2 : bits - 1;
         uint8_t * cut = exact_copy(a, fixed + (end + 7) / 8 + LLMAAS_VAR_PAD);
         r.low   = cut;
@@ -189,7 +190,7 @@ static void check_planes(const llmaas_kernels * k, const llmaas_kernels * oracle
     free(x), free(a), free(b), free(y), free(tight);
 }
 
-/* Planes of ones open level after level; the kernel must stop where the symbols end. */
+/* Check planes of ones, which open level after level: the kernel must stop where the symbols end. */
 static void check_endless(const llmaas_kernels * k) {
     const size_t room = 64 + LLMAAS_FIXED + 4096;
     uint8_t      y[128];
@@ -224,7 +225,7 @@ static void check_crc(void) {
 }
 
 static void check_f16(void) {
-    for (uint32_t h = 0; h < 0x10000; ++h) { /* every f16 survives the trip; NaN payloads become quiet */
+    for (uint32_t h = 0; h < 0x10000; ++h) { /* every f16 survives the round trip; NaN payloads become quiet */
         const uint16_t want = (h & 0x7fff) > 0x7c00 ? (uint16_t) (h | 0x200) : (uint16_t) h;
         CHECK(f16_from_f32(f16_to_f32((uint16_t) h)) == want);
     }

@@ -1,5 +1,5 @@
-/* Nearest neighbours: every instruction set gives the generic kernels' bits; scans find what a plain search finds; mixing
- * gives the probabilities that were asked for; and bad arguments are refused. */
+/* Nearest neighbors. Every instruction set gives the same bits as the generic kernels; scans find what a plain search
+ * finds; mixing gives the requested probabilities; bad arguments are refused. */
 #include "check.h"
 #include "kernels.h"
 
@@ -14,7 +14,7 @@ enum { N_ROWS = 700, N_BEST = 20 };
 
 static float uniform(void) { return (float) (rnd() >> 40) * 0x1p-23f - 1; }
 
-static uint8_t * aligned(size_t n) { /* exactly n bytes at the end of what is allocated, for ASan */
+static uint8_t * aligned(size_t n) { /* exactly n bytes at the end of the allocation, for ASan */
     uint8_t * p = aligned_alloc(LLMAAS_KNN_ALIGN, n);
     CHECK(p);
     return p;
@@ -55,7 +55,7 @@ static void check_distance(const llmaas_kernels * k, const llmaas_kernels * orac
     float *   query = floats(n_dims);
     double    sum = 0;
     for (size_t i = 0; i < n_dims; ++i) {
-        const uint16_t value = (uint16_t) (rnd() & 0xbfff); /* subnormal ones, too */
+        const uint16_t value = (uint16_t) (rnd() & 0xbfff); /* includes subnormal values */
         const double difference = (double) f16_to_f32(value) - (double) query[i];
         memcpy(row + 2 * i, &value, 2);
         sum += difference * difference;
@@ -112,40 +112,40 @@ static void check_kernels(void) {
     }
 }
 
-/* -- codes and scans -- */
+/* Make keys. n_front 0: all dimensions. slope: how fast dimensions shrink. */
 
 typedef struct keys {
     llmaas_knn_codes codes;
-    float * values, * centre, * steps;
+    float * values, * center, * steps;
 } keys;
 
-/* n_front 0: all. slope: how much smaller dimensions are the later they come. */
+/* without a rest, nobody reads one */
 static keys make_split_keys(uint32_t n_dims, uint64_t n_rows, uint32_t n_front, float slope) {
-    keys k = {.values = floats(n_rows * n_dims), .centre = floats(n_dims), .steps = floats(n_dims)};
+    keys k = {.values = floats(n_rows * n_dims), .center = floats(n_dims), .steps = floats(n_dims)};
     const uint32_t stride = (n_dims + 63) / 64 * 64;
     for (uint32_t d = 0; d < n_dims; ++d) {
         k.steps[d] = d % 5 == 4 ? 0 : (fabsf(k.steps[d]) + 0.01f) * powf(1 + (float) d, -slope);
         for (uint64_t r = 0; r < n_rows; ++r) {
             float * value = &k.values[r * n_dims + d];
-            *value = k.centre[d] + *value * k.steps[d] * (r % 9 ? 1 : 30);
+            *value = k.center[d] + *value * k.steps[d] * (r % 9 ? 1 : 30);
         }
     }
     k.codes = (llmaas_knn_codes) {
-        .n_rows = n_rows, .n_dims = n_dims, .n_front = n_front ? n_front : stride, .centre = k.centre, .steps = k.steps,
+        .n_rows = n_rows, .n_dims = n_dims, .n_front = n_front ? n_front : stride, .center = k.center, .steps = k.steps,
         .scales = floats(n_rows), .norms = floats(n_rows)};
     k.codes.front = aligned(n_rows * k.codes.n_front);
-    if (n_front) { /* without a rest, nobody looks for one */
+    if (n_front) { /* Return the largest coding error of a key: half a scale in each dimension's steps. */
         k.codes.rest = aligned(n_rows * (stride - n_front));
         k.codes.front_norms = floats(n_rows);
     }
-    CHECK(llmaas_knn_quantise(&k.codes, 0, n_rows, k.values) == LLMAAS_OK);
+    CHECK(llmaas_knn_quantize(&k.codes, 0, n_rows, k.values) == LLMAAS_OK);
     return k;
 }
 
 static keys make_keys(uint32_t n_dims, uint64_t n_rows) { return make_split_keys(n_dims, n_rows, 0, 0); }
 
 static void free_keys(keys * k) {
-    free(k->values), free(k->centre), free(k->steps), free(k->codes.front), free(k->codes.rest), free(k->codes.scales);
+    free(k->values), free(k->center), free(k->steps), free(k->codes.front), free(k->codes.rest), free(k->codes.scales);
     free(k->codes.norms), free(k->codes.front_norms);
 }
 
@@ -158,16 +158,16 @@ static double exact_distance(const keys * k, uint64_t row, const float * query) 
     return sum;
 }
 
-static double from_centre(const keys * k, const float * key) {
+static double from_center(const keys * k, const float * key) {
     double sum = 0;
     for (uint32_t d = 0; d < k->codes.n_dims; ++d) {
-        const double difference = (double) key[d] - (double) k->centre[d];
+        const double difference = (double) key[d] - (double) k->center[d];
         sum += difference * difference;
     }
     return sqrt(sum);
 }
 
-/* What a coding loses of a key is at most half a scale in each dimension's steps. */
+/* Check that every row is returned once, in order, at a distance that its coding and the query's explain. */
 static double loss_bound(const keys * k, uint64_t row) {
     double sum = 0;
     for (uint32_t d = 0; d < k->codes.n_dims; ++d) {
@@ -179,7 +179,7 @@ static double loss_bound(const keys * k, uint64_t row) {
 
 /* Every row is returned once, in order, at a distance that its coding and the query's explain. */
 static void check_distances(const keys * k, const float * query) {
-    const double size = from_centre(k, query);
+    const double size = from_center(k, query);
     const uint32_t n = (uint32_t) k->codes.n_rows;
     int32_t * rows = (int32_t *) (void *) exact(n * sizeof *rows);
     uint8_t * seen = exact(n);
@@ -189,13 +189,14 @@ static void check_distances(const keys * k, const float * query) {
     CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n + 5, NULL, rows, found, &n_found) == LLMAAS_OK && n_found == n);
     for (uint32_t i = 0; i < n; ++i) {
         const double distance = exact_distance(k, (uint64_t) rows[i], query);
-        const double sizes = size * from_centre(k, k->values + (size_t) rows[i] * k->codes.n_dims);
+        const double sizes = size * from_center(k, k->values + (size_t) rows[i] * k->codes.n_dims);
         const double slack = 2 * sqrt(distance) * loss_bound(k, (uint64_t) rows[i]) + 2e-4 * sizes + 1e-5 * (distance + 1);
         CHECK(fabs((double) found[i] - distance) <= slack && !seen[rows[i]]);
         CHECK(i == 0 || found[i] > found[i - 1] || (found[i] == found[i - 1] && rows[i] > rows[i - 1]));
         seen[rows[i]] = 1;
     }
-    for (uint32_t n_best = 1; n_best < n; n_best = n_best * 3 + 1) { /* fewer are the first of all */
+    for (uint32_t n_best = 1; n_best < n; n_best = n_best * 3 + 1) { /* a smaller n_best returns the first of these
+                                                                      * rows */
         int32_t * few = (int32_t *) (void *) exact(n_best * sizeof *few);
         float *   at = floats(n_best);
         CHECK(llmaas_knn_scan(&k->codes, 0, n, query, n_best, NULL, few, at, &n_found) == LLMAAS_OK && n_found == n_best);
@@ -227,7 +228,7 @@ static void check_scans(void) {
         for (size_t i = 0; i < sizeof check_isas / sizeof *check_isas; ++i) {
             if (llmaas_kernels_select(check_isas[i]) == LLMAAS_OK) {
                 check_distances(&k, query);
-                check_distances(&k, k.centre);
+                check_distances(&k, k.center);
                 check_distances(&k, k.values);
                 check_ranges(&k, query);
             }
@@ -237,7 +238,7 @@ static void check_scans(void) {
     }
 }
 
-/* Codes in two parts give what codes in one give, bit for bit, whatever can be ruled out. */
+/* Check that codes in two parts give bit-identical results to codes in one, whatever can be ruled out. */
 static void check_split(uint32_t n_dims, uint32_t n_front, float slope, uint64_t seed) {
     enum { ROWS = 3000 };
     check_seed = seed;
@@ -284,7 +285,7 @@ static void check_alike(void) {
     float   distances[N_BEST];
     uint32_t n_found;
     for (uint64_t r = 0; r < N_ROWS; ++r) {
-        CHECK(llmaas_knn_quantise(&k.codes, r, 1, k.values) == LLMAAS_OK);
+        CHECK(llmaas_knn_quantize(&k.codes, r, 1, k.values) == LLMAAS_OK);
     }
     CHECK(llmaas_knn_scan(&k.codes, 0, N_ROWS, k.values, N_BEST, NULL, rows, distances, &n_found) == LLMAAS_OK);
     for (int32_t i = 0; i < N_BEST; ++i) {
@@ -293,14 +294,14 @@ static void check_alike(void) {
     free_keys(&k);
 }
 
-/* Few alike rows, then many: the first are the lower ones, though the many are the ones that fill the buffer. */
+/* Check few equal rows, then many: the first ones have the lower numbers, though the many fill the buffer. */
 static void check_alike_split(void) {
     keys k = make_split_keys(128, 600, 64, 0);
     uint32_t scratch[600], n_found;
     int32_t  rows[20];
     float    distances[20];
     for (uint64_t r = 0; r < 600; r += r < 250 ? 25 : 1) {
-        CHECK(llmaas_knn_quantise(&k.codes, r, 1, k.values) == LLMAAS_OK);
+        CHECK(llmaas_knn_quantize(&k.codes, r, 1, k.values) == LLMAAS_OK);
     }
     CHECK(llmaas_knn_scan(&k.codes, 0, 600, k.values, 20, scratch, rows, distances, &n_found) == LLMAAS_OK);
     for (int32_t i = 0; i < 20; ++i) {
@@ -320,7 +321,7 @@ static void check_refusals(void) {
         for (size_t d = 0; d < 70; d += 3) {
             const float kept = query[d];
             query[d] = bad[i];
-            CHECK(llmaas_knn_quantise(&k.codes, 3, 1, query) == LLMAAS_EUNSUPPORTED);
+            CHECK(llmaas_knn_quantize(&k.codes, 3, 1, query) == LLMAAS_EUNSUPPORTED);
             CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, NULL, rows, distances, &n_found) == LLMAAS_EUNSUPPORTED);
             query[d] = kept;
         }
@@ -332,21 +333,21 @@ static void check_refusals(void) {
     const uint32_t too_many = LLMAAS_KNN_MAX_BEST + 1;
     CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, too_many, NULL, rows, distances, &n_found) == LLMAAS_EINVAL);
     CHECK(llmaas_knn_scan(&k.codes, 10, 0, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
-    CHECK(llmaas_knn_quantise(&k.codes, 9, 2, k.values) == LLMAAS_EINVAL);
+    CHECK(llmaas_knn_quantize(&k.codes, 9, 2, k.values) == LLMAAS_EINVAL);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
         k.steps[7] = bad[i];
-        CHECK(llmaas_knn_quantise(&k.codes, 0, 1, k.values) == LLMAAS_EINVAL);
+        CHECK(llmaas_knn_quantize(&k.codes, 0, 1, k.values) == LLMAAS_EINVAL);
     }
-    const llmaas_knn_codes none = {.n_dims = 70, .n_front = 128, .centre = k.centre, .steps = k.steps};
+    const llmaas_knn_codes none = {.n_dims = 70, .n_front = 128, .center = k.center, .steps = k.steps};
     CHECK(llmaas_knn_scan(&none, 0, 0, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
     uint32_t scratch[10];
-    static const uint32_t fronts[] = {0, 1, 63, 65, 192, UINT32_MAX, 64}; /* the last without a rest to read */
+    static const uint32_t fronts[] = {0, 1, 63, 65, 192, UINT32_MAX, 64}; /* the last one without a rest to read */
     for (size_t i = 0; i < sizeof fronts / sizeof *fronts; ++i) {
         k.codes.n_front = fronts[i];
         CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, scratch, rows, distances, &n_found) == LLMAAS_EINVAL);
     }
     k.codes.n_front = 128;
-    for (int i = 0; i < 10; ++i) { /* what a damaged file might hold is no row's distance */
+    for (int i = 0; i < 10; ++i) { /* whatever a damaged file might hold is not a valid distance */
         k.codes.scales[i] = k.codes.norms[i] = NAN;
     }
     CHECK(llmaas_knn_scan(&k.codes, 0, 10, query, 5, NULL, rows, distances, &n_found) == LLMAAS_OK && n_found == 0);
@@ -368,7 +369,7 @@ static void check_rescore(uint32_t n_dims) {
     float     distances[2 * N];
     fill_like_kv(file, N * (size_t) n_dims);
     CHECK(pwrite(fd, file, N * row_bytes, OFFSET) == (ssize_t) (N * row_bytes));
-    for (uint32_t i = 0; i < 2 * N; ++i) { /* alone, side by side, and twice */
+    for (uint32_t i = 0; i < 2 * N; ++i) { /* single, adjacent and duplicate rows */
         rows[i] = (int32_t) (i < N ? i / 3 * 2 : rnd_below(N));
     }
     uint32_t sums[N + 1] = {0};
@@ -382,7 +383,7 @@ static void check_rescore(uint32_t n_dims) {
     ++sums[rows[7]];
     CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_ECORRUPT);
     --sums[rows[7]];
-    rows[5] = N; /* the file has a row less than it should have */
+    rows[5] = N; /* the file has one row fewer than it should */
     CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_EIO && errno == ENODATA);
     rows[5] = N + 1;
     CHECK(llmaas_knn_rescore(&in, rows, 2 * N, query, distances) == LLMAAS_EINVAL);
@@ -413,7 +414,7 @@ static void softmax(const float * logits, uint32_t n, double * p) {
     }
 }
 
-/* shift: of all distances. far: of the neighbour that says what the model says. */
+/* Check mixing. shift: added to all distances. far: distance at which the model counts as a neighbor. */
 static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, float theta, float shift, float far) {
     float *   logits = floats(n_vocab), * before = floats(n_vocab), * distances = floats(k);
     int32_t * values = (int32_t *) (void *) exact(k * sizeof *values);
@@ -449,7 +450,7 @@ static void check_mix(uint32_t n_vocab, uint32_t k, float alpha, float beta, flo
         banned += isinf(before[i]) ? w * q[i] / sum : 0;
     }
     softmax(logits, n_vocab, q);
-    for (uint32_t i = 0; i < n_vocab; ++i) { /* what the banned tokens would have got is shared by all */
+    for (uint32_t i = 0; i < n_vocab; ++i) { /* all tokens share what the banned ones would have got */
         CHECK(fabs(q[i] - p[i] / (1 - banned)) < 2e-5);
         CHECK(isinf(before[i]) == isinf(logits[i]));
     }
@@ -497,7 +498,9 @@ static void check_mix_refusals(void) {
     CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 0.5f, 0, 1, -INFINITY, &info) == LLMAAS_EINVAL);
     CHECK(llmaas_logits_mix(logits, 20, NULL, NULL, 0, 0.5f, 0, 1, INFINITY, &info) == LLMAAS_OK);
     CHECK(memcmp(logits, same, sizeof same) == 0);
-    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 1, 0, 1, INFINITY, &info) == LLMAAS_OK); /* the model keeps a say */
+    CHECK(llmaas_logits_mix(logits, 20, values, distances, 2, 1, 0, 1, INFINITY, &info) == LLMAAS_OK); /* the model
+                                                                                                        * keeps a
+                                                                                                        * share */
     CHECK(isfinite(logits[3]) && logits[0] == same[0]);
     logits[7] = NAN;
     CHECK(llmaas_logits_peek(logits, 20, &info) == LLMAAS_EUNSUPPORTED);

@@ -1,4 +1,4 @@
-/* Where the pieces of a blob belong, told by a reader that hands them out as llama.cpp's does. */
+/* Where the pieces of a blob belong, as reported by a reader that hands them out like llama.cpp's. */
 #include "cells.h"
 #include "check.h"
 
@@ -12,7 +12,7 @@ enum {
     ROW_BYTES = 2 * N_EMBD,
     N_LAYER   = 2,
     N_TENSORS = 2 * N_LAYER,
-    HEAD      = 12, /* of what is before each tensor's bytes in a blob */
+    HEAD      = 12, /* bytes before each tensor's data in a blob */
     N_BYTES   = N_TENSORS * N_CELLS * ROW_BYTES,
 };
 
@@ -20,17 +20,17 @@ typedef struct run {
     uint32_t start, end;
 } run;
 
-/* A context: its cells in a buffer, and how the reader is to behave. */
+/* A context: its cells in a buffer, and how the reader should behave. */
 typedef struct engine {
     struct ggml_context * ctx;
     struct ggml_tensor *  tensors[N_TENSORS]; /* K of all layers, then V */
     ggml_backend_buffer_t buffer;
     llmaas_cells          cells;
     bool                  is_transposed;
-    run                   runs[3]; /* the cells that are free, in order */
-    run                   last[3]; /* where the reader puts the last tensor's pieces, if not there */
+    run                   runs[3]; /* the free cells, in order */
+    run                   last[3]; /* where the reader puts the last tensor's pieces, if elsewhere */
     uint32_t              n_loaded;     /* tensors that the reader hands out */
-    bool                  is_backwards; /* the last one's bytes first */
+    bool                  is_backwards; /* the last tensor's bytes come first */
     bool                  refuses;
     pthread_barrier_t *   meeting; /* with another reader; NULL: alone */
     uint32_t              n_calls;
@@ -43,7 +43,7 @@ static struct ggml_tensor * tensor_new(struct ggml_context * ctx, struct ggml_ta
     return made;
 }
 
-/* Every byte of the cells is 7. */
+/* Make an engine; every byte of its cells is 7. */
 static engine engine_new(bool is_transposed) {
     engine e = {.is_transposed = is_transposed, .n_loaded = N_TENSORS, .sequence = -1};
     e.ctx    = ggml_init((struct ggml_init_params) {.mem_size = 1 << 16, .no_alloc = true});
@@ -78,7 +78,7 @@ static uint8_t * blob_new(const engine * e) {
     return blob;
 }
 
-/* Hand out a tensor's pieces; what follows them in the blob. */
+/* Hand out a tensor's pieces. Return the blob position behind them. */
 static const uint8_t * load(const run * runs, struct ggml_tensor * tensor, bool is_transposed, const uint8_t * from) {
     const uint32_t n_channels = is_transposed ? N_EMBD : 1;
     const size_t   cell       = ROW_BYTES / n_channels;
@@ -92,7 +92,8 @@ static const uint8_t * load(const run * runs, struct ggml_tensor * tensor, bool 
     return from;
 }
 
-/* llama_state_seq_set_data: labels cells, then sets the tensors; one that it refuses halfway leaves zeros. */
+/* Stand in for llama_state_seq_set_data: label cells, then set the tensors; a reader that refuses halfway leaves
+ * zeros. */
 static size_t set_data(void * ctx, const uint8_t * blob, size_t n_bytes, int32_t sequence) {
     engine *        e    = ctx;
     const uint8_t * from = blob + HEAD;
@@ -130,7 +131,7 @@ static void check_untouched(const engine * e) {
     }
 }
 
-/* The buffer takes data as before. */
+/* Check that the buffer takes data as before. */
 static void check_restored(engine * e) {
     const uint8_t some[ROW_BYTES] = {1, 2, 3};
     ggml_backend_tensor_set(e->tensors[1], some, ROW_BYTES, ROW_BYTES);
@@ -185,7 +186,7 @@ static void test_scattered_cells_are_refused(void) {
     static const run cases[][3] = {
         {{0, 8}, {10, 20}, {0, 0}},    {{0, 8}, {10, 18}, {0, 0}},  {{0, 1}, {2, 3}, {4, 5}},
         {{0, 16}, {32, 48}, {0, 0}}, /* half a channel apart */
-        {{30, 40}, {0, 10}, {0, 0}}, /* the engine goes round */
+        {{30, 40}, {0, 10}, {0, 0}}, /* the engine wraps around */
         {{30, 40}, {0, 12}, {0, 0}},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
@@ -197,7 +198,7 @@ static void test_scattered_cells_are_refused(void) {
     }
 }
 
-/* No reader does that to cells in a row; one that did would be found out. */
+/* Check uneven pieces: no reader does that to contiguous cells, but one that did would be detected. */
 static void test_uneven_pieces_are_refused(void) {
     static const run cases[][3] = {
         {{3, 5}, {5, 9}, {0, 0}}, {{3, 5}, {5, 7}, {8, 10}}, {{7, 9}, {5, 7}, {3, 5}},
@@ -233,7 +234,7 @@ static void test_another_order_than_the_blobs_is_refused(void) {
     check_refused(&e, N_TENSORS);
 }
 
-/* K and V of a layer that is not in the context's one buffer are copied as ever. */
+/* Check K and V of a layer outside the context's one buffer: they are copied as usual. */
 static void test_tensors_elsewhere_are_refused(void) {
     engine                e     = engine_new(false);
     ggml_backend_buffer_t other = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), N_BYTES);

@@ -1,4 +1,4 @@
-/* The tap that counts magnitudes, against sums over the same values. */
+/* The tap that counts magnitudes, compared with sums over the same values. */
 #include "tap_threads.h"
 
 #include <math.h>
@@ -13,7 +13,7 @@ static llmaas_magnitudes * magnitudes_new(void) {
     return made;
 }
 
-/* Values of any sign and any exponent that no sum overflows with. */
+/* Make values of any sign and of any exponent that does not overflow sums. */
 static struct ggml_tensor * random_rows(struct ggml_context * ctx, int n, int n_rows) {
     struct ggml_tensor * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n, n_rows);
     for (int i = 0; i < n * n_rows; ++i) {
@@ -27,7 +27,7 @@ static void put_rows(llmaas_magnitudes * magnitudes, const struct ggml_tensor * 
     run_tap(llmaas_magnitudes_tap(magnitudes), &view, 1, 3);
 }
 
-/* What was counted in LAYER is `weight` times what these values come to, row after row. */
+/* Check that LAYER counted `weight` times these values, row after row. */
 static void check_counted(llmaas_magnitudes * magnitudes, const float * values, int n_rows, int weight) {
     uint64_t * counts = (uint64_t *) (void *) exact(sizeof(uint64_t) * LLMAAS_MAGNITUDE_BUCKETS);
     double *   sums   = (double *) (void *) exact(sizeof(double) * N_CHANNELS);
@@ -62,7 +62,7 @@ static void test_magnitudes_are_counted_by_bucket_and_channel(void) {
     check_counted(magnitudes, rows->data, N_ROWS, 1);
     put_rows(magnitudes, rows);
     check_counted(magnitudes, rows->data, N_ROWS, 2);
-    put_rows(magnitudes, random_rows(ctx, N_CHANNELS + 1, N_ROWS)); /* not the width it was made for */
+    put_rows(magnitudes, random_rows(ctx, N_CHANNELS + 1, N_ROWS)); /* wrong width */
     check_counted(magnitudes, rows->data, N_ROWS, 2);
     llmaas_magnitudes_free(magnitudes);
     ggml_free(ctx);

@@ -1,4 +1,4 @@
-/* The tap that adds up values and their squares, against sums over the same values. */
+/* The tap that adds up values and their squares, compared with sums over the same values. */
 #include "tap_threads.h"
 
 enum { N_LAYERS = 3, LAYER = 1, N_CHANNELS = 37, N_ROWS = 20 };
@@ -24,7 +24,7 @@ static void put_rows(llmaas_moments * moments, const struct ggml_tensor * rows) 
     run_tap(llmaas_moments_tap(moments), &view, 1, 3);
 }
 
-/* What was counted in LAYER are all rows of `wide`, then the ones of `narrow` (may be NULL), whose rest is zeros. */
+/* Check that LAYER counted all rows of `wide`, then those of `narrow` (may be NULL), padded with zeros. */
 static void check_counted(llmaas_moments * moments, const struct ggml_tensor * wide, const struct ggml_tensor * narrow) {
     const struct ggml_tensor * const counted[2] = {wide, narrow};
     double * const sums    = (double *) (void *) exact(N_CHANNELS * sizeof(double));
@@ -59,7 +59,7 @@ static void test_values_and_squares_are_added_up_by_channel(void) {
     check_counted(moments, wide, NULL);
     put_rows(moments, narrow); /* a level leaves channels out */
     check_counted(moments, wide, narrow);
-    put_rows(moments, random_rows(ctx, N_CHANNELS + 1, N_ROWS)); /* not the width it was made for */
+    put_rows(moments, random_rows(ctx, N_CHANNELS + 1, N_ROWS)); /* wrong width */
     check_counted(moments, wide, narrow);
     llmaas_moments_free(moments);
     ggml_free(ctx);

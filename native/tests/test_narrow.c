@@ -1,4 +1,4 @@
-/* Attention over the cells that are seen: the result is that of a graph which has no others, bit for bit. */
+/* Attention over visible cells only: the result is bit-identical to that of a graph which has no other cells. */
 #include "check.h"
 
 #include "ggml-cpu.h"
@@ -8,10 +8,10 @@
 
 enum { N_CELLS = 1280, D = 64, N_HEAD = 6, N_HEAD_KV = 2, MAX_ROWS = 70 };
 
-/* Which cells the queries see, of those that a graph reaches. */
+/* Which of the cells that a graph reaches the queries see. */
 typedef struct layout {
     int  first, end;
-    int  hole, hole_end; /* of them, these are hidden */
+    int  hole, hole_end; /* these cells are hidden */
     bool is_causal;      /* query i does not see the last n_rows - 1 - i cells */
 } layout;
 
@@ -35,7 +35,7 @@ static bool sees(const layout * l, int n_rows, int row, int cell) {
     return cell >= l->first && cell < end && !(cell >= l->hole && cell < l->hole_end);
 }
 
-/* The mask of cells first_cell.. of a layout. */
+/* Make the mask of cells first_cell.. of a layout. */
 static struct ggml_tensor * new_mask(
     struct ggml_context * ctx, enum ggml_type type, const layout * l, int first_cell, int n_cells, const shape * of) {
     struct ggml_tensor * mask = ggml_new_tensor_2d(ctx, type, n_cells, of->n_rows);
@@ -52,7 +52,7 @@ static struct ggml_tensor * new_mask(
     return mask;
 }
 
-/* Of all cells, as floats. */
+/* All cells, as floats. */
 static struct cells {
     float query[MAX_ROWS * N_HEAD * D];
     float keys[N_CELLS * N_HEAD_KV * D];
@@ -74,7 +74,8 @@ static bool is_readable(const llmaas_seen * seen, int cell) {
     return seen->n_runs > 0 ? is_in_run : cell >= seen->first && cell < seen->first + seen->n;
 }
 
-/* A tensor [D, N_HEAD_KV, n_cells], or its transpose [n_cells, N_HEAD_KV * D]. Cells not to be read are no numbers. */
+/* Make a tensor [D, N_HEAD_KV, n_cells], or its transpose [n_cells, N_HEAD_KV * D]. Cells that must not be read are
+ * NaN. */
 static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * from, enum ggml_type type, int first,
                                       int n_cells, bool is_transposed, const llmaas_seen * readable) {
     enum { N = N_HEAD_KV * D };
@@ -97,7 +98,7 @@ static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * f
     return cache;
 }
 
-/* Attention over n_cells of them, as llama.cpp builds it; the node that has the result. */
+/* Build attention over n_cells cells as llama.cpp does. Return the node with the result. */
 static struct ggml_tensor * new_attention(
     struct ggml_context * ctx, const shape * of, const layout * l, int first, int n_cells, const llmaas_seen * readable) {
     const float          scale = 1.0f / sqrtf((float) D);
@@ -138,7 +139,7 @@ static void compute(struct ggml_cgraph * graph, int n_threads) {
     free(plan.work_data);
 }
 
-/* As an engine does it; how many nodes were exchanged. */
+/* Rewrite a graph as an engine does. Return how many nodes were replaced. */
 static int narrow(llmaas_narrow * narrowing, llmaas_graph * graph, struct ggml_cgraph * original) {
     int n_changed = 0;
     llmaas_graph_begin(graph, original);
@@ -169,8 +170,8 @@ static int narrow(llmaas_narrow * narrowing, llmaas_graph * graph, struct ggml_c
     return n_changed;
 }
 
-/* The narrowed result is, bit for bit, that of a graph with no other cells than the n that it is computed from, on so many
- * threads. */
+/* Check that the narrowed result is bit-identical to that of a graph with only the n cells that it is computed from, on
+ * n_threads threads. */
 static void check_attention(shape of, layout l, int n, int n_threads) {
     struct ggml_context * ctx       = context_new();
     llmaas_graph *        graph     = llmaas_graph_new();
@@ -193,7 +194,7 @@ static void check_attention(shape of, layout l, int n, int n_threads) {
 }
 
 static const layout layouts[] = {
-    {.first = 400, .end = N_CELLS, .is_causal = true}, /* cells of others before */
+    {.first = 400, .end = N_CELLS, .is_causal = true}, /* others' cells before */
     {.first = 0, .end = 700, .is_causal = true},       /* behind */
     {.first = 333, .end = 1000, .is_causal = true},    /* around */
     {.first = 333, .end = 1000, .hole = 500, .hole_end = 600},
@@ -224,21 +225,21 @@ static void test_a_range_is_as_if_there_were_no_other_cells(void) {
     test_each_way(GGML_TYPE_F32, false, false, 0.0f);
 }
 
-/* One query whose cells are far apart: its heads are dealt out, so that no thread is left with hidden cells. ggml-cpu
- * then adds up as it does on one thread. */
+/* Check one query whose cells are far apart: its heads are dealt out, so that no thread gets only hidden cells.
+ * ggml-cpu then adds up as it does on one thread. */
 static void test_holes(void) {
     const layout scattered = {.first = 10, .end = 1270, .hole = 100, .hole_end = 1000};
     const layout behind    = {.first = 333, .end = 1000, .hole = 600, .hole_end = 900};
     for (int n_threads = 1; n_threads <= 4; ++n_threads) {
         check_attention((shape){GGML_TYPE_F16, 1, n_threads, true, false, 0.0f}, scattered, N_CELLS, 1);
         check_attention((shape){GGML_TYPE_F16, 1, n_threads, true, false, 0.0f}, behind, 768, 1);
-        /* sinks and slopes are by head, so there cells are dealt out as ever */
+        /* sinks and slopes are per head, so cells are dealt out as usual there */
         check_attention((shape){GGML_TYPE_F16, 1, n_threads, true, true, 0.0f}, behind, 768, n_threads);
         check_attention((shape){GGML_TYPE_F16, 1, n_threads, true, false, 8.0f}, behind, 768, n_threads);
     }
 }
 
-/* -- several runs ---------------------------------------------------------------------------------------------------- */
+/* -- runs of cells --------------------------------------------------------------------------------------------------- */
 
 static double difference(const struct ggml_tensor * a, const struct ggml_tensor * b) {
     double most = 0.0;
@@ -250,7 +251,7 @@ static double difference(const struct ggml_tensor * a, const struct ggml_tensor 
     return most;
 }
 
-/* Without flash attention, cells between runs are not touched; sums are those of all cells in another order. */
+/* Check runs without flash attention: cells between runs are not read; sums are those of all cells in another order. */
 static void check_runs(shape of, layout l, int n_runs) {
     struct ggml_context * ctx       = context_new();
     llmaas_graph *        graph     = llmaas_graph_new();
@@ -262,7 +263,7 @@ static void check_runs(shape of, layout l, int n_runs) {
     CHECK(seen.n_runs == n_runs);
     struct ggml_tensor * found    = new_attention(ctx, &of, &l, 0, N_CELLS, &seen);
     struct ggml_cgraph * original = graph_of(ctx, found);
-    memset(found->src[1]->src[0]->data, 0xff, ggml_nbytes(found->src[1])); /* no numbers */
+    memset(found->src[1]->src[0]->data, 0xff, ggml_nbytes(found->src[1])); /* NaN */
     CHECK(llmaas_narrow_read(&narrowing, original));
     CHECK(narrow(&narrowing, graph, original) == 2);
     compute(llmaas_graph_end(graph), of.n_threads);
@@ -283,12 +284,12 @@ static void test_runs(void) {
             check_runs((shape){GGML_TYPE_F32, rows[i], n_threads, false, false, 0.0f}, behind, 2);
         }
     }
-    check_attention((shape){GGML_TYPE_F16, 1, 1, false, false, 0.0f}, layouts[3], 768, 1); /* a hole too small */
+    check_attention((shape){GGML_TYPE_F16, 1, 1, false, false, 0.0f}, layouts[3], 768, 1); /* the hole is too small */
 }
 
-/* -- what stays as it is --------------------------------------------------------------------------------------------- */
+/* -- what stays unchanged -------------------------------------------------------------------------------------------- */
 
-/* A node without its operands' values: only its mask is looked at. */
+/* Return whether narrowing is worthwhile, for a node without operand values: only its mask is read. */
 static bool is_worth_it(struct ggml_context * ctx, struct ggml_tensor * mask) {
     struct ggml_tensor * scores = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, mask->ne[0], mask->ne[1], 1, mask->ne[3]);
     llmaas_narrow        narrowing;
@@ -307,7 +308,7 @@ static void test_what_is_not_worth_it(void) {
     ggml_free(ctx);
 }
 
-/* Computed in the graph, of several streams, or of a type that masks do not have. */
+/* Check masks that are computed in the graph, of several streams, or of an unusual type. */
 static void test_masks_that_cannot_be_read(void) {
     struct ggml_context * ctx     = context_new();
     const shape           of      = {.n_rows = 3};
@@ -325,7 +326,7 @@ static void test_masks_that_cannot_be_read(void) {
 
 /* -- reading masks --------------------------------------------------------------------------------------------------- */
 
-/* Random masks of any size, in memory that ends with them. */
+/* Check random masks of any size, in memory that ends with them. */
 static void test_ranges_of_random_masks(void) {
     for (int round = 0; round < 300; ++round) {
         struct ggml_context * ctx  = context_new();

@@ -1,5 +1,5 @@
-/* What depends on rows that are left out is left out, too. The result is that of a graph whose last matrix has zeros in the
- * columns that nobody reads; whatever is not computed is no number, so that nobody reads it either. */
+/* Nodes that depend on left-out rows are left out, too. The result equals that of a graph whose last matrix has zeros
+ * in the unused columns. Whatever is not computed is NaN, which shows that nobody reads it. */
 #include "check.h"
 
 #include "ggml-backend.h"
@@ -9,7 +9,7 @@
 
 enum { D = 32, WIDTH = 64, N_KV = 40, MAX_NODES = 64 };
 
-static const float LAST_BITS = 1e-4f; /* sums over columns are made in another order where there are fewer */
+static const float LAST_BITS = 1e-4f; /* with fewer columns, sums are added in another order */
 
 typedef struct shape {
     int  n_groups, n_shared, n_tokens, n_threads;
@@ -26,7 +26,7 @@ static struct ggml_tensor * tensor(int64_t n0, int64_t n1, int64_t n2) {
     return made;
 }
 
-/* Matrices lie in a buffer that says so; its memory is still the context's. */
+/* Return a buffer marked as weights; the matrices' memory is still the context's. */
 static ggml_backend_buffer_t weights_buffer(void) {
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(ggml_get_mem_buffer(ctx), ggml_get_mem_size(ctx));
     CHECK(buffer);
@@ -62,7 +62,7 @@ static struct ggml_cgraph * graph_of(struct ggml_tensor * result) {
     return graph;
 }
 
-/* As an engine does it. */
+/* Rewrite a graph as an engine does. */
 static void rewrite(
     const llmaas_prefixes * prefixes, const llmaas_weights * weights, llmaas_graph * graph, struct ggml_cgraph * original) {
     llmaas_graph_begin(graph, original);
@@ -102,7 +102,7 @@ static llmaas_weights * claimed(struct ggml_cgraph * graph, const claim * claims
     return weights;
 }
 
-/* Compute `found` with parts of weights, from memory that holds no numbers; how many nodes have a prefix. */
+/* Compute `found` with parts of weights, from memory that holds NaN. Return how many nodes have a prefix. */
 static int compute_parts(struct ggml_tensor * found, const claim * claims, int n_claims, int n_threads) {
     llmaas_prefixes      prefixes = {0};
     struct ggml_cgraph * original = graph_of(found);
@@ -112,7 +112,7 @@ static int compute_parts(struct ggml_tensor * found, const claim * claims, int n
     for (int i = 0; i < original->n_nodes; ++i) {
         memset(original->nodes[i]->data, 0xff, ggml_nbytes(original->nodes[i]));
     }
-    for (int round = 0; round < 2; ++round) { /* graphs are used again */
+    for (int round = 0; round < 2; ++round) { /* graphs are reused */
         CHECK(llmaas_prefixes_find(&prefixes, weights, 0, original));
         rewrite(&prefixes, weights, graph, original);
         compute(llmaas_graph_end(graph), n_threads);
@@ -184,7 +184,8 @@ static struct ggml_tensor * attention_of(const layer * l, struct ggml_tensor * q
     return ggml_cont_2d(ctx, ggml_permute(ctx, out, 0, 2, 1, 3), n, l->of.n_tokens);
 }
 
-/* Product, bias, shape, [norm, weight,] rotation, scale, view, order; then attention. */
+/* Return the nodes expected to be cut: product, bias, shape, [norm, weight,] rotation, scale, view, order; then
+ * attention. */
 static int n_expected(const shape * of) {
     return 7 + 2 * of->is_normed + (of->is_flash ? 2 : 5 + 3 * of->is_capped);
 }
@@ -212,7 +213,7 @@ static void test_heads(void) {
         const int n_heads = (int) rnd_below((uint32_t) of.n_groups) * of.n_shared;
         check_attention(of, n_heads, true);
         if (of.n_shared > 1) {
-            check_attention(of, n_heads + 1, false); /* no whole groups */
+            check_attention(of, n_heads + 1, false); /* not whole groups */
             shape one    = of;
             one.n_groups = 1;
             check_attention(one, 1, true); /* all share one */
@@ -229,7 +230,7 @@ static struct ggml_tensor * geglu(struct ggml_tensor * gate, struct ggml_tensor 
 static struct ggml_tensor * product(struct ggml_tensor * gate, struct ggml_tensor * up) {
     return ggml_mul(ctx, ggml_relu(ctx, gate), up);
 }
-static struct ggml_tensor * halves(struct ggml_tensor * gate, struct ggml_tensor * up) { /* nobody knows its prefix */
+static struct ggml_tensor * halves(struct ggml_tensor * gate, struct ggml_tensor * up) { /* its prefix is unknown */
     return ggml_swiglu(ctx, ggml_concat(ctx, gate, up, 0));
 }
 static struct ggml_tensor * both(struct ggml_tensor * gate, struct ggml_tensor * up) {
@@ -243,7 +244,7 @@ static struct ggml_tensor * shown(struct ggml_tensor * gate, struct ggml_tensor 
 
 enum { N_FF = 96 };
 
-/* How many nodes are cut where gate, up, and down have n_gate, n_up and n_down of their neurons; -1: all. */
+/* Return how many nodes are cut if gate, up and down have n_gate, n_up and n_down of their neurons; -1: all. */
 static int check_neurons(middle between, int n_tokens, int64_t n_gate, int64_t n_up, int64_t n_down) {
     ctx                          = ggml_init((struct ggml_init_params){.mem_size = 4u << 20});
     ggml_backend_buffer_t buffer = weights_buffer();
@@ -255,7 +256,7 @@ static int check_neurons(middle between, int n_tokens, int64_t n_gate, int64_t n
         ggml_mul_mat(ctx, down, between(ggml_mul_mat(ctx, gate, x), ggml_mul_mat(ctx, up, x)));
     const claim claims[] = {{gate, LLMAAS_ROWS, n_gate}, {up, LLMAAS_ROWS, n_up}, {down, LLMAAS_COLUMNS, n_down}};
     const int   n_cut    = compute_parts(found, claims, 3, 2);
-    /* Rows that are left out are zeros, and so is what is made of them. */
+    /* left-out rows are zero, and so is everything computed from them */
     struct ggml_tensor * zeroed = with_zeros(down, n_down < 0 ? N_FF : n_down);
     for (int64_t i = 0; i < WIDTH * N_FF; ++i) {
         ((float *) gate->data)[i] *= n_gate < 0 || i / WIDTH < n_gate ? 1.0f : 0.0f;
@@ -284,16 +285,17 @@ static void test_neurons(void) {
 }
 
 static void test_what_needs_more(void) {
-    CHECK(check_neurons(swiglu, 5, 32, 32, 33) == 0); /* columns that have no neuron */
+    CHECK(check_neurons(swiglu, 5, 32, 32, 33) == 0); /* columns without a neuron */
     CHECK(check_neurons(swiglu, 5, 32, 32, -1) == 0);
-    CHECK(check_neurons(swiglu, 5, 32, 48, 32) == 0); /* two that do not go together */
+    CHECK(check_neurons(swiglu, 5, 32, 48, 32) == 0); /* two prefixes that do not match */
     CHECK(check_neurons(swiglu, 5, 0, 32, 0) == 0);
     CHECK(check_neurons(halves, 5, 32, 32, 32) == 0);
     CHECK(check_neurons(shown, 5, 32, 32, 32) == 0);
     CHECK(check_neurons(swiglu, 5, -1, -1, 32) == 0);
 }
 
-/* An app's callback has the graph come in pieces: whatever is read in a later one must be there as a whole. */
+/* Check a graph that comes in pieces because of an app's callback: whatever a later piece reads must be computed in
+ * full. */
 static void test_pieces(void) {
     ctx                          = ggml_init((struct ggml_init_params){.mem_size = 4u << 20});
     ggml_backend_buffer_t buffer = weights_buffer();

@@ -1,4 +1,4 @@
-/* Preloading: what was read ahead is used, counted and bounded, and changes nothing but when it is read. */
+/* Preloading: what was read ahead is used, counted and bounded, and results do not change. */
 #include "check.h"
 
 #include "graph.h"
@@ -12,19 +12,19 @@ enum {
     N_FAMILIES = 2,
     N          = N_LAYERS * N_FAMILIES,
     WIDTH      = 128,  /* channels of an operand */
-    ROWS       = 8192, /* of which a channel has 4096 bytes */
+    ROWS       = 8192, /* so a channel has 4096 bytes */
     BYTES      = ROWS / 2,
     PAGES      = N * WIDTH,
     ALL        = PAGES * BYTES,
 };
 
-static float    values[N][WIDTH]; /* of the activations; channels from 0.5 on are active */
+static float    values[N][WIDTH]; /* activations; channels from 0.5 on are active */
 static uint16_t scales[WIDTH / 32][ROWS];
 static int      n_threads = 1;
 static char *   content;
 static char     name[] = "/tmp/llmaas-preload-XXXXXX";
 
-/* Layers' matrices, each with one token. */
+/* The matrices of all layers, for one token. */
 typedef struct model {
     llmaas_stream *       stream;
     llmaas_graph *        graph;
@@ -41,7 +41,7 @@ static void write_file(size_t n_bytes) {
     CHECK(file && fwrite(content, 1, n_bytes, file) == n_bytes && fclose(file) == 0);
 }
 
-/* Operand i of a file whose groups are of n_group layers: its layer is i / N_FAMILIES. */
+/* Return operand i of a file whose groups have n_group layers; its layer is i / N_FAMILIES. */
 static llmaas_operand_spec spec_of(size_t i, size_t n_group, uint32_t * order) {
     const size_t group = i / N_FAMILIES / n_group, family = i % N_FAMILIES, at = i / N_FAMILIES % n_group;
     const size_t first = (group * N_FAMILIES + family) * n_group * WIDTH * BYTES;
@@ -90,7 +90,7 @@ static void model_free(model * m) {
     free(m);
 }
 
-/* As the engine does. False: the graph failed. */
+/* Compute a graph as the engine does. Return false if it failed. */
 static bool compute(model * m) {
     llmaas_stream_begin(m->stream, m->graph, 0);
     llmaas_graph_begin(m->graph, m->original);
@@ -107,7 +107,7 @@ static bool compute(model * m) {
     return !llmaas_graph_failed(m->graph);
 }
 
-/* Values of one layer's activations are like those of the next, but for `n_other` of 100. */
+/* Make activations that are the same in consecutive layers, except for `n_other` of 100. */
 static void next_values(uint32_t n_other) {
     for (size_t i = 0; i < N; i++) {
         for (size_t j = 0; j < WIDTH; j++) {
@@ -161,7 +161,7 @@ static void test_what_is_kept_is_the_same(void) {
     model_free(preloaded);
 }
 
-/* Of layers that are all alike, nothing is read in vain, nor twice. */
+/* Check layers that are all alike: nothing is read in vain or twice. */
 static void test_right_predictions(size_t n_group) {
     model * m = model_new(n_group, true);
     llmaas_stream_set_memory(m->stream, 0, 8 << 20);
@@ -171,11 +171,11 @@ static void test_right_predictions(size_t n_group) {
     CHECK(stats.n_wasted == 0 && stats.n_read == stats.n_channel_misses * BYTES && stats.n_channel_preloads > 0);
     llmaas_stream_set_memory(m->stream, ALL, 8 << 20);
     CHECK(compute(m) && compute(m));
-    CHECK(stats_of(m).n_read == 2 * stats.n_read); /* what is kept is not read ahead */
+    CHECK(stats_of(m).n_read == 2 * stats.n_read); /* kept channels are not read ahead */
     model_free(m);
 }
 
-/* Of layers that have nothing in common, all is read in vain. */
+/* Check layers that have nothing in common: all reads ahead are in vain. */
 static void test_wrong_predictions(void) {
     model * m = model_new(1, true);
     llmaas_stream_set_memory(m->stream, 0, 8 << 20);
@@ -191,7 +191,7 @@ static void test_wrong_predictions(void) {
     model_free(m);
 }
 
-/* What was read ahead and is still needed is never more than the memory for it, which is used again and again. */
+/* Check that reads ahead still needed never exceed their memory, which is reused again and again. */
 static void test_memory_is_bounded(void) {
     enum { N_AHEAD = 8 };
     model * m = model_new(1, true);
@@ -203,7 +203,7 @@ static void test_memory_is_bounded(void) {
     model_free(m);
 }
 
-/* A failed read matters if somebody needs what it was to read; and only to that graph. */
+/* Check that a failed read matters only if somebody needs its bytes, and only to that graph. */
 static void test_failed_reads(size_t n_group) {
     model * plain = model_new(n_group, false), * m = model_new(n_group, true);
     llmaas_stream_set_memory(m->stream, ALL / 2, 8 << 20);
@@ -214,12 +214,12 @@ static void test_failed_reads(size_t n_group) {
     for (size_t i = 0; i < n_group * N_FAMILIES; i++) {
         memset(values[N - 1 - i], 0, sizeof values[0]);
     }
-    CHECK(compute(m)); /* it was read in vain, as far as it could be */
+    CHECK(compute(m)); /* the read was in vain */
     memset(values, 0, sizeof values);
     for (size_t i = 0; i < N; i++) {
         values[i][0] = 1;
     }
-    CHECK(!compute(m)); /* a single channel, and it was to be read ahead */
+    CHECK(!compute(m)); /* a single channel, which was to be read ahead */
     write_file(ALL);
     next_values(10);
     CHECK(compute(plain) && compute(m) && same_results(plain, m));
@@ -230,12 +230,12 @@ static void test_failed_reads(size_t n_group) {
 static void test_who_can_be_predicted(void) {
     model *                m = model_new(2, true);
     uint32_t               order[WIDTH];
-    const llmaas_operand * predictor = m->columns[0].operand; /* of the family's operands in layers 2 and 3 */
+    const llmaas_operand * predictor = m->columns[0].operand; /* predicts the family's operands in layers 2 and 3 */
     llmaas_operand_spec    spec      = spec_of(2 * N_FAMILIES, 2, order);
-    CHECK(!llmaas_operand_predicts(predictor, m->fd, &spec)); /* where another one is */
+    CHECK(!llmaas_operand_predicts(predictor, m->fd, &spec)); /* overlaps another operand */
     spec.offset += 2 * BYTES;
     CHECK(!llmaas_operand_predicts(predictor, m->fd, &spec)); /* in the next record */
-    predictor = m->columns[N - 1].operand; /* of none */
+    predictor = m->columns[N - 1].operand; /* predicts none */
     CHECK(llmaas_operand_predicts(predictor, m->fd, &spec));
     spec.n_channels = WIDTH / 2;
     CHECK(!llmaas_operand_predicts(predictor, m->fd, &spec));

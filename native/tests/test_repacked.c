@@ -1,4 +1,4 @@
-/* Products with a part of a repacked weight are bit for bit what ggml-cpu computes with that part alone. */
+/* Products with a part of a repacked weight are bit-identical to what ggml-cpu computes with that part alone. */
 #include "check.h"
 
 #include "cpu.h"
@@ -15,7 +15,7 @@ static float value_at(int64_t expert, int64_t row, int64_t col) {
     return (float) rnd_below(2001) / 1000.0f - 1.0f;
 }
 
-/* A repacked weight of the given size whose values depend only on their place, in a context of its own. */
+/* Make a repacked weight of the given size, in its own context, whose values depend only on their place. */
 static struct ggml_tensor * new_weight(
     struct ggml_context * ctx, enum ggml_type type, int64_t n_cols, int64_t n_rows, int64_t n_experts) {
     struct ggml_tensor * weight = ggml_new_tensor_3d(ctx, type, n_cols, n_rows, n_experts);
@@ -50,7 +50,7 @@ static void compute(struct ggml_cgraph * graph, int n_threads) {
     free(plan.work_data);
 }
 
-/* The product `node` of a whole weight, from the weight's first n_rows × n_cols. */
+/* Compute `node`, a product of a whole weight, from the weight's first n_rows × n_cols. */
 static void compute_part(
     struct ggml_context * ctx, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols, int n_threads) {
     struct ggml_cgraph * original = ggml_new_graph(ctx);
@@ -66,7 +66,7 @@ static void compute_part(
     llmaas_graph_free(graph);
 }
 
-/* Every row of `part` starts with the same row of `expected`, and the rest of it was left alone. */
+/* Check that every row of `part` starts with the same row of `expected`, and that its rest was not written. */
 static void check_rows(const struct ggml_tensor * part, const struct ggml_tensor * expected) {
     const size_t n = (size_t) expected->ne[0] * sizeof(float);
     CHECK(ggml_nrows(part) == ggml_nrows(expected));
@@ -79,7 +79,7 @@ static void check_rows(const struct ggml_tensor * part, const struct ggml_tensor
     }
 }
 
-/* Activations in rows longer than n_cols, of which the first n_cols are taken. */
+/* Make activations in rows longer than n_cols, of which the first n_cols are used. */
 static struct ggml_tensor * new_input(struct ggml_context * ctx, int64_t n_cols, int64_t n_rows, int64_t n_planes) {
     const int64_t        stride = n_cols + 40;
     struct ggml_tensor * all    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, stride, n_rows, n_planes);
@@ -89,7 +89,7 @@ static struct ggml_tensor * new_input(struct ggml_context * ctx, int64_t n_cols,
     return ggml_view_3d(ctx, all, n_cols, n_rows, n_planes, all->nb[1], all->nb[2], 0);
 }
 
-/* ggml-cpu's quantiser takes four rows of activations for contiguous: its own product gets a copy. */
+/* Copy the first columns: ggml-cpu's quantizer assumes that four rows of activations are contiguous. */
 static struct ggml_tensor * cut(struct ggml_context * ctx, struct ggml_tensor * input, int64_t n_cols) {
     struct ggml_tensor * copy = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_cols, input->ne[1], input->ne[2]);
     for (int64_t row = 0; row < ggml_nrows(input); ++row) {
@@ -99,7 +99,7 @@ static struct ggml_tensor * cut(struct ggml_context * ctx, struct ggml_tensor * 
     return copy;
 }
 
-/* The part's product is ggml-cpu's own with the weight that was cut; both weights are freed. */
+/* Check the part's product against ggml-cpu's own product with the cut weight; free both weights. */
 static void check_against(
     struct ggml_context * ctx, const struct ggml_tensor * node, struct ggml_tensor * expected) {
     struct ggml_cgraph * graph = ggml_new_graph(ctx);
@@ -191,7 +191,7 @@ static void test_steps(void) {
     ggml_free(plain);
 }
 
-/* Types that this processor's ggml-cpu does not repack never lie in its buffers. */
+/* Return whether this processor's ggml-cpu repacks the type: others never lie in its buffers. */
 static bool repacks(enum ggml_type type) {
     struct ggml_context * ctx    = new_context(true);
     struct ggml_tensor *  weight = new_weight(ctx, type, ggml_blck_size(type), 8, 1);

@@ -1,4 +1,4 @@
-/* Slots: who gets one, and who has to go. */
+/* Slots: which channel gets one, and which has to give way. */
 #include "check.h"
 
 #include "slots.h"
@@ -20,7 +20,7 @@ static llmaas_slots * slots_new(size_t n_slots) {
     return slots;
 }
 
-/* As a token does: those that are there first. Bit i: channel i has a slot in the end. */
+/* Take a turn as a token does: channels with slots first. Bit i of the result: channel i has a slot at the end. */
 static unsigned turn(llmaas_slots * slots, unsigned used) {
     CHECK(llmaas_slots_turn(slots));
     for (int i = 0; i < N; i++) {
@@ -44,7 +44,7 @@ static unsigned turn(llmaas_slots * slots, unsigned used) {
 
 static void test_the_least_used_goes(void) {
     llmaas_slots * slots = slots_new(3);
-    CHECK(turn(slots, 0x07) == 0x07); /* free ones first */
+    CHECK(turn(slots, 0x07) == 0x07); /* free slots first */
     CHECK(turn(slots, 0x0e) == 0x07); /* 3 was used no more often than 0 */
     CHECK(turn(slots, 0x0c) == 0x0e); /* now it was */
     CHECK(turn(slots, 0x10) == 0x0e);
@@ -59,7 +59,7 @@ static void test_nobody_goes_who_is_used_now(void) {
     CHECK(turn(slots, 0x03) == 0x03);
     channels[2].n_uses = 9;
     CHECK(turn(slots, 0x07) == 0x03);
-    CHECK(turn(slots, 0x06) == 0x06); /* but 0 is not */
+    CHECK(turn(slots, 0x06) == 0x06); /* 0 is not used in this turn, so it gives way */
     llmaas_slots_free(slots);
 }
 
@@ -73,7 +73,7 @@ static void test_fewer_slots_then_more(void) {
     CHECK(turn(slots, 0xff) == 0xff);
     llmaas_slots_clear(slots);
     CHECK(turn(slots, 0) == 0);
-    CHECK(turn(slots, 0xff) == 0xff); /* what was cleared is free */
+    CHECK(turn(slots, 0xff) == 0xff); /* cleared slots are free */
     llmaas_slots_free(slots);
 }
 

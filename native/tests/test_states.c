@@ -3,7 +3,7 @@
 
 enum { N_EMBD = 24 };
 
-/* Rows whose every float is first, first + 1, ... */
+/* Make rows of equal floats: first, first + 1, ... */
 static struct ggml_tensor * numbered_rows(struct ggml_context * ctx, int n_embd, int n_rows, int first) {
     struct ggml_tensor * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_embd, n_rows);
     for (int i = 0; i < n_embd * n_rows; ++i) {
@@ -17,7 +17,7 @@ static void put_rows(llmaas_states * states, const struct ggml_tensor * rows) {
     run_tap(llmaas_states_tap(states), &view, 1, 3);
 }
 
-/* Take at most n rows: they are first, first + 1, ... */
+/* Take at most n rows; check that they are first, first + 1, ... */
 static void check_taken(llmaas_states * states, uint32_t n, uint32_t n_expected, int first, uint64_t n_lost_expected) {
     float *  rows = (float *) (void *) exact(sizeof(float) * N_EMBD * n);
     uint32_t n_taken;
@@ -37,7 +37,7 @@ static void test_states_come_out_in_order(void) {
     put_rows(states, numbered_rows(ctx, N_EMBD, 4, 0));
     put_rows(states, numbered_rows(ctx, N_EMBD, 3, 4));
     check_taken(states, 5, 5, 0, 0);
-    put_rows(states, numbered_rows(ctx, N_EMBD, 8, 7)); /* around the ring's end */
+    put_rows(states, numbered_rows(ctx, N_EMBD, 8, 7)); /* across the ring's end */
     check_taken(states, 20, 10, 5, 0);
     llmaas_states_free(states);
     ggml_free(ctx);
@@ -52,7 +52,7 @@ static void test_a_full_ring_loses_the_oldest_states(void) {
     put_rows(states, numbered_rows(ctx, N_EMBD, 25, 14)); /* more than it holds */
     check_taken(states, 20, 10, 29, 24);
     check_taken(states, 20, 0, 0, 0);
-    put_rows(states, numbered_rows(ctx, N_EMBD + 1, 2, 0)); /* not the width it was made for */
+    put_rows(states, numbered_rows(ctx, N_EMBD + 1, 2, 0)); /* wrong width */
     check_taken(states, 20, 0, 0, 2);
     llmaas_states_free(states);
     ggml_free(ctx);

@@ -1,4 +1,4 @@
-/* Batched I/O on real files: neighbours, gaps, any order, padding, short files, wrong keys, errors. */
+/* Batched I/O on real files: neighbors, gaps, any order, padding, short files, wrong keys, errors. */
 #include "check.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@ static uint64_t offsets[N], lengths[N];
 
 static uint64_t blocks(uint64_t n) { return (n + 4095) / 4096 * 4096; }
 
-/* What the contract asks for: whole blocks on a block boundary, zero behind the payload. */
+/* Allocate as the contract requires: whole blocks on a block boundary, zero behind the payload. */
 static uint8_t * whole_blocks(uint64_t n) {
     uint8_t * p = aligned_alloc(4096, blocks(n));
     CHECK(p != NULL);
@@ -56,7 +56,7 @@ static void make_payloads(void) {
     free(blob);
 }
 
-/* Calls that take neighbours together, up to 1 MiB of payloads. */
+/* Return the calls needed if neighbors share calls of up to 1 MiB of payloads. */
 static uint64_t calls_over(uint64_t gap) {
     uint64_t n_calls = 0, total = 0, end = 0;
     for (uint32_t i = 0; i < N; ++i) {
@@ -107,7 +107,7 @@ static void check_round_trip(int fd) {
 
 enum { MANY = 300 };
 
-/* Copies of one small payload at many places, so far apart. */
+/* Copies of one small payload at many places, a fixed distance apart. */
 typedef struct copies {
     int       fd;
     uint64_t  offsets[MANY], lengths[MANY];
@@ -151,7 +151,8 @@ static void copies_free(copies * c) {
     free(c->payload), free(c);
 }
 
-/* Read the first n; system calls made. Each of the first n_there was to be read, and each other not. */
+/* Read the first n copies and return the system calls made. Check that each of the first n_there can be read and no
+ * other can. */
 static uint64_t copies_read_as(copies * c, uint32_t n, uint32_t n_there, bool is_ahead, uint64_t * bytes) {
     int32_t         statuses[MANY];
     llmaas_io_stats stats;
@@ -195,7 +196,7 @@ static void check_gaps(void) {
         for (int round = 0; round < 3; ++round) {
             CHECK(copies_read(c, 100, 100, &bytes) == (one_call ? 1 : 100));
             CHECK(bytes == 100 * LLMAAS_STORE_BLOCK + (one_call ? 99 * gaps[g] : 0));
-            shuffle(c, 100); /* any order is the same */
+            shuffle(c, 100); /* the order does not matter */
         }
         CHECK(copies_read(c, MANY, MANY, &bytes) == (one_call ? 2 : MANY)); /* 256 at a time */
         shuffle(c, MANY);
@@ -207,7 +208,7 @@ static void check_gaps(void) {
 static void check_odd_places(void) {
     uint64_t bytes = 0;
     copies * c     = copies_new(4, LLMAAS_STORE_BLOCK);
-    c->offsets[3] = c->offsets[0]; /* twice the same */
+    c->offsets[3] = c->offsets[0]; /* the same one twice */
     CHECK(copies_read(c, 4, 4, &bytes) == 2);
     c->lengths[0] += 1; /* longer than the payload */
     int32_t         statuses[3];
@@ -221,7 +222,7 @@ static void check_odd_places(void) {
     copies_free(c);
 }
 
-/* Many calls, of which some fail: each payload has its own status. */
+/* Check many calls of which some fail: each payload has its own status. */
 static void check_failures_among_many(void) {
     uint64_t bytes = 0;
     copies * c     = copies_new(MANY, LLMAAS_STORE_GAP + LLMAAS_STORE_BLOCK);
@@ -246,7 +247,7 @@ static void * read_far_apart(void * arg) {
     return NULL;
 }
 
-/* Threads that come and go, and a child of a process that has read. */
+/* Check threads that come and go, and a child of a process that has read. */
 static void check_threads_and_fork(void) {
     copies *  all[N_THREADS];
     pthread_t threads[N_THREADS];
@@ -284,7 +285,7 @@ static void check_writes_in_any_order(void) {
     CHECK(llmaas_store_write(c->fd, 200, c->offsets, c->lengths, src, &stats) == LLMAAS_OK && stats.n_calls == 1);
     CHECK(copies_read(c, 200, 200, &bytes) == 1);
     for (uint32_t i = 0; i < 100; ++i) {
-        c->offsets[i] = 2 * i * LLMAAS_STORE_BLOCK; /* what lies between them is not overwritten */
+        c->offsets[i] = 2 * i * LLMAAS_STORE_BLOCK; /* bytes between them are not overwritten */
     }
     CHECK(llmaas_store_write(c->fd, 100, c->offsets, c->lengths, src, &stats) == LLMAAS_OK && stats.n_calls == 100);
     CHECK(stats.bytes == 100 * LLMAAS_STORE_BLOCK);
@@ -309,7 +310,7 @@ static void check_erase(int fd) {
     CHECK(llmaas_store_erase(fd, 1, &odd, n, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_erase(fd, 1, at, &zero, &stats) == LLMAAS_EINVAL);
     CHECK(llmaas_store_erase(-1, 1, at, n, &stats) == LLMAAS_EINVAL);
-    const int full = open("/dev/full", O_WRONLY); /* no holes there, so zeros, for which it has no room either */
+    const int full = open("/dev/full", O_WRONLY); /* it supports neither holes nor writing zeros */
     if (full >= 0) {
         CHECK(llmaas_store_erase(full, 1, at, n, &stats) == LLMAAS_EIO && stats.sys_errno == ENOSPC);
         close(full);

@@ -1,7 +1,7 @@
-"""The interceptors: the only code that touches llama_cpp's internals.
+"""Patches of llama-cpp-python: the only code that touches llama_cpp's internals.
 
-``install`` patches the entry points of the installed llama-cpp-python and fires the hooks of one
-``HookManager``; ``Installed.revert`` puts back exactly what was there.
+``install`` patches the entry points of the installed llama-cpp-python, which then call the hooks of
+one ``HookManager``. ``Installed.revert`` restores the original functions.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = [
 
 
 class Installed:
-    """Patches of one activation."""
+    """Installed patches of one activation."""
 
     def __init__(self, host: Host, applied: Applied) -> None:
-        """Keep what ``install`` made."""
+        """Take over the host and the applied patches from ``install``."""
         self._host = host
         self._applied = applied
 
     def targets(self) -> list[str]:
-        """Dotted names of what is patched now."""
+        """Return the dotted names of all patched functions."""
         return self._applied.targets()
 
     def native(self) -> dict[str, Any] | None:
-        """Counters of the contexts on the native backend; None: no plugin needs it."""
+        """Return counters of the contexts on the native backend; None if no plugin needs it."""
         return None if self._host.native is None else self._host.native.report()
 
     def n_said(self, llama: Llama) -> int:
-        """Return the tokens in a context, less those that a draft model only proposed."""
+        """Return the number of tokens in a context, without a draft model's mere proposals."""
         return self._host.n_said(llama)
 
     def settle(self) -> None:
@@ -55,8 +55,9 @@ class Installed:
             self._host.lanes.settle(handle)
 
     def revert(self) -> None:
-        """Finish deferred work and put every original back; idempotent."""
+        """End paused requests, finish deferred work and restore every original; idempotent."""
         self._host.silence.end()
+        self._host.end_paused()
         self.settle()
         _close(self._host)
         self._applied.revert()
@@ -67,8 +68,8 @@ def install(hooks: HookManager) -> Installed:
     """Patch llama_cpp for the plugins of ``hooks``.
 
     Raises:
-        IncompatibleError: The installed llama-cpp-python is not one the patches know; then
-            nothing was patched.
+        IncompatibleError: The patches do not support the installed llama-cpp-python; nothing was
+            patched.
     """
     check_version()
     host = Host(hooks)
@@ -82,7 +83,7 @@ def install(hooks: HookManager) -> Installed:
 
 
 def _close(host: Host) -> None:
-    """Let go of the engine and end the lane, before the wrappers that wait for it are gone."""
+    """Detach from the engine and end the background thread, before the patches are reverted."""
     if host.native is not None:
         host.native.close()
     host.lanes.close()

@@ -1,6 +1,6 @@
-"""Wrappers over the C bindings: load, context, decode, sampling, and the waiting ones.
+"""Wrappers over the C bindings for loading, contexts, decoding and sampling.
 
-Each forwards its arguments untouched and adds nothing when nobody listens.
+Each wrapper forwards its arguments unchanged, and does nothing more if no plugin uses its hook.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 
 
 def wrap_load_model(host: Host, original: Function) -> Function:
-    """``llama_model_load_from_file``: let plugins edit the parameters."""
+    """Wrap ``llama_model_load_from_file``: let plugins edit the parameters."""
 
     @functools.wraps(original)
     def llama_model_load_from_file(path_model: Any, params: Any) -> Any:
@@ -48,7 +48,10 @@ def wrap_load_model(host: Host, original: Function) -> Function:
 
 
 def wrap_load_splits(host: Host, original: Function) -> Function:
-    """``llama_model_load_from_splits``: likewise; the first file names the model."""
+    """Wrap ``llama_model_load_from_splits``: let plugins edit the parameters.
+
+    The path of the first file names the model.
+    """
 
     @functools.wraps(original)
     def llama_model_load_from_splits(paths: Any, n_paths: Any, params: Any) -> Any:
@@ -76,7 +79,7 @@ def _load(
 
 
 def wrap_free_model(host: Host, original: Function) -> Function:
-    """``llama_model_free``: a model goes after its contexts."""
+    """Wrap ``llama_model_free``: free a model only after its contexts."""
 
     @functools.wraps(original)
     def llama_model_free(model: Any) -> None:
@@ -89,7 +92,7 @@ def wrap_free_model(host: Host, original: Function) -> Function:
 
 
 def wrap_init_context(host: Host, original: Function) -> Function:
-    """``llama_init_from_model``: plugins edit a copy, so the app's own structure stays vanilla."""
+    """Wrap ``llama_init_from_model``: let plugins edit a copy of the app's parameters."""
 
     @functools.wraps(original)
     def llama_init_from_model(model: Any, params: Any) -> Any:
@@ -114,7 +117,7 @@ def wrap_init_context(host: Host, original: Function) -> Function:
 
 
 def _add_cells(create: ContextCreate, params: Any) -> int:
-    """How many cells plugins added; llama.cpp bounds the app's batches by its own number."""
+    """Return how many cells plugins added, and keep batches within the app's own ``n_ctx``."""
     asked = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
     n_spare = int(create.params.n_ctx or asked) - asked
     if n_spare:
@@ -129,7 +132,7 @@ def _create(host: Host, model: Any, params: Any, original: Function) -> Any:
 
 
 def _opened(host: Host, ctx: Any) -> None:
-    """Tell the plugins of a context; one that the app does not get must not stay."""
+    """Announce a new context to the plugins; free it if that fails."""
     if host.native is None:
         return
     try:
@@ -140,7 +143,7 @@ def _opened(host: Host, ctx: Any) -> None:
 
 
 def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
-    """Whether every plugin can use the context that it edited."""
+    """Return whether every plugin can use the context that it edited."""
     if ctx is None:
         return False
     try:
@@ -151,15 +154,15 @@ def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
 
 
 def _say_why(host: Host, ctx: Any) -> None:
-    """Log why a batch failed: the app gets a number only."""
+    """Log why a batch failed, as the app only gets a number."""
     if host.native is not None:
         host.native.failed(address(ctx))
 
 
 def wrap_decode(host: Host, original: Function) -> Function:
-    """``llama_decode``: wait for deferred work, and time the batch if somebody listens."""
+    """Wrap ``llama_decode``: wait for deferred work, and time the batch if a plugin listens."""
     pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
-    with_more_outputs = host.with_more_outputs
+    with_more_outputs, native = host.with_more_outputs, host.native
     listens = host.hooks.listens("llmaas_decode")
     keeps_cells = any(map(host.hooks.listens, ("llmaas_kv_save", "llmaas_kv_restore")))
 
@@ -169,14 +172,18 @@ def wrap_decode(host: Host, original: Function) -> Function:
             settle(address(ctx))
         if with_more_outputs and address(ctx) in with_more_outputs:
             ledger = ledgers.get(address(ctx))
-            if ledger is None or not ledger.is_evaluating:  # a batch of the app's own
+            if ledger is None or not ledger.is_evaluating:  # the app's own batch
                 with_more_outputs.discard(address(ctx))
         if keeps_cells and (ledger := ledgers.get(address(ctx))) is not None:
             ledger.decoded(batch)
             if ledger.n_spare and ledger.is_full(batch):
-                return 1  # no room, says llama.cpp of the app's own number of cells
+                return 1  # llama.cpp's status for a full context of the app's size
         started = time.perf_counter() if listens else 0.0
-        result = original(ctx, batch)
+        if native is None or batch.n_tokens == 1:
+            result = original(ctx, batch)
+        else:
+            with native.batch_of(address(ctx), batch.n_tokens):
+                result = original(ctx, batch)
         if result < 0:
             _say_why(host, ctx)
         elif listens and result == 0:
@@ -188,7 +195,7 @@ def wrap_decode(host: Host, original: Function) -> Function:
 
 
 def wrap_settled(host: Host, original: Function) -> Function:
-    """Any call on a context or its memory: wait for deferred work on it first."""
+    """Wrap any call on a context or its memory: wait for deferred work on it first."""
     pending, settle = host.lanes.pending, host.lanes.settle
 
     @functools.wraps(original)
@@ -201,7 +208,7 @@ def wrap_settled(host: Host, original: Function) -> Function:
 
 
 def wrap_free(host: Host, original: Function) -> Function:
-    """``llama_free``: a context goes after its deferred work, and nobody waits who must not."""
+    """Wrap ``llama_free``: free a context after its deferred work, waiting only where possible."""
 
     @functools.wraps(original)
     def llama_free(ctx: Any) -> None:
@@ -214,7 +221,7 @@ def wrap_free(host: Host, original: Function) -> Function:
 
 
 def wrap_n_ctx(host: Host, original: Function) -> Function:
-    """``llama_n_ctx`` and ``llama_n_ctx_seq``: without the cells that plugins added."""
+    """Wrap ``llama_n_ctx`` and ``llama_n_ctx_seq``: hide the cells that plugins added."""
 
     @functools.wraps(original)
     def llama_n_ctx(ctx: Any) -> int:
@@ -225,7 +232,7 @@ def wrap_n_ctx(host: Host, original: Function) -> Function:
 
 
 def wrap_n_seq_max(host: Host, original: Function) -> Function:
-    """``llama_n_seq_max``: the app reads the number it asked for, not ours."""
+    """Wrap ``llama_n_seq_max``: return the number that the app asked for."""
 
     @functools.wraps(original)
     def llama_n_seq_max(ctx: Any) -> int:
@@ -236,7 +243,7 @@ def wrap_n_seq_max(host: Host, original: Function) -> Function:
 
 
 def wrap_sample(host: Host, original: Function) -> Function:
-    """``llama_sampler_sample``: hand out the engine's logits row for editing in place."""
+    """Wrap ``llama_sampler_sample``: let plugins edit the engine's logits row in place."""
     pending, settle = host.lanes.pending, host.lanes.settle
     listens = host.hooks.listens("llmaas_logits")
 

@@ -1,4 +1,4 @@
-"""The handle on a running engine that plugins get."""
+"""Handle on a running engine, which plugins get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llama_cpp import Llama, llama_cpp
 
 from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
 from llmaas_patches.lanes import Lanes
-from llmaas_patches.ledger import Ledger
+from llmaas_patches.ledger import Due, Ledger
 
 __all__ = ["OUTPUTS", "LlamaEngine", "Outputs"]
 
@@ -27,12 +27,12 @@ _log = logging.getLogger("llmaas.patches")
 
 @dataclass(slots=True)
 class Outputs:
-    """Which tokens of an engine's batches give logits that the app did not ask for.
+    """Tokens of an engine's batches that give logits which the app did not ask for.
 
     Attributes:
         ctx: Address of the context.
-        app_reads_all: The app made its ``Llama`` with ``logits_all``.
-        first: Position from which on all tokens give logits; None outside of prompts.
+        app_reads_all: Whether the app created its ``Llama`` with ``logits_all``.
+        first: First position from which all tokens give logits; None outside of prompts.
     """
 
     ctx: int
@@ -44,14 +44,14 @@ class LlamaEngine:
     """One ``Llama`` and its context (implements ``llmaas_hooks.Engine``).
 
     Attributes:
-        load: How its model was opened; None if that was before the activation.
-        needs_all_logits: The running completion reads the logits of its whole prompt.
-        n_outputs: How many of the running request's last prompt tokens give logits and states.
-        n_said: Tokens in the books of the running or last request, less those that were only
-            proposed by a draft model.
+        load: How its model was opened; None if it was opened before the activation.
+        needs_all_logits: Whether the running completion reads the logits of its whole prompt.
+        n_outputs: Number of last prompt tokens that give logits and states in this request.
+        n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
+            draft model only proposed.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  what the host knows of it
+    def __init__(  # noqa: PLR0913, PLR0917  facts that the host knows
         self,
         llama: Llama,
         hooks: HookManager,
@@ -60,7 +60,7 @@ class LlamaEngine:
         ledger: Ledger,
         load: ModelLoad | None,
     ) -> None:
-        """Attach to ``llama``, whose context has ``n_seq_max`` sequences, not keeping it alive."""
+        """Attach to ``llama``, whose context has ``n_seq_max`` sequences, by a weak reference."""
         self.load = load
         self._llama = weakref.ref(llama)
         self._hooks = hooks
@@ -83,11 +83,11 @@ class LlamaEngine:
         """The ``Llama`` object.
 
         Raises:
-            ReferenceError: It is gone.
+            ReferenceError: The object no longer exists.
         """
         llama = self._llama()
         if llama is None:
-            raise ReferenceError("the Llama object of this engine is gone")
+            raise ReferenceError("the Llama object of this engine no longer exists")
         return llama
 
     @property
@@ -96,12 +96,12 @@ class LlamaEngine:
         return self._llama() is not None and not self._ledger.is_closed
 
     def resident_tokens(self) -> Tokens:
-        """Tokens whose KV cells sequence 0 holds, at positions 0…n-1; a copy of shape ``(n,)``."""
+        """Return a copy, shape ``(n,)``, of the tokens in sequence 0 at positions 0…n-1."""
         return np.array(self.llama._input_ids, dtype=np.int32)
 
     @property
     def n_explained(self) -> int:
-        """Leading tokens of ``resident_tokens`` that are known to be what the cells hold."""
+        """Number of leading ``resident_tokens`` that the cells are known to hold."""
         return self._ledger.n_explained
 
     @property
@@ -114,24 +114,32 @@ class LlamaEngine:
         self._ledger.app = app
 
     def doubt_resident(self) -> None:
-        """Have nothing of ``resident_tokens`` stored, nor what follows them."""
+        """Treat the cells as unknown, so that neither they nor later ones are stored."""
         self._ledger.n_explained = 0
 
     @property
     def n_spare(self) -> int:
-        """Cells that plugins added to the context."""
+        """Number of cells that plugins added to the context."""
         return self._ledger.n_spare
+
+    def has_room_for(self, n_tokens: int) -> bool:
+        """Return whether ``Llama``'s token buffer has room for a prompt of this length.
+
+        The buffer has the ``n_ctx`` that the app asked for, which llama.cpp rounds to a multiple
+        of 256.
+        """
+        return n_tokens <= len(self.llama.input_ids)
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether ``Llama`` itself evaluates the batch that is decoded."""
+        """Whether the batch being decoded comes from ``Llama`` itself."""
         return self._ledger.is_evaluating
 
     def make_room_for_outputs(self, n_prompt: int) -> int | None:
-        """Give up cells of tokens that are to give logits, so that ``Llama`` evaluates them.
+        """Drop the cells of tokens that must give logits, so that ``Llama`` evaluates them again.
 
         Returns:
-            How many tokens of the prompt come before those; None if the last is the only one.
+            Number of prompt tokens before those; None if only the last token must give logits.
         """
         if self.n_outputs <= 1:
             return None
@@ -142,7 +150,7 @@ class LlamaEngine:
 
     @contextmanager
     def giving_outputs(self, first: int | None) -> Iterator[None]:
-        """Have all tokens from position ``first`` on give logits, inside the block alone."""
+        """Make all tokens from position ``first`` on give logits inside the block."""
         self._outputs.first = first
         try:
             yield
@@ -155,40 +163,40 @@ class LlamaEngine:
         return self._ledger.parked
 
     def lent(self) -> AbstractContextManager[None]:
-        """The calls on the context inside the block are a plugin's."""
+        """Treat calls on the context inside the block as a plugin's, not the app's."""
         return self._ledger.lent()
 
     def tell_unexplained(self) -> None:
-        """Say once that requests are left alone that go on with cells nobody explains."""
+        """Warn once that requests on cells with unknown tokens are not stored or restored."""
         if not self._has_told:
             _log.warning(
-                "%s: its cells were changed behind Llama's back (by images, or batches of the "
-                "app's own); requests that go on with them are left alone",
+                "%s: the app changed cells without Llama's knowledge (by images or its own "
+                "batches); requests that continue from them are not served by plugins",
                 Path(self.llama.model_path).name,
             )
         self._has_told = True
 
     @property
     def alteration(self) -> str | None:
-        """The call by which the app changed how cells are computed; None: it did not.
+        """Name of the app's first call that changed how cells are computed; None if there is none.
 
-        ``Llama`` itself sets the adapter that it was made with.
+        The first call is skipped if ``Llama`` was created with an adapter, which it sets itself.
         """
         calls = self._ledger.alterations[1 if self.llama.lora_path else 0 :]
         return calls[0] if calls else None
 
     def has_cells(self, n: int) -> bool:
-        """Whether sequence 0 reaches from position 0 to ``n - 1`` at least."""
+        """Return whether sequence 0 covers at least positions 0 to ``n - 1``."""
         memory = llama_cpp.llama_get_memory(self.ctx)
         first = llama_cpp.llama_memory_seq_pos_min(memory, 0)
         return n == 0 or (first == 0 and llama_cpp.llama_memory_seq_pos_max(memory, 0) >= n - 1)
 
     def set_restored(self, tokens: Tokens) -> None:
-        """Tell ``Llama`` which tokens its cells hold now, so that it evaluates only the rest.
+        """Set the tokens that ``Llama``'s cells hold now, so that it evaluates only the rest.
 
-        ``_requires_eval`` makes it decode at least one token before it samples: restored cells
-        come without logits. Their rows of ``scores`` are zeros, not another prompt's logits or
-        memory that was never written: ``Llama`` computes with all rows, if only to slice them.
+        Restored cells come without logits, so ``_requires_eval`` makes ``Llama`` decode at least
+        one token before it samples. Their rows of ``scores`` are set to zero, because ``Llama``
+        slices all rows, which may hold another prompt's logits or unwritten memory.
         """
         if self.llama._logits_all:
             self.llama.scores[common_prefix(self.resident_tokens(), tokens) : len(tokens)] = 0
@@ -203,54 +211,69 @@ class LlamaEngine:
         llama._requires_eval = True
 
     def reusable_tokens(self) -> Tokens:
-        """Leading tokens of ``resident_tokens`` whose cells may serve another prompt, or be saved.
+        """Return the leading ``resident_tokens`` whose cells may be saved or reused.
 
-        Cells that the largest values made are good for the answer that they belong to only.
+        Sparsely computed cells, for which only the largest values were used, are valid only for
+        the answer that they belong to, not for other prompts.
         """
         return self.resident_tokens()[: self._ledger.sparse_from]
 
     def drop_sparse(self) -> None:
-        """Empty sequence 0 from the first sparse cell on."""
+        """Drop the cells of sequence 0 from the first sparsely computed one on."""
         n = self._ledger.sparse_from
         if n is None or n >= self.llama.n_tokens:
             return
         if self.llama._ctx.kv_cache_seq_rm(0, n, -1):
             self._set_resident(self.resident_tokens()[:n])
-        else:  # a memory that cannot be cut
+        else:  # this memory cannot drop a range
             self.drop_resident()
 
     def drop_resident(self) -> None:
-        """Empty sequence 0, in the cells and in ``Llama``'s books."""
+        """Empty sequence 0, in the cells and in ``Llama``'s records."""
         self.llama._ctx.kv_cache_seq_rm(0, -1, -1)
         self._set_resident(np.zeros(0, dtype=np.int32))
         self._has_restored = False
 
     def drop_restored(self) -> None:
-        """Empty sequence 0 if any of its cells ever came without logits."""
+        """Empty sequence 0 if any of its cells was restored and thus came without logits."""
         if self._has_restored:
             self.drop_resident()
 
-    def begin(self, end: Callable[[], None]) -> None:
-        """A request is under way; ``end`` is what is due when it is over."""
+    def begin(self, end: Due) -> None:
+        """Register a running request; ``end`` is called when it is over."""
         self._ledger.due.append(end)
 
-    def end(self, *ends: Callable[[], None]) -> None:
-        """Do what is due for these requests, or all that are open, once.
+    def end_paused(self) -> None:
+        """End the requests whose generators wait for the app, on the background thread.
 
-        A generator may be ended by another thread than the one that makes the next request. What
-        the first defers, the second must find: hence the lock.
+        A request that continues meanwhile waits for this before it uses the cells.
+        """
+
+        def job() -> None:
+            paused = [end for end in self._ledger.due if end.is_paused]
+            if paused:
+                self.end(*paused)
+
+        if self._ledger.due:
+            self._lanes.defer(self._ledger.handles, job)
+
+    def end(self, *ends: Due) -> None:
+        """Finish these requests, or all open ones, exactly once.
+
+        One thread may end a generator while another begins the next request. The lock makes sure
+        that the second thread sees the work that the first one deferred.
         """
         with self._ending:
             due = self._ledger.due
             for end in ends or tuple(due):
                 try:
                     due.remove(end)
-                except ValueError:  # it is over, perhaps as its context went
+                except ValueError:  # already ended, for example with its context
                     continue
                 end()
 
     def defer(self, job: Callable[[], None]) -> None:
-        """Run ``job`` on the lane's thread; calls into this context wait until it is done."""
+        """Run ``job`` on the background thread; calls into this context wait until it is done."""
 
         def as_plugin() -> None:
             with self.lent():

@@ -1,8 +1,8 @@
-"""Calls of an app on a context in which plugins keep sequences of their own.
+"""Hide plugins' sequences from an app's calls on the same context.
 
-Such a context has more sequences than the app asked for, and more cells. The app's calls see
-sequence 0 as if there were no other. A call that would show or move all cells, and cannot be told
-to leave some out, finds the others gone: plugins must be able to do without what they keep there.
+Such a context has more sequences and more cells than the app asked for. To the app's calls,
+sequence 0 looks like the only one. Before a call that would show or move all cells, plugins'
+sequences are removed, so plugins must be able to lose the cells that they keep there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ALL = -1
 
 
 def around_clear(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
-    """``llama_memory_clear``: empty the app's sequence.
+    """Handle ``llama_memory_clear``: empty the app's sequence.
 
-    Clearing the cells, too, would touch the memory of those that plugins added.
+    Clearing all cells would also touch the memory of the cells that plugins added.
     """
     if not (ledger.parked or ledger.n_spare):
         return original(*args)
@@ -32,7 +32,7 @@ def around_clear(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> A
 
 
 def around_remove(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
-    """``llama_memory_seq_rm``: of any sequence means of the app's."""
+    """Handle ``llama_memory_seq_rm``: "all sequences" means the app's sequence."""
     memory, sequence, *positions = args
     if ledger.parked and address(sequence) == _ALL:
         return original(memory, _APP, *positions)
@@ -41,7 +41,7 @@ def around_remove(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> 
 
 
 def around_keep(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
-    """``llama_memory_seq_keep``: the app has no other sequence to lose."""
+    """Handle ``llama_memory_seq_keep``: do nothing, as the app has no other sequence to lose."""
     if ledger.parked and address(args[1]) == _APP:
         return None
     _look(ledger, original, args[1])
@@ -49,7 +49,7 @@ def around_keep(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> An
 
 
 def around_named(*places: int) -> Around:
-    """A call whose arguments at ``places`` are sequences."""
+    """Return a handler for a call whose arguments at ``places`` are sequences."""
 
     def around(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
         for place in places:

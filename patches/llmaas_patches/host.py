@@ -1,4 +1,4 @@
-"""What the wrappers share: the hook manager, the lanes, and the engines seen so far."""
+"""State shared by the wrappers: the hook manager, the background work, and the engines."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = ["Host", "serving_context"]
 
 
 class Host:
-    """State of one activation on the patching side.
+    """Shared state of the wrappers of one activation.
 
     Attributes:
-        hooks: The plugins.
-        lanes: Deferred work.
-        collecting: Which threads are inside the garbage collector.
-        lifetimes: When contexts and models go.
-        silence: What is logged while a model is loaded.
-        loads: How each model was opened, by its address; those opened since the activation.
-        ledgers: By the addresses of a context and its memory.
-        states: What is known of the states that ``Llama.save_state`` made.
+        hooks: Hooks of the plugins.
+        lanes: Deferred work on engines.
+        collecting: Watcher of the garbage collector.
+        lifetimes: Order in which contexts and models are freed.
+        silence: Buffer for log records while a model is loaded.
+        loads: How each model opened since the activation was opened, by the model's address.
+        ledgers: Ledger of each context, by the addresses of the context and of its memory.
+        states: Facts about the states that ``Llama.save_state`` returned.
         with_more_outputs: Contexts whose last batch gave logits that only plugins asked for.
-        native: The engine-side hook point; None when no plugin needs it.
-        real_n_ctx, real_n_seq_max: The bindings that the app's ones stand for.
+        native: Native backend of this activation; None if no plugin needs it.
+        real_n_ctx, real_n_seq_max: Original bindings, which return the true numbers.
     """
 
     def __init__(self, hooks: HookManager) -> None:
         """Attach to the plugins of one activation.
 
         Raises:
-            IncompatibleError: A plugin needs the engine-side hook point, which cannot be had, and
+            IncompatibleError: A plugin needs the native backend, which cannot be loaded, and
                 errors are to be raised.
         """
         self.hooks = hooks
@@ -62,7 +62,7 @@ class Host:
         self._lock = forks.lock()
 
     def engine(self, llama: Llama) -> LlamaEngine:
-        """The engine of ``llama``; made at its first request, and anew if its context changed."""
+        """Return the engine of ``llama``; create it if there is none or the context changed."""
         with self._lock:
             engine = self._engines.get(llama)
             if engine is None or engine.ctx != int(llama.ctx):
@@ -73,20 +73,27 @@ class Host:
                 self._engines[llama] = engine
             return engine
 
+    def end_paused(self) -> None:
+        """End the requests whose generators wait for the app, on the background thread."""
+        with self._lock:
+            engines = list(self._engines.values())
+        for engine in engines:
+            engine.end_paused()
+
     def n_said(self, llama: Llama) -> int:
-        """Return the tokens in a context, less those that a draft model only proposed."""
+        """Return the number of tokens in a context, without a draft model's mere proposals."""
         with self._lock:
             engine = self._engines.get(llama)
         n_tokens = int(llama.n_tokens)
         return n_tokens if engine is None else min(n_tokens, engine.n_said)
 
     def watch(self, ctx: int, app_n_seq_max: int, n_spare: int = 0) -> Ledger:
-        """Start a context's ledger; it is found under the context's and its memory's address.
+        """Start a context's ledger, stored under the addresses of the context and its memory.
 
         Args:
-            ctx: Its address.
-            app_n_seq_max: Sequences the app asked for.
-            n_spare: Cells that plugins added.
+            ctx: Address of the context.
+            app_n_seq_max: Number of sequences that the app asked for.
+            n_spare: Number of cells that plugins added.
         """
         memory = llama_cpp.llama_get_memory(ctx)
         handles = (ctx,) if memory is None else (ctx, int(memory))
@@ -97,19 +104,19 @@ class Host:
         return ledger
 
     def _adopt(self, llama: Llama, n_seq_max: int) -> Ledger:
-        """Start the ledger of a context that is older than the activation: its books are right."""
+        """Start the ledger of a context older than the activation, trusting ``Llama``'s records."""
         ledger = self.watch(int(llama.ctx), n_seq_max)
         ledger.n_explained = llama.n_tokens
         return ledger
 
     def free_context(self, ctx: int, free: Callable[[], None]) -> None:
-        """Free a context by calling ``free``, when and where that is possible."""
+        """Free a context by calling ``free``, now or later on the background thread."""
         ledger = self.ledgers.get(ctx)
         handles = (ctx,) if ledger is None else ledger.handles
 
         def tell() -> None:
             try:
-                if not (self.lanes.is_closed and self.collecting.here()):  # the suite ends just now
+                if not (self.lanes.is_closed and self.collecting.here()):  # no plugin may be called
                     _tell(ledger, functools.partial(self.hooks.context_free, ctx))
             finally:
                 if self.native is not None:
@@ -121,10 +128,10 @@ class Host:
         self.lifetimes.free_context(ctx, handles, tell, free)
 
     def free_model(self, model: int, free: Callable[[], None]) -> None:
-        """Free a model by calling ``free``, once no context of it is left."""
+        """Free a model by calling ``free``, once it has no contexts."""
 
         def go() -> None:
-            self.loads.pop(model, None)  # another model may get its address
+            self.loads.pop(model, None)  # another model may get this address
             if self.native is not None:
                 self.native.forget_model(model)
             free()
@@ -133,7 +140,7 @@ class Host:
 
 
 def _tell(ledger: Ledger | None, freed: Callable[[], None]) -> None:
-    """Tell the plugins that a context goes, after the ends of its requests."""
+    """End a context's requests, then tell the plugins that it is about to be freed."""
     try:
         if ledger is not None:
             ledger.close()

@@ -1,11 +1,11 @@
-"""Deferred work on an engine: one background thread, and callers that wait for it.
+"""Deferred work on engines: one background thread, and callers that wait for it.
 
-KV cells are copied out after a call returned, off its caller's path. Until that is done, nothing
-else may touch the context; so every wrapped entry point first settles the context's lane.
+KV cells are copied out in the background after a request has returned. Until that is done, nothing
+else may use the context, so every wrapped entry point first waits for the context's pending work.
 
-Work is put in line by any thread, also from inside the garbage collector, which may have stopped
-that thread anywhere, in here too: hence no lock is taken to put a job in line or to start the
-thread, and each step that changes shared state is one operation of the interpreter.
+Any thread can queue work, even inside the garbage collector, which may have interrupted that thread
+anywhere, including in this module. Queueing a job and starting the thread therefore take no lock,
+and each change of shared state is a single operation of the interpreter.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _log = logging.getLogger("llmaas.patches")
 
 
 class _Job:
-    """Work in line.
+    """A queued job.
 
     Attributes:
-        handles: Engine handles whose calls wait for it.
-        run: The work.
-        is_free: It frees a context: it is done even where all other work is dropped.
-        done: Set when it is over.
+        handles: Engine handles whose calls wait for the job.
+        run: Function that does the work.
+        is_free: Whether the job frees a context; such a job is never dropped.
+        done: Event that is set when the job has ended.
     """
 
     __slots__ = ("done", "handles", "is_free", "run")
@@ -45,47 +45,48 @@ class _Job:
 
 
 class Lanes(forks.Forked):
-    """Pending background jobs by engine handle (a context's and its memory's address)."""
+    """Pending background jobs by engine handle (the address of a context or of its memory)."""
 
     runs_work = True
 
     def __init__(self, collecting: Collecting) -> None:
-        """Start with no job and no thread; the thread starts with the first job."""
+        """Start without jobs; the thread starts with the first job."""
         self.pending: dict[int, _Job] = {}
         self._collecting = collecting
         self._line: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._startable = [True]  # popped by whoever starts the thread
+        self._startable = [True]  # the thread that pops this starts the background thread
         self._ended = threading.Event()
         self._is_closed = False
         self._workers: set[int] = set()
         self._turn = (
             forks.lock()
-        )  # who waits for ``_running``: else the thread would be first again
-        self._running = forks.lock()  # while the thread does a job
+        )  # taken before ``_running``, so that a fork gets its turn between two jobs
+        self._running = forks.lock()  # held while the thread runs a job
         self._is_held = False
         forks.watch(self)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the thread has ended: what is put in line now is done at once, or dropped."""
+        """Whether the thread has ended; new jobs then run at once or are dropped."""
         return self._is_closed
 
     def defer(
         self, handles: tuple[int, ...], job: Callable[[], None], *, is_free: bool = False
     ) -> None:
-        """Queue ``job`` for the engine known under ``handles``; its exception is logged.
+        """Queue ``job`` for the engine known under ``handles``; log its exception, if any.
 
         Args:
-            handles: The engine's.
-            job: The work.
-            is_free: It frees a context, and is not dropped after ``close`` or in a forked child.
+            handles: Handles of the engine.
+            job: Function that does the work.
+            is_free: Whether the job frees a context; such a job is also done after ``close`` and
+                in a forked child.
         """
         made = _Job(handles, job, is_free=is_free)
         try:
             for handle in handles:
                 self.pending[handle] = made
             self._line.put(made)
-        except BaseException:  # Ctrl-C, perhaps before it was in line: a second time does nothing
+        except BaseException:  # Ctrl-C, maybe before the put; a job runs only once
             self._line.put(made)
             raise
         if self._is_closed:
@@ -94,25 +95,27 @@ class Lanes(forks.Forked):
             self._start()
 
     def settle(self, handle: int) -> None:
-        """Wait until no job is pending for ``handle``. The job itself passes straight through.
+        """Wait until no job is pending for ``handle``; return at once inside a job.
 
         Raises:
-            LlmaasError: This thread collects garbage, perhaps with a lock that the job needs, or in
-                the middle of the job.
+            LlmaasError: A job is pending and this thread is collecting garbage: it may hold a lock
+                that the job needs, or may have been interrupted inside the job.
         """
         job = self.pending.get(handle)
         if job is not None:
             self._collecting.require_none()
+        while job is not None and threading.get_ident() not in self._workers:
             self._wait(job)
+            job = self.pending.get(handle)  # the job may have queued another one
 
     def settle_frees(self) -> None:
-        """Wait until the contexts in line are freed."""
+        """Wait until all contexts that are queued for freeing are freed."""
         for job in list(self.pending.values()):
             if job.is_free:
                 self._wait(job)
 
     def close(self) -> None:
-        """Finish what is queued and end the thread; idempotent."""
+        """Finish all queued jobs and end the thread; idempotent."""
         if threading.get_ident() not in self._workers:
             self._line.put(None)
             try:
@@ -125,13 +128,13 @@ class Lanes(forks.Forked):
         self._drain()
 
     def before_fork(self) -> None:
-        """Let the running job end, and none begin: a child cannot go on in the middle of one."""
+        """Wait for the running job and hold back the next, as a child cannot continue a job."""
         waits = self._collecting.may_wait()
         with self._turn if waits else nullcontext():
             self._is_held = self._running.acquire(blocking=waits)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Go on; in the child without the parent's deferred work, which the parent does."""
+        """Continue; in the child, keep only jobs that free contexts: the parent does the rest."""
         if self._is_held:
             self._running.release()
         if not in_child:
@@ -139,7 +142,10 @@ class Lanes(forks.Forked):
         line, self._line = self._line, queue.SimpleQueue()
         self.pending.clear()
         self._workers.intersection_update({threading.get_ident()})
-        if not self._is_closed:
+        self._ended = threading.Event()  # a parent's thread may have held the old one's lock
+        if self._is_closed:
+            self._ended.set()
+        else:
             self._startable[:] = [True]
         with suppress(queue.Empty):
             while True:
@@ -157,9 +163,10 @@ class Lanes(forks.Forked):
         job.done.wait()
 
     def _start(self) -> bool:
-        """Start the thread unless it runs; False: the system gives none.
+        """Start the thread unless it runs; return False if the system cannot start one.
 
-        Not by ``threading``, whose own lock this thread may hold where the collector stopped it.
+        ``threading`` is not used, because the collector may have interrupted this thread while it
+        held a lock of that module.
         """
         try:
             self._startable.pop()
@@ -181,11 +188,11 @@ class Lanes(forks.Forked):
                 self._run(job)
             finally:
                 self._running.release()
-            del job  # and what it holds
+            del job  # do not keep its objects alive while waiting
         self._ended.set()
 
     def _drain(self) -> None:
-        """Do here what is in line."""
+        """Run all queued jobs in this thread."""
         with suppress(queue.Empty):
             while True:
                 job = self._line.get_nowait()

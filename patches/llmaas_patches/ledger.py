@@ -1,17 +1,17 @@
-"""Which cells of a context are what ``Llama``'s own books say they are.
+"""Track which cells of a context hold the tokens that ``Llama`` has recorded.
 
-The books (``n_tokens``, ``input_ids``) name the tokens of sequence 0. An app may put other cells
-there, and ``Llama`` is not told: images, batches of its own, shifted positions, a state from
-elsewhere. Whatever it goes on with is its affair, as ever; but such cells must not be stored under
-the names of the tokens that ``Llama`` believes in.
+``Llama`` records the tokens of sequence 0 in ``n_tokens`` and ``input_ids``. An app may change the
+cells without ``Llama``'s knowledge: by images, its own batches, shifted positions, or a loaded
+state. The app may continue from such cells, as without plugins. But they must not be stored under
+the tokens that ``Llama`` recorded. Cells that do hold the recorded tokens are called *explained*.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from llama_cpp import Llama, LlamaState, llama_cpp
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Around",
     "Change",
+    "Due",
     "Known",
     "Ledger",
     "address",
@@ -37,45 +38,58 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
+_NO_BLOCK = nullcontext()
 Change = Callable[..., int | None]
-"""First position of sequence 0 that a call with these arguments changes; None: it changes none."""
+"""Function from a call's arguments to the first position of sequence 0 that the call changes, or
+None."""
 Around = Callable[["Ledger", Function, tuple[Any, ...]], Any]
-"""Makes an app's call on a context to which plugins added sequences."""
+"""Function that makes an app's call on a context to which plugins added sequences."""
 
 
 class Known(NamedTuple):
-    """Facts about a saved state; the attributes are those of ``Ledger``."""
+    """Facts about a saved state, with the same meaning as in ``Ledger``."""
 
     n_explained: int
     sparse_from: int | None
     app: str | None
 
 
+class Due(Protocol):
+    """Work to do at the end of a request."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the request's generator waits for the app."""
+
+    def __call__(self) -> None:
+        """Do the work."""
+
+
 class Ledger:
-    """Notes on one context.
+    """Facts about one context.
 
     Attributes:
         handles: Addresses of the context and, if it has one, of its memory.
-        app_n_seq_max: Sequences the app asked for.
-        app_n_ctx: Cells that are the app's.
-        n_spare: Cells that plugins added to the context.
-        hides: Plugins added sequences to the context.
+        app_n_seq_max: Number of sequences that the app asked for.
+        app_n_ctx: Number of cells that the app asked for.
+        n_spare: Number of cells that plugins added.
+        hides: Whether plugins added sequences that the app must not see.
         parked: Sequences that hold a plugin's cells between calls.
-        is_lent: The calls that come now are a plugin's.
-        n_explained: Leading tokens in ``Llama``'s books whose cells it evaluated itself, or that a
-            plugin restored.
-        sparse_from: First position of sequence 0 whose cell was computed with the largest values
-            only; None: there is none.
-        alterations: Calls by which the computation of cells was changed, or plugins' sequences
-            taken; the binding's names.
-        is_evaluating: ``Llama.eval`` is running.
-        app: App whose tokens ``Llama``'s books name; None if it has no name.
-        due: Work that is due at the end of each open request.
-        is_closed: The context is about to go.
+        is_lent: Whether the current calls are a plugin's.
+        n_explained: Number of leading recorded tokens whose cells ``Llama`` evaluated or a plugin
+            restored.
+        sparse_from: First position of sequence 0 whose cell was computed sparsely, from the largest
+            values only; None if there is none.
+        alterations: Names of calls by which the app changed how cells are computed, or used a
+            plugin's sequence.
+        is_evaluating: Whether ``Llama.eval`` is running.
+        app: App whose tokens ``Llama`` recorded; None if it has no name.
+        due: Work to do at the end of each open request.
+        is_closed: Whether the context is being freed.
     """
 
     def __init__(self, handles: tuple[int, ...], app_n_seq_max: int, app_n_ctx: int) -> None:
-        """Nothing is explained yet, and nothing hidden."""
+        """Start with no explained tokens and nothing hidden."""
         self.handles = handles
         self.app_n_seq_max = app_n_seq_max
         self.app_n_ctx = app_n_ctx
@@ -88,13 +102,13 @@ class Ledger:
         self.alterations: list[str] = []
         self.is_evaluating = False
         self.app: str | None = None
-        self.due: list[Callable[[], None]] = []
+        self.due: list[Due] = []
         self.is_closed = False
 
     def close(self) -> None:
-        """End the requests that are open; their generators find nothing left to do.
+        """End all open requests, so that their generators find nothing left to do.
 
-        Those that end later would be taken for requests of another context at the same address.
+        A request that ended later would be taken for one of another context at the same address.
         """
         self.is_closed = True
         while self.due:
@@ -105,7 +119,7 @@ class Ledger:
             end()
 
     def changed(self, start: int | None) -> None:
-        """Cells of sequence 0 from position ``start`` on are not what they were."""
+        """Record that cells of sequence 0 from position ``start`` on changed; None means none."""
         if start is None:
             return
         if start < self.n_explained:
@@ -114,21 +128,24 @@ class Ledger:
             self.sparse_from = None
 
     def evaluated_sparsely(self, start: int) -> None:
-        """Cells from position ``start`` on are good for the answer that they belong to only."""
+        """Record that cells from position ``start`` on are computed sparsely.
+
+        Such cells are valid only for the answer that they belong to.
+        """
         if self.sparse_from is None or start < self.sparse_from:
             self.sparse_from = start
 
     def decoded(self, batch: Any) -> None:
-        """A ``llama_decode`` is about to run."""
+        """Record the cells that a ``llama_decode`` is about to change."""
         if not self.is_evaluating:
             n_tokens = int(batch.n_tokens)
             known = batch.pos and n_tokens > 0
             self.changed(min(batch.pos[i] for i in range(n_tokens)) if known else 0)
 
     def is_full(self, batch: Any) -> bool:
-        """Whether ``Llama`` is about to evaluate more tokens than the app's context has cells.
+        """Return whether ``Llama`` is about to evaluate more tokens than the app's context holds.
 
-        Only there is it certain that each position below has a cell.
+        Only for ``Llama``'s own batches it is certain that every earlier position has a cell.
         """
         n_tokens = int(batch.n_tokens)
         return bool(
@@ -137,7 +154,7 @@ class Ledger:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """The calls inside the block are not the app's."""
+        """Treat calls inside the block as a plugin's."""
         was_lent, self.is_lent = self.is_lent, True
         try:
             yield
@@ -145,29 +162,29 @@ class Ledger:
             self.is_lent = was_lent
 
     def give_up_parked(self) -> None:
-        """Free the cells that plugins keep, before a call that would show or change them."""
+        """Free the cells in plugins' sequences, before a call that would show or change them."""
         with self.lent():
             while self.parked:
                 llama_cpp.llama_memory_seq_rm(self.handles[-1], self.parked.pop(), -1, -1)
 
     def claimed(self, call: str) -> None:
-        """The app uses a sequence it did not ask for, as llama.cpp lets it: all are its own now."""
+        """Free plugins' sequences, because the app's call uses one that it did not ask for."""
         self.give_up_parked()
         self.alterations.append(call)
 
 
 def address(handle: Any) -> Any:
-    """A handle as an integer: apps may pass one wrapped in ``ctypes.c_void_p``."""
+    """Return a handle as an integer; apps may pass one wrapped in ``ctypes.c_void_p``."""
     return handle if type(handle) is int else getattr(handle, "value", handle)
 
 
 def wrap_changing(host: Host, original: Function, change: Change, around: Around) -> Function:
-    """Any call that changes a context's cells: wait for deferred work on it first, and note it."""
+    """Wrap a call that changes a context's cells: wait for deferred work, and record the change."""
     return _noted(host, original, lambda ledger, args: ledger.changed(change(*args)), around)
 
 
 def wrap_altering(host: Host, original: Function) -> Function:
-    """Wrap a call that changes how a context computes cells: wait first, and note it."""
+    """Wrap a call that changes how a context computes cells: wait, and record the call."""
     name = original.__name__
     return _noted(
         host, original, lambda ledger, _: ledger.alterations.append(name), around_everything
@@ -180,7 +197,7 @@ def wrap_whole(host: Host, original: Function) -> Function:
 
 
 def around_everything(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
-    """A call that shows or replaces all cells finds the app's alone."""
+    """Handle a call that shows or replaces all cells: remove plugins' sequences first."""
     ledger.give_up_parked()
     return original(*args)
 
@@ -208,7 +225,7 @@ def _noted(
 
 
 def wrap_eval(host: Host, original: Function) -> Function:
-    """``Llama.eval``: the one that keeps the books; its cells are explained if those before are."""
+    """Wrap ``Llama.eval``: its cells are explained if all cells before them are."""
     ledgers = host.ledgers
 
     @functools.wraps(original)
@@ -217,25 +234,26 @@ def wrap_eval(host: Host, original: Function) -> Function:
         if ledger is None:
             original(self, tokens)
             return
-        start = self.n_tokens
+        start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
         ledger.is_evaluating = True
         try:
-            original(self, tokens)
+            with _NO_BLOCK if host.native is None else host.native.batch_of(ctx, n_tokens):
+                original(self, tokens)
         except BaseException:
-            self._requires_eval = True  # the logits may be those of a batch that is in no book
+            self._requires_eval = True  # the logits may be of an unrecorded batch
             raise
         finally:
             ledger.is_evaluating = False
             if start <= ledger.n_explained:
-                ledger.n_explained = self.n_tokens  # also after an error: of what went well
-            if host.native is not None and host.native.is_sparse(address(self.ctx)):
+                ledger.n_explained = self.n_tokens  # also after an error: the part that succeeded
+            if n_tokens == 1 and host.native is not None and host.native.is_sparse(ctx):
                 ledger.evaluated_sparsely(start)
 
     return eval
 
 
 def wrap_reset(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.reset``: books that were emptied belong to the app that fills them."""
+    """Wrap ``Llama.reset``: the emptied records now belong to the current app."""
 
     @functools.wraps(original)
     def reset(self: Llama) -> None:
@@ -248,7 +266,7 @@ def wrap_reset(host: Host, original: Function) -> Function:
 
 
 def wrap_save_state(host: Host, original: Function) -> Function:
-    """``Llama.save_state``: remember how much of it is explained."""
+    """Wrap ``Llama.save_state``: record how much of the state is explained."""
 
     @functools.wraps(original)
     def save_state(self: Llama) -> LlamaState:
@@ -263,7 +281,7 @@ def wrap_save_state(host: Host, original: Function) -> Function:
 
 
 def wrap_load_state(host: Host, original: Function) -> Function:
-    """``Llama.load_state``: a state that this process did not save may be of other weights."""
+    """Wrap ``Llama.load_state``: an unknown state is unexplained, as it may be of other weights."""
 
     @functools.wraps(original)
     def load_state(self: Llama, state: LlamaState) -> None:

@@ -1,16 +1,16 @@
-"""When contexts and models go.
+"""Order in which contexts and models are freed.
 
-One rule decides every free, whoever asks for it, and wherever:
+The same rules apply to every free, whoever requests it:
 
-1. Where the caller may wait (``Collecting.may_wait``), it waits for deferred work on the context,
-   tells the plugins, and frees, as vanilla does. Memory is back when ``close`` returns.
-2. Anywhere else (inside the garbage collector, a finalizer, a plugin, a signal handler on top of
-   our code, on the lane's own thread) the free is put in line behind the context's deferred work.
-   It never waits, and calls no plugin there: the lane's thread does all of it.
-3. A model goes after its contexts, plugins' own contexts among them: if it is freed before them,
-   the last one's free takes it along.
+1. If the caller may wait (``Collecting.may_wait``), it waits for deferred work on the context,
+   tells the plugins, and frees. As in vanilla, the memory is free when ``close`` returns.
+2. Otherwise the free is queued after the context's deferred work, for the background thread. The
+   caller neither waits nor calls a plugin. This applies inside the garbage collector, a finalizer,
+   a plugin, a signal handler that interrupted the suite, and the background thread.
+3. A model is freed after all its contexts, including plugins' own. If an app frees a model earlier,
+   the model is freed together with its last context.
 
-Loading a model waits for frees that are in line, so that two models are not in memory at a time.
+Loading a model waits for queued frees, so that two models are not in memory at the same time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Life:
 
 
 class Lifetimes:
-    """Contexts that are alive, and models that go with the last of theirs.
+    """Live contexts, and models that wait to be freed with their last context.
 
-    The collector may come back to this code in the middle of it, on the same thread: each change of
-    shared state is one operation of the interpreter, and no lock is needed.
+    The collector may interrupt this code and call it again on the same thread. Each change of
+    shared state is therefore a single operation of the interpreter, and no lock is needed.
     """
 
     def __init__(self, lanes: Lanes, collecting: Collecting) -> None:
-        """Know no context yet."""
+        """Start without contexts."""
         self._lanes = lanes
         self._collecting = collecting
         self._by_ctx: dict[int, _Life] = {}
@@ -48,7 +48,7 @@ class Lifetimes:
         self._doomed: dict[int, Callable[[], None]] = {}
 
     def context_made(self, ctx: int, model: int) -> None:
-        """Note a new context: its model must not go before it."""
+        """Register a new context, whose model must not be freed before it."""
         life = self._by_ctx[ctx] = _Life(model)
         self._living.add(life)
 
@@ -59,17 +59,17 @@ class Lifetimes:
         tell: Callable[[], None],
         free: Callable[[], None],
     ) -> None:
-        """Free a context, now or behind its deferred work.
+        """Free a context, now or after its deferred work.
 
         Args:
-            ctx: Its address.
-            handles: Its address and its memory's.
-            tell: Tells the plugins, and forgets it. Nothing may find it by its address afterwards:
-                another one may get that.
-            free: Frees it.
+            ctx: Address of the context.
+            handles: Addresses of the context and of its memory.
+            tell: Function that tells the plugins and removes all records of the context, because
+                another context may get its address.
+            free: Function that frees the context.
         """
         life = self._by_ctx.pop(ctx, None)
-        if life is None:  # older than the activation
+        if life is None:  # created before the activation
             life = _Life(int(llama_cpp.llama_get_model(ctx)))
             self._living.add(life)
 
@@ -86,7 +86,7 @@ class Lifetimes:
         if self._collecting.may_wait():
             try:
                 self._lanes.settle(ctx)
-            except BaseException:  # Ctrl-C while it waits
+            except BaseException:  # Ctrl-C during the wait
                 self._lanes.defer(handles, go, is_free=True)
                 raise
             go()
@@ -102,7 +102,7 @@ class Lifetimes:
             self._release(model)
 
     def settle(self) -> None:
-        """Wait for the frees in line, where waiting is possible."""
+        """Wait for queued frees, if this thread may wait."""
         if self._lanes.pending and self._collecting.may_wait():
             self._lanes.settle_frees()
 

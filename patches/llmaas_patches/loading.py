@@ -1,8 +1,8 @@
-"""The files that a model was really loaded from, and the metadata that the app replaced.
+"""Record the files that a model was loaded from, and the metadata that the app overrode.
 
-Files are looked at just before llama.cpp opens them and again when it is done. Whoever hashes them
-later compares with that, so that a file that was replaced or changed meanwhile is never taken for
-the one in memory.
+File stamps are taken just before llama.cpp opens the files and again after loading. Code that later
+hashes a file compares the stamps, so that a file that was replaced or changed meanwhile is never
+taken for the one in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmaas_patches.ledger import address
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
 
-__all__ = ["look_at", "model_load", "wrap_load_adapter"]
+__all__ = ["look_at", "model_load", "replaced", "wrap_load_adapter"]
 
 _VALUES = {
     llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT: "val_i64",
@@ -34,25 +34,32 @@ _MOST_OVERRIDES = 1 << 16
 
 
 def look_at(paths: Iterable[str]) -> tuple[ModelFile, ...]:
-    """Return files with their present states."""
-    return tuple(ModelFile(str(Path(path).absolute()), _stamp(path)) for path in paths)
+    """Return files with their current stamps."""
+    return tuple(ModelFile(str(Path(path).absolute()), FileStamp.at(path)) for path in paths)
 
 
 def _look_again(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
-    """Return the files, without the states of those that changed since."""
+    """Return the files; those that changed since lose their stamp."""
     return tuple(
-        file if file.stamp == _stamp(file.path) else file._replace(stamp=None) for file in files
+        file if file.stamp == FileStamp.at(file.path) else file._replace(stamp=None)
+        for file in files
     )
 
 
+def replaced(files: Iterable[ModelFile]) -> str | None:
+    """Return the path of the first file that was replaced or changed, or None."""
+    return next((file.path for file in files if file.stamp != FileStamp.at(file.path)), None)
+
+
 def model_load(load: ModelLoad, model: int, *, is_listed: bool) -> ModelLoad:
-    """Return how a model was opened, now that it is.
+    """Return a record of how a model was opened.
 
     Args:
-        load: What plugins saw before. The app may use its structures again, so they are copied.
-        model: The model's address.
-        is_listed: Whether the app named every file; else, only the metadata tells whether the name
-            of a split means one.
+        load: Record that plugins saw before loading. Its structures are copied, because the app
+            may reuse them.
+        model: Address of the model.
+        is_listed: Whether the app named every file. If not, the metadata tells whether a file that
+            is named like a split really is one.
     """
     files = load.files if is_listed else load.files[: _n_splits(model)]
     params = type(load.params).from_buffer_copy(load.params)
@@ -60,7 +67,7 @@ def model_load(load: ModelLoad, model: int, *, is_listed: bool) -> ModelLoad:
 
 
 def wrap_load_adapter(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``llama_adapter_lora_init``: note which file it was."""
+    """Wrap ``llama_adapter_lora_init``: record the adapter's file."""
 
     @functools.wraps(original)
     def llama_adapter_lora_init(model: Any, path_lora: Any) -> Any:
@@ -72,13 +79,6 @@ def wrap_load_adapter(host: Host, original: Callable[..., Any]) -> Callable[...,
         return adapter
 
     return llama_adapter_lora_init
-
-
-def _stamp(path: str) -> FileStamp | None:
-    try:
-        return FileStamp.of(Path(path).stat())
-    except (OSError, ValueError):  # a name may have a zero byte
-        return None
 
 
 def _n_splits(model: int) -> int:
@@ -95,6 +95,6 @@ def _overrides(params: Any) -> dict[str, Override]:
         if not key:
             break
         value = getattr(entries[i].value, _VALUES.get(entries[i].tag, "val_i64"))
-        # llama.cpp takes the first entry of a key
+        # llama.cpp uses the first entry of a key
         found.setdefault(key, value.decode(errors="replace") if type(value) is bytes else value)
     return found

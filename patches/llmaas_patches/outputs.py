@@ -1,4 +1,4 @@
-"""Which tokens of ``Llama``'s batches give logits, and which of these the app reads."""
+"""Let more tokens of ``Llama``'s batches give logits, without the app noticing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["wrap_get_logits", "wrap_set_batch"]
 
 
 def wrap_set_batch(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``LlamaBatch.set_batch``: mark more than the last token if a plugin asked for it."""
+    """Wrap ``LlamaBatch.set_batch``: mark more tokens than the last if a plugin asked for it."""
     with_more = host.with_more_outputs
 
     @functools.wraps(original)
@@ -35,7 +35,7 @@ def wrap_set_batch(host: Host, original: Callable[..., Any]) -> Callable[..., An
 
 
 def wrap_get_logits(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``llama_get_logits``: show the last token's, as if no plugin had asked for others."""
+    """Wrap ``llama_get_logits``: return the last token's logits even if plugins asked for more."""
     with_more = host.with_more_outputs
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Apply and revert patches: reversible, signature-checked, thread-safe."""
+"""Apply and revert patches; thread-safe, with a check of the targets' parameters."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _log = logging.getLogger("llmaas.patches")
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One interception, as data.
+    """Description of one patch.
 
     Attributes:
         target: ``module:name`` or ``module:Class.name``.
-        parameters: Names of the leading parameters the wrapper relies on.
-        wrap: Makes the replacement from the host and the original.
-        also: Other places that hold the same object (``llama_cpp`` star-imports its C bindings).
-        since: First release of llama-cpp-python that has the target; older ones go without.
+        parameters: Names of the leading parameters that the wrapper relies on.
+        wrap: Function that makes the replacement from the host and the original.
+        also: Other names of the same object (``llama_cpp`` star-imports its C bindings).
+        since: First release of llama-cpp-python that has the target; older ones skip the patch.
     """
 
     target: str
@@ -44,12 +44,12 @@ class Patch:
 
     @property
     def applies(self) -> bool:
-        """Whether the installed release has the target, or must have it."""
+        """Whether the installed release must have the target."""
         return is_since(self.since)
 
 
 def resolve(target: str) -> tuple[Any, str]:
-    """Owner object and attribute name of ``module:dotted.name``."""
+    """Return the owner object and the attribute name of ``module:dotted.name``."""
     module, _, dotted = target.partition(":")
     owner: Any = importlib.import_module(module)
     *path, name = dotted.split(".")
@@ -59,26 +59,26 @@ def resolve(target: str) -> tuple[Any, str]:
 
 
 class Applied:
-    """Patches that are on. ``revert`` puts every original back, last one first."""
+    """Applied patches. ``revert`` restores every original, the last one first."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without patches."""
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
     def replace(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
-        """Set ``owner.name`` and remember how to take it back."""
+        """Set ``owner.name`` and remember how to restore it."""
         setattr(owner, name, replacement)
         self._undo.append((owner, name, original, replacement))
 
     def targets(self) -> list[str]:
-        """Dotted names of what is patched now."""
+        """Return the dotted names of all patched functions."""
         return [f"{owner.__name__}.{name}" for owner, name, _, _ in self._undo]
 
     def revert(self) -> None:
         """Restore each original; idempotent.
 
-        A name that somebody else patched on top of ours keeps their wrapper: it still reaches the
-        original through ours, which has no listeners any more.
+        A name that other code patched afterwards keeps that code's wrapper. It still reaches the
+        original through our wrapper, which has no listeners any more.
         """
         with _lock:
             while self._undo:
@@ -87,16 +87,16 @@ class Applied:
                     setattr(owner, name, original)
                 else:
                     _log.warning(
-                        "%s.%s was patched again by other code; left as it is",
+                        "%s.%s was patched again by other code and is not restored",
                         owner.__name__,
                         name,
                     )
 
 
 def apply(patches: Sequence[Patch], host: Host) -> Applied:
-    """Check every patch against what is installed, then apply all of them, or none.
+    """Check every patch against the installed release, then apply all of them or none.
 
-    Modules that imported a function by name before get the replacement, too.
+    Modules that already imported a function by name also get the replacement.
 
     Raises:
         IncompatibleError: A target is missing or has other parameters.
@@ -121,7 +121,7 @@ def apply(patches: Sequence[Patch], host: Host) -> Applied:
 
 
 def check(patches: Sequence[Patch]) -> list[tuple[str, str | None]]:
-    """Each target, and what is wrong with it here or None. Changes nothing."""
+    """Check every patch without applying it; return each target with its problem or None."""
     report: list[tuple[str, str | None]] = []
     for patch in filter(operator.attrgetter("applies"), patches):
         try:
@@ -133,7 +133,7 @@ def check(patches: Sequence[Patch]) -> list[tuple[str, str | None]]:
 
 
 def _check(patch: Patch) -> Any:
-    """The original behind a patch, after checking its parameters and its second names."""
+    """Check a patch's target, its parameters and its other names; return the original."""
     try:
         owner, name = resolve(patch.target)
         original = inspect.getattr_static(owner, name)
@@ -155,7 +155,7 @@ def _check(patch: Patch) -> Any:
 def _copies(
     replacements: Mapping[int, tuple[Any, Any]],
 ) -> Iterator[tuple[ModuleType, str, Any, Any]]:
-    """Other modules' names for the originals: an app may have imported them by name."""
+    """Yield other modules' names for the originals, which an app may have imported by name."""
     wanted = frozenset(replacements)
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType):

@@ -1,8 +1,8 @@
-"""``Llama.generate`` as a request: begin, restore, evaluate and sample as ever, save, end.
+"""Turn ``Llama.generate`` into a request: begin, restore, generate, save, end.
 
-``create_completion``, chat, ``__call__``, the server and most clients end up in ``generate``.
-Stored contexts are put under it by changing what ``Llama`` believes to hold before it looks for
-the longest prefix itself; its body is never copied.
+``create_completion``, chat, ``__call__``, the server and most clients call ``generate``. To use
+stored contexts, the wrapper changes the tokens that ``Llama`` has recorded before ``generate``
+itself looks for the longest common prefix. The body of ``generate`` is never copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextvars
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -27,10 +27,10 @@ __all__ = ["wrap_create_completion", "wrap_generate"]
 
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Llama.generate``: fire the request hooks around it.
+    """Wrap ``Llama.generate``: call the request hooks around it.
 
-    A request belongs to the blocks (``level``, ``without``, …) that it was made in, wherever its
-    generator is run.
+    A request belongs to the blocks (``level``, ``without``, …) in which it was made, wherever its
+    generator runs.
     """
     bind = inspect.signature(original).bind
 
@@ -38,7 +38,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
     def generate(
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        inner = original(self, tokens, *args, **kwargs)  # refuses wrong arguments, runs later
+        tokens = _readable_twice(tokens)
+        inner = original(self, tokens, *args, **kwargs)  # checks the arguments now, runs later
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
         return steps(self, tokens, given, inner, contextvars.copy_context())
 
@@ -49,10 +50,10 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         inner: Generator[int, Sequence[int] | None, None],
         blocks: contextvars.Context,
     ) -> Generator[int, Sequence[int] | None, None]:
-        host.collecting.require_none()  # nor can plugins be called there
+        host.collecting.require_none()  # plugins cannot be called there
         clock = _Clock()
         engine = host.engine(llama)
-        engine.end()  # other requests, if their generators are still open
+        engine.end()  # ends other requests whose generators are still open
         engine.settle()
         resets = given.get("reset", True)
         if resets:
@@ -60,28 +61,22 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         request = blocks.run(_request, engine, tokens, given)
         try:
             n_reused, first_output = blocks.run(_begin, host, engine, request, resets=resets)
-            engine.resident_app = request.app  # all that is left, and all that follows
+            engine.resident_app = request.app  # the remaining cells and all later ones
         except BaseException:
             engine.n_outputs = 1
             host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
             raise
         clock.prepared()
-
-        def end() -> None:
-            try:
-                if _can_save(engine):
-                    host.hooks.kv_save(request, engine.reusable_tokens())
-            finally:
-                host.hooks.request_end(request, clock.stats(len(request.tokens), n_reused))
-
+        end = _End(host, engine, request, clock, n_reused)
         engine.begin(end)
         try:
             with engine.giving_outputs(first_output):
                 token = next(inner, None)
-            engine.n_said = int(llama.n_tokens)  # nothing is proposed with a prompt
+            engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
                 clock.token()
                 reply = yield token
+                clock.is_paused = False
                 try:
                     token = inner.send(reply)
                 except StopIteration:
@@ -89,16 +84,16 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 engine.n_said += 1 if reply is None else 1 + len(reply)
         finally:
             inner.close()
-            if not host.collecting.here():  # else, the next request does it
+            if not host.collecting.here():  # otherwise the next request ends it
                 engine.end(end)
 
     return generate
 
 
 def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Llama._create_completion``: streams belong to the blocks that they were made in.
+    """Wrap ``Llama._create_completion``: streams belong to the blocks in which they were made.
 
-    Echoed logprobs need every token's logits, so evaluate all.
+    A call with ``echo`` and ``logprobs`` needs every token's logits, so all tokens are evaluated.
     """
     bind = inspect.signature(original).bind
 
@@ -123,8 +118,13 @@ def _with_all_logits(
         engine.needs_all_logits = False
 
 
+def _readable_twice(tokens: Sequence[int]) -> Sequence[int]:
+    """Return a prompt that can be read twice, as ``Llama`` also accepts iterators."""
+    return list(tokens) if isinstance(tokens, Iterator) else tokens
+
+
 def _request(engine: LlamaEngine, tokens: Sequence[int], given: Mapping[str, Any]) -> Request:
-    """Return the request of a call with these arguments, in the blocks of its caller."""
+    """Return the request of a call with these arguments; call this in the caller's blocks."""
     readers = (given.get("logits_processor"), given.get("stopping_criteria"))
     return Request(
         engine,
@@ -136,10 +136,11 @@ def _request(engine: LlamaEngine, tokens: Sequence[int], given: Mapping[str, Any
 
 
 def _is_app_s(readers: Any) -> bool:
-    """Whether some of these are not functions of llama-cpp-python itself.
+    """Return whether any of these functions is not llama-cpp-python's own.
 
-    Its logit bias reads no tokens, and its chat templates' criterion the last one that was said,
-    which it is shown rightly even while proposed ones are verified.
+    Functions of llama-cpp-python do not count. Its logit bias reads no tokens. Its chat templates'
+    stopping criterion reads the last accepted token, which is correct even during verification of
+    proposed tokens.
     """
     return readers is not None and not all(
         isinstance(one, FunctionType) and one.__module__.startswith("llama_cpp.")
@@ -150,16 +151,18 @@ def _is_app_s(readers: Any) -> bool:
 def _begin(
     host: Host, engine: LlamaEngine, request: Request, *, resets: bool
 ) -> tuple[int, int | None]:
-    """Ask the plugins, and restore.
+    """Call the begin hooks, and restore cells.
 
     Returns:
-        How many leading prompt tokens are in the cells, and the first that is to give logits.
+        Number of leading prompt tokens in the cells, and the first that must give logits.
     """
     host.hooks.request_begin(request, host.hooks.level(request))
-    if not resets and engine.resident_app != request.app:  # it asked for another app's cells
+    if not resets and engine.resident_app != request.app:  # it continues from another app's cells
         engine.doubt_resident()
+    if resets and engine.needs_all_logits:
+        engine.drop_restored()  # even if they were reused since
     if not (_is_sound(engine, request, resets=resets) and resets):
-        engine.n_outputs = 1  # positions of the prompt's tokens are not known
+        engine.n_outputs = 1  # the positions of the prompt's tokens are unknown
         return 0, None
     n_reused = _restore(host, engine, request)
     first_output = engine.make_room_for_outputs(len(request.tokens))
@@ -167,9 +170,10 @@ def _begin(
 
 
 class _Clock:
-    """Times of one request."""
+    """Timing of one request, and whether it waits for the app."""
 
     def __init__(self) -> None:
+        self.is_paused = False
         self._started = time.perf_counter()
         self._prepare_s = 0.0
         self._first_token_s: float | None = None
@@ -182,6 +186,7 @@ class _Clock:
         self._n_generated += 1
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter() - self._started
+        self.is_paused = True
 
     def stats(self, n_prompt: int, n_reused: int) -> RequestStats:
         return RequestStats(
@@ -194,8 +199,30 @@ class _Clock:
         )
 
 
+class _End:
+    """Work to do at the end of a request."""
+
+    def __init__(
+        self, host: Host, engine: LlamaEngine, request: Request, clock: _Clock, n_reused: int
+    ) -> None:
+        self._host, self._engine, self._request = host, engine, request
+        self._clock, self._n_reused = clock, n_reused
+
+    @property
+    def is_paused(self) -> bool:
+        return self._clock.is_paused
+
+    def __call__(self) -> None:
+        hooks, request = self._host.hooks, self._request
+        try:
+            if _can_save(self._engine):
+                hooks.kv_save(request, self._engine.reusable_tokens())
+        finally:
+            hooks.request_end(request, self._clock.stats(len(request.tokens), self._n_reused))
+
+
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
-    """Whether ``Llama`` knows what those cells hold that it goes on with."""
+    """Return whether the tokens of all cells that the request continues from are known."""
     n_kept = _common(engine, request) if resets else len(engine.resident_tokens())
     if n_kept > engine.n_explained:
         engine.tell_unexplained()
@@ -204,9 +231,9 @@ def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
 
 
 def _can_save(engine: LlamaEngine) -> bool:
-    """Whether the context is there, and known.
+    """Return whether the context still exists and its tokens are known.
 
-    The app may have closed ``Llama`` under its generator, dropped both, or used the engine itself.
+    The app may have closed ``Llama`` before its generator, dropped both, or used the engine itself.
     """
     if not engine.is_alive or engine.llama.ctx is None:
         return False
@@ -214,13 +241,14 @@ def _can_save(engine: LlamaEngine) -> bool:
 
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
-    """Let a plugin load cells; leading prompt tokens that sequence 0 holds then."""
+    """Let a plugin restore cells; return how many leading prompt tokens sequence 0 then holds."""
     if engine.needs_all_logits:
-        engine.drop_restored()
+        return _keep_own(engine, request)
+    if not engine.has_room_for(len(request.tokens)):  # ``Llama`` is about to raise
         return _keep_own(engine, request)
     try:
         restored = _ask_to_restore(host, engine, request)
-    except BaseException as error:  # Ctrl-C, too, leaves the cells in doubt
+    except BaseException as error:  # after Ctrl-C the cells are unknown, too
         engine.drop_resident()
         if not isinstance(error, PluginError):
             raise
@@ -233,17 +261,17 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
 
 
 def _common(engine: LlamaEngine, request: Request) -> int:
-    """Leading prompt tokens that are resident; another app's cells count as none."""
+    """Return how many leading prompt tokens are resident; another app's cells count as none."""
     if engine.resident_app != request.app:
         return 0
     return common_prefix(engine.resident_tokens(), request.tokens)
 
 
 def _keep_own(engine: LlamaEngine, request: Request) -> int:
-    """Empty sequence 0 if it holds another app's cells, or its time would tell what they are.
+    """Empty sequence 0 if it holds another app's cells, whose reuse would be visible in timing.
 
     Returns:
-        Leading prompt tokens that it still holds.
+        Number of leading prompt tokens that it still holds.
     """
     if engine.resident_app != request.app:
         engine.drop_resident()
@@ -254,5 +282,5 @@ def _ask_to_restore(host: Host, engine: LlamaEngine, request: Request) -> KVRest
     with engine.lent():
         restored = host.hooks.kv_restore(request)
     if restored is not None and not engine.has_cells(restored.n_tokens):
-        raise host.hooks.blame(ValueError(f"returned {restored}, the engine has fewer cells"))
+        raise host.hooks.blame(ValueError(f"returned {restored}, but the engine has fewer cells"))
     return restored

@@ -1,4 +1,4 @@
-"""Whose the requests of a thread or task are, and which plugins they do without."""
+"""Context and app of the requests of a thread or task, and plugins that they do without."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ declined_plugins: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVa
 
 @contextmanager
 def without(names: Iterable[str]) -> Iterator[None]:
-    """Let the requests that are started inside the block do without these plugins, too."""
+    """Let requests that are started inside the block also do without these plugins."""
     token = declined_plugins.set(declined_plugins.get() | frozenset(names))
     try:
         yield
@@ -60,7 +60,7 @@ def without(names: Iterable[str]) -> Iterator[None]:
 def in_its_blocks(
     generator: Generator[_Yield, _Send | None, _Return],
 ) -> Generator[_Yield, _Send | None, _Return]:
-    """Run a generator in the blocks that are open now, whichever thread or task runs it later."""
+    """Run a generator in the blocks that are open now, even if another thread or task runs it."""
     context = contextvars.copy_context()
 
     def steps() -> Generator[_Yield, _Send | None, _Return]:

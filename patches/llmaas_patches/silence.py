@@ -1,7 +1,7 @@
-"""What the suite logs while llama-cpp-python has sent stderr nowhere.
+"""Hold back the suite's log records while llama-cpp-python discards stderr.
 
-With ``verbose=False``, as most apps have it, that is so while a model is loaded: whatever is wrong
-with it, and which plugins leave it alone, would be said to nobody.
+With ``verbose=False``, which most apps use, llama-cpp-python discards stderr while it loads a
+model. Messages about a wrong model, or about plugins that do not serve it, would be lost.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _LOGGER = logging.getLogger("llmaas")
 
 
 class Silence(logging.Handler):
-    """Takes the suite's records in place of all other handlers, and gives them back later."""
+    """Log handler that keeps the suite's records, in place of all others, and logs them later."""
 
     def __init__(self) -> None:
-        """Take nothing yet."""
+        """Start without records."""
         super().__init__()
         self._records: list[logging.LogRecord] = []
         self._loading = threading.Lock()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the record."""
         self._records.append(record)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside the block, keep what is logged if stderr leads nowhere."""
+        """Keep the records logged inside the block if stderr is discarded."""
         if sys.stderr is not _utils.errnull_file or not self._loading.acquire(blocking=False):
             yield
             return
@@ -47,7 +47,7 @@ class Silence(logging.Handler):
             self._loading.release()
 
     def end(self) -> None:
-        """Log what was kept."""
+        """Log the kept records."""
         records, self._records = self._records, []
         for record in records:
             logging.getLogger(record.name).handle(record)

@@ -1,4 +1,4 @@
-"""Every interception, as data."""
+"""Table of all patches."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Wrap = Callable[[Host, Callable[..., Any]], Callable[..., Any]]
 
 _BINDINGS = "llama_cpp.llama_cpp"
 
-# Calls that read a sequence's cells: they wait for deferred work, so that an app never sees our
-# scratch sequence nor a half-copied state.
+# Calls that read a sequence's cells. They wait for deferred work, so that an app never sees a
+# plugin's scratch sequence or a half-copied state.
 _SETTLED: dict[str, tuple[str, ...]] = {
     "llama_memory_seq_pos_min": ("mem",),
     "llama_memory_seq_pos_max": ("mem",),
@@ -56,7 +56,7 @@ _SETTLED: dict[str, tuple[str, ...]] = {
     "llama_state_seq_get_data_ext": ("ctx",),
 }
 
-# Calls that read all cells: they wait, too.
+# Calls that read all cells. They wait for deferred work and remove plugins' sequences first.
 _WHOLE: dict[str, tuple[str, ...]] = {
     "llama_state_get_size": ("ctx",),
     "llama_state_get_data": ("ctx",),
@@ -91,7 +91,8 @@ def _load_file(_path: Any, target: Any, *_: Any) -> int | None:
     return 0 if address(target) == 0 else None
 
 
-# Calls that change cells: they wait, too, and from which position of sequence 0 on is noted.
+# Calls that change cells. They wait for deferred work, and record the first changed position of
+# sequence 0.
 _CHANGING: dict[str, tuple[tuple[str, ...], Change, Around]] = {
     "llama_memory_clear": (("mem",), _everything, around_clear),
     "llama_memory_seq_rm": (("mem", "seq_id", "p0"), _range, around_remove),
@@ -152,7 +153,7 @@ _OWN = {
 }
 
 
-# Bindings that not every supported release has.
+# Bindings that are missing in the oldest supported releases, and the release that added them.
 _SINCE = {"llama_process": "0.3.36"}
 
 

@@ -1,4 +1,4 @@
-"""An app run on stock llama.cpp and with us; both have to come out the same."""
+"""An app run on stock llama.cpp and with the suite; both runs must give the same results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmaas_plugins import activate
 
 @pytest.fixture
 def subjects():
-    """What two users begin with; more than a chunk each, so that it is worth keeping."""
+    """Return two users' first messages, each longer than a chunk and so worth keeping."""
     return (
         "My name is Anna and I live in a small house near the station. Tell me about your dog.",
         "My name is Bert and I work for a bank in a large city. I want to fly to Rome.",
@@ -22,10 +22,10 @@ def subjects():
 
 @pytest.fixture
 def engine():
-    """How ``Llama`` is made.
+    """Return the settings of ``Llama``.
 
-    Tokens are evaluated one at a time, so that cells are the same to the last bit no matter which
-    were restored and which evaluated again. Then an app's replies have to be equal, too.
+    Tokens are evaluated one at a time, so that cells are equal to the last bit whether they were
+    restored or evaluated again. An app's replies must then be equal, too.
     """
     return {
         "n_ctx": 1024, "n_ubatch": 1, "n_threads": 1,
@@ -35,16 +35,17 @@ def engine():
 
 @pytest.fixture
 def opened(engine, reference_model):
-    """Make a ``Llama`` for a block, as an app does that hands it to its client."""
+    """Return a function that makes a ``Llama`` for a block, as an app does for its client."""
     return lambda **kwargs: contextlib.closing(Llama(str(reference_model), **(engine | kwargs)))
 
 
 @pytest.fixture
 def lives(tmp_path):
-    """Run an app four times: as ever, with nothing enabled, with its contexts kept, and again.
+    """Return a function that runs an app four times and demands the same result each time.
 
-    It has to come to the same result each time. What that is, and by run with contexts how many
-    tokens were restored. The last run finds what the one before left behind, as after a restart.
+    The runs are: vanilla, with nothing enabled, with contexts kept, and again with the contexts of
+    the third run, as after a restart. The function returns the result, and the numbers of restored
+    tokens of both runs with contexts.
     """
     kept = {"codec": "lossless", "ram_budget": "4 MiB", "store": str(tmp_path / "kv")}
 

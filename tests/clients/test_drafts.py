@@ -1,4 +1,4 @@
-"""Prompt lookup drafts, on their own and under instructor: tokens evaluated ahead and rewound."""
+"""Prompt lookup drafts, alone and under instructor: tokens evaluated ahead and rewound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN = "Llama with LlamaPromptLookupDecoding"
 
 @pytest.fixture
 def drafting(opened):
-    """Make a ``Llama`` that guesses tokens from its prompt."""
+    """Return a function that makes a ``Llama`` with drafts from its prompt."""
     return lambda **kwargs: opened(
         draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4), **kwargs
     )
@@ -131,7 +131,7 @@ def test_instructor_by_tools(lives, drafting, instructor, subjects):
 @cells(INSTRUCTOR, "grammar / JSON", says="fails in vanilla, too")
 @cells(INSTRUCTOR, "drafts", "same as vanilla")
 def test_instructor_by_json_schema(lives, drafting, instructor, subjects):
-    """llama-cpp-python does not know the response format by which instructor asks for a schema."""
+    """llama-cpp-python does not know the response format by which instructor requests a schema."""
 
     def app():
         with drafting() as llama:

@@ -1,4 +1,4 @@
-"""guidance, unmodified: it evaluates batches of its own, so its contexts are never kept."""
+"""guidance, unmodified: it evaluates its own batches, so its contexts are never kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def guidance():
 
 @pytest.fixture
 def on(guidance):
-    """guidance's model on an engine."""
+    """Make guidance's model on an engine."""
     from guidance.chat import ChatMLTemplate
 
     return lambda llama: guidance.models.LlamaCpp(llama, echo=False, chat_template=ChatMLTemplate)
@@ -61,7 +61,8 @@ def test_roles(lives, guidance, opened, on, subjects):
 @cell("streaming")
 def test_stream(lives, guidance, opened, on, subjects):
     def app():
-        with opened() as llama:  # guidance goes on in a thread of its own: a stream must be read
+        # guidance continues in its own thread, so a stream must be read to its end
+        with opened() as llama:
             stream = on(llama).stream() + subjects[0] + guidance.gen(max_tokens=8)
             return [str(state) for state in stream]
 
@@ -101,7 +102,7 @@ def test_an_engine_used_both_ways_in_turn(lives, guidance, opened, on, subjects)
         with opened() as llama:
             for subject in subjects * 2:
                 found.append(str(on(llama) + subject + guidance.gen(max_tokens=8)))
-                llama.reset()  # its cells are guidance's by now
+                llama.reset()  # its cells are now guidance's
                 found.append(complete(llama, subject))
         return found
 

@@ -22,7 +22,7 @@ def cell(column, says="yes"):
 
 @pytest.fixture
 def chat_model(engine, reference_model):
-    """Make the model as an app does; closed afterwards."""
+    """Return a function that makes the model as an app does; closed afterwards."""
     community = pytest.importorskip("langchain_community.chat_models")
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ def test_structured_output(lives, chat_model, subjects):
 def test_the_model_of_texts(lives, engine, reference_model, subjects):
     community = pytest.importorskip("langchain_community.llms")
 
-    fields = community.LlamaCpp.model_fields  # it wants others in `model_kwargs`
+    fields = community.LlamaCpp.model_fields  # other parameters belong into `model_kwargs`
     options = {key: value for key, value in engine.items() if key in fields}
     others = {key: value for key, value in engine.items() if key not in fields}
     options |= {"temperature": 0.0, "max_tokens": 8, "model_kwargs": others}

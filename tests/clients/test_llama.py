@@ -1,4 +1,4 @@
-"""What apps do with ``Llama`` itself: its own caches, and several models in turn as the server."""
+"""Apps that use ``Llama`` directly: its own caches, and several models in turn as in the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cells(row, *columns):
 
 
 def converse(llama_of, subjects):
-    """Conversations in turn, with the ``Llama`` that each gets; their messages."""
+    """Hold conversations in turn, each with the ``Llama`` it gets; return their messages."""
     conversations = [[{"role": "user", "content": subject}] for subject in subjects]
     for turn in ("Why is that?", "What now?"):
         for i, messages in enumerate(conversations):
@@ -39,7 +39,7 @@ def test_ram_cache(lives, opened, subjects):
             return converse(lambda _: llama, subjects)
 
     run = lives(app)
-    assert run.restored[1] > 0  # before the restart, the cache had it all
+    assert run.restored[1] > 0  # before the restart, the cache had all tokens
 
 
 @cells("Llama with LlamaDiskCache", "chat")
@@ -74,7 +74,7 @@ def test_models_in_turn(lives, engine, reference_model, subjects):
             ModelSettings(model_alias="b", chat_format="chatml", **settings),
         ]
         proxy = LlamaProxy(models)
-        found = converse(lambda i: proxy("ab"[i]), subjects)  # the other one is closed
+        found = converse(lambda i: proxy("ab"[i]), subjects)  # this closes the other model
         proxy.free()
         return found
 

@@ -15,7 +15,7 @@ def cell(column, says="yes"):
 
 @pytest.fixture
 def llm(engine, reference_model):
-    """Make the model as an app does; closed afterwards."""
+    """Return a function that makes the model as an app does; closed afterwards."""
     client = pytest.importorskip("llama_index.llms.llama_cpp")
 
     @contextlib.contextmanager

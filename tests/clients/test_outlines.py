@@ -1,4 +1,4 @@
-"""outlines, unmodified: it edits logits, and resets the ``Llama`` behind each reply."""
+"""outlines, unmodified: it edits logits, and resets the ``Llama`` after each reply."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``llama_cpp.server`` under ``llmaas run``, and ``llmaas serve``, each beside the plain server.
 
-What the ``openai`` package and lm-evaluation-harness get from them has to be the same.
+The ``openai`` package and lm-evaluation-harness must get the same results from all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from soak import scale
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-# One token at a time: replies do not depend on what was restored and what was evaluated again.
+# Evaluate one token at a time: replies must not depend on which tokens were restored.
 OPTIONS = [
     "--n_ctx", "1024", "--n_ubatch", "1", "--n_threads", "1", "--n_threads_batch", "1",
     "--flash_attn", "True", "--logits_all", "True", "--interrupt_requests", "False",
@@ -57,7 +57,7 @@ TOOL = {"type": "function", "function": {"name": "book", "parameters": FLIGHT}}
 
 
 def on_both(*columns, says="yes"):
-    """Run the test against both of our servers, for these cells."""
+    """Run the test against both of our servers, for these cells of the table."""
 
     def marks(row):
         cells = [*((column, says) for column in columns), ("same as vanilla", "yes")]
@@ -69,7 +69,7 @@ def on_both(*columns, says="yes"):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory, reference_model):
-    """The three servers by name; started side by side, killed at the end."""
+    """Yield the three servers by name; started side by side, killed at the end."""
     with contextlib.ExitStack() as stack:
         started = {
             name: stack.enter_context(
@@ -121,7 +121,7 @@ def wait_until_up(server):
 
 @pytest.fixture(scope="module")
 def plain(servers):
-    """What an app gets from the plain server; asked once for both of ours."""
+    """Return an app's results from the plain server, computed once for both of ours."""
     known = {}
 
     def plain(app):
@@ -142,7 +142,7 @@ def ours(servers, request):
 
 
 def hits(server):
-    """Tokens that were in the cells when a request began, as ``Llama`` logs it."""
+    """Return the tokens that were in the cells when a request began, as ``Llama`` logs them."""
     log = server.log.read_text()
     found = re.findall(r"^Llama\.generate: (\d+) prefix-match hit", log, re.MULTILINE)
     return [int(n) for n in found]
@@ -158,7 +158,7 @@ def conversation(subject):
 
 
 def converse(client, subjects):
-    """Several conversations, one call of each in turn; replies, and prompt sizes."""
+    """Hold several conversations, one call of each in turn; return replies and prompt sizes."""
     conversations, found = [conversation(subject) for subject in subjects], []
     for turn in (*TURNS, None):
         for messages in conversations:
@@ -177,7 +177,7 @@ def test_conversations_in_turn(plain, ours, subjects):
     expected = plain(app)
     n_before = len(hits(ours))
     assert app(ours) == expected
-    n_prompt = [n for _, n in expected[:4]]  # of the calls that are continued
+    n_prompt = [n for _, n in expected[:4]]  # prompts of the calls that are continued
     found = hits(ours)[n_before:][-4:]
     assert all(hit >= n for hit, n in zip(found, n_prompt, strict=True))
 
@@ -207,7 +207,7 @@ def test_logprobs(plain, ours, subjects):
 
 
 def streamed(client, messages, n_chunks=None, **options):
-    """The first chunks of a reply; then the client leaves."""
+    """Return the first chunks of a reply, then leave as a client."""
     options = {"messages": messages, "max_tokens": 12, "stream": True} | GREEDY | options
     with client.chat.completions.create(**options) as stream:
         return [chunk.choices[0].model_dump() for chunk in itertools.islice(stream, n_chunks)]
@@ -240,7 +240,8 @@ def test_streams_left_early(plain, ours, subjects):
 
     expected = plain(app)
     before = n_left(ours)
-    for _ in range(6):  # a fast machine completes most replies before it sees that nobody listens
+    # a fast machine completes most replies before it notices that the client left
+    for _ in range(6):
         assert app(ours) == expected
         if n_left(ours) > before:
             return
@@ -248,7 +249,7 @@ def test_streams_left_early(plain, ours, subjects):
 
 
 def n_left(server):
-    """Clients that left before their reply was complete, as the server logs it."""
+    """Return how many clients left before their reply was complete, as the server logs it."""
     return server.log.read_text().count("Disconnected from client")
 
 

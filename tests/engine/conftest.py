@@ -1,4 +1,4 @@
-"""Tiny models of every family, in every type of weights, and an engine on one of them."""
+"""Tiny models of every family in every weight type, and an engine on one of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from claiming import Claimer, created, loaded, native
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family, write_lora
-from llmaas_plugins.quantise import quantise
+from llmaas_plugins.quantize import quantize
 
 
 @pytest.fixture(scope="session")
 def families(tmp_path_factory):
-    """Folder of the models, one for all of xdist's workers."""
+    """Return the folder of the models, shared by all xdist workers."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "families"
     folder.mkdir(exist_ok=True)
@@ -26,7 +26,7 @@ def families(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def family(families):
-    """Path of a family's model, by name and type of its matrices; written once."""
+    """Return a function from a family's name and matrix type to its model's path."""
 
     def write(name, weights):
         path = families / f"{name}-{weights}.gguf"
@@ -34,7 +34,7 @@ def family(families):
             return path
         if weights in ("F32", "F16"):
             return write_family(name, path, weights=GGMLQuantizationType[weights])
-        return quantise(write(name, "F16"), path, weights)
+        return quantize(write(name, "F16"), path, weights)
 
     @functools.cache
     def find(name, weights="Q8_0"):
@@ -47,13 +47,13 @@ def family(families):
 
 @pytest.fixture(scope="session")
 def lora(tmp_path_factory):
-    """Path of an adapter for the llama family."""
+    """Return the path of an adapter for the llama family."""
     return write_lora("llama", tmp_path_factory.mktemp("lora") / "lora.gguf")
 
 
 @pytest.fixture
 def native_context(family):
-    """A context on the llama family, and what plugins see of it."""
+    """Yield a context on the llama family, and the engine that plugins see."""
     plugin = Claimer()
     with (
         native(plugin=plugin),

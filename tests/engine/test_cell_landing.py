@@ -1,4 +1,4 @@
-"""Cells that plugins fill themselves: what stock llama.cpp makes of the same blob, to the bit."""
+"""Cells that plugins fill themselves: bit for bit those that llama.cpp loads from the same blob."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = [TOKENS[i * 7 % len(TOKENS)] for i in range(N)]
 MORE = SOME[:20]
 PARKED, PARKED_TOO = 2, 3
 N_HEADS = 24, 12
-"""Bytes of a blob before its cells and the first layer's K; before each K and V."""
+"""Bytes of a blob before its cells and the first layer's K; bytes before each K and V."""
 
 
 class Engine:
@@ -40,7 +40,7 @@ class Engine:
         self.drop(source)
 
     def park(self, sequence, n):
-        """Let a context of ``n`` tokens lie in the next cells."""
+        """Place a context of ``n`` tokens in the next cells."""
         assert decode(self.ctx, OTHERS[:n], 0) == 0
         self.relabel(0, sequence)
 
@@ -58,7 +58,7 @@ class Engine:
         assert n == blob.nbytes
 
     def land(self, blob, sequence=0):
-        """Where a blob's rows belong; the engine is shown its headers only."""
+        """Return where a blob's rows belong; the engine reads only the blob's headers."""
         geometry, n_cells = blob_probe(blob)
         headers = np.zeros_like(blob)
         blob_init(geometry, headers, range(n_cells))
@@ -72,7 +72,7 @@ def pointer(array):
 
 
 def fill(landings, blob):
-    """Bring a blob's rows to where they belong."""
+    """Copy a blob's rows to their places."""
     n_cells = int(blob[12:16].view(np.uint32)[0])
     at = N_HEADS[0] + 12 * n_cells
     for address, apart, n_bytes, n_pieces in landings.tolist():
@@ -99,7 +99,7 @@ def engine(request, family):
 
 @pytest.fixture
 def saved(engine):
-    """A context's blob; the engine is empty again."""
+    """Return a context's blob; the engine is empty again."""
     engine.evaluate(SOME)
     blob = engine.blob()
     engine.drop()
@@ -147,7 +147,7 @@ def test_behind_cells_of_other_sequences(engine, saved):
     ids=["two runs", "of one length", "half a channel apart"],
 )
 def test_between_cells_of_other_sequences_there_is_no_landing(engine, saved, n_before, n_parked):
-    """Some of the free cells are before the other one's, the rest behind them."""
+    """Some free cells lie before the other sequence's cells, and the rest behind them."""
     engine.park(PARKED, n_before)
     engine.park(PARKED_TOO, n_parked)
     parked = engine.blob(PARKED_TOO)
@@ -156,7 +156,7 @@ def test_between_cells_of_other_sequences_there_is_no_landing(engine, saved, n_b
     engine.drop()
     assert engine.end() == 0
     assert np.array_equal(engine.blob(PARKED_TOO), parked)
-    engine.load(saved)  # as ever
+    engine.load(saved)  # loads as usual
     assert np.array_equal(engine.blob(), saved)
     assert np.array_equal(engine.blob(PARKED_TOO), parked)
 
@@ -167,7 +167,7 @@ def test_a_blob_that_the_engine_refuses(engine, saved):
     geometry, _ = blob_probe(saved)
     cut = saved[:-1].copy()
     foreign = saved.copy()
-    foreign[N_HEADS[0] + 12 * N : N_HEADS[0] + 12 * N + 4] ^= 64  # the type of its keys
+    foreign[N_HEADS[0] + 12 * N : N_HEADS[0] + 12 * N + 4] ^= 64  # the type of the keys
     for blob in (cut, foreign):
         assert engine.memory.land(blob, 0, geometry.n_planes) is None
         assert engine.end() == 0

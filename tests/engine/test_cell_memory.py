@@ -1,4 +1,4 @@
-"""The memory of KV cells: given back while none is in use, it is as if the context were new."""
+"""Giving back the memory of KV cells while none is in use: the context is then as good as new."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from claiming import CELLS, OFF, ON, Claimer, created, decode, loaded, native, s
 MIB = 1 << 20
 N_CTX = 1024
 MANY = 65536
-"""Cells that malloc takes from the system, and not from memory that was used before."""
+"""So many cells that malloc takes them from the system, not from memory used before."""
 
 
 @pytest.fixture(params=CELLS)
@@ -30,14 +30,14 @@ def plugin():
 
 @pytest.fixture
 def opened(family, plugin):
-    """Makes a context on the llama family with such settings."""
+    """Return a function that makes a context on the llama family with the given settings."""
     with native(plugin=plugin), loaded(family("llama")) as model:
         yield functools.partial(created, model)
 
 
 @pytest.fixture
 def cells(plugin):
-    """Tells the memory of the new context's cells."""
+    """Return a function that yields the memory of the new context's cells."""
 
     def cells():
         return plugin.contexts[-1].cells()
@@ -66,7 +66,7 @@ def state(ctx):
 
 
 def fill(ctx):
-    """Use every cell; logits on the way."""
+    """Use every cell and return the logits on the way."""
     some = tokens(N_CTX)
     pieces = (0, 300), (300, 301), (301, 900), (900, N_CTX)
     return np.concatenate([step(ctx, some[start:end], start) for start, end in pieces])

@@ -1,4 +1,4 @@
-"""Sparse products: tokens read the channels that matter to them, wherever those are."""
+"""Sparse products: tokens read the channels that matter to them, from memory or from the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
 
 @pytest.fixture(scope="module")
 def channels(reference_model, tmp_path_factory):
-    """The reference model's channel file, by layers in a group; written once."""
+    """Return the reference model's channel file, by layers in a group; each is written once."""
     folder = tmp_path_factory.mktemp("channels")
 
     def find(group_layers):
@@ -53,21 +53,21 @@ def channels(reference_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def q4_k_m(reference_model, tmp_path_factory):
-    """The reference model as most files are, with a channel file."""
+    """Return the reference model in Q4_K_M, the usual quantization, with a channel file."""
     path = tmp_path_factory.mktemp("q4_k_m") / "model.gguf"
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, True
-    quantised = llama_cpp.llama_model_quantize(
+    quantized = llama_cpp.llama_model_quantize(
         bytes(reference_model), bytes(path), ctypes.byref(params)
     )
-    assert quantised == 0
+    assert quantized == 0
     tensors, file = model_tensors(path), path.with_suffix(".channels")
     list(write_channels(path, file, tensors, _calibration(tensors)))
     return path, open_channels(file, path, tensors)
 
 
 def _calibration(tensors):
-    """Of nothing: thresholds that are never reached, and some order of the channels."""
+    """Return a calibration with thresholds that are never reached, and random channel orders."""
     rng = np.random.default_rng(5)
     quantiles = np.linspace(1, 2, len(SPARSITIES), dtype=np.float32)
     return {
@@ -77,7 +77,7 @@ def _calibration(tensors):
 
 
 def operands(file, *, threshold=None, share=None, by_layer=False, cache="recent"):
-    """Those of a channel file; values are used from a threshold on, or a share of them."""
+    """Return a channel file's operands; a threshold or a share selects the values that are used."""
     with open_scales(file) as read_scales:
         for number, found in enumerate(file.operands.values()):
             yield ChannelOperand(
@@ -97,7 +97,7 @@ def operands(file, *, threshold=None, share=None, by_layer=False, cache="recent"
 
 
 def claim_all(path):
-    """The matrices that graphs multiply with."""
+    """Claim the matrices that graphs multiply with."""
     names = [name for name in streamable(model_tensors(path)) if name != "token_embd.weight"]
     return WeightClaim("|".join(map(re.escape, names)), source="file")
 
@@ -117,7 +117,7 @@ def one_by_one(ctx, tokens=TOKENS, start=0):
 
 
 def sparse(path, file, kept=1 << 30, **selection):
-    """Logits of tokens that are evaluated one by one."""
+    """Return the logits of tokens that are evaluated one by one with sparse products."""
     plugin = Claimer(claim_all(path))
     with native(plugin=plugin), opened(path, use_extra_bufts=False) as ctx:
         attach(plugin, file, kept, **selection)
@@ -125,13 +125,13 @@ def sparse(path, file, kept=1 << 30, **selection):
 
 
 def divergence(expected, found):
-    """Mean Kullback-Leibler divergence of next-token distributions, in nats."""
+    """Return the mean Kullback-Leibler divergence of next-token distributions, in nats."""
     p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (expected, found))
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
 def largest(share):
-    """Mask all but the largest values of each activation."""
+    """Return a mask function that keeps the largest values of each activation."""
 
     def masked(_layer, _family, x):
         n = round(share * x.shape[-1])
@@ -200,7 +200,7 @@ def test_where_channels_are_does_not_matter(reference_model, channels, group_lay
 
 
 def test_the_first_channels_of_the_file_stay(reference_model, channels):
-    """Once they are there, others are read and forgotten: the same ones again and again."""
+    """Once the first channels are kept, others are read and forgotten again and again."""
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model) as ctx:
         weights, reads = attach(plugin, channels(1), 3 << 20, share=1, cache="busiest"), []
@@ -264,7 +264,7 @@ def test_several_threads_make_no_difference(reference_model, channels):
     ):
         attach(plugin, channels(1), 1 << 20, share=0.5)
         found = one_by_one(ctx)
-    assert divergence(expected, found) < 1e-9  # attention is shared out differently
+    assert divergence(expected, found) < 1e-9  # attention is split differently
 
 
 def test_prompts_are_dense(reference_model, channels):
@@ -272,14 +272,14 @@ def test_prompts_are_dense(reference_model, channels):
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
         attach(plugin, channels(1), share=0.5)
-        found = evaluate(ctx)  # 35 tokens, and two
+        found = evaluate(ctx)  # 35 tokens, then two single ones
     assert np.array_equal(found[:35], expected[:35])
     assert not np.array_equal(found[35:], expected[35:])
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 13])
 def test_tokens_are_sparse_only_when_that_is_switched_on(reference_model, channels, n_tokens):
-    """One row of logits is asked for, so the last layer's block has one row in any batch."""
+    """Only one row of logits is requested, so the last layer's block has one row in any batch."""
     with opened(reference_model, use_extra_bufts=False) as ctx:
         stock = step(ctx, TOKENS[:n_tokens], 0, n_outputs=1)
     plugin, rows = Claimer(claim_all(reference_model)), []
@@ -341,7 +341,7 @@ def test_nothing_is_read_once_all_channels_are_in_memory(reference_model, channe
 
 
 def test_hot_channels_stay(reference_model, channels):
-    """With memory for half of them, more than half of what is used is there."""
+    """With memory for half of the channels, more than half of the used channels are in memory."""
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model) as ctx:
         weights = attach(plugin, channels(1), 3 << 20, share=0.3)
@@ -398,7 +398,7 @@ def test_operands_that_contradict_themselves_are_refused(reference_model, channe
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model):
         weights = plugin.contexts[0].file_weights()
-        with pytest.raises(ConfigError, match="does not go with this model"):
+        with pytest.raises(ConfigError, match="does not match this model"):
             weights.add_operand(str(channels(1).path), operand)
 
 

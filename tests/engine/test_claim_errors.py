@@ -1,4 +1,4 @@
-"""Claims that cannot be met: who is named, and what the app has then."""
+"""Claims that cannot be met: which plugin the message names, and how the app continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from llmaas_hooks import ConfigError, PluginError, WeightClaim, hookimpl
 
 @pytest.fixture
 def model(family):
-    """Path of a small model."""
+    """Return the path of a small model."""
     return family("llama")
 
 
 @pytest.fixture
 def said(caplog):
-    """What the suite logged, line by line."""
+    """Return the suite's log lines."""
     return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")]
 
 
@@ -116,7 +116,7 @@ NORM = r"blk\.0\.attn_norm\.weight"
 
 @pytest.fixture
 def wide(family):
-    """Path of a model whose weights can be cut at any column."""
+    """Return the path of a model whose weights can be split at any column."""
     return family("llama", "F16")
 
 
@@ -146,7 +146,7 @@ def test_sixteen_tiles_are_not_too_many(wide):
 
 @pytest.fixture
 def looks_up(family):
-    """Path of a model that looks its token embeddings up, and multiplies with another matrix."""
+    """Return the path of a model whose embeddings are not its output matrix."""
     return family("gpt-oss")
 
 
@@ -196,7 +196,7 @@ print("alive", np.array_equal(vanilla({str(model)!r}), expected))
 
 
 class Fails(Claimer):
-    """Raises in one hook, or returns what is no list of claims."""
+    """Plugin that raises in one hook, or returns something other than a list of claims."""
 
     def __init__(self, hook):
         super().__init__()

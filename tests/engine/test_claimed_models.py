@@ -1,4 +1,4 @@
-"""Claims hold for the model they were made for: beside others, in pieces, adapted, overridden."""
+"""Claims hold for their model: beside others, in several files, with adapters, with overrides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmaas_hooks import WeightClaim, hookimpl
 
 
 class OneModel(Claimer):
-    """Claims the weights of one model file."""
+    """Plugin that claims the weights of one model file."""
 
     def __init__(self, path, *claims):
         super().__init__(*claims)
@@ -97,7 +97,7 @@ def test_a_model_in_several_files(family, tmp_path, source):
 
 @pytest.mark.parametrize("source", [None, "tiles", "file"])
 def test_an_adapter_of_claimed_weights(family, lora, source):
-    """Its matrices are put where the weight's bytes would be; nobody claimed those."""
+    """Unclaimed adapter matrices take the place of the claimed weight's bytes."""
     path = family("llama", "Q4_0")
     queries = r"blk\.\d+\.attn_(q|v)\.weight"
     claim = WeightClaim(queries, source=source, rows=() if source else (256, 128))
@@ -126,7 +126,7 @@ class Override(ctypes.Structure):
 
 @pytest.fixture
 def repacked_type():
-    """ggml-cpu's buffer type for repacked weights."""
+    """Return ggml-cpu's buffer type for repacked weights."""
     ggml = ctypes.CDLL("libggml.so.0")
     for name in ("reg_by_name", "reg_get_proc_address", "reg_dev_get"):
         getattr(ggml, f"ggml_backend_{name}").restype = ctypes.c_void_p

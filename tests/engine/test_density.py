@@ -1,4 +1,4 @@
-"""The density that the shipped tap sums is what llama.cpp's own tensors say."""
+"""The density that the tap sums, against llama.cpp's own tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOTH_WAYS = pytest.mark.parametrize(("flash", "watch"), [(OFF, own_softmax), (ON
 
 
 def reference(path, batches, watch, *, row_step=1, layer_step=1, **settings):
-    """Eq 1 by what vanilla computes."""
+    """Return Eq. 1 computed from vanilla's tensors."""
     n = max(start + len(tokens) for tokens, start in batches)
     expected = Equation1(n, row_step=row_step, layer_step=layer_step)
     with loaded(path) as model, created(model, **CONTEXT | settings | watch.settings) as ctx:
@@ -28,7 +28,7 @@ def reference(path, batches, watch, *, row_step=1, layer_step=1, **settings):
 
 
 def tapped(path, batches, *, row_step=1, layer_step=1, **settings):
-    """Sums and counts by the tap."""
+    """Return the tap's sums and counts."""
     n = max(start + len(tokens) for tokens, start in batches)
     plugin = Claimer()
     with native(plugin=plugin), loaded(path) as model, created(model, **CONTEXT | settings) as ctx:
@@ -62,9 +62,10 @@ def test_density_with_flash_attention_is_equation_1_of_its_operands(family, name
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama-moe"])
 def test_flash_attention_changes_densities_as_it_changes_vanillas(family, name):
-    """It rounds what it sums to half precision, so the layers after the first see other states.
+    """Flash attention rounds its sums to half precision, so later layers see other states.
 
-    In F16 weights that is a thousandth of a few positions' sums; Q8_0 rounds the states as well.
+    With F16 weights the difference is a thousandth of a few positions' sums. Q8_0 rounds the states
+    as well.
     """
     path, batches = family(name, "F16"), list(pieces())
     expected = reference(path, batches, own_softmax(), flash_attn_type=OFF)
@@ -104,7 +105,7 @@ def test_density_is_equation_1_on_text(reference_model, flash, watch):
     ],
     ids=["softmax", "flash", "flash, values too"],
 )
-def test_density_of_quantised_cells(family, settings, watch):
+def test_density_of_quantized_cells(family, settings, watch):
     path, batches = family("llama"), list(pieces())
     expected = reference(path, batches, watch(), **settings)
     assert_same(tapped(path, batches, **settings), expected)
@@ -112,7 +113,7 @@ def test_density_of_quantised_cells(family, settings, watch):
 
 @BOTH_WAYS
 def test_density_of_graphs_that_come_in_pieces(family, flash, watch):
-    """An app's own callback has llama.cpp cut them."""
+    """An app's own callback makes llama.cpp split the graphs."""
     path, batches = family("llama"), list(pieces())
     expected = reference(path, batches, watch(), flash_attn_type=flash)
     cut = Watch(lambda tensor: tensor.op % 3 == 0, lambda _tensor: None)
@@ -121,7 +122,7 @@ def test_density_of_graphs_that_come_in_pieces(family, flash, watch):
 
 
 def test_density_where_a_window_forgets_cells(family):
-    """Gemma's second cache reuses cells; its softmax is that of a cache that keeps them all."""
+    """Gemma's second cache reuses cells; its softmax equals that of a cache that keeps them all."""
     path, batches, off = family("gemma3"), list(pieces()), {"flash_attn_type": OFF}
     expected = reference(path, batches, own_softmax(), swa_full=True, **off)
     assert_same(tapped(path, batches, swa_full=False, **off), expected)
@@ -172,20 +173,20 @@ def test_where_positions_lie(native_context):
     with context.density(layer_step=2) as density:
         assert decode(ctx, TOKENS[:20], 0) == 0
         cells = density.cells(20)
-    assert (cells[0] == -1).all()  # of a layer that nobody looks at
+    assert (cells[0] == -1).all()  # a layer without a subscriber
     assert cells[1].tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("kept", [-1, 21])
 def test_a_prefix_that_is_none_cannot_be_kept(native_context, kept):
     _, context = native_context
-    with context.density() as density, pytest.raises(ValueError, match=f"{kept} positions of 20"):
+    with context.density() as density, pytest.raises(ValueError, match=f"keep {kept} of 20"):
         density.place(kept, 20)
 
 
 def test_places_of_other_positions_are_refused(native_context):
     _, context = native_context
-    with context.density() as density, pytest.raises(ValueError, match="cells are of shape"):
+    with context.density() as density, pytest.raises(ValueError, match="cells have shape"):
         density.place(0, 20, density.cells(19))
 
 

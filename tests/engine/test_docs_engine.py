@@ -1,4 +1,4 @@
-"""docs/engine.md says what is there, and its example plugin builds and counts right."""
+"""docs/engine.md: its statements are true, and its example plugin builds and counts correctly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(*command, **environ):
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """The example, copied and installed into a folder beside the copy; its path."""
+    """Copy the example, install it into a folder beside the copy and return its path."""
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         pytest.skip("no C compiler: the example's tap is compiled when it is installed")
     folder = tmp_path_factory.mktemp("sparsity")

@@ -1,4 +1,4 @@
-"""Embeddings in a file: those of a batch's tokens are read, and what is computed is the same."""
+"""Embeddings in a file: only those of a batch's tokens are read, and results stay the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.machine import release_memory
 
 SHAPE = Shape(n_layer=2, n_embd=544, n_head=17, n_head_kv=17, n_ff=512, n_ctx=512)
-"""Rows of which some lie across pages."""
+"""A shape with embedding rows that cross page boundaries."""
 EMBEDDINGS = WeightClaim(r"token_embd\.weight", source="file")
 PAGE = 4096
 
@@ -60,12 +60,12 @@ def test_no_memory_is_held_for_them(tmp_path):
         opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx,
     ):
         evaluate(ctx)
-        # what other tests left in this process's heap comes and goes by some MB
+        # the heap that other tests left in this process varies by some MB
         assert anonymous_bytes() < with_them - 0.5 * n_bytes
 
 
 def anonymous_bytes():
-    """Memory of this process that no file has."""
+    """Return this process's memory that no file backs."""
     release_memory()
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))

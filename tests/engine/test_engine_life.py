@@ -1,8 +1,8 @@
 """Random operations on models, contexts, levels and taps, under AddressSanitizer.
 
-The program is ``native/tests/engine_life.c`` and its parts. As it goes it compares results with
-those of vanilla contexts, and looks at the counters and the registration; it stops at the first
-difference. ggml and llama.cpp are the installed ones, without instrumentation.
+The program is ``native/tests/engine_life.c`` and its parts. It compares results with those of
+vanilla contexts, checks the counters and the registration, and stops at the first difference.
+ggml and llama.cpp are the installed libraries, without instrumentation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from soak import scale
 from llmaas_eval.families import write_family, write_lora
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "sanitize"  # that of native/tests/run.sh
+BUILD = ROOT / "build" / "sanitize"  # build folder of native/tests/run.sh
 OPTIONS = ["-DCMAKE_BUILD_TYPE=Debug", "-DLLMAAS_TESTS=ON", "-DLLMAAS_SANITIZE=ON"]
 
 
@@ -33,7 +33,7 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def program():
-    """``engine_life``, compiled."""
+    """Compile ``engine_life`` and return it."""
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake is None:
         pytest.skip("needs cmake: pip install cmake")
@@ -44,7 +44,7 @@ def program():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """An adapter, and models: weights that are repacked, experts, and plain F16."""
+    """Return an adapter and models: weights that are repacked, experts, and plain F16."""
     folder = tmp_path_factory.mktemp("models")
     return [
         write_lora("llama", folder / "lora.gguf"),
@@ -57,9 +57,9 @@ def files(tmp_path_factory):
 @pytest.mark.soak
 def test_any_order_of_operations_leaves_nothing_wrong(program, files):
     seed = scale(1, random.SystemRandom().randrange(2**32))
-    # else OpenMP's threads spin while they wait, and with contexts of several there are many
+    # otherwise OpenMP's threads spin while they wait, and contexts with several threads have many
     environ = os.environ | {"OMP_WAIT_POLICY": "passive"}
     done = run(program, str(seed), str(scale(500, 10_000)), *files, env=environ)
     counts = dict(part.split() for part in done.strip().split(", "))
     never = {name for name, n in counts.items() if n == "0"}
-    assert never <= {"refused"}  # claims that the layouts of this processor cannot meet
+    assert never <= {"refused"}  # claims that this processor's weight layouts cannot meet

@@ -1,4 +1,4 @@
-"""The hook point under the settings of apps: bit for bit what vanilla computes."""
+"""The hook point under apps' settings: bit for bit vanilla's results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = {
 
 
 def logits(path, model_settings=None, context_settings=None, *, setup=None, plugin=None):
-    """Of a prompt and two more tokens. With a plugin, its context was the one that computed."""
+    """Return logits of a prompt and two more tokens; a plugin's own context must compute them."""
     with (
         loaded(path, **model_settings or {}) as model,
         created(model, **context_settings or {}) as ctx,
@@ -54,7 +54,7 @@ def test_flash_attention_off_on_and_auto(family, name):
         for flash in (OFF, ON, AUTO)
     }
     assert not np.array_equal(found[OFF], found[ON])
-    assert np.array_equal(found[AUTO], found[ON])  # what it means on a CPU
+    assert np.array_equal(found[AUTO], found[ON])  # automatic means on, on a CPU
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_lora_set_and_taken_off_at_run_time(family, lora):
 
 
 def test_an_apps_eval_callback_gets_its_tensors(family):
-    """Graphs come in pieces then; each ends at a node the app asked for."""
+    """Graphs are then split, and each piece ends at a node that the app asked for."""
     seen, counts = [], {"asked": 0}
 
     @raw.ggml_backend_sched_eval_callback
@@ -268,7 +268,7 @@ def test_contexts_compute_on_threads_of_their_own(family):
 
 
 class PoolParams(ctypes.Structure):
-    """ggml's ``ggml_threadpool_params``."""
+    """Structure of ggml's ``ggml_threadpool_params``."""
 
     _fields_ = (
         ("cpumask", ctypes.c_bool * 512),
@@ -282,12 +282,12 @@ class PoolParams(ctypes.Structure):
 
 @contextlib.contextmanager
 def thread_pool(n_threads):
-    """A pool of ggml's."""
+    """Create a thread pool of ggml's."""
     base, cpu = ctypes.CDLL("libggml-base.so.0"), ctypes.CDLL("libggml-cpu.so.0")
     base.ggml_threadpool_params_default.restype = PoolParams
     cpu.ggml_threadpool_new.restype = ctypes.c_void_p
     params = base.ggml_threadpool_params_default(n_threads)
-    assert params.n_threads == n_threads  # so the structure is as we think
+    assert params.n_threads == n_threads  # confirms the layout of our structure
     pool = ctypes.c_void_p(cpu.ggml_threadpool_new(ctypes.byref(params)))
     assert pool
     try:
@@ -299,7 +299,7 @@ def thread_pool(n_threads):
 @pytest.mark.parametrize("is_tapped", [False, True])
 def test_an_attached_thread_pool_computes_the_graphs(family, is_tapped):
     def traces():
-        return ctypes.string_at(pool, 256)  # ggml notes in a pool what it computes
+        return ctypes.string_at(pool, 256)  # ggml records in a pool what it computes
 
     path = family("llama")
     expected = logits(path)
@@ -321,5 +321,5 @@ def test_an_attached_thread_pool_computes_the_graphs(family, is_tapped):
             detach(ctx)
             assert np.array_equal(evaluate(ctx), expected)
             assert traces() == used
-        assert np.array_equal(evaluate(ctx), expected)  # nobody looks at the pool any more
+        assert np.array_equal(evaluate(ctx), expected)  # the freed pool is no longer used
         assert plugin.contexts[0].stats()["graphs"] >= 12

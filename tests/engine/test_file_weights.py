@@ -1,4 +1,4 @@
-"""Weights in files, some of them kept in memory: what is computed is what is computed in memory."""
+"""Weights in files, some of them kept in memory: results equal those computed from memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.packed import streamable
 
 SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
-"""Its wide matrices are two pieces each, of which the second is short."""
+"""A shape whose wide matrices have two pieces each; the second piece is short."""
 ARENA = 8 << 20
 COMPUTING = 16 << 20
-"""More than batches compute in."""
+"""More than batches need for computing."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def model(tmp_path_factory):
 
 
 def claim_all(path, *, is_packed=False):
-    """All that can be in a file, and how many bytes that is."""
+    """Claim all weights that can be in a file; return the claims and their bytes."""
     infos = streamable(model_tensors(path))
     pattern = "|".join(map(re.escape, infos))
     packed = str(pack(path)) if is_packed else None
@@ -99,7 +99,7 @@ def test_each_weight_is_read_once_a_batch_and_nothing_in_vain(model):
         before = weights.stats()["read_bytes"]
         evaluate(ctx)  # three batches
         read = weights.stats()["read_bytes"] - before
-        assert read == pytest.approx(3 * n_bytes, rel=0.02)  # whole pages
+        assert read == pytest.approx(3 * n_bytes, rel=0.02)  # reads whole pages
         assert weights.stats()["wasted_bytes"] == 0
 
 
@@ -190,7 +190,7 @@ PARTS = (
 
 @contextlib.contextmanager
 def levelled(path):
-    """A context whose weights are in a packed file, and all their bytes."""
+    """Open a context whose weights are in a packed file; also yield the size of all weights."""
     claim, n_bytes = claim_all(path, is_packed=True)
     plugin = Claimer(claim, *PARTS)
     with native(plugin=plugin), opened(path) as ctx:
@@ -198,7 +198,7 @@ def levelled(path):
 
 
 def test_levels_of_packed_weights_change_between_batches(repacked_model):
-    """Whatever is in memory, and whatever was read ahead for another level."""
+    """Any weights may be in memory, and any may have been read ahead for another level."""
     expected, plugin = [], Claimer(*PARTS)
     with native(plugin=plugin), opened(repacked_model) as ctx:
         for level in range(3):
@@ -213,7 +213,7 @@ def test_levels_of_packed_weights_change_between_batches(repacked_model):
 
 
 def test_what_is_read_follows_the_level(repacked_model):
-    """First columns are read without the others, and what was read ahead in vain is counted."""
+    """First columns are read without the others, and useless read-ahead is counted."""
     with levelled(repacked_model) as (ctx, context, n_bytes):
         weights, stats = context.file_weights(), []
         weights.set_memory(0, ARENA)
@@ -226,7 +226,7 @@ def test_what_is_read_follows_the_level(repacked_model):
     assert 0 < changed["wasted_bytes"] == after["wasted_bytes"] <= ARENA
     infos = streamable(model_tensors(repacked_model))
     in_part = sum(info.n_bytes for name, info in infos.items() if "ffn_" in name)
-    groups = SHAPE.n_layer * SHAPE.n_embd // 8  # of ffn_down: each is read by itself
+    groups = SHAPE.n_layer * SHAPE.n_embd // 8  # of ffn_down; each group is read separately
     expected = n_bytes - in_part + in_part * 1024 / SHAPE.n_ff
     assert expected < after["read_bytes"] - changed["read_bytes"] < expected + groups * 8192
 
@@ -255,7 +255,7 @@ def test_a_packed_file_of_another_model_is_refused(family, model):
     path = family("llama", "Q4_0")
     claim = WeightClaim(UP, source="file", path=str(pack(model)))
     with (
-        pytest.raises((ConfigError, PluginError), match="is not of this model"),
+        pytest.raises((ConfigError, PluginError), match="does not belong to this model"),
         native(plugin=Claimer(claim)),
         opened(path),
     ):
@@ -266,7 +266,7 @@ def test_a_packed_file_of_another_model_is_refused(family, model):
 
 
 def test_what_batches_compute_in_makes_way_for_weights(model):
-    """Batches take it from weights that are kept, and tokens give it back."""
+    """Batches take compute memory from kept weights, and single tokens give it back."""
     claim, n_bytes = claim_all(model)
     batches = [(range(5, 261), 0), ([40], 256), ([41], 257), (range(5, 205), 258), ([42], 458)]
 
@@ -327,7 +327,7 @@ def test_only_experts_that_are_chosen_are_read(family):
     plugin = Claimer(WeightClaim(r"blk\.\d+\.ffn_\w+_exps\.weight", source="file", path=claim.path))
     infos = [info for name, info in model_tensors(path).items() if "_exps" in name]
     (n_experts,) = {info.shape[2] for info in infos}
-    of_a_token = sum(info.n_bytes for info in infos) * 2 // n_experts  # two of them are used
+    of_a_token = sum(info.n_bytes for info in infos) * 2 // n_experts  # each token uses two experts
     with native(plugin=plugin), opened(path) as ctx:
         weights = plugin.contexts[0].file_weights()
         evaluate(ctx)

@@ -1,4 +1,4 @@
-"""The hidden states that the shipped tap copies are the tensors of llama.cpp's graph."""
+"""The hidden states that the tap copies, against the tensors of llama.cpp's graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Magnitudes and moments that the taps count are those of the tensors of llama.cpp's graph."""
+"""The magnitudes and moments that the taps count, against the tensors of llama.cpp's graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def operand_rows(path, layer, matrix):
-    """What vanilla multiplies a matrix with, a row a token."""
+    """Return the activations that vanilla multiplies a matrix with, one row per token."""
     name = f"blk.{layer}.{matrix}.weight".encode()
 
     def reads(node):
@@ -98,10 +98,10 @@ def test_errors(native_context):
     _, context = native_context
     for activation, n_channels, says in (
         ("final_norm", {0: 256}, "activation must be one of attn_input"),
-        ("ffn_input", {2: 256}, "layers .2. asked for; the model has 2"),
-        ("ffn_input", {-1: 256}, "layers .-1. asked for"),
-        ("ffn_input", {}, "layers .. asked for"),
-        ("ffn_input", {0: 256, 1: 0}, "1 channel or more, found 0"),
+        ("ffn_input", {2: 256}, "asked for layers .2., but the model has 2"),
+        ("ffn_input", {-1: 256}, "asked for layers .-1."),
+        ("ffn_input", {}, "asked for layers ..,"),
+        ("ffn_input", {0: 256, 1: 0}, "1 or more channels, found 0"),
     ):
         for count in (context.magnitudes, context.moments):
             with pytest.raises(ValueError, match=says):

@@ -1,4 +1,4 @@
-"""Attention leaves out cells of other contexts: the bits stay, and taps see what they saw."""
+"""Attention that skips other contexts' cells: results keep their bits, and taps see the same."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ N_LOGITS = 8
 RNG = np.random.default_rng(2)
 OWN, OTHER = RNG.integers(300, 4000, (2, 800))
 PIECES = (400, 100, 20, 1, 1, 1)
-"""Sizes of the batches: tiles of queries, blocks of queries, single ones."""
+"""Batch sizes: tiles of queries, blocks of queries, single queries."""
 N_OWN = 600
-"""Cells of its own, a few more than the pieces take."""
+"""Cells of the tested sequence, a few more than the pieces take."""
 SETTINGS = {"n_ctx": 2304, "n_batch": 800, "n_ubatch": 512, "n_seq_max": 8, "kv_unified": True}
 SETTINGS |= {"swa_full": True}
 Q8_0 = int(GGMLQuantizationType.Q8_0)
@@ -50,7 +50,7 @@ EACH_CACHE_AND_THREADS = pytest.mark.parametrize(
 
 
 def decode(ctx, *runs):
-    """Evaluate runs of (sequence, tokens, start) in one batch; logits of its last tokens."""
+    """Evaluate runs of (sequence, tokens, start) in one batch; return logits of its last tokens."""
     rows = [(seq, tokens[i], start + i) for seq, tokens, start in runs for i in range(len(tokens))]
     batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
     batch.n_tokens = len(rows)
@@ -71,7 +71,7 @@ def free(ctx, sequence):
 
 
 def evaluate(ctx, start=0, pieces=PIECES):
-    """Logits of a context that goes on in sequence 0."""
+    """Return the logits of a context that continues in sequence 0."""
     found = []
     for n in pieces:
         found.append(decode(ctx, (0, OWN[start : start + n], start)))
@@ -93,7 +93,7 @@ def around(ctx):
 
 
 def in_two_places(ctx):
-    """Its first cells come before 300 others, the rest behind them."""
+    """Place the first cells before 300 cells of another sequence, and the rest behind them."""
     decode(ctx, (0, OTHER[:400], 0))
     decode(ctx, (2, OTHER[:300], 0))
     decode(ctx, (3, OTHER[:300], 0))
@@ -102,7 +102,7 @@ def in_two_places(ctx):
 
 @contextlib.contextmanager
 def narrowed(path, *claims, **settings):
-    """A context whose attention is narrowed, and what plugins see of it."""
+    """Open a context whose attention is narrowed; also yield the engine that plugins see."""
     plugin = Claimer(*claims)
     settings = SETTINGS | settings
     with native(plugin=plugin), loaded(path) as model, created(model, **settings) as ctx:
@@ -112,7 +112,7 @@ def narrowed(path, *claims, **settings):
 
 @functools.cache
 def vanilla_logits(path, cache, n_threads):
-    """Of a context that has the cells for itself."""
+    """Return the logits of a context that has the cells for itself."""
     settings = SETTINGS | CACHES[cache] | {"n_threads": n_threads, "n_threads_batch": n_threads}
     with loaded(path) as model, created(model, **settings) as ctx:
         return evaluate(ctx)
@@ -158,13 +158,13 @@ def test_heads_are_left_out_at_the_same_time(family, tmp_path, surround, cache, 
 
 
 def assert_close(found, expected):
-    """Logits of magnitude 4; as far as vanilla's on two threads are from its own on one."""
+    """Allow as much as two threads differ from one in vanilla, for logits of magnitude 4."""
     assert np.abs(found - expected).max() <= 0.03
 
 
 @EACH_CACHE_AND_THREADS
 def test_cells_at_the_very_end(family, cache, n_threads):
-    """Then there are not always 256 behind the first, and what threads share is cut elsewhere."""
+    """Here fewer than 256 cells may follow the first, and threads split the work elsewhere."""
     path = family("llama", "F16")
     threads = {"n_threads": n_threads, "n_threads_batch": n_threads}
     with narrowed(path, **CACHES[cache], **threads) as (ctx, native_context):
@@ -179,9 +179,9 @@ def test_cells_at_the_very_end(family, cache, n_threads):
 
 @EACH_CACHE_AND_THREADS
 def test_cells_in_two_places(family, cache, n_threads):
-    """With flash attention, heads are dealt out to threads then: bits are those of one thread.
+    """With flash attention, threads share heads here, so the bits are those of one thread.
 
-    Without it, products are of each place.
+    Without flash attention, each place has its own products.
     """
     path, pieces = family("llama", "F16"), (400, 1, 1, 1)
     threads = {"n_threads": n_threads, "n_threads_batch": n_threads}
@@ -204,7 +204,7 @@ def test_cells_in_two_places(family, cache, n_threads):
     scale([("gemma3", False), ("gpt-oss", True)], [*itertools.product(SLIDING, [False, True])]),
 )
 def test_sliding_windows(family, name, swa_full, cache):
-    """Each of the two masks has a range of its own, also where a window has passed cells by."""
+    """Each of the two masks has its own range, also when cells have left a window."""
     path, swa = family(name, "F16"), {"swa_full": swa_full}
     with loaded(path) as model, created(model, **SETTINGS | CACHES[cache] | swa) as ctx:
         expected = evaluate(ctx)
@@ -249,7 +249,7 @@ def test_sequences_of_one_batch_see_all_that_one_of_them_sees(family, cache):
         found = converse(ctx)
         assert n_narrowed(native_context) - n_before == 2 * 4
     assert_close(found, expected)
-    if cache != "flash":  # there, tiles of queries begin at another cell in vanilla
+    if cache != "flash":  # with it, vanilla's tiles of queries begin at another cell
         assert np.array_equal(found, expected)
 
 
@@ -329,7 +329,7 @@ def test_an_app_s_callback_sees_probabilities_of_all_cells(family):
 
 @EACH_CACHE
 def test_graphs_that_come_in_pieces(family, cache):
-    """An app's own callback has llama.cpp cut them."""
+    """An app's own callback makes llama.cpp split the graphs."""
     path = family("llama", "F16")
     cut = Watch(lambda tensor: tensor.op % 3 == 0, lambda _tensor: None)
     with narrowed(path, **CACHES[cache], **cut.settings) as (ctx, native_context):

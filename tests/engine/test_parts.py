@@ -1,7 +1,7 @@
-"""Parts of claimed weights compute what llama.cpp computes with zeros in place of the rest.
+"""Parts of claimed weights compute llama.cpp's results with zeros in place of the rest.
 
-The other side is stock llama.cpp throughout: a model file whose unused rows or columns are zero
-gives what the narrowed original gives. Sums are the same bits wherever the same kernels run.
+The reference is always stock llama.cpp: a model file whose unused rows or columns are zero must
+give the logits of the narrowed original. Sums have the same bits wherever the same kernels run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from matrices import CUT, DOWN, ROWS, TYPES, UP, columns_of, rounded, zeroed
 from llmaas_eval.families import FAMILIES, Family, write_family
 from llmaas_hooks import WeightClaim
 
-LAST_BITS = 0.03  # of logits: what another number of threads makes of them
-PLAIN, REPACKED = False, True  # what use_extra_bufts is
+LAST_BITS = 0.03  # difference of logits that another number of threads makes
+PLAIN, REPACKED = False, True  # values of use_extra_bufts
 
 
 @pytest.mark.parametrize("extra", [PLAIN, REPACKED], ids=["plain", "repacked"])
@@ -39,7 +39,7 @@ PLAIN, REPACKED = False, True  # what use_extra_bufts is
 def test_rows_left_out_are_rows_of_zeros(family, tmp_path, name, weights, extra):
     path = family(name, weights)
     pattern, n = ROWS[name]
-    # Repacked rows are cut at groups of 8, so both read the same.
+    # Repacked rows are split at groups of 8, so both read the same rows.
     expected = zeroed(path, tmp_path / "zeroed.gguf", pattern, rows=rounded(n, 8))
     found = claimed(path, WeightClaim(pattern, rows=(rounded(n, 8),)), use_extra_bufts=extra)
     assert np.array_equal(found, vanilla(expected, use_extra_bufts=extra))
@@ -52,7 +52,7 @@ def test_plain_rows_are_cut_anywhere(family, tmp_path, weights):
     settings = {"use_extra_bufts": False}
     found = claimed(path, WeightClaim(UP, rows=(101,)), **settings)
     expected = vanilla(zeroed(path, tmp_path / "zeroed.gguf", UP, rows=101), **settings)
-    if weights == "F16":  # 101 rows go through another of ggml-cpu's kernels than 512
+    if weights == "F16":  # ggml-cpu multiplies 101 rows by another kernel than 512 rows
         np.testing.assert_allclose(found, expected, atol=2e-3)
     else:
         assert np.array_equal(found, expected)
@@ -76,7 +76,7 @@ def test_columns_left_out_are_columns_of_zeros(family, tmp_path, name, weights, 
     found = claimed(path, WeightClaim(pattern, columns=(n,)), use_extra_bufts=extra)
     expected = vanilla(copy, use_extra_bufts=extra)
     if (name, weights) in {("llama", "F32"), ("phi3", "F32")}:
-        # F32 activations with gaps between their rows go through another of ggml-cpu's kernels.
+        # For F32 activations with gaps between rows, ggml-cpu uses another kernel.
         np.testing.assert_allclose(found, expected, atol=2e-3)
     else:
         assert np.array_equal(found, expected)
@@ -138,7 +138,7 @@ def test_no_rows_are_rows_of_zeros(family, tmp_path):
 
 
 class Biased(Family):
-    """With biases of what the blocks add, drawn after all other tensors."""
+    """Family with biases after the blocks' outputs, drawn after all other tensors."""
 
     def tensors(self):
         names = [f"blk.{i}.{name}.bias" for i in (0, 1) for name in ("attn_output", "ffn_down")]
@@ -147,7 +147,7 @@ class Biased(Family):
 
 @pytest.fixture
 def biased(monkeypatch, tmp_path):
-    """The llama family's file, with biases in it, and these by the names of their weights."""
+    """Return the llama family's file with biases in it, and the biases by their weights' names."""
     monkeypatch.setitem(FAMILIES, "biased", Biased("llama", FAMILIES["llama"].layers))
     path = write_family("biased", tmp_path / "biased.gguf", weights=GGMLQuantizationType.F16)
     vectors = {tensor.name: tensor.data.copy() for tensor in GGUFReader(path).tensors}
@@ -171,8 +171,8 @@ def test_biases_are_those_of_a_model_that_has_them(family, tmp_path, biased):
     with native(plugin=plugin), loaded(path) as model, created(model, **threads) as ctx:
         evaluate(ctx)
         stats = plugin.contexts[0].stats()
-        assert stats["passed"] == stats["graphs"]  # biases of zeros cost nothing
-        plugin.contexts[0].level = 7  # the last one there is
+        assert stats["passed"] == stats["graphs"]  # zero biases cost nothing
+        plugin.contexts[0].level = 7  # the last level
         assert np.abs(evaluate(ctx) - expected).max() < LAST_BITS
 
 
@@ -195,9 +195,9 @@ def test_levels_change_between_batches_and_back(family, source):
             assert np.array_equal(found, first.setdefault(level, found))
         assert len({found.tobytes() for found in first.values()}) == 3
         context.level = 63
-        assert np.array_equal(evaluate(ctx), first[2])  # the last one there is
+        assert np.array_equal(evaluate(ctx), first[2])  # the last level
         context.level = -1
-        assert np.array_equal(evaluate(ctx), first[0])  # all of it
+        assert np.array_equal(evaluate(ctx), first[0])  # all weights
 
 
 def test_a_level_may_change_within_a_sequence(family, tmp_path):

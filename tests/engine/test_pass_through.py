@@ -1,4 +1,4 @@
-"""With nothing claimed or subscribed, the engine computes what vanilla computes, bit for bit."""
+"""With nothing claimed or subscribed, the engine's results are vanilla's, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from claiming import Claimer, native
 from llama_cpp import Llama
 from soak import scale
 
-from llmaas_plugins.quantise import WEIGHTS
+from llmaas_plugins.quantize import WEIGHTS
 
 PROMPT = list(range(5, 105))
 N_GREEDY, N_THREADS = scale((8, 1), (256, 2))
@@ -21,7 +21,7 @@ SOME = list(zip(FAMILIES, itertools.cycle(WEIGHTS), strict=False))  # each at le
 
 
 def generate(path, listen=None):
-    """Logits of the whole prompt, and of each greedy token after it."""
+    """Return the logits of the whole prompt, and of each greedy token after it."""
     settings = {"n_ctx": 512, "n_threads": N_THREADS, "logits_all": True, "verbose": False}
     with contextlib.closing(Llama(str(path), **settings)) as llama:
         end = listen() if listen else None
@@ -56,7 +56,7 @@ def test_bits_of_prompt_and_greedy_tokens_are_vanillas(family, name, weights):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama-moe"])
 def test_taps_change_no_bit(family, name):
-    """Also not by keeping ggml-cpu from fusing an RMS_NORM with the MUL behind it."""
+    """A tap must also not keep ggml-cpu from fusing an RMS_NORM with the following MUL."""
     path = family(name, "Q4_0")
     plugin = Claimer()
     counted = {}

@@ -1,7 +1,7 @@
-"""Heads and neurons whose rows are left out are not computed, nor is anything between two products.
+"""Heads and neurons whose rows are skipped: nothing between their two products is computed.
 
-The other side is stock llama.cpp: a model file that has zeros in the columns which read them. Sums
-are the same bits, as the same kernels run.
+The reference is stock llama.cpp on a model file with zeros in the columns that read them. Sums
+have the same bits, because the same kernels run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LAYER = r"blk\.\d+\."
 QUERIES, OUTPUT = LAYER + r"attn_q\.weight", LAYER + r"attn_output\.weight"
 GATES, DOWN = LAYER + r"ffn_(gate|up)(_exps)?\.weight", LAYER + r"ffn_down(_exps)?\.weight"
 HEAD, GROUP = 64, 128
-"""Columns of one head, and of the two that share keys: half of all."""
+"""Columns of one head, and of two heads that share keys: half of all heads."""
 LEVELS = ((None, None), (GROUP, 256), (GROUP, 64), (None, 128))
-"""Heads' and neurons' columns, by level."""
+"""Columns of the kept heads and neurons, by level."""
 FAMILIES = (
     *(("llama", weights) for weights in ("F32", "F16", "Q8_0", "Q4_0")),
     *(("qwen2", "Q4_0"), ("qwen3", "F16"), ("qwen3", "Q4_0"), ("gemma", "F16")),
@@ -60,7 +60,7 @@ def claims_of(levels=LEVELS, source=None):
 
 @pytest.fixture
 def stock(family, tmp_path):
-    """Path of a file that has no other heads or neurons than a level's."""
+    """Return a function that writes a file with only a level's heads and neurons."""
 
     @functools.cache
     def write(name, weights, heads, neurons):
@@ -115,7 +115,7 @@ def test_wherever_the_weights_are(family, stock, source):
         expected = evaluate(ctx)
     if source == "file":
         assert np.array_equal(found, expected)
-    else:  # tiles are multiplied one by one
+    else:  # otherwise tiles are multiplied one by one
         np.testing.assert_allclose(found, expected, atol=0.1)
 
 
@@ -139,7 +139,7 @@ def test_sequences_with_cells_of_their_own(family, stock, cells):
 
 
 def together(ctx, rows):
-    """Logits of the last row of a batch of (sequence, token, position)."""
+    """Return logits of the last row of a batch of (sequence, token, position)."""
     batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
     batch.n_tokens = len(rows)
     for i, (seq, token, position) in enumerate(rows):
@@ -152,7 +152,7 @@ def together(ctx, rows):
 
 
 N_CUT = {"transposed": 13, "flash attention": 10, "q8_0": 16}
-"""Of a llama layer: three of them neurons, the others heads."""
+"""Narrowed nodes of a llama layer: three of neurons, the others of heads."""
 
 
 @EACH_CACHE
@@ -173,7 +173,7 @@ def test_how_many_nodes_of_a_layer_are_cut(family, cells):
 @pytest.mark.parametrize("cells", ["transposed", "flash attention"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_levels_may_change_with_each_batch(family, stock, name, cells):
-    """What a level gives depends on the cells alone, whatever level filled them."""
+    """A level's results depend on the cells alone, whichever level filled them."""
     path, plugin = family(name, "F16"), Claimer(*claims_of())
     batches = [(range(10, 30), 0), ([30], 20), ([31], 21), (range(40, 45), 22), ([50], 27)]
     levels = (1, 3, 0, 2, 1)
@@ -209,7 +209,7 @@ def test_heads_that_are_no_whole_groups_are_zeros(family, stock):
     plugin, path = Claimer(*claims_of([(HEAD, 256)])), family("llama", "F16")
     with native(plugin=plugin), loaded(path) as model, created(model) as ctx:
         found = evaluate(ctx)
-        assert n_cut(plugin.contexts[0]) == 3 * 2 * 3  # neurons
+        assert n_cut(plugin.contexts[0]) == 3 * 2 * 3  # nodes of neurons
     assert np.array_equal(found, evaluated(stock("llama", "F16", HEAD, 256)))
 
 
@@ -230,7 +230,7 @@ def test_what_an_app_looks_at_is_whole(family, stock, tmp_path, node):
 
 
 def test_an_adapter_of_queries(family, stock, lora):
-    """It adds to heads that are left out, too; nobody reads those."""
+    """The adapter also adds to skipped heads, whose results nobody reads."""
     plugin, path = Claimer(*claims_of()), family("llama", "F16")
 
     def adapt(model, ctx):
@@ -253,7 +253,7 @@ def test_taps_see_the_heads_that_are_there(family, stock, cells):
     settings = {"flash_attn_type": 0} | watch.settings
     evaluated(stock("llama", "F16", *LEVELS[1]), **settings)
     sums, counts = np.zeros(37), np.zeros(37)
-    for probabilities in watch.take():  # of [streams, heads, tokens, cells]
+    for probabilities in watch.take():  # shape [streams, heads, tokens, cells]
         seen = probabilities[0, :2, :, :37]
         sums += seen.sum((0, 1))
         counts += (seen > 0).sum((0, 1))

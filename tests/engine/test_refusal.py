@@ -1,4 +1,4 @@
-"""A ggml that is not the one we know: one line says so, and the app runs vanilla."""
+"""An unknown ggml: the suite logs one line, and the app runs vanilla llama.cpp."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ print(json.dumps([{"vanilla": vanilla} | lived(on_error) for on_error in modes])
 
 @pytest.fixture
 def run(reference_model, tmp_path):
-    """Run the app; what it has to say in each mode of ``on_error``."""
+    """Return a function that runs the app in modes of ``on_error`` and parses its output."""
 
     def start(*modes, preload="", library=""):
         environ = os.environ | {"LD_PRELOAD": str(preload), "PYTHONPATH": str(SUPPORT)}
@@ -119,7 +119,7 @@ def run(reference_model, tmp_path):
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory):
-    """A library that makes ggml look different in one way."""
+    """Return a function that compiles a library that alters one property of ggml."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler: install gcc or clang")
@@ -138,7 +138,7 @@ def shim(tmp_path_factory):
 
 @pytest.fixture
 def incomplete(tmp_path):
-    """Folder with a copy of our library that wants a function that no ggml has."""
+    """Return a folder with a copy of our library that needs a function missing from every ggml."""
     installed = Path(find_spec(FFI).origin)
     folder = tmp_path / "native"
     folder.mkdir()
@@ -152,7 +152,7 @@ def incomplete(tmp_path):
 
 def is_vanilla(said):
     assert said["answers"] == said["vanilla"]
-    assert said["restored"] > 0  # kv_chunks needs none of it
+    assert said["restored"] > 0  # kv_chunks does not need the engine
     assert said["contexts"] == 0
     return True
 

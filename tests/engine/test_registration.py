@@ -1,4 +1,4 @@
-"""The backend is in ggml's registry while a native plugin is on, once, and at no other time."""
+"""The backend is registered in ggml once while a native plugin is on, and at no other time."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from llmaas_hooks import WeightClaim
 from llmaas_patches.native import load_library
 
 REFUSED = {"type_v": llama_cpp.GGML_TYPE_Q8_0, "flash_attn_type": 0}
-"""Settings that llama.cpp refuses before it makes a backend."""
+"""Settings that llama.cpp refuses before it creates a backend."""
 
 
 @pytest.fixture
 def model(family):
-    """Path of a small model."""
+    """Return the path of a small model."""
     return family("llama")
 
 
 @functools.cache
 def ggml():
-    """The ggml that libllama uses."""
+    """Return the ggml that libllama uses."""
     library = ctypes.CDLL("libggml.so.0")
     for name in ("reg_count", "dev_count"):
         getattr(library, f"ggml_backend_{name}").restype = ctypes.c_size_t
@@ -54,7 +54,7 @@ def ggml():
 
 
 def registry():
-    """Names in ggml's registry: of backends, of devices; and the function that sets pools."""
+    """Return ggml's registered backends and devices, and the function that sets pools."""
     library = ggml()
     backends = [
         library.ggml_backend_reg_name(ctypes.c_void_p(library.ggml_backend_reg_get(size)))
@@ -71,7 +71,7 @@ def registry():
 
 @pytest.fixture
 def untouched():
-    """ggml's registry, which must be as it was when the test ends."""
+    """Return ggml's registry; assert that the test leaves it unchanged."""
     before = registry()
     assert b"LLMAAS" not in before[0] + before[1]
     yield before
@@ -177,7 +177,7 @@ def test_other_threads_read_the_registry_while_contexts_come_and_go(model):
 
 @contextlib.contextmanager
 def little_memory():
-    """128 MiB more than the process has now."""
+    """Limit the process to 128 MiB more than it has now."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + (128 << 20), hard))
@@ -224,7 +224,7 @@ def test_a_context_outlives_the_suite(model, untouched):
         with pytest.raises(ReferenceError):
             plugin.contexts[0].stats()
         assert np.array_equal(evaluate(ctx), expected)
-        with created(llama) as plain:  # nobody announced it, so it has no engine
+        with created(llama) as plain:  # created without the hooks, so it has no engine
             assert n_engines() == 1
             assert np.array_equal(evaluate(plain), expected)
         ours.__exit__(None, None, None)

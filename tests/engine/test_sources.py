@@ -1,4 +1,4 @@
-"""A weight's bytes in tiles or in the file: the products are what llama.cpp computes in memory."""
+"""Weights in tiles or in the file: products equal those that llama.cpp computes from memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_columns_up_to_a_cut_are_one_tile(family, tmp_path, name, weights):
 
 
 def test_sums_of_tiles_are_the_product_but_for_rounding(family, tmp_path):
-    path, cuts = family("llama", "Q4_0"), tuple(range(32, 512, 32))  # 16 tiles, the most there are
+    path, cuts = family("llama", "Q4_0"), tuple(range(32, 512, 32))  # 16 tiles, the maximum
     claim = WeightClaim(DOWN, source="tiles", columns=cuts)
     for level in (-1, 4, 14):
         copy = tmp_path / "zeroed.gguf"
@@ -117,7 +117,7 @@ with native(plugin=Claimer(*claims)):
 
 
 def resident_bytes(*arguments):
-    # What malloc keeps for later is not what the model takes.
+    # memory that malloc keeps for later does not belong to the model
     done = in_a_process(RESIDENT, *arguments, MALLOC_MMAP_THRESHOLD_="65536")
     assert done.returncode == 0, done.stderr[-1000:]
     return int(done.stdout)
@@ -140,5 +140,5 @@ def test_a_file_that_is_cut_off_fails_the_batch(family, tmp_path):
         evaluate(ctx)
         os.truncate(path, last.data_offset)
         assert decode(ctx, range(10, 20), 0) != 0
-        shutil.copyfile(family("llama", "Q8_0"), path)  # nobody knows what was read meanwhile
+        shutil.copyfile(family("llama", "Q8_0"), path)  # the old bytes may have been read meanwhile
         assert decode(ctx, range(10, 20), 0) != 0

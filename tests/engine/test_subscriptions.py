@@ -1,4 +1,4 @@
-"""Taps are there from their subscription to its end, and cost nothing at other times."""
+"""Taps exist from their subscription to its end, and cost nothing at other times."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_freed_context_says_so(family):
                 use()
         with pytest.raises(ReferenceError):
             context.level = 1
-        assert density.read(20)[1].all()  # what was counted stays
+        assert density.read(20)[1].all()  # counted values stay
         density.close()
 
 

@@ -1,4 +1,4 @@
-"""What the two native libraries know of each other: whether somebody waits for a read."""
+"""The signal between the two native libraries that somebody waits for a read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An archive's life, with one fault at each operation in turn; see ``injection.py``."""
+"""An archive's life with one fault at each operation in turn; see ``injection.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ids(seeds):
 
 
 def life(directory):
-    """Yields after each step how far it got: the part, and conversations added in it."""
+    """Run the life; yield the part and the number of conversations added in it after each step."""
     for part, (what, seeds) in enumerate(LIFE):
         with Archive.open(directory, BINDING, writable=what != "look") as archive:
             if what == "add":
@@ -45,7 +45,7 @@ def life(directory):
 
 
 def expected(steps):
-    """Conversations that must be there, and those that may be."""
+    """Return the conversations that must be there and those that may be there."""
     at = steps[-1] if steps else {"part": 0, "n_added": 0}
     there = set()
     for what, seeds in LIFE[: at["part"]]:
@@ -58,7 +58,7 @@ def expected(steps):
 
 
 def examine(directory, steps, _ending):
-    """Look at what is left, then go on with it; what is wrong with it."""
+    """Check the surviving archive, use it further, and return a description of any problem."""
     must, may = expected(steps)
     if must or (directory / "lock").exists():
         with Archive.open(directory) as archive:

@@ -1,4 +1,4 @@
-"""A store's life under a wall clock that jumps; prints what is there after each step."""
+"""A store's life under a jumping wall clock; prints the store's contents after each step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""An app in an environment that refuses what most grant; prints what it got, as JSON.
+"""An app in an environment that refuses common facilities; prints its results as JSON.
 
-Run as a script: ``confined.py MODEL STORE REFUSED``, names of ``REFUSALS`` joined by commas.
+Run as a script: ``confined.py MODEL STORE REFUSED``, where REFUSED joins names of ``REFUSALS``
+with commas.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 _CALLS = {"fallocate": 285, "mincore": 27, "io_uring_setup": 425, "io_uring_enter": 426}
-"""Numbers on x86-64."""
+"""System call numbers on x86-64."""
 _OPENAT, _FLAGS_AT = 257, 32
 _LOAD, _AND, _IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -28,7 +29,7 @@ lines = []
 
 
 class Lines(logging.Handler):
-    """Keeps what the suite says."""
+    """Log handler that keeps the suite's messages."""
 
     def emit(self, record):
         if record.name.startswith("llmaas"):
@@ -36,7 +37,7 @@ class Lines(logging.Handler):
 
 
 def refuse_calls(errors, *, is_direct_refused=False):
-    """Let system calls fail from now on, as a container's seccomp filter does."""
+    """Make system calls fail from now on, as a container's seccomp filter does."""
     program = [(_LOAD, 0, 0, 0)]
     for name, error in errors.items():
         program += [(_IF_EQUAL, 0, 1, _CALLS[name]), (_RETURN, 0, 0, _ERRNO | error)]
@@ -58,7 +59,7 @@ def refuse_calls(errors, *, is_direct_refused=False):
 
 
 def hide_proc():
-    """Put an empty folder in the place of /proc, for this process."""
+    """Mount an empty folder over /proc for this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     private = libc.unshare(_NEW_MOUNTS) or libc.mount(b"none", b"/", None, _PRIVATE_BELOW, None)
     if private or libc.mount(b"none", b"/proc", b"tmpfs", 0, None):
@@ -66,7 +67,7 @@ def hide_proc():
 
 
 def limit(what, most):
-    """Lower a limit for good."""
+    """Lower a resource limit permanently."""
     resource.setrlimit(what, (most, most))
 
 
@@ -85,7 +86,7 @@ REFUSALS = {
 
 
 def streamed(path):
-    """A model's greedy tokens in memory, and with weights read from the file."""
+    """Return a model's greedy tokens, once from memory and once with weights read from the file."""
     from llama_cpp import Llama
 
     from llmaas_plugins import activate
@@ -108,7 +109,7 @@ def streamed(path):
 
 
 def restored(store):
-    """A conversation in two lives of the process, and how much of it was restored."""
+    """Run a conversation in two lives; return it and the number of restored tokens."""
 
     from llama_cpp import Llama
     from switching import OTHER, PROMPT, ask
@@ -147,7 +148,7 @@ def erased(store):
 
 
 def main(path, store, refused):
-    """Confine this process, then be an app."""
+    """Confine this process, then run the app."""
     logging.getLogger().addHandler(Lines())
     sys.stdout.flush()
     import llama_cpp  # noqa: F401  before /proc is gone, as an app does

@@ -1,4 +1,4 @@
-"""The library that lets file operations fail, and processes that run under it."""
+"""The preloaded library that makes file operations fail, and processes that run under it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-shared", "-fPIC", "-O1", "-Wall", "-Wext
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """``faults.c``, compiled."""
+    """Compile ``faults.c`` and return the library."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler: install gcc or clang")
@@ -30,7 +30,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def run_preloaded(library):
-    """Run a script of this folder with the library preloaded; what it prints, from JSON."""
+    """Return a function that runs a script of this folder under the library and parses its JSON."""
 
     def run(script, *args):
         path = os.pathsep.join([str(HERE.parent / "support"), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""A selected datastore's life, with one fault at each operation in turn; see ``injection.py``."""
+"""A selected datastore's life with one fault at each operation in turn; see ``injection.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ N, N_EMBD = 60, 40
 
 
 def keys_of(conversation):
-    """Keys that are in no other conversation."""
+    """Return keys that occur in no other conversation."""
     seed = int.from_bytes(conversation.encode(), "little")
     return np.random.default_rng(seed).standard_normal((N, N_EMBD)).astype(np.float16)
 
@@ -35,7 +35,7 @@ def write(path, *conversations):
 
 
 def look(path):
-    """Conversations of a file of which every key is what it was."""
+    """Return the conversations of a file whose keys are all unchanged."""
     store = Datastore.open(path, MODEL)
     keys = [keys_of(name) for name in store.conversations] or [np.empty((0, N_EMBD))]
     found = store.search(np.zeros(N_EMBD, np.float32), max(len(store), 1))
@@ -56,7 +56,7 @@ LIFE = [
 
 
 def life(directory):
-    """Yields after each step how many are done."""
+    """Run the life; yield the number of completed steps after each step."""
     directory.mkdir(exist_ok=True)
     for n_done, (step, _) in enumerate(LIFE, 1):
         step(directory / NAME)
@@ -64,7 +64,7 @@ def life(directory):
 
 
 def examine(directory, steps, _ending):
-    """Look at what is left, then forget what is to be gone; what is wrong with it."""
+    """Check the surviving file, forget the doomed conversations, and describe any problem."""
     n_done = steps[-1]["n_done"] if steps else 0
     path, states = directory / NAME, [None, *(after for _, after in LIFE)]
     found = look(path) if path.exists() else None

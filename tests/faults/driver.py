@@ -1,4 +1,4 @@
-"""A store's life, with one fault at each operation in turn; see ``injection.py``."""
+"""A store's life with one fault at each operation in turn; see ``injection.py``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ POWER = {"power cut", "power cut, some written"}
 
 
 def must_be_there(steps, ending, fault, whole):
-    """Keys that nothing allows to be missing."""
+    """Return the keys that must have survived the fault."""
     if fault in POWER:
         return set()
     if FAULTS[fault][1] and (any(step["counted"] for step in steps) or ending is None):
-        return set()  # it was told that nothing could be committed any more
+        return set()  # the store was told that no commit was possible any more
     done = set(steps[-1]["keys"]) if steps else set()
     if ending is not None and ending["end"] == "closed":
-        return done  # a single failure is made up for by the next commit
+        return done  # the next commit makes up for a single failure
     return done & set(whole[len(steps)]["keys"]) if len(steps) < len(whole) else done
 
 
 def examine(directory, wanted):
-    """Open what is left, in a process that never saw it; what is wrong with it."""
+    """Open the surviving store in a process that never saw it, and describe any problem."""
     store = open_store(directory)
     there = load(store, list(store.tree))
     missing = wanted - {key.hex() for key in there}

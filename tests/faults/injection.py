@@ -1,8 +1,8 @@
 """A life with one fault at each file operation in turn; runs with ``faults.c`` preloaded.
 
-For each point a child lives the life and meets the fault; then this process, which never saw that
-store, opens what is left. A driver is run as ``python DRIVER LIBRARY FOLDER FAULT STEP FIRST`` and
-prints what it did and found, as JSON.
+For each fault point a child process lives the life and meets the fault. This process, which
+never saw that store, then opens the surviving files. A driver is run as
+``python DRIVER LIBRARY FOLDER FAULT STEP FIRST`` and prints its actions and findings as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmaas_hooks import StoreError
 
 NEVER = 1 << 40
 
-FAULTS = {  # what the library is told, and whether it goes on
+FAULTS = {  # arguments of the library, and whether the life continues after the fault
     "ENOSPC": (errno.ENOSPC, False),
     "EIO": (errno.EIO, False),
     "EDQUOT": (errno.EDQUOT, False),
@@ -39,7 +39,7 @@ FAULTS = {  # what the library is told, and whether it goes on
 
 
 def child(directory, out, life):
-    """Live, telling the parent of each step; ends with the process."""
+    """Live, report each step to the parent, and end the process."""
     log = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
@@ -59,7 +59,7 @@ def child(directory, out, life):
 
 
 def lived(library, directory, fault, point, life):
-    """What a child told: its steps, its ending if it had one, and how many operations it did."""
+    """Return a child's steps, its ending if it reported one, and its number of file operations."""
     reading, writing = os.pipe()
     kind, sticky = FAULTS[fault]
     pid = os.fork()
@@ -90,11 +90,12 @@ def problems_of(library, directory, fault, told, examine):
 
 
 def drive(life, examine_after):
-    """The main program of a driver.
+    """Run a driver's main program.
 
-    ``examine_after(fault, whole)`` gives the function that looks at what is left: from the
-    directory, the steps that were told, and the ending if there was one. ``whole`` are the steps of
-    a life without faults.
+    ``examine_after(fault, whole)`` returns the function that checks the surviving files, given the
+    directory, the reported steps, and the ending if there was one. ``whole`` are the steps of a
+    life
+    without faults.
     """
     library, folder, fault = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     library.faults_op.restype = ctypes.c_char_p

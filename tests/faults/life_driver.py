@@ -1,13 +1,13 @@
-"""Contexts that come and go at random, in an app whose texts must stay those of vanilla.
+"""Contexts that come and go at random in an app whose texts must stay those of vanilla.
 
     life_driver.py FIRST_SEED N_SEEDS N_ROUNDS FOLDER PLUGINS MODEL
 
-A seed is one life of N_ROUNDS rounds. Each moves the collector's threshold and does one thing:
-ask, abandon a stream, drop an engine in one of several ways, fork, be interrupted by a signal that
-drops one, be interrupted by Ctrl-C, ask on two threads, change the memory budget, evict,
+A seed is one life of N_ROUNDS rounds. Each round changes the collector's threshold and performs
+one operation: ask, abandon a stream, drop an engine in one of several ways, fork, take a signal
+that drops an engine, take Ctrl-C, ask on two threads, change the memory budget, evict, or
 activate anew. Where knn_lm mixes, texts must be those of knn_lm alone.
-A failure is written with its seed, round and operation; a crash or a hang leaves the last one in
-FOLDER/operation. At the end, what the plugins did is printed as JSON.
+A failure is reported with its seed, round and operation. A crash or a hang leaves the last
+operation in FOLDER/operation. At the end, the plugins' counters are printed as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import random
-import re
 import signal
 import sys
 import threading
@@ -28,22 +27,18 @@ import weakref
 from collections import Counter
 from pathlib import Path
 
-from llama_cpp import Llama
+from budgets import is_streamed, make_room, squeeze
+from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import BudgetError
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.drafts import DatastoreDraft
-from llmaas_plugins.machine import resident_bytes
 
 MOST_ENGINES = 3
 HANGS_AFTER_S = 30
-MIB = 1 << 20
-ROOM = 100 * MIB
-"""Enough for a model to be loaded; less than what would let flash_weights leave it alone."""
 SETTINGS = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
 CHEAP = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.4}
-"""Batches so cheap that something is proposed where hardly anything is known."""
+"""Batch costs so low that drafts are proposed even on little evidence."""
 DONE = {"kv_chunks": ["reused_tokens"], "knn_lm": ["proposed", "mixed"]}
 START = "The quick brown fox jumps over the lazy dog and then it runs away. "
 PROMPTS = [
@@ -59,7 +54,7 @@ N_TOKENS = 8
 
 
 def answer(llama, prompt, late=()):
-    """The text; ``late`` are streams of closed engines, to be dropped in the middle of it."""
+    """Return the text; drop ``late``, streams of closed engines, while it is generated."""
     text = ""
     for part in llama.create_completion(prompt, max_tokens=N_TOKENS, temperature=0, stream=True):
         text += part["choices"][0]["text"]
@@ -68,18 +63,27 @@ def answer(llama, prompt, late=()):
     return text
 
 
+def make_context_beside(llama):
+    """Make another context of an engine's model, and free it."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = 64, 8, 1, 1
+    ctx = llama_cpp.llama_init_from_model(llama.model, params)
+    assert ctx
+    llama_cpp.llama_free(ctx)
+
+
 class Cycle:
-    """Keeps an engine until the collector finds both."""
+    """Reference cycle that keeps an engine alive until the collector finds both."""
 
     def __init__(self, llama):
         self.llama, self.itself = llama, self
 
 
 class Life:
-    """One seed: the engines, the suite, and what each prompt must be answered with.
+    """One seed: the engines, the suite, and the expected answer to each prompt.
 
     Attributes:
-        done: What the plugins did, by name.
+        done: Names and counts of the plugins' actions.
     """
 
     def __init__(self, seed, plugins, model, expected):
@@ -98,7 +102,7 @@ class Life:
         self.suite.deactivate()
 
     def count(self):
-        """Note the most of what the plugins have done so far; drafts go with their engines."""
+        """Record the plugins' highest counters so far; draft counters end with their engines."""
         whole = self.suite.status()
         assert whole["errors"] == {}, whole["errors"]
         status = whole["plugins"]
@@ -107,16 +111,15 @@ class Life:
                 found = status.get(plugin, {}).get(name, 0)
                 self.done[name] = max(self.done[name], found)
         for model in status.get("flash_weights", {}).get("models", ()):
-            self.done["streamed"] += model["kept_bytes"] < model["bytes"] < model["read_bytes"]
+            self.done["streamed"] += is_streamed(model)
 
     def make(self):
         if self.is_streamed:
-            flash = self.suite.plugin("flash_weights")
-            flash.set_memory_budget(resident_bytes() + ROOM)
+            make_room(self.suite.plugin("flash_weights"))
         llama = Llama(self.model, **SETTINGS)
         if self.is_streamed:
             self.change_budget()
-        llama.kind = self.kind
+        llama.kind, llama.suite = self.kind, self.suite
         return llama
 
     def engine(self):
@@ -140,7 +143,7 @@ class Life:
             self.check(self.engine(), self.random.choice(PROMPTS))
 
     def abandon(self):
-        """Leave a stream: closed, dropped, or where the collector finds it."""
+        """Leave a stream behind: closed, dropped, or in a cycle for the collector."""
         llama, prompt = self.engine(), self.random.choice(PROMPTS)
         stream = llama.create_completion(prompt, max_tokens=8, temperature=0, stream=True)
         for _ in range(self.random.randrange(3)):
@@ -153,10 +156,10 @@ class Life:
         del stream
 
     def drop(self):
-        """Let an engine go: closed, dropped, or in a cycle, perhaps before or with its stream."""
+        """Drop an engine: closed, released, or in a cycle, perhaps with its stream."""
         llama = self.engine()
         self.engines.remove(llama)
-        self.check(llama, self.random.choice(PROMPTS))  # so that it has a save to do
+        self.check(llama, self.random.choice(PROMPTS))  # give the engine something to save
         how = self.random.randrange(5)
         if how == 0:
             llama.close()
@@ -174,13 +177,13 @@ class Life:
         del llama
 
     def replace(self):
-        """Drop one in a cycle, and be found by the collector while another is made and asked."""
+        """Drop an engine in a cycle; collect it while another one is made and asked."""
         self.drop()
         self.begin()
         self.check(self.engines[-1], self.random.choice(PROMPTS))
 
     def fork(self):
-        """A child goes on with an engine, and ends in one of several ways."""
+        """Fork a child that continues with an engine and ends in one of several ways."""
         self.in_child(self.engine(), self.random.randrange(3))
 
     def in_child(self, llama, how):
@@ -189,9 +192,15 @@ class Life:
         if pid == 0:
             code = 1
             try:
+                faulthandler.register(signal.SIGALRM, chain=True)
                 signal.alarm(HANGS_AFTER_S - 5)
                 for prompt in prompts:
                     self.check(llama, prompt)
+                if how == 3:
+                    for one in self.engines:
+                        if one.suite is self.suite:  # an earlier one's weights cannot be used
+                            make_context_beside(one)
+                            break
                 assert self.suite.status()["errors"] == {}
                 if how == 1:
                     self.engines.clear()
@@ -207,7 +216,7 @@ class Life:
         assert status == 0, f"a child that does {how} ended with {status}"
 
     def interrupt(self):
-        """A signal drops an engine while another one works."""
+        """Drop an engine in a signal handler while another engine works."""
         llama = self.engine()
         others = [one for one in self.engines if one is not llama]
 
@@ -227,7 +236,7 @@ class Life:
             signal.signal(signal.SIGALRM, before)
 
     def cancel(self):
-        """Ctrl-C at any moment of a request; what follows is right again."""
+        """Interrupt a request by Ctrl-C at any moment; later answers must be right."""
         llama = self.engine()
 
         def handler(*_):
@@ -245,7 +254,7 @@ class Life:
         self.check(llama, self.random.choice(PROMPTS))
 
     def threads(self):
-        """Two engines work on threads; budgets change, and a child goes on with a third one."""
+        """Run two engines on threads while budgets change and a child runs a third."""
         while len(self.engines) < MOST_ENGINES:
             self.begin()
         Cycle(self.make())
@@ -263,34 +272,43 @@ class Life:
             thread.start()
         if self.is_streamed:
             self.change_budget()
-        if not self.is_streamed:
-            self.in_child(self.engines[-1], 0)
+        self.in_child(self.engines[-1], self.random.choice([0, 3]))
         for thread in threads:
             thread.join()
         assert not failed, failed
 
     def squeeze(self):
-        """Stream as many weights as a new budget wants."""
+        """Set a memory budget that streams as many weights as possible."""
         llama = self.engine()
         if self.is_streamed:
             self.change_budget()
         self.check(llama, self.random.choice(PROMPTS))
 
+    def stream(self):
+        """Answer with streamed weights, if chance has left this life without any."""
+        tries = range(5) if self.is_streamed else ()  # freed memory may hold all weights meanwhile
+        for _ in tries:
+            if self.done["streamed"]:
+                return
+            llama = self.make()
+            llama.eval(
+                [1] * (llama.n_ctx() - 1)
+            )  # touches compute buffers, which hold weights else
+            squeeze(self.suite.plugin("flash_weights"))
+            for prompt in PROMPTS:
+                self.check(llama, prompt)
+            self.count()
+            llama.close()
+
     def change_budget(self):
-        """Set one a little above the least, which a refusal names."""
-        flash = self.suite.plugin("flash_weights")
-        try:
-            flash.set_memory_budget(0)
-        except BudgetError as error:
-            least = int(re.search(r"expected (\d+) MiB", str(error))[1])
-            with contextlib.suppress(BudgetError):  # the process has grown meanwhile
-                flash.set_memory_budget((least + self.random.randrange(4)) * MIB)
+        """Set a memory budget slightly above the least one."""
+        squeeze(self.suite.plugin("flash_weights"), self.random.randrange(4))
 
     def evict(self):
         self.suite.evict(self.random.choice("ab"))
 
     def activate_anew(self):
-        """With engines open, which the next activation leaves alone."""
+        """Activate anew while engines are open; the next activation leaves these alone."""
         if self.random.random() < 0.5:
             self.drop()
         self.suite.deactivate()
@@ -323,7 +341,7 @@ class Life:
 
 
 def texts(model):
-    """Return the answer to each prompt, with empty cells."""
+    """Return the answer to each prompt, computed with empty cells."""
     with contextlib.closing(Llama(model, **SETTINGS)) as llama:
         found = {}
         for prompt in PROMPTS:
@@ -333,10 +351,11 @@ def texts(model):
 
 
 def live(life, n_rounds, note):
-    """Do the rounds, and see that the engines end with the life."""
+    """Run the rounds; assert that the engines end with the life."""
     for i in range(n_rounds):
         life.round(functools.partial(note, i))
     note(n_rounds, "end")
+    life.stream()
     alive = [weakref.ref(llama) for llama in life.engines]
     life.end()
     life.engines.clear()

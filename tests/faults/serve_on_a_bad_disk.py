@@ -1,7 +1,7 @@
 """``llmaas serve`` with ``native/tests/faults.c`` preloaded: the store's disk fails now and then.
 
-It does from SIGUSR1 on: a store that cannot be opened is refused. The first argument is the store's
-folder, the others are ``llmaas``'s own.
+Faults begin at SIGUSR1, because a store that cannot be opened at the start is refused. The first
+argument is the store's folder; the others are ``llmaas``'s own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAULTS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, SHORT)
 
 
 def fail_now_and_then(folder):
-    """A fault at one of the next operations, or from there on, for a while; then none."""
+    """Arm a fault at one of the next operations, or from there on; disarm it after a while."""
     library, rng = ctypes.CDLL(os.environ["LD_PRELOAD"]), random.Random()
     while True:
         time.sleep(rng.uniform(0.0, 1.0))

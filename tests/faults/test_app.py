@@ -1,4 +1,4 @@
-"""Stores that cannot be opened, under an app: it goes on vanilla, and they stay as they are."""
+"""Stores that cannot be opened: the app continues with vanilla llama.cpp and the files stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store knows an order of use and no time: a clock may do what it likes."""
+"""The store uses an order of use and no time, so a jumping clock changes nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 def test_jumping_clock_changes_nothing(run_preloaded, tmp_path, jump):
     steady = run_preloaded("clocks.py", tmp_path / "steady", 0)
     jumping = run_preloaded("clocks.py", tmp_path / "jumping", jump)
-    assert (steady["hours"], jumping["hours"]) == (1, 2)  # it did jump
+    assert (steady["hours"], jumping["hours"]) == (1, 2)  # the clock did jump
     assert jumping["steps"] == steady["steps"]
-    assert steady["steps"][-1]["keys"]  # after evictions, in order of use
+    assert steady["steps"][-1]["keys"]  # evictions follow the order of use

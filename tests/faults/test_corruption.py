@@ -1,4 +1,4 @@
-"""Thousands of damaged stores: each opens or is set aside, and no wrong cells come out of any."""
+"""Thousands of damaged stores: each opens or is set aside, and none returns wrong cells."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.checking import check_store
 
 STORES = scale(120, 1000)
-"""Stores in a part."""
+"""Stores in one part of the run."""
 FILES = ("chunks.slab", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Files of a store that was closed, and of one whose process was killed."""
+    """Return the files of a store that was closed, and of a store whose process was killed."""
     directory = tmp_path_factory.mktemp("original") / "kv"
     store = store_life.open_store(directory)
     store.set_layout(store_life.ROOT, '{"n_layer": 1}')
@@ -104,7 +104,7 @@ HARMS = (
 
 
 def harm(rng, files):
-    """Harm one file, rarely two; rarely it is gone."""
+    """Damage one file, rarely two; rarely delete the file."""
     names = [name for name in files if files[name]]
     for _ in range(rng.choice([1, 1, 1, 2])):
         name, other = rng.choice(names, 2)
@@ -117,7 +117,7 @@ def harm(rng, files):
 
 
 def outcome(directory, look_first):
-    """What became of it; store_life.load fails when a payload is not what was put."""
+    """Return the damaged store's outcome; store_life.load raises if a payload is wrong."""
     try:
         is_sound = look_first and not check_store(directory).problems
         store = store_life.open_store(directory)

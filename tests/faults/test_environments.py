@@ -1,4 +1,4 @@
-"""Environments that refuse what most grant: slower perhaps, and right."""
+"""Environments that refuse common facilities: the suite may be slower but must be right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """75 MB of weights."""
+    """Return a model with 75 MB of weights."""
     path = tmp_path_factory.mktemp("confined") / "model.gguf"
     return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
 
@@ -52,7 +52,8 @@ def test_an_app_gets_what_it_gets_anywhere(model, tmp_path, refused):
     assert said["streamed"]["same"]
     (streamed,) = said["streamed"]["models"]
     assert streamed["read_bytes"] > 0
-    if "proc" not in refused.split(","):  # or else all may be kept: memory is known less exactly
+    # without /proc, memory is known less exactly and all weights may be kept
+    if "proc" not in refused.split(","):
         assert streamed["kept_bytes"] < streamed["bytes"] < streamed["read_bytes"]
     assert said["streamed"]["rate"] > 0
     assert said["restored"]["same"]

@@ -1,4 +1,4 @@
-"""One fault at each file operation of a store's life: nothing wrong is ever read from the rest."""
+"""One fault at each file operation of a store's life: the survivors never yield wrong data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULTS = [
     "power cut, some written",
 ]
 SOME = ["EIO", "torn anywhere", "killed after", "power cut, some written"]
-REACHED = {  # every file of a store, and everything that is done to one
+REACHED = {  # every file of a store, and every operation on each
     "pwritev chunks.slab",
     "preadv chunks.slab",
     "pwrite chunks.slab",
@@ -70,13 +70,13 @@ REACHED_OF_A_DATASTORE = {
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
-    """It goes on, with an error that is counted and logged, or dies; what is left is sound.
+    """The life continues with a counted and logged error, or dies; the surviving store is sound.
 
-    The next process opens it, reads only what was put, finds everything that was committed and not
-    evicted, keeps within the budget, and puts and keeps new contexts.
+    The next process opens the store and reads only data that was put. It finds everything that was
+    committed and not evicted, keeps within the budget, and can put and keep new contexts.
     """
     step = scale(17, 1)
-    first = FAULTS.index(fault) % step  # another share of the points for each
+    first = FAULTS.index(fault) % step  # each fault tests another share of the points
     found = run_preloaded("driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
     assert found["points"] >= scale(10, 150)
@@ -86,7 +86,7 @@ def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", scale(SOME, FAULTS))
 def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, fault):
-    """Whatever happens, what was added is there, and what is forgotten again is gone."""
+    """After any fault, added conversations are there and forgotten ones are gone."""
     step = scale(13, 1)
     first = FAULTS.index(fault) % step
     found = run_preloaded("archive_driver.py", tmp_path, fault, step, first)
@@ -98,7 +98,7 @@ def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, f
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", scale(SOME, FAULTS))
 def test_fault_at_every_operation_of_a_selected_datastores_life(run_preloaded, tmp_path, fault):
-    """There is the file from before or the one from after, and what is forgotten is gone."""
+    """The file is the old one or the new one, and forgotten conversations are gone."""
     step = scale(7, 1)
     first = FAULTS.index(fault) % step
     found = run_preloaded("datastore_driver.py", tmp_path, fault, step, first)

@@ -1,6 +1,6 @@
-"""One server under bodies that nobody should send: it answers each, and goes on as if nothing was.
+"""One server under malformed bodies: it answers each one and continues unharmed.
 
-A failure names the seed and the body; ``LLMAAS_FUZZ_SEED=n`` sends those of that seed alone.
+A failure names the seed and the body; ``LLMAAS_FUZZ_SEED=n`` sends only that seed's bodies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONLY = os.environ.get("LLMAAS_FUZZ_SEED")
 PARTS = range(20 if SOAKING else 1)
 KNOWN = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.0}
 REFUSED = {400, 404, 413, 422, 429}
-LONGEST_S = 60  # a busy machine; what is bounded is CPU time
+LONGEST_S = 60  # allowance for a busy machine; the server bounds CPU time
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from elastic_models import shuffled
 from packed_models import pack
 from soak import scale
 
-N_PARTS = scale(1, 50)
+N_PARTS = scale(1, 20)
 N_SEEDS, N_ROUNDS = scale(1, 2), scale(25, 50)
 DRIVER = Path(__file__).parent / "life_driver.py"
+SUPPORT = DRIVER.parents[1] / "support"
 LOSSLESS = {"codec": "lossless"}
 KNN = {"k": 16, "look_back": 12, "drafts": True}
 STREAMED = {"memory_budget": 0, "arena": "1 MiB"}
@@ -41,12 +43,12 @@ DONE = {
     "proposed": {"proposed"},
     "all four": {"reused_tokens", "streamed", "proposed", "mixed", "words_mixed"},
 }
-"""Counters that must have moved for a run to mean anything."""
+"""Counters that must have moved for a run to be meaningful."""
 
 
 @pytest.fixture(scope="session")
 def prepared(reference_model, tmp_path_factory):
-    """A model that is prepared for elastic and packed, and a datastore for it."""
+    """Return a model prepared for elastic and packed, and a datastore for it."""
     folder = tmp_path_factory.mktemp("prepared")
     path = shuffled(reference_model, folder / "model.gguf")
     pack(path)
@@ -71,6 +73,7 @@ def test_contexts_that_come_and_go_at_any_moment(
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
     )
     last = (tmp_path / "operation").read_text()
     told = f"{last}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -1,11 +1,12 @@
-"""Mixed load with faults, by all four plugins for half an hour: nothing lost, no wrong restore.
+"""Mixed load with faults and all four plugins for half an hour: no loss and no wrong restore.
 
-Four apps talk to ``llmaas serve`` over a Unix socket at the same time, calling, streaming, breaking
-streams off and deleting, while others send rubbish. Every few seconds the server's life ends, by
-SIGKILL or SIGTERM; some lives have a disk that fails at random, and between lives bytes of the
-store are damaged. Tiny budgets make both tiers evict all the time. Each reply that was acknowledged
-must still be there in the next life, and be stock llama.cpp's if cells are kept bit by bit and no
-distribution is mixed; the kernel's count of the server's memory must stay within the budget.
+Four apps talk to ``llmaas serve`` over a Unix socket at the same time. They call, stream, break
+streams off and delete contexts, while other clients send malformed requests. Every few seconds
+SIGKILL or SIGTERM ends the server's life. In some lives the disk fails at random, and between
+lives bytes of the store are damaged. Tiny budgets make both tiers evict all the time. Each
+acknowledged reply must still be there in the next life. It must be stock llama.cpp's reply if
+cells are kept bit for bit and no distribution is mixed. The kernel's count of the server's memory
+must stay within the budget.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KVS = {
     "lossless": KV,
     "tolerance": KV + 'share_across_apps = true\nparked_tokens = 256\nwrite_budget = "1 GiB"',
 }
-STREAMED = 3 * MIB  # weights that find no room
+STREAMED = 3 * MIB  # weights that do not fit into the budget
 FOUR = """
 on_error = "raise"
 [service]
@@ -63,19 +64,19 @@ store = "kv"
 {kv}
 """
 FOURS = [(part, kind) for part in range(scale(1, 3)) for kind in ("exact", "mixing")]
-ENDS = (OSError, http.client.HTTPException)  # of a server that is killed
+ENDS = (OSError, http.client.HTTPException)  # errors of a client whose server is killed
 
 
 class Talk:
-    """One app's conversation, over all lives of the server.
+    """One app's conversation over all lives of the server.
 
     Attributes:
-        messages: Of its context, going by the acknowledgements; None without a context.
-        in_doubt: One more operation may be complete, though its answer never came.
+        messages: Acknowledged messages of its context; None without a context.
+        in_doubt: Whether one more operation may be complete though its answer never came.
     """
 
     def __init__(self, name, expected):
-        """Args: the app, and its messages after each call if these are known."""
+        """Store the app's name, and its messages after each call if these are known."""
         self.name = name
         self.expected = expected
         self.rng = random.Random(name)
@@ -95,7 +96,7 @@ class Talk:
                     time.sleep(0.05)
                 except LlmaasError as error:
                     if not ("503" in str(error) or "closed the stream" in str(error)):
-                        raise  # it is not the server's end
+                        raise  # the error is not due to the server's end
         except BaseException as failure:
             self.failures.append(failure)
 
@@ -121,7 +122,7 @@ class Talk:
         self.in_doubt = False
 
     def find(self, app):
-        """The app's context, if it has one, just as it was left."""
+        """Return the app's context, if any; assert that it is exactly as the app left it."""
         contexts = app.contexts()
         there = contexts[0].record()["messages"] if contexts else None
         ahead = self.in_doubt and follows(self.messages, there, self.name)
@@ -132,7 +133,7 @@ class Talk:
         return contexts[0] if contexts else None
 
     def talk(self, context, prompt):
-        """The reply; None if it was broken off."""
+        """Return the reply; None if the app broke the stream off."""
         how = self.rng.random()
         if how < 0.15:
             with contextlib.closing(context.stream(prompt, **GREEDY)) as pieces:
@@ -144,7 +145,7 @@ class Talk:
 
 
 def send_rubbish(path, end, rng):
-    """What is no request, and clients that die in the middle of one; the target of a thread."""
+    """Send malformed requests, and die in the middle of requests; the target of a thread."""
     chat = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}).encode()
     kind = b"Content-Type: application/json\r\n"
     post = (
@@ -170,7 +171,7 @@ def send_rubbish(path, end, rng):
 
 @contextlib.contextmanager
 def bad_disk(folder, library):
-    """Servers started in this context have a store that fails now and then, once they are told."""
+    """Give servers started inside the block a store disk that fails after a signal."""
     with pytest.MonkeyPatch.context() as patch:
         here = Path(__file__).parent / "serve_on_a_bad_disk.py"
         patch.setattr(served, "LLMAAS", [sys.executable, str(here), str(folder / "kv")])
@@ -179,7 +180,7 @@ def bad_disk(folder, library):
 
 
 def live(folder, talks, seconds, how, rng, *, fail=None, **server):
-    """One life of the server under load, ended by a signal; its last report on the plugins."""
+    """Run a server under load, end it by a signal and return its last plugin status."""
     end, path = threading.Event(), folder / "s"
     (folder / "log").unlink(missing_ok=True)
     with served.serving(folder, uds=path, **(ENGINE | server)) as running:
@@ -203,7 +204,7 @@ def live(folder, talks, seconds, how, rng, *, fail=None, **server):
 
 
 def damage(folder, rng):
-    """A few bytes of the store, anywhere."""
+    """Overwrite a few bytes anywhere in the store."""
     for path in rng.sample([p for p in (folder / "kv").iterdir() if p.stat().st_size], 1):
         n_bytes = path.stat().st_size
         with path.open("r+b") as file:
@@ -213,9 +214,9 @@ def damage(folder, rng):
 
 
 def needed(group, folder):
-    """Most bytes of a group that has ended, but for files that it was charged for by chance."""
+    """Return the peak bytes of an ended group, less files that it was charged for by chance."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "chunks.slab"]
-    own = sum(path.stat().st_size for path in files)  # the slab is not cached
+    own = sum(path.stat().st_size for path in files)  # the slab bypasses the page cache
     return group.peak - max(0, file_bytes(group) - own)
 
 
@@ -226,7 +227,7 @@ def expected(reference_model):
 
 @pytest.fixture(scope="module")
 def vanilla_peak(tmp_path_factory):
-    """Peak bytes of a server without plugins under the same load."""
+    """Return the peak bytes of a server without plugins under the same load."""
     talks = [Talk(app, None) for app in APPS]
     folder = tmp_path_factory.mktemp("vanilla")
     with memory_group() as group:
@@ -237,9 +238,9 @@ def vanilla_peak(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(reference_model, tmp_path_factory):
-    """A prepared and packed model with a datastore: its path, and its configuration's parts.
+    """Return the path of a prepared, packed model with a datastore, and its configuration's parts.
 
-    The budget is what a server takes that did all kinds of work, less some of the weights.
+    The budget is the peak of a server that did all kinds of work, less some of the weights.
     """
     folder = tmp_path_factory.mktemp("four")
     model = prepare(reference_model, folder / "model.gguf")
@@ -296,8 +297,8 @@ class Load:
     """Lives of a server, one after the other.
 
     Attributes:
-        peaks: Most bytes of each life.
-        reports: What the plugins reported at the end of each.
+        peaks: Peak bytes of each life.
+        reports: Plugin status at the end of each life.
     """
 
     def __init__(self, folder, talks, library, rng, options):
@@ -306,7 +307,7 @@ class Load:
         self.peaks, self.reports = [], []
 
     def run(self):
-        """Live for the test's time; see that the store's budget held and that work was done."""
+        """Run lives for the test's duration; assert that budgets held and that work was done."""
         stop = time.monotonic() + SECONDS
         while time.monotonic() < stop:
             self.live()
@@ -317,12 +318,13 @@ class Load:
         restored, io_errors = (self.total(name) for name in ("restored_tokens", "io_errors"))
         sys.stdout.write(f"{len(self.peaks)} lives, {restored} tokens restored, calls {n_said}, ")
         sys.stdout.write(f"{io_errors} I/O errors, peak {max(self.peaks)} bytes\n")
-        assert min(n_said) >= scale(0, len(self.peaks) / 4)  # a busy machine leaves one out
+        # a busy machine may stop one app from talking
+        assert min(n_said) >= scale(0, len(self.peaks) / 4)
         assert sum(n_said) >= len(self.peaks)
         assert restored > 0
 
     def live(self):
-        """Live once, perhaps on a disk that fails."""
+        """Run one life, perhaps on a disk that fails."""
         rng = self.rng
         how, fails = rng.choice([signal.SIGKILL, signal.SIGTERM]), rng.random() < 0.4
         disk = bad_disk(self.folder, self.library) if fails else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Apps on one engine: none finds anything of another's in its cells, unless they are to share."""
+"""Apps on one engine: no app finds another app's data in its cells, unless the apps share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 class Work:
-    """Tokens that requests found, and tokens that the engine evaluated for them."""
+    """Count of tokens that requests reused and of tokens that the engine evaluated."""
 
     def __init__(self):
         self.n_evaluated = self.n_reused = 0
@@ -37,7 +37,7 @@ class Work:
 
 
 class Asked:
-    """One engine; what a request costs there: tokens reused, tokens evaluated."""
+    """One engine and its cost per request: tokens reused, tokens evaluated."""
 
     def __init__(self, llama, work):
         self.llama, self._work = llama, work
@@ -59,7 +59,7 @@ class Asked:
 
 @pytest.fixture
 def asked(make, tmp_path):
-    """Start an activation with kv_chunks' settings, or without any plugin."""
+    """Return a function that activates kv_chunks' settings, or no plugin, and opens an engine."""
     work, started = Work(), []
 
     def start(kv, **engine):
@@ -77,7 +77,7 @@ def asked(make, tmp_path):
 def test_an_app_finds_nothing_of_another(asked, kv, second):
     ask = asked(kv)
     assert ask("game") == NEW
-    assert ask(second) == NEW  # what the other asked just now
+    assert ask(second) == NEW  # what the other app asked just now
     assert ask(second, OTHER) == (1, len(OTHER) - 1)  # what nobody asked
     ask("game", OTHER)
     assert ask(second, PROMPT[:80]) == ((0, 80) if kv is None else (80, 1))
@@ -124,7 +124,7 @@ def test_cells_of_a_request_without_the_plugin_are_not_parked_as_anothers(asked)
 def test_cells_of_another_app_are_not_stored_as_ones_own(asked):
     ask = asked(SETTINGS["chunks"])
     ask("game")
-    ask("mail", [7], reset=False)  # goes on with game's cells, as it says
+    ask("mail", [7], reset=False)  # continues explicitly with game's cells
     ask("chess", OTHER)
     assert ask("mail") == NEW
     assert ask("game") == (len(PROMPT), 1)
@@ -169,7 +169,7 @@ def test_what_an_app_evaluates_itself_is_its_own(asked):
 
 
 def test_an_app_that_fails_in_the_middle_does_not_own_the_books(asked, monkeypatch):
-    """Embedding clears the cells first, and the books at its end."""
+    """Embedding clears the cells first, and Llama's books only at the end."""
     ask = asked(None, embedding=True)
     ask("game")
 

@@ -1,4 +1,4 @@
-"""The hooks on single engine calls, deferred work, and what stays vanilla."""
+"""Hooks on single engine calls, deferred work, and behavior that stays vanilla."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def greedy(llama, n=8):
 
 
 def plugin_with(**hooks):
-    """A plugin object from functions named after hooks; each takes the hook's one argument."""
+    """Return a plugin object from functions named after hooks; each takes the hook's argument."""
     return type("Plugin", (), {name: hookimpl(hook) for name, hook in hooks.items()})()
 
 
@@ -78,7 +78,7 @@ def test_hook_llmaas_context_create(make_llama, patched):
     patched(p=plugin_with(llmaas_context_create=create, llmaas_request_begin=begin))
     llama = make_llama()
     greedy(llama)
-    assert engines[0].n_seq_max == 3  # what the context has
+    assert engines[0].n_seq_max == 3  # the actual setting of the context
     assert bindings.llama_n_seq_max(llama.ctx) == llama_cpp.llama_n_seq_max(llama.ctx) == 1
     assert llama.context_params.n_seq_max == 1  # the app's own structure
     assert not llama.context_params.kv_unified
@@ -100,7 +100,7 @@ def test_hook_llmaas_context_create_tells_how_the_model_was_opened(
 
 
 def test_hook_llmaas_context_free(make_llama, patched):
-    """Whether the app closes ``Llama`` or drops it, and while the context is still there."""
+    """The hook runs while the context still exists, whether the app closes or drops ``Llama``."""
     freed = []
 
     def free(self, ctx):
@@ -141,7 +141,7 @@ def test_hook_llmaas_context_create_may_look_at_what_came_of_it(make_llama, patc
 
 def test_hook_llmaas_context_create_cannot_keep_an_app_from_its_context(make_llama, patched):
     def create(self, create):
-        create.params.n_seq_max = 10_000  # more than llama.cpp takes
+        create.params.n_seq_max = 10_000  # more than llama.cpp allows
         create.checks.append(lambda ctx: True)
 
     patched(p=plugin_with(llmaas_context_create=create))
@@ -211,7 +211,7 @@ def test_forced_token_is_seen_by_every_sampler(make_llama, patched):
 
 
 class Deferring:
-    """Leaves work behind after each request; it finishes when ``gate`` opens."""
+    """Plugin that leaves work behind after each request; the work ends when ``gate`` opens."""
 
     def __init__(self):
         self.gate = threading.Event()

@@ -1,4 +1,4 @@
-"""``llmaas datastore`` on a model: from exports to what is searched, stopped and gone on with."""
+"""``llmaas datastore`` on a model, from exports to a searched datastore, with interruptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def export(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, reference_model):
-    """An action's arguments; those that add get the model."""
+    """Return a function that builds an action's arguments; actions that add get the model."""
 
     def command(action, *args):
         model = ["--model", reference_model, "--threads", "1", "--n-ctx", "256"]
@@ -53,7 +53,7 @@ def command(tmp_path, reference_model):
 
 @pytest.fixture
 def run(command, capsys):
-    """Exit code and report of an action; of an error its message."""
+    """Return a function that runs an action and returns its exit code and report or error."""
 
     def run(action, *args):
         code = main([*command(action, *args), "--json"])
@@ -173,7 +173,7 @@ def test_adding_that_is_stopped_goes_on(run, command, export, tmp_path, how):
     _, errors = process.communicate(timeout=SECONDS)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "llmaas: stopped; what was added stays: the same command" in errors
+        assert "llmaas: stopped; what was added is kept; repeat the command" in errors
     with Archive.open(tmp_path / "store") as archive:
         n_before = len(archive)
     assert 0 <= n_before < 20
@@ -192,7 +192,7 @@ def test_list_may_be_cut_short_by_its_reader(run, command, export):
 
 
 def test_the_service_s_own_log_is_a_source(run, tmp_path):
-    """Only where somebody asks for it: the model said half of it itself."""
+    """The log is used only on request, because the model itself wrote half of it."""
     log = ContextLog(tmp_path / "service")
     talk = [
         {"role": "user", "content": "Where are you?"},

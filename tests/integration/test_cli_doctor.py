@@ -1,4 +1,4 @@
-"""``llmaas doctor --model``: what plugins would do with a model, and what they lack for it."""
+"""``llmaas doctor --model``: how plugins would treat a model, and what they lack for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model(reference_model, tmp_path):
 
 @pytest.fixture
 def examined(tmp_path, capfd, model):
-    """Exit status, and the findings about a model and settings, by name."""
+    """Return a function that runs doctor and returns its exit status and its findings by name."""
 
     def run(path=model, **tables):
         lines = []
@@ -40,7 +40,7 @@ def test_served(examined, tmp_path):
     code, found = examined(kv_chunks={"store": str(tmp_path / "kv")}, flash_weights={})
     assert code == 0
     assert found["file"]["value"].startswith(f"{tmp_path / 'm.gguf'}, llama, ")
-    assert found["plugins.kv_chunks"]["value"] == "serves it"
+    assert found["plugins.kv_chunks"]["value"] == "serves this model"
     assert found["plugins.flash_weights"]["value"].startswith("not needed: its ")
 
 
@@ -52,7 +52,7 @@ def test_what_is_missing(examined, tmp_path):
     assert "there is no datastore in" in found["plugins.knn_lm"]["problem"]
     assert "`llmaas elastic prepare" in found["plugins.elastic"]["problem"]
     assert "Run `llmaas flash pack --sparse" in found["plugins.flash_weights"]["problem"]
-    assert not [name for name in found if name.startswith("note")]  # nothing is told twice
+    assert not [name for name in found if name.startswith("note")]  # nothing is reported twice
 
 
 def test_a_budget_that_cannot_be_met_and_a_file_that_would_be_better(examined):
@@ -76,7 +76,7 @@ def test_what_is_no_model(examined, tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     code, found = examined(path)
-    assert (code, list(found), found["file"]["next_step"]) == (1, ["file"], "name a model in GGUF")
+    assert (code, list(found), found["file"]["next_step"]) == (1, ["file"], "give a model in GGUF")
 
 
 def test_a_header_alone(examined, model):

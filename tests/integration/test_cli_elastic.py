@@ -1,4 +1,4 @@
-"""``llmaas elastic`` as somebody uses it who has a model and wants less of it."""
+"""``llmaas elastic`` as used by somebody who wants a smaller version of a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
 from llmaas_plugins.elastic.units import blocks_of
-from llmaas_plugins.quantise import WEIGHTS
+from llmaas_plugins.quantize import WEIGHTS
 
 
 @pytest.fixture
 def elastic(capfd):
-    """What the command prints, and its exit code; both streams on an error."""
+    """Return a function that runs the command and returns its exit code and output or error."""
 
     def run(*args):
         capfd.readouterr()
@@ -41,7 +41,7 @@ def elastic(capfd):
 
 @pytest.fixture(scope="module")
 def folder(reference_model, tmp_path_factory):
-    """The packaged model, scored and prepared without torch."""
+    """Return a folder with the packaged model, scored and prepared without torch."""
     folder = tmp_path_factory.mktemp("elastic")
     shutil.copy(reference_model, folder / "model.gguf")
     with pytest.MonkeyPatch.context() as patched:
@@ -53,7 +53,7 @@ def folder(reference_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A model that is not quantised, with scores."""
+    """Return an unquantized model with scores."""
     path = write_family("qwen2", tmp_path_factory.mktemp("f16") / "model.gguf", weights=Type.F16)
     assert main(["elastic", "score", str(path), "--tokens", "64"]) == 0
     return path
@@ -71,12 +71,12 @@ def test_prepare_shows_what_it_made_and_restore_undoes_it(folder, elastic):
     blocks = blocks_of(folder / "model.gguf")
     scores = read_scores(folder / "model.scores.npz", blocks, folder / "model.gguf")
     assert report["anchors"] == list(anchors_of(scores.layers))
-    assert 0 in report["anchors"]  # embeddings become something there
+    assert 0 in report["anchors"]  # embeddings are transformed there
     code, printed = elastic("show", folder / "model.elastic.gguf")
     assert "8 layers of 4 groups of 2 query heads, and of 768 neurons" in printed
     assert "can be restored: yes" in printed
     code, printed = elastic("restore", folder / "model.elastic.gguf", "-o", folder / "again.gguf")
-    assert "as it was" in printed
+    assert "identical to the source" in printed
     assert (folder / "again.gguf").read_bytes() == (folder / "model.gguf").read_bytes()
 
 
@@ -86,9 +86,9 @@ def test_what_was_prepared_says_in_vanilla_what_the_model_says(folder):
 
 
 @pytest.mark.parametrize("weights", ["Q8_0", "Q4_K"])
-def test_quantised_on_the_way_it_cannot_be_restored(original, tmp_path, elastic, weights):
+def test_quantized_on_the_way_it_cannot_be_restored(original, tmp_path, elastic, weights):
     path = tmp_path / "small.gguf"
-    code, printed = elastic("prepare", original, "-o", path, "--quantise", weights, "--no-search")
+    code, printed = elastic("prepare", original, "-o", path, "--quantize", weights, "--no-search")
     assert code == 0
     assert ("levels below" in printed) == (weights == "Q4_K")
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
@@ -96,7 +96,7 @@ def test_quantised_on_the_way_it_cannot_be_restored(original, tmp_path, elastic,
     assert found.source is None
     assert found.step == {"Q8_0": 32, "Q4_K": 256}[weights]
     code, printed = elastic("restore", path, "-o", tmp_path / "again.gguf")
-    assert (code, "was quantised when it was prepared" in printed) == (2, True)
+    assert (code, "was quantized when it was prepared" in printed) == (2, True)
     assert "can be restored: no" in elastic("show", path)[1]
 
 
@@ -104,7 +104,7 @@ def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
     path = tmp_path / "searched.gguf"
     code, printed = elastic("prepare", original, "-o", path, "--tokens", 64, "--compensate")
     assert code == 0
-    assert "tokens, as found before" in printed
+    assert "tokens, computed earlier" in printed
     found = read_elastic(path)
     assert set(found.tables) == {"uniform", "searched"}
     for level, widths in zip(found.levels, found.tables["searched"], strict=True):
@@ -115,14 +115,14 @@ def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
     for biases in found.biases.values():
         assert not biases[0].any()  # nothing is left out
     for table in ("uniform", "searched"):
-        n_levels = int(printed.split(f"biases of {table}: for ")[1].split()[0])
+        n_levels = int(printed.split(f"biases of {table}: kept for ")[1].split()[0])
         kept = found.biases[table].any(axis=(1, 2, 3)).sum() if n_levels else 0
         assert (table in found.biases, kept) == (n_levels > 0, n_levels)
 
 
 @pytest.mark.parametrize(("n_ff", "weights"), [(172, Type.F32), (32, Type.Q8_0)])
 def test_neurons_need_not_be_many_whole_steps(tmp_path, elastic, n_ff, weights):
-    """172: the first cut is to a whole number of steps; 32 are one block of Q8_0, which stays."""
+    """With 172 neurons the first step is cut to whole steps; 32 are one kept block of Q8_0."""
     shape = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=n_ff, n_ctx=512)
     model = write_random_model(tmp_path / "model.gguf", shape, weights)
     code, printed = elastic("prepare", model, "--tokens", 64)
@@ -144,21 +144,21 @@ def test_importance_is_found_with_a_text(original, tmp_path, elastic):
     assert (by_text.neurons != by_itself.neurons).mean() > 0.9
     (tmp_path / "text.txt").write_text("")
     code, printed = elastic("score", model, "--text", tmp_path / "text.txt")
-    assert (code, "has 0 tokens, expected 16 or more" in printed) == (2, True)
+    assert (code, "has 0 tokens, expected at least 16" in printed) == (2, True)
 
 
 def test_what_matters_is_kept_where_that_is_wanted_or_can_be(original, tmp_path, elastic):
     model, scores = tmp_path / "model.gguf", tmp_path / "elsewhere.npz"
     os.link(original, model)
-    (tmp_path / "model.scores.npz.partial").mkdir()  # beside the model, nothing can be written
+    (tmp_path / "model.scores.npz.partial").mkdir()  # prevents writing beside the model
     options = "--tokens", 32, "--no-search"
     code, printed = elastic("prepare", model, *options)
-    assert (code, "matters is not kept: cannot write" in printed) == (0, True)
-    assert "`--scores FILE` keeps it elsewhere" in printed
+    assert (code, "scores are not kept: cannot write" in printed) == (0, True)
+    assert "`--scores FILE` keeps them elsewhere" in printed
     code, printed = elastic("prepare", model, *options, "--scores", scores)
-    assert (code, f"{scores}: importance by" in printed) == (0, True)
+    assert (code, f"{scores}: scores by" in printed) == (0, True)
     code, printed = elastic("prepare", model, *options, "--scores", scores)
-    assert (code, "tokens, as found before" in printed) == (0, True)
+    assert (code, "tokens, computed earlier" in printed) == (0, True)
     written = scores.read_bytes()
     scores.unlink()
     assert elastic("score", model, "--tokens", 32, "-o", scores)[0] == 0
@@ -171,8 +171,14 @@ def test_a_text_has_a_least_length(original, tmp_path, elastic, monkeypatch, cap
     assert "--tokens: expected 32 or more, found" in capfd.readouterr().err
     monkeypatch.setattr(elastic_score, "_LEAST_TEXT", 33)
     code, printed = elastic("score", original, "--tokens", 32, "-o", tmp_path / "x")
-    assert (code, "expected 33 or more" in printed) == (2, True)
+    assert (code, "expected at least 33" in printed) == (2, True)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_old_option_names_the_new_one(elastic, original, capfd):
+    with pytest.raises(SystemExit):
+        elastic("prepare", original, "--quantise", "Q4_0")
+    assert "this option is now called --quantize" in capfd.readouterr().err
 
 
 def test_mistakes_are_said(original, folder, tmp_path, elastic):
@@ -183,23 +189,23 @@ def test_mistakes_are_said(original, folder, tmp_path, elastic):
         (("prepare", prepared), "is prepared already"),
         (("prepare", tmp_path / "none.gguf"), "No such file or directory"),
         (("prepare", model, "--text", tmp_path / "x"), "cannot read"),
-        (("prepare", model, "--text", short), "tokens, expected 16 or more"),
+        (("prepare", model, "--text", short), "tokens, expected at least 16"),
         (("prepare", model, "--scores", tmp_path), "is a folder or a device"),
-        (("prepare", model, "--scores", nowhere), "`--scores FILE` names another place"),
+        (("prepare", model, "--scores", nowhere), "Choose another place with `--scores FILE`"),
         (("prepare", model, "--scores", original.with_suffix(".scores.npz")), "no scores of"),
         (("prepare", model, "-o", model), "cannot replace the file that it is made from"),
         (("prepare", model, "-o", tmp_path / "no" / "x.gguf"), "found no folder"),
         (("prepare", model, "-o", tmp_path), "is a folder or a device"),
-        (("prepare", model, "-o", nowhere), "`-o FILE` names another place"),
+        (("prepare", model, "-o", nowhere), "Choose another place with `-o FILE`"),
         (("prepare", model, "-o", tmp_path / ("x" * 250)), "File name too long"),
-        (("prepare", model, "--quantise", "Q4_0"), "expected F32, F16 or BF16"),
+        (("prepare", model, "--quantize", "Q4_0"), "expected F32, F16 or BF16"),
         (("score", tmp_path), "Is a directory"),
-        (("score", model, "-o", nowhere), "`-o FILE` names another place"),
+        (("score", model, "-o", nowhere), "Choose another place with `-o FILE`"),
         (("score", model, "-o", model), "cannot replace the file that it is made from"),
         (("restore", prepared, "-o", tmp_path), "is a folder or a device"),
-        (("restore", model, "-o", tmp_path / "x"), "was not prepared: there is nothing to restore"),
+        (("restore", model, "-o", tmp_path / "x"), "is not a prepared file"),
         (("restore", tmp_path / "none", "-o", tmp_path / "x"), "No such file or directory"),
-        (("show", model), "was not prepared; `llmaas elastic prepare"),
+        (("show", model), "is not prepared; `llmaas elastic prepare"),
     ):
         code, printed = elastic(*args)
         assert (code, reason in printed) == (2, True), printed
@@ -222,7 +228,7 @@ def test_sigterm_leaves_nothing_behind(original, tmp_path, elastic, monkeypatch)
         assert signal.getsignal(signal.SIGTERM) is unexpected
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (code, "stopped; what was there is as it was" in printed) == (143, True)
+    assert (code, "stopped; existing files are unchanged" in printed) == (143, True)
     assert not list(tmp_path.iterdir())
 
 
@@ -239,5 +245,5 @@ def test_other_threads_leave_signals_alone():
     assert done == [signal.getsignal(signal.SIGTERM)]
 
 
-def test_every_type_that_can_be_quantised_to_is_offered():
+def test_every_type_that_can_be_quantized_to_is_offered():
     assert set(elastic_prepare._TYPES) == set(WEIGHTS)

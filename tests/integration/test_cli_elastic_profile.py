@@ -51,19 +51,19 @@ def test_what_is_measured_is_printed_and_found_again(run, reference_model, tmp_p
     assert text.startswith("model.gguf, widths searched, on ")
     assert text.endswith(f"kept in {latency.latency_path(model, 'searched')}\n")
     assert " ".join(text.split()).count("level prompt of 8 prompt of 16 token after 8") == 1
-    assert "interpolated times of the first token are off by" in text
+    assert "interpolated times of the first token have errors of" in text
 
 
 def test_what_cannot_be_measured(run, reference_model, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"cannot be profiled: .*`llmaas elastic prepare "):
         run(reference_model)
-    with pytest.raises(ConfigError, match="two lengths or more"):
+    with pytest.raises(ConfigError, match="at least two lengths"):
         run(reference_model, "--prompts", "32")
     with pytest.raises(StoreError, match=r"cannot read .*No such file"):
         run(tmp_path / "nothing.gguf")
-    with pytest.raises(ConfigError, match=r"has 32 and 33, and no length between .* Leave one"):
+    with pytest.raises(ConfigError, match=r"has 32 and 33, with no length between .* Leave one"):
         run(reference_model, "--prompts", "8,32,33,100")
-    with pytest.raises(ConfigError, match=r"has 1,025 tokens, .* more than the 1,024 that"):
+    with pytest.raises(ConfigError, match=r"has 1,025 tokens, .* at most the 1,024 tokens"):
         run(reference_model, "--prompts", "8,1025")
     for wrong in ("4,32", "8,900000000", "many"):
         with pytest.raises(SystemExit):
@@ -86,7 +86,7 @@ def test_a_context_without_room_and_a_table_that_is_missing_are_said(run, model,
         raise ValueError("Failed to create llama_context")
 
     monkeypatch.setattr("llama_cpp.Llama", refuse)
-    with pytest.raises(ConfigError, match=r"context of 910 tokens: Fail.*take shorter --pro"):
+    with pytest.raises(ConfigError, match=r"context of 910 tokens: Fail.*use shorter --pro"):
         run(model, "--prompts", "8,900")
 
 

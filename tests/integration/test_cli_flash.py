@@ -1,4 +1,4 @@
-"""``llmaas flash`` makes files that hold, and finds those that do not."""
+"""``llmaas flash`` makes valid files and detects invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmaas_plugins.flash_weights.packed import packed_path
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_tokens():
-    """Calibrating takes a while otherwise."""
+    """Calibrate with few tokens, to save time."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("llmaas_plugins.cli.flash_pack._N_TOKENS", 64)
         yield
@@ -26,7 +26,7 @@ def _few_tokens():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model with both files, from the command."""
+    """Return a model with both files, made by the command."""
     path = tmp_path_factory.mktemp("flash") / "model.gguf"
     write_random_model(path, SHAPE_TINY, GGMLQuantizationType.Q8_0)
     assert main(["flash", "pack", "--sparse", str(path)]) == 0
@@ -35,14 +35,14 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def model(made, tmp_path):
-    """A copy of all three."""
+    """Return a copy of the model and both files."""
     for path in made.parent.iterdir():
         shutil.copyfile(path, tmp_path / path.name)
     return tmp_path / made.name
 
 
 def run(capsys, *command):
-    """Exit status, output and errors of a command."""
+    """Return the exit status, output and errors of a command."""
     capsys.readouterr()
     status = main(["flash", *map(str, command)])
     return status, *capsys.readouterr()
@@ -112,7 +112,7 @@ def test_what_is_damaged_is_found_and_named(model, capsys, place):
     status, out, _ = run(capsys, "check", model)
     assert status == 1
     assert f"{path.name}: " in out
-    assert "is not what was written" in out
+    assert "differs from what was written" in out
     status, out, _ = run(capsys, "check", "--json", model)
     assert status == 1
     files = {report["file"]: report for report in json.loads(out)["files"]}
@@ -155,9 +155,9 @@ def test_only_the_files_that_are_there_are_checked(model, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--text", "{model}"], "--text is for --sparse"),
+        (["--text", "{model}"], "--text has no effect without --sparse"),
         (["--sparse", "--text", "{model}.none"], "No such file"),
-        (["--sparse", "--text", "{empty}"], "nothing in the text"),
+        (["--sparse", "--text", "{empty}"], "no text to calibrate with"),
     ],
 )
 def test_what_cannot_be_asked_for(model, tmp_path, capsys, options, message):
@@ -193,4 +193,4 @@ def test_stopping_is_no_accident(model, capsys, monkeypatch):
     monkeypatch.setattr("llmaas_plugins.flash_weights.packed.write_packed", stopped)
     status, _, err = run(capsys, "pack", model)
     assert status == 130
-    assert "stopped; the same command goes on" in err
+    assert "stopped; repeat the command" in err

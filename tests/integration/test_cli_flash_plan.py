@@ -1,4 +1,4 @@
-"""``llmaas flash plan`` tells what each mode would take, and what it really takes."""
+"""``llmaas flash plan``: the figures it predicts for each mode, against measured ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from llmaas_plugins.flash_weights.disk import Disk, Rate
 from llmaas_plugins.flash_weights.packed import packed_path
 
 SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=4096, n_ctx=512)
-"""45 MB of weights in Q8_0."""
+"""A shape with 45 MB of weights in Q8_0."""
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model with both files."""
+    """Return a model with both files."""
     path = tmp_path_factory.mktemp("plan") / "model.gguf"
     write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
     with pytest.MonkeyPatch.context() as patched:
@@ -35,13 +35,13 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def alone(made, tmp_path):
-    """The model without its files."""
+    """Return the model without its files."""
     return shutil.copyfile(made, tmp_path / made.name)
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A disk and a memory that are always as fast, and a process of 60 MiB."""
+    """Fix the speeds of disk and memory, and the process size at 60 MiB."""
     asked = []
 
     def disk(path, seconds, progress):
@@ -57,7 +57,7 @@ def machine(monkeypatch):
 
 
 def run(capsys, model, *options, budget="150 MiB"):
-    """Exit status, output and errors."""
+    """Return the command's exit status, output and errors."""
     capsys.readouterr()
     asked = "--memory-budget", budget, "--context", "256", *map(str, options)
     status = main(["flash", "plan", str(model), *asked])
@@ -96,7 +96,7 @@ def test_a_table_and_settings(made, capsys, machine):
     [
         (("1 GiB", 0), r"exact; all weights fit, and the sparse mode would be [\d.]+ times as"),
         (("least", 0), r"exact; nothing else works here\."),
-        (("150 MiB", 1e9), r"exact; the sparse mode would be [\d.]+ times as fast, and change"),
+        (("150 MiB", 1e9), r"exact; the sparse mode would be [\d.]+ times as fast, but it change"),
         (("150 MiB", 0), r"sparse; [\d.]+ times as fast as the exact mode, but it changes"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_budget_that_is_too_small(made, capsys, machine):
     status, out, err = run(capsys, made, budget="20 MiB")
     assert (status, out) == (2, "")
     assert "a memory_budget of 20 MiB cannot be met" in err
-    assert machine == []  # nobody waits for that
+    assert machine == []  # no measurement is made for that
     least = int(err.partition("expected ")[2].split()[0])
     assert run(capsys, made, budget=f"{least} MiB")[0] == 0
     assert run(capsys, made, budget=f"{least - 1} MiB")[0] == 2
@@ -179,7 +179,7 @@ def test_a_budget_that_is_too_small(made, capsys, machine):
     ("options", "message"),
     [
         (["--memory-budget", "much"], "expected a size"),
-        (["--memory-budget", "0"], "no memory at all"),
+        (["--memory-budget", "0"], "is not above 0"),
         (["--sparsity", "0.96"], "not between 0 and 0.95"),
         (["--sparsity", "half"], "half"),
         (["--context", "0"], "not above 0"),
@@ -217,7 +217,7 @@ sys.exit(main(["flash", "plan", model, "--memory-budget", budget, *common, *opti
 
 
 def measure(model, least_speedup, *options):
-    """What it prints in a process of its own: what that has in memory already is no model's."""
+    """Run the plan in a fresh process, whose memory holds nothing of a model yet."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURES, str(model), str(least_speedup), *options],
         capture_output=True,
@@ -231,13 +231,13 @@ def measure(model, least_speedup, *options):
 
 @pytest.mark.parametrize(("mode", "least_speedup"), [("exact", "inf"), ("sparse", "0")])
 def test_what_it_really_takes(made, mode, least_speedup):
-    """Real disk, real model; half of the weights do not fit."""
+    """Measure on the real disk with a real model; half of the weights do not fit."""
     found = json.loads(measure(made, least_speedup, "--json"))
     predicted, measured = found["recommended"], found["measured"]
     assert predicted["mode"] == mode
     assert 0 < predicted["cache"] < 40 * MIB
     assert measured["token_s"] > 0
-    # what a process takes is known to some MiB only
+    # a process's memory is known only to within some MiB
     assert measured["read"] == pytest.approx(predicted["read"], abs=12 * MIB)
 
 

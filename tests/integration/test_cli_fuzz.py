@@ -1,4 +1,4 @@
-"""Odd arguments of commands: an exit status and a line, never a traceback nor mixed JSON."""
+"""Odd arguments of commands give an exit status and a line, never a traceback or mixed JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmaas_plugins.cli.main import main
 N_ROUNDS = 40
 NUMBERS = ("0", "-1", "1", "1e999", "nan", "", "9" * 30, "0x10", "٣", "1,", ",", "1.5", "x", "1%")
 TEXTS = ("", "-", "--", "a\nb", "\x1b[31m", "\udcff", "x" * 300, "%s", "{}", "../..", "é")
-LEFT_OUT = ("run", "serve", "demo")  # apps' own arguments, llama_cpp.server's, minutes
+LEFT_OUT = ("run", "serve", "demo")  # these run apps, llama_cpp.server, or minutes of work
 
 
 def leaves(parser, path=()):
-    """Commands that do something, with their parsers."""
+    """Yield the commands that do something, with their parsers."""
     (sub,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)] or [None]
     if sub is None:
         yield path, parser
@@ -36,7 +36,7 @@ COMMANDS = dict(leaves(commands._parser()))
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, reference_model):
-    """Names of files, folders and what is neither."""
+    """Return names of files, of folders and of things that are neither."""
     folder = tmp_path_factory.mktemp("odd")
     (folder / "empty").touch()
     (folder / "folder").mkdir()
@@ -62,7 +62,7 @@ def odd_value(rng, action, places):
     if action.choices is not None and rng.random() < 0.7:
         return str(rng.choice(list(action.choices)))
     if not action.option_strings and rng.random() < 0.1:
-        return str(Path(places[0]).parent / "pipe")  # nobody waits for its other end
+        return str(Path(places[0]).parent / "pipe")  # opening it would wait for a reader
     return rng.choice(rng.choice((NUMBERS, TEXTS, places, places)))
 
 

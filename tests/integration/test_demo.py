@@ -1,4 +1,4 @@
-"""``llmaas demo`` end to end, as short as it can be."""
+"""``llmaas demo`` end to end, in its shortest form."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def demo(tmp_path):
 
 
 def numbers(value):
-    """Every number inside, and None where one is missing."""
+    """Yield every number inside a value, and None where a number is missing."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -80,10 +80,10 @@ def test_chats_of_the_users_own(demo, tmp_path):
     (tmp_path / "chats.jsonl").write_text(lines)
     done = demo("--data", "chats.jsonl", "--codec", "lossless", "--threads", "1", "--json", "-")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)  # the table went elsewhere
+    found = json.loads(done.stdout)  # the table goes to stderr
     assert (found["n_calls"], found["n_contexts"]) == (5, 2)
     said = {name: [call["text"] for call in calls] for name, calls in found["calls"].items()}
-    assert said["llmaas"] == said["state files"]  # both bring back every cell, to the last bit
+    assert said["llmaas"] == said["state files"]  # both restore every cell to the last bit
     assert len(set(said["llmaas"])) > 1
     assert "Do you like mice?" in done.stderr
     assert "You sell shoes." not in done.stderr
@@ -102,8 +102,8 @@ def turns(*subjects):
         (["--data", "one.jsonl"], "found 1 conversations with user turns, need 2"),
         (["--data", "none.jsonl"], "none.jsonl"),
         (["--model", "none.gguf"], "none.gguf"),
-        (["--contexts", "x"], "argument --contexts: expected a number from 2 on, found 'x'"),
-        (["--tokens", "-1"], "argument --tokens: expected a number from 1 on, found '-1'"),
+        (["--contexts", "x"], "argument --contexts: expected an integer from 2 on, found 'x'"),
+        (["--tokens", "-1"], "argument --tokens: expected an integer from 1 on, found '-1'"),
         (["--budget-share", "nan"], "expected a number above 0, found 'nan'"),
         (["--json", "none/x"], "found no folder none to write x to"),
         (["--plot", "."], ". is a folder or a device, expected a file's name"),
@@ -124,7 +124,8 @@ def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options
     assert "Traceback" not in said.err
 
 
-@pytest.mark.parametrize("n_children", [1, 2, 5])  # multiprocessing's own, and those of systems
+# multiprocessing's own children, and those of systems
+@pytest.mark.parametrize("n_children", [1, 2, 5])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopping_it_is_one_line_and_leaves_nothing(tmp_path, n_children, number, status):
     with subprocess.Popen(

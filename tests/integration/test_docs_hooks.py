@@ -1,4 +1,4 @@
-"""The examples of docs/hooks.md run, on the packaged model."""
+"""The examples of docs/hooks.md, run on the packaged model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_whole_plugin(reference_model, capsys):
 
 @pytest.fixture
 def called(monkeypatch):
-    """Names of the hooks whose implementations were called."""
+    """Return the names of hooks whose implementations were called."""
     names, call = set(), Implementation.__call__
 
     def noting(self, arguments):

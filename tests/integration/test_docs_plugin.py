@@ -1,6 +1,6 @@
-"""docs/plugin-tutorial.md, and its plugin as a user meets it: installed, used, uninstalled.
+"""docs/plugin-tutorial.md and its plugin: installed, used and uninstalled as by a user.
 
-Everything runs in an environment of its own that sees the packages of this one. No network.
+Everything runs without network in a separate environment that sees this one's packages.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ store = "kv"
 
 
 class Environment:
-    """A virtual environment in which the example comes and goes."""
+    """Virtual environment into which the example is installed and from which it is removed."""
 
     def __init__(self, folder):
         self._python = str(folder / "bin" / "python")
@@ -164,7 +164,7 @@ def shape(report):
 
 
 def test_its_own_tests_pass(environment):
-    tidy = ("-p", "no:cacheprovider")  # it would leave a folder behind
+    tidy = ("-p", "no:cacheprovider")  # the cache would leave a folder behind
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = environment.run("-m", "pytest", "-q", *tidy, cwd=EXAMPLE, environ=alone)
     assert " passed" in done

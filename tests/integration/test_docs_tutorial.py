@@ -1,4 +1,4 @@
-"""The examples of docs/tutorial.md run, on the packaged model."""
+"""The examples of docs/tutorial.md, run on the packaged model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ APP, ACTIVATE, SERVICE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, reference_model):
-    """A home of its own, with the tutorial's two files."""
+    """Set up a home folder with the tutorial's two files."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("app.py").write_text(APP)

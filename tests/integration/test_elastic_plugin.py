@@ -1,4 +1,4 @@
-"""elastic: which level each batch of a prepared model is computed with, and who decided that."""
+"""elastic: the level at which each batch of a prepared model is computed, and its source."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llmaas_plugins.elastic.metadata import read_elastic
 TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 TABLES = ("uniform", "searched")
 CHANGED = "searched", True
-"""The table and the setting with which there are biases."""
+"""The table and the setting that have biases."""
 N = len(PROMPT)
 
 
 class Recorder:
-    """Batches by context, as (level, tokens); and what another plugin would have requests do."""
+    """Plugin that records batches by context as (level, tokens), and can change requests."""
 
     def __init__(self, levels=None):
         self.levels = levels
@@ -53,7 +53,7 @@ class Recorder:
         self.batches[step.ctx].append((share, step.n_tokens))
 
     def taken(self, llama):
-        """Batches of an engine since the last time."""
+        """Return an engine's batches since the last call."""
         found = self.batches[int(llama.ctx)][:]
         self.batches[int(llama.ctx)].clear()
         return found
@@ -67,7 +67,7 @@ def model(reference_model, tmp_path_factory):
 
 @pytest.fixture
 def engine(model):
-    """Make a ``Llama`` on the prepared model, or another one; closed when the test ends."""
+    """Return a function that opens a ``Llama`` on the prepared model or another one."""
     with contextlib.ExitStack() as stack:
 
         def engine(path=model, **settings):
@@ -79,7 +79,7 @@ def engine(model):
 
 @pytest.fixture
 def narrowing():
-    """Activate; activating again is another life of the process."""
+    """Return a function that activates; a second activation is a new life of the process."""
     with contextlib.ExitStack() as stack:
 
         def start(recorder=None, plugins=(), on_error="raise", **table):
@@ -97,7 +97,7 @@ def report(suite):
 
 
 def answered(llama, n=3):
-    """Logits of an answer to a prompt of which nothing is there yet."""
+    """Return the logits of an answer to a prompt that has no cells yet."""
     llama.reset()
     return ask(llama, PROMPT, n)[1]
 
@@ -121,7 +121,7 @@ def test_the_whole_model_is_the_prepared_file_without_us(narrowing, engine):
 def test_a_level_is_the_model_without_the_units_that_it_leaves_out(
     narrowing, engine, model, tmp_path
 ):
-    """Stock llama.cpp's answer when their weights are zero."""
+    """The expected logits are stock llama.cpp's with zeros in the left-out units' weights."""
     found = read_elastic(model)
     widths = found.tables["uniform"][TENTHS.index(0.4)]
     columns = int(widths.groups[0]) * found.blocks.group_width
@@ -164,7 +164,7 @@ def test_prompt_and_answer_have_levels_of_their_own(narrowing, engine):
     assert recorder.taken(llama) == [(1.0, N), (1.0, 1), (1.0, 1)]
     found = report(suite)
     assert found["tokens"] == {"0.4": N, "0.8": 2, "1.0": N + 2}
-    assert found["switches"] == 4  # with that back to the level of the block, and out of it
+    assert found["switches"] == 4  # including the switches into the block's level and back
     assert [(one["level"], one["serves_request"]) for one in found["contexts"]] == [(1.0, False)]
 
 
@@ -229,7 +229,7 @@ def test_a_prompt_that_is_asked_again_at_another_level_is_not_answered_from_memo
         llama.reset()
         with elastic.level(share):
             expected[share] = ask(llama, PROMPT, 1)[1][0]
-    # the cells of all tokens but the last are those of 0.5, its logits must not be
+    # all cells but the last token's come from level 0.5; the logits must not
     whole = ask(llama, PROMPT, 1)[1][0]
     gap = np.abs(whole - expected[0.5]).max()
     assert gap > 0.1 * np.abs(expected[1.0] - expected[0.5]).max()
@@ -284,7 +284,7 @@ def test_threads_ask_for_themselves(narrowing, engine):
 
 
 def test_batches_of_the_apps_own_are_at_the_level_of_the_block(narrowing, engine):
-    """What a sampled token is of: the prompt's level before it, the answer's behind it."""
+    """A sampled token has the prompt's level before it and the answer's level after it."""
     recorder = Recorder()
     narrowing(recorder, level=0.9)
     llama = engine()
@@ -310,7 +310,7 @@ def test_batches_of_the_apps_own_are_at_the_level_of_the_block(narrowing, engine
 
 
 def test_a_context_goes_on_at_another_level_from_the_disk(narrowing, engine, tmp_path):
-    """With exact chunks that is what the engine itself goes on with."""
+    """With exact chunks the logits are those of the engine's own cells."""
     settings = {"n_ubatch": 1, "flash_attn": True}
     kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
     narrowing()
@@ -339,7 +339,7 @@ def test_what_is_computed_again_has_the_level_of_the_prompt(narrowing, engine, t
     llama = engine()
     for prompt in (PROMPT, OTHER):
         ask(llama, prompt, 1)
-    lose(suite, llama, PROMPT, [5])  # beyond what both begin with
+    lose(suite, llama, PROMPT, [5])  # beyond the common beginning
     recorder.taken(llama)
     with elastic.level(prefill=0.4, decode=0.8):
         ask(llama, PROMPT, 2)
@@ -400,7 +400,9 @@ def test_a_model_that_was_not_prepared_is_left_alone(narrowing, make, reference_
     assert (found["mode"], found["left_alone"]) == ("off", [line])
     with (
         elastic.level(0.5),
-        pytest.raises(PluginError, match=r"no level can be asked for.*`llmaas elastic prepare"),
+        pytest.raises(
+            PluginError, match=r"cannot use the requested level.*`llmaas elastic prepare"
+        ),
     ):
         answered(llama)
 
@@ -418,7 +420,7 @@ def test_a_model_that_takes_the_place_of_a_prepared_one(narrowing, engine, model
 
 
 def test_levels_that_the_engine_cannot_use(narrowing, engine, tmp_path, caplog):
-    """Another plugin's mistake costs all claims: the whole model is no level of it."""
+    """Another plugin's mistake voids all claims, so the whole model cannot serve as a level."""
     suite = narrowing(Mistaken(), on_error="log", level=0.4)
     untied = write_random_model(tmp_path / "untied.gguf", SHAPE_TINY)
     answered(engine(prepare(untied, tmp_path / "prepared.gguf")))
@@ -426,7 +428,7 @@ def test_levels_that_the_engine_cannot_use(narrowing, engine, tmp_path, caplog):
     found = report(suite)
     assert (found["mode"], found["contexts"], found["tokens"]) == ("off", [], {})
     (line,) = found["left_alone"]
-    assert "all of it is used" in line
+    assert "the whole model is used" in line
 
 
 class Mistaken:
@@ -455,7 +457,7 @@ def test_a_context_that_is_older_than_the_plugin_has_no_levels(narrowing, engine
     llama = engine()
     narrowing(level=0.5)
     answered(llama)
-    with elastic.level(0.5), pytest.raises(PluginError, match="made before `activate`"):
+    with elastic.level(0.5), pytest.raises(PluginError, match="created before `activate`"):
         answered(llama)
 
 

@@ -1,4 +1,4 @@
-"""The level of a call to ``llmaas serve``: in a body, or in a header."""
+"""The level of a call to ``llmaas serve``, given in a body or in a header."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def server(model, tmp_path_factory):
 
 @pytest.fixture
 def levels(server):
-    """Levels that were used since the last time."""
+    """Return the levels that were used since the last call."""
 
     def tokens():
         return server.status()["plugins"]["elastic"]["tokens"]
@@ -132,7 +132,7 @@ def test_a_field_goes_before_a_header(server, levels):
 
 
 def test_contexts_rest_at_what_is_configured(server, model, tmp_path):
-    """As in an app without a service: nothing asks any more."""
+    """As in an app without a service, contexts rest at the configured level after the last call."""
 
     def rests(status):
         (context,) = status["plugins"]["elastic"]["contexts"]
@@ -166,7 +166,7 @@ def test_a_service_without_levels_refuses(plugins, problem, tmp_path, make):
         LLMService(make(), ServiceConfig(state_dir=tmp_path / "state")) as service,
     ):
         context = service.bind("mail").new_context()
-        with pytest.raises(ConfigError, match=f"no level can be asked for: .*{problem}"):
+        with pytest.raises(ConfigError, match=f"levels are not available: .*{problem}"):
             context.call("Who?", level=0.5)
         with pytest.raises(ConfigError, match=r"must be a number from 0\.2"):
             context.stream("Who?", level=5)
@@ -175,7 +175,7 @@ def test_a_service_without_levels_refuses(plugins, problem, tmp_path, make):
 
 
 def test_a_stream_of_a_block_that_is_read_elsewhere(model, tmp_path):
-    """The level, and what the block does without, are those at the call; so is the thread's."""
+    """The level and the disabled plugins are those at the call, and so is the thread's level."""
     kv_chunks = {"store": str(tmp_path / "kv")}
     config = {"on_error": "raise", "plugins": {"elastic": {}, "kv_chunks": kv_chunks}}
     with (

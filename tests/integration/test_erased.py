@@ -1,7 +1,8 @@
-"""A deleted context is in no byte of the service's folders, however its deletion went."""
+"""A deleted context leaves no byte in the service's folders, however its deletion ended."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import numpy as np
@@ -22,12 +23,15 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 4}
 
 @pytest.fixture
 def opened(make):
-    """Start a suite and a service in a folder, in place of the ones before."""
+    """Return a function that starts a suite and a service in a folder, replacing earlier ones."""
     closing = []
 
-    def start(folder, **limits):
+    def close():
         while closing:
             closing.pop()()
+
+    def start(folder, **limits):
+        close()
         kv = {"codec": "lossless", "store": str(folder / "kv")}
         suite = activate({"on_error": "raise", "plugins": {"kv_chunks": kv}})
         closing.append(suite.deactivate)
@@ -37,14 +41,14 @@ def opened(make):
         closing.append(service.close)
         return suite, service
 
+    start.close = close
     yield start
-    while closing:
-        closing.pop()()
+    close()
 
 
 @pytest.fixture
 def chats(opened, tmp_path):
-    """Two contexts that begin alike, and what of the first one is to be gone: text and tokens."""
+    """Return two contexts with a common beginning, and the first one's private text and tokens."""
     folder = tmp_path / "now"
     suite, service = opened(folder)
     app = service.bind("mail")
@@ -94,7 +98,7 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_in_the_middle(chats, opened, tmp_path, monkeypatch, step):
-    """Copy at that moment what a kill would leave, to be opened later."""
+    """Copy the folders at that moment, as a kill would leave them, and open the copy later."""
     folder, secret, _, traces = chats
     kind, name, when = STEPS[step]
     done = getattr(kind, name)
@@ -128,7 +132,7 @@ def test_a_context_that_is_read_meanwhile(chats, monkeypatch):
     with reader_of(folder / "state" / "contexts.sqlite") as pid:
         with pytest.raises(StoreError, match=rf"process {pid} \(.*contexts\.sqlite"):
             secret.delete()
-        assert left_in(folder, traces) == [traces[0]]  # the text, for the reader
+        assert left_in(folder, traces) == [traces[0]]  # the text stays for the reader
         with pytest.raises(LookupError):
             secret.record()
     assert secret.delete() == 0
@@ -140,11 +144,31 @@ def test_deleted_while_its_call_runs(chats):
     stream = secret.stream("Go on.", temperature=0.0, max_tokens=40)
     next(stream)
     secret.delete()
-    assert secret.app._log.deletions() == [secret.id]  # a kill from here on is made up for
+    # from here on, a kill does not lose the deletion
+    assert secret.app._log.deletions() == [secret.id]
     with pytest.raises(LookupError, match="deleted during the call"):
         list(stream)
     assert secret.app._log.deletions() == []
     assert left_in(folder, traces) == []
+
+
+@pytest.mark.parametrize("plugins", [None, {"elastic": {}}], ids=["no suite", "another plugin"])
+def test_deleted_while_its_store_is_not_open(chats, opened, plugins):
+    """The KV is deleted when a service finds it again."""
+    folder, secret, _, traces = chats
+    opened.close()
+    with contextlib.ExitStack() as stack:
+        if plugins is not None:
+            stack.enter_context(activate({"plugins": plugins}))
+        config = ServiceConfig(state_dir=folder / "state")
+        service = stack.enter_context(LLMService(lambda: None, config))
+        service.bind("mail").context(secret.id).delete()
+        with pytest.raises(LookupError):
+            service.bind("mail").context(secret.id)
+        assert left_in(folder, traces) != []
+    _, service = opened(folder)
+    assert left_in(folder, traces) == []
+    assert service._log.deletions() == []
 
 
 def test_a_call_that_fails_early_is_not_taken_for_running(chats, opened):
@@ -158,7 +182,7 @@ def test_a_call_that_fails_early_is_not_taken_for_running(chats, opened):
 
 
 def test_a_file_of_before_is_cleaned_once(chats, opened):
-    """Versions before left deleted texts in free pages."""
+    """Earlier versions left deleted texts in free pages."""
     folder, secret, kept, traces = chats
     secret.delete()
     opened(folder.parent / "other")

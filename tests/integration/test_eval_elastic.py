@@ -1,4 +1,4 @@
-"""The study of elastic models reads what their levels compute, and compares like with like."""
+"""The study of elastic models: level figures match the engine, and comparisons are fair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared with vanilla is the same work, with a plugin that is really on."""
+"""The comparison with vanilla runs the same work with a plugin that is really active."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def test_an_app_with_the_plugin_does_what_one_without_does(reference_model, tmp_
     assert kv["codec"] == "tolerance"
     assert kv["chunks"] * kv["chunk_tokens"] > LENGTHS.n_prompt  # prompt and chat were saved
     [context] = status["native"]["contexts"]
-    assert context["taps"] > 0  # attention is looked at
+    assert context["taps"] > 0  # attention is tapped

@@ -1,4 +1,4 @@
-"""Users measured on the reference model: their pairs, and a table of what a history is worth."""
+"""Users measured on the reference model: their pairs, and a table of a history's benefit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "".join(f"{line}\n" for lines in LINES for line in lines)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A data folder with a user who travels, and with text that is unrelated."""
+    """Return a data folder with a user who travels, and with unrelated text."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "chat").mkdir()
     turns = [
@@ -41,13 +41,13 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """Where figures are written, and the pairs that they share."""
+    """Return the folder for figures and for the pairs that they share."""
     return tmp_path_factory.mktemp("out")
 
 
 @pytest.fixture
 def measure(data, out, capsys):
-    """Measure a figure of the user who travels; its text."""
+    """Return a function that measures a figure for the traveling user and returns its text."""
 
     def run(figure, **counts):
         amounts = [part for name, n in counts.items() for part in (f"--{name}", str(n))]

@@ -1,4 +1,4 @@
-"""Sparse decoding in torch is what the engine computes, and what numpy does with a mask."""
+"""Sparse decoding in torch, against the engine and against numpy with a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ oracles = pytest.importorskip("llmaas_eval.sparse.oracle")
 
 @pytest.fixture(scope="module")
 def rows(reference_model):
-    """Of the packaged conversations."""
+    """Return rows of the packaged conversations."""
     with Engine(reference_model, n_ctx=256) as engine:
         texts = [engine.tokens("\n".join(lines))[:96] for lines in packaged_lines()]
     return np.array([text for text in texts if len(text) == 96][:4], np.int64)
@@ -43,7 +43,8 @@ def test_densely_it_computes_what_the_engine_computes(oracle, rows, reference_mo
     with Engine(reference_model, n_ctx=256) as engine:
         log_p = engine.go_on(engine.prefill(tokens[:16]).blob, tokens[16:]).log_p
     expected = -log_p[np.arange(79), tokens[17:]]
-    assert oracle.nats(rows[0])[16:] == pytest.approx(expected, abs=0.25)  # it rounds activations
+    # the engine rounds activations
+    assert oracle.nats(rows[0])[16:] == pytest.approx(expected, abs=0.25)
     assert oracle.nats(rows[0])[16:].mean() == pytest.approx(expected.mean(), rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""The comparison of ways to switch contexts: what each system brings back, and what it may use."""
+"""The comparison of ways to switch contexts: the cells that systems restore, and their budgets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llmaas_plugins import _native
 
 MIB = 1 << 20
 CONTEXTS, MAX_TOKENS = 12, 256
-BUDGET = 22 * MIB  # some 5 MiB beside the slack; a context is 1 MiB of f16
+BUDGET = 22 * MIB  # some 5 MiB beside the slack; a context has 1 MiB of f16
 COST = Cost(0.01, 0.001, 1e-7, 0.01, ())
 OPTIONS = {"ours": {"codec": "lossless"}}
 ROUNDED = {"vLLM-SQ"}
@@ -93,7 +93,7 @@ def test_calls_before_the_measured_ones_leave_each_context_at_its_length():
 
 
 def expected(cells, step, blob):
-    """The cells of ``step.after``, as a blob like ``blob``."""
+    """Return the cells of ``step.after``, as a blob like ``blob``."""
     n_tokens, whole = len(step.after), np.zeros_like(blob)
     rows = rows_of(cells.geometry, whole, n_tokens)
     for start in range(0, n_tokens, PIECE_TOKENS):
@@ -126,7 +126,7 @@ def test_after_a_switch_a_context_has_its_cells(name, setting):
 
 
 def check(cells, step, blob, *, is_rounded):
-    """Cells may lie in any order, the blob says in which."""
+    """Assert equal cells; cells may lie in any order, which the blob tells."""
     n_tokens = len(step.after)
     order = np.argsort(np.array(_native.blob_positions(blob)))
     for found, wanted in zip(

@@ -1,4 +1,4 @@
-"""Restored contexts measured on the reference model: what is lost, and that nothing else is."""
+"""Restored contexts measured on the reference model: their loss, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmaas_eval.tolerance.weights import f16_copy, read_weights
 
 @pytest.fixture
 def data(tmp_path):
-    """A data folder with a little encyclopaedia."""
+    """Return a data folder with a small encyclopedia."""
     paragraphs = [" ".join(lines) for lines in packaged_lines()]
     (tmp_path / "lm").mkdir()
     text = "\n \n".join(paragraphs)

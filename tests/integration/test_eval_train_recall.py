@@ -1,4 +1,4 @@
-"""The recall model's training: its model is llama.cpp's, and what it writes is one."""
+"""The recall model's training: its forward pass is llama.cpp's, and its output loads there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of windows: each way reads the same lines, and counts what it evaluates."""
+"""The measurement of windows: all ways read the same lines and count evaluated tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def positions(llama):
 
 
 def read_until_full(reader, lines):
-    """What was read, and the lines that are left."""
+    """Return the lines that were read, and the remaining ones."""
     found = []
     for i, line in enumerate(lines):
         if not reader.has_room(line):

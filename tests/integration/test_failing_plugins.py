@@ -1,7 +1,7 @@
-"""Every hook × every way to fail × ``on_error``, on a running engine between two sound plugins.
+"""Every hook × every failure × ``on_error``, on a running engine between two sound plugins.
 
-With ``"log"`` the app gets what vanilla gives it and the other plugins see what they would see;
-with ``"raise"`` it gets the named error, and the engine is as good afterwards.
+With ``"log"`` the app gets vanilla's results and the other plugins see their usual calls. With
+``"raise"`` it gets the named error, and the engine works as before afterwards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def wrong_type():
 
 
 def plugin(**hooks):
-    """A plugin with these hooks, each a function of no argument."""
+    """Return a plugin with these hooks, each a function without arguments."""
 
     def method(name, body):
         return hookimpl(lambda self: body(), specname=name)
@@ -60,7 +60,7 @@ def plugin(**hooks):
 
 
 class Sound:
-    """Implements every hook and remembers which were called."""
+    """Plugin that implements every hook and records the called ones."""
 
     def __init__(self):
         self.called = []
@@ -74,13 +74,13 @@ class Sound:
 
 
 class Trial:
-    """Patches on, a plugin that fails in one hook, and a sound one on either side of it."""
+    """Active patches, a plugin that fails in one hook, and a sound plugin on either side of it."""
 
     def __init__(self, on_error, hook, failure):
         self.failure = failure
         self.early, self.late = Sound(), Sound()
         self.hooks = HookManager(on_error)
-        self.hooks.register("late", self.late.plugin())  # pluggy: the last one is called first
+        self.hooks.register("late", self.late.plugin())  # pluggy calls the last one first
         self.hooks.register("bad", plugin(**{hook: lambda: self._fail(hook)}))
         self.hooks.register("early", self.early.plugin())
         self.installed = install(self.hooks)
@@ -102,7 +102,7 @@ def trial():
 
 
 def use(make):
-    """What an app does: load, generate, leave early, complete."""
+    """Use an engine as an app does: load, generate, leave early, complete."""
     llama = make()
     generator = llama.generate(PROMPT, temp=0.0)
     tokens = [next(generator) for _ in range(4)]
@@ -113,7 +113,7 @@ def use(make):
 
 @pytest.fixture(scope="module")
 def vanilla(reference_model):
-    """What an app gets without plugins."""
+    """Return an app's results without plugins."""
     settings = {"n_ctx": 256, "seed": 1, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
     with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
         return use(lambda: llama)
@@ -128,7 +128,7 @@ def test_logged(trial, make, vanilla, caplog, *, hook, failure):
     found = trial("log", hook, failure)
     assert use(make) == vanilla
     assert found.early.called == sound.early.called
-    silenced = {"llmaas_kv_restore"} & {hook}  # the cells are in doubt: nobody else is asked
+    silenced = {"llmaas_kv_restore"} & {hook}  # the cells are in doubt, so no later plugin is asked
     assert found.late.called == [name for name in sound.late.called if name not in silenced]
     (record,) = caplog.records
     assert f"plugin 'bad' failed in {hook}: " in record.getMessage()
@@ -166,7 +166,7 @@ def test_ctrl_c_reaches_the_app(trial, make, vanilla, hook, on_error):
 @pytest.mark.parametrize("failure", [fail, interrupt])
 @pytest.mark.parametrize("hook", ENGINE_HOOKS[4:])
 def test_an_engine_is_as_good_after_it(trial, make, hook, failure):
-    """The same ``Llama`` goes on: nothing half done stays in its cells or its books."""
+    """The same ``Llama`` continues: neither its cells nor its books keep anything half done."""
 
     def ask(llama):
         generator = llama.generate([*PROMPT, 405, 406], temp=0.0)
@@ -174,7 +174,7 @@ def test_an_engine_is_as_good_after_it(trial, make, hook, failure):
         generator.close()
         return found
 
-    expected = ask(make(n_ubatch=1))  # then a batch split changes no bit
+    expected = ask(make(n_ubatch=1))  # a batch split then changes no bit
     found = trial("raise", hook, failure)
     llama = make(n_ubatch=1)
     with pytest.raises((PluginError, KeyboardInterrupt)):
@@ -194,7 +194,7 @@ def test_the_end_of_a_generator(trial, make, hook, how):
     llama = make()
     generator = llama.generate(PROMPT, temp=0.0)
     end(generator)
-    generator.close()  # nothing is left of it
+    generator.close()  # nothing of the request is left
 
 
 @pytest.mark.parametrize("failure", [fail, wrong_type])
@@ -266,7 +266,7 @@ def test_restored_cells_that_are_not_there(patched, make, on_error):
 
 
 class Checking:
-    """Gives every context a second sequence, and looks at it with ``check``."""
+    """Plugin that gives every context a second sequence and examines it with ``check``."""
 
     def __init__(self, check):
         self.check = check
@@ -348,7 +348,7 @@ def test_contexts_are_kept_beside_a_plugin_that_always_fails(make, tmp_path):
         ("broken_import", "failed in import: ModuleNotFoundError: No module named "),
         ("exits", "failed in import: SystemExit: usage: llmaas_test_exits FILE"),
         ("broken_constructor", "failed in construction: RuntimeError: no luck"),
-        ("misspelt", "failed in registration: PluginValidationError: unknown hook"),
+        ("misspelled", "failed in registration: PluginValidationError: unknown hook"),
     ],
 )
 def test_llmaas_run_says_it_in_one_line(tmp_path, name, problem):

@@ -1,4 +1,4 @@
-"""Calibration: thresholds and the order of channels are those of the activations themselves."""
+"""Calibration: thresholds and channel order, against those of the activations themselves."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibrator, cha
 from llmaas_plugins.flash_weights.operands import FAMILIES, operands
 
 BUCKET = 1 / 64
-"""How wide a bucket of magnitudes is, at most."""
+"""Maximum width of a magnitude bucket."""
 TEXT = np.random.default_rng(3).integers(300, 4000, 600).astype(np.int32)
 
 
 @contextlib.contextmanager
 def calibrating(path):
-    """Calibrates the model at ``path``, on one thread."""
+    """Calibrate the model at ``path`` on one thread."""
     calibrator = Calibrator()
     with native(calibrator=calibrator), loaded(path) as model:
 
@@ -37,7 +37,7 @@ def calibrating(path):
 
 
 def activations(path, text):
-    """What vanilla multiplies each operand's matrices with, evaluating windows of 511 and a BOS."""
+    """Return vanilla's activations of each operand, in windows of 511 tokens and a BOS."""
     found = operands(model_tensors(path))
     readers = {operand.weights[0].encode(): operand for operand in found}
     rows = {operand: [] for operand in found}
@@ -70,7 +70,7 @@ def test_of_a_text(reference_model):
         activity = found[operand]
         assert activity.quantiles.dtype == activity.means.dtype == np.float32
         np.testing.assert_allclose(activity.quantiles, np.quantile(sizes, SPARSITIES), rtol=BUCKET)
-        # a row's activation differs in its last bits with what it is evaluated with
+        # a row's last bits depend on the rest of its batch
         np.testing.assert_allclose(activity.means, sizes.mean(axis=0), rtol=1e-2)
 
 
@@ -96,7 +96,7 @@ def test_of_a_mixture_of_experts(tmp_path):
 
 
 def test_what_has_ended_starts_again(reference_model, monkeypatch):
-    """Where every token ends a text, each text is its first token, so nothing else is evaluated."""
+    """If every token ends a text, each text is its first token, so nothing else is evaluated."""
     monkeypatch.setattr(evaluating.llama_cpp, "llama_vocab_is_eog", lambda _vocab, _token: True)
     with calibrating(reference_model) as calibrate:
         once, often = calibrate(n_tokens=4), calibrate(n_tokens=12)
@@ -161,7 +161,7 @@ def test_channels_are_ordered_by_their_mean():
 
 def test_errors(reference_model):
     with calibrating(reference_model) as calibrate:
-        with pytest.raises(ConfigError, match="nothing in the text"):
+        with pytest.raises(ConfigError, match="no text to calibrate with"):
             calibrate(TEXT[:0])
         with pytest.raises(ConfigError, match="no matrices"):
             calibrate(found=[])
@@ -176,12 +176,12 @@ def test_a_model_that_passes_no_hook_point(reference_model):
 def test_activations_that_are_not_finite(reference_model):
     found = operands(model_tensors(reference_model))
     magnitudes = _Magnitudes(np.full(found[0].n_channels, np.nan))
-    with pytest.raises(LlmaasError, match=r"blk\.0\.attn_q\.weight reads, or some of it, are not"):
+    with pytest.raises(LlmaasError, match=r"some inputs of blk\.0\.attn_q\.weight are not"):
         calibration._activity(found[0], magnitudes)
 
 
 class _Magnitudes:
-    """Of one row, with these sums."""
+    """Magnitudes of one row, with these sums."""
 
     def __init__(self, sums):
         self._sums = sums

@@ -1,19 +1,17 @@
-"""flash_weights on a disk that fails, or with a file that changes: an error, never other tokens."""
+"""flash_weights on a failing disk, or with a changing file: an error, never other tokens."""
 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
-import unreadable
 from flash_apps import run
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.models import Shape, write_random_model
 
 SHAPE = Shape(n_layer=4, n_embd=256, n_head=4, n_head_kv=2, n_ff=4096, n_ctx=256)
-"""15 MB of weights in Q8_0."""
+"""A shape with 15 MB of weights in Q8_0."""
 
 PRELUDE = """
 import logging, os, signal
@@ -62,7 +60,7 @@ def model(original, tmp_path):
     ids=["truncated", "overwritten"],
 )
 def test_a_file_that_changes_ends_the_answer(model, fault):
-    """For good: nobody knows which weights in memory are those of before."""
+    """The error is permanent, because weights in memory may come from either file version."""
     script = f"""
 def fault(): {fault}
 ended, error = broken_off(fault)
@@ -76,18 +74,16 @@ print(json.dumps([ended, error, fails(), said[-1]]))
 
 
 def test_a_disk_that_fails_for_a_while(model):
-    """A descriptor of the same file that cannot be read from stands for the disk."""
-    support = str(Path(unreadable.__file__).parent)
+    """An unreadable descriptor of the same file simulates the failing disk."""
     script = """
-import contextlib, sys
-sys.path.append(SUPPORT)
+import contextlib
 from unreadable import unreadable
 with contextlib.ExitStack() as stack:
     ended, error = broken_off(lambda: stack.enter_context(unreadable(path)))
     stays = fails()
 print(json.dumps([ended, stays, tokens(llama, 12) == expected, error, said[-1]]))
 """
-    *found, error, message = run(model, PRELUDE + script.replace("SUPPORT", repr(support)))
+    *found, error, message = run(model, PRELUDE + script)
     assert found == [True] * 3
     assert "llama_decode returned -3" in error
     assert "a read from the model's files failed" in message

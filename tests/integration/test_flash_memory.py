@@ -1,4 +1,4 @@
-"""flash_weights: a budget is kept while models come and go, or is refused with one figure."""
+"""flash_weights keeps its budget while models come and go, or refuses it with one figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soak import scale
 from llmaas_eval.models import Shape, write_random_model
 
 SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
-"""75 MB of weights in Q8_0."""
+"""A shape with 75 MB of weights in Q8_0."""
 
 PRELUDE = (
     f"""
@@ -40,7 +40,7 @@ import time
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """One model, and another one beside it."""
+    """Return a model; another one lies beside it."""
     folder = tmp_path_factory.mktemp("memory")
     write_random_model(folder / "other.gguf", SHAPE, GGMLQuantizationType.Q8_0, seed=1)
     return write_random_model(folder / "model.gguf", SHAPE, GGMLQuantizationType.Q8_0)
@@ -82,7 +82,7 @@ print(json.dumps(report))
 @pytest.mark.soak
 @pytest.mark.parametrize("limited", scale([False], [False, True]))
 def test_memory_stays_within_the_budget_while_models_come_and_go(model, limited):
-    """In a cgroup of this size, too: what is beyond it ends the process."""
+    """A cgroup of this size also ends the process if it exceeds the budget."""
     with contextlib.ExitStack() as stack:
         group, budget = None, "start + 100 * MIB"
         if limited:
@@ -127,7 +127,7 @@ print(json.dumps([message and int(re.search(r"expected (\\d+) MiB", message)[1])
 
 
 def test_plan_and_error_name_the_same_figure_and_it_works(model):
-    """Whether it is refused before the model is loaded, or when the context is made."""
+    """Both refusals name it: before the model is loaded, and when the context is made."""
     planned = run(model, PRELUDE + PLAN)
     for budget in (20, planned - 12):
         figure, peak = run(model, PRELUDE + OPEN.replace("BUDGET", str(budget)))
@@ -162,7 +162,7 @@ print(json.dumps([expected == found, least, peak(), len(kept(suite))]))
 
 @pytest.mark.soak
 def test_threads_another_plugin_and_a_budget_that_changes(model):
-    """Two models on two threads, with kv_chunks; a third thread moves the budget."""
+    """Two models run on two threads, with kv_chunks; a third thread changes the budget."""
     script = """
 import tempfile
 expected = []
@@ -203,7 +203,7 @@ print(json.dumps([found == [[e] * N_ROUNDS for e in expected], n, max(over)]))
 
 
 def test_nobody_waits_for_another_models_batch(model):
-    """A model that computes gives memory back when it is done; others go on meanwhile."""
+    """A computing model gives memory back when its batch ends; others continue meanwhile."""
     script = """
 suite = suite_of(resident_bytes() + 100 * MIB)
 one, two = Llama(path, **settings), Llama(other, **settings)
@@ -229,7 +229,7 @@ print(json.dumps([before, late]))
 
 
 def test_a_logged_refusal_is_one_line_with_the_figure_that_is_raised(model):
-    """The model is then loaded as without plugins, which no budget holds for."""
+    """The model is then loaded as without plugins, and no budget applies to it."""
     script = """
 def answer(suite):
     llama = Llama(path, **settings)

@@ -1,4 +1,4 @@
-"""flash_weights: a model that does not fit generates what it generates in memory."""
+"""flash_weights: a model that does not fit generates the same text as in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights.packed import packed_path
 
 SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
-"""75 MB of weights in Q8_0."""
+"""A shape with 75 MB of weights in Q8_0."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(model, tmp_path_factory):
-    """A copy of the model with a packed file beside it."""
+    """Return a copy of the model with a packed file beside it."""
     path = shutil.copyfile(model, tmp_path_factory.mktemp("packed") / "model.gguf")
     assert main(["flash", "pack", str(path)]) == 0
     return path
@@ -156,7 +156,7 @@ print(json.dumps(streamed(suite)))
     status = run(model, script)
     assert status["mode"] == "off"
     assert status["models"] == []
-    assert "so it runs as without us" in status["left_alone"][str(model)]
+    assert "so it is not streamed" in status["left_alone"][str(model)]
 
 
 def test_a_process_in_a_cgroup_of_the_budget_is_not_killed(model):
@@ -198,8 +198,60 @@ except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
     message = run(path, script, is_packed=True)
-    assert "it was made from another model file, or the model file was changed since" in message
+    assert "it was made from another model file, or the model file has changed since" in message
     assert "Run `llmaas flash pack" in message
+
+
+REPLACED = """
+import logging, os
+from pathlib import Path
+from llmaas_patches.native import host
+from llmaas_plugins.flash_weights import plugin
+places = {"packed": (plugin, "packed_problem", ".packed"), "model": (host, "fill_table", ".gguf")}
+module, name, suffix = places[what]
+original = getattr(module, name)
+def replacing(*args):
+    found = original(*args)
+    os.replace(Path(path).with_name("other").with_suffix(suffix), Path(path).with_suffix(suffix))
+    return found
+setattr(module, name, replacing)
+said = []
+class Listening(logging.Handler):
+    def emit(self, record): said.append(record.getMessage())
+logging.getLogger("llmaas").addHandler(Listening())
+table = {"memory_budget": resident_bytes() + 50 * MIB, "arena": 8 * MIB}
+suite = activate({"on_error": on_error, "plugins": {"flash_weights": table}})
+found, error = None, ""
+try:
+    llama = Llama(path, n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
+    found = tokens(llama)
+    llama.close()
+except Exception as raised:
+    error = str(raised)
+suite.deactivate()
+expected = tokens(app()[1])
+print(json.dumps([found == expected, error, [line for line in said if "was replaced" in line]]))
+"""
+
+
+@pytest.mark.parametrize("what", ["packed", "model"])
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_a_file_that_is_replaced_during_the_load_is_refused(packed, tmp_path, what, on_error):
+    """Otherwise the model in memory and the streamed weights would belong to two models."""
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    shutil.copyfile(packed, path)
+    shutil.copyfile(packed_path(packed), packed_path(path))
+    write_random_model(other, SHAPE, GGMLQuantizationType.Q8_0, seed=7)
+    assert main(["flash", "pack", str(other)]) == 0
+    script = f"what, on_error = {what!r}, {on_error!r}" + REPLACED
+    is_vanilla, error, said = run(path, script, is_packed=True)
+    replaced = path if what == "model" else packed_path(path)
+    told = f"{replaced} was replaced or changed while it was loaded; load the model again"
+    if on_error == "raise":
+        assert told in error
+    else:
+        assert is_vanilla
+        assert [told in line for line in said] == [True]
 
 
 @pytest.mark.parametrize("damage", ["cut off", "of nothing", "text"])

@@ -1,10 +1,11 @@
-"""flash_weights, sparse: prompts are exact, whatever the batches, the history and drafts are."""
+"""flash_weights, sparse: prompts are exact for all batches, histories and drafts."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 
+import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp import Llama
@@ -22,7 +23,7 @@ SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False
 
 @pytest.fixture(scope="module")
 def model(reference_model, tmp_path_factory):
-    """The reference model with a channel file, whose tokens are another model's than stock's."""
+    """Return the reference model with a channel file; its sparse tokens differ from stock's."""
     path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("prompts") / "model.gguf")
     assert main(["flash", "pack", str(path)]) == 0
     assert main(["flash", "pack", "--sparse", str(path)]) == 0
@@ -41,7 +42,7 @@ def opened(model, *, is_sparse=True, plugins=(), **settings):
 
 
 def prompt_logits(llama, n_tokens):
-    """Logits of the last token of a prompt, as the engine has them."""
+    """Return the engine's logits of a prompt's last token."""
     llama.reset()
     llama.eval(llama.tokenize(PROMPT.encode())[:n_tokens])
     return np.array(np.ctypeslib.as_array(llama._ctx.get_logits(), (llama.n_vocab(),)))
@@ -60,8 +61,60 @@ def test_logits_of_a_prompt_are_stock(model, n_tokens, batches):
         assert np.array_equal(prompt_logits(llama, n_tokens), expected)
 
 
+def logits_of_sent(llama, sent):
+    """Return logits of an answer's first token, and of tokens that are sent for verification."""
+    llama.reset()
+    prompt = llama.tokenize(PROMPT.encode())
+    stream = llama.generate(prompt, temp=0.0)
+    next(stream)
+    stream.send(sent)
+    stream.close()
+    return np.array(llama.scores[len(prompt) : len(prompt) + 1 + len(sent)])
+
+
+@pytest.mark.parametrize("n_ubatch", [2, 3, 512])
+@pytest.mark.parametrize("n_sent", [1, 2, 6])
+def test_tokens_that_are_sent_into_an_answer_are_exact(model, n_sent, n_ubatch):
+    """A single token left over from a batch is computed like the others."""
+    settings, sent = {"logits_all": True, "n_ubatch": n_ubatch}, list(range(500, 500 + n_sent))
+    with opened(model, is_sparse=False, **settings) as (llama, _):
+        expected = logits_of_sent(llama, sent)
+    with opened(model, **settings) as (llama, _):
+        assert np.array_equal(logits_of_sent(llama, sent), expected)
+
+
+def eval_all(llama, tokens):
+    llama.eval(tokens)
+
+
+def decode_all(llama, tokens):
+    """Decode like ``eval``, but without its books and its batch splits."""
+    batch = llama._batch
+    batch.set_batch(batch=tokens, n_past=llama.n_tokens, logits_all=True)
+    llama._ctx.decode(batch)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "batches"),
+    [(eval_all, {"n_ubatch": 2}), (eval_all, {"n_batch": 2}), (decode_all, {"n_ubatch": 2})],
+)
+def test_a_batch_inside_a_block_is_exact_however_it_is_split(model, evaluate, batches):
+    def logits(llama, block):
+        llama.eval(llama.tokenize(PROMPT.encode()))
+        with block:
+            evaluate(llama, [500, 501, 502])
+        row = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
+        return np.array(np.ctypeslib.as_array(row, (llama.n_vocab(),)))
+
+    with opened(model, is_sparse=False, **batches) as (llama, _):
+        expected = logits(llama, contextlib.nullcontext())
+    with opened(model, **batches) as (llama, suite):
+        block = suite.plugin("flash_weights").answer(llama)
+        assert np.array_equal(logits(llama, block), expected)
+
+
 def answers(llama):
-    """Requests in an order in which each but the first finds cells of an answer before it."""
+    """Return answers to requests of which all but the first find an answer's cells."""
     first = text(llama)
     return [
         first,
@@ -75,7 +128,7 @@ def answers(llama):
 
 
 def anew(llama, prompts):
-    """First tokens behind these prompts, each from an empty context."""
+    """Yield the first tokens that follow these prompts, each from an empty context."""
     for prompt in prompts:
         llama.reset()
         yield text(llama, prompt, 1)
@@ -93,7 +146,7 @@ def test_history_does_not_matter(model, tmp_path, store):
 
 
 def test_cells_of_an_answer_are_not_a_prompt(model):
-    """Even with so many values left out that the text shows it."""
+    """So many values are left out here that reused cells would change the text."""
     with opened(model, is_sparse=False) as (llama, _):
         stock = text(llama)
     with opened(model) as (llama, _):
@@ -134,12 +187,12 @@ def test_a_state_is_kept_whole_where_nothing_is_sparse(model):
 
 
 class Drafts(LlamaPromptLookupDecoding):
-    """Counts how often it was asked."""
+    """Draft model that counts its calls."""
 
     n_asked = 0
 
     def __call__(self, *arguments, **named):
-        """Propose what followed the same tokens before."""
+        """Propose the tokens that followed the same tokens before."""
         self.n_asked += 1
         return super().__call__(*arguments, **named)
 

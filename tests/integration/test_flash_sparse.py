@@ -1,4 +1,4 @@
-"""flash_weights, sparse: tokens of the largest values, whatever the budget is."""
+"""flash_weights, sparse: tokens computed from the largest values, under any budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmaas_plugins.flash_weights.channels import channel_path
 
 @pytest.fixture(scope="module")
 def model(reference_model, tmp_path_factory):
-    """The reference model, with a packed file and a channel file beside it."""
+    """Return the reference model with a packed file and a channel file beside it."""
     path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("sparse") / "model.gguf")
     assert main(["flash", "pack", "--sparse", "--text", str(text_of(path)), str(path)]) == 0
     return path
@@ -27,7 +27,7 @@ def model(reference_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grouped(model, tmp_path_factory):
-    """The same, with the columns of two layers side by side."""
+    """Return the same model with the columns of two layers side by side."""
     path = shutil.copyfile(model, tmp_path_factory.mktemp("grouped") / "model.gguf")
     command = ["flash", "pack", "--sparse", "--group-layers", "2", "--text", str(text_of(path))]
     assert main([*command, str(path)]) == 0
@@ -35,7 +35,7 @@ def grouped(model, tmp_path_factory):
 
 
 def text_of(path):
-    """A file beside a model to calibrate it with."""
+    """Return a text file beside a model, for calibration."""
     text = path.with_suffix(".txt")
     text.write_text("\n".join(line for lines in packaged_lines() for line in lines))
     return text
@@ -43,7 +43,7 @@ def text_of(path):
 
 @pytest.fixture
 def opened(model):
-    """A ``Llama`` and its suite, for a block."""
+    """Return a function that opens a ``Llama`` and its suite for a block."""
     from llama_cpp import Llama
 
     @contextlib.contextmanager
@@ -60,7 +60,7 @@ def opened(model):
 
 
 def read(llama, tokens, suite=None, *, n_prompt=8):
-    """Logits of tokens that are read one by one, as an answer, behind a prompt."""
+    """Return logits of tokens that are read one by one, as an answer, after a prompt."""
     llama.reset()
     llama.eval(tokens[:n_prompt])
     with contextlib.nullcontext() if suite is None else answering(suite, llama):
@@ -113,7 +113,7 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
 
 
 def keep(suite, n_bytes):
-    """The weights of the one model that is open, of which so much stays in memory from now on."""
+    """Set how many bytes of the open model's weights stay in memory; return these weights."""
     residency = suite.plugin("flash_weights")._residency
     (model,) = residency._models.values()
     residency._looked_at = float("inf")
@@ -136,7 +136,7 @@ def test_how_columns_are_read_can_be_set(opened):
             read_bytes.append(weights.stats()["read_bytes"] - before)
             runs.append(np.array(llama.scores[8:11]))
     assert np.array_equal(*runs)
-    assert read_bytes[0] > 1.2 * read_bytes[1]  # neighbours that share a page read it twice
+    assert read_bytes[0] > 1.2 * read_bytes[1]  # neighbors that share a page read it twice
 
 
 @pytest.mark.parametrize("group_layers", [1, 2])
@@ -183,7 +183,7 @@ print(json.dumps([runs, kept]))
 def test_what_is_generated_does_not_depend_on_the_budget(model):
     (first, *others), kept = run(model, BUDGETS, is_packed=True)
     assert others == [first] * 4
-    assert kept[0] > 0.95  # but for channels that were never used
+    assert kept[0] > 0.95  # except for channels that were never used
     assert max(kept[1:]) < 0.9
 
 

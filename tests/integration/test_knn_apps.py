@@ -1,4 +1,4 @@
-"""Stored chats belong to their app: no other one is answered with them, or proposed them."""
+"""Stored chats belong to their app and never influence another app's answers or drafts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.inbox import remember, waiting
 
 OWNERS = ["mail", None, "notes", None, None, "mail"]
-"""Apps of the conversations; ``mail`` has the one about QUESTIONS[0]."""
+"""Apps of the conversations; ``mail`` owns the one about QUESTIONS[0]."""
 
 
 @pytest.fixture
 def using(reference_model):
-    """Activate for a store, and make an engine."""
+    """Return a function that activates for a store and makes an engine."""
 
     @contextlib.contextmanager
     def start(store, **table):
@@ -110,7 +110,7 @@ def test_forgetting_leaves_the_owners_of_the_others(reference_model, tmp_path):
             assert rows == np.flatnonzero(may).tolist()
 
 
-def test_what_is_learnt_and_proposed_belongs_to_its_app(using, tmp_path):
+def test_what_is_learned_and_proposed_belongs_to_its_app(using, tmp_path):
     for one, app in zip(CONVERSATIONS, OWNERS, strict=True):
         remember(tmp_path, one.messages, title=one.title, app=app)
     with using(tmp_path, learn=True, idle_s=0.01, drafts=True, mix=False) as (suite, llama):

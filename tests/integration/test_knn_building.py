@@ -1,4 +1,4 @@
-"""Conversations become pairs: what the engine itself sees, each target once, one chat at a time."""
+"""Conversations become pairs: the engine's own states, each target once, one chat at a time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHATS = [
 
 
 class Natives(dict):
-    """Collects contexts in which hidden states can be read, by address."""
+    """Plugin that collects contexts whose hidden states can be read, by address."""
 
     @hookimpl
     def llmaas_native_context(self, context):
@@ -67,7 +67,7 @@ class Natives(dict):
 
 @pytest.fixture
 def natives():
-    """Contexts made while no plugin is active but this one."""
+    """Collect contexts while no other plugin is active."""
     natives = Natives()
     with activate({"on_error": "raise", "plugins": {}}, {"natives": natives}):
         yield natives
@@ -75,7 +75,7 @@ def natives():
 
 @pytest.fixture
 def encoder(natives):
-    """Make an encoder beside an engine; closed when the test ends."""
+    """Return a function that makes an encoder beside an engine; closed when the test ends."""
     with contextlib.ExitStack() as opened:
         yield lambda llama, key="ffn_input", **settings: opened.enter_context(
             Encoder(llama, natives, key, **settings)
@@ -84,7 +84,7 @@ def encoder(natives):
 
 @pytest.fixture
 def archive(tmp_path):
-    """Open an archive for an engine, to write."""
+    """Return a function that opens an archive for an engine, to write."""
     return lambda llama, key="ffn_input", name="store": Archive.open(
         tmp_path / name, binding_of(llama, key), writable=True
     )
@@ -95,7 +95,7 @@ def named(conversations):
 
 
 def watched(llama, natives, key, tokens):
-    """Hidden states and logits in the app's own context, of all tokens."""
+    """Return hidden states and logits of all tokens in the app's own context."""
     with natives[int(llama.ctx)].hidden_states(key, capacity=len(tokens)) as states:
         llama.reset()
         llama.eval(tokens)
@@ -109,7 +109,7 @@ def log_softmax(logits):
 
 
 def assert_as_in_the_app(found, states, logits, tokens):
-    """Pairs, against what the app's own context says after each token but the last."""
+    """Compare pairs with the app's own context after each token but the last."""
     targets = np.array(tokens[1:])
     assert found.positions.tolist() == list(range(1, len(tokens)))
     assert np.array_equal(found.pairs.values, targets)
@@ -155,7 +155,7 @@ def test_pairs_of_other_models(natives, encoder, tmp_path, name):
         assert_as_in_the_app(
             found, *watched(llama, natives, "ffn_input", tokens.tolist()), tokens.tolist()
         )
-    if adapter:  # it did matter
+    if adapter:  # the adapter did matter
         with (
             contextlib.closing(Llama(str(model), **ENGINE, **settings)) as bare,
             Encoder(bare, natives, "ffn_input") as other,
@@ -226,7 +226,7 @@ def test_the_apps_context_is_left_as_it_is(make, encoder, when):
 
 def test_without_a_hook_point_it_says_so(make):
     with pytest.raises(
-        LlmaasError, match=r"no hook point in the engine\. `llmaas doctor` says why"
+        LlmaasError, match=r"the engine has no hook point\. `llmaas doctor` says why"
     ):
         Encoder(make(), {}, "ffn_input")
 
@@ -263,7 +263,7 @@ def test_what_is_in_already_is_not_added_again(make, encoder, archive):
 @pytest.mark.parametrize("last", [0, 1, 2, 5])
 def test_what_was_ended_goes_on_with_the_rest(make, encoder, archive, last):
     llama, calls = make(), []
-    few = {"n_batch": 32}  # so that a chat is several batches
+    few = {"n_batch": 32}  # a chat then takes several batches
 
     def between():
         calls.append(None)
@@ -303,7 +303,7 @@ def test_what_the_chat_template_does_not_take_does_not_stop_the_others(
     with archive(llama) as store:
         added = add(store, llama, encoder(llama), named([CHATS[0], asked_twice, CHATS[1]]))
         assert (added.n_added, added.n_refused, len(store)) == (2, 1, 2)
-    assert "'impatient' makes no prompt: roles must alternate" in caplog.text
+    assert "refuses conversation 'impatient': roles must alternate" in caplog.text
 
 
 def test_conversation_of_a_single_token_is_too_short(make, encoder, archive):
@@ -335,7 +335,9 @@ def test_conversation_with_states_beyond_float16_is_left_out(make, encoder, arch
 def test_chat_handler_that_makes_no_tokens_is_refused(make):
     llama = make()
     llama.chat_handler = lambda *, llama, **_: llama.eval([1])
-    with pytest.raises(LlmaasError, match="makes no prompt of conversation 'How do I make soup"):
+    with pytest.raises(
+        LlmaasError, match="makes no text prompt of conversation 'How do I make soup"
+    ):
         tokens_of(llama, CHATS[0])
 
 

@@ -1,8 +1,8 @@
-"""Drafts from stored conversations, in ``Llama``: the model's own text, evaluated in fewer batches.
+"""Drafts from stored conversations in ``Llama``: the model's own text in fewer batches.
 
-Kernels sum in another order for other batch sizes. So the same text to the last bit is what vanilla
-says that verifies batches of the same sizes: either with other wrong proposals in them, or, with
-``n_ubatch=1``, token by token. For different batch sizes, texts may part at a tie within noise.
+Kernels sum in another order for other batch sizes. The reference for equal bits is therefore
+vanilla with batches of the same sizes: with other wrong drafts, or token by token with
+``n_ubatch=1``. For different batch sizes, texts may diverge at a tie within rounding noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPTS = (
 )
 GREEDY = {"temperature": 0.0, "max_tokens": 32}
 CHEAP = {1: 1.0, 2: 1.2, 4: 1.4, 8: 1.8, 16: 2.6}
-"""Batches as cheap as the small model's are."""
+"""Batch costs as low as the small model's."""
 ONE_BY_ONE = {"n_ctx": 512, "n_ubatch": 1, "n_threads_batch": 1, "flash_attn": True}
 SEED = 5
 WRONG = 17
@@ -44,7 +44,7 @@ def cells(*columns, says="yes"):
 
 
 class SamePasses(llama_speculative.LlamaDraftModel):
-    """Proposes as many tokens as were proposed before, as many of them right, and others wrong."""
+    """Draft model that repeats earlier draft lengths with as many right tokens, the rest wrong."""
 
     def __init__(self, passes, text):
         self.passes, self.text = dict(passes), text
@@ -59,7 +59,7 @@ class SamePasses(llama_speculative.LlamaDraftModel):
 
 
 class Recorded(DatastoreDraft):
-    """Remembers how many tokens it proposed where."""
+    """Draft that records how many tokens it proposed at each position."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -73,7 +73,7 @@ class Recorded(DatastoreDraft):
 
 @pytest.fixture(scope="module")
 def said(reference_model):
-    """What the model says to each prompt, token by token."""
+    """Return the model's reply to each prompt, token by token."""
     settings = ONE_BY_ONE | {"n_threads": 1, "seed": 1, "verbose": False}
     with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
         return [tokens_of(llama, prompt) for prompt in PROMPTS]
@@ -81,7 +81,7 @@ def said(reference_model):
 
 @pytest.fixture
 def history(said):
-    """Conversations near what the model will say: some words are others."""
+    """Return conversations close to the model's replies: some words differ."""
     rng = np.random.default_rng(0)
     edited = [np.array(tokens) for tokens in said]
     for tokens in edited:
@@ -91,7 +91,7 @@ def history(said):
 
 @pytest.fixture
 def drafting(make, history):
-    """Make a ``Llama`` that draws drafts from ``history``."""
+    """Return a function that makes a ``Llama`` with drafts from ``history``."""
 
     def make_drafting(**settings):
         llama = make(**(ONE_BY_ONE | settings))
@@ -102,21 +102,21 @@ def drafting(make, history):
 
 
 def tokens_of(llama, prompt, n=60):
-    """The prompt, and ``n`` tokens that follow."""
+    """Return the prompt and ``n`` tokens that follow."""
     tokens = llama.tokenize(prompt.encode())
     stream = llama.generate(tokens, temp=0.0)
     return [*tokens, *(token for _, token in zip(range(n), stream, strict=False))]
 
 
 def was_faster(llama, share=0.5):
-    """Whether most of what was proposed was kept, and some was not."""
+    """Return whether most drafted tokens were accepted, and some were not."""
     counts = llama.draft_model.counts
     return share < counts.accepted / counts.proposed < 1
 
 
 class TestTheSameText:
     def test_as_vanilla_that_verifies_batches_of_the_same_sizes(self, make, history):
-        """What was proposed wrongly leaves no trace: neither in the text nor in the logits."""
+        """Rejected drafts leave no trace, neither in the text nor in the logits."""
         settings = {"n_ctx": 512, "n_threads_batch": 1, "logits_all": True}
         ours, vanilla = make(**settings), make(**settings)
         attach(ours, Recorded(history, costs=CHEAP))
@@ -133,7 +133,7 @@ class TestTheSameText:
 
     @pytest.mark.parametrize("prompt", PROMPTS)
     def test_as_vanilla_without_drafts_but_for_ties(self, make, history, prompt):
-        """Where they part, vanilla saw two tokens as equal as two batch sizes differ."""
+        """Where texts diverge, vanilla's two logits differ by less than two batch sizes do."""
         settings = {"n_ctx": 512, "n_threads_batch": 1, "logits_all": True}
         vanilla, ours = make(**settings), make(**settings)
         attach(ours, DatastoreDraft(history, costs=CHEAP))
@@ -167,7 +167,7 @@ class TestTheSameText:
         assert [tokens_of(llama, prompt) for prompt in PROMPTS] == said
 
     def test_with_a_hostile_datastore(self, make, said):
-        """Whatever is stored, end of text among it, the text is the model's own."""
+        """Whatever is stored, including end-of-text tokens, the text is the model's own."""
         rng = np.random.default_rng(0)
         wrong = [np.array(tokens) for tokens in said for _ in range(3)]
         for tokens in wrong:
@@ -193,7 +193,7 @@ REQUESTS = {
 
 
 class TestRequests:
-    """Token by token, so that each has to be to the letter what it is without drafts."""
+    """Requests evaluated token by token, so that each equals the request without drafts."""
 
     @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
     def test_replies_are_the_same(self, make, drafting, request_):
@@ -262,7 +262,7 @@ class TestRequests:
         assert after.passes - before.passes < before.passes / 2
 
     def test_a_reply_as_long_as_the_context_is_the_same(self, make, drafting):
-        """Which is longer than was asked for: llama.cpp rounds up."""
+        """The context is longer than requested, because llama.cpp rounds up."""
         settings, request_ = {"n_ctx": 160}, {"temperature": 0.0, "max_tokens": None}
         vanilla, ours = make(**(ONE_BY_ONE | settings)), drafting(**settings)
         expected, found = vanilla(PROMPTS[1], **request_), ours(PROMPTS[1], **request_)
@@ -270,7 +270,7 @@ class TestRequests:
         assert found["usage"]["total_tokens"] == 256
 
     def test_a_full_context_ends_as_without_drafts(self, make, drafting):
-        """``generate`` may be asked for more than there is room for."""
+        """``generate`` may be asked for more tokens than there is room for."""
 
         def end(llama):
             found = []
@@ -303,7 +303,7 @@ class TestWithContextsKept:
 
 class TestAttaching:
     def test_texts_longer_than_a_batch(self, make, history):
-        """Given to ``Llama`` itself without ``logits_all``, the draft model makes this fail."""
+        """With the draft model passed to ``Llama`` without ``logits_all``, these texts fail."""
         settings = {"n_batch": 32, "n_ctx": 512}
         vanilla, llama = make(**(ONE_BY_ONE | settings)), make(**(ONE_BY_ONE | settings))
         attach(llama, DatastoreDraft(history, costs=CHEAP))
@@ -317,7 +317,7 @@ class TestAttaching:
         assert flags == [False] * (llama.n_tokens - 1) + [True]
 
     def test_engines_and_drafts_go_with_their_last_user(self, reference_model, said):
-        """Without waiting for a collection: they hold weights, and what a user said."""
+        """Their weights and user texts are freed without waiting for a collection."""
         llama = Llama(str(reference_model), **ONE_BY_ONE, n_threads=1, verbose=False)
         drafts = []
         for _ in range(2):
@@ -333,7 +333,7 @@ class TestAttaching:
     @pytest.mark.parametrize(
         ("settings", "reason"),
         [
-            ({"n_batch": 8}, "n_batch is 8, and batches of 16 tokens are to be verified"),
+            ({"n_batch": 8}, "n_batch is 8, but drafts need batches of 16 tokens"),
             ({"draft_model": DatastoreDraft([])}, "the engine has a draft model"),
         ],
     )

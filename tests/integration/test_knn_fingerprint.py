@@ -1,4 +1,4 @@
-"""A datastore's fingerprint: another model, or the same one bent, is another; rounding is not."""
+"""A datastore's fingerprint: it tells models and modified models apart, but ignores rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_same_model_has_one_fingerprint(named, make_llama, reference_model, tmp_
         assert named(**settings) == first
     copy = shutil.copy(reference_model, tmp_path / "copy.gguf")
     llama = make_llama(n_ctx=64)
-    llama.model_path = str(copy)  # the file's bytes count, not where it is
+    llama.model_path = str(copy)  # the file's bytes count, not its place
     assert fingerprint(llama) == first
 
 

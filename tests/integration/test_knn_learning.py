@@ -1,10 +1,11 @@
-"""Conversations that wait are learnt while the device is idle, and selected as they come."""
+"""Waiting conversations are learned while the device is idle, and selected as they arrive."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from llmaas_plugins.knn_lm.archive_files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.building import add, binding_of
 from llmaas_plugins.knn_lm.encoding import Encoder
 from llmaas_plugins.knn_lm.forgetting import forget_all
-from llmaas_plugins.knn_lm.inbox import done, remember, waiting
+from llmaas_plugins.knn_lm.inbox import done, is_whole, remember, waiting
 from llmaas_plugins.knn_lm.refreshing import is_due, refresh
 from llmaas_plugins.knn_lm.selecting import Plan
 
@@ -40,7 +41,7 @@ def leave(store, chats):
 
 @contextlib.contextmanager
 def learning(store, model, **table):
-    """An app whose device is idle at once."""
+    """Open an app whose device counts as idle at once."""
     own = {"store": str(store), "learn": True, "idle_s": 0.01} | table
     with (
         activate({"on_error": "raise", "plugins": {"knn_lm": own}}) as suite,
@@ -58,7 +59,7 @@ def report(suite):
     return suite.status()["plugins"]["knn_lm"]
 
 
-def test_what_waits_is_learnt_and_then_mixed(tmp_path, reference_model):
+def test_what_waits_is_learned_and_then_mixed(tmp_path, reference_model):
     leave(tmp_path, CONVERSATIONS)
     with learning(tmp_path, reference_model) as (suite, llama):
         ask(llama)
@@ -67,13 +68,13 @@ def test_what_waits_is_learnt_and_then_mixed(tmp_path, reference_model):
         before = report(suite)
         ask(llama)
         after = report(suite)
-    assert (before["learnt"], before["mixed"]) == (len(CONVERSATIONS), 0)
+    assert (before["learned"], before["mixed"]) == (len(CONVERSATIONS), 0)
     assert after["mixed"] + after["skipped"] > 0
     with Archive.open(tmp_path) as archive:
         assert {row.title for row in archive.conversations()} == {c.title for c in CONVERSATIONS}
 
 
-def test_only_a_model_whose_files_are_known_is_learnt_with(tmp_path, reference_model, monkeypatch):
+def test_only_a_model_whose_files_are_known_is_learned_with(tmp_path, reference_model, monkeypatch):
     used, real = set(), learning_module.binding_of
 
     def binding_of(llama, *args):
@@ -92,7 +93,7 @@ def test_only_a_model_whose_files_are_known_is_learnt_with(tmp_path, reference_m
         assert used == {llama}
 
 
-def test_nothing_is_learnt_unless_it_is_asked_for(tmp_path, reference_model):
+def test_nothing_is_learned_unless_it_is_asked_for(tmp_path, reference_model):
     leave(tmp_path, CONVERSATIONS[:1])
     with learning(tmp_path, reference_model, learn=False) as (suite, llama):
         ask(llama)
@@ -108,19 +109,19 @@ def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog
     with learning(tmp_path, reference_model) as (suite, llama):
         ask(llama)
         wait_until(lambda: not waiting(tmp_path))
-        assert report(suite)["learnt"] == 1
+        assert report(suite)["learned"] == 1
     assert [path.name for path in (tmp_path / INBOX).iterdir()] == ["0.json.refused"]
     assert "it is kept as 0.json.refused" in caplog.text
 
 
-def test_an_export_that_is_copied_while_it_is_learnt_is_learnt_whole(
+def test_an_export_that_is_copied_while_it_is_learned_is_learned_whole(
     tmp_path, reference_model, monkeypatch
 ):
     leave(tmp_path, CONVERSATIONS[:1])
     leave(tmp_path / "other", CONVERSATIONS[1:2])
     (path,), (other,) = waiting(tmp_path), waiting(tmp_path / "other")
     text, rest = path.read_bytes(), other.read_bytes()
-    path.write_bytes(text[:-20])  # what a copy has come to
+    path.write_bytes(text[:-20])  # the part that was copied so far
     steps = iter([lambda: path.write_bytes(text), lambda: path.write_bytes(text + rest)])
 
     def meanwhile(function):
@@ -149,20 +150,60 @@ def test_an_export_that_is_copied_while_it_is_learnt_is_learnt_whole(
         }
 
 
+@pytest.mark.parametrize("n_left", [0, 20])
+def test_a_copy_that_stalls_is_learned_whole(tmp_path, reference_model, n_left):
+    """The first lines may be a valid export or not; the learner must leave the file alone."""
+    leave(tmp_path / "other", CONVERSATIONS[1:3])
+    text, rest = (path.read_bytes() for path in waiting(tmp_path / "other"))
+    leave(tmp_path, CONVERSATIONS[:1])
+    path = tmp_path / INBOX / "0.jsonl"  # examined first
+    with learning(tmp_path, reference_model) as (_, llama):
+        with path.open("wb", buffering=0) as file:
+            file.write(text[: len(text) - n_left])
+            os.utime(path, (time.time() - 60,) * 2)
+            ask(llama)
+            wait_until(lambda: waiting(tmp_path) == [path])
+            file.write(text[len(text) - n_left :] + rest)
+        os.utime(path, (time.time() - 60,) * 2)
+        wait_until(lambda: not waiting(tmp_path))
+    assert not list((tmp_path / INBOX).iterdir())
+    with Archive.open(tmp_path) as archive:
+        titles = {row.title for row in archive.conversations()}
+    assert titles == {one.title for one in CONVERSATIONS[:3]}
+
+
+def test_which_files_are_whole(tmp_path):
+    leave(tmp_path, CONVERSATIONS[:1])
+    (own,) = waiting(tmp_path)
+    path = own.with_name("export.jsonl")
+    path.write_bytes(own.read_bytes())
+    assert is_whole(own)
+    assert not is_whole(path)  # somebody may write more
+    assert not is_whole(path.with_name("none.jsonl"))
+    with path.open("ab"):
+        os.utime(path, (time.time() - 60,) * 2)
+        assert not is_whole(path)
+        os.utime(path, (time.time() - 7200,) * 2)
+        assert is_whole(path)
+    os.utime(path, (time.time() - 60,) * 2)
+    assert is_whole(path)
+
+
 @pytest.mark.parametrize("ends", ["llama", "suite"])
 def test_an_app_that_ends_meanwhile_waits_for_one_batch(tmp_path, reference_model, ends):
-    """What was not learnt waits for the next start."""
+    """Conversations that were not learned wait for the next start."""
     long = Message("user", "word " * 200)
     leave(tmp_path, [Conversation(f"long {i}", "chat", (long,)) for i in range(30)])
     with learning(tmp_path, reference_model) as (suite, llama):
         ask(llama)
-        wait_until(lambda: report(suite)["learnt"] > 0)
+        wait_until(lambda: report(suite)["learned"] > 0)
         if ends == "llama":
             llama.close()
-            assert report(suite)["learnt"] < 30
+            assert report(suite)["learned"] < 30
     with Archive.open(tmp_path) as archive:
         assert 0 < len(archive) < 30
-        assert len(archive) + len(waiting(tmp_path)) in (30, 31)  # one may be learnt, not erased
+        # one may be learned but not yet erased
+        assert len(archive) + len(waiting(tmp_path)) in (30, 31)
 
 
 def test_a_request_stops_the_work_until_it_is_over(tmp_path, reference_model):
@@ -172,9 +213,9 @@ def test_a_request_stops_the_work_until_it_is_over(tmp_path, reference_model):
         next(stream)
         leave(tmp_path, CONVERSATIONS[:1])
         with pytest.raises(AssertionError):
-            wait_until(lambda: report(suite)["learnt"] > 0, seconds=2.5)
+            wait_until(lambda: report(suite)["learned"] > 0, seconds=2.5)
         stream.close()
-        wait_until(lambda: report(suite)["learnt"] > 0)
+        wait_until(lambda: report(suite)["learned"] > 0)
 
 
 @pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
@@ -209,7 +250,7 @@ def test_all_that_waits_is_forgotten_too(tmp_path):
 
 @pytest.fixture
 def growing(tmp_path, reference_model):
-    """An archive that grows by conversations."""
+    """Return an archive that grows by conversations."""
     natives = Natives()
     with (
         activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
@@ -235,7 +276,7 @@ def test_the_first_conversations_are_due_and_then_enough_new_ones(growing):
 
 
 def test_it_goes_on_where_it_was(growing):
-    """With all that came at first still in the candidate subsets, and no pair twice."""
+    """The candidate subsets still hold all early pairs, and no pair twice."""
     archive = growing(CHATS[:9])
     first = refresh(archive, PLAN)
     growing(CHATS[9:])

@@ -1,4 +1,4 @@
-"""knn_lm with elastic: keys are the whole model's, and only its states are compared with them."""
+"""knn_lm with elastic: keys come from the whole model, and only its states are compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys_in(store):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """Keys of a conversation that is learnt while nobody asks for a level."""
+    """Return keys of a conversation that is learned while no level is requested."""
     store = tmp_path_factory.mktemp("whole")
     natives = Natives()
     with (
@@ -46,7 +46,7 @@ def whole(model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("configured", "asked"), [(1.0, 0.3), (0.5, None)], ids=["block", "config"]
 )
-def test_what_is_learnt_does_not_depend_on_the_level_in_use(
+def test_what_is_learned_does_not_depend_on_the_level_in_use(
     model, whole, tmp_path, configured, asked
 ):
     remember(tmp_path, CONVERSATIONS[0].messages, title=CONVERSATIONS[0].title)
@@ -58,7 +58,7 @@ def test_what_is_learnt_does_not_depend_on_the_level_in_use(
     ):
         llama("Hello", max_tokens=1)
         with elastic.level(asked) if asked else contextlib.nullcontext():
-            wait_until(lambda: suite.status()["plugins"]["knn_lm"]["learnt"] == 1)
+            wait_until(lambda: suite.status()["plugins"]["knn_lm"]["learned"] == 1)
     assert np.array_equal(keys_in(tmp_path), whole)
 
 

@@ -1,4 +1,4 @@
-"""knn_lm from activation to shutdown: what it serves, what it refuses, and what it says of both."""
+"""knn_lm from activation to shutdown: its answers, its refusals, and its reports of both."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ FIRST = CONVERSATIONS[0].title
 
 
 class Store:
-    """A directory, and what can be written into it."""
+    """A store directory, and a writer of its files."""
 
     def __init__(self, directory, pairs):
         self.directory, self.pairs = directory, pairs
         self.file = directory / SELECTED
 
     def write(self, pairs=None, **settings):
-        """Write the datastore, of other pairs or with other settings than the usual."""
+        """Write the datastore, optionally with other pairs or settings."""
         (self.pairs if pairs is None else pairs).write(self.directory, **settings)
 
     def links(self):
-        """Files in it that this process has open."""
+        """Return the store's files that this process has open."""
         found = []
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ class Store:
 
 
 def ask(llama, question=QUESTION, n=8):
-    """The next tokens, from an engine that starts anew."""
+    """Return the next tokens, from an engine that starts anew."""
     llama.reset()
     stream = begin(llama, question)
     found = list(itertools.islice(stream, n))
@@ -85,13 +85,13 @@ def replies(model):
 
 @pytest.fixture(scope="module")
 def alone(reference_model):
-    """What the model says to each question by itself."""
+    """Return the model's own answer to each question."""
     return replies(reference_model)
 
 
 @pytest.fixture(scope="module")
 def mixed(reference_model, pairs, alone, tmp_path_factory):
-    """What it says with all pairs."""
+    """Return the answers with all pairs."""
     store = Store(tmp_path_factory.mktemp("knn"), pairs)
     store.write()
     with store.activate():
@@ -102,13 +102,13 @@ def mixed(reference_model, pairs, alone, tmp_path_factory):
 
 @pytest.fixture
 def store(tmp_path, pairs):
-    """A store without a datastore, yet."""
+    """Return a store that has no datastore yet."""
     return Store(tmp_path / "knn", pairs)
 
 
 @pytest.fixture
 def active(store):
-    """Activate with the store."""
+    """Return a function that activates with the store."""
     with contextlib.ExitStack() as stack:
         yield lambda *args, **table: stack.enter_context(store.activate(*args, **table))
 
@@ -138,8 +138,8 @@ class TestStatus:
         assert (found["skip_above"], found["k"]) == (0.9, 3)
 
     @pytest.mark.parametrize("look_back", [0, 32])
-    def test_neighbours_that_leave_the_model_no_say(self, store, active, make, look_back):
-        """Nothing is divided by nothing, also when a prompt is judged."""
+    def test_neighbors_that_leave_the_model_no_say(self, store, active, make, look_back):
+        """Nothing divides by zero, also when a prompt is judged."""
         store.write(mixture=anywhere(alpha=1.0, beta=0.0))
         suite = active(look_back=look_back)
         assert len(ask(make(), " ".join(QUESTIONS))) == 8
@@ -160,12 +160,12 @@ class TestStatus:
 
 
 def anywhere(alpha=0.7, beta=0.25, theta=1e4, far=None):
-    """A mixture that lets neighbours speak however far they are."""
+    """Return a mixture in which neighbors count at any distance."""
     return {"alpha": alpha, "beta": beta, "theta": theta, "far": far}
 
 
 class TestLeftAlone:
-    """Vanilla's text, one warning, and the reason in the status."""
+    """Cases that give vanilla's text, one warning, and the reason in the status."""
 
     @pytest.fixture
     def reason(self, caplog):
@@ -197,7 +197,7 @@ class TestLeftAlone:
         assert report(suite)["left_alone"] == {}
 
     def test_an_engine_that_the_app_bends(self, store, active, make, alone, reason):
-        """Its hidden states are another model's from then on; here only the plugin cannot know."""
+        """The plugin must assume other hidden states from then on; here the vector is zero."""
         store.write()
         suite = active()
         llama = make()
@@ -212,11 +212,11 @@ class TestLeftAlone:
 
 
 class TestRefusal:
-    """With ``raise`` every request says why; with ``log`` one line does, and the model answers."""
+    """With ``raise`` every request gives the reason; with ``log`` one line does."""
 
     @pytest.fixture(params=["raise", "log"])
     def refused(self, request, active, make, alone, caplog):
-        """Check that the datastore is refused, for a reason that matches."""
+        """Return a function that checks the refusal of the datastore and its reason."""
 
         def raises(llama, match):
             with pytest.raises(PluginError, match=match) as caught:
@@ -271,7 +271,7 @@ class TestRefusal:
 
     def test_a_datastore_of_another_model(self, store, refused):
         store.write(dataclasses.replace(store.pairs, fingerprint=b"f" * 32))
-        refused(r"is of another model: found fingerprint .*\. Set plugins\.knn_lm\.store to")
+        refused(r"belongs to another model.*: found fingerprint .*\. Set plugins\.knn_lm\.store to")
 
     @pytest.mark.parametrize(
         "engine",
@@ -283,7 +283,7 @@ class TestRefusal:
     )
     def test_a_datastore_of_the_model_used_in_another_way(self, store, refused, engine):
         store.write()
-        refused("is of another model", **engine)
+        refused("belongs to another model", **engine)
 
     @pytest.mark.parametrize(
         "settings",
@@ -315,12 +315,12 @@ class TestRefusal:
         values = store.pairs.values.copy()
         values[7] = 4096
         store.write(dataclasses.replace(store.pairs, values=values))
-        refused("not made by this program: found keys of 256 numbers and token 4096")
+        refused("does not fit this model: found keys of 256 numbers and token 4096")
 
     def test_keys_of_another_size(self, store, refused):
         keys = store.pairs.keys[:, :128].copy()
         store.write(dataclasses.replace(store.pairs, keys=keys))
-        refused("not made by this program: found keys of 128 numbers")
+        refused("does not fit this model: found keys of 128 numbers")
 
     def test_a_datastore_that_is_repaired(self, store, active, make, mixed):
         store.write()
@@ -334,7 +334,7 @@ class TestRefusal:
         assert report(suite)["left_alone"] == {}
 
     def test_keys_that_go_bad_later(self, store, active, make, mixed):
-        """They are checked when they are read: that is one error, and one token of the model's."""
+        """Keys are checked when they are read: one error, and one token of the model's own."""
         store.write()
         suite = active("log")
         llama = make()
@@ -359,24 +359,24 @@ class TestRefusal:
         ask_with()
         assert report(suite)["mixed"] == 8
         for more in ({}, {"lora_scale": 0.5}):
-            with pytest.raises(PluginError, match="is of another model"):
+            with pytest.raises(PluginError, match="belongs to another model"):
                 ask_with(lora_path=str(lora), **more)
         store.write(adapted)
-        with pytest.raises(PluginError, match="is of another model"):
+        with pytest.raises(PluginError, match="belongs to another model"):
             ask_with()
         ask_with(lora_path=str(lora))
         assert report(suite)["mixed"] == 16
 
 
 def n_outputs(llama):
-    """Rows of logits of a prompt."""
+    """Return the number of a prompt's logit rows."""
     llama.reset()
     next(begin(llama, " ".join(QUESTIONS)))
     return sum(bool(llama._batch.batch.logits[i]) for i in range(llama.n_tokens))
 
 
 class TestReplacement:
-    """While the process runs: the next request uses what is there then."""
+    """Datastores replaced while the process runs: the next request uses the current one."""
 
     def test_a_datastore_that_is_selected_again(self, store, active, make, mixed):
         store.write(mixture=anywhere(alpha=0.0))
@@ -414,7 +414,7 @@ class TestReplacement:
 
     @pytest.mark.parametrize("is_forgotten", [False, True], ids=["replaced", "forgotten"])
     def test_a_request_that_is_under_way(self, store, active, make, mixed, is_forgotten):
-        """It goes on with what it has, or without what is gone."""
+        """The request continues with its datastore, or without it once that is gone."""
         store.write()
         suite = active()
         llama = make()
@@ -434,7 +434,7 @@ class TestReplacement:
         assert ask(llama) == mixed[QUESTION]
 
     def test_an_engine_is_left_as_it_was(self, store, active, make, alone):
-        """What it was asked for, to judge prompts, it is not asked for any longer."""
+        """The engine no longer outputs the extra rows that judged prompts."""
         store.write()
         active(look_back=32)
         llama = make()
@@ -468,7 +468,7 @@ class TestReplacement:
 
 class TestLearning:
     def test_a_request_that_was_refused_keeps_no_engine_busy(self, store, active, make):
-        """It has no end. When the next one has, all that waits is learnt, and used."""
+        """Such a request has no end; when the next one ends, waiting chats are learned and used."""
         store.write()
         store.file.write_bytes(b"torn")
         suite = active(learn=True, idle_s=0.05, drafts=True)
@@ -480,7 +480,7 @@ class TestLearning:
         for one in CONVERSATIONS:
             remember(store.directory, one.messages, title=one.title)
         wait_until(store.file.exists)
-        assert report(suite)["learnt"] == len(CONVERSATIONS)
+        assert report(suite)["learned"] == len(CONVERSATIONS)
         ask(llama, n=24)
         assert report(suite)["pairs"] == len(store.pairs.keys)
         assert report(suite)["mixed"] > 0
@@ -490,7 +490,7 @@ class TestLearning:
 
 class TestEngines:
     def test_hidden_states_of_a_batch_that_failed(self, store, active, make):
-        """They come before those of the next batch, and belong to none of its logits."""
+        """Those states precede the next batch's states, and belong to none of its logits."""
         store.write()
         suite = active()
         settings = {"n_ubatch": 4, "logits_all": True}
@@ -528,7 +528,7 @@ class TestEngines:
         assert report(suite)["left_alone"] == {}
 
     def test_two_threads_and_one_datastore(self, store, active, make, mixed):
-        """Which is selected again and again meanwhile."""
+        """The datastore is selected again and again meanwhile."""
         store.write()
         suite = active()
         llamas = [make(), make()]
@@ -561,7 +561,7 @@ class TestEngines:
 
 
 class TestDrafts:
-    """From the archive beside the datastore: fewer batches, and not another word."""
+    """Drafts from the archive beside the datastore: fewer batches and the same text."""
 
     @pytest.fixture
     def archive(self, store, reference_model):
@@ -609,6 +609,6 @@ class TestDrafts:
         active(drafts=True, mix=False)
         llama = make()
         for _ in range(2):
-            with pytest.raises(PluginError, match="are tokens of another model"):
+            with pytest.raises(PluginError, match="were tokenized for another model"):
                 ask(llama)
         assert llama.draft_model is None

@@ -1,4 +1,4 @@
-"""Drafts of the running app: the same text, from what the archive holds at the time."""
+"""Drafts in a running app: the same text, proposed from the archive's current content."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from llmaas_plugins.knn_lm.segments import Binding
 from llmaas_plugins.service import LLMService
 
 N = 24
-ONE_BY_ONE = {"n_ubatch": 1}  # the same kernels, whatever a batch holds
+ONE_BY_ONE = {"n_ubatch": 1}  # uses the same kernels for every batch
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory, reference_model):
-    """An archive of what the model says itself, so that it is proposed and accepted."""
+    """Return an archive of the model's own text, so that drafts are proposed and accepted."""
     with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
         said = {q: llama.detokenize(ask(llama, q)).decode() for q in QUESTIONS}
     chats = [
@@ -43,7 +43,7 @@ def filled(tmp_path_factory, reference_model):
 
 @pytest.fixture
 def store(filled, tmp_path):
-    """A copy of the archive for one test."""
+    """Return a copy of the archive for one test."""
     return shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
 
 
@@ -80,7 +80,7 @@ def counts(suite):
 
 
 def draft_of(suite):
-    """The draft model of the only engine; it is on the engine during requests alone."""
+    """Return the only engine's draft model, which the engine has during requests alone."""
     (draft,) = suite.plugin("knn_lm")._proposer._all()
     return draft
 
@@ -93,6 +93,24 @@ def test_the_text_is_the_model_s_own_and_much_of_it_was_proposed(store, referenc
         proposed, accepted = counts(suite)
         assert proposed >= accepted > N
         assert suite.status()["plugins"]["knn_lm"]["mixed"] == 0
+
+
+def test_a_model_that_was_replaced_since_it_was_loaded_is_proposed_nothing(
+    store, reference_model, tmp_path, caplog
+):
+    """The archive belongs to the file now at the path; the loaded file is unknown."""
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(reference_model, path)
+    table = {"store": str(store), "drafts": True, "mix": False}
+    with contextlib.closing(Llama(str(path), **ENGINE)) as llama:
+        path.unlink()
+        shutil.copyfile(reference_model, path)
+        with activate({"on_error": "raise", "plugins": {"knn_lm": table}}) as suite:
+            for question in QUESTIONS:
+                ask(llama, question)
+            assert counts(suite) == (0, 0)
+            assert suite.plugin("knn_lm")._proposer._all() == []
+    assert caplog.text.count("proposes nothing for model.gguf: its model was loaded before") == 1
 
 
 def test_a_request_can_do_without(store, reference_model):
@@ -161,13 +179,13 @@ def test_tokens_of_another_model_are_refused(tmp_path, reference_model):
         archive._segment_for(1, archive.binding)
     with (
         proposing(tmp_path, reference_model) as (_, llama),
-        pytest.raises(PluginError, match="tokens of another model"),
+        pytest.raises(PluginError, match="tokenized for another model"),
     ):
         ask(llama, QUESTIONS[0])
 
 
 def test_where_the_app_reads_the_tokens_so_far_nothing_is_proposed(store, reference_model):
-    """They would be shown tokens that nobody said."""
+    """The app would see tokens that were never accepted."""
 
     def seen(llama, **given):
         lengths = []
@@ -211,7 +229,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_draw_what_they_draw_without_drafts(store, reference_model, name):
-    """Each sees a token once, when it is said: what is proposed in vain is not shown to them."""
+    """Each sampler sees a token once, when it is accepted; rejected drafts are not shown to it."""
 
     def texts(llama):
         for question in QUESTIONS:
@@ -230,7 +248,7 @@ def test_samplers_draw_what_they_draw_without_drafts(store, reference_model, nam
 
 
 def test_afterwards_the_engine_is_as_vanilla_has_it(store, reference_model):
-    """A short batch of the app's own gives the logits of its last token, and no others."""
+    """A short batch of the app's own gives the logits of its last token only."""
 
     def read(llama):
         ask(llama, QUESTIONS[0])

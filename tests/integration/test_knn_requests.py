@@ -1,4 +1,4 @@
-"""What a request gets while knn_lm is on: one distribution, under every sampler and way to ask."""
+"""knn_lm's effect on requests: one distribution, under every sampler and kind of request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmaas_patches import serving_context
 from llmaas_plugins import activate
 
 ONE_BY_ONE = {"n_ubatch": 1, "flash_attn": True}
-"""Then a token's logits do not depend on which others were evaluated with it."""
+"""With these, a token's logits do not depend on the other tokens of its batch."""
 
 NAME = {"enum": ["Bruno", "Anna"]}
 NAMES = {"type": "object", "properties": {"name": NAME}, "required": ["name"]}
@@ -47,7 +47,7 @@ SAMPLERS = {
 
 
 class Witness(Natives):
-    """Sees hidden states and logits before the plugin does, by a tap of its own."""
+    """Plugin that taps hidden states and logits before the tested plugin changes them."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Witness(Natives):
 
 
 class Steps:
-    """Counts batches."""
+    """Counter of batches."""
 
     n = 0
 
@@ -94,7 +94,7 @@ def store(pairs, tmp_path):
 
 @pytest.fixture
 def mixing(store):
-    """Activate with the datastore; activating again is another life of the process."""
+    """Return a function that activates with the datastore; each activation is a new life."""
     with contextlib.ExitStack() as stack:
 
         def start(witness=None, plugins=(), **table):
@@ -112,7 +112,7 @@ def tokens_of(llama, question):
 
 
 def watched(llama, prompt, n=12, sampling=SAMPLERS["greedy"], processor=None):
-    """The next tokens, and the logits from which each was sampled."""
+    """Return the next tokens, and the logits from which each was sampled."""
     rows = []
 
     def watch(input_ids, scores):
@@ -142,7 +142,7 @@ def mixed(suite):
 
 @pytest.fixture
 def vanilla(make):
-    """What stock llama-cpp-python does, when it is asked the same on an engine of the same kind."""
+    """Return a function that runs stock llama-cpp-python's sampling on a similar engine."""
 
     def ask(does, **engine):
         assert llmaas_plugins.active_suite() is None
@@ -155,7 +155,7 @@ def vanilla(make):
 class TestDistribution:
     @pytest.mark.parametrize("question", QUESTIONS)
     def test_is_that_of_the_equations(self, mixing, make, pairs, question):
-        """As a search in all keys gives it, from hidden states that were tapped independently."""
+        """A search in all keys gives the expectation, from hidden states tapped independently."""
         witness = Witness()
         suite = mixing(witness)
         llama = make()
@@ -170,7 +170,7 @@ class TestDistribution:
 
     @pytest.mark.parametrize("name", SAMPLERS)
     def test_is_what_every_sampler_samples_from(self, mixing, make, vanilla, name):
-        """Vanilla's own samplers draw the same tokens when they are given the same logits."""
+        """Vanilla's own samplers draw the same tokens from the same logits."""
 
         def ask(llama, processor=None):
             prompt = tokens_of(llama, QUESTIONS[1])
@@ -186,7 +186,7 @@ class TestDistribution:
         assert not np.array_equal(rows[0], alone[0])
 
     def test_leaves_banned_tokens_banned(self, mixing, make):
-        """Those that another plugin banned, and those that the app's bias bans."""
+        """Tokens may be banned by another plugin or by the app's bias."""
 
         class Ban:
             @hookimpl(tryfirst=True)
@@ -214,7 +214,8 @@ class TestDistribution:
         (token,), (row,) = watched(llama, prompt, 1)
         assert [llama.sample(temp=0.0) for _ in range(3)] == [token] * 3
         assert mixed(suite) == 1
-        (_, again) = watched(llama, prompt, 1)  # Llama samples what it has, and evaluates nothing
+        # Llama samples from present logits, and evaluates nothing
+        (_, again) = watched(llama, prompt, 1)
         assert np.array_equal(again[0], row)
 
     def test_grammar_holds(self, mixing, make):
@@ -228,7 +229,7 @@ class TestDistribution:
 
 
 def rows_of(llama):
-    """Logits of a few tokens of each question, in one array, and all tokens."""
+    """Return logits of a few tokens of each question in one array, and all tokens."""
     found = [watched(llama, tokens_of(llama, question), 6) for question in QUESTIONS]
     tokens, rows = zip(*found, strict=True)
     return list(itertools.chain(*tokens)), np.concatenate(rows)
@@ -239,7 +240,7 @@ def same(found, expected):
 
 
 class TestVanilla:
-    """Bit for bit, where nothing is to be mixed."""
+    """Bit-identical results where nothing is to be mixed."""
 
     @pytest.fixture
     def alone(self, vanilla):
@@ -250,7 +251,7 @@ class TestVanilla:
         assert not same(rows_of(make()), alone)
 
     @pytest.mark.parametrize("table", [{"alpha": 0.0}, {"skip_above": 0.0}], ids=str)
-    def test_when_neighbours_have_no_weight_or_are_never_searched(self, mixing, make, alone, table):
+    def test_when_neighbors_have_no_weight_or_are_never_searched(self, mixing, make, alone, table):
         suite = mixing(**table)
         assert same(rows_of(make()), alone)
         report = suite.status()["plugins"]["knn_lm"]
@@ -258,7 +259,7 @@ class TestVanilla:
         assert (report["skipped"], report["mixed"]) == (n_skipped, len(alone[0]) - n_skipped)
 
     def test_when_the_model_is_sure_enough(self, mixing, make, alone):
-        """For each token anew."""
+        """The decision is made anew for each token."""
         witness = Witness()
         suite = mixing(witness, skip_above=0.5)
         _, rows = rows_of(make())
@@ -283,7 +284,7 @@ class TestVanilla:
         assert same(rows_of(llama), ours)
 
     def test_when_a_request_that_needs_no_evaluation_does_without(self, mixing, make, alone):
-        """``Llama`` samples again from logits that it has, and those were mixed before."""
+        """``Llama`` samples again from present logits, which were mixed before."""
         mixing()
         llama = make()
         prompt = tokens_of(llama, QUESTIONS[0])
@@ -307,11 +308,11 @@ class TestVanilla:
 
 
 class TestWaysToAsk:
-    """All give the same text, whatever was evaluated together, restored or proposed."""
+    """Same text for all kinds of requests, whatever is batched, restored or proposed."""
 
     @pytest.fixture
     def ours(self, mixing, make):
-        """Replies of an engine with nothing special, and the suite goes on."""
+        """Return replies of a plain engine; the suite stays active."""
 
         def replies(**suite):
             mixing(**suite)
@@ -343,7 +344,7 @@ class TestWaysToAsk:
         assert [said(llama, question) for question in QUESTIONS] == expected
 
     def test_drafts_are_verified_against_the_mixture(self, ours, make):
-        """A text that repeats itself, so that some proposals are right."""
+        """The text repeats itself, so that some drafts are right."""
         steps = Steps()
         ours(witness=steps)
         drafts = LlamaPromptLookupDecoding(num_pred_tokens=4)
@@ -374,7 +375,7 @@ class TestWaysToAsk:
             assert [said(llama, question) for question in QUESTIONS] == expected
 
     def test_states_that_the_app_saved(self, ours, make):
-        """They hold logits that were mixed; what is loaded is evaluated again all the same."""
+        """Saved states hold mixed logits, so a loaded state is evaluated again."""
         expected = ours()
         llama = make(**ONE_BY_ONE)
         saved = []
@@ -391,7 +392,7 @@ class TestWaysToAsk:
                 assert said(llama, question) == alone
 
     def test_logprobs_are_the_models_own(self, ours, make, mixing):
-        """``Llama`` copies them before anything is sampled."""
+        """``Llama`` copies the logits before anything is sampled."""
         ours()
         llama = make(logits_all=True, **ONE_BY_ONE)
         prompt = f"User: {QUESTIONS[0]}\nAssistant:"
@@ -414,7 +415,7 @@ class TestWaysToAsk:
             assert [said(llama, question) for llama in llamas] == [reply] * 2
 
     def test_token_by_token_in_turns(self, ours, make):
-        """Two requests at once on two engines, one of them without the plugin."""
+        """Two requests alternate on two engines, one of them without the plugin."""
         ours()
         llamas = [make(**ONE_BY_ONE) for _ in range(2)]
         prompt = tokens_of(llamas[0], QUESTIONS[0])
@@ -437,7 +438,7 @@ class TestWaysToAsk:
         assert with_ != without
 
     def test_contexts_that_are_restored(self, ours, mixing, make, tmp_path):
-        """With kv_chunks on, in turns and in a second life."""
+        """With kv_chunks, contexts take turns and come back in a second life."""
         kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
         plugins = {"kv_chunks": kept}
         expected = ours()
@@ -454,7 +455,7 @@ class TestWaysToAsk:
             llama.close()
 
     def test_contexts_that_do_without_kv_chunks(self, mixing, make, tmp_path):
-        """Nothing of them is kept, and nothing is restored for them."""
+        """Such contexts are neither saved nor restored."""
         kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
         suite = mixing(plugins={"kv_chunks": kept})
         llama = make(**ONE_BY_ONE)
@@ -493,11 +494,11 @@ def server(pairs, tmp_path_factory):
 
 
 class TestService:
-    """``llmaas serve``, asked by an unmodified OpenAI client and by our own."""
+    """``llmaas serve``, called by an unmodified OpenAI client and by our own."""
 
     @pytest.fixture
     def chat(self, server):
-        """The reply to a question, without some plugins."""
+        """Return the reply to a question, without some plugins."""
         openai = pytest.importorskip("openai")
 
         def chat(question, *without, stream=False):
@@ -516,7 +517,7 @@ class TestService:
 
     @pytest.fixture
     def said_here(self, make):
-        """What ``Llama`` says to the questions in this process, with the server's settings."""
+        """Return ``Llama``'s answers in this process, with the server's settings."""
 
         def say():
             with contextlib.closing(make(**(SERVED | {"flash_attn": True}))) as llama:
@@ -569,7 +570,7 @@ class TestService:
 
 
 def post(server, path, body, headers):
-    """Status and body of an answer; a header may come more than once."""
+    """Return an answer's status and body; a header may occur more than once."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     with contextlib.closing(connection):
         connection.putrequest("POST", path)
@@ -591,7 +592,7 @@ def mixer_of(suite, llama):
 
 
 class TestTrust:
-    """Whether the datastore is trusted by what it makes of the prompt."""
+    """Trust in the datastore, derived from how it predicts the prompt."""
 
     KNOWN = (
         f"User: {QUESTIONS[1]}\nAssistant: At seven, from the pier.\n"
@@ -600,7 +601,7 @@ class TestTrust:
 
     @staticmethod
     def weight(suite, llama, prompt, n=1):
-        """The trust that a prompt has, after ``n`` tokens of a reply."""
+        """Return a prompt's trust after ``n`` tokens of a reply."""
         tokens = llama.tokenize(prompt.encode(), special=True)
         stream = llama.generate(tokens, temp=0.0)
         for _ in range(n):
@@ -609,7 +610,7 @@ class TestTrust:
 
     @pytest.fixture
     def expected(self, make, mixing):
-        """The trust of a known text, evaluated at once by a process that did nothing before."""
+        """Return the trust of a known text, evaluated at once by a fresh process."""
         with mixing(look_back=32) as suite, contextlib.closing(make(**ONE_BY_ONE)) as llama:
             return self.weight(suite, llama, self.KNOWN)
 
@@ -617,7 +618,8 @@ class TestTrust:
         assert expected > 0.9
         other = "The treaty of 1648 ended a war between 12 states, as numbers 7 and 9 of it say,"
         with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
-            assert self.weight(suite, llama, other) < 0.25  # and what is far has no say anyway
+            # and distant neighbors have no weight anyway
+            assert self.weight(suite, llama, other) < 0.25
 
     @pytest.mark.parametrize("n_batch", [1, 5, 31, 32, 33])
     def test_is_the_same_in_whatever_batches(self, make, mixing, expected, n_batch):
@@ -643,7 +645,7 @@ class TestTrust:
 
     def test_is_the_same_after_a_restart_that_restores_cells(self, make, mixing, tmp_path):
         kv = {"kv_chunks": {"store": str(tmp_path / "kv"), "codec": "lossless"}}
-        long = "What Anna wrote to Bruno in the winter. " * 3 + self.KNOWN
+        long = "Anna wrote to Bruno in the winter. " * 3 + self.KNOWN
         texts = set()
         for turn in range(3):
             with mixing(look_back=32, plugins=kv) as suite:
@@ -682,9 +684,9 @@ class TestTrust:
                 said(llama, QUESTIONS[2], n=n_tokens)
                 pointer = llama_cpp.llama_get_logits(llama.ctx)
                 found.append(np.ctypeslib.as_array(pointer, shape=(llama.n_vocab(),)).copy())
-                with contextlib.suppress(RuntimeError):  # one that fails
+                with contextlib.suppress(RuntimeError):  # a request that fails
                     next(llama.generate([10**6], temp=0.0))
-                stream = llama.generate(tokens, temp=0.0)  # one that stays open
+                stream = llama.generate(tokens, temp=0.0)  # a stream that stays open
                 next(stream)
                 llama.reset()
                 llama.eval(tokens[:n])

@@ -33,7 +33,7 @@ class Engine:
         assert decode(self.ctx, tokens[start:end], start) == 0
 
     def go_on(self, tokens=TOKENS):
-        """Evaluate what comes behind ``N`` tokens; what these got from it."""
+        """Evaluate the tokens after the first ``N``; return the attention that these received."""
         self.density.take(256)
         for start, end in MORE:
             self.evaluate(start, end, tokens)
@@ -63,7 +63,7 @@ class Engine:
 
 @pytest.fixture(params=[0, 1], ids=["softmax", "flash"])
 def engine(request, reference_model):
-    """One with room for several contexts."""
+    """Yield an engine with room for several contexts."""
     plugin = Claimer()
     settings = {"n_ctx": 512, "n_batch": 512, "n_seq_max": 8, "kv_unified": True}
     with (
@@ -76,7 +76,7 @@ def engine(request, reference_model):
 
 @pytest.fixture
 def stayed(engine):
-    """What those who never leave get; nothing of that context is left."""
+    """Return the attention in a context that never leaves; clear that context."""
     engine.evaluate(0, N)
     expected = engine.go_on()
     assert expected[1].all()
@@ -85,7 +85,7 @@ def stayed(engine):
 
 
 def assert_same(found, expected):
-    """But for what other batches and another order of cells change: neighbours differ by more."""
+    """Allow differences of other batches and another cell order; neighbors differ by more."""
     assert np.array_equal(found[1], expected[1])
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-2)
     assert np.abs(np.diff(expected[0]) / expected[0][1:]).max() > 0.2
@@ -136,7 +136,7 @@ def test_where_less_comes_back_than_was_said(engine, stayed):
 
 
 def test_parked_contexts_whose_cells_lie_anyhow(engine, stayed):
-    """Between two others of which one left, so that later positions lie in earlier cells."""
+    """One of two surrounding contexts left, so later positions lie in earlier cells."""
     engine.drop(0)
     engine.place(0, 0)
     engine.evaluate(0, 40, OTHERS)
@@ -173,7 +173,7 @@ def test_chunks_get_what_their_positions_get(engine):
     sums, counts = engine.attention.take(40)
     exact_sums, exact_counts = engine.density.read(40)
     for i, part in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
-        share = counts[i] / exact_counts[part].sum()  # of the scores, one of ROW_STEP was looked at
+        share = counts[i] / exact_counts[part].sum()  # one of ROW_STEP scores was sampled
         assert 0.5 / ROW_STEP < share < 2 / ROW_STEP
         exact = exact_sums[part].sum() / exact_counts[part].sum()
         assert sums[i] / counts[i] == pytest.approx(exact, rel=0.3)
@@ -181,7 +181,7 @@ def test_chunks_get_what_their_positions_get(engine):
 
 
 def test_attention_adds_up_over_calls(engine):
-    """Two takes make one; what a chunk got before its tokens were others' is not counted."""
+    """Two takes add up to one; attention counts only from a chunk's current tokens on."""
     engine.evaluate(0, 40)
     parts = [engine.attention.take(40)]
     engine.evaluate(40, 75)

@@ -1,4 +1,4 @@
-"""Contexts of a whole app: shared, deleted, kept over restarts, never given to the wrong one."""
+"""Contexts in an app: shared, deleted, kept over restarts, never given to the wrong one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOREIGN = [1, *RNG.integers(300, 4000, 39).tolist()]
 
 
 def ask(llama, tokens, n=6, context_id=None):
-    """``n`` greedy tokens."""
+    """Return ``n`` greedy tokens."""
     named = contextlib.nullcontext() if context_id is None else serving_context(context_id)
     with named:
         generator = llama.generate(tokens, temp=0.0)
@@ -45,12 +45,12 @@ def ask(llama, tokens, n=6, context_id=None):
 def store_of(suite):
     suite.settle()
     store = suite.plugin("kv_chunks")._store
-    store.flush()  # waits for the one in the background
+    store.flush()  # waits for the background save
     return store
 
 
 def report(suite):
-    """The plugin's status; nothing may be pinned between requests."""
+    """Return the plugin's status; nothing may be pinned between requests."""
     store = chunks_at_rest(suite)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return suite.status()["plugins"]["kv_chunks"]
@@ -144,6 +144,7 @@ def test_only_the_first_request_waits_until_a_model_is_identified(make, suite, m
             patch.setattr(plugin, "cell_identity", unknown)
             for _ in range(2):
                 ask(llama, CHAT)
+            active.settle()
         assert waits == [2.0, 0.0, 0.0, 0.0]  # restore, save, restore, save
         ask(llama, CHAT)
         assert report(active)["saves"] == 1
@@ -177,7 +178,7 @@ def test_deleting_without_a_single_context_is_fine(suite):
 
 
 def write_lora(path, seed):
-    """An adapter that changes every K of the first layer."""
+    """Write an adapter that changes every K of the first layer."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -213,7 +214,7 @@ def test_cells_of_other_settings_are_a_miss(make, suite, loras, settings):
         settings = settings | {"lora_path": loras[0]}
     expected = ask(make(**settings), FOREIGN)
     active = suite()
-    for changed in ({}, settings):  # the second must not find what the first stored
+    for changed in ({}, settings):  # the second must not find the first one's chunks
         llama = make(**changed)
         answer = ask(llama, FOREIGN)
         llama.close()
@@ -228,7 +229,7 @@ def test_cells_of_other_settings_are_a_miss(make, suite, loras, settings):
 
 @pytest.fixture
 def answers(suite):
-    """Ask a model file of one's own something, in a new life of the process; what was restored."""
+    """Return a function that asks a model in a new life and counts restored tokens."""
 
     def find(path, n_ctx=512, meanwhile=lambda: None):
         active = suite()
@@ -255,10 +256,11 @@ def test_a_file_that_is_replaced_after_loading_is_never_taken_for_the_loaded_one
     old, new = (write_family("llama", tmp_path / f"{i}.gguf", seed=i) for i in range(2))
     content = new.read_bytes()
     assert answers(old, meanwhile=lambda: new.replace(old)) == 0
-    assert answers(old) == 0  # the new one
+    assert answers(old) == 0  # the new file
     assert answers(old) == len(FOREIGN)
-    assert answers(old, meanwhile=lambda: old.write_bytes(content)) == 0  # mapped, so written to
-    assert "its file was written to while it is in use" in caplog.text
+    # the file is mapped, so write to it
+    assert answers(old, meanwhile=lambda: old.write_bytes(content)) == 0
+    assert "its model file was written to while in use" in caplog.text
 
 
 def test_splits_behind_the_first_count(answers, tmp_path):
@@ -326,7 +328,7 @@ def test_embedding_contexts_stay_vanilla(make, suite, caplog):
     n_seq_max = llama_cpp.llama_n_seq_max(llama.ctx)
     assert llama.embed(text) == expected
     assert active.status()["plugins"]["kv_chunks"]["left_alone"] == [f"{MODEL}: embedding context"]
-    assert f"kv_chunks leaves a context as it is: {MODEL}: embedding context" in caplog.text
+    assert f"kv_chunks does not serve a context: {MODEL}: embedding context" in caplog.text
     llama.close()
     active.deactivate()
     assert llama_cpp.llama_n_seq_max(make(embedding=True).ctx) == n_seq_max
@@ -341,7 +343,7 @@ def test_contexts_with_sequences_of_their_own_stay_vanilla(make, suite):
     assert llama_cpp.llama_n_seq_max(ctx) == 3
     llama_cpp.llama_free(ctx)
     left_alone = active.status()["plugins"]["kv_chunks"]["left_alone"]
-    assert left_alone == [f"{MODEL}: 3 sequences of the app's own"]
+    assert left_alone == [f"{MODEL}: the app itself uses 3 sequences"]
     llama.close()
 
 
@@ -400,7 +402,7 @@ def test_store_in_use_by_another_process(make, tmp_path, suite):
     with pytest.raises(PluginError, match=r"is in use by this process already\. Stop it, or set "):
         make()
     other.close()
-    llama = make()  # it may be stopped while the app runs
+    llama = make()  # the server may be stopped while the app runs
     assert ask(llama, CHAT) == expected
     assert report(active)["chunks"] > 0
     llama.close()
@@ -443,7 +445,7 @@ def test_cells_that_are_not_finite_keep_every_bit(make, suite):
     first_k = 24 + 12 * n_cells + 12  # where the rows of the first layer's K begin
     row = cells[first_k + 256 * cell : first_k + 256 * (cell + 1)].view("<f2")
     row[5:8] = np.inf, -np.inf, np.nan
-    put = llama_cpp.llama_state_seq_set_data.__wrapped__  # or the suite would know
+    put = llama_cpp.llama_state_seq_set_data.__wrapped__  # bypasses the suite
     pointer = cells.ctypes.data_as(llama_cpp.ctypes.POINTER(llama_cpp.ctypes.c_uint8))
     assert put(llama.ctx, pointer, cells.nbytes, 0) == cells.nbytes
     generator.close()

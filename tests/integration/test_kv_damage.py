@@ -1,9 +1,10 @@
-"""Damaged stores under an app: what is sound is used, the rest evaluated, the text the same."""
+"""Damaged stores under an app: intact chunks are used, the rest is evaluated, texts are equal."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sqlite3
 
@@ -13,8 +14,8 @@ import pytest
 from background import chunks_at_rest
 from llama_cpp import Llama
 
-from llmaas_hooks import Request
-from llmaas_plugins import activate
+from llmaas_hooks import CodecError, Request
+from llmaas_plugins import _native, activate
 from llmaas_plugins._native import (
     Codec,
     KVGeometry,
@@ -23,6 +24,7 @@ from llmaas_plugins._native import (
     chunk_bound,
     chunk_encode,
 )
+from llmaas_plugins.kv_chunks.cells import Cells
 from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.layouts import pack_layout
 
@@ -30,7 +32,7 @@ RNG = np.random.default_rng(3)
 PROMPT = [1, *RNG.integers(300, 4000, 179).tolist()]  # 11 chunks and a piece
 FOREIGN = [1, *RNG.integers(300, 4000, 40).tolist()]
 N_TOKENS = 8
-BUDGETS = {  # RAM, which decides how large the transfer buffers are
+BUDGETS = {  # RAM budgets, which decide the size of the transfer buffers
     "one segment": "256 MiB",
     "segments of chunks": "4 MiB",
     "segments of one chunk": "1 MiB",
@@ -46,7 +48,7 @@ def vanilla_answer(reference_model):
 
 @pytest.fixture(scope="module")
 def original(reference_model, tmp_path_factory):
-    """Files of a store that holds the prompt's context."""
+    """Return the files of a store that holds the prompt's context."""
     directory = tmp_path_factory.mktemp("original") / "kv"
     config = {"plugins": {"kv_chunks": {"codec": "lossless", "store": str(directory)}}}
     with activate(config):
@@ -73,14 +75,14 @@ def ask(llama, tokens, n=N_TOKENS):
 
 
 def report(suite):
-    """The plugin's status; nothing may be pinned between requests."""
+    """Return the plugin's status; nothing may be pinned between requests."""
     store = chunks_at_rest(suite)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return suite.status()["plugins"]["kv_chunks"]
 
 
 def row(kv, i):
-    """Key, file offset and size of the prompt's chunk ``i``."""
+    """Return the key, file offset and size of the prompt's chunk ``i``."""
     tokens = np.array(PROMPT[16 * i : 16 * (i + 1)], "<i4").tobytes()
     with contextlib.closing(sqlite3.connect(kv / "index.sqlite")) as db:
         found = db.execute("SELECT key, offset, size FROM chunks WHERE tokens = ?", (tokens,))
@@ -105,7 +107,7 @@ def flip(kv, i):
 
 
 def forge(kv, i):
-    """Put a chunk of another geometry in its place: key and checksum are right, the rest is not."""
+    """Replace a chunk by one of another geometry, with the right key and checksum."""
     key, offset, _ = row(kv, i)
     geometry = KVGeometry(2, False, 1, 1, (128, 128), (128, 128))
     blob, out = np.zeros(blob_size(geometry, 16), np.uint8), bytearray(60_000)
@@ -178,7 +180,7 @@ def test_lost_slab_is_a_new_start(make, suite, kv, vanilla_answer):
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize(("damaged", "n_kept"), [(None, 0), (8, 0), (0, 0), (8, 40), (3, 40)])
 def test_cells_are_those_that_were_promised(make, suite, kv, budget, damaged, n_kept):  # noqa: PLR0917
-    """A restore leaves exactly the named positions behind, and its scratch sequence empty."""
+    """A restore leaves exactly the reported positions behind, and its scratch sequence empty."""
     if damaged is not None:
         flip(kv, damaged)
     active = suite(ram_budget=budget)
@@ -249,6 +251,47 @@ def test_wrong_layout_costs_one_evaluation(make, suite, kv, vanilla_answer, chan
     assert ask(llama, PROMPT) == vanilla_answer
     assert report(active)["restored_tokens"] == len(PROMPT)
     llama.close()
+
+
+def refuses(*_):
+    return False
+
+
+def finds_others(*_):
+    raise CodecError("other cells")
+
+
+BREAKS = {
+    "the engine refused stored cells": (Cells, "replace", refuses),
+    "are not saved: other cells": (_native, "blob_check", finds_others),
+}
+
+
+@pytest.mark.parametrize("told", BREAKS)
+def test_an_engine_that_goes_on_failing_is_told_once(make, suite, kv, caplog, told):
+    caplog.set_level(logging.INFO)
+    suite()
+    llama = make()
+    prompts = [FOREIGN, PROMPT]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*BREAKS[told])
+        for prompt in prompts * 3:
+            ask(llama, prompt, 1)
+    for prompt in prompts:
+        ask(llama, prompt, 1)
+    llama.close()
+    assert caplog.text.count(told) == 1
+    assert caplog.text.count("it works again, after") == 1
+
+
+def test_an_unusable_layout_is_told_once(make, suite, kv, caplog):
+    edit(kv, "UPDATE geometry SET layout = '{' WHERE layout LIKE '%n_layer%'")
+    suite()
+    llama = make()
+    for i in range(5):  # too short to be saved, so nothing repairs the damage
+        ask(llama, PROMPT[: 3 + i], 1)
+    llama.close()
+    assert caplog.text.count("stored layout of this model's cells is invalid") == 1
 
 
 def test_full_disk_leaves_the_app_alone(make, suite, tmp_path, vanilla_answer):

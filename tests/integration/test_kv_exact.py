@@ -1,4 +1,4 @@
-"""Lossless contexts: swapped out and restored, they go on with the very logits of vanilla."""
+"""Lossless contexts: after swap-out and restore, their logits are vanilla's bit for bit."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ N_FIRST, N_THEN = 4, 16
 
 
 def grown(prompt, answer):
-    """The prompt after the answer, of which the last token was not evaluated yet."""
+    """Return the prompt after the answer, whose last token was not evaluated yet."""
     return [*prompt, *answer[:-1], *MORE]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, reference_model):
-    """Settings, and what vanilla makes of the prompts when nothing comes between two requests."""
+    """Return settings, and vanilla's logits with nothing between two requests."""
     settings = {"n_ctx": 256, "seed": 1, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
     settings |= CASES[request.param]
 
@@ -52,7 +52,7 @@ def case(request, reference_model):
 
 
 def report(suite):
-    """The plugin's status; nothing may be pinned between requests."""
+    """Return the plugin's status; nothing may be pinned between requests."""
     store = chunks_at_rest(suite)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return suite.status()["plugins"]["kv_chunks"]
@@ -62,7 +62,7 @@ def check(llama, prompt, expected):
     answer, tokens, logits = expected
     found, rows = ask(llama, grown(prompt, answer), N_THEN)
     assert found == tokens
-    assert np.array_equal(rows, logits)  # bit by bit
+    assert np.array_equal(rows, logits)  # bit for bit
 
 
 def test_restored_from_ram(case, suite):
@@ -81,7 +81,7 @@ def test_restored_from_ram(case, suite):
 
 
 def test_restored_behind_a_prefix_that_stayed(case, suite):
-    """Both contexts begin alike: only what differs is loaded, behind cells that never left."""
+    """Both contexts begin alike: only the difference is loaded, behind cells that stayed."""
     make, expected = case
     active = suite(disk_budget=0)
     with make() as llama:
@@ -108,7 +108,7 @@ def test_restored_in_another_life(case, suite):
 
 
 def test_restored_in_segments(case, suite):
-    """The transfer buffers, and RAM, hold a fraction of the context."""
+    """The transfer buffers and RAM hold only a fraction of the context."""
     make, expected = case
     suite(ram_budget="1 MiB")
     with make() as llama:

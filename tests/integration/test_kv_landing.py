@@ -1,4 +1,4 @@
-"""Stored chunks decoded straight into the engine's cells: what comes through the buffers, too."""
+"""Stored chunks decoded straight into the engine's cells, against a restore through buffers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAST = PARKED_SEQUENCES[-1]
 
 
 def opener(path, **settings):
-    """Makes an engine of its own each time."""
+    """Return a function that makes a new engine each time."""
     settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1} | settings
     return lambda: contextlib.closing(Llama(str(path), **settings))
 
@@ -63,7 +63,7 @@ def make_one(reference_model):
 
 @pytest.fixture
 def stored(suite, make_one):
-    """Activates, and lets the store have the prompt's chunks."""
+    """Return a function that activates and stores the prompt's chunks."""
 
     def store(make=make_one, **table):
         active = suite(**{"codec": "tolerance"} | table)
@@ -78,7 +78,7 @@ def stored(suite, make_one):
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Tokens that each restore brought: straight to their cells, and through the buffers."""
+    """Record each restore's tokens: those sent straight to their cells, and through buffers."""
     found = []
 
     def watch(name, n_tokens):
@@ -98,31 +98,31 @@ def ways(monkeypatch):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Chunk by chunk is handed to the threads, as if chunks were large."""
+    """Give the threads one chunk at a time, as if chunks were large."""
     monkeypatch.setattr(landing, "records", lambda chunks, *_: loading.records(chunks, 1))
 
 
 def staged(suite, llama, prompt=PROMPT):
-    """A restore through the buffers."""
+    """Restore through the buffers."""
     transfer_of(suite, llama)._memory = None
     return restore(suite, llama, prompt)
 
 
 def keep(suite, llama, n):
-    """Let the engine hold so many tokens of the prompt, and others behind them."""
+    """Fill the engine with ``n`` tokens of the prompt and other tokens after them."""
     restore(suite, llama, PROMPT[:n])
     llama.eval(FOREIGN[1:])
 
 
 def go_on(llama):
-    """Logits behind what the engine holds; nothing is saved."""
+    """Return the logits after the engine's tokens; nothing is saved."""
     llama.eval(MORE)
     row = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
     return np.ctypeslib.as_array(row, shape=(llama.n_vocab(),)).copy()
 
 
 def assert_alike(suite, one, other):
-    """Both engines go on with the same logits, and look at the same chunks."""
+    """Both engines continue with the same logits and the same attention to chunks."""
     assert np.array_equal(go_on(one), go_on(other))
     n = len(PROMPT) + len(MORE)
     looks = [np.array(transfer_of(suite, llama)._attention.take(n)) for llama in (one, other)]
@@ -204,7 +204,7 @@ def test_lossless_cells_are_vanillas(make, stored, ways):
 
 @pytest.mark.usefixtures("small_pieces")
 def test_another_life_with_little_ram(stored, suite, make_one, ways):
-    """Threads compete for the room that chunks are read into."""
+    """Threads compete for the memory that chunks are read into."""
     stored()
     active = suite(codec="tolerance", ram_budget="1 MiB")
     with make_one() as one, make_one() as other:
@@ -242,7 +242,7 @@ def test_two_engines_at_the_same_time(stored, make_one, ways):
 
 
 def spoil(suite, llama, i):
-    """Let only the disk have the prompt's chunks, and flip a bit of one."""
+    """Leave the prompt's chunks on disk only, and flip a bit of one."""
     path = path_of(suite, llama, PROMPT)
     leave_ram(suite, llama, PROMPT)
     at = store_of(suite)._shelf.disk.file_offset(path[i].disk) + path[i].size // 2
@@ -314,7 +314,7 @@ def test_cells_between_parked_ones_are_loaded_through_the_buffers(make, stored, 
 
 
 def occupy(suite, llama, cells):
-    """Let another sequence have these cells of an empty engine."""
+    """Let another sequence occupy these cells of an empty engine."""
     llama.eval(FOREIGN)
     llama.eval(FOREIGN[: cells.stop - len(FOREIGN)])
     memory = llama_cpp.llama_get_memory(llama.ctx)
@@ -328,7 +328,7 @@ def occupy(suite, llama, cells):
 
 @pytest.fixture
 def under_way(monkeypatch):
-    """Threads that write to cells now; each takes its time."""
+    """Record the threads that write to cells now, and slow each one down."""
     writing, started = set(), threading.Event()
     original = loading._native.chunks_land_at
 
@@ -386,7 +386,7 @@ def test_a_restore_does_not_wait_for_threads_that_are_busy(make_one, stored, way
 
 @pytest.mark.usefixtures("small_pieces")
 def test_what_was_queued_for_a_restore_that_failed_never_begins(make_one, stored, under_way):
-    """A thread cannot be started: the pool keeps the job all the same."""
+    """When a thread cannot be started, the pool still keeps its job."""
     active, (_, started) = stored(), under_way
     pool, done = plugin_of(active)._workers.load, threading.Event()
     submit, left = pool.submit, [5]

@@ -1,4 +1,4 @@
-"""Memory as the kernel counts it, page cache included: the budget holds."""
+"""kv_chunks keeps its budget by the kernel's count of memory, page cache included."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from cgroups import file_bytes, memory_group
 
 MIB = 1 << 20
-# Whatever the budget: code, indexes, threads, 1 MiB of SQLite's log.
+# Independent of the budget: code, indexes, threads, 1 MiB of SQLite's log.
 OVERHEAD = 6 * MIB
-# "tolerance" reads attention: a layer's keys as floats, and the code for it.
+# "tolerance" reads attention: a layer's keys as floats, and the code for this.
 TAP, TAP_OF_A_CELL = MIB, 1 << 10
 N_CTX = 1024
 
@@ -39,7 +39,7 @@ print(json.dumps(status))
 
 
 def run(model, plugins, n_calls=24, own_files=None):
-    """Bytes that a process with these plugins needs at most, and their status."""
+    """Return the peak bytes of a process with these plugins, and their status."""
     job = json.dumps([str(model), plugins, N_CTX, n_calls])
     with memory_group() as group:
         done = subprocess.run(
@@ -47,7 +47,8 @@ def run(model, plugins, n_calls=24, own_files=None):
             stdout=subprocess.PIPE,
             check=True,
             preexec_fn=group.join,
-            env={**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0"},  # by chance, one is 2 MiB more
+            # a huge page would add 2 MiB by chance
+            env={**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0"},
         )
         if own_files is not None:
             shutil.rmtree(own_files)
@@ -60,7 +61,7 @@ def vanilla_peak(reference_model):
 
 
 def overhead(settings):
-    """Bytes beside the budget."""
+    """Return the bytes needed beside the budget."""
     n_cells = N_CTX + settings.get("parked_tokens", 0)
     is_tapped = settings["codec"] == "tolerance"
     return OVERHEAD + is_tapped * (TAP + n_cells * TAP_OF_A_CELL)

@@ -1,9 +1,9 @@
 """Contexts that come back from spare cells: the same cells, so the same logits.
 
-*The same bits* needs the same cells in the same places and batches split alike. What a context
-adds after it came back lies behind the cells of others, so its sums are taken in another order.
-That is rounding; how much of it is vanilla's own is measured here against its other way to compute
-attention, or to split batches.
+Equal bits need the same cells in the same places, and batches split alike. New tokens of a
+context that came back lie behind the cells of other contexts, so sums are taken in another order.
+Tests compare this rounding with vanilla's own, between its two ways to compute attention or
+between two batch splits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parks(patched):
 
 
 def blob(llama):
-    """The cells of sequence 0, read off by the engine."""
+    """Return the cells of sequence 0, as the engine exports them."""
     size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
     found = (llama_cpp.ctypes.c_uint8 * size)()
     assert llama_cpp.llama_state_seq_get_data(llama.ctx, found, size, 0) == size
@@ -50,7 +50,7 @@ def blob(llama):
 
 
 def follow(llama, prompt, tokens):
-    """Logits of a given continuation, so that rounding cannot lead it elsewhere."""
+    """Return the logits of a given continuation, which rounding cannot change."""
     rows = []
     for i in range(len(tokens)):
         _, row = ask(llama, [*prompt, *tokens[: i + 1]], 1)
@@ -74,7 +74,7 @@ def test_the_cells_that_come_back_are_those_that_left(make, parks, settings):
 
 
 def test_logits_are_vanillas_to_the_bit_while_the_places_are(make, parks, settings):
-    """The context that is left is the last in the cells; the one it is left for leaves no trace."""
+    """The parked context is last in the cells, and the context after it leaves no trace."""
     vanilla = make(**settings)
     answer, _ = ask(vanilla, PROMPT, 4)
     grown = [*PROMPT, *answer[:-1], *ENDINGS[0]]
@@ -83,7 +83,7 @@ def test_logits_are_vanillas_to_the_bit_while_the_places_are(make, parks, settin
     llama = make(**settings)
     ask(llama, PROMPT, 4)
     ask(llama, OTHER, 4)
-    # back, while nothing of the other one is kept: its cells are free again
+    # back, while the other context keeps nothing: its cells are free again
     resident, plugin.parking._park = plugin.parking._park, lambda *_: None
     found = ask(llama, grown, N_THEN)[1]
     plugin.parking._park = resident
@@ -126,7 +126,7 @@ def test_contexts_that_begin_alike_share_what_is_alike(make, parks):
 
 
 def test_a_full_context_finds_room_whatever_is_parked(make, parks):
-    """Talks that fill all of ``n_ctx`` in turn, in cells that get more and more mixed."""
+    """Conversations fill all of ``n_ctx`` in turn, in ever more fragmented cells."""
     plugin = parks()
     llama = make()
     talks = [[*SYSTEM, *RNG.integers(300, 4000, 100).tolist()] for _ in range(3)]
@@ -140,7 +140,7 @@ def test_a_full_context_finds_room_whatever_is_parked(make, parks):
 
 
 def test_cells_that_nobody_explains_are_not_parked(make, parks):
-    """Images, or batches of the app's own: Llama's books say something else."""
+    """Images or the app's own batches fill cells that Llama's books do not describe."""
     plugin = parks()
     llama = make()
     ask(llama, PROMPT, 1)
@@ -151,7 +151,7 @@ def test_cells_that_nobody_explains_are_not_parked(make, parks):
     llama._ctx.kv_cache_seq_rm(0, 50, -1)
     token = (llama_cpp.llama_token * 1)(7)  # the batch holds its address only
     batch = llama_cpp.llama_batch_get_one(token, 1)
-    for _ in range(len(OTHER) - 50):  # where the prompt's were
+    for _ in range(len(OTHER) - 50):  # the prompt's cells
         assert llama_cpp.llama_decode(llama.ctx, batch) == 0
     ask(llama, [2, 500, 501], 1)
     assert plugin.parking.n_cells == 0
@@ -159,7 +159,7 @@ def test_cells_that_nobody_explains_are_not_parked(make, parks):
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_models_with_two_kinds_of_cells(name, make, parks, tmp_path):
-    """A sliding window has no room for parked ones; all else is as ever."""
+    """A sliding window has no room for parked contexts; everything else works as usual."""
     from switching import Conversation
 
     from llmaas_eval.families import write_family

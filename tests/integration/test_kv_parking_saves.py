@@ -1,7 +1,7 @@
 """Contexts beside parked ones are saved too, although their cells lie in any order.
 
-The engine takes the first free cells for new tokens. When a parked context is given up, that may
-be the cells before those of the context in use.
+The engine puts new tokens into the first free cells. When a parked context is dropped, these may
+be cells before those of the context in use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTINGS = {"V transposed": {}, "flash attention": {"flash_attn": True}}
 
 
 class Spare:
-    """Gives every context spare cells, after ``kv_chunks`` had its say."""
+    """Plugin that gives every context spare cells, after ``kv_chunks`` has set its own number."""
 
     @hookimpl(trylast=True)
     def llmaas_context_create(self, create):
@@ -36,7 +36,7 @@ class Spare:
 
 @pytest.fixture(params=SETTINGS)
 def mixed(request, make, suite):
-    """An engine whose context grew into cells before its own, of one that was given up."""
+    """Return an engine whose context grew into earlier cells, left by a dropped context."""
     active = suite()
     active.hooks.register("spare", Spare())
     llama = make(**SETTINGS[request.param])
@@ -56,7 +56,7 @@ def transfer_of(suite):
 
 
 def cells(llama):
-    """Sequence 0 as the engine lists it."""
+    """Return sequence 0 as the engine lists it."""
     size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
     blob = np.empty(size, np.uint8)
     pointer = blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -65,7 +65,7 @@ def cells(llama):
 
 
 def by_position(blob):
-    """All rows of each cell, in order of position."""
+    """Return all rows of each cell, in order of position."""
     geometry, n = _native.blob_probe(blob)
     order = np.argsort(_native.blob_positions(blob))
     at, planes = 16 + 12 * n + 8, []
@@ -92,7 +92,7 @@ def test_what_is_saved_is_what_the_cells_hold(mixed, make, suite, request):
 
 
 def test_a_range_of_a_context_is_read_in_the_engine_s_order(mixed):
-    """What makes sorting necessary: the part that is new since the last save."""
+    """Sorting is necessary because of the new part since the last save."""
     active, llama = mixed
     transfer = transfer_of(active)
     geometry = transfer._geometry

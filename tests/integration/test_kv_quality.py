@@ -1,4 +1,4 @@
-"""int8 contexts: how far the model drifts on real text after its cells went through 8 bits."""
+"""int8 contexts: how far the model drifts on real text after its cells were 8-bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def through_the_store(make_llama, tmp_path, texts, n_swaps, **settings):
 
 @pytest.mark.parametrize("n_swaps", [1, 4])
 def test_int8_keeps_the_predictions(make_llama, tmp_path, texts, vanilla, n_swaps):
-    """Nor do many swaps add up. Bounds are about three times what docs/figures.md has."""
+    """The drift does not grow with many swaps; bounds are about three times docs/figures.md."""
     found = drift(texts, vanilla, through_the_store(make_llama, tmp_path, texts, n_swaps))
     assert abs(found.perplexity_ratio - 1) < 0.004
     assert 0 < found.kl < 3.6e-4
@@ -48,7 +48,7 @@ def test_int8_keeps_the_predictions(make_llama, tmp_path, texts, vanilla, n_swap
 
 
 def test_int8_of_q8_0_cells_is_exact(make_llama, tmp_path, texts):
-    """They are 8-bit groups already."""
+    """q8_0 cells are 8-bit groups already."""
     settings = {"type_k": 8, "type_v": 8, "flash_attn": True}
     vanilla = make_llama(n_ctx=512, n_threads_batch=1, **settings)
     expected = [read(vanilla, texts[0], N_LAST, 0)]

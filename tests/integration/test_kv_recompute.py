@@ -1,4 +1,4 @@
-"""Chunks that are stored nowhere, or slower to read than to compute, are recomputed in place."""
+"""Chunks that are lost, or slower to read than to compute, are recomputed in place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_one(reference_model):
 
 
 def split(missing, n_tokens, n_batch):
-    """Where batches begin if runs of these chunks are evaluated by themselves."""
+    """Return where batches begin if runs of these chunks are evaluated separately."""
     starts = set()
     for i in range(-(-n_tokens // 16)):
         if i == 0 or (i in missing) != (i - 1 in missing):
@@ -49,7 +49,7 @@ def split(missing, n_tokens, n_batch):
 
 
 def vanilla_cells(llama, missing):
-    """Those of an engine that evaluates the same tokens in the same batches."""
+    """Return the cells of an engine that evaluates the same tokens in the same batches."""
     starts = split(missing, len(PROMPT), llama.n_batch)
     for start, end in zip(starts, [*starts[1:], len(PROMPT)], strict=True):
         llama.eval(PROMPT[start:end])
@@ -86,7 +86,7 @@ def test_recomputed_cells_are_vanillas_bit_by_bit(make, suite, missing, budget):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(scale(4, 100)))
 def test_any_pattern_gives_the_answer_of_vanilla(make_one, suite, seed):
-    """From RAM, from disk, from nowhere: lossless, so that only batch splits differ."""
+    """Chunks are in RAM, on disk or lost; they are lossless, so only batch splits differ."""
     rng = np.random.default_rng(seed)
     with make_one() as llama:
         expected, rows = ask(llama, [*PROMPT, *MORE], 8)
@@ -101,11 +101,11 @@ def test_any_pattern_gives_the_answer_of_vanilla(make_one, suite, seed):
         )
         found, logits = ask(llama, [*PROMPT, *MORE], 8)
         assert found == expected
-        assert np.abs(logits - rows).max() < 0.2  # vanilla's own, between batch sizes
+        assert np.abs(logits - rows).max() < 0.2  # vanilla's own difference between batch sizes
         ask(llama, FOREIGN, 1)
         assert all(
             not chunk.is_ghost for chunk in path_of(active, llama, PROMPT)
-        )  # what was missing is back
+        )  # missing chunks are back
 
 
 def test_earliest_chunks_are_recomputed_while_the_disk_is_slow(make_one, suite):
@@ -141,7 +141,7 @@ def test_nothing_is_loaded_where_evaluating_everything_is_faster(make_one, suite
         assert np.array_equal(before, after)
 
 
-def test_costs_are_learnt_from_use_and_outlive_the_process(make_one, suite):
+def test_costs_are_learned_from_use_and_outlive_the_process(make_one, suite):
     active = suite(recompute=True)
     with make_one() as llama:
         ask(llama, PROMPT, 1)
@@ -163,7 +163,7 @@ def test_costs_are_learnt_from_use_and_outlive_the_process(make_one, suite):
 
 
 def test_aborted_recompute_leaves_what_is_sound(make_one, suite):
-    """The engine evaluates the rest, as ever, once nobody aborts it."""
+    """The engine evaluates the rest as usual in a later request."""
     with make_one() as llama:
         expected, _ = ask(llama, [*PROMPT, *MORE], 8)
     active = suite(recompute=True)

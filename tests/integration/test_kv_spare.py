@@ -1,4 +1,4 @@
-"""Spare cells take the memory that chunks leave over: parked contexts go when chunks need it."""
+"""Spare cells use the memory that chunks leave over, and shrink when chunks need it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
 N_CTX, STEP = 256, 256
 ENGINE = {"n_ctx": N_CTX, "flash_attn": True}
 N_STATIC = 6 * STEP
-N_SPARE = 32 * STEP  # 32 MiB: malloc takes so much from the system, not from what was used before
+N_SPARE = 32 * STEP  # 32 MiB, so much that malloc takes it from the system and not from used memory
 CHUNK = KVGeometry(1, False, 1, 1, (4096,), (4096,))
 CHUNK_BYTES = 34 * 4096
 RNG = np.random.default_rng(4)
@@ -34,11 +34,13 @@ PROMPTS = [[1, *RNG.integers(300, 4000, n).tolist()] for n in (150, 120, 180, 90
 
 
 class Spares:
-    """Parks contexts; of its store, only what the chunks take is real.
+    """Plugin that parks contexts; only the chunks of its store are real.
 
     Attributes:
-        store, parking, spare: Of its engine.
-        memory: Of the engine's cells.
+        store: Store of its engine.
+        parking: Parking of its engine.
+        spare: Spare cells of its engine.
+        memory: Memory of the engine's cells.
         collapsed: For each request, whether the cells had to be given back.
     """
 
@@ -52,7 +54,7 @@ class Spares:
             self.llmaas_native_context = None
 
     def use(self, n_chunks, name=None):
-        """Some app uses so many chunks, or as many as find room."""
+        """Put ``n_chunks`` chunks as some app, or as many as fit."""
         ids = chain(next(self._roots), np.arange(16 * n_chunks, dtype=np.int32))
         for i, one in enumerate(ids):
             if not self.store.put(one, CHUNK_BYTES, encoder(CHUNK, one), is_first=i == 0):
@@ -92,7 +94,7 @@ class Spares:
         return self.store.stats()["lent_bytes"]
 
     def check_budget(self):
-        """All that is used beyond the app's own cells is in the RAM budget."""
+        """Assert that all memory beyond the app's own cells is in the RAM budget."""
         stats = self.store.stats()
         used = stats["ram_bytes"] + stats["buffer_bytes"]
         assert used + stats["lent_bytes"] <= stats["ram_budget_bytes"]
@@ -110,7 +112,7 @@ def make(make):
 
 @pytest.fixture
 def each(make):
-    """Bytes of a cell."""
+    """Return the bytes of a cell."""
     llama = make()
     return token_bytes(llama.model, llama.context_params)
 
@@ -127,7 +129,7 @@ def spares(patched):
 
 @pytest.fixture(scope="module")
 def vanilla(reference_model):
-    """First token and logits of every prompt, each evaluated alone."""
+    """Return the first token and logits of every prompt, each evaluated alone."""
     settings = ENGINE | {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
     expected = []
     with contextlib.closing(Llama(str(reference_model), **settings)) as llama:
@@ -139,7 +141,7 @@ def vanilla(reference_model):
 
 
 def check_answers(llama, expected, indices):
-    """Tokens are vanilla's; other places of cells are other sums, so logits are as near as that."""
+    """Compare with vanilla: equal tokens, and logits as close as other cell places allow."""
     for i in indices:
         found = ask(llama, PROMPTS[i], 1)
         assert found[0] == expected[i][0]
@@ -161,7 +163,7 @@ def test_few_contexts_stay_in_cells(make, spares, each, vanilla):
     check_answers(llama, vanilla, [0, 1, 2, 0, 1, 2])
     assert not any(plugin.collapsed)
     assert plugin.parking.stats()["takes"] == 3
-    assert 0 < plugin.lent() < plugin.n_spare * each  # what they need, not what there might be
+    assert 0 < plugin.lent() < plugin.n_spare * each  # the cells' actual need, not the maximum
     plugin.check_budget()
 
 
@@ -171,17 +173,17 @@ def test_chunks_take_the_memory_back(make, spares, each, vanilla):
     check_answers(llama, vanilla, [0, 1, 2, 3])
     before, lent = plugin.memory.touched_bytes, plugin.lent()
     n_chunks = (16 * STEP * each - lent) // CHUNK_BYTES
-    plugin.use(n_chunks)  # all that is left of the RAM tier
+    plugin.use(n_chunks)  # fills the rest of the RAM tier
     check_answers(llama, vanilla, [0])
     assert plugin.collapsed == [False] * 4 + [True]
     assert plugin.parking.n_cells == 0
     assert plugin.lent() == 0
     assert plugin.memory.touched_bytes < before
     check_answers(llama, vanilla, [1, 2, 0, 1])
-    assert not any(plugin.collapsed[5:])  # fewer are parked from now on
+    assert not any(plugin.collapsed[5:])  # fewer contexts are parked from now on
     plugin.check_budget()
     assert plugin.spare.stats()["collapses"] == 1
-    assert plugin.store.stats()["chunks"] == n_chunks  # none had to go for it
+    assert plugin.store.stats()["chunks"] == n_chunks  # no chunk was evicted for it
 
 
 def test_the_whole_context_can_be_used_after_cells_were_given_back(make, spares, each, vanilla):
@@ -195,7 +197,7 @@ def test_the_whole_context_can_be_used_after_cells_were_given_back(make, spares,
     plain = make()
     expected, expected_rows = ask(plain, long, 6)
     assert found == expected
-    assert np.array_equal(rows, expected_rows)  # the cells are where they are in a new context
+    assert np.array_equal(rows, expected_rows)  # the cells lie as in a new context
 
 
 def test_without_memory_for_any_cell_nothing_is_parked(make, spares, each, vanilla):
@@ -221,7 +223,7 @@ def test_cells_that_cannot_be_given_back_take_all_their_memory_at_once(make, spa
 
 
 class Kept:
-    """Memory that the system does not take back; once it did."""
+    """Memory that the system does not take back, although it once did."""
 
     def __init__(self, memory):
         self._memory = memory
@@ -243,7 +245,7 @@ def test_cells_that_the_system_keeps_after_all_count_as_used(make, spares, each,
     plugin.use((16 * STEP * each - plugin.lent()) // CHUNK_BYTES)
     check_answers(llama, vanilla, [0])
     assert plugin.collapsed[-1]
-    assert "cannot be given back" in caplog.text
+    assert "cannot release the memory of spare cells" in caplog.text
     stats = plugin.store.stats()
     assert stats["lent_bytes"] == stats["ram_budget_bytes"] - stats["ram_bytes"] > 0
     check_answers(llama, vanilla, [1, 2, 0, 1])

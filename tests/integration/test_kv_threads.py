@@ -1,4 +1,4 @@
-"""Several engines in several threads on one suite: every context goes on as in vanilla."""
+"""Several engines in several threads on one suite: every context continues as in vanilla."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def answer(llama, tokens, n=5):
 
 
 def talk(llama, names, texts):
-    """A few turns with each context in turn; the whole text of each afterwards."""
+    """Run a few turns with each context in turn; return the whole text of each."""
     for turn in range(TURNS):
         for name in names:
             with serving_context(name):
@@ -38,7 +38,7 @@ def talk(llama, names, texts):
 
 @pytest.fixture(scope="module")
 def expected(reference_model):
-    """What vanilla makes of each context when nothing comes in between."""
+    """Return vanilla's text of each context with nothing in between."""
     texts = {name: list(prompt) for name, prompt in PROMPTS.items()}
     settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
     with contextlib.closing(Llama(str(reference_model), **settings)) as llama:

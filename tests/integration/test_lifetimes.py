@@ -1,4 +1,4 @@
-"""Contexts that go at any moment: at exit, in a forked child, under their own save."""
+"""Contexts freed at any moment: at exit, in a forked child, during their own save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ask(llama, text):
 
 
 def run(script, *arguments):
-    """Run this script in a process of its own, which must end well and silently; its output."""
+    """Run a script in a process that must end well and silently; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT.format(TEXT=TEXT, OTHER=OTHER) + script]
         + [str(argument) for argument in arguments],
@@ -80,6 +80,45 @@ def test_an_exit_without_deactivating_loses_nothing(tmp_path, end):
         tmp_path,
     )
     assert int(reused) > 100
+
+
+OPEN = """
+stream = llama.generate(llama.tokenize(TEXT.encode()), temp=0.0)
+said = [next(stream) for _ in range(20)]
+"""
+ENDS = {
+    "the exit": "",
+    "deactivating": """
+suite.deactivate()
+said += [next(stream) for _ in range(20)]
+stream.close()
+again = opened()
+vanilla = again.generate(again.tokenize(TEXT.encode()), temp=0.0)
+assert said == [next(vanilla) for _ in range(40)]
+""",
+    "deactivating while another thread asks": """
+import threading
+other, is_busy, is_over = opened(), threading.Event(), threading.Event()
+def work():
+    while not is_over.is_set():
+        for _ in zip(other.generate(other.tokenize(OTHER.encode()), temp=0.0), range(40)):
+            is_busy.set()
+thread = threading.Thread(target=work)
+thread.start()
+is_busy.wait()
+suite.deactivate()
+is_over.set()
+thread.join()
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_request_that_is_open_at_the_end_is_stored_as_far_as_it_got(tmp_path, end):
+    begun = "suite = start(); llama = opened()" + OPEN
+    run(begun + end, tmp_path)
+    report = "stream.close(); print(suite.status()['plugins']['kv_chunks']['reused_tokens'])"
+    assert int(run(begun + report, tmp_path)) > 100
 
 
 FORK = """
@@ -140,7 +179,7 @@ def test_children_of_a_busy_parent_are_not_stuck(tmp_path):
 
 
 class Saver:
-    """Has a save that takes a lock, and notes what happens."""
+    """Plugin whose save takes a lock, and which records events."""
 
     def __init__(self, lock):
         self.lock, self.events = lock, []
@@ -211,7 +250,7 @@ def test_a_closed_llama_is_gone_when_close_returns(patched, reference_model):
 
 
 class Ends:
-    """Notes when requests and contexts end."""
+    """Plugin that records when requests and contexts end."""
 
     def __init__(self):
         self.events = []
@@ -233,7 +272,7 @@ def opened_stream(model):
 
 
 def test_a_request_ends_before_its_context_goes(patched, reference_model):
-    """Later it would be taken for one of the next context, which may have the same address."""
+    """A later end could be attributed to the next context, which may have the same address."""
     ends = Ends()
     patched(ends=ends)
     llama, stream = opened_stream(reference_model)
@@ -276,7 +315,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_finalizer_that_would_wait_for_a_save_is_refused(patched, reference_model, use):
-    """The collector runs with a lock that the save needs."""
+    """The collector runs while holding a lock that the save needs."""
     saver, errors = Saver(threading.Lock()), []
     installed = patched(saver=saver)
     with saver.lock:

@@ -1,10 +1,10 @@
 """An unmodified ``llama_cpp.server`` under ``llmaas run``, used by an unmodified ``openai`` client.
 
 Its replies are compared with those of plain ``python -m llama_cpp.server`` to the same requests in
-the same order. Plain llama.cpp evaluates a conversation that comes back in other batches than one
-whose cells were restored, adds up floats in another order, and may then choose another token. That
-is no error of either, so both servers evaluate one token at a time here: then the cells have to be
-the same to the last bit, and the replies equal.
+the same order. When a conversation comes back, plain llama.cpp evaluates it in other batches than
+an engine that restored its cells. Floats are then added in another order, and another token may
+win. Both servers therefore evaluate one token at a time here, so cells are equal to the last bit
+and replies must be equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TURNS = ("Why is that?", "I do not believe you.")
 
 @pytest.fixture
 def serving(tmp_path, reference_model):
-    """Run a server command; a client, the process, and what the engine says it reused."""
+    """Run a server command; yield a client, the process, and the engine's reused tokens."""
 
     @contextlib.contextmanager
     def serving(command):
@@ -82,14 +82,17 @@ def is_up(port):
 
 
 def prefix_hits(log):
-    """Tokens of each prompt that were in the engine's cells already, as Llama itself logs it."""
+    """Return the reused tokens of each prompt, as Llama itself logs them."""
     return [
         int(n) for n in re.findall(r"^Llama\.generate: (\d+) prefix-match hit", log, re.MULTILINE)
     ]
 
 
 def converse(client, conversations, turns):
-    """Call every conversation in turn, so that each call is a switch; replies and prompt sizes."""
+    """Call every conversation in turn, so that each call is a switch.
+
+    Return replies and prompt sizes.
+    """
     found = []
     for turn in turns:
         for messages in conversations:
@@ -139,12 +142,12 @@ def test_conversations_switched_underneath(serving, tmp_path):
         assert stop(process) == exit_code
 
     assert found == expected
-    assert len({reply for reply, *_ in expected}) > 5  # taking one for another would show
+    assert len({reply for reply, *_ in expected}) > 5  # a mix-up would show
     n_prompt = [n for *_, n in expected]
     assert all(
         hit >= n for hit, n in zip(hits, n_prompt[:6], strict=True)
-    )  # all of the call before
-    assert max(plain_hits) < min(n_prompt)  # while plain llama.cpp had the beginning at most
+    )  # all tokens of the previous call
+    assert max(plain_hits) < min(n_prompt)  # plain llama.cpp had at most the beginning
 
 
 def test_terminated_like_plain_and_usable_again(serving, tmp_path):

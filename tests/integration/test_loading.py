@@ -15,7 +15,7 @@ from llmaas_hooks import FileStamp, hookimpl
 
 
 class Noting:
-    """Keeps every ``ModelLoad``, as it is when a context is made; may act before a load."""
+    """Plugin that keeps every ``ModelLoad`` at context creation; it may act before a load."""
 
     def __init__(self):
         self.before, self.loads = (lambda load: None), []
@@ -36,7 +36,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def noted(patched):
-    """Load a model, and return how plugins learn that it was opened."""
+    """Return a function that loads a model and returns the plugins' ``ModelLoad``."""
     plugin = Noting()
     patched(p=plugin)
 

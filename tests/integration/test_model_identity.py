@@ -1,4 +1,4 @@
-"""The one list of what decides the bytes of cells and states: complete, true and documented."""
+"""The list of parameters that decide the bytes of cells and states: complete, true, documented."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
 
 
 def parameters():
-    """Names of all that llama.cpp and ``Llama`` can be told, as installed here."""
+    """Return the names of all parameters of llama.cpp and ``Llama``, as installed here."""
     return {
         *(f"model.{name}" for name, *_ in bindings.llama_model_params._fields_),
         *(f"context.{name}" for name, *_ in bindings.llama_context_params._fields_),
@@ -74,7 +74,7 @@ COUNTS = {
     "swa_full": False,
 }
 ELSEWHERE = {"lora_scale", "n_ctx"}
-"""Tested below: they matter with an adapter, or with a model that has two sets of factors."""
+"""Parameters that are tested below: they matter with an adapter or with two sets of factors."""
 ONLY_CELLS = {"type_k", "type_v", "flash_attn", "swa_full"}
 LEAVES_ALONE = {
     "n_ctx": 512, "n_batch": 8, "n_ubatch": 8, "n_threads": 2, "n_threads_batch": 2,

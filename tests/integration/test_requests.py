@@ -1,10 +1,11 @@
-"""The request hooks, on the packaged model: when they fire, with what, and what an app notices."""
+"""The request hooks on the packaged model: when they fire, their arguments, their side effects."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import inspect
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -72,7 +73,7 @@ def test_hook_llmaas_request_begin(recorder, make_llama):
     llama = make_llama()
     generator = llama.generate(PROMPT, temp=0.0)
     assert inspect.isgenerator(generator)
-    assert recorder.events == []  # a generator that nobody asks does nothing, as ever
+    assert recorder.events == []  # an unused generator does nothing, as in vanilla
     next(generator)
     (request,) = recorder.requests
     assert recorder.events == ["begin", "restore"]
@@ -102,7 +103,7 @@ def test_a_request_says_whether_the_app_reads_its_tokens(recorder, make_llama):
     stops = StoppingCriteriaList([lambda _tokens, _scores: False])
     for given in ({}, {"logits_processor": reads}, {"stopping_criteria": stops}):
         llama("Once", max_tokens=2, **given)
-    llama("Once", max_tokens=2, logit_bias={"300": 1.0})  # both of these are llama-cpp-python's
+    llama("Once", max_tokens=2, logit_bias={"300": 1.0})  # both requests are llama-cpp-python's
     llama.create_chat_completion([{"role": "user", "content": "Hello"}], max_tokens=2)
     found = [request.reads_tokens for request in recorder.requests]
     assert found == [False, True, True, False, False]
@@ -148,7 +149,7 @@ def test_hook_llmaas_request_end(recorder, make_llama):
 def test_hook_llmaas_kv_save(recorder, make_llama):
     llama = make_llama()
     found = greedy(llama, PROMPT, 4)
-    assert recorder.saved.tolist() == PROMPT + found[:-1]  # the last one was never evaluated
+    assert recorder.saved.tolist() == PROMPT + found[:-1]  # the last token was never evaluated
     assert recorder.saved.dtype == np.int32
     before = recorder.saved.copy()
     greedy(llama, [1, 7, 8], 2)
@@ -199,7 +200,7 @@ def test_exception_inside(recorder, make_llama):
 
 
 class Interrupter:
-    """Ends the second batch's evaluation, after it is done."""
+    """Plugin that interrupts after the second batch was evaluated."""
 
     n_batches = 0
 
@@ -232,7 +233,7 @@ def test_too_long_a_prompt_fails_as_ever(recorder, make_llama):
     llama = make_llama(n_ctx=32)
     with pytest.raises(ValueError, match="broadcast"):
         greedy(llama, list(range(300, 340)), 1)
-    assert recorder.events == ONCE
+    assert recorder.events == ["begin", "save", "end"]  # a prompt without room is not restored
 
 
 def test_llama_closed_under_its_generator(recorder, make_llama):
@@ -249,16 +250,16 @@ def test_llama_dropped_together_with_its_generator(recorder, reference_model):
     generator = llama.generate(PROMPT)
     next(generator)
     both = [llama, generator]
-    both.append(both)  # only the garbage collector frees them, in an order of its own
+    both.append(both)  # only the garbage collector frees them, in any order
     del llama, generator, both
     recorder.requests.clear()
     gc.collect()
     wait_until(lambda: recorder.events == ["begin", "restore", "end"])
-    assert recorder.ended_on is not threading.current_thread()  # which collected
+    assert recorder.ended_on is not threading.current_thread()  # the thread that collected
 
 
 def abandon(generator):
-    """Leave it where only the garbage collector finds it."""
+    """Leave a generator where only the garbage collector finds it."""
     cycle = [generator]
     cycle.append(cycle)
 
@@ -296,9 +297,33 @@ def test_generator_that_outlives_the_patches(patched, make_llama):
     generator = make_llama().generate(PROMPT, temp=0.0)
     next(generator)
     installed.revert()
+    assert recorder.events == ONCE
     next(generator)  # nobody watches its cells any more
     generator.close()
-    assert recorder.events == ["begin", "restore", "end"]
+    assert recorder.events == ONCE
+    assert recorder.saves == [PROMPT]
+
+
+def test_a_request_that_another_thread_runs_is_not_saved_when_the_patches_go(patched, make_llama):
+    recorder = Recorder()
+    installed = patched(recorder=recorder)
+    busy, goes_on = threading.Event(), threading.Event()
+
+    def pause(tokens, scores):
+        busy.set()
+        goes_on.wait()
+        return scores
+
+    processors = LogitsProcessorList([pause])
+    generator = make_llama().generate(PROMPT, temp=0.0, logits_processor=processors)
+    thread = threading.Thread(target=lambda: next(generator))
+    thread.start()
+    busy.wait()
+    installed.revert()
+    assert recorder.events == ["begin", "restore"]
+    goes_on.set()
+    thread.join()
+    generator.close()
 
 
 def test_reset_false_restores_nothing(recorder, make_llama):
@@ -306,7 +331,14 @@ def test_reset_false_restores_nothing(recorder, make_llama):
     greedy(llama, PROMPT, 1)
     greedy(llama, PROMPT[:2], 1, reset=False)
     assert recorder.events == [*ONCE, "begin", "save", "end"]
-    assert recorder.stats[-1].n_reused == 0  # appended to what is there, not found in it
+    assert recorder.stats[-1].n_reused == 0  # appended to the cells, not found in them
+
+
+def test_a_prompt_may_be_read_once_only(recorder, make_llama):
+    llama = make_llama()
+    expected = list(itertools.islice(llama.generate(PROMPT, temp=0.0), 3))
+    assert list(itertools.islice(llama.generate(iter(PROMPT), temp=0.0), 3)) == expected
+    assert recorder.stats[-1].n_prompt == len(PROMPT)
 
 
 def test_a_wrong_argument_begins_no_request(recorder, make_llama):
@@ -359,11 +391,11 @@ def test_cells_that_an_app_changed_are_not_kept(recorder, make_llama, caplog, di
     assert recorder.events[3:] == ONCE
     disturb(llama)
     generator = llama.generate([*PROMPT, 405], temp=0.0)
-    with contextlib.suppress(RuntimeError):  # of llama.cpp, which may see it
+    with contextlib.suppress(RuntimeError):  # llama.cpp may detect it
         next(generator)
     generator.close()
     assert recorder.events[7:] == ["begin", "end"]
-    assert "behind Llama's back" in caplog.text
+    assert "without Llama's knowledge" in caplog.text
     greedy(llama, [7, 8, 9], 1)
     assert recorder.events[9:] == ONCE
 

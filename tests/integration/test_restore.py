@@ -1,7 +1,10 @@
-"""``llmaas_kv_restore`` on the packaged model: what ``Llama`` makes of restored cells."""
+"""``llmaas_kv_restore`` on the packaged model: how ``Llama`` uses restored cells."""
 
 from __future__ import annotations
 
+import ctypes
+
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -27,7 +30,7 @@ class Stats:
 
 
 class Restorer(Stats):
-    """Claims the first cells for the prompt, which the test makes sure they are."""
+    """Plugin that claims the first cells for the prompt; the test makes the claim true."""
 
     def __init__(self, n_tokens):
         super().__init__()
@@ -73,6 +76,21 @@ def test_echoed_logprobs_are_never_those_of_another_prompt(patched, make_llama):
     assert restorer.stats[-1].n_reused == 0
 
 
+def test_echoed_logprobs_of_restored_cells_that_an_app_put_back(patched, make_llama):
+    text, settings = "I would like a quiet room.", {"max_tokens": 2, "temperature": 0}
+    echoed = {**settings, "echo": True, "logprobs": 2}
+    vanilla = make_llama(logits_all=True).create_completion(text, **echoed)["choices"]
+    patched(restorer=Restorer(4))
+    llama = make_llama(logits_all=True)
+    for _ in range(2):
+        llama.create_completion(text, **settings)
+    blob = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(llama.ctx, 0))()
+    llama_cpp.llama_state_seq_get_data(llama.ctx, blob, len(blob), 0)
+    llama.scores[:] = 0  # restored cells come without logits
+    assert llama_cpp.llama_state_seq_set_data(llama.ctx, blob, len(blob), 0)
+    assert llama.create_completion(text, **echoed)["choices"] == vanilla
+
+
 def test_restored_tokens_have_no_scores_of_others(patched, make_llama):
     text, settings = "I would like a quiet room.", {"max_tokens": 2, "temperature": 0}
     patched(restorer=Restorer(4))
@@ -82,14 +100,14 @@ def test_restored_tokens_have_no_scores_of_others(patched, make_llama):
     llama.create_completion(text, **settings)
     np.testing.assert_array_equal(llama.scores[:4], own)
     llama.create_completion("Once upon a time, far away", **settings)
-    llama.scores[:] = np.finfo(np.float32).max  # what was never written may be anything
+    llama.scores[:] = np.finfo(np.float32).max  # unwritten rows may hold anything
     llama.create_completion(text, **settings, logprobs=2)
     assert not llama.scores[1:4].any()
     assert np.isfinite(llama.scores[4:7]).all()
 
 
 class BrokenRestorer(Stats):
-    """Spoils the cells at the second request, then fails."""
+    """Plugin that spoils the cells at the second request, then fails."""
 
     def __init__(self, error=None):
         super().__init__()

@@ -20,7 +20,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 GREEDY = {"temperature": 0.0, "max_tokens": 10}
-SERVERS_OWN = {"repeat_penalty": 1.1}  # what llama_cpp.server's routes set when a client does not
+# set by llama_cpp.server's routes when a client does not set it
+SERVERS_OWN = {"repeat_penalty": 1.1}
 SETTINGS = {"service": "max_contexts_per_app = 3\nmax_queue = 1", "kv": 'ram_budget = "2 MiB"'}
 SUBJECTS = ("Tell me about your dog.", "I want to fly to Rome.", "My phone is broken.")
 
@@ -33,7 +34,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vanilla(reference_model):
-    """Greedy reply of stock llama-cpp-python to messages."""
+    """Return stock llama-cpp-python's greedy reply to messages."""
     from llama_cpp import Llama
 
     options = ENGINE | {"flash_attn": True, "verbose": False}
@@ -48,7 +49,7 @@ def vanilla(reference_model):
 
 @pytest.fixture
 def chat(server):
-    """An unmodified OpenAI client."""
+    """Return an unmodified OpenAI client."""
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none") as client:
         yield client
 
@@ -90,7 +91,8 @@ def test_stateless_conversations_are_found_again(chat, server, vanilla):
     assert after["requests"] - before["requests"] == 9
     assert after["restores"] - before["restores"] >= 6  # all but the first calls
     assert after["prompt_tokens"] - before["prompt_tokens"] == sum(n_prompt)
-    assert after["reused_tokens"] - before["reused_tokens"] >= sum(n_prompt[:6])  # the calls before
+    # the previous calls' tokens
+    assert after["reused_tokens"] - before["reused_tokens"] >= sum(n_prompt[:6])
 
 
 def test_a_waiting_app_does_not_cut_a_stream_short(chat):
@@ -216,7 +218,7 @@ def test_a_prompt_that_does_not_fit(app, how):
 
 
 def test_too_many_calls(app, server):
-    """The queue is for one; of several calls at once some are refused, the others answered."""
+    """The queue holds one call: of several calls at once, some are refused, others answered."""
     contexts = [app.new_context() for _ in range(3)] * 2
     answers, refusals = [], []
 
@@ -290,7 +292,7 @@ def test_status(server):
 
 @pytest.fixture
 def private(tmp_path):
-    """A server of the test's own on a Unix socket, with an API key."""
+    """Start a server of the test's own on a Unix socket, with an API key."""
     uds = tmp_path / "run" / "llmaas" / "service.sock"
     with serving(tmp_path, "--api_key", "sesame", uds=uds, key="sesame", **SETTINGS) as server:
         yield server
@@ -324,7 +326,8 @@ def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
     text = context.call("Tell me about your dog.", **GREEDY)["text"]
     assert private.stop() == 0
     assert "Traceback" not in private.log()
-    assert sorted(file.name for file in (private.folder / "state").iterdir()) == ["contexts.sqlite"]
+    files = {file.name for file in (private.folder / "state").iterdir()}
+    assert files == {"contexts.sqlite", "reserve"}
     assert not (private.folder / "kv" / "index.sqlite-wal").exists()
     assert not (private.folder / "run" / "llmaas" / "service.sock").exists()
     with serving(private.folder, uds=private.address.removeprefix("unix:"), **SETTINGS) as again:
@@ -343,7 +346,7 @@ def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Serve with options that are refused; the last line of what is said."""
+    """Return a function that serves with refused options and returns the last output line."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*options):
@@ -359,12 +362,18 @@ def refused(tmp_path, monkeypatch, capsys):
     return refused
 
 
+def test_a_model_that_is_none(refused, tmp_path):
+    (tmp_path / "app.py").write_text("print('hello')")
+    message = refused("--model", "app.py", "--port", "0")
+    assert message.startswith("llmaas: error: cannot load model app.py: Failed to load model")
+
+
 def test_a_socket_directory_that_others_can_enter(refused, tmp_path):
     directory = tmp_path / "open"
     directory.mkdir()
     directory.chmod(0o710)
     message = refused("--toy", "--uds", "open/service.sock")
-    assert message.startswith(f"llmaas: error: {directory} can be entered by other users.")
+    assert message.startswith(f"llmaas: error: other users can enter {directory}.")
     assert f"mkdir -m 700 {directory}/llmaas" in message
     assert list(directory.iterdir()) == []
 
@@ -379,7 +388,7 @@ def test_contexts_that_cannot_be_used(refused, tmp_path):
 
 def test_another_model_configuration(refused, monkeypatch):
     monkeypatch.setenv("CONFIG_FILE", "models.json")
-    assert "CONFIG_FILE is set, which `llmaas serve` does not read" in refused("--toy")
+    assert "CONFIG_FILE is set, but `llmaas serve` does not read it" in refused("--toy")
 
 
 def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
@@ -394,11 +403,11 @@ def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "no model is given. Try --model FILE, or --toy"),
+        ([], "no model is given. Use --model FILE, or --toy"),
         (["--toy", "--model", "x.gguf"], "both --model and --toy are given"),
-        (["--toy", "--port", "99999"], "ports are from 0 to 65535"),
+        (["--toy", "--port", "99999"], "--port must be from 0 to 65535"),
         (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
-        (["--toy", "--cache", "True"], "--cache would let apps tell by the time"),
+        (["--toy", "--cache", "True"], "--cache would let apps learn from response times"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
         (["--toy", "--n_ctx", "-5"], "n_ctx"),
         (["--n_context", "5"], "error: unrecognized arguments: --n_context 5. `llmaas serve --ser"),
@@ -408,7 +417,7 @@ def test_mistakes(refused, options, message):
     assert message in refused(*options)
 
 
-def test_a_misspelt_option_takes_one_line():
+def test_a_misspelled_option_takes_one_line():
     done = subprocess.run(
         [*LLMAAS, "serve", "--modle", "x"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -20,7 +20,7 @@ PROMPT = "Tell me a long story."
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Behind a Unix socket: a few hundred events that are not read fill its buffers."""
+    """Start a server on a Unix socket, whose buffers a few hundred unread events fill."""
     folder = tmp_path_factory.mktemp("clients")
     settings = {"service": "client_timeout_s = 2", "n_ctx": LONG_N_CTX}
     with serving(folder, uds=folder / "run" / "service.sock", **settings) as server:
@@ -30,17 +30,17 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def clean(server, app):
-    """Whatever happens here leaves the next call what it was, and nothing open."""
+    """Assert that each test leaves the next call unchanged, and nothing open."""
     said = app.new_context().call("Where is the station?", **SHORT)["text"]
     n_files = server.n_files()
     yield
     assert app.new_context().call("Where is the station?", **SHORT)["text"] == said
     wait_until(lambda: server.n_files() <= n_files)
-    assert server.n_threads() < 16  # the plugin's six, and those of the pool that were needed
+    assert server.n_threads() < 16  # the plugin's six, and the used ones of the pool
 
 
 def raw(server, path, body):
-    """A connection on which a request was sent."""
+    """Open a connection on which a request was sent."""
     data = json.dumps(body).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(server.folder / "run" / "service.sock"))
@@ -51,9 +51,9 @@ def raw(server, path, body):
 
 
 def request_of(kind, context):
-    """Path and body of a request that keeps the engine busy for long."""
+    """Return path and body of a request that keeps the engine busy for long."""
     call = f"/v1/llmaas{context._path}/call"
-    prompt = f"{PROMPT} {context.id}"  # nobody has evaluated this before
+    prompt = f"{PROMPT} {context.id}"  # never evaluated before
     completion = {"prompt": prompt, **ENDLESS}
     chat = {"messages": [{"role": "user", "content": prompt}], **ENDLESS}
     return {
@@ -71,7 +71,7 @@ KINDS = ["call", "stream", "completion", "completion stream", "chat", "chat stre
 
 @contextlib.contextmanager
 def running(server, kind, context):
-    """While a request of ``kind`` is on the engine, past its prompt."""
+    """Keep a request of ``kind`` on the engine, past its prompt, inside the block."""
     before = server.kv()["evaluated_tokens"]
     with raw(server, *request_of(kind, context)) as connection:
         wait_until(lambda: server.kv()["evaluated_tokens"] > before)
@@ -85,9 +85,9 @@ def test_a_client_that_leaves_while_its_call_runs(server, app, kind):
     before = server.kv()["requests"]
     with running(server, kind, context):
         assert server.status()["queue"] == 1
-    server.wait_until_idle()  # within the seconds that it would have taken
+    server.wait_until_idle()  # sooner than the request alone would have ended
     n_ended = server.kv()["requests"] - before
-    assert n_ended == 1  # when the next call may begin
+    assert n_ended == 1  # the next call may begin
     record = context.record()
     assert (record["n_calls"], len(record["messages"])) == (0, 1)
 
@@ -102,13 +102,13 @@ def test_a_client_that_leaves_while_its_call_waits(server, app, kind):
             wait_until(lambda: server.status()["queue"] == 2)
         wait_until(lambda: server.status()["queue"] == 1)
     server.wait_until_idle()
-    assert server.kv()["requests"] == before + 1  # the second one never began
+    assert server.kv()["requests"] == before + 1  # the second request never began
 
 
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("kind", ["stream", "chat stream"])
 def test_a_client_that_never_reads(server, app, kind):
-    """Until ``client_timeout_s`` after the first byte that nobody takes."""
+    """The call ends ``client_timeout_s`` after the first unread byte."""
     with running(server, kind, app.new_context()):
         server.wait_until_idle()
         assert app.new_context().call("Hi", **SHORT)["text"]

@@ -1,44 +1,24 @@
-"""Connections of ``llmaas serve`` and pages in browsers: nobody holds it up or slips in."""
+"""Connections of ``llmaas serve`` and browser pages: none blocks the server or gains access."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
+import json
 import select
 import socket
 import threading
 import time
 
 import pytest
-from limited import MAIL, ask, busy, connect, limited
+from limited import MAIL, busy, connect
 from served import ENDLESS, wait_until
 
 from llmaas_hooks import LlmaasError
-from llmaas_plugins.service.client import LLMClient
 
 pytest.importorskip("fastapi")
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with limited(tmp_path_factory.mktemp("limits")) as server:
-        yield server
-
-
-@pytest.fixture
-def mail(server):
-    app = LLMClient(server.address, api_key=MAIL, timeout_s=120).bind("mail")
-    yield app
-    for context in app.contexts():
-        context.delete()
-
-
-@pytest.fixture
-def request_(server):
-    return functools.partial(ask, server)
 
 
 # -- connections -----------------------------------------------------------------------------------
@@ -78,11 +58,12 @@ HALVES += [WHOLE + half for half in HALVES]  # in one piece, so nothing more arr
 
 
 def test_half_a_request_is_not_waited_for(server):
-    """``client_timeout_s`` after it began, no matter what else comes now and then."""
+    """A request must be complete ``client_timeout_s`` after its start, even if bytes trickle in."""
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(server, half)) for half in HALVES]
         for connection in connections[1:]:
-            with contextlib.suppress(ConnectionError):  # the first ones may be gone already
+            # the server may have closed the first ones already
+            with contextlib.suppress(ConnectionError):
                 threading.Event().wait(0.2)
                 connection.sendall(b"x")
         for connection in connections:
@@ -110,13 +91,13 @@ def test_who_shows_no_key_keeps_nobody_out(server, mail, request_, held):
         for _ in range(30):
             stack.enter_context(connect(server, held))
             assert request_("GET", "/v1/llmaas/apps/mail/contexts")[0] == 200
-        next(stream)  # an answer that somebody waits for goes on
+        next(stream)  # an answer that a client waits for continues
     server.wait_until_idle()
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "BREW"])
 def test_other_methods(server, mail, request_, method):
-    with busy(server, mail):  # they do not wait for the engine
+    with busy(server, mail):  # these requests do not need the engine
         for path in (CHAT, "/v1/models", "/health"):
             assert request_(method, path)[0] == 405
 
@@ -134,6 +115,22 @@ def test_an_upgrade_is_an_ordinary_request(server):
 def test_heads_that_are_too_long_or_none(server, request_line):
     with connect(server, request_line + b"\r\n\r\n") as connection:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_request_sent_ahead_has_its_own_headers_alone(server):
+    """A request begins after the answer to the previous one, and shares nothing with it."""
+    asked = [("Write to Ana that I am late. " * 4, b"X-LLMaaS-Without: kv_chunks\r\n")]
+    asked.append(("Write to Bob that I am early. " * 4, b""))
+    data = b""
+    for prompt, header in asked:
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        data += HEAD + header + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    n_saves = server.kv()["saves"]
+    with connect(server, data) as connection:
+        answers = b""
+        while answers.count(b"usage") < len(asked):
+            answers += connection.recv(1000)
+    wait_until(lambda: server.kv()["saves"] == n_saves + 1)
 
 
 # -- pages in browsers -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The end of ``llmaas serve``: no new calls, grace for the running one, contexts as they were."""
+"""The end of ``llmaas serve``: no new calls, grace for the running one, unchanged contexts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORY = "Tell me a long story."
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a server with so much grace."""
+    """Return a function that starts a server with some grace time."""
 
     def start(grace_s):
         return serving(tmp_path, service=f"shutdown_grace_s = {grace_s}", n_ctx=LONG_N_CTX)
@@ -34,7 +34,7 @@ def start(tmp_path):
 
 
 class Caller(threading.Thread):
-    """Makes a call, and keeps what came of it."""
+    """Thread that makes a call and keeps its result."""
 
     def __init__(self, call):
         super().__init__()
@@ -56,7 +56,7 @@ def health(connection):
 
 
 def recorded(server, context):
-    """What is on disk of a context, once the server is gone."""
+    """Return the stored record of a context, once the server has ended."""
     with contextlib.closing(ContextLog(server.folder / "state")) as log:
         return log.get(context.id, "mail")
 
@@ -76,7 +76,7 @@ def test_the_running_call_finishes_and_the_waiting_ones_are_told(start):
             caller.join(60)
             assert isinstance(caller.error, LlmaasError)
             assert "The service is stopping. Try again later. (HTTP 503)" in str(caller.error)
-        status, found = health(probe)  # the connection is kept, the service is not for new calls
+        status, found = health(probe)  # the connection stays, but the service refuses new calls
         assert (status, found) == (503, {"status": "stopping", "running": 1, "waiting": 0})
         with pytest.raises(LlmaasError, match="stopping"):
             app.new_context()
@@ -106,7 +106,8 @@ def test_a_stream_that_takes_too_long_leaves_its_context_as_it_was(start, how):
         assert server.process.wait(60) == 0
         assert "Traceback" not in server.log()
         state = server.folder / "state"
-        assert [file.name for file in state.iterdir()] == ["contexts.sqlite"]  # no journal is left
+        files = {file.name for file in state.iterdir()}
+        assert files == {"contexts.sqlite", "reserve"}  # no journal is left
     with start(grace_s=0) as again:
         record = again.client.bind("mail").context(context.id).record()
         assert (record["n_calls"], record["messages"][-1]["content"]) == (1, text)
@@ -209,7 +210,7 @@ class Plugin:
 
 @pytest.fixture
 def slow_plugin(tmp_path):
-    """An installed plugin that makes loading a model slow."""
+    """Install a plugin that makes loading a model slow."""
     environ = install_plugin(tmp_path, "slow", SLOW_PLUGIN)
     return {"config": "[plugins.slow]", "environ": environ}
 

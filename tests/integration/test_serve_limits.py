@@ -1,20 +1,18 @@
-"""Limits of ``llmaas serve``: keys, bodies, the line, and what it tells of itself."""
+"""Limits of ``llmaas serve``: keys, bodies, the queue, and its reports about itself."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import re
 import threading
 
 import pytest
-from limited import ADMINISTRATOR, MAIL, NOTES, ask, busy, connect, limited
+from limited import ADMINISTRATOR, MAIL, NOTES, busy, connect
 from served import drain, wait_until
 
 from llmaas_hooks import LimitError
-from llmaas_plugins.service.client import LLMClient
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -22,25 +20,6 @@ pytest.importorskip("fastapi")
 SHORT = {"temperature": 0.0, "max_tokens": 4}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with limited(tmp_path_factory.mktemp("limits")) as server:
-        yield server
-
-
-@pytest.fixture
-def mail(server):
-    app = LLMClient(server.address, api_key=MAIL, timeout_s=120).bind("mail")
-    yield app
-    for context in app.contexts():
-        context.delete()
-
-
-@pytest.fixture
-def request_(server):
-    return functools.partial(ask, server)
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -84,7 +63,8 @@ def test_an_app_does_not_get_at_another_ones_contexts(server, mail, request_):
         status, _, found = request_("GET", path)
         assert status == 403
         assert "needs the administrator's key" in found["detail"]
-    assert server.client.bind("mail").context(context.id).record()["messages"]  # it may
+    # the administrator may
+    assert server.client.bind("mail").context(context.id).record()["messages"]
 
 
 def test_the_openai_client_understands_refusals(server):
@@ -108,7 +88,7 @@ def test_a_refusal_arrives_though_the_body_was_still_being_sent(server, key, exp
     head += f"Authorization: Bearer {key}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with connect(server, head.encode()) as connection:
-        threading.Event().wait(0.1)  # long enough to be refused
+        threading.Event().wait(0.1)  # long enough for a refusal
         connection.sendall(body)
         assert b" %d " % expected in connection.recv(100)
 
@@ -197,10 +177,11 @@ WRONG = [
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "poem"}}, "response_format"),
     (CHAT, {"messages": MESSAGES * 1000}, "longer than 16384"),
     (CHAT, {"messages": MESSAGES[:1] * 100, "max_tokens": 4, "stream": True, "n": []}, "n:"),
-    ("/v1/completions", {"prompt": ["a", "b"]}, "one at a time"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, "expected one prompt"),
     ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
     ("/v1/completions", {"prompt": "a", "logprobs": 2}, "logprobs"),
     ("/v1/embeddings", {"input": "x"}, "no embeddings"),
+    ("/v1/embeddings", {"input": []}, "found an empty list"),
     ("/extras/detokenize", {"tokens": [5, 4096]}, "from 0 to 4095, found 4096"),
     ("/extras/detokenize", {"tokens": [-1]}, "found -1"),
     *((CHAT, {"messages": MESSAGES, "grammar": grammar}, "grammar") for grammar in GRAMMARS),
@@ -217,13 +198,14 @@ WRONG = [
     ("/v1/completions", {"prompt": "a", "stop": ["x"] * 1000}, "stop: at most 64"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"4096": 1}}, "from 0 to 4095, found '4096'"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "found '-1'"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"0" * 12 + "9999": 1}}, "from 0 to 4095"),
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "message"), WRONG)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_cannot_work_with(request_, path, body, message, stream):
-    """Some of these end the process of llama_cpp.server, others are its 500s and empty streams."""
+    """Some of these crash llama_cpp.server, others give its 500s and empty streams."""
     status, _, found = request_("POST", path, {**body, "stream": stream} if stream else body)
     assert status in (400, 413)
     assert message in found["error"]["message"]
@@ -269,7 +251,7 @@ def test_a_grammar_that_costs_more_with_each_token(request_, stream):
 
 
 def test_too_many_new_grammars_of_one_app(request_):
-    """Each takes a second; others come between them."""
+    """Each grammar takes a second; other apps come between them."""
     pattern = {"type": "string", "pattern": "^[^]]$"}
     found = []
 
@@ -325,12 +307,14 @@ def test_calls_of_all_kinds_wait_in_one_line(server, mail, request_):
             status, headers, found = request_(method, path, body)
             assert (status, headers["retry-after"]) == (429, "1")
             assert found["error"]["code"] == "rate_limit_exceeded"
-            assert found["error"]["message"].startswith("4 calls wait for the engine, the limit ")
+            assert found["error"]["message"].startswith(
+                "4 calls are waiting for the engine, the limit "
+            )
         for use in (lambda: context.call("Hi"), lambda: next(context.stream("Hi"))):
             with pytest.raises(LimitError, match=r"the limit is 4.*\(HTTP 429\)"):
                 use()
         assert server.status()["queue"] == 5
-        assert mail.contexts()  # takes no engine
+        assert mail.contexts()  # does not need the engine
         assert request_("GET", "/health", key=None)[0] == 200
     for thread in threads:
         thread.join(60)
@@ -390,7 +374,7 @@ def test_metrics(server, mail, request_):
         found = server.metrics(ADMINISTRATOR)
         return [found[f"llmaas_kv_chunks_{entry}"] for entry in entries]
 
-    def agrees():  # once nothing is on its way to the store
+    def agrees():  # after all saves have ended
         kv = server.kv()
         return shown() == [kv[entry] for entry in entries]
 

@@ -16,8 +16,8 @@ from served import drain, wait_until
 from llmaas_hooks import ConfigError, LimitError, StoreError
 from llmaas_plugins.service import LLMService, ServiceConfig
 
-# Tokens are evaluated one by one, so texts do not depend on what had to be evaluated again: in
-# batches of other sizes llama.cpp adds up floats in another order.
+# Evaluate tokens one by one: texts must not depend on the tokens that are evaluated again. In
+# batches of other sizes llama.cpp adds floats in another order.
 ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads_batch": 1, "flash_attn": True}
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 TURNS = ("Hello, how are you?", "Where is the station?")
@@ -25,7 +25,7 @@ TURNS = ("Hello, how are you?", "Where is the station?")
 
 @pytest.fixture
 def serve(make_llama, tmp_path):
-    """Make a service with the limits given, on an engine of its own."""
+    """Make a service with the given limits, on an engine of its own."""
     services = []
 
     def make(engine=None, **limits):
@@ -304,7 +304,7 @@ def test_an_interrupted_wait_gives_its_place_up(serve):
 
 
 def test_closed_under_its_calls(serve):
-    """Whoever waits is told; whoever runs is told at the next token; nothing is committed."""
+    """Waiting calls fail at once, running ones at their next token; nothing is committed."""
     service = serve()
     app = service.bind("mail")
     contexts = [app.new_context("Be calm.") for _ in range(3)]
@@ -337,7 +337,7 @@ def serve_again(service):
 
 
 def test_closed_means_away_from_the_engine(serve, make_llama):
-    """After ``close``, whose engine it is may close it, though a stream is open."""
+    """After ``close``, the engine's owner may close the engine although a stream is open."""
     engine = make_llama(**ENGINE)
     service = serve(engine)
     context = service.bind("mail").new_context()
@@ -345,7 +345,7 @@ def test_closed_means_away_from_the_engine(serve, make_llama):
     next(stream)
     service.close()
     engine.close()
-    with pytest.raises(StoreError, match="what this call was asked is not in its context"):
+    with pytest.raises(StoreError, match="this call's prompt is not in its context"):
         list(stream)
     for use in (context.record, context.delete, lambda: context.call("Hi")):
         with pytest.raises(StoreError, match="service was closed"):
@@ -410,7 +410,7 @@ def test_two_threads_say_what_one_says(serve):
 
 
 def test_many_threads_call_delete_and_list(serve):
-    """Whatever is deleted under somebody's hands is a LookupError to him, and to nobody else."""
+    """A context deleted by another thread raises LookupError in its callers only."""
     service = serve(max_queue=50)
     shared = service.bind("shared")
     expected = service.bind("mail").new_context().call(TURNS[0], **GREEDY).text

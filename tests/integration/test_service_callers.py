@@ -1,4 +1,4 @@
-"""Which app a request belongs to, as plugins under ``llmaas serve`` are told."""
+"""The app of a request, as plugins learn it under ``llmaas serve``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ state_dir = "state"
 
 @pytest.fixture
 def serve(tmp_path):
-    """A server with the plugin, with or without keys."""
+    """Start a server with the plugin, with or without keys."""
     environ = install_plugin(tmp_path, "callers", PLUGIN)
     (tmp_path / "keys.toml").write_text(f"mail = {json.dumps(MAIL)}\nnotes = {json.dumps(NOTES)}\n")
     (tmp_path / "keys.toml").chmod(0o600)
@@ -59,7 +59,7 @@ def serve(tmp_path):
 
 
 def seen(server):
-    """Context and app of each request so far."""
+    """Return context and app of each request so far."""
     return [tuple(pair) for pair in server.status()["plugins"]["callers"]["seen"]]
 
 

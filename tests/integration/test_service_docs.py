@@ -1,4 +1,4 @@
-"""docs/service.md: its examples run, and its tables say what is so."""
+"""docs/service.md: its examples run, and its tables are true."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks(language):
 
 
 def rows(*header):
-    """Rows of the table with this header."""
+    """Return the rows of the table with this header."""
     _, _, rest = PAGE.partition(f"| {' | '.join(header)} |\n")
     lines = rest.partition("\n\n")[0].splitlines()[1:]
     assert lines

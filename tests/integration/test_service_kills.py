@@ -25,8 +25,8 @@ from soak import scale
 
 from llmaas_plugins.kv_chunks.checking import check_store
 
-# Kills under each setting, whose replies are stock llama.cpp's if all bits of cells are. There are
-# two thousand in ten parts of `make soak`.
+# Kills under each setting. Replies are stock llama.cpp's if the setting keeps all bits of cells.
+# `make soak` has two thousand kills in ten parts.
 PARTS = range(scale(1, 10))
 SETTINGS = {
     "lossless": (scale(5, 80), {"codec": "lossless", "ram_budget": "1 MiB"}),
@@ -46,9 +46,9 @@ SETTINGS = {
     ),
 }
 
-# Serves its contexts in turn, each until all prompts were answered; then it is deleted and begun
-# anew. A line is written for each operation that is complete. Budgets are so small that both tiers
-# evict all the time.
+# Serves its contexts in turn, each until all prompts were answered; then deletes the context and
+# begins anew. Writes a line for each complete operation. Budgets are so small that both tiers evict
+# all the time.
 CHILD = """
 import itertools, json, sys
 from conversations import digest, system_prompt
@@ -98,13 +98,13 @@ with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
 
 @pytest.fixture(scope="module")
 def expected(reference_model):
-    """By app: the messages after each call, and a digest of the cells, from stock llama.cpp."""
+    """Return stock llama.cpp's messages after each call, and a digest of the cells, by app."""
     return {app: vanilla(reference_model, app) for app in APPS}
 
 
 @pytest.fixture
 def live(tmp_path, reference_model):
-    """Run the child until it ends, or is killed so long after its n-th line; its lines."""
+    """Run the child to its end, or kill it some time after its n-th line; return its lines."""
     children = []
 
     def live(settings, kill_at=None, kill_after_s=0.0, n_operations=10**9):
@@ -133,7 +133,7 @@ def live(tmp_path, reference_model):
                     killer.start()
             if killer is not None:
                 killer.join()
-        assert errors.read_text() == ""  # above all: nothing that cannot be used, no damaged chunk
+        assert errors.read_text() == ""  # above all: nothing unusable, no damaged chunk
         assert child.returncode == (0 if kill_at is None else -9)
         return lines
 
@@ -144,15 +144,15 @@ def live(tmp_path, reference_model):
 
 
 class Ledger:
-    """What must be there, going by the acknowledgements.
+    """Contexts that must be there according to the acknowledgments.
 
     Args:
-        expected: By app, the messages and cells after each call; None if they cannot be known.
+        expected: Each app's messages and cells after each call; None if they cannot be known.
     """
 
     def __init__(self, expected):
         self.expected = expected
-        self.messages = {}  # of the context of each app that has one
+        self.messages = {}  # messages of each app's context, if it has one
         self.n_acknowledged = 0
 
     def read(self, lines):
@@ -161,7 +161,8 @@ class Ledger:
             app = line.get("app")
             if line["op"] == "ready":
                 self.compare(found)
-                assert line["status"]["contexts"] <= len(found)  # of the deleted, no cells are left
+                # no cells of deleted contexts are left
+                assert line["status"]["contexts"] <= len(found)
             elif line["op"] == "new":
                 assert app not in self.messages
                 self.messages[app] = [{"role": "system", "content": system_prompt(app)}]
@@ -181,7 +182,7 @@ class Ledger:
         self.n_acknowledged += 1
 
     def compare(self, found):
-        """One operation may be complete though its line never came: the kill was in between."""
+        """Accept one more complete operation, because the kill may have come before its line."""
         ahead = 0
         for app in APPS:
             known, there = self.messages.get(app), found.get(app)
@@ -194,7 +195,7 @@ class Ledger:
             self.check(app)
 
     def check(self, app, cells=None):
-        """They are stock's."""
+        """Compare an app's messages and cells with stock llama.cpp's."""
         if self.expected is not None:
             messages, digest = self.expected[app][len(self.messages[app]) // 2]
             assert self.messages[app] == messages

@@ -1,4 +1,4 @@
-"""The service with kv_chunks: contexts swapped underneath, restarts, and what deletion leaves."""
+"""The service with kv_chunks: switched contexts, restarts, and the traces of deletion."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
 
-# Tokens are evaluated one by one: whether a token's cells are restored or evaluated again, alone or
-# with others, then makes no difference to the last bit, and equal texts can be demanded.
+# Evaluate tokens one by one: restored and re-evaluated cells are then equal to the last bit, so
+# equal texts can be demanded.
 ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads_batch": 1, "flash_attn": True}
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 SUBJECTS = ("Tell me about your dog.", "I want to fly to Rome.", "My phone is broken.")
@@ -38,7 +38,7 @@ def start(make_llama, tmp_path):
 
 @pytest.fixture(scope="module")
 def expected(reference_model, tmp_path_factory):
-    """Texts of a service without plugins that is never restarted."""
+    """Return the texts of a service without plugins that is never restarted."""
     folder = tmp_path_factory.mktemp("state")
     options = ENGINE | {"n_threads": 1, "seed": 1}
     with LLMService.open(reference_model, ServiceConfig(state_dir=folder), **options) as service:

@@ -1,4 +1,4 @@
-"""Contexts longer than the window: what the model sees then, what stays, and what is stored."""
+"""Contexts longer than the window: the model's view, the kept messages, and the stored ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmaas_hooks import LimitError
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
 
-# Tokens are evaluated one by one: texts do not depend on what was restored and what was not.
+# Evaluate tokens one by one: texts must not depend on which tokens were restored.
 ENGINE = {"n_ctx": 256, "n_ubatch": 1, "n_threads_batch": 1, "flash_attn": True}
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
 SYSTEM = "You are a shy guest in a hotel."
@@ -44,7 +44,7 @@ def start(make_llama, tmp_path):
 
 @pytest.fixture
 def vanilla(make_llama):
-    """Text and prompt length of a plain engine's reply to messages."""
+    """Return text and prompt length of a plain engine's reply to messages."""
     llama = make_llama(**ENGINE)
 
     def reply(messages):
@@ -55,7 +55,7 @@ def vanilla(make_llama):
 
 
 def converse(context, n):
-    """Call ``n`` times; the prompts with their replies."""
+    """Call ``n`` times; return the prompts with their replies."""
     first = context.record().n_calls
     prompts = [TURNS[i % len(TURNS)] for i in range(first, first + n)]
     return [(prompt, context.call(prompt, **GREEDY)) for prompt in prompts]
@@ -66,7 +66,7 @@ def seen(record):
 
 
 def test_a_conversation_without_end(start, vanilla):
-    """Each reply is what llama.cpp says to the system prompt and the newest turns."""
+    """Each reply equals llama.cpp's reply to the system prompt and the newest turns."""
     with start() as (service, _):
         context = service.bind("mail").new_context(SYSTEM)
         said, slides, n_prompts = context.record().messages, [], []
@@ -76,14 +76,14 @@ def test_a_conversation_without_end(start, vanilla):
             text, n_prompt = vanilla(seen(record)[:-1])
             assert reply.text == text
             said += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-            assert record.messages == said  # nothing of it is lost
+            assert record.messages == said  # no message is lost
             assert seen(record)[1]["role"] == "user"
             assert record.n_tokens == reply.n_tokens <= ENGINE["n_ctx"]
             if reply.n_left_out:
                 slides.append((i, reply.n_left_out))
             assert len(seen(record)) == len(said) - sum(n for _, n in slides)
             n_prompts.append(n_prompt)
-    assert 2 <= len(slides) <= 5  # in 14 calls: not in each of them
+    assert 2 <= len(slides) <= 5  # of 14 calls, only some slide
     assert all(n_prompts[i] <= ENGINE["n_ctx"] // 2 for i, _ in slides)
     assert max(n_prompts) <= ENGINE["n_ctx"] - GREEDY["max_tokens"]
 
@@ -99,7 +99,8 @@ def test_between_slides_only_what_is_new_is_evaluated(start):
             n_reused = after["reused_tokens"] - before["reused_tokens"]
             if reply.n_left_out:
                 n_slides += 1
-                assert n_reused < known / 2  # the system prompt, and what happens to be alike
+                # the system prompt, and tokens that are alike by chance
+                assert n_reused < known / 2
             else:
                 assert n_reused >= known - 3  # a reply's last tokens may be written otherwise
             known = reply.n_tokens
@@ -165,7 +166,8 @@ def test_a_turn_that_does_not_even_fit_alone_changes_nothing(start):
                 context.call("word " * length)
             assert context.record() == before
         reply = context.call("word " * 180, **GREEDY)
-        assert reply.n_left_out == len(seen(before)) - 1  # it alone is seen, and the system prompt
+        # the model sees only it and the system prompt
+        assert reply.n_left_out == len(seen(before)) - 1
         converse(context, 1)
 
 

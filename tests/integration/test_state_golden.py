@@ -1,8 +1,8 @@
-"""The state of a sequence, as llama.cpp lays it out, against blobs that are kept with the tests.
+"""The state of a sequence in llama.cpp's layout, against blobs that are kept with the tests.
 
-Stores outlive releases of llama-cpp-python, so a release must lay a state out as those before did.
-The blobs were made with 0.3.36; 0.3.35 makes the same. To add a layout that a later release has,
-make it known to ``model_identity`` first: cells of another layout are another root.
+Stores outlive releases of llama-cpp-python, so a new release must keep the layout of a state.
+The blobs were made with 0.3.36; 0.3.35 makes the same. To add a layout of a later release, first
+make it known to ``model_identity``: cells of another layout belong to another root.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TOKENS = [1, 400, 401, 402, 403]
 NEXT = 404
 KINDS = {"flash": True, "transposed": False}
-"""Whether flash attention is on: without it, values are stored transposed."""
+"""Whether flash attention is on; without it, values are stored transposed."""
 
 
 class State(NamedTuple):
     """A parsed blob.
 
     Attributes:
-        head: All that is neither cells nor rows.
-        cells: Position, and sequences, of each.
-        types: Of each layer's rows: type, bytes of a row or an element, rows of a transposed layer.
-        values: Of all layers, keys first.
+        head: All bytes that are neither cells nor rows.
+        cells: Position and sequences of each cell.
+        types: Each layer's rows: type, bytes of a row or an element, rows of a transposed layer.
+        values: Values of all layers, keys first.
     """
 
     head: tuple[int, ...]
@@ -55,7 +55,7 @@ def parsed(blob):
         at += n_bytes
         return np.frombuffer(blob, np.float16, n_bytes // 2, at - n_bytes).astype(np.float32)
 
-    head = take("QII")  # what it is for, streams, cells
+    head = take("QII")  # purpose, streams, cells
     cells = [tuple(take("iIi")) for _ in range(head[-1])]
     head += take("II")  # whether values are transposed, layers
     types, values = [], []

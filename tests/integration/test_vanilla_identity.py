@@ -1,6 +1,6 @@
 """With nothing enabled, everything an app can see is vanilla's to the byte.
 
-``python test_vanilla_identity.py MODEL`` prints a digest of each thing that is compared.
+``python test_vanilla_identity.py MODEL`` prints a digest of each compared result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 7, "verb
 
 
 def snapshot(model):
-    """Digests by name of what an app gets from a fresh engine, and from a second one."""
+    """Return digests, by name, of an app's results from a fresh engine and from a second one."""
     found = {}
     llama = Llama(str(model), **SETTINGS)
     tokens = llama.tokenize(PROMPT.encode())
@@ -72,7 +72,7 @@ def take(stream, n):
 
 
 def states(llama):
-    """The whole state, and that of sequence 0."""
+    """Return the whole state, and that of sequence 0."""
     whole = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(llama.ctx))()
     sequence = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(llama.ctx, 0))()
     assert llama_cpp.llama_state_get_data(llama.ctx, whole, len(whole)) == len(whole)
@@ -115,7 +115,7 @@ def test_after_a_plugin_was_active(vanilla, reference_model, tmp_path):
 
 @pytest.fixture
 def store(reference_model, tmp_path):
-    """Directory of a datastore for knn_lm."""
+    """Return the directory of a datastore for knn_lm."""
     from datastores import stored  # this file is a script, too
 
     stored(reference_model).write(tmp_path / "knn")

@@ -1,4 +1,4 @@
-"""What an app sees of a context in which others are parked: what vanilla would show it."""
+"""An app's view of a context in which others are parked: the view that vanilla would give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from switching import ENDINGS, OTHER, PROMPT, ask
 
 FOREIGN = [1, *np.random.default_rng(3).integers(300, 4000, 60).tolist()]
 REAL = (llama_cpp.llama_n_ctx, llama_cpp.llama_n_seq_max, llama_cpp.llama_state_get_size)
-"""The bindings themselves; the names are patched while plugins are on."""
+"""The original bindings; their names are patched while plugins are on."""
 SIZES = {
     name: getattr(llama_cpp, name)
     for name in ("llama_n_ctx", "llama_n_ctx_seq", "llama_n_batch", "llama_n_ubatch")
@@ -29,7 +29,7 @@ def parks(patched):
 
 @pytest.fixture
 def llama(parks, make):
-    """An engine with one context parked behind the one in use."""
+    """Return an engine with one context parked behind the one in use."""
     llama = make()
     ask(llama, PROMPT, 4)
     ask(llama, FOREIGN, 4)
@@ -39,7 +39,7 @@ def llama(parks, make):
 
 @pytest.fixture
 def plain(make):
-    """The same, without a plugin: made before one is on."""
+    """Return the same engine without a plugin, made before one is on."""
     llama = make()
     ask(llama, FOREIGN, 4)
     return llama
@@ -59,7 +59,7 @@ def sequence(llama, number=0):
 
 
 def positions(blob):
-    """Positions of the cells in a sequence's blob, in the order of the cells."""
+    """Return the positions in a sequence's blob, in the order of the cells."""
     (n_cells,) = struct.unpack_from("<I", blob, 12)
     return np.frombuffer(blob, "<i4", 3 * n_cells, 16)[::3].tolist()
 
@@ -115,7 +115,7 @@ def test_a_context_that_a_check_refuses_has_no_spare_cells(make, patched):
 
 
 def test_a_full_context_is_full(make, patched):
-    """``Llama`` fails at its own end, not at that of the spare cells, and can go on."""
+    """``Llama`` fails at its own end, not at that of the spare cells, and can continue."""
     tokens = np.random.default_rng(9).integers(300, 4000, 300).tolist()
 
     def fill(llama):
@@ -164,7 +164,7 @@ def test_states_go_both_ways(plain, llama, make):
 
 
 def test_blobs_of_a_sequence_go_both_ways(plain, llama, parks):
-    """Those leave the others alone."""
+    """Loading a sequence's blob leaves the other sequences alone."""
     blob = sequence(llama)
     assert llama_cpp.llama_state_seq_set_data(plain.ctx, as_bytes(blob), len(blob), 0) == len(blob)
     assert positions(sequence(plain)) == positions(blob)
@@ -244,8 +244,8 @@ def comes_back(llama, parks):
 
 
 def test_moved_cells_are_the_apps_alone(llama, parks):
-    """Shared cells would move in every context."""
-    ask(llama, OTHER, 2)  # begins like what is parked
+    """Shared cells would otherwise move in every context."""
+    ask(llama, OTHER, 2)  # begins like the parked context
     llama._ctx.kv_cache_seq_rm(0, 10, 20)
     llama._ctx.kv_cache_seq_shift(0, 20, -1, -10)
     assert parks.engine.parked == set()
@@ -254,7 +254,7 @@ def test_moved_cells_are_the_apps_alone(llama, parks):
 
 
 def test_an_app_that_takes_sequences_it_did_not_ask_for_has_them_all(llama, parks):
-    """llama.cpp lets it; and it finds there what it put there."""
+    """llama.cpp allows such sequences, and returns in them the data that the app put there."""
     expected = positions(sequence(llama))
     llama._ctx.kv_cache_seq_cp(0, 3, -1, -1)
     assert parks.engine.parked == set()

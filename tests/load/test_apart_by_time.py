@@ -1,4 +1,4 @@
-"""Whether an app can tell by the time what another app just asked; a control shows it could."""
+"""Whether response times tell an app another app's prompts; a control shows that they could."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST_Z = 4.0
 
 @pytest.fixture(params=["apart", "sharing"])
 def asking(request, tmp_path):
-    """A server with keys; a function that asks as an app, for seconds and tokens found."""
+    """Start a server; return a function that asks as an app for seconds and reused tokens."""
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'{app} = "{key}"\n' for app, key in KEYS.items() if app))
     keys.chmod(0o600)
@@ -61,7 +61,7 @@ def asking(request, tmp_path):
 
 
 def differ_by(first, second):
-    """Standard deviations by which the ranks of two samples differ (Mann and Whitney's test)."""
+    """Return the standard deviations by which two samples' ranks differ (Mann-Whitney test)."""
     n, m = len(first), len(second)
     ranks = np.argsort(np.argsort(np.concatenate([first, second]))) + 1
     u = ranks[:n].sum() - n * (n + 1) / 2
@@ -88,8 +88,9 @@ def test_an_app_cannot_tell_by_the_time_what_another_asked(asking):
             found[is_guessed].append(n_found)
     z = differ_by(seconds[True], seconds[False])
     if kind == "sharing":
-        assert min(found[True]) > 100 > max(found[False])  # the test would see it
+        assert min(found[True]) > 100 > max(found[False])  # so the test would detect it
         assert z < -LARGEST_Z or N_CONTROL < 40
         return
-    assert max(found[True]) < 40  # its own, from prompts that begin with the same words
+    # the app's own tokens, from prompts that begin with the same words
+    assert max(found[True]) < 40
     assert abs(z) < LARGEST_Z

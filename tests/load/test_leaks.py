@@ -1,4 +1,4 @@
-"""Thousands of calls over contexts that come and go: what the process holds stays what it was."""
+"""Thousands of calls over contexts that come and go: the process's resources do not grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmaas_plugins.service import LLMService, ServiceConfig
 
 CALLS = scale(90, 5000)
 N_CONTEXTS = 4
-MOST_TURNS = 5  # then a context is deleted, and begun anew
+MOST_TURNS = 5  # then the context is deleted and begun anew
 MIB = 1 << 20
 SETTINGS = {
     "lossless, shared": {"codec": "lossless", "ram_budget": "1 MiB", "share_across_apps": True},
@@ -29,7 +29,7 @@ def rss():
 
 
 def n_files():
-    """Open files, and rings of the I/O core: a thread has one from its first reads to its end."""
+    """Return open files and I/O rings; a thread has a ring from its first read to its end."""
     links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     names = [str(path.readlink()) for path in links]
     n_rings = sum("io_uring" in name for name in names)

@@ -1,8 +1,7 @@
 """A storm on one ``llmaas serve``: calls, streams, cancels, deletions, garbage and killed clients.
 
-Whatever the others do, an app's replies are those of stock llama.cpp on its own if cells are kept
-bit by bit, every one that was acknowledged is in its context's record, and afterwards the server is
-what it was before.
+Whatever the other apps do, an app's replies are those of stock llama.cpp if cells are kept bit
+for bit. Every acknowledged reply is in its context's record. Afterwards the server is as before.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MIB = 1 << 20
 MOST_WAITING = 4
 SERVICE = f"max_queue = {MOST_WAITING}\nmax_body_bytes = 65536\nclient_timeout_s = 5"
 DISK = 'disk_budget = "1200 KiB"\n'
-WRITES = MIB  # a day
+WRITES = MIB  # per day
 KVS = {
     "lossless": DISK + 'ram_budget = "1 MiB"\nshare_across_apps = true',
     "tolerance": DISK + f'ram_budget = "2 MiB"\nparked_tokens = 256\nwrite_budget = {WRITES}',
@@ -49,8 +48,8 @@ GARBAGE = (
     ("/v1/llmaas/apps/x/contexts", b'{"system": 5}'),
 )
 
-# The same conversations over the OpenAI routes, in a process of its own, until its input ends and
-# there was an answer: on a slow machine it may be turned away for as long as the storm lasts.
+# The same conversations over the OpenAI routes, in a process of its own. It runs until its input
+# ends and one answer came: a slow machine may turn it away during the whole storm.
 OPENAI_CLIENT = """
 import json, select, sys
 import openai
@@ -92,12 +91,12 @@ while True:
 
 @pytest.fixture(scope="module")
 def expected(reference_model):
-    """By app: the messages after each call, from stock llama.cpp."""
+    """Return each app's messages after each call, from stock llama.cpp."""
     return {app: [messages for messages, _ in vanilla(reference_model, app)] for app in APPS}
 
 
 class Storm:
-    """Threads that do something again and again, until the storm is over."""
+    """Threads that repeat their action until the storm is over."""
 
     def __init__(self, server):
         self.server = server
@@ -107,7 +106,7 @@ class Storm:
         self._threads = []
 
     def blow(self, name, action, *args):
-        """Repeat ``action``, which may say how often it succeeded."""
+        """Repeat ``action``, which may return how often it succeeded."""
 
         def work():
             while not self._end.is_set():
@@ -131,12 +130,12 @@ class Storm:
 
 
 class Talk:
-    """One app's conversation, to its end and anew; the record must hold each reply.
+    """One app's conversation, held to its end and begun anew; the record must hold each reply.
 
     Args:
-        server: Where.
-        name: The app's.
-        expected: Its messages after each call; None if they cannot be known.
+        server: Server to talk to.
+        name: Name of the app.
+        expected: The app's messages after each call; None if they cannot be known.
         streams: Whether replies are streamed.
     """
 
@@ -176,7 +175,7 @@ class Talk:
 
 
 def cancel(app, rng):
-    """Begin a long reply and leave; the context is as it was, or the reply was done before."""
+    """Begin a long reply and leave; the context is unchanged unless the reply was complete."""
     context = (app.contexts() or [app.new_context("Cleo is here.")])[0]
     stream = context.stream("Go on.", **ENDLESS | {"max_tokens": 400})
     for _ in range(rng.randint(1, 20)):
@@ -223,7 +222,7 @@ def kill_client(server, rng):
 
 
 def deleted(context):
-    """Whether it could be deleted now: the line may be full."""
+    """Return whether the context could be deleted now; the queue may be full."""
     with contextlib.suppress(LimitError):
         context.delete()
         return True
@@ -248,7 +247,7 @@ def openai_client(server, expected, *, is_lossy):
 
 
 def watch(server, seconds):
-    """Longest line that was seen."""
+    """Return the longest queue that was seen."""
     longest, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         longest = max(longest, server.status()["queue"])
@@ -293,11 +292,11 @@ def test_a_storm(tmp_path, expected, codec):
         assert 1 < longest <= MOST_WAITING + 1
         assert grown < scale(24, 8) * MIB
         kv = check_afterwards(server)
-        assert not is_lossy or kv["written_bytes"] <= 2 * WRITES  # it may have been midnight
+        assert not is_lossy or kv["written_bytes"] <= 2 * WRITES  # midnight may have passed
 
 
 def check_afterwards(server):
-    """It is well, and ends; what kv_chunks reported."""
+    """Assert that the server is well and ends; return kv_chunks' last status."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     with contextlib.closing(connection):
         connection.request("GET", "/health")

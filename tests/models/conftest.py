@@ -11,20 +11,20 @@ from llmaas_eval.families import write_family, write_lora
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory):
-    """Path of a family's model, by name; written once."""
+    """Return a function from a family's name to its model's path; each is written once."""
     folder = tmp_path_factory.mktemp("families")
     return functools.cache(lambda name: write_family(name, folder / f"{name}.gguf"))
 
 
 @pytest.fixture(scope="session")
 def lora(tmp_path_factory):
-    """Path of an adapter for the llama family."""
+    """Return the path of an adapter for the llama family."""
     return write_lora("llama", tmp_path_factory.mktemp("lora") / "lora.gguf")
 
 
 @pytest.fixture
 def report():
-    """What kv_chunks has to say, when all is done."""
+    """Return a function that reads kv_chunks' status after all work has ended."""
 
     def ask(suite):
         suite.settle()
@@ -35,5 +35,5 @@ def report():
 
 @pytest.fixture
 def said(caplog):
-    """What the suite logged, line by line."""
+    """Return the suite's log lines."""
     return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("llmaas")]

@@ -1,4 +1,4 @@
-"""LoRA adapters, control vectors: cells that another computation made are never mixed up."""
+"""LoRA adapters and control vectors: cells of different computations are never mixed up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_adapter_and_scale_has_chunks_of_its_own(family, lora, tmp_path, su
         before = report(active)["restored_tokens"]
         with conversation.open() as llama:
             assert ask(llama, PROMPT, 4)[0] == answer
-            assert report(active)["restored_tokens"] == before  # nothing of another's
+            assert report(active)["restored_tokens"] == before  # nothing of another computation
             ask(llama, OTHER, 2)
             assert np.array_equal(conversation.second(llama, answer), logits[0])
             assert report(active)["restored_tokens"] > before
@@ -77,7 +77,7 @@ CALLS = {
 
 
 def altered(conversation, alter, lora):
-    """The logits after the app changed the computation, and on from there."""
+    """Return the logits after the app changed the computation, and the logits that follow."""
     with conversation.open() as llama:
         ask(llama, PROMPT, 4)
         alter(llama, lora)
@@ -100,7 +100,7 @@ def test_computations_that_the_app_changes_are_vanilla(name, conversation, lora,
     status = report(active)
     called = name.replace("adapter_lora", "adapters_lora")
     assert status["left_alone"] == [f"llama.gguf: the app called {called}"]
-    assert (status["saves"], status["restores"]) == (1, 0)  # what was before stays good
+    assert (status["saves"], status["restores"]) == (1, 0)  # earlier cells stay valid
 
 
 def test_a_change_while_a_request_runs_is_not_kept(family, lora, suite, report):

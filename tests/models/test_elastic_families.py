@@ -1,4 +1,4 @@
-"""A model whose units are in another order says in stock llama.cpp what it said before (§3.2)."""
+"""A model with reordered units gives the same results in stock llama.cpp as before (§3.2)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from llmaas_plugins.elastic import units
 from llmaas_plugins.elastic.prepared_file import restore, write_reordered
 from llmaas_plugins.elastic.reordering import Order, order_by
 from llmaas_plugins.elastic.units import blocks_of
-from llmaas_plugins.quantise import quantise
+from llmaas_plugins.quantize import quantize
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 SERVED = [*units.FAMILIES]
-QUANTISED = ("F16", "Q8_0", "Q4_0", "Q4_K")
+QUANTIZED = ("F16", "Q8_0", "Q4_0", "Q4_K")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _biased():
-    """A llama with all the biases that llama.cpp knows of one."""
+    """Return a llama with all biases that llama.cpp supports in this family."""
     family = FAMILIES["llama"]
     biases = {
         name.replace("weight", "bias"): shape[:1]
@@ -40,17 +40,17 @@ def _biased():
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A family's model in F32, by name."""
+    """Return a function from a family's name to its model in F32."""
     folder = tmp_path_factory.mktemp("originals")
     return functools.cache(lambda name: write_family(name, folder / f"{name}.gguf", weights=F32))
 
 
 @pytest.fixture(scope="module")
 def of_type(original, tmp_path_factory):
-    """A qwen2 model, which has biases, with weights of a type."""
+    """Return a function from a weight type to a qwen2 model, which has biases."""
     folder = tmp_path_factory.mktemp("types")
     return functools.cache(
-        lambda weights: quantise(original("qwen2"), folder / f"{weights}.gguf", weights)
+        lambda weights: quantize(original("qwen2"), folder / f"{weights}.gguf", weights)
     )
 
 
@@ -70,7 +70,7 @@ def test_any_order_leaves_what_a_model_says(original, tmp_path, name):
         assert (tmp_path / "restored.gguf").read_bytes() == source.read_bytes()
 
 
-@pytest.mark.parametrize("weights", QUANTISED)
+@pytest.mark.parametrize("weights", QUANTIZED)
 def test_other_types_are_restored_and_say_the_same_up_to_rounding(of_type, tmp_path, weights):
     source = of_type(weights)
     path = shuffled(source, tmp_path / "shuffled.gguf")
@@ -81,11 +81,11 @@ def test_other_types_are_restored_and_say_the_same_up_to_rounding(of_type, tmp_p
 
 
 @pytest.mark.parametrize("weights", ["Q8_0", "Q4_K"])
-def test_quantised_afterwards_any_order_is_as_good(original, of_type, tmp_path, weights):
+def test_quantized_afterwards_any_order_is_as_good(original, of_type, tmp_path, weights):
     source = original("qwen2")
     blocks = blocks_of(source)
     write(write_reordered(source, tmp_path / "a.gguf", order_by(blocks, scores_of(blocks))))
-    path = quantise(tmp_path / "a.gguf", tmp_path / "b.gguf", weights)
+    path = quantize(tmp_path / "a.gguf", tmp_path / "b.gguf", weights)
     exact = logits_of(source)
     of_order, of_none = (np.abs(logits_of(p) - exact).mean() for p in (path, of_type(weights)))
     assert of_order < 1.5 * of_none
@@ -95,6 +95,8 @@ def test_quantised_afterwards_any_order_is_as_good(original, of_type, tmp_path, 
 def test_other_families_are_refused_by_name(tmp_path, name):
     path = write_family(name, tmp_path / "model.gguf")
     reason = "a mixture of experts" if FAMILIES[name].keys.get("expert_count") else "of the family"
-    expected = rf"it is {reason} .?{FAMILIES[name].arch}.*Served are .* llama, qwen2, qwen3, gemma"
+    expected = (
+        rf"it is {reason} .?{FAMILIES[name].arch}.*Supported are .* llama, qwen2, qwen3, gemma"
+    )
     with pytest.raises(ConfigError, match=expected):
         blocks_of(path)

@@ -1,4 +1,4 @@
-"""Importance by gradients: a layer at a time, it is what torch finds for the whole model."""
+"""Importance by gradients: computed layer by layer, it equals torch's for the whole model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path(request, tmp_path_factory):
 
 
 def salience(path):
-    """By layer and matrix, gradient times weight; all of the model's weights are in one graph."""
+    """Return gradient times weight by layer and matrix, from one graph of all weights."""
     decoder = torch_model.Decoder(path)
     layers = [decoder.weights(layer) for layer in range(decoder.blocks.n_layers)]
     for weight in (weight for layer in layers for weight in layer.values()):
@@ -45,7 +45,7 @@ def salience(path):
 
 
 def test_the_papers_score_is_gradient_times_weight_of_a_units_columns(path, monkeypatch):
-    monkeypatch.setattr(gradients, "_KEPT_BYTES", 1 << 18)  # weights are read for each window
+    monkeypatch.setattr(gradients, "_KEPT_BYTES", 1 << 18)  # weights are read again for each window
     monkeypatch.setattr(torch_model, "_CHUNK", 256 * 1000)
     shares = []
     found = gradients.gradient_scores(path, WINDOWS, method="taylor", progress=shares.append)
@@ -87,7 +87,7 @@ def test_what_they_were_found_with_is_kept(path):
     assert found.calibration == Calibration(digest, 7, WINDOWS.size, "fisher")
 
 
-@pytest.mark.parametrize("path", ["qwen2"], indirect=True)  # gemma3 norms what units put out
+@pytest.mark.parametrize("path", ["qwen2"], indirect=True)  # gemma3 normalizes the units' outputs
 @pytest.mark.parametrize("method", sorted(gradients.METHODS))
 def test_units_that_hardly_do_anything_score_least(path, monkeypatch, method):
     read = torch_model.Decoder.weights

@@ -1,4 +1,4 @@
-"""The decoder in torch computes what llama.cpp computes, with all units and with some of them."""
+"""The decoder in torch, against llama.cpp, with all units and with some of them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ torch_model = pytest.importorskip("llmaas_plugins.elastic.torch_model")
 
 F32 = GGMLQuantizationType.F32
 GELU_STEP = 5e-3
-"""llama.cpp looks GELU up by 16-bit floats."""
+"""llama.cpp computes GELU from a table indexed by 16-bit floats."""
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A family's model in F32, by name."""
+    """Return a function from a family's name to its model in F32."""
     folder = tmp_path_factory.mktemp("families")
     return functools.cache(lambda name: write_family(name, folder / f"{name}.gguf", weights=F32))
 
 
 @pytest.fixture
 def special(tmp_path, monkeypatch):
-    """A family's model with other metadata, or with tensors besides."""
+    """Return a function that writes a family's model with other metadata or extra tensors."""
 
     def write(name, keys=(), ends=()):
         base = FAMILIES[name]
@@ -60,7 +60,8 @@ def test_it_says_what_the_engine_says(written, name):
 
 
 def test_a_trained_model_too(reference_model, tmp_path):
-    check_same(f16_copy(reference_model, tmp_path), 2e-2)  # the engine rounds activations to 16 bit
+    # the engine rounds activations to 16 bits
+    check_same(f16_copy(reference_model, tmp_path), 2e-2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What others take units and layers to be worth: scores as their papers have them."""
+"""Other methods' scores of units and layers, as their papers define them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOWS = np.random.default_rng(0).integers(3, 4000, (2, 24))
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Of two layers."""
+    """Return the path of a model with two layers."""
     folder = tmp_path_factory.mktemp("scores")
     return write_family("qwen2", folder / "model.gguf", weights=GGMLQuantizationType.F32)
 
@@ -115,7 +115,7 @@ def test_laco_adds_what_merged_layers_differ_by(tmp_path, torch_model):
     for name, weight in merged.weights(0).items():
         expected = second[name] + third[name] - first[name]
         np.testing.assert_allclose(weight, expected, atol=1e-2)
-    with pytest.raises(ValueError, match="3 layers are wanted of 3"):
+    with pytest.raises(ValueError, match="3 layers wanted, expected at least 1 and under 3"):
         laco.write_merged(source, tmp_path / "no.gguf", 3, WINDOWS)
 
 

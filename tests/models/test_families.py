@@ -1,4 +1,4 @@
-"""Every family of models: its contexts are kept to the bit, or left exactly as vanilla has them."""
+"""Every family of models: contexts are kept to the bit, or left exactly as in vanilla."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LEFT = {
         "sliding window of 64 tokens without swa_full: old cells are gone",
         "sliding window",
     ),
-    "deepseek32": ("its cells are not in caches of keys and values alone", "its index"),
+    "deepseek32": ("its state has more than caches of keys and values", "indexer"),
     "mamba2": ("recurrent model: its state cannot drop ranges", "recurrent"),
     "granitehybrid": ("hybrid model: its state cannot drop ranges", "hybrid"),
     "qwen2vl": ("2-D positions (M-RoPE)", "M-RoPE"),
     "bert": ("encoder or diffusion model: it keeps no cells", "encoder"),
 }
 ALIKE = {"gemma", "gemma2"}
-"""gemma3 has all that their cells have."""
+"""Families whose kinds of cells gemma3 covers."""
 REAL = (llama_cpp.llama_n_seq_max,)
-"""The binding itself; the name's is patched while a suite is active."""
+"""The original binding; the name is patched while a suite is active."""
 
 
 def column(name, cell, rows):
-    """The rows as parameters, each filling its cell of the page."""
+    """Return the rows as parameters, each filling its cell of the page."""
     return [pytest.param(row, marks=pytest.mark.compat("models", row, name, cell)) for row in rows]
 
 
@@ -41,7 +41,7 @@ def test_every_family_is_one_or_the_other():
 
 
 def traces(path, **settings):
-    """All that an app can see of three requests: tokens, logits, the state, and the sizes."""
+    """Return an app's view of three requests: tokens, logits, the state, and the sizes."""
     with Conversation(path, settings).open() as llama:
         if settings.get("embedding"):
             found = [llama.embed("A boat came back.")]
@@ -54,14 +54,14 @@ def traces(path, **settings):
 
 
 def seen(llama):
-    """The context as the engine has it, and as the app reads it."""
+    """Return the context as the engine has it, and as the app reads it."""
     state = llama.save_state()
     sizes = [llama_cpp.llama_n_ctx, llama_cpp.llama_n_ctx_seq, llama_cpp.llama_n_seq_max, *REAL]
     return state.llama_state, state.n_tokens, [size(llama.ctx) for size in sizes]
 
 
 def split(name):
-    """Family and settings of a row."""
+    """Return family and settings of a row."""
     settings = {"bert": {"embedding": True}, "gemma3, swa_full=False": {"swa_full": False}}
     return name.partition(",")[0], settings.get(name, {})
 
@@ -99,13 +99,13 @@ def test_contexts_of_8_bits_stay_close(name, family, suite, report):
         assert conversation.first(llama) == answer
         found = conversation.second(llama, answer)
         assert report(active)["restores"] == 1
-    first = expected[0][0]  # later tokens may differ, and with them everything
+    first = expected[0][0]  # later tokens may differ, and then everything after them
     error = np.sqrt(np.mean((found[0] - first) ** 2))
     assert 0 < error < 0.1 * first.std()
 
 
 def left(name, codec):
-    """A row of what is left alone, with the reason in a word."""
+    """Return a row of a model that is left alone, with the reason in a word."""
     marks = [
         pytest.mark.compat("models", name, f"kv_chunks, {codec}", "vanilla"),
         pytest.mark.compat("models", name, "why", LEFT[name][1]),
@@ -126,11 +126,11 @@ def test_what_cannot_be_kept_is_vanilla(name, codec, family, suite, said):
     found = active.status()["plugins"]["kv_chunks"]
     assert found["left_alone"] == [reason]
     assert found["restores"] == found["saves"] == found.get("chunks", 0) == 0
-    assert said() == [f"kv_chunks leaves a context as it is: {reason}"]
+    assert said() == [f"kv_chunks does not serve a context: {reason}"]
 
 
 def test_what_only_its_context_shows_is_made_again_as_vanilla(family, suite, report):
-    """Nothing about this encoder's model says that it keeps no cells; its first context does."""
+    """Nothing in this encoder's model file shows that it keeps no cells; its first context does."""
     expected = encoder_context(family("bert"))
     active = suite()
     assert encoder_context(family("bert")) == expected

@@ -1,8 +1,8 @@
-"""Cells that no tokens explain: images above all, which chat handlers evaluate inside C.
+"""Cells that no tokens explain, above all images, which chat handlers evaluate inside C.
 
-A tiny vision model is not at hand; the handler here does to the engine what those of llama_cpp do:
-it clears the cells, evaluates text with ``Llama.eval``, an image's embeddings with the C library
-itself, moves ``Llama.n_tokens`` over them, and completes.
+No tiny vision model is available, so the handler here repeats the steps of llama_cpp's handlers.
+It clears the cells, evaluates text with ``Llama.eval``, evaluates an image's embeddings with the C
+library, moves ``Llama.n_tokens`` past them, and completes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUESTION = [*range(700, 720)]
 
 
 class Handler:
-    """A chat handler in llama_cpp's way; ``image`` is what it shows next, or None."""
+    """Chat handler in llama_cpp's style; ``image`` is the next image's seed, or None."""
 
     image = None
 
@@ -39,7 +39,7 @@ class Handler:
 
 
 def show(llama, seed):
-    """Evaluate an image's embeddings behind Python's back."""
+    """Evaluate an image's embeddings without Python's knowledge."""
     values = np.random.default_rng(seed).normal(size=(N_IMAGE, N_EMBD)).astype(np.float32)
     batch = llama_cpp.llama_batch_init(N_IMAGE, N_EMBD, 1)
     batch.n_tokens = N_IMAGE
@@ -60,7 +60,7 @@ def chat(llama, image):
 
 
 def conversation_with_images(llama):
-    """Images, text, and texts that begin as what stands where an image was."""
+    """Yield replies to images, to text, and to texts that begin like the cells of an image."""
     found = [chat(llama, image) for image in (1, 2, None, 1)]
     found.append(ask(llama, llama.input_ids[: llama.n_tokens].tolist(), 4)[0])
     return [*found, *(ask(llama, prompt, 4)[0] for prompt in (OTHER, PROMPT, OTHER))]
@@ -77,11 +77,11 @@ def test_images_are_vanillas(talk, suite, report, caplog):
         expected = conversation_with_images(llama)
     active = suite()
     with talk.open() as llama:
-        ask(llama, PROMPT, 4)  # served, so far
+        ask(llama, PROMPT, 4)  # served so far
         llama.chat_handler = Handler()
         assert conversation_with_images(llama) == expected
-        assert report(active)["restores"] == 3  # of what was text all along, and only that
-    assert caplog.text.count("llama.gguf: its cells were changed behind Llama's back") == 1
+        assert report(active)["restores"] == 3  # restores of pure text only
+    assert caplog.text.count("llama.gguf: the app changed cells without Llama's knowledge") == 1
     active = suite()
     with talk.open() as llama:
         llama.chat_handler = Handler()
@@ -100,7 +100,7 @@ def test_no_chunk_names_an_image(talk, suite, report):
 
 @pytest.mark.parametrize("origin", ["this process", "elsewhere"])
 def test_only_states_that_were_seen_being_made_are_stored(talk, suite, report, origin):
-    """``Llama.load_state`` takes any bytes, of other weights, too."""
+    """``Llama.load_state`` accepts any bytes, even those of other weights."""
     with talk.open() as llama:
         expected = goes_on(llama, origin)
     active = suite()
@@ -110,7 +110,7 @@ def test_only_states_that_were_seen_being_made_are_stored(talk, suite, report, o
 
 
 def goes_on(llama, origin):
-    """An answer from a state."""
+    """Return an answer from a state."""
     ask(llama, PROMPT, 2)
     state = llama.save_state()
     ask(llama, QUESTION, 2)

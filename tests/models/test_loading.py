@@ -1,4 +1,4 @@
-"""How a model was opened, and by which name: GPU offload, old bindings, several files."""
+"""Ways to open a model: GPU offload, old bindings, several files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from llama_cpp import llama_cpp as bindings
 from switching import OTHER, PROMPT, Conversation, ask
 
-REASON = "layers are offloaded to a GPU: not tested with one"
+REASON = "layers are offloaded to a GPU: this is not tested"
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A build that could offload: only this answer is ours, the engine computes as ever."""
+    """Simulate a build that could offload; the engine computes as usual."""
     monkeypatch.setattr(bindings, "llama_supports_gpu_offload", lambda: True)
 
 
@@ -55,7 +55,7 @@ REAL = (llama_cpp.llama_n_seq_max,)
 
 
 def n_sequences(model, make=None):
-    """Of a new context on ``model``, as the engine has it."""
+    """Return the actual number of sequences of a new context on ``model``."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = 256
     ctx = (make or llama_cpp.llama_init_from_model)(model, params)

@@ -77,7 +77,7 @@ def test_cells_that_depend_on_what_follows_are_left_alone(family, suite, report)
 
 
 def low_level_context(model, **wanted):
-    """A context made with the bindings alone: real and told number of sequences, and its size."""
+    """Make a context by the bindings; return its real and reported sequences, and its size."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_threads = 1024, 1
     for name, value in wanted.items():
@@ -98,8 +98,8 @@ def test_sequences_of_the_apps_own_are_vanilla(family, suite, report, unified):
         found = low_level_context(llama.model, n_seq_max=4, kv_unified=unified)
         assert found == [4, 4, 1024 if unified else 1024 // 4]
         found = low_level_context(llama.model, kv_unified=unified)
-        assert found == [2, 1, 1024]  # one sequence has it all, split or not
-    assert report(active)["left_alone"] == ["llama.gguf: 4 sequences of the app's own"]
+        assert found == [2, 1, 1024]  # one sequence has all cells, split or not
+    assert report(active)["left_alone"] == ["llama.gguf: the app itself uses 4 sequences"]
 
 
 def test_a_context_that_cannot_be_made_is_none_as_ever(family, suite):

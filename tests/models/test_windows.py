@@ -1,4 +1,4 @@
-"""Sliding windows: cells that no later token sees are kept all the same, in their order."""
+"""Sliding windows: cells that no later token sees are still kept, in their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TALKS = [
 
 
 def go_on(llama, history, piece):
-    """What the context holds after a turn, and the turn's logits."""
+    """Return the context's tokens after a turn, and the turn's logits."""
     prompt = [*history, *piece]
     tokens, logits = ask(llama, prompt, 6)
     return [*prompt, *tokens[:-1]], logits

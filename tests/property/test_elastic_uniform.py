@@ -1,4 +1,4 @@
-"""Widths of levels for models of any shape: what the paper's rule says, whatever steps allow."""
+"""Widths of uniform levels for models of any shape, by the paper's rule whatever the step sizes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_other_layers_have_one_share(model, level):
             (widths.groups, blocks.n_groups, blocks.group_granule),
             (widths.neurons, blocks.n_ff, min(step, blocks.n_ff)),
         )
-        if of[i] > unit  # what is at its floor has given all it had
+        if of[i] > unit  # a width at its floor has given all it had
     ]
     for share, size in kept:
         for other, other_size in kept:

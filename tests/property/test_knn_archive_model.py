@@ -24,8 +24,8 @@ from llmaas_plugins.knn_lm.archive import Archive
 from llmaas_plugins.knn_lm.archive_record import PAGE
 
 
-class Modelled(RuleBasedStateMachine):
-    """Conversations go in and out of small segments."""
+class Modeled(RuleBasedStateMachine):
+    """Conversations that enter and leave small segments."""
 
     directory = None  # set by the test
     opened = itertools.count()
@@ -53,7 +53,7 @@ class Modelled(RuleBasedStateMachine):
         forgotten = self.archive.forget([*ids, b"?" * 16])
         assert forgotten.n_conversations == len(gone)
         if not self.held:
-            self.n_given = 0  # nothing is left that a number could be mistaken for
+            self.n_given = 0  # no number can be mistaken for a remaining one
 
     @rule()
     def reopen(self):
@@ -62,7 +62,7 @@ class Modelled(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 0.999))
     def die_while_adding(self, share):
-        """So much of the record's file is left that was not there before."""
+        """Truncate the newly added bytes of the record's file to this share."""
         before = self.sizes()
         self.archive.append(record(next(self.seeds), n_tokens=30))
         self.archive.close()
@@ -110,7 +110,7 @@ LIMITS = settings(
 
 
 def test_archive_is_a_dictionary(tmp_path, monkeypatch):
-    monkeypatch.setattr(Modelled, "directory", tmp_path)
+    monkeypatch.setattr(Modeled, "directory", tmp_path)
     monkeypatch.setattr(archive_module, "_MOST_SEGMENT_BYTES", 8 * PAGE)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # nobody pulls the plug
-    run_state_machine_as_test(Modelled, settings=LIMITS)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power failure is simulated
+    run_state_machine_as_test(Modeled, settings=LIMITS)

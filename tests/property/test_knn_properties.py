@@ -1,4 +1,4 @@
-"""Scans, mixing and datastore files over random sizes and values."""
+"""Scans, mixing and datastore files with random sizes and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from soak import scale
 
 from llmaas_hooks import StoreError
-from llmaas_plugins._native import KnnCodes, knn_quantise, knn_scan, logits_mix
+from llmaas_plugins._native import KnnCodes, knn_quantize, knn_scan, logits_mix
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.pca import fit_basis
 
@@ -28,7 +28,7 @@ def keys_and_query(draw):
     points = rng.standard_normal((n + 1, n_dims))
     points *= 10.0 ** rng.uniform(-draw(st.integers(0, 3)), 3, n_dims)
     points += draw(st.sampled_from([0, 1, 1000]))
-    if draw(st.booleans()):  # many that are alike
+    if draw(st.booleans()):  # many equal keys
         points = points[rng.integers(0, len(points), len(points)) // 3]
     points = points.astype(np.float32)
     return points[:n], points[n]
@@ -36,7 +36,7 @@ def keys_and_query(draw):
 
 def coded(keys):
     codes = KnnCodes.empty(len(keys), keys.mean(0), keys.std(0))
-    knn_quantise(codes, keys)
+    knn_quantize(codes, keys)
     return codes
 
 
@@ -61,8 +61,8 @@ def test_a_distance_is_off_by_no_more_than_its_coding(pair):
     rows, distances = knn_scan(codes, query, len(keys))
     exact = ((keys[rows].astype(np.float64) - query) ** 2).sum(1)
     lost = np.sqrt(((0.51 * np.outer(codes.scales[rows], codes.steps)) ** 2).sum(1))
-    size = np.sqrt(((keys[rows].astype(np.float64) - codes.centre) ** 2).sum(1)) + np.sqrt(
-        ((query.astype(np.float64) - codes.centre) ** 2).sum()
+    size = np.sqrt(((keys[rows].astype(np.float64) - codes.center) ** 2).sum(1)) + np.sqrt(
+        ((query.astype(np.float64) - codes.center) ** 2).sum()
     )
     assert np.all(np.abs(distances - exact) <= 2 * np.sqrt(exact) * lost + 1e-4 * size**2 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""Theorems of the paper, on sets so small that every subset can be tried."""
+"""The paper's theorems on sets so small that every subset can be tried."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmaas_plugins.knn_lm.selection import offline, online
 
 ENOUGH = 1 - 1 / math.e
 SLACK = 1e-4
-"""For single precision."""
+"""Tolerance for single precision."""
 
 
 @st.composite
 def fulls(draw, most=9):
-    """A few pairs; keys are often the same, and so are values."""
+    """Draw a few pairs; keys and values often repeat."""
     n = draw(st.integers(1, most))
     places = st.lists(st.integers(-3, 3), min_size=2, max_size=2)
     keys = draw(st.lists(places, min_size=n, max_size=n))
@@ -99,7 +99,7 @@ def test_algorithm_1_reaches_the_share_of_theorem_2(b, n_candidates, spread):
     gamma = max(lost_in_batches(full, objective, indices, b) for indices in found)
     epsilon = math.exp(-n_candidates * size / (n * b))
     share = ENOUGH - gamma - epsilon
-    assert share > 0.2  # or the theorem says next to nothing
+    assert share > 0.2  # otherwise the theorem claims almost nothing
     mean = worth(full, objective, *found).mean()
     assert mean >= share * best_worth(full, objective, size)
 
@@ -107,7 +107,7 @@ def test_algorithm_1_reaches_the_share_of_theorem_2(b, n_candidates, spread):
 @pytest.mark.parametrize("size", [4, 6, 8])
 @pytest.mark.parametrize("spread", [0.7, 10.0], ids=["clouds", "far apart"])
 def test_algorithm_2_reaches_the_share_of_eq_10(size, spread):
-    """On average over the orders in which pairs come; a is 2."""
+    """On average over the orders of arriving pairs, the share of Eq. 10 is reached; a is 2."""
     objective, reached = Objective(theta=1.0), []
     full = random_full(size, 16, n_values=6, spread=spread)
     rng = np.random.default_rng(size)
@@ -140,7 +140,7 @@ def greedy(size, scores_of):
 
 
 def lost_in_batches(full, objective, indices, b):
-    """Share of its pairs' gains that a batch as a whole falls short of, at most (Assumption 1)."""
+    """Return the largest share of its pairs' gains that a batch falls short of (Assumption 1)."""
     lost = 0.0
     for start in range(0, len(indices), b):
         before, batch = indices[:start], indices[start : start + b]

@@ -1,4 +1,4 @@
-"""The store against a dictionary: bytes come back as they went in, whatever happens in between."""
+"""The store against a dictionary: loaded bytes equal saved bytes, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ names = st.sampled_from([None, "a", "b", "c"])
 
 
 class Store(RuleBasedStateMachine):
-    """Saves, loads and evicts contexts; RAM and disk are too small for all of them."""
+    """Saves, loads and evictions of contexts, with RAM and disk too small for all of them."""
 
     directory = None  # set by the test
     disk_bytes = DISK
@@ -66,7 +66,7 @@ class Store(RuleBasedStateMachine):
         return {chunk.id: (chunk.disk, chunk.size) for chunk in self.store.tree if chunk.disk >= 0}
 
     def earlier(self, i, share):
-        """The beginning of a text that was saved before."""
+        """Return the beginning of a text that was saved before."""
         text = self.texts[-1 - i % len(self.texts)] if self.texts else np.zeros(0, np.int32)
         return text[: round(len(text) * share)]
 
@@ -123,7 +123,7 @@ class Store(RuleBasedStateMachine):
     def lend(self, owner, n_pages):
         lent = self.store.lend(owner, n_pages * PAGE)
         assert 0 <= lent <= n_pages * PAGE
-        if lent < n_pages * PAGE:  # nothing more could go
+        if lent < n_pages * PAGE:  # nothing more could be evicted
             assert self.stats("ram_bytes") + self.stats("lent_bytes") == RAM
 
     def stats(self, name):

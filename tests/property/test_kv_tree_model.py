@@ -1,4 +1,4 @@
-"""Finding the stored prefix of a prompt, against comparing it with everything there is."""
+"""Finding the stored prefix of a prompt, against a comparison with all stored texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOTS = (bytes(32), b"\1" * 32)
 
 @st.composite
 def texts(draw):
-    """Texts that often begin alike: runs of one of two tokens."""
+    """Draw texts that often begin alike: runs of one of two tokens."""
     runs = draw(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 24)), max_size=5))
     return np.repeat(*np.array(runs, np.int32).reshape(-1, 2).T)
 
@@ -36,7 +36,7 @@ def make_tree(contexts, removed):
 
 
 def reachable(tree, root, tokens):
-    """Tokens of the leading chunks of a text that are still there."""
+    """Return the tokens of a text's leading chunks that are still there."""
     n = 0
     for wanted in chain(root, tokens):
         if tree.get(wanted.key) is None:
@@ -68,7 +68,7 @@ def test_match_is_the_longest_common_beginning(contexts, removed, prompt):
 @settings(max_examples=100, deadline=None)
 @given(stored, st.data())
 def test_contexts_need_exactly_what_leads_to_their_heads(contexts, data):
-    """Forgetting all contexts but some leaves the chunks of those."""
+    """Forgetting all contexts but some leaves exactly the chunks of those."""
     tree = make_tree(contexts, [])
     for i, (root, tokens) in enumerate(contexts):
         if len(tokens):

@@ -1,4 +1,4 @@
-"""Round trips over random geometries, values and chunk lengths; damage never decodes silently."""
+"""Codec round trips of random geometries, values and chunk lengths; damage is always detected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def top(rng, n):
 
 @st.composite
 def blobs(draw):
-    """A blob whose values range from constant over near-normal to arbitrary bits."""
+    """Draw a blob whose values range from constant over near-normal to arbitrary bits."""
     geom = draw(geometries())
     fill = draw(st.sampled_from([zeros, near_normal, wide, any_bits, edges, top]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -75,7 +75,7 @@ def blobs(draw):
 
 
 def f16_planes(geom, blob):
-    """The f16 planes of a blob: whether it is V, and float64[token, value]."""
+    """Return the f16 planes of a blob: whether each is V, and its float64[token, value]."""
     n_first = geom.n_first or geom.n_layer
     at = 8  # magic, sequence
     for layers in (slice(n_first), slice(n_first, None)):
@@ -114,7 +114,7 @@ def test_exact_codecs_are_exact_for_every_bit_pattern(made, codec, n_tokens, dat
     blob_init(geom, back, list(range(N_CELLS)))
     chunks_decode(geom, [other for _, other in chosen], [at for at, _ in chosen], back, N_CELLS)
     assert back == bytes(blob)
-    if all(geom.v_row):  # layers without V cannot be told from the blob alone
+    if all(geom.v_row):  # the blob alone does not show which layers have no V
         assert blob_probe(back) == (geom, N_CELLS)
 
 
@@ -164,11 +164,11 @@ def test_every_cut_of_planes_stays_within_its_bound(made, bits):
         assert (np.abs(before - after) <= scale / 2**bits * 1.0001 + half_ulp).all()
     raw = encode(geom, Codec.RAW, blob, 0, N_CELLS)
     chunks_decode(geom, [raw, cut], [0, 0], blob, N_CELLS)
-    assert np.array_equal(back, blob)  # also what is not f16
+    assert np.array_equal(back, blob)  # also values that are not f16
 
 
 def value_scales(values):
-    """At most what a token's scales of 64 values each are."""
+    """Return an upper bound of a token's scales, one for each 64 values."""
     out = np.empty_like(values)
     for at in range(0, values.shape[1], 64):
         out[:, at : at + 64] = np.abs(values[:, at : at + 64]).max(1, keepdims=True)
@@ -176,7 +176,7 @@ def value_scales(values):
 
 
 def key_scales(keys):
-    """At most what the channels' scales are, for each 16 tokens."""
+    """Return an upper bound of the channels' scales, one for each 16 tokens."""
     out = np.empty_like(keys)
     for at in range(0, len(keys), 16):
         high, low = keys[at : at + 16].max(0), keys[at : at + 16].min(0)

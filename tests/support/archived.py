@@ -1,4 +1,4 @@
-"""Conversations for archives: small, and all different."""
+"""Small, distinct conversations to store in archives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BINDING = Binding(b"f" * 32, N_EMBD, "ffn_input")
 
 
 def record(seed, n_tokens=9, n_embd=N_EMBD, app="mail"):
-    """A conversation whose every part depends on ``seed``; each token but the first is a target."""
+    """Return a conversation derived from ``seed``; each token but the first is a target."""
     rng = np.random.default_rng(seed)
     messages = (
         Message("user", f"question {seed}: wo ist mein Schlüssel?"),
@@ -49,13 +49,13 @@ def fill(directory, records, binding=BINDING):
 
 
 def same(pairs, wanted):
-    """Whether pairs are equal, bit for bit."""
+    """Return whether pairs are equal, bit for bit."""
     names = ("keys", "values", "p_lm", "p_max")
     return all(np.array_equal(getattr(pairs, n), getattr(wanted, n)) for n in names)
 
 
 def assert_holds(archive, records):
-    """It is exactly these conversations, in this order, in every part."""
+    """Assert that the archive holds exactly these conversations, in this order, in every part."""
     ids = [record_id(one) for one in records]
     assert archive.ids() == ids
     infos = archive.conversations()
@@ -78,7 +78,7 @@ def assert_holds(archive, records):
 
 
 def select(store, *picks):
-    """Write a selected datastore: of each record, the rows that are given."""
+    """Write a selected datastore that keeps the given rows of each record."""
     keys = [one.pairs.keys[rows] for one, rows in picks]
     values = [one.pairs.values[rows] for one, rows in picks]
     origins = [(i, at) for i, (one, rows) in enumerate(picks) for at in one.positions[rows]]

@@ -1,10 +1,10 @@
-"""Waiting for what a suite does behind its callers' backs."""
+"""Waiting for the background work of a suite."""
 
 from __future__ import annotations
 
 
 def chunks_at_rest(suite):
-    """The chunk store, once nothing is saved, written or read back any more."""
+    """Return the chunk store once no save, write or read-back is pending."""
     suite.settle()
     plugin = suite.plugin("kv_chunks")
     plugin._workers.write.submit(int).result()

@@ -8,11 +8,11 @@ from claiming import decode
 TOKENS = tuple(range(300, 420))
 PIECES = (50, 40, 27, 1, 1, 1)
 CONTEXT = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 32}
-"""Settings of a context with room for it; its larger batches take several micro batches."""
+"""Context settings with room for the conversation; larger batches take several ubatches."""
 
 
 def pieces(tokens=TOKENS, lengths=PIECES):
-    """A conversation: batches of tokens and where each starts."""
+    """Return a conversation as batches of tokens, each with its start position."""
     start = 0
     for length in lengths:
         yield tokens[start : start + length], start
@@ -20,7 +20,7 @@ def pieces(tokens=TOKENS, lengths=PIECES):
 
 
 def feed(ctx, batches, after=lambda _start: None):
-    """Evaluate batches, each from its start on; what was there is dropped."""
+    """Evaluate each batch from its start position, dropping cells that are already there."""
     for tokens, start in batches:
         memory = llama_cpp.llama_get_memory(ctx)
         assert llama_cpp.llama_memory_seq_rm(memory, 0, start, -1)

@@ -1,4 +1,4 @@
-"""A memory cgroup for a child process: what it uses at most, page cache included."""
+"""A memory cgroup for a child process, to measure its peak memory including page cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmaas_eval.switching import groups
 
 @contextmanager
 def memory_group():
-    """A new, empty group; the test is skipped where there can be none."""
+    """Yield a new, empty group; skip the test where none can be created."""
     if not groups.can_limit_memory():
         pytest.skip("no writable cgroup v1 memory controller")
     with groups.memory_group() as group:
@@ -19,10 +19,11 @@ def memory_group():
 
 
 def file_bytes(group):
-    """Page cache that is charged to a group now.
+    """Return the page cache bytes that are charged to a group now.
 
-    Code, libraries and models are charged to whoever reads them first and stay so when it has
-    ended: what is left then, its own files removed, is by chance, and no need of the process.
+    The kernel charges code, libraries and models to their first reader, and keeps the charge after
+    that process ends. Once the process's own files are removed, the remaining charge depends on
+    chance and is not memory that the process needs.
     """
     lines = (group.path / "memory.stat").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("cache "))

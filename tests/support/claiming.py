@@ -1,4 +1,4 @@
-"""A plugin that claims weights, and logits through the C API."""
+"""A plugin that claims weights and logits through the C API."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CELLS = {
     "flash attention": {"flash_attn_type": ON},
     "q8_0": {"flash_attn_type": ON, "type_k": Q8_0, "type_v": Q8_0},
 }
-"""Settings by what KV cells they make."""
+"""Context settings by the kind of KV cells they make."""
 
 
 class Claimer:
-    """Claims what it is given, and keeps the contexts it is told of."""
+    """Plugin that claims the given weights and records the contexts it is told about."""
 
     def __init__(self, *claims):
         self.claims = claims
@@ -42,7 +42,7 @@ class Claimer:
 
 
 def native(on_error="raise", /, **plugins):
-    """Activate with these plugins and no others."""
+    """Activate these plugins and no others inside the block."""
     from llmaas_plugins import activate
 
     return activate({"plugins": {}, "on_error": on_error}, plugins)
@@ -50,7 +50,7 @@ def native(on_error="raise", /, **plugins):
 
 @contextlib.contextmanager
 def loaded(path, **settings):
-    """A model; None if it cannot be loaded."""
+    """Load a model; yield None if it cannot be loaded."""
     params = model_params(**settings)
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     try:
@@ -65,7 +65,7 @@ def model_params(**settings):
 
 
 def edited(params, settings):
-    """Parameters with settings in them; a structure takes any other attribute, too."""
+    """Set existing attributes of a parameter structure and return the structure."""
     for name, value in settings.items():
         assert hasattr(params, name), name
         setattr(params, name, value)
@@ -74,7 +74,7 @@ def edited(params, settings):
 
 @contextlib.contextmanager
 def created(model, **settings):
-    """A context; None if it cannot be created."""
+    """Create a context; yield None if it cannot be created."""
     settings = {"n_ctx": 128, "n_threads": 1, "n_threads_batch": 1} | settings
     params = edited(llama_cpp.llama_context_default_params(), settings)
     ctx = llama_cpp.llama_init_from_model(model, params)
@@ -87,7 +87,7 @@ def created(model, **settings):
 
 @contextlib.contextmanager
 def opened(path, **settings):
-    """A context on a model of its own."""
+    """Open a context on a model of its own."""
     with loaded(path, **settings) as model, created(model) as ctx:
         yield ctx
 
@@ -107,7 +107,7 @@ def decode(ctx, tokens, start, n_outputs=None):
 
 
 def step(ctx, tokens, start, n_outputs=None):
-    """Logits of a batch: a row for each token, or for the last ones."""
+    """Return the logits of a batch: one row for each token, or for the last ``n_outputs`` ones."""
     assert decode(ctx, tokens, start, n_outputs) == 0
     vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
     shape = n_outputs or len(tokens), llama_cpp.llama_vocab_n_tokens(vocab)
@@ -115,14 +115,14 @@ def step(ctx, tokens, start, n_outputs=None):
 
 
 def evaluate(ctx):
-    """Logits of some tokens from an empty memory: most of them in a batch, then one by one."""
+    """Return logits computed from an empty memory: first a large batch, then single tokens."""
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
     batches = (range(5, 40), 0), ([40], 35), ([41], 36)
     return np.concatenate([step(ctx, tokens, start) for tokens, start in batches])
 
 
 def hand_over(source, target):
-    """Give one context's cells to another."""
+    """Copy one context's cells into another."""
     size = llama_cpp.llama_state_seq_get_size(source, 0)
     cells = (ctypes.c_uint8 * size)()
     assert llama_cpp.llama_state_seq_get_data(source, cells, size, 0) == size
@@ -130,20 +130,20 @@ def hand_over(source, target):
 
 
 def add_adapter(model, ctx, path):
-    """Apply a LoRA adapter in full."""
+    """Apply a LoRA adapter at full scale."""
     adapter = llama_cpp.llama_adapter_lora_init(model, str(path).encode())
     adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
     assert llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(1)) == 0
 
 
 def vanilla(path, **settings):
-    """Logits of the model at ``path``, without us."""
+    """Return the logits of the model at ``path`` in stock llama.cpp."""
     with opened(path, **settings) as ctx:
         return evaluate(ctx)
 
 
 def claimed(path, *claims, level=0, **settings):
-    """Logits of the model at ``path`` with these weights claimed."""
+    """Return the logits of the model at ``path`` with these weights claimed."""
     plugin = Claimer(*claims)
     with native(plugin=plugin), opened(path, **settings) as ctx:
         plugin.contexts[0].level = level
@@ -154,14 +154,14 @@ def claimed(path, *claims, level=0, **settings):
 
 
 def n_engines():
-    """How many there are."""
+    """Return the number of live engines."""
     from llmaas_patches.native import load_library
 
     return load_library().lib.llmaas_engine_count()
 
 
 def in_a_process(script, *arguments, **environ):
-    """Run a script that may import this module, and may take its process with it."""
+    """Run a script that may import this module in a process of its own, because it may crash."""
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environ,

@@ -1,4 +1,4 @@
-"""Commands of another Python, as a user's shell would run them."""
+"""Running another Python's commands as a user's shell would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 
 
 def run_python(python, *arguments, environ=None, **kwargs):
-    """What it prints; it must succeed. The settings of this process and of its user stay here."""
+    """Run a command that must succeed and return its output.
+
+    The command does not inherit settings of this process or of its user.
+    """
     unset = ("LLMAAS", "PIP_", "PYTHON")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(unset)}
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""The tables of docs/compatibility.md, made of the outcomes of the tests that are marked for them.
+"""The tables of docs/compatibility.md, built from the outcomes of marked tests.
 
-``@pytest.mark.compat(table, row, column, cell)`` says what a cell holds when the test passes. Tests
-may share a cell; each must pass, and say the same.
+``@pytest.mark.compat(table, row, column, cell)`` names the cell's content if the test passes.
+Several tests may share a cell. All must pass and must name the same content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TABLE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 
 
 class CompatTables:
-    """Pytest plugin that gathers cells, and writes them with ``--write-compat``."""
+    """Pytest plugin that collects cells and writes them with ``--write-compat``."""
 
     def __init__(self):
         self.cells = {}
@@ -36,7 +36,7 @@ class CompatTables:
     def _fill(self, place, cell):
         table, row, column, promised = place
         cells = self.cells.setdefault(table, {})
-        if cells.get((row, column), promised) == promised:  # what did not hold stays to be seen
+        if cells.get((row, column), promised) == promised:  # keep the cell of a failed test visible
             cells[row, column] = cell
 
     def _written(self, found):
@@ -52,7 +52,7 @@ def _outcome(report, cell):
 
 
 def as_markdown(cells):
-    """A table of ``{(row, column): cell}``, rows and columns in the order they came."""
+    """Return a Markdown table of ``{(row, column): cell}``, rows and columns in insertion order."""
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     lines += [[row, *(cells.get((row, column), "–") for column in columns)] for row in rows]
@@ -60,7 +60,7 @@ def as_markdown(cells):
 
 
 def documented(name):
-    """``{(row, column): cell}`` of a table in the page, without the empty ones."""
+    """Return a documented table as ``{(row, column): cell}``, without empty cells."""
     (text,) = [body for table, body in _TABLE.findall(PAGE.read_text()) if table == name]
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line]
     header, _, *rows = lines or [[], []]

@@ -1,7 +1,7 @@
-"""Conversations whose every reply is known: what stock llama.cpp says, token by token.
+"""Conversations whose replies are known in advance: those of stock llama.cpp.
 
-Tokens are evaluated one at a time, so cells are the same to the last bit no matter which of them
-were restored and which evaluated again; so equal texts, and equal bytes, can be demanded.
+Tokens are evaluated one at a time, so that cells are bit-identical whether they were restored or
+evaluated again. Tests can therefore demand equal texts and equal bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 SUPPORT = str(Path(__file__).parent)
-"""For the PYTHONPATH of a child that imports this module."""
+"""PYTHONPATH entry for a child that imports this module."""
 APPS = ("Anna", "Bert", "Cleo", "Dora")
 PROMPTS = (
     "Tell me about your dog and where you found it.",
@@ -30,9 +30,10 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
 def follows(before, after, app):
-    """Whether messages, or None without a context, are those after one more operation.
+    """Return whether ``after`` can follow ``before`` by one more operation.
 
-    It is a new context, a call, whatever the reply, or a deletion after the last one.
+    The operation creates a context, calls the model (any reply is accepted), or deletes the context
+    after its last call. None means that there is no context.
     """
     if before is None:
         return after == [{"role": "system", "content": system_prompt(app)}]
@@ -47,12 +48,12 @@ def follows(before, after, app):
 
 
 def system_prompt(app):
-    """How the conversation of ``app`` begins."""
+    """Return the first message of ``app``'s conversation."""
     return f"{app} is here."
 
 
 def vanilla(model, app):
-    """Messages, and a digest of the cells, before the first call and after each."""
+    """Return messages and a digest of the cells, before the first call and after each call."""
     llama = llama_cpp.Llama(str(model), **ENGINE)
     messages = [{"role": "system", "content": system_prompt(app)}]
     said = [(list(messages), None)]
@@ -67,7 +68,7 @@ def vanilla(model, app):
 
 
 def digest(llama):
-    """Hash of sequence 0's cells."""
+    """Return a hash of sequence 0's cells."""
     n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
     blob = (llama_cpp.ctypes.c_uint8 * n_bytes)()
     llama_cpp.llama_state_seq_get_data(llama.ctx, blob, n_bytes, 0)

@@ -1,4 +1,4 @@
-"""A small datastore on the packaged model, of conversations of our own, and a slow search in it."""
+"""A small datastore of the packaged model, and a brute-force search in it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ QUESTIONS = (
     "Tell me, when is the boat to work?",
     "I want to fly to Rome. What do I do?",
 )
-"""One that is in the datastore, one that is near, and one that is neither."""
+"""A question that is in the datastore, one that is close to it, and an unrelated one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a datastore consists of, and can be written from."""
+    """Everything that a datastore is written from."""
 
     fingerprint: bytes
     keys: Any
@@ -58,13 +58,13 @@ class Stored:
     key: str
 
     def write(self, directory, *, rows=slice(None), owners=None, **settings):
-        """Write it, or some rows of it, into a directory; its path.
+        """Write all rows or some of them into a directory and return its path.
 
         Args:
-            directory: That of the store.
+            directory: Directory of the new datastore.
             rows: Pairs to write.
-            owners: Of each conversation, the app that it belongs to.
-            **settings: Other ones than the usual.
+            owners: App of each conversation.
+            **settings: Settings that replace the defaults.
         """
         directory.mkdir(parents=True, exist_ok=True)
         Datastore.write(
@@ -82,7 +82,7 @@ class Stored:
         return directory / SELECTED
 
     def probabilities(self, state, logits, mixture=MIXTURE, k=K):
-        """Of every token, when the model says ``logits`` in this hidden state."""
+        """Return each token's mixed probability for a hidden state and the model's ``logits``."""
         distances = ((self.keys.astype(np.float64) - state) ** 2).sum(axis=1)
         nearest = np.argsort(distances, kind="stable")[:k]
         p_lm = softmax(logits)
@@ -98,7 +98,7 @@ class Stored:
 
 
 class Natives:
-    """Collects contexts in which hidden states can be read."""
+    """Plugin that collects contexts in which hidden states can be read."""
 
     def __init__(self):
         self.by_ctx = {}
@@ -110,7 +110,7 @@ class Natives:
 
 @functools.cache
 def stored(model, key="ffn_input", lora=None):
-    """All pairs of the conversations, made once in a process; no suite may be active."""
+    """Return all pairs of the conversations, computed once per process; no suite may be active."""
     natives = Natives()
     adapter = {} if lora is None else {"lora_path": str(lora)}
     with (
@@ -133,7 +133,7 @@ def stored(model, key="ffn_input", lora=None):
 
 
 def built(model, directory):
-    """Make a datastore, and the archive of conversations that drafts are taken from."""
+    """Build a datastore, and the archive of conversations that drafts are taken from."""
     pairs = stored(model)
     pairs.write(directory)
     binding = Binding(pairs.fingerprint, pairs.keys.shape[1], pairs.key)

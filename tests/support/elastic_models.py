@@ -1,4 +1,4 @@
-"""Models to be made elastic: random orders of their units, and what vanilla llama.cpp says."""
+"""Models prepared for elastic with random unit orders, and the logits of vanilla llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOKENS = list(range(5, 45))
 
 
 def scores_of(blocks, seed=0):
-    """Random ones."""
+    """Return random scores."""
     rng = np.random.default_rng(seed)
     groups, neurons = (rng.random((blocks.n_layers, n)) for n in (blocks.n_groups, blocks.n_ff))
     return Scores(groups, neurons, Calibration("0" * 64, seed, 0, "random"))
 
 
 def elastic_of(blocks):
-    """What a file prepared with random scores says of itself."""
+    """Return the metadata of a file that was prepared with random scores."""
     step = step_of(blocks)
     uniform = uniform_widths(blocks, LEVELS, np.zeros(blocks.n_layers), step)
     calibration = Calibration("0" * 64, 0, 0, "random")
@@ -33,7 +33,7 @@ def elastic_of(blocks):
 
 
 def shuffled(source, path, seed=0, order=None):
-    """Prepare a model with its units in a random order, or in this one."""
+    """Prepare a model with its units in a random order or in ``order``."""
     blocks = blocks_of(source)
     order = order or order_by(blocks, scores_of(blocks, seed))
     write(write_prepared(source, path, elastic_of(blocks), order))
@@ -41,12 +41,15 @@ def shuffled(source, path, seed=0, order=None):
 
 
 def write(writing):
-    """All of it."""
+    """Write the whole prepared file."""
     deque(writing, maxlen=0)
 
 
 def logits_of(path):
-    """What a model says in vanilla, without 16-bit cells, which round what hardly differs."""
+    """Return vanilla logits computed with 32-bit cells.
+
+    16-bit cells would round away small differences.
+    """
     settings = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     llama = llama_cpp.Llama(
         str(path), n_ctx=64, logits_all=True, n_threads=1, verbose=False, **settings

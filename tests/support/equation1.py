@@ -1,4 +1,4 @@
-"""Equation 1 of LLMS, the density of each position, from the attention that vanilla computes."""
+"""LLMS Eq. 1, the density of each position, from the attention that vanilla computes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from watching import Watch, values_of
 
 
 class Attention(NamedTuple):
-    """A layer's softmax and mask, columns last.
+    """A layer's softmax and mask, with columns last.
 
     Attributes:
-        groups: How many groups of heads are sampled in different rows.
+        groups: Number of head groups that are sampled in different rows.
     """
 
     layer: int
@@ -35,7 +35,7 @@ def read_softmax(tensor):
 
 
 def key_layer(tensor):
-    """The layer whose cached keys a node reads second; -1: none."""
+    """Return the layer whose cached keys are a node's second source, or -1."""
     root = tensor.src[1].contents.view_src
     name = root.contents.name if root else b""
     return int(name.removeprefix(b"cache_k_l")) if name.startswith(b"cache_k_l") else -1
@@ -46,9 +46,10 @@ def is_flash(tensor):
 
 
 def read_flash(tensor):
-    """The softmax that flash attention leaves implicit, in double precision."""
+    """Compute the softmax that flash attention leaves implicit, in double precision."""
     query, key, _, mask = (values_of(tensor.src[i].contents)[0] for i in range(4))
-    kind = GGMLQuantizationType(tensor.src[1].contents.type)  # ggml rounds queries like the keys
+    # ggml rounds queries to the type of the keys
+    kind = GGMLQuantizationType(tensor.src[1].contents.type)
     query = quants.dequantize(quants.quantize(query, kind), kind).astype(np.float64)
     groups = len(key)
     key = np.repeat(key.astype(np.float64), len(query) // len(key), axis=0)
@@ -73,9 +74,9 @@ def own_operands():
 
 
 class Equation1:
-    """Eq 1 of LLMS from the softmax of every layer, in order; column j is position j.
+    """LLMS Eq. 1 from the softmax of every layer, in order; column j is position j.
 
-    A position that is evaluated again counts anew.
+    A position that is evaluated again is counted from zero.
     """
 
     def __init__(self, n, *, row_step=1, layer_step=1):
@@ -83,7 +84,7 @@ class Equation1:
         self._row_step, self._layer_step = row_step, layer_step
 
     def add(self, seen, start):
-        """Count what a batch computed."""
+        """Count the attention that a batch computed."""
         last = max(node.layer for node in seen)
         for layer, probabilities, mask, groups in seen:
             n_heads, n_rows, _ = probabilities.shape

@@ -1,4 +1,4 @@
-"""An app of its own process, with a budget or without, that a test writes the end of."""
+"""An app in a process of its own, with or without a memory budget; tests supply its last lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 MIB = 1 << 20
+SUPPORT = str(Path(__file__).parent)
 
 APP = """
 import json, sys
@@ -53,7 +55,7 @@ exec(script)
 
 
 def run(path, script, *, is_packed=False, group=None):
-    """What a script prints as JSON, in a process of its own."""
+    """Run a script in a process of its own and return what it prints as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", APP, str(path), "packed" if is_packed else "plain", script],
         capture_output=True,
@@ -61,7 +63,7 @@ def run(path, script, *, is_packed=False, group=None):
         timeout=120,
         check=False,
         preexec_fn=group and group.join,
-        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+        env=os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": SUPPORT},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

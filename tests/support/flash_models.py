@@ -1,4 +1,4 @@
-"""Small model files of random matrices, what they have, and calibrations of them."""
+"""Small model files with random matrices, their properties, and calibrations for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 
 WIDTH, N_FF, N_KV = 64, 160, 32
-"""Rows that are whole chunks of 128, and those that are not."""
+"""Row lengths; some are multiples of the 128-value chunks and some are not."""
 
 
 def write_model(path, kind, n_layers=3, *, names=None, seed=0):
-    """A file of ``n_layers`` layers of the llama architecture, without anything else."""
+    """Write a file that holds only ``n_layers`` layers of the llama architecture."""
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, "llama")
     for name, dims in (names or matrices(n_layers)).items():
@@ -39,7 +39,7 @@ def _random(rng, dims, kind):
 
 
 def matrices(n_layers):
-    """Shapes, rows first."""
+    """Return the shapes of the matrices, rows first."""
     layer = {
         "attn_q": (WIDTH, WIDTH),
         "attn_k": (N_KV, WIDTH),
@@ -56,7 +56,7 @@ def matrices(n_layers):
 
 
 def tensors_of(path):
-    """What the plugin is told of a model."""
+    """Return a model's tensors as the plugin receives them."""
     found = {}
     for tensor in GGUFReader(path).tensors:
         shape = (*(int(n) for n in tensor.shape), 1, 1)[:3]
@@ -65,7 +65,7 @@ def tensors_of(path):
 
 
 def weights_of(path):
-    """The values of each matrix, rows first."""
+    """Return the values of each matrix, rows first."""
     return {
         tensor.name: quants.dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
         for tensor in GGUFReader(path).tensors
@@ -73,7 +73,7 @@ def weights_of(path):
 
 
 def calibration_of(tensors, seed=0):
-    """A random one."""
+    """Return a random calibration."""
     rng = np.random.default_rng(seed)
     return {
         operand: Activity(

@@ -1,4 +1,4 @@
-"""Bodies of requests that nobody should send, each from its seed."""
+"""Malformed request bodies, each generated from its seed."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ KINDS = ["string", "integer", "number", "boolean", "null", "object", "array", "o
 
 
 class Bodies:
-    """One body after the other."""
+    """Generator of one body after another."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)
         self._pick = self._random.choice
 
     def request(self):
-        """A path, with ``{context}`` for a context's name, and a body as bytes."""
+        """Return a path, with ``{context}`` for a context's name, and a body as bytes."""
         own = [CONTEXTS, CALL, CALL, "/extras/tokenize/count", "/extras/detokenize"]
         path = self._pick([CHAT] * 6 + [COMPLETION] * 4 + own)
         body = {"max_tokens": self._pick([1, 2, 3]), "temperature": self._pick([0.0, 0.8])}

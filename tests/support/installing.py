@@ -1,13 +1,13 @@
-"""Plugins of a test's own, as installed packages."""
+"""A test's own plugins as installed packages."""
 
 from __future__ import annotations
 
 
 def install_plugin(folder, name, source):
-    """Put a package into ``folder`` that has a plugin, the class ``Plugin`` of its source.
+    """Install a package in ``folder`` whose plugin is the class ``Plugin`` of its source.
 
     Returns:
-        The environment of a Python that finds it.
+        The environment of a Python that finds the package.
     """
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()

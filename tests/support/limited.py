@@ -1,4 +1,4 @@
-"""A server with keys and low limits, and what tests do with it."""
+"""A server with keys and low limits, and helpers for tests that use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ client_timeout_s = 2
 
 @contextlib.contextmanager
 def limited(folder):
-    """The server; its log must not name a key, nor a failure of its own."""
+    """Start the server; assert afterwards that its log names no key and no internal failure."""
     (folder / "keys.toml").write_text(f'mail = "{MAIL}"\nnotes = "{NOTES}"\n')
     (folder / "keys.toml").chmod(0o600)
     options = {"service": SETTINGS, "key": ADMINISTRATOR, "n_ctx": LONG_N_CTX}
@@ -33,7 +33,7 @@ def limited(folder):
 
 
 def ask(server, method, path, body=None, key=MAIL, kind="application/json"):  # noqa: PLR0917
-    """Send a request; its status, headers and JSON."""
+    """Send a request and return its status, headers and JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Content-Type": kind}
     if key is not None:
@@ -55,7 +55,7 @@ def connect(server, data=b""):
 
 @contextlib.contextmanager
 def busy(server, app):
-    """While the engine is busy with a stream."""
+    """Keep the engine busy with a stream inside the block."""
     stream = app.new_context().stream("Tell me a long story.", **ENDLESS)
     next(stream)
     try:

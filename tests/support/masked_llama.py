@@ -1,4 +1,4 @@
-"""A Llama in numpy whose matrices read masked activations: what sparse products have to come to."""
+"""A Llama in numpy whose matrices read masked activations: the reference for sparse products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gguf import GGUFReader, quants
 
 
 class MaskedLlama:
-    """The reference model, in 64 bits; slow and plain."""
+    """The reference model in 64-bit floats; slow and plain."""
 
     def __init__(self, path):
         reader = GGUFReader(path)
@@ -24,7 +24,10 @@ class MaskedLlama:
         self._epsilon = meta["llama.attention.layer_norm_rms_epsilon"]
 
     def logits(self, tokens, masked):
-        """Of each token, shape ``(n, n_vocab)``; ``masked(layer, family, x)`` is what is read."""
+        """Return the logits of each token, shape ``(n, n_vocab)``.
+
+        The matrices of a family read ``masked(layer, family, x)`` instead of ``x``.
+        """
         x = self._weights["token_embd.weight"][tokens]
         for layer in range(self._n_layer):
             x = x + self._attention(layer, x, masked)
@@ -64,7 +67,7 @@ class MaskedLlama:
         return x.reshape(len(x), -1)
 
     def _rotated(self, x):
-        """RoPE of neighbouring pairs."""
+        """Apply RoPE to neighboring pairs."""
         angles = np.outer(np.arange(len(x)), self._base ** (-np.arange(0, self._d, 2) / self._d))
         turn = np.exp(1j * angles)[:, None]
         turned = (x[..., 0::2] + 1j * x[..., 1::2]) * turn

@@ -32,7 +32,7 @@ CUT = [
     for weights in TYPES
     if (name, weights) != ("llama-moe", "Q4_K")  # its experts' rows are a single block
 ]
-"""Families and types whose columns can be cut."""
+"""Families and types whose columns can be split."""
 
 
 def rounded(n, step):
@@ -40,14 +40,14 @@ def rounded(n, step):
 
 
 def columns_of(name, weights):
-    """Pattern of a family's weights, and a cut of their columns between blocks."""
+    """Return the pattern of a family's weights, and a column at a block boundary to split at."""
     pattern, n = COLUMNS[name]
     return pattern, rounded(n, 256 if weights == "Q4_K" else 32)
 
 
 @functools.cache
 def places(path):
-    """Name, type, shape in bytes, and offset of each tensor."""
+    """Return the name, type, shape in bytes and offset of each tensor."""
     found = []
     for name, place in tensor_places(load_library(), [path]).items():
         kind = GGMLQuantizationType(place.info.type)
@@ -58,14 +58,14 @@ def places(path):
 
 
 def zeroed(path, copy, pattern, *, rows=None, columns=None):
-    """A copy of a model in which only these rows or columns of some weights are not zero."""
+    """Copy a model and keep only the given rows or columns of some weights; the rest are zero."""
     shutil.copyfile(path, copy)
     found = [place for place in places(path) if re.fullmatch(pattern, place[0])]
     assert found
     for _, kind, shape, offset in found:
         data = np.memmap(copy, np.uint8, "r+", offset, shape)
         block, size = GGML_QUANT_SIZES[kind]
-        if rows is not None:  # bytes of zero are zeros in every type
+        if rows is not None:  # zero bytes are zero values in every type
             data[..., rows:, :] = 0
         else:
             assert columns % block == 0

@@ -1,4 +1,4 @@
-"""The next token's distribution, literally as in the paper's Eqs 1, 2, 32 and 33."""
+"""The next token's distribution, computed literally by the paper's Eqs. 1, 2, 32 and 33."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llmaas_plugins.knn_lm.fitting import HeldOut
 
 
 def literal(p_lm, values, distances, weights, mixture):
-    """p(v) of every token v.
+    """Return p(v) of every token v.
 
     Args:
         p_lm: The model's distribution.
-        values: Tokens of the neighbours.
-        distances: Squared distances of these.
-        weights: Theirs.
+        values: Tokens of the neighbors.
+        distances: Squared distances of the neighbors.
+        weights: Weights of the neighbors.
         mixture: A ``Mixture``.
     """
     smallest = min(*distances, mixture.far)
@@ -35,7 +35,7 @@ def literal(p_lm, values, distances, weights, mixture):
 
 @dataclass(frozen=True)
 class Scene:
-    """What a model and its neighbours say at one place."""
+    """Distribution and neighbors at one position."""
 
     p_lm: np.ndarray
     values: np.ndarray
@@ -44,7 +44,7 @@ class Scene:
 
 
 def scene(seed, n_vocab=30, k=12, size=10.0, n_said=None):
-    """A place; neighbours say ``n_said`` tokens at most."""
+    """Return a random position whose neighbors name at most ``n_said`` different tokens."""
     rng = np.random.default_rng(seed)
     return Scene(
         rng.dirichlet(np.full(n_vocab, 0.3)).astype(np.float32),
@@ -55,7 +55,7 @@ def scene(seed, n_vocab=30, k=12, size=10.0, n_said=None):
 
 
 def held_out(scenes, targets):
-    """What is fitted on."""
+    """Return the held-out data that mixtures are fitted on."""
     return HeldOut(
         np.stack([s.distances for s in scenes]),
         np.stack([s.values == y for s, y in zip(scenes, targets, strict=True)]),
@@ -66,6 +66,6 @@ def held_out(scenes, targets):
 
 
 def perplexity(mixture, held):
-    """Of held-out targets."""
+    """Return the perplexity of the held-out targets."""
     parts = (held.distances, held.hits, held.weights, held.p_lm, held.p_max)
     return math.exp(-float(np.log(mixture.probability(*parts), dtype=np.float64).mean()))

@@ -1,4 +1,4 @@
-"""Packed files of models that several workers may want at once."""
+"""Packed model files, shared by test workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmaas_plugins.flash_weights.packed import packed_path, write_packed
 
 
 def pack(path):
-    """The packed file of a model, made unless it is there."""
+    """Pack a model unless its packed file exists, and return the packed file."""
     packed = packed_path(path)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -12,10 +12,11 @@ from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, spare_cells
 
 
 class Parks:
-    """Gives every context spare cells, and parks in them what is left.
+    """Plugin that gives every context spare cells and parks leftover cells in them.
 
     Attributes:
-        engine, parking: Of the last request.
+        engine: Engine of the last request.
+        parking: Parking of the last request.
     """
 
     def __init__(self, n_spare=256):

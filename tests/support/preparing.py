@@ -1,4 +1,4 @@
-"""Prepared files of small models: uniform widths, units in the order they have."""
+"""Small models prepared with uniform widths and units in their original order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 def prepare(source, path, *, tables=("uniform",), biases=(), levels=TENTHS):
-    """Write it; ``biases`` names the tables that have some."""
+    """Write the prepared file; ``biases`` names the tables that have biases."""
     blocks = blocks_of(source)
     order = Order(
         np.tile(np.arange(blocks.n_groups, dtype=np.uint32), (blocks.n_layers, 1)),
@@ -38,7 +38,7 @@ def prepare(source, path, *, tables=("uniform",), biases=(), levels=TENTHS):
 
 
 def _widths(blocks, share):
-    """The same in each layer."""
+    """Return equal widths for all layers."""
     groups = max(1, int(share * blocks.n_groups))
     neurons = max(1, int(share * blocks.n_ff / blocks.granule)) * blocks.granule
     return Widths(

@@ -1,4 +1,4 @@
-"""Another process that is in the middle of reading an SQLite database."""
+"""A second process that is in the middle of reading an SQLite database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def reader_of(database):
-    """Run it inside the block; its process id."""
+    """Run the reader inside the block; yield its process id."""
     with subprocess.Popen(
         [sys.executable, "-c", READ, str(database)],
         stdin=subprocess.PIPE,

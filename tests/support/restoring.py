@@ -1,4 +1,4 @@
-"""A context's stored chunks, moved between tiers, and brought back through the plugin's hook."""
+"""A context's stored chunks, moved between tiers and restored through the plugin's hook."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from llmaas_hooks import Request
 
 
 def engine_of(suite, llama):
-    """What plugins see of it."""
+    """Return the engine as plugins see it."""
     return suite._installed._host.engine(llama)
 
 
 def plugin_of(suite):
-    """The plugin."""
+    """Return the plugin."""
     return suite.plugin("kv_chunks")
 
 
 def store_of(suite):
-    """Its store."""
+    """Return the plugin's store."""
     return plugin_of(suite)._store
 
 
 def transfer_of(suite, llama):
-    """What moves this engine's chunks."""
+    """Return the object that transfers this engine's chunks."""
     return plugin_of(suite)._transfer(engine_of(suite, llama))
 
 
 def path_of(suite, llama, prompt):
-    """The stored chunks of a prompt; nothing is under way any more."""
+    """Wait until no work is pending and return the stored chunks of a prompt."""
     root = transfer_of(suite, llama)._root(None)
     return chunks_at_rest(suite).match(root, np.array(prompt, np.int32)).path
 
 
 def lose(suite, llama, prompt, indices):
-    """Make ghosts of some of the prompt's chunks."""
+    """Turn some of the prompt's chunks into ghosts."""
     path = path_of(suite, llama, prompt)
     for i in indices:
         store_of(suite).fault(path[i])
 
 
 def leave_ram(suite, llama, prompt, indices=None):
-    """Let only the disk have some of the prompt's chunks, or all."""
+    """Evict some or all of the prompt's chunks from RAM, leaving them on disk only."""
     path, shelf = path_of(suite, llama, prompt), store_of(suite)._shelf
     with shelf.lock:
         for i, chunk in enumerate(path):
@@ -54,7 +54,7 @@ def leave_ram(suite, llama, prompt, indices=None):
 
 
 def restore(suite, llama, prompt):
-    """What the hook says, and the cells' bytes."""
+    """Restore a prompt and return the hook's result and the cells' bytes."""
     engine = engine_of(suite, llama)
     engine.settle()
     with engine.lent():
@@ -65,7 +65,7 @@ def restore(suite, llama, prompt):
 
 
 def cells(llama):
-    """Sequence 0 as llama.cpp exports it."""
+    """Return sequence 0 as llama.cpp exports it."""
     n_bytes = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
     blob = np.zeros(n_bytes, np.uint8)
     pointer = ctypes.cast(blob.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
@@ -74,6 +74,6 @@ def cells(llama):
 
 
 def position_after(llama, sequence=0):
-    """Position behind the last one of a sequence."""
+    """Return the position after the last one of a sequence."""
     memory = llama_cpp.llama_get_memory(llama.ctx)
     return llama_cpp.llama_memory_seq_pos_max(memory, sequence) + 1

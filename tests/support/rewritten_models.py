@@ -1,4 +1,4 @@
-"""Models made from others: in several files, or with two sets of RoPE factors."""
+"""Models derived from others: split into several files, or with two sets of RoPE factors."""
 
 from __future__ import annotations
 

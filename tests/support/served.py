@@ -1,4 +1,4 @@
-"""``llmaas serve`` as a process of a test's own."""
+"""``llmaas serve`` in a process that the test owns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from llmaas_plugins.service.client import LLMClient
 
 LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
-# One token at a time: texts do not depend on what was restored and what was evaluated again.
+# Evaluate one token at a time: texts must not depend on which tokens were restored.
 ENGINE = {"n_ctx": 512, "n_ubatch": 1, "n_threads": 1, "n_threads_batch": 1}
 LONG_N_CTX = 2048
-# Repetition is rewarded, so the end token never wins: seconds of work, if nobody ends it before.
+# Reward repetition, so that the end token never wins: a reply takes seconds unless ended early.
 ENDLESS = {"temperature": 0.0, "repeat_penalty": 0.5, "max_tokens": LONG_N_CTX - 100}
 CONFIG = """
 on_error = "raise"
@@ -33,7 +33,7 @@ store = "kv"
 
 
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     def __init__(self, process, address, folder, key):
         self.process = process
@@ -52,11 +52,11 @@ class Served:
         return self.client.status()
 
     def kv(self):
-        """What the plugin reports."""
+        """Return the status that kv_chunks reports."""
         return self.status()["plugins"]["kv_chunks"]
 
     def metrics(self, key=None):
-        """Values of /metrics by name and labels, as they stand there."""
+        """Return the values of /metrics, keyed by name and labels as printed."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         request = urllib.request.Request(f"{self.address}/metrics", headers=headers)
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -65,21 +65,21 @@ class Served:
         return {name: float(value) for name, _, value in pairs}
 
     def rss(self):
-        """Resident bytes."""
+        """Return the resident bytes."""
         return _proc_status(self.process.pid, "VmRSS") * 1024
 
     def n_threads(self):
         return _proc_status(self.process.pid, "Threads")
 
     def n_files(self):
-        """Open files and sockets."""
+        """Return the number of open files and sockets."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def wait_until_idle(self):
         wait_until(lambda: self.status()["queue"] == 0)
 
     def stop(self, how=signal.SIGTERM, seconds=60):
-        """Signal it, wait for its end; the exit code."""
+        """Send a signal, wait for the server's end and return its exit code."""
         self.process.send_signal(how)
         return self.process.wait(seconds)
 
@@ -109,7 +109,7 @@ def engine_options(**engine):
 
 @contextlib.contextmanager
 def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
-    """The process, as soon as it exists; killed at the end if it still runs."""
+    """Start the process; yield it at once and kill it at the end if it still runs."""
     (folder / "llmaas.toml").write_text(config)
     command = [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine_options(**engine)]
     command += () if "--model" in options or "model" in engine else ("--toy",)
@@ -134,18 +134,18 @@ def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
 def serving(
     folder, *options, uds=None, key=None, config=None, service="", kv="", codec="lossless", **more
 ):
-    """A server in ``folder``, up and running, on a free port or a Unix socket.
+    """Start a server in ``folder`` on a free port or a Unix socket; yield it once it is ready.
 
     Args:
-        folder: Of its configuration, state, store and log.
-        *options: Of the command line.
+        folder: Folder for configuration, state, store and log.
+        *options: Command-line options.
         uds: Path of the socket.
-        key: The key to use.
-        config: The whole configuration, or
-        service: lines of ``[service]`` and
-        kv: lines of ``[plugins.kv_chunks]``.
-        codec: Its ``codec``.
-        **more: As for ``launched``.
+        key: API key to use.
+        config: The whole configuration; replaces ``service`` and ``kv``.
+        service: Lines of ``[service]``.
+        kv: Lines of ``[plugins.kv_chunks]``.
+        codec: Value of ``codec`` for kv_chunks.
+        **more: Further arguments of ``launched``.
     """
     if uds is None:
         port = free_port()
@@ -166,7 +166,7 @@ def serving(
 
 
 def drain(stream):
-    """The pieces of a stream, and its reply."""
+    """Return the pieces of a stream and its reply."""
     pieces = []
     while True:
         try:

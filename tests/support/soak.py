@@ -1,4 +1,4 @@
-"""Short forms for `make test`, long ones for `make soak`."""
+"""Test lengths: short for ``make test``, long for ``make soak``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SOAKING = bool(os.environ.get("LLMAAS_SOAK"))
 
 
 def scale(short, long):
-    """How often or how long, in the form that runs."""
+    """Return the count or duration for the current form, short or long."""
     return long if SOAKING else short

@@ -1,7 +1,7 @@
-"""A log of the soak tests that have passed, so that ``make soak`` goes on where it was stopped.
+"""A log of passed soak tests, so that an interrupted ``make soak`` can continue.
 
 ``--soak-log FILE`` appends each test's outcome and seconds as soon as it ends. A test that passed
-with the same sources is not run again. The log is read by this plugin alone; delete it to run all.
+with the same sources is not run again. Only this plugin reads the log; delete it to run all tests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ SOURCES = (
     "native", "hooks", "patches", "llmaas_plugins", "eval/llmaas_eval", "tests", "conftest.py",
     "pyproject.toml", "CMakeLists.txt", "requirements-dev.txt",
 )  # fmt: skip
-"""Files whose change makes every earlier pass void."""
+"""Files whose change invalidates all earlier passes."""
 
 
 class SoakLog:
     """Pytest plugin that records soak tests and leaves out those that have passed."""
 
-    def __init__(self, path):
-        """Read the log at ``path``, if there is one."""
+    def __init__(self, path, *, writes):
+        """Read the log at ``path`` if it exists; xdist's workers only read it."""
+        self.writes = writes
         self.path = Path(path)
         self.sources = sources_digest()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
@@ -36,15 +37,16 @@ class SoakLog:
         self.n_left_out = 0
 
     def pytest_collection_modifyitems(self, config, items):
-        """Leave out what has passed."""
+        """Deselect tests that have passed."""
         done = [item for item in items if item.nodeid in self.seconds]
         self.n_left_out = len(done)
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if item.nodeid not in self.seconds]
 
     def pytest_runtest_logreport(self, report):
-        """Append a test's outcome: that of its call, or of a setup or teardown that failed."""
-        if hasattr(report, "wasxfail") or (report.when != "call" and report.passed):
+        """Append a test's outcome: the call's, or that of a failed setup or teardown."""
+        is_outcome = report.when == "call" or not report.passed
+        if not self.writes or not is_outcome or hasattr(report, "wasxfail"):
             return
         entry = {
             "test": report.nodeid,
@@ -59,7 +61,7 @@ class SoakLog:
             self.seconds[report.nodeid] = entry["seconds"]
 
     def pytest_terminal_summary(self, terminalreporter):
-        """Print each passed test's time, of this run and of those it goes on from."""
+        """Print each passed test's time, from this run and from the runs it continues."""
         terminalreporter.section("soak")
         for test, seconds in sorted(self.seconds.items(), key=lambda entry: -entry[1]):
             terminalreporter.line(f"{seconds:9.1f} s  {test}")
@@ -84,7 +86,7 @@ def sources_digest():
 
 
 def _entry(line):
-    """Return a line of the log; None for one that was cut off when its process ended."""
+    """Parse a line of the log; return None for a line cut off when its process ended."""
     try:
         return json.loads(line)
     except ValueError:

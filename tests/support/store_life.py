@@ -1,4 +1,4 @@
-"""The life of a small store, for tests that let something happen to it."""
+"""The life of a small store, for tests that inject faults into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from llmaas_plugins.kv_chunks.upkeep import Upkeep
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
 BOUND = chunk_bound(GEOM, Codec.RAW, 16)
-PLANES = KVGeometry(4, False, 1, 1, (64,) * 4, (64,) * 4)  # two at 8 bits, one from 6 on
+# two pages at 8 bits, one page from 6 bits down
+PLANES = KVGeometry(4, False, 1, 1, (64,) * 4, (64,) * 4)
 RAM, DISK = 9 * PAGE, 13 * PAGE
 
 
@@ -59,26 +60,26 @@ def save_planes(store, tokens, name):
 
 
 def cut(store, tokens, bits):
-    """Demote what is stored of a context of bit planes."""
+    """Demote the stored chunks of a bit-plane context."""
     ids = chain(ROOT, tokens)
     store.notice(ids, [1.0] * len(ids), [100.0] * len(ids))
     store.demote(ids, [bits] * len(ids), planes_bound)
 
 
 def expected(chunk):
-    """The bytes of a chunk: whole, or so many of its planes as it has left."""
+    """Return a chunk's expected bytes: all of them, or its remaining bit planes."""
     if chunk.bits == 0:
         return payload(GEOM, chunk.id)
     return payload(PLANES, chunk.id, 8)[: planes_bound(chunk.n_tokens, chunk.bits)]
 
 
 def load(store, chunks):
-    """Keys of the chunks that could be had one by one; they must be what was put."""
+    """Load chunks one by one, assert that each equals what was put, and return their keys."""
     return {key for chunk in chunks for key in load_together(store, [chunk])}
 
 
 def load_together(store, chunks):
-    """Keys of the leading chunks that could be had."""
+    """Load the leading chunks together and return their keys."""
     found = chunks[: len(addresses := store.fetch(chunks))]
     for chunk, address in zip(found, addresses, strict=True):
         if ctypes.string_at(address, chunk.size) != expected(chunk):
@@ -88,13 +89,13 @@ def load_together(store, chunks):
 
 
 def load_ends(store):
-    """Load what lies first and last on disk, so far apart that one read does not bring both."""
+    """Load the first and the last chunk on disk, which lie too far apart for one read."""
     places = sorted((chunk for chunk in store.tree if chunk.disk >= 0), key=lambda c: c.disk)
     load_together(store, [places[0], places[-1]] if len(places) > 1 else places)
 
 
 def state(store):
-    """What is on disk, as far as the store knows."""
+    """Return the disk contents that the store knows of."""
     with store._shelf.lock:
         keys = [chunk.id.key.hex() for chunk in store.tree if chunk.disk >= 0]
         heads = {name: key.hex() for name, key in store.tree.contexts().items()}
@@ -103,7 +104,9 @@ def state(store):
 
 
 def life(directory):
-    """Open, put, cut, flush, evict, forget, reopen, load, tidy: yields what is on disk by then."""
+    """Open, put, cut, flush, evict, forget, reopen, load and tidy; yield the disk contents each
+    time.
+    """
     store = open_store(directory)
     store.set_layout(ROOT, '{"n_layer": 1}')
     yield state(store)

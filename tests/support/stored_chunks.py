@@ -1,4 +1,4 @@
-"""Sound chunks for any identity, to put into a store and to compare with what comes back."""
+"""Valid chunks for any identity, to put into a store and to compare with loaded ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmaas_plugins._native import Codec, blob_init, blob_size, chunk_bound, chu
 
 @functools.lru_cache(maxsize=4096)
 def payload(geometry, wanted, bits=0):
-    """A chunk whose cells follow from its key; of so many bit planes, or raw."""
+    """Return a chunk whose cells derive from its key, in ``bits`` bit planes or raw."""
     rng = np.random.default_rng(int.from_bytes(wanted.key[:8], "little"))
     n_bytes, n_tokens = blob_size(geometry, 16), len(wanted.tokens) // 4
     blob = rng.integers(0, 256, n_bytes, np.uint8)
@@ -26,7 +26,7 @@ def payload(geometry, wanted, bits=0):
 
 
 def put(store, geometry, ids, name=None):
-    """A whole context, which must find room."""
+    """Put a whole context, which must find room."""
     bound = chunk_bound(geometry, Codec.RAW, 16)
     for i in store.missing(ids):
         assert store.put(ids[i], bound, encoder(geometry, ids[i]), is_first=i == 0)
@@ -36,7 +36,7 @@ def put(store, geometry, ids, name=None):
 
 
 def encoder(geometry, wanted, bits=0):
-    """What ``ChunkStore.put`` lets fill its room."""
+    """Return the callback that fills a chunk's reserved space in ``ChunkStore.put``."""
 
     def encode(out):
         data = payload(geometry, wanted, bits)

@@ -1,4 +1,4 @@
-"""Full datastores to select from, and what a subset is worth, literally as in the paper."""
+"""Full datastores to select from, and the value of subsets, computed literally as in the paper."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Full:
-    """Pairs in memory; notes which keys were asked for."""
+    """Pairs in memory; records which keys were requested."""
 
     def __init__(self, keys, values, p_lm):
         self.pairs = np.asarray(keys, np.float32)
@@ -27,14 +27,14 @@ class Full:
 
 
 def random_full(seed, n, n_dims=3, n_values=4, spread=1.0):
-    """Pairs of a few values, all over the place."""
+    """Return random pairs with few distinct values."""
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((n, n_dims)) * spread
     return Full(keys, rng.integers(0, n_values, n), rng.uniform(0.001, 0.999, n))
 
 
 def gains(full, objective):
-    """What each pair (column) adds to p(y|x) of each pair (row), in Eq 4."""
+    """Return how much each pair (column) adds to p(y|x) of each pair (row), by Eq. 4."""
     n = len(full)
     found = np.zeros((n, n))
     for i, j in itertools.product(range(n), range(n)):
@@ -45,7 +45,7 @@ def gains(full, objective):
 
 
 def worth(full, objective, *subsets):
-    """f(S) = F(S) - F({}) of each subset (Eqs 3 and 4)."""
+    """Return f(S) = F(S) - F({}) of each subset (Eqs. 3 and 4)."""
     is_in = np.zeros((len(subsets), len(full)))
     for row, subset in zip(is_in, subsets, strict=True):
         row[list(subset)] = 1
@@ -54,5 +54,5 @@ def worth(full, objective, *subsets):
 
 
 def best_worth(full, objective, size):
-    """f(S*) over all subsets of this size."""
+    """Return f(S*), the maximum over all subsets of this size."""
     return worth(full, objective, *itertools.combinations(range(len(full)), size)).max()

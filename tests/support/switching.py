@@ -1,4 +1,4 @@
-"""Contexts switched to and fro on one engine, and the logits they go on with."""
+"""Switches between two contexts on one engine, and the logits that follow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _N_FIRST, _N_THEN = 4, 8
 
 
 def ask(llama, tokens, n):
-    """``n`` greedy tokens, and the logits each was chosen from."""
+    """Return ``n`` greedy tokens and the logits that each was chosen from."""
     generator = llama.generate(tokens, temp=0.0)
     found, rows = [], []
     for _ in range(n):
@@ -32,7 +32,7 @@ def ask(llama, tokens, n):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One model, one setting, one context that grows, and a second one that comes between."""
+    """One model with one setting, a growing context, and a second context in between."""
 
     path: Path
     settings: dict = field(default_factory=dict)
@@ -42,7 +42,9 @@ class Conversation:
         return contextlib.closing(Llama(str(self.path), **(settings | self.settings)))
 
     def vanilla(self):
-        """First answer, and for each ending the logits of the second, with nothing in between."""
+        """Return vanilla's first answer, and its second answer's logits for each ending, without a
+        switch.
+        """
         expected = []
         for ending in ENDINGS:
             with self.open() as llama:
@@ -51,13 +53,13 @@ class Conversation:
         return answer, expected
 
     def first(self, llama):
-        """The first answer; then the other context is in the engine."""
+        """Return the first answer, then switch the engine to the other context."""
         answer, _ = ask(llama, PROMPT, _N_FIRST)
         ask(llama, OTHER, 2)
         return answer
 
     def second(self, llama, answer, ending=ENDINGS[0]):
-        """The logits that the context goes on with; its answer's last token is not evaluated."""
+        """Return the second answer's logits; the first answer's last token is not evaluated."""
         return ask(llama, [*PROMPT, *answer[:-1], *ending], _N_THEN)[1]
 
 

@@ -1,4 +1,4 @@
-"""Files that cannot be read for a while, as on a disk that fails."""
+"""Files that cannot be read for a while, as on a failing disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def unreadable(path):
-    """Have every open descriptor of a file fail to read inside the block."""
+    """Make reads through every open descriptor of a file fail inside the block."""
     fds = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if _is_of(fd, path)]
     assert fds
     bad, kept = os.open(path, os.O_WRONLY), [os.dup(fd) for fd in fds]
@@ -27,5 +27,5 @@ def unreadable(path):
 def _is_of(fd, path):
     try:
         return fd.samefile(path)
-    except FileNotFoundError:  # the folder's own, or no file
+    except FileNotFoundError:  # the listing's own descriptor, or no file
         return False

@@ -1,4 +1,4 @@
-"""What vanilla's graphs compute, read through llama.cpp's public callback."""
+"""Values that vanilla's graphs compute, read through llama.cpp's public callback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLOATS = {0: np.dtype(np.float32), 1: np.dtype(np.float16)}
 
 
 class Tensor(ctypes.Structure):
-    """ggml's ``ggml_tensor``."""
+    """Structure of ggml's ``ggml_tensor``."""
 
 
 Tensor._fields_ = (
@@ -34,7 +34,7 @@ Tensor._fields_ = (
 
 
 def values_of(tensor):
-    """A copy of a tensor's values, the slowest dimension first; what is quantised as floats."""
+    """Copy a tensor's values, slowest dimension first; dequantize to floats."""
     if tensor.type in _FLOATS:
         return _bytes_of(tensor, _FLOATS[tensor.type], tensor.ne[0])
     kind = GGMLQuantizationType(tensor.type)
@@ -51,11 +51,11 @@ def _bytes_of(tensor, kind, length):
 
 
 class Watch:
-    """Reads the nodes that are wanted once they are computed, in order.
+    """Reader of selected graph nodes, in the order they are computed.
 
     Args:
-        wanted: Whether a ``Tensor`` is.
-        read: What to keep of it.
+        wanted: Return whether to read a ``Tensor``.
+        read: Return the value to keep of a ``Tensor``.
     """
 
     def __init__(self, wanted, read=values_of):
@@ -71,6 +71,6 @@ class Watch:
         return True
 
     def take(self):
-        """What was computed since the last call."""
+        """Return the values computed since the last call, and forget them."""
         seen, self._seen[:] = list(self._seen), []
         return seen

@@ -1,4 +1,4 @@
-"""Switching on and off: nested, refused, and failing."""
+"""Activation and deactivation: nested, refused, and failing."""
 
 from __future__ import annotations
 
@@ -113,18 +113,18 @@ def test_another_configuration_is_refused(dist_plugins):
         ("broken_import", {}, PluginError, "failed in import"),
         ("broken_constructor", {}, PluginError, "failed in construction: RuntimeError: no luck"),
         ("broken_config", {}, PluginError, "failed in configuration: ZeroDivisionError: no luck"),
-        ("misspelt", {}, PluginError, "failed in registration"),
+        ("misspelled", {}, PluginError, "failed in registration"),
         ("exits", {}, PluginError, "failed in import: SystemExit"),
         ("not_a_class", {}, PluginError, "failed in import: TypeError"),
         ("recorder2", {}, UnknownPluginError, "recorder"),
-        ("misspelt", {"key": 1}, ConfigError, "unknown key 'key'"),
+        ("misspelled", {"key": 1}, ConfigError, "unknown key 'key'"),
     ],
 )
 def test_failing_plugin_leaves_nothing(dist_plugins, name, settings, error, message):
     with pytest.raises(error, match=message):
         activate({"plugins": {"recorder": {}, name: settings}})
     assert active_suite() is None
-    assert dist_plugins.events == ["construct", "shutdown"]  # the good one is closed
+    assert dist_plugins.events == ["construct", "shutdown"]  # the sound plugin is closed
 
 
 def failing_status(config):
@@ -189,7 +189,7 @@ def test_threads_share_one_suite(dist_plugins):
     assert dist_plugins.events == ["construct", "shutdown"]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
 def test_a_child_forked_while_another_thread_activates_can_activate():
     inside, go_on = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The canary: what it says of builds that differ, and that the probe works on the installed one."""
+"""The canary: its report on differing builds, and its probe on the installed build."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_each_difference_is_a_line():
     ("found", "problem"),
     [
         (FACTS | {"refusal": "it has no operation GLU"}, "the engine is refused: it has no"),
-        (FACTS | {"hooked": "b"}, "a model's logits are others"),
-        (FACTS | {"products": 0}, "no product went through"),
+        (FACTS | {"hooked": "b"}, "a model's logits differ"),
+        (FACTS | {"products": 0}, "computed no matrix product"),
         (FACTS | {"left registered": True}, "stays registered"),
         (FACTS | {"missing": ["ggml_scale"]}, "ggml_scale is missing"),
-        (without("hooked", "left registered") | {"said": "exit -11, "}, "while a model was comp"),
+        (without("hooked", "left registered") | {"said": "exit -11, "}, "while it ran a model"),
         (without("refusal", "left registered"), "died before the engine could be asked"),
     ],
 )

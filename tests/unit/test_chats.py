@@ -1,4 +1,4 @@
-"""Chat exports: what is read, what is left out, and what is refused."""
+"""Chat exports: conversations that are read, left out, or refused."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_size_limit_is_checked_before_reading(tmp_path):
 
 def test_missing_file_and_folder(tmp_path):
     assert "No such file" in refusal(tmp_path / "none.json")
-    assert "no regular file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(tmp_path)
 
 
 def test_error_is_a_value_error(tmp_path):
@@ -196,5 +196,5 @@ def test_a_conversation_of_hundreds_of_megabytes_is_refused_where_it_is(tmp_path
     row = {"messages": [{"role": "user", "content": "x" * 1000}]}
     long = write(tmp_path, f"{json.dumps(USER_ROW)}\n{json.dumps(row)}\n")
     assert ":2: found a longer line, expected at most 0 MiB for a conversation" in refusal(long)
-    document = write(tmp_path, json.dumps([row, USER_ROW]))  # as ChatGPT's, all in one line
+    document = write(tmp_path, json.dumps([row, USER_ROW]))  # like ChatGPT's, all on one line
     assert len(load_conversations(document)) == 2

@@ -1,4 +1,4 @@
-"""``llmaas datastore``: what is kept is shown, and what is to be forgotten is gone."""
+"""``llmaas datastore``: it shows kept chats and deletes forgotten ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def run(capsys, store):
-    """Exit code and report of an action on the datastore; of an error its message."""
+    """Return a function that runs an action and returns its exit code and report or error."""
 
     def run(action, *args, store=store, form="--json"):
         forms = [form] if form else []
@@ -105,7 +105,7 @@ def test_stats_for_people(run, store):
     assert "  model           666666666666, keys ffn_input of 24\n" in text
     assert "  selected        5 pairs of 2 conversations, " in text
     (store / "datastore.knn").unlink()
-    assert "nothing yet; `llmaas datastore select` does" in run("stats", form=None)[1]
+    assert "nothing yet; run `llmaas datastore select`" in run("stats", form=None)[1]
 
 
 def test_stats_tell_of_a_damaged_selection(run, store):
@@ -172,7 +172,9 @@ def test_inspect_shows_a_conversation(run, n_digits):
     ]
     text = run("inspect", hex_id(LONG)[:n_digits], form=None)[1]
     assert "user:\n  question 3: wo ist mein Schlüssel?\n" in text
-    assert text.endswith("selected: 3 tokens\n  at 11, 12, 199\n  (--model shows them as text)\n")
+    assert text.endswith(
+        "selected: 3 tokens\n  at 11, 12, 199\n  (use --model to show them as text)\n"
+    )
 
 
 def test_terminal_is_not_obeyed_by_texts(run, store):
@@ -257,8 +259,8 @@ def test_forgotten_conversation_is_gone_from_every_file(run, store, digits):
     assert "no conversation" in message
 
 
-def test_what_waits_to_be_learnt_is_forgotten_too(run, store):
-    """Also where it waits beside another one, which stays."""
+def test_what_waits_to_be_learned_is_forgotten_too(run, store):
+    """This includes a chat that waits in one file with another, which stays."""
     for one, app in ((LONG, "mail"), (NOTE, "notes"), (MAIL, "mail")):
         talk = one.conversation
         remember(store, talk.messages, title=talk.title, app=app)
@@ -285,7 +287,7 @@ def test_app_can_be_forgotten(run, store):
     assert_selected(store, {})
     code, message = run("forget", "--app", "mail")
     assert code == 2
-    assert "no conversation of app 'mail'; nothing was changed. Apps there are: notes." in message
+    assert "no conversation of app 'mail'; nothing was changed. Known apps: notes." in message
 
 
 def test_everything_can_be_forgotten(run, store):
@@ -318,7 +320,7 @@ def test_what_a_crash_left_of_the_selection_goes_with_the_next_forget(run, store
     for name in ("datastore.knn.dropped", "datastore.knn.partial"):
         (store / name).write_bytes(left)
     fd = os.open(store / "datastore.knn.dropped", os.O_RDONLY)
-    run("forget", hex_id(NOTE))  # of which nothing is selected
+    run("forget", hex_id(NOTE))  # nothing of this chat is selected
     assert set(os.pread(fd, len(left), 0)) == {0}
     os.close(fd)
     assert {path.name for path in store.iterdir()} == {
@@ -335,7 +337,7 @@ def test_selected_pairs_of_a_conversation_that_is_not_in_the_archive_can_be_forg
 
 
 def test_selection_without_an_archive_is_shown_and_forgotten(run, store):
-    """As on a device that was given only what is searched."""
+    """Some devices have only the searched datastore."""
     for name in ("lock", "000000.0.segment"):
         (store / name).unlink()
     found = run("stats")[1]

@@ -17,7 +17,7 @@ from llmaas_plugins.machine import memory_limit_bytes, room
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    """The C core need not be built for these tests."""
+    """Simulate a built C core, so that these tests do not need one."""
     fake = SimpleNamespace(kernels_name=lambda: "avx2")
     monkeypatch.setitem(sys.modules, "llmaas_plugins._native", fake)
 
@@ -87,7 +87,7 @@ def test_plugins_that_are_off_are_not_loaded(examined, tmp_path):
         ({"LLMAAS_PLUGINS": "exits"}, "plugins.exits", "failed in import: SystemExit"),
         ({"LLMAAS_PLUGINS": "broken_config"}, "plugins.broken_config", "ZeroDivisionError"),
         ({"LLMAAS_PLUGINS": "broken_constructor"}, "plugins.broken_constructor", "no luck"),
-        ({"LLMAAS_PLUGINS": "misspelt"}, "plugins.misspelt", "unknown hook 'llmaas_logit'"),
+        ({"LLMAAS_PLUGINS": "misspelled"}, "plugins.misspelled", "unknown hook 'llmaas_logit'"),
         ({"LLMAAS_PLUGINS": "twin"}, "plugins.twin", "uninstall all but one of them"),
         ({"LLMAAS_CONFIG": "/nowhere.toml"}, "llmaas.toml", "cannot read configuration"),
         (

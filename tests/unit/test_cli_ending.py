@@ -1,4 +1,4 @@
-"""How commands end that are stopped, or whose output nobody takes: one line, no traceback."""
+"""Commands that are stopped, or whose output nobody reads: they end with one line, no traceback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.exit(main())
 
 @pytest.fixture
 def command(monkeypatch):
-    """Let ``llmaas plugins`` do something else, in this process."""
+    """Return a function that replaces the action of ``llmaas plugins`` in this process."""
 
     def run(action):
         monkeypatch.setattr(commands, "run_command", lambda _argv: action())
@@ -81,7 +81,7 @@ def test_other_errors_stay_what_they_are(command):
 
 
 def test_a_signal_that_a_callback_swallows_comes_again(command, capsys):
-    """As llama.cpp's, which log while a model is loaded."""
+    """llama.cpp's log callbacks swallow it while a model is loaded."""
     callback = ctypes.CFUNCTYPE(None)(lambda: stop(signal.SIGINT))
     came = []
 

@@ -1,4 +1,4 @@
-"""``llmaas plugins`` and the frame around every sub-command."""
+"""``llmaas plugins``, and the behavior that all sub-commands share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_all_loads_the_others_and_failures_are_rows(listed):
     assert not rows["recorder"]["enabled"]
     assert "failed in import" in rows["broken_import"]["error"]
     assert "SystemExit" in rows["exits"]["error"]
-    assert rows["misspelt"]["error"] == "unknown hook 'llmaas_logit'. Did you mean 'llmaas_logits'?"
+    assert (
+        rows["misspelled"]["error"] == "unknown hook 'llmaas_logit'. Did you mean 'llmaas_logits'?"
+    )
     assert "expected a plugin class" in rows["not_a_class"]["error"]
     assert "uninstall all but one" in rows["twin"]["error"]
 
@@ -131,7 +133,7 @@ def test_text(capsys, dist_plugins, monkeypatch):
     assert "  hooks: llmaas_shutdown, llmaas_status" in text
     assert "  level: int = 3\n      How much to record." in text
     assert "  error: plugin 'broken_import' failed in import" in text
-    assert "misspelt  (llmaas-test-plugins 1.0)  off\n  (not imported; --all" in text
+    assert "misspelled  (llmaas-test-plugins 1.0)  off\n  (not imported; use --all" in text
 
 
 def test_config_file(listed, tmp_path):

@@ -1,4 +1,4 @@
-"""Whether this machine has what plugins ask for: told by ``llmaas doctor``, and at start."""
+"""Whether this machine has the resources that plugins need, as doctor and startup report it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_an_app_that_starts_is_told_the_same(monkeypatch, tmp_path, caplog):
     (line,) = caplog.messages
     assert line.startswith(f"plugins.knn_lm.datastore: there is no datastore in {tmp_path}")
     assert line.endswith("build one with `llmaas datastore build EXPORT --model GGUF`")
-    monkeypatch.setenv("LLMAAS_PLUGINS__KNN_LM__LEARN", "true")  # it will come
+    monkeypatch.setenv(
+        "LLMAAS_PLUGINS__KNN_LM__LEARN", "true"
+    )  # learning creates the datastore later
     say_problems(load_config())
     assert len(caplog.messages) == 1
 

@@ -136,7 +136,7 @@ HANDLERS = {
         ("own", signal.SIGINT, 7, b""),
         ("excepthook", signal.SIGINT, 130, b""),
         ("caught", signal.SIGINT, 0, b""),
-        ("none", signal.SIGTERM, -signal.SIGTERM, b""),  # as under python: nobody handles it
+        ("none", signal.SIGTERM, -signal.SIGTERM, b""),  # as under python: no handler
     ],
 )
 def test_a_signal_is_the_apps_first(folder, dist_plugins, *, handler, number, status, said):
@@ -164,7 +164,7 @@ def test_a_signal_is_the_apps_first(folder, dist_plugins, *, handler, number, st
 def test_nothing_enabled_is_said_once_in_a_line(llmaas):
     run = llmaas("run", "active.py", LLMAAS_PLUGINS=None)
     (line,) = run.stderr.splitlines()
-    assert line.startswith("no plugin is enabled, so apps run as without llmaas. LLMAAS_PLUGINS=")
+    assert line.startswith("no plugin is enabled, so apps run without llmaas. LLMAAS_PLUGINS=")
     assert run.stdout == "[] True\n"
 
 
@@ -200,7 +200,7 @@ def test_plugins_are_shut_down_also_after_a_failure(llmaas, folder):
         (("run", "-m", "nope_nope"), "no module named 'nope_nope'"),
         (("run", "--plugins", "recorde", "active.py"), "Did you mean 'recorder'?"),
         (("run", "--config", "no.toml", "active.py"), "cannot read configuration no.toml"),
-        (("run",), "a SCRIPT or -m MODULE is needed"),
+        (("run",), "a SCRIPT or -m MODULE is required"),
         (("run", "--plugin", "x", "active.py"), "unrecognized arguments: --plugin"),
     ],
 )
@@ -209,7 +209,7 @@ def test_mistakes_are_one_line_and_code_2(
 ):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])  # the first one becomes the app's
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # the first entry becomes the app's folder
     try:
         code = main(args)
     except SystemExit as end:

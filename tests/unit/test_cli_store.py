@@ -27,8 +27,8 @@ ROOT, OTHER_MODEL = b"r" * 32, b"o" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
 BUDGET = 1 << 20
 A = np.arange(100, dtype=np.int32)  # 7 chunks
-B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])  # 2 of them and 3 more
-C = np.arange(900, 932, dtype=np.int32)  # 2, of another model
+B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])  # 2 chunks of A and 3 more
+C = np.arange(900, 932, dtype=np.int32)  # 2 chunks of another model
 
 
 def open_store(directory):
@@ -40,7 +40,7 @@ def save(store, root, tokens, name=None):
 
 
 def n_loaded(directory, root, tokens):
-    """Tokens that a new process gets back."""
+    """Return the number of tokens that a new process gets back."""
     store = open_store(directory)
     path, n_tokens = store.match(root, tokens)
     n = sum(chunk.n_tokens for chunk in path[: len(store.fetch(path))])
@@ -64,7 +64,7 @@ def kv(tmp_path):
 
 @pytest.fixture
 def run(capsys, kv):
-    """Exit code and report of an action on the store."""
+    """Return a function that runs an action on the store and returns its exit code and report."""
 
     def run(action, *args, store=kv):
         code = main(["store", action, "--json", "--store", str(store), *map(str, args)])
@@ -173,7 +173,8 @@ def test_newer_store_is_refused_and_left_as_it_is(run, kv, action):
     code, message = run(action, *args)
     assert code == 2
     assert (
-        f"has format {FORMAT + 1}, this version of llmaas_plugins reads format {FORMAT}" in message
+        f"has format {FORMAT + 1}, but this version of llmaas_plugins reads format {FORMAT}"
+        in message
     )
     assert {name: data for name, data in files(kv).items() if name != "lock"} == {
         name: data for name, data in before.items() if name != "lock"
@@ -204,13 +205,13 @@ def test_damaged_chunk_is_named_and_repaired(run, kv):
 
 
 HARM = {
-    "another chunk is in its place": "UPDATE chunks SET offset = 40960 - offset",
-    "rows of the index cannot be right": "UPDATE chunks SET offset = 1 << 50 WHERE offset = 0",
-    "1 rows of the index cannot be right": "UPDATE chunks SET tokens = x'' WHERE offset = 0",
+    "another chunk is stored in its place": "UPDATE chunks SET offset = 40960 - offset",
+    "invalid rows in the index": "UPDATE chunks SET offset = 1 << 50 WHERE offset = 0",
+    "invalid rows in the index: 1": "UPDATE chunks SET tokens = x'' WHERE offset = 0",
     "the index cannot be used": "DROP TABLE contexts",
     "its tables are not those of a store": "CREATE VIEW more AS SELECT * FROM chunks",
-    "context 'mail': its last chunk is gone": "UPDATE contexts SET head = zeroblob(32)",
-    "the one before it is gone": "DELETE FROM geometry",
+    "context 'mail': its last chunk is missing": "UPDATE contexts SET head = zeroblob(32)",
+    "the chunk before it is missing": "DELETE FROM geometry",
     "it cannot be read": None,
     "the slab's header does not belong to the index": "UPDATE store SET id = zeroblob(16)",
 }
@@ -220,7 +221,7 @@ HARM = {
 def test_harm_is_told_and_repaired(run, kv, problem, statement):
     if statement is None:
         os.truncate(kv / "chunks.slab", 12 * PAGE + 2000)
-        problem = "cannot be right"
+        problem = "invalid rows"
     else:
         edit(kv, statement)
     code, found = run("check")
@@ -258,7 +259,7 @@ def test_text_names_the_next_step(kv, capsys):
     out = capsys.readouterr().out
     assert "12 chunks in" in out
     assert "1 problem(s)" in out
-    assert "`llmaas store check --repair` drops what is wrong." in out
+    assert "`llmaas store check --repair` drops damaged data." in out
 
 
 # -- a store in use -----------------------------------------------------------------------------
@@ -306,14 +307,14 @@ def test_holder_is_named_and_forgotten_when_it_dies(run, kv):
         assert code == 2
         assert f"is in use by process {holder.pid} (python" in message
         holder.kill()
-    assert (kv / "lock").read_text().startswith(f"{holder.pid}\n")  # it could not clean up
+    assert (kv / "lock").read_text().startswith(f"{holder.pid}\n")  # the holder could not clean up
     assert run("stats")[1]["holder"] is None
     assert run("gc")[0] == 0
     assert (kv / "lock").read_text() == ""
 
 
 def test_chunks_written_behind_the_index_are_not_damage(run, kv, monkeypatch):
-    """The holder evicted chunks and wrote others there; its commit comes a moment later."""
+    """The holder evicted chunks and reused their space; its commit comes a moment later."""
     store = open_store(kv)
     store.fault(store.tree.get(chain(ROOT, A)[6].key))
     store.fault(store.tree.get(chain(ROOT, B)[4].key))
@@ -387,11 +388,12 @@ def test_forget_wants_names_or_all(run, args):
 
 
 def test_gc_drops_what_nobody_can_reach_and_gives_space_back(run, kv):
-    edit(kv, "DELETE FROM chunks WHERE key = ?", chain(ROOT, A)[3].key)  # three more behind it
+    # three more chunks follow it
+    edit(kv, "DELETE FROM chunks WHERE key = ?", chain(ROOT, A)[3].key)
     edit(kv, "UPDATE chunks SET used = 100 WHERE key = ?", chain(ROOT, A)[6].key)
     damage(kv, OTHER_MODEL, C, 1)
     with (kv / "chunks.slab").open("ab") as file:
-        file.write(b"x" * (64 * PAGE))  # of a larger budget, or of a flush that was killed
+        file.write(b"x" * (64 * PAGE))  # from a larger budget, or from a flush that was killed
     (kv / "index.sqlite.unusable").write_bytes(b"x" * 50_000)
     code, found = run("gc")
     assert (code, found["n_chunks"]) == (0, 4)
@@ -448,7 +450,7 @@ def test_export_overwrites_nothing(run, kv, tmp_path):
     for target in (tmp_path / "there", kv, kv / "lock"):
         code, message = run("export", target)
         assert code == 2
-        assert f"{target} exists already; nothing is overwritten" in message
+        assert f"{target} already exists; nothing was written" in message
     code, message = run("export", tmp_path / "missing/copy")
     assert code == 2
     assert "cannot write" in message

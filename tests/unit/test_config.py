@@ -1,4 +1,4 @@
-"""Every door into the configuration, and which one wins."""
+"""Every source of configuration, and their precedence."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_llmaas_plugins_has_three_states(path, value, enabled):
     environ = {} if value is None else {"LLMAAS_PLUGINS": value}
     config = load_config(path, environ)
     assert sorted(config.enabled()) == enabled
-    assert config.plugins["kv"].values == {"codec": "int8", "ram": "2 MiB"}  # on or off
+    assert config.plugins["kv"].values == {"codec": "int8", "ram": "2 MiB"}  # plugin on or off
 
 
 def test_environment_wins_over_file(path):

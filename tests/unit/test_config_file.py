@@ -1,4 +1,4 @@
-"""Configuration files that nobody named: which is used, when it is refused, what is said."""
+"""Default configuration files: which one is used, when it is refused, and the messages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 import llmaas_plugins
 from llmaas_hooks import ConfigError
 from llmaas_plugins import config_file, load_config
+from llmaas_plugins.config import PluginTable, validated
+from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
 HERE, OWN = "[service]\nmax_queue = 3\n", "[service]\nmax_queue = 4\n"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A current folder without any file, and a home beside it."""
+    """Change to a folder without any file; a home folder lies beside it."""
     config_file._say.cache_clear()
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
@@ -58,7 +60,8 @@ def test_the_users_own_file_is_where_xdg_says(folder, environ, tmp_path):
     (tmp_path / "xdg" / "llmaas").mkdir(parents=True)
     (tmp_path / "xdg" / "llmaas" / "llmaas.toml").write_text(HERE)
     assert n_queue(**environ, XDG_CONFIG_HOME=str(tmp_path / "xdg")) == 3
-    assert n_queue(**environ, XDG_CONFIG_HOME="../xdg") == 4  # relative ones are to be ignored
+    # the specification ignores relative paths
+    assert n_queue(**environ, XDG_CONFIG_HOME="../xdg") == 4
     assert n_queue() == 32
 
 
@@ -88,7 +91,7 @@ def test_a_file_that_everybody_can_write_is_refused(folder, environ):
     with pytest.raises(ConfigError, match="every user can write it") as caught:
         load_config(environ=environ)
     assert f"chmod o-w {path}" in str(caught.value)
-    assert n_queue(path, **environ) == 3  # named
+    assert n_queue(path, **environ) == 3  # named explicitly
     assert n_queue(**environ, LLMAAS_CONFIG=str(path)) == 3
     path.chmod(0o664)
     assert n_queue(**environ) == 3
@@ -122,7 +125,7 @@ def test_a_link_of_another_user_is_refused(folder, environ):
     ("make", "message"),
     [
         (lambda path: path.mkdir(), "cannot read configuration .*Is a directory"),
-        (os.mkfifo, "is no regular file"),  # and nobody waits for its other end
+        (os.mkfifo, "is not a regular file"),  # opening it would wait for a writer
         (lambda path: path.symlink_to("nowhere"), "cannot read configuration .*No such file"),
         (lambda path: path.write_bytes(b"a = 1 #" + b"x" * (1 << 20)), "more than 1,048,576 bytes"),
         (lambda path: path.write_text("a = " + "[" * 100_000), "is not valid TOML"),
@@ -168,7 +171,7 @@ KV = "LLMAAS_PLUGINS__KV_CHUNKS__"
             ],
         ),
         ({f"{KV}CODEC": "int8", f"{KV}ENABLED": "true"}, []),
-        ({f"{KV}CODEC": "int8", f"{KV}ENABLED": "false"}, []),  # that is meant
+        ({f"{KV}CODEC": "int8", f"{KV}ENABLED": "false"}, []),  # intended by the user
         ({f"{KV}CODEC": "int8", "LLMAAS_PLUGINS": "kv_chunks"}, []),
     ],
 )
@@ -225,6 +228,18 @@ def test_the_default_of_a_service(folder, environ, enabled):
         assert config.plugins["kv_chunks"].values == {"codec": "int8"}
 
 
+def test_paths_stay_what_they_are_wherever_the_process_goes(folder, monkeypatch):
+    table = PluginTable(True, {"store": "kv"}, {"store": "code"})
+    settings = validated("kv_chunks", KVChunksConfig, table)
+    service = load_config({"service": {"state_dir": "state"}}, {}).service
+    monkeypatch.chdir("/")
+    assert settings.store == folder / "kv"
+    assert service.state_dir == folder / "state"
+    assert service.key_file is None
+
+
 def test_nobodys_home_is_refused_at_once(folder):
-    with pytest.raises(ConfigError, match=r"service.state_dir: ~nobody-of-this-name/x is nobody's"):
+    with pytest.raises(
+        ConfigError, match=r"service.state_dir: ~nobody-of-this-name/x is the home of no user"
+    ):
         load_config({"service": {"state_dir": "~nobody-of-this-name/x"}}, {})

@@ -13,7 +13,7 @@ from llmaas_hooks.discovery import installed_plugins, load_plugin, suggest
 def test_listing_imports_nothing(monkeypatch, dist_plugins):
     monkeypatch.delitem(sys.modules, "llmaas_test_plugins")
     found = installed_plugins()
-    assert {"recorder", "broken_import", "misspelt"} <= set(found)
+    assert {"recorder", "broken_import", "misspelled"} <= set(found)
     assert list(found) == sorted(found)
     assert found["recorder"].dist.version == "1.0"
     assert "llmaas_test_plugins" not in sys.modules
@@ -21,11 +21,11 @@ def test_listing_imports_nothing(monkeypatch, dist_plugins):
 
 def test_load(dist_plugins):
     assert load_plugin("recorder") is dist_plugins.Recorder
-    assert dist_plugins.events == []  # loaded, not made
+    assert dist_plugins.events == []  # loaded, not constructed
 
 
 def test_unknown_plugin_suggests_and_lists(dist_plugins):
-    expected = r"unknown plugin 'recorde'\. Did you mean 'recorder'\? Installed: .*misspelt"
+    expected = r"unknown plugin 'recorde'\. Did you mean 'recorder'\? Installed: .*misspelled"
     with pytest.raises(UnknownPluginError, match=expected) as caught:
         load_plugin("recorde")
     assert "llmaas plugins" in str(caught.value)

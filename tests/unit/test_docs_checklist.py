@@ -1,4 +1,4 @@
-"""Each test that docs/checklist.md names is there."""
+"""docs/checklist.md: each test that it names exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each claim of docs/threat-model.md names a test, and each test that it names is there."""
+"""docs/threat-model.md: each claim names a test, and each named test exists."""
 
 from __future__ import annotations
 

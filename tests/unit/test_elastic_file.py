@@ -1,4 +1,4 @@
-"""Prepared files: written whole or not at all, and nothing in them is believed."""
+"""Prepared files: written whole or not at all; nothing in them is trusted."""
 
 from __future__ import annotations
 
@@ -149,24 +149,24 @@ def test_a_damaged_file_is_not_restored(prepared, tmp_path):
     content = bytearray(prepared.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StoreError, match="is damaged: this is not what it was prepared from"):
+    with pytest.raises(StoreError, match="is damaged: the restored bytes differ"):
         write(restore(path, tmp_path / "restored.gguf"))
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_was_not_prepared_or_quantised_since_is_not_restored(source, tmp_path):
-    with pytest.raises(ConfigError, match="was not prepared: there is nothing to restore"):
+def test_what_was_not_prepared_or_quantized_since_is_not_restored(source, tmp_path):
+    with pytest.raises(ConfigError, match="is not a prepared file"):
         write(restore(source, tmp_path / "a.gguf"))
     blocks = blocks_of(source)
     order = order_by(blocks, scores_of(blocks))
-    quantised = tmp_path / "q.gguf"
-    write(write_prepared(source, quantised, elastic_of(blocks), order, is_ordered=True))
-    with pytest.raises(ConfigError, match="was quantised when it was prepared"):
-        write(restore(quantised, tmp_path / "a.gguf"))
+    quantized = tmp_path / "q.gguf"
+    write(write_prepared(source, quantized, elastic_of(blocks), order, is_ordered=True))
+    with pytest.raises(ConfigError, match="was quantized when it was prepared"):
+        write(restore(quantized, tmp_path / "a.gguf"))
 
 
 def test_nothing_is_prepared_twice(prepared, tmp_path):
-    with pytest.raises(ConfigError, match=r"is prepared already\. `llmaas elastic restore`"):
+    with pytest.raises(ConfigError, match=r"is already prepared\. `llmaas elastic restore`"):
         shuffled(prepared, tmp_path / "a.gguf")
 
 
@@ -174,7 +174,7 @@ def test_nothing_is_prepared_twice(prepared, tmp_path):
 
 
 def model_with(path, *, fields=(), tensors=(), arch="llama", alignment=32):
-    """A model of one layer, but for what is exchanged."""
+    """Write a model of one layer, with some fields or tensors replaced."""
     shapes = {
         "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
         "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96),
@@ -211,13 +211,13 @@ def model_with(path, *, fields=(), tensors=(), arch="llama", alignment=32):
         ({"fields": {"llama.expert_count": 4}}, "a mixture of experts"),
         ({"fields": {"llama.attention.value_length": 8}}, "keys and values differ in width"),
         ({"fields": {"llama.attention.head_count_kv": 3}}, "4 query heads do not share 3 KV heads"),
-        ({"fields": {"llama.feed_forward_length": 64}}, "ffn_gate has not the shape"),
+        ({"fields": {"llama.feed_forward_length": 64}}, "shape of blk.0.ffn_gate differs"),
         ({"fields": {"llama.block_count": 2}}, "no tensor blk.1.attn_q.weight"),
-        ({"fields": {"llama.block_count": 0}}, "no llama.block_count that is the same"),
+        ({"fields": {"llama.block_count": 0}}, "no llama.block_count, or has one"),
         ({"tensors": {"blk.0.attn_qkv.weight": (128, 64)}}, "queries, keys and values in one"),
         ({"tensors": {"blk.0.attn_sinks.weight": (4,)}}, "blk.0.attn_sinks.weight, which llama"),
         ({"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm.weight, which llama"),
-        ({"tensors": {"blk.0.ffn_up.bias": (95,)}}, "ffn_up has not the shape"),
+        ({"tensors": {"blk.0.ffn_up.bias": (95,)}}, "shape of blk.0.ffn_up differs"),
         ({"tensors": {"blk.0.ffn_up.scale": (96,)}}, "ffn_up.scale has more than one value"),
         ({"tensors": {"blk.0.ffn_up.weight": None}}, "no tensor blk.0.ffn_up.weight"),
         ({"arch": "phi3"}, "of the family 'phi3'"),
@@ -247,7 +247,7 @@ def test_groups_narrower_than_blocks_move_together(tmp_path):
 
 
 def with_field(prepared, path, key, value):
-    """A prepared file with another value of a field, which is the last one then."""
+    """Write a prepared file with another value of a field, which becomes the last field."""
     header, content = read_header(prepared), prepared.read_bytes()
     first, last = header.spans.get(key, (header.infos_at, header.infos_at))
     changed = (
@@ -295,7 +295,7 @@ def test_impossible_widths_are_refused(prepared, tmp_path, units):
             read_elastic(path)
     table = known["tables"]["uniform"] | {units: [[full]] * len(known["levels"])}
     text = json.dumps(known | {"tables": {"uniform": table}})
-    with pytest.raises(ConfigError, match="has not the widths of 2 layers"):
+    with pytest.raises(ConfigError, match="lacks widths of 2 layers"):
         read_elastic(with_field(prepared, tmp_path / "hostile.gguf", PREFIX, text))
 
 
@@ -314,7 +314,7 @@ def test_impossible_orders_and_biases_are_refused(prepared, tmp_path):
     blocks = blocks_of(prepared)
     for biases in (np.zeros(5), np.full((9, blocks.n_layers, 2, blocks.n_embd), np.inf)):
         elastic = replace(elastic_of(blocks), biases={"uniform": biases.astype(np.float16)})
-        with pytest.raises(ConfigError, match="biases of 'uniform' are impossible"):
+        with pytest.raises(ConfigError, match="biases of the table 'uniform' are impossible"):
             elastic.check()
 
 
@@ -322,7 +322,7 @@ def test_impossible_orders_and_biases_are_refused(prepared, tmp_path):
 def test_widths_that_grow_as_the_level_falls_are_refused(prepared, tmp_path, units):
     known = json.loads(read_header(prepared).fields[PREFIX])
     table = known["tables"]["uniform"]
-    table[units][1:] = [*table[units][-1:], *table[units][1:-1]]  # each of them is possible
+    table[units][1:] = [*table[units][-1:], *table[units][1:-1]]  # each single entry is valid
     path = with_field(prepared, tmp_path / "hostile.gguf", PREFIX, json.dumps(known))
     with pytest.raises(ConfigError, match=r"uses more of a layer at level 0\.8 than at 0\.9"):
         read_elastic(path)
@@ -348,7 +348,7 @@ def test_a_terminal_is_not_told_what_to_do(prepared, tmp_path, capsys):
     assert main(["elastic", "score", str(path)]) == 2
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
-    assert r"importance by '\x1b[2Jno method' of 0 tokens" in printed.out
+    assert r"scores by '\x1b[2Jno method' on 0 tokens" in printed.out
     assert r"it has the tensor blk.0.\x1b[2J, which" in printed.err
 
 
@@ -360,7 +360,7 @@ def test_strings_of_impossible_lengths_are_refused(tmp_path, n_bytes, n_before):
     tokens += struct.pack("<Q1s", 1, b"a") * n_before + struct.pack("<Q", n_bytes)
     path = tmp_path / "hostile.gguf"
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + tokens + bytes(100))
-    with pytest.raises(ConfigError, match="is damaged: its metadata is cut off"):
+    with pytest.raises(ConfigError, match="is damaged: its metadata is truncated"):
         read_header(path)
 
 

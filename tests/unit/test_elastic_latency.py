@@ -1,4 +1,4 @@
-"""The table of what levels cost: interpolated, and kept in a file."""
+"""The table of each level's latency: interpolated, and kept in a file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_times_are_linear_between_lengths_and_beyond_them():
     assert times.ttft_ms(1.0, 16, 2) == 12.0
     assert times.ttft_ms(1.0, 1024, 2) == 516.0
     assert times.ttft_ms(0.5, 0, 2) == 0.0
-    assert times.ttft_ms(0.9, 128, 2) == times.ttft_ms(0.5, 128, 2) == 40.0  # the narrower one
+    # times of the narrower level
+    assert times.ttft_ms(0.9, 128, 2) == times.ttft_ms(0.5, 128, 2) == 40.0
     assert times.ttft_ms(0.5, 256, 2) == 79.0  # the line from 128 to 512 is at 83
     assert times.tpot_ms(0.5, 272, 2) == 2.0
     assert times.tpot_ms(1.0, 0, 2) < times.tpot_ms(1.0, 32, 2)
@@ -63,7 +64,9 @@ def test_errors_are_those_at_lengths_that_were_held_out():
 
 
 def test_threads_must_have_been_measured():
-    with pytest.raises(ConfigError, match=r"with 4 threads, but with 2; `llmaas .*--threads 4`"):
+    with pytest.raises(
+        ConfigError, match=r"with 4 threads were not measured, only with 2; `llmaas .*--threads 4`"
+    ):
         table().tpot_ms(1.0, 10, 4)
 
 
@@ -120,12 +123,12 @@ def test_damaged_files_and_other_versions_are_refused(tmp_path, old, new, proble
     path = tmp_path / "times.json"
     table().save(path)
     path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(StoreError, match=f"{problem}.*`llmaas elastic profile` writes it anew"):
+    with pytest.raises(StoreError, match=f"{problem}.*`llmaas elastic profile` writes a new one"):
         Latency.load(path)
 
 
 class Clocked:
-    """A model whose prompts take as long as they are, and tokens as long as their context says."""
+    """Model with known times: a prompt takes its length, a token its context's length."""
 
     def __init__(self, monkeypatch):
         self.ctx, self.now, self.runs, self.n_threads = 7, 0.0, [], 0

@@ -1,4 +1,4 @@
-"""Levels that are asked for: by blocks and arguments, and which of a model's they are."""
+"""Requested levels: by blocks and arguments, and the model's level that each one selects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_levels_that_do_not_exist(wrong):
 )
 def test_between_two_levels_it_is_the_narrower(level, expected):
     assert TENTHS[level_index(TENTHS, level)] == expected
-    assert level_index((1.0, 0.5), 0.3) == 1  # there is no narrower one
+    assert level_index((1.0, 0.5), 0.3) == 1  # no narrower level exists
 
 
 def test_a_block_needs_no_engine():
@@ -87,7 +87,7 @@ def test_arguments_that_are_no_levels(wrong):
 
 @pytest.mark.parametrize("wrong", ["half", "0.4/0.6/0.8", "/", "0.1", "nan", "0.6;0.8", "0.4/2"])
 def test_headers_that_are_no_levels(wrong):
-    said = r"expected a level as 0\.6|the level (of decode )?must be a number from 0\.2"
+    said = r"expected a level such as 0\.6|the level (of decode )?must be a number from 0\.2"
     with pytest.raises(ConfigError, match=said):
         levels_in_header(wrong)
 

@@ -1,4 +1,4 @@
-"""What matters: found without gradients, and kept in files of which nothing is believed."""
+"""Importance scores: computed without gradients, and kept in files that are never trusted."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def rewritten(path, **changed):
         ({"about": None}, "has no about"),
         ({"about": np.frombuffer(b'{"version": 2}', np.uint8)}, "is damaged"),
         pytest.param({"about": about(method="x" * 65)}, "at most 64", id="long method"),
-        ({"about": np.zeros(1 << 20, np.uint8)}, "about.npy is unknown, or too large"),
-        ({"groups": np.zeros((800, 4))}, "groups.npy is unknown, or too large"),
-        ({"more": np.zeros(2000)}, "more.npy is unknown, or too large"),
+        ({"about": np.zeros(1 << 20, np.uint8)}, "about.npy is unknown or too large"),
+        ({"groups": np.zeros((800, 4))}, "groups.npy is unknown or too large"),
+        ({"more": np.zeros(2000)}, "more.npy is unknown or too large"),
         ({"groups": np.array([["x"] * 4] * 8)}, "groups are not"),
         ({"groups": np.array([None] * 8)}, "is damaged"),
     ],
@@ -116,14 +116,14 @@ def test_an_array_that_claims_to_be_huge_is_refused(path, blocks, reference_mode
 
 
 def patched(content, at, value):
-    """With another number in an archive's first entry, and in the copy before its data."""
+    """Replace a number in an archive's first entry, and in the copy before its data."""
     for first in (at + content.index(b"PK\x01\x02"), at - 2):
         content = content[:first] + value.to_bytes(2, "little") + content[first + 2 :]
     return content
 
 
 def with_header(text):
-    """An archive whose groups have this for a header."""
+    """Return an archive whose groups have this text for a header."""
     written = io.BytesIO()
     head = struct.pack("<6sBBH", b"\x93NUMPY", 1, 0, len(text)) + text
     with zipfile.ZipFile(written, "w") as archive:
@@ -147,7 +147,7 @@ def with_header(text):
 )
 def test_whatever_is_wrong_with_an_archive_it_is_damaged(path, blocks, reference_model, damaged):
     path.write_bytes(damaged(path.read_bytes()))
-    with pytest.raises(ConfigError, match=r"is damaged.*`llmaas elastic score .*` makes others"):
+    with pytest.raises(ConfigError, match=r"is damaged.*`llmaas elastic score .*` writes new ones"):
         read_scores(path, blocks, reference_model)
 
 
@@ -190,7 +190,7 @@ def test_a_layers_loss_is_that_of_the_model_without_it(reference_model, blocks, 
 
 
 def without(source, layer, path):
-    """The model with a layer that adds nothing: zeros are zeros in any type."""
+    """Write the model with a layer that adds nothing; zero bytes are zeros in any type."""
     shutil.copy(source, path)
     path.chmod(0o644)
     tensors = read_header(source).tensors
@@ -203,7 +203,7 @@ def without(source, layer, path):
 
 
 def surprise(path, tokens):
-    """In vanilla, in nats a token."""
+    """Return vanilla's loss in nats per token."""
     llama = Llama(str(path), n_ctx=128, logits_all=True, n_threads=1, verbose=False)
     with contextlib.closing(llama):
         llama.eval(tokens.tolist())

@@ -1,4 +1,4 @@
-"""Widths found by lazy greedy search: floors, shares, nesting, and what is best by enumeration."""
+"""Widths found by lazy greedy search: floors, shares, nesting, and the optimum by enumeration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def blocks(n_layers=4):
 
 
 class Losses:
-    """A sum over layers of convex costs of what is left out."""
+    """Sum over layers of convex costs of the left-out units."""
 
     def __init__(self, n_layers, seed):
         chance = np.random.default_rng(seed)
@@ -82,7 +82,8 @@ def test_few_steps_are_asked_again():
     losses = Losses(8, seed=1)
     search(blocks(8), SHARES, losses, TIMES, step=64, least=32)
     n_steps = 8 * (3 + 11)
-    assert losses.n_calls < 4 * n_steps  # all 16 anew after each step would be 16 times as many
+    # evaluating all 16 after each step would take 16 times as many
+    assert losses.n_calls < 4 * n_steps
 
 
 def test_neurons_that_are_no_whole_number_of_steps_are_cut_to_multiples_of_the_least():
@@ -93,7 +94,7 @@ def test_neurons_that_are_no_whole_number_of_steps_are_cut_to_multiples_of_the_l
 
 
 def test_a_step_costs_what_it_loses_in_the_time_that_it_saves():
-    """The first one of 100 neurons leaves out only 4."""
+    """The first step of 100 neurons leaves out only 4."""
     model = dataclasses.replace(blocks(n_layers=2), n_ff=100, group_granule=4)
 
     def loss(widths):
@@ -111,7 +112,7 @@ def test_floors_end_the_search():
 
 
 def test_what_predictions_are_compared_with_is_bounded(reference_model, monkeypatch):
-    """Windows are whole, but what is kept of them is not more than memory is meant to have."""
+    """Windows stay whole, but the kept predictions fit into the allowed memory."""
     text = np.arange(300, 360, dtype=np.int32)
     with loaded(reference_model) as model, Evaluator(model.model, 1) as evaluator:
         monkeypatch.setattr(probing, "_MOST_REFERENCE_BYTES", 20 * 4 * evaluator.n_vocab)

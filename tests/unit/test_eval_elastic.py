@@ -30,7 +30,7 @@ def reading(nats, kl=0.0, same=1.0):
 
 
 def blocks(n_layers=8):
-    """Of a group's bytes and a neuron's, a third is in groups."""
+    """Return blocks with a third of the bytes in groups and the rest in neurons."""
     return Blocks(
         arch="llama",
         n_layers=n_layers,

@@ -1,4 +1,4 @@
-"""Evaluation of knn_lm: its users, its near-duplicates, its neighbours and its intervals."""
+"""The evaluation of knn_lm: its users, near-duplicates, neighbors and intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmaas_eval.knn.generation import variety
 from llmaas_eval.knn.intervals import Surprise, change, mean_change, perplexity
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
-from llmaas_eval.knn.neighbours import search
+from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.report import changes_table, means_table, users_table
 from llmaas_eval.knn.study import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
@@ -117,7 +117,7 @@ def test_likeness_counts_shingles_of_five_words():
     assert not found.asked.any()
 
 
-def test_neighbours_are_those_of_every_subset():
+def test_neighbors_are_those_of_every_subset():
     rng = np.random.default_rng(0)
     keys, queries = (rng.standard_normal((n, 8)).astype(np.float16) for n in (500, 20))
     subsets = [np.arange(500), rng.choice(500, 60, replace=False)]
@@ -132,7 +132,7 @@ def test_neighbours_are_those_of_every_subset():
 
 def test_a_subset_has_as_many_pairs_as_are_searched_for():
     keys = np.zeros((50, 4), np.float16)
-    with pytest.raises(ValueError, match="subset of 9 pairs, expected 10"):
+    with pytest.raises(ValueError, match="subset has 9 pairs, expected at least 10"):
         search(keys, keys, [np.arange(9)], k=10)
 
 

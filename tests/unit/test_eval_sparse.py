@@ -1,4 +1,4 @@
-"""The evaluation of sparse decoding: caches' policies, reads, and what tells of locality."""
+"""The evaluation of sparse decoding: cache policies, reads, and measures of locality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flags(*rows, n=8):
 
 
 def trace(*contexts, n=8, n_prompt=0, busy=None):
-    """Of one layer; each context is a list of tokens' channels."""
+    """Return a trace of one layer; each context is a list of tokens' channels."""
     active = np.stack([flags(*tokens, n=n) for tokens in contexts])[:, :, None]
     order = np.arange(n, 0, -1.0) if busy is None else np.array(busy, float)
     return Trace(active, n_prompt, order[None])
@@ -49,7 +49,7 @@ def demanded(one, policy, capacity):
 
 def test_lfu_as_in_the_papers_figure_12():
     one = trace([[0, 1, 4, 6], [0, 4, 6, 7], [1]], busy=[9, 0, 8, 7, 0, 6, 0, 0])
-    # the cache begins with 0, 2, 3 and 5; channel 7 takes the place of 1
+    # the cache begins with 0, 2, 3 and 5; channel 7 replaces channel 1
     assert demanded(one, "LFU, context", 4) == [[1, 4, 6], [7], [1]]
 
 
@@ -62,7 +62,7 @@ def test_counts_of_a_context_end_with_it():
 
 def test_a_prompt_counts_where_it_is_to():
     one = trace([[2, 3], [2, 3], [2, 3], [0, 1], [2, 3], [0, 1]], n=4, n_prompt=3)
-    assert demanded(one, "LFU, context", 2) == [[], [2, 3], [0, 1]]  # it begins with 0 and 1
+    assert demanded(one, "LFU, context", 2) == [[], [2, 3], [0, 1]]  # the cache begins with 0 and 1
     other = trace([[2], [2], [2], [2], [3], [2]], n=4, n_prompt=3)
     assert demanded(other, "LFU, context and prompt", 1) == [[2], [3], []]
     assert demanded(other, "LFU, context", 1) == [[2], [3], [2]]
@@ -83,7 +83,7 @@ def test_static_never_changes():
 
 
 def best_possible(one, capacity):
-    """Hits of the best of all sequences of caches."""
+    """Return the hits of the best of all sequences of caches."""
     active = one.decoded[:, 0]
     channels = range(active.shape[1])
     hits = {frozenset(np.argsort(-one.busy[0])[:capacity].tolist()): 0}
@@ -187,7 +187,7 @@ def test_layers_of_a_group_lie_side_by_side():
     scores = POLICIES["static"](one)
     waited = read_cost(simulate(one, scores, 0), order, 2, operands, flash)
     ahead = read_cost(simulate(one, scores, 0, predicted(one, 2)), order, 2, operands, flash)
-    assert waited.on_demand.n_reads == 2  # a layer does not know of the next one's channels
+    assert waited.on_demand.n_reads == 2  # a layer does not know the next one's channels
     assert (ahead.ahead.n_reads, ahead.ahead.n_bytes) == (1, 8000)
     assert ahead.on_demand.us == 0
 
@@ -221,7 +221,7 @@ def test_a_fitted_sigma_gives_back_the_coverage(family, sigma):
 
 
 class FakeReader:
-    """Layers whose operands turn by 60 degrees, twice, and then stay."""
+    """Reader of layers whose operands turn by 60 degrees, twice, and then stay."""
 
     n_layer = 5
 
@@ -274,7 +274,7 @@ def test_it_says_what_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmaas_eval.sparse.__main__.find_spec", lambda name: name)
     with pytest.raises(SystemExit):
         main(["--data", str(tmp_path)])
-    assert f"No folder {tmp_path / 'lm'}" in capsys.readouterr().err
+    assert f"no folder {tmp_path / 'lm'}" in capsys.readouterr().err
     monkeypatch.setattr("llmaas_eval.sparse.__main__.find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         main([])

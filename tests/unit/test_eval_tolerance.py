@@ -1,4 +1,4 @@
-"""Evaluation of tolerance-aware compression: its texts, its rivals, its bytes and its tables."""
+"""The evaluation of tolerance-aware compression: texts, rivals, bytes and tables."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def coded(blob):
 
 
 def through_the_codec(blob, codec, bits):
-    """Each chunk encoded at so many bits and decoded; the blob and the bytes stored."""
+    """Encode each chunk at its bits and decode it; return the blob and the stored bytes."""
     found, total = blob.copy(), 0
     for chunk, few in enumerate(bits):
         room = bytearray(chunk_bound(GEOMETRY, codec, 16, few))
@@ -94,9 +94,7 @@ def test_facts_are_about_different_things():
 
 def test_facts_that_are_alike_share_their_people_and_their_things():
     facts = make_alike(Random(3), 6)
-    pairs = {
-        tuple(fact.question[len("What is the number of ") : -1].split("'s ")) for fact in facts
-    }
+    pairs = {tuple(fact.question.split(" of ", 1)[1][:-1].split("'s ")) for fact in facts}
     assert len(pairs) == 6
     for each in zip(*pairs, strict=True):
         assert len(set(each)) <= 3
@@ -141,7 +139,7 @@ def test_a_layer_has_its_own_bits(coded):
 
 
 def test_the_mean_of_the_bits_decides_the_bytes(coded):
-    """So rivals with the same mean are compared at equal bytes."""
+    """Rivals with the same mean are therefore compared at equal bytes."""
     layers = np.full((N_LAYER, N_CHUNKS), 2)
     layers[0] = 8
     expected = coded.n_bytes(np.full(N_CHUNKS, 4))

@@ -1,4 +1,4 @@
-"""Traces: their form, what a seed promises, and the shape of each pattern."""
+"""Traces: their format, reproducibility from a seed, and the shape of each pattern."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_calls_arrive_as_a_poisson_process(pattern):
     assert gaps.min() >= 0
     assert times[-1] <= LONG * 3600
     assert gaps.mean() == pytest.approx(300, rel=0.03)
-    assert gaps.std() == pytest.approx(300, rel=0.03)  # exponential: as wide as it is long
+    assert gaps.std() == pytest.approx(300, rel=0.03)  # exponential: the deviation equals the mean
     assert np.mean(gaps > 300) == pytest.approx(np.exp(-1), abs=0.01)
 
 

@@ -1,4 +1,4 @@
-"""The channel file: what is in it is what the model has, and nothing else is taken."""
+"""The channel file: its content equals the model's, and other files are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flash_models import (
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 
-from llmaas_hooks import ConfigError, StoreError
+from llmaas_hooks import ConfigError, LlmaasError, ModelLoad, StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.flash_weights import container
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
@@ -32,13 +32,14 @@ from llmaas_plugins.flash_weights.channels import (
     write_channels,
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
-from llmaas_plugins.flash_weights.sparse import add_channels
+from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
+from llmaas_plugins.model_digest import begin_digest, files_now
 
 KINDS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
 
 
 def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
-    """A model, what it has, and its channel file."""
+    """Return a model, its tensors, and its channel file."""
     path = write_model(tmp_path / "model.gguf", Type[kind], **model)
     tensors = tensors_of(path)
     calibration = calibration_of(tensors)
@@ -50,14 +51,14 @@ def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
 
 
 def scales_of(file):
-    """By matrices' names."""
+    """Return the scales by matrix names."""
     pieces = [piece for channels in file.operands.values() for piece in channels.pieces]
     with open_scales(file) as read:
         return {piece.name: read(piece) for piece in pieces}
 
 
 def decoded(file, channels, i):
-    """A matrix of an operand, value by value from its records, rows first."""
+    """Decode an operand's matrix, value by value from its records, rows first."""
     piece, content = channels.pieces[i], file.path.read_bytes()
     scales, mins = scales_of(file)[piece.name]
     zero = 1 << (piece.n_bits - 1) if mins is None else 0
@@ -271,8 +272,8 @@ def test_a_type_that_cannot_be_decoded_stays_out(tmp_path):
 @pytest.mark.parametrize(
     ("activity", "message"),
     [
-        (Activity(np.full(19, np.nan, np.float32), np.ones(WIDTH)), "do not rise"),
-        (Activity(np.ones(18, np.float32), np.ones(WIDTH)), "do not rise"),
+        (Activity(np.full(19, np.nan, np.float32), np.ones(WIDTH)), "not ascending"),
+        (Activity(np.ones(18, np.float32), np.ones(WIDTH)), "not ascending"),
         (Activity(np.ones(19, np.float32), np.ones(WIDTH - 1)), "other channels"),
     ],
     ids=["nan", "short", "narrow"],
@@ -290,7 +291,7 @@ def test_a_calibration_of_something_else_is_refused(tmp_path, activity, message)
 @pytest.mark.parametrize("group_layers", [0, 65])
 def test_groups_have_sizes(tmp_path, group_layers):
     path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
-    with pytest.raises(ConfigError, match=f"groups are of {group_layers} layers"):
+    with pytest.raises(ConfigError, match=f"groups have {group_layers} layers"):
         list(write_channels(path, channel_path(path), {}, {}, group_layers=group_layers))
 
 
@@ -309,7 +310,7 @@ def opened(sound):
 
 def test_damage_in_what_is_read_is_found(sound):
     flip(sound[2].path, place_of(sound[2], "order.0.ffn_up"))
-    with pytest.raises(StoreError, match=r"its order\.0\.ffn_up is not what was written"):
+    with pytest.raises(StoreError, match=r"its order\.0\.ffn_up differs from what was written"):
         opened(sound)
 
 
@@ -317,7 +318,7 @@ def test_damage_in_what_is_read_is_found(sound):
 def test_damage_in_scales_is_found_when_they_are_read(tmp_path, name):
     _, _, file = packed(tmp_path, "Q4_1", n_layers=1)
     flip(file.path, place_of(file, name))
-    with pytest.raises(StoreError, match=f"its {name} is not what was written"):
+    with pytest.raises(StoreError, match=f"its {name} differs from what was written"):
         scales_of(file)
 
 
@@ -358,7 +359,7 @@ def test_a_file_that_is_cut_off_is_refused(sound, n_bytes):
 
 
 def hostile(**changes):
-    """A header as it should be, but for some of what it says, with checksums that are right."""
+    """Return a valid header with some fields changed and with correct checksums."""
 
     def write(target):
         header, sums = container.parse_header(target.read_bytes())
@@ -381,23 +382,23 @@ QUANTILES = [0.1] * 18 * 4
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_layers": 0}, "groups are of 0 layers"),
-        ({"group_layers": 2**32 - 1}, "groups are of 4294967295 layers"),
-        ({"group_layers": "1"}, "groups are of 1 layers"),
-        ({"group_layers": None}, "groups are of None layers"),
-        ({"layers": (0,)}, "of which operands"),
-        ({"layers": (0, 0, 0, 7)}, "other operands"),
-        ({"layers": ("0",) * 4}, "of which operands"),
-        ({"layers": (float("inf"),) * 4}, "of which operands"),
-        ({"families": ("attn_qkv",) * 4}, "other"),
-        ({"families": ("a", "b", "c", "d")}, "other operands"),
-        ({"bits": (8,) * 7}, "other tensors"),
-        ({"quantiles": (0.1,) * 75}, "of which operands"),
-        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, 0.0)}, "do not rise"),
-        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("nan"))}, "do not rise"),
-        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("inf"))}, "do not rise"),
-        ({"quantiles": (-0.1, *QUANTILES, 0.1, 0.1, 0.1)}, "do not rise"),
-        ({"unknown": 1}, "other tensors"),
+        ({"group_layers": 0}, "groups have 0 layers"),
+        ({"group_layers": 2**32 - 1}, "groups have 4294967295 layers"),
+        ({"group_layers": "1"}, "groups have 1 layers"),
+        ({"group_layers": None}, "groups have None layers"),
+        ({"layers": (0,)}, "list of operands is missing"),
+        ({"layers": (0, 0, 0, 7)}, "operands differ"),
+        ({"layers": ("0",) * 4}, "list of operands is missing"),
+        ({"layers": (float("inf"),) * 4}, "list of operands is missing"),
+        ({"families": ("attn_qkv",) * 4}, "differ"),
+        ({"families": ("a", "b", "c", "d")}, "operands differ"),
+        ({"bits": (8,) * 7}, "tensors differ"),
+        ({"quantiles": (0.1,) * 75}, "list of operands is missing"),
+        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, 0.0)}, "not ascending"),
+        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("nan"))}, "not ascending"),
+        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("inf"))}, "not ascending"),
+        ({"quantiles": (-0.1, *QUANTILES, 0.1, 0.1, 0.1)}, "not ascending"),
+        ({"unknown": 1}, "tensors differ"),
     ],
     ids=str,
 )
@@ -416,7 +417,7 @@ def test_tensors_of_other_shapes_are_refused(sound):
     changed = container.Header(header.architecture, header.fields, tuple(parts))
     with target.open("r+b") as file:
         file.write(changed.with_sums(sums))
-    with pytest.raises(StoreError, match="other tensors than the model"):
+    with pytest.raises(StoreError, match="tensors differ from the model's"):
         opened(sound)
 
 
@@ -435,7 +436,7 @@ def test_an_order_that_is_none_is_refused(sound, order):
         raw.write(header.with_sums(sums))
         raw.seek(header.places["order.0.attn_qkv"])
         raw.write(order.tobytes())
-    with pytest.raises(StoreError, match=r"the order of 0\.attn_qkv is none"):
+    with pytest.raises(StoreError, match=r"the order of 0\.attn_qkv is not a permutation"):
         opened(sound)
 
 
@@ -477,6 +478,20 @@ def test_a_file_of_another_model_is_refused(sound, tmp_path):
     other = write_model(tmp_path / "other.gguf", Type.Q4_0, n_layers=1, seed=1)
     with pytest.raises(ConfigError, match="another model file"):
         open_channels(file.path, other, tensors)
+
+
+def test_files_that_were_put_in_place_of_a_loaded_models_are_refused(tmp_path):
+    """The files fit together, but not with the model that was loaded from there before."""
+    path, tensors, _ = packed(tmp_path)
+    load = ModelLoad(str(path), None, files_now(path))
+    begin_digest(load.files).get()
+    (tmp_path / "new").mkdir()
+    new, *_ = packed(tmp_path / "new", seed=1)
+    new.replace(path)
+    channel_path(new).replace(channel_path(path))
+    open_channels(channel_path(path), path, tensors)
+    with pytest.raises(LlmaasError, match=r"another model file|replaced or changed after"):
+        model_channels(load, tensors)
 
 
 def test_what_is_no_file_is_refused(sound):

@@ -1,4 +1,4 @@
-"""ActiveFlow's equations by hand, and when its search stops."""
+"""ActiveFlow's equations, computed by hand, and the end of its search."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_it_stops_when_a_layer_more_saves_little():
     flat = changed(bw_mem=1e9, bw_flash=lambda n: min(10.0 * n, 30))
     found = search_group(flat, 0.5)
     assert [cost.n for cost in found.tried] == [1, 2, 3, 4]
-    assert found.reason == "a layer more saves little"
+    assert found.reason == "one more layer saves little"
     assert len(search_group(flat, 0.5, least=0.4).tried) == 3
 
 
@@ -104,7 +104,7 @@ def test_it_tries_no_more_than_there_are():
     assert len(search_group(changed(**fast, n_layers=3), 0.5).tried) == 3
     found = search_group(changed(**fast), 0.5, most=2)
     assert len(found.tried) == 2
-    assert found.reason == "no more layers are tried"
+    assert found.reason == "reached the largest group to try"
 
 
 def test_the_best_is_the_fastest():

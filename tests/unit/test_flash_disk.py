@@ -1,4 +1,4 @@
-"""What reads cost: two numbers that come close to what was measured, on a disk that is noisy."""
+"""The cost of reads: two numbers fitted to measurements on a noisy disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rate_of(n_bytes, read_s=READ_S, rate=RATE):
 
 
 def measured(*, best_depth=16, rounds=(1, 1, 1, 1, 1)):
-    """Of a disk that is slower at other depths; some rounds may be disturbed."""
+    """Return rates of a disk that is slower at other depths; some rounds may be disturbed."""
     return [
         Rate(n_bytes, depth, rate_of(n_bytes) * (1 if depth == best_depth else 0.5) * disturbed)
         for disturbed in rounds
@@ -71,7 +71,7 @@ def test_short_and_long_reads_have_depths_of_their_own():
 
 
 def test_reads_that_cost_nothing_beside_their_bytes():
-    found = fit_disk([Rate(n, 1, 1e9 / (1 + n / 1e7)) for n in SIZES])  # long ones are slower
+    found = fit_disk([Rate(n, 1, 1e9 / (1 + n / 1e7)) for n in SIZES])  # long reads are slower
     assert found.read_s == 0
     assert 0.85e9 < found.bytes_per_s < 1e9
 

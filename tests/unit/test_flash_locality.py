@@ -1,4 +1,4 @@
-"""How often channels are used, what a cache finds, and what is read: against drawn tokens."""
+"""Channel usage, cache hits and reads, against randomly drawn tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GAP, LONGEST, PAGE = 12 << 10, 256 << 10, 4096
 
 
 def read_by_hand(missing, n_bytes, stride, gap):
-    """What the engine would read of these channels."""
+    """Return the bytes and reads by which the engine would fetch these channels."""
     reads = []
     for at in np.flatnonzero(missing) * stride:
         begin, end = reads[-1] if reads else (0, -1 << 40)
@@ -62,7 +62,7 @@ def test_a_cache_has_the_share_it_is_given_and_the_busiest():
 
 
 def test_hit_rates_are_those_that_were_measured():
-    """Of a small model's tokens at half sparsity, and a cache of 30 %."""
+    """The tokens are a small model's at half sparsity, with a cache of 30 %."""
     measured = {"attn_qkv": 0.371, "ffn_up": 0.350, "ffn_down": 0.370}
     for family, expected in measured.items():
         rates = use_rates(typical_means(family, 1024), 0.5)

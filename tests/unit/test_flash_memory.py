@@ -1,4 +1,4 @@
-"""How streamed models share one memory budget."""
+"""The division of one memory budget among streamed models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def needs(n_bytes, least=0, passing=8, growth=0):
 
 
 def shared(budget, others, *models):
-    """MiB that each keeps of a budget beside the spare."""
+    """Return the MiB that each model keeps of a budget beside the spare."""
     return [n // MIB for n in shares(budget * MIB + SPARE_BYTES, others * MIB, models)]
 
 
@@ -67,7 +67,7 @@ def test_the_budget_holds_whatever_the_models_are():
         budget = least + int(rng.integers(0, 1 << 31))
         found = shares(budget, others, models)
         room = budget - others - SPARE_BYTES - sum(one.passing for one in models)
-        # weights make way for batches, as far as there are some
+        # weights make way for batches as far as possible
         assert (
             sum(
                 max(kept, min(one.least + one.growth, kept + one.growth))

@@ -1,4 +1,4 @@
-"""Packing can be stopped at any time, by anything, and goes on; what is there is checked."""
+"""Packing can stop at any time for any reason and continue; existing files are checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from llmaas_plugins.flash_weights.packed import (
 
 
 class Packed:
-    """How a packed file is written."""
+    """How to write and check a packed file."""
 
     kind, place = PACKED_FILE, staticmethod(packed_path)
 
@@ -50,7 +50,7 @@ class Packed:
 
 
 class Channelled:
-    """How a channel file is written."""
+    """How to write and check a channel file."""
 
     kind, place = CHANNEL_FILE, staticmethod(channel_path)
 
@@ -73,7 +73,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def expected(model, how, tmp_path):
-    """What is written when nothing happens, from a copy."""
+    """Return the file that an undisturbed run writes, from a copy of the model."""
     (tmp_path / "whole").mkdir()
     copy = tmp_path / "whole" / "model.gguf"
     copy.write_bytes(model.read_bytes())
@@ -83,7 +83,7 @@ def expected(model, how, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The weights that are read from models."""
+    """Record the weights that are read from models."""
     names, read = [], ModelWeights.read
 
     def noted(self, name):
@@ -99,7 +99,7 @@ def partial_of(path):
 
 
 def stopped(writing, n):
-    """Stop after ``n`` tensors, or groups of them."""
+    """Stop the writing after ``n`` tensors or groups of them."""
     for _ in range(n):
         next(writing)
     writing.close()
@@ -114,7 +114,7 @@ def test_stopped_after_each_tensor_it_goes_on_there(model, how, expected, reads)
         stopped(how.write(model), n)
         assert not target.exists()
         assert partial_of(target).exists()
-    assert len(reads) == 2 * n_reads  # each once by all of them
+    assert len(reads) == 2 * n_reads  # each once by all runs together
     assert len(list(how.write(model))) == n_steps
     assert len(reads) == 2 * n_reads
     assert target.read_bytes() == expected
@@ -122,7 +122,7 @@ def test_stopped_after_each_tensor_it_goes_on_there(model, how, expected, reads)
 
 
 def full_disk(monkeypatch, n):
-    """No room after so many writes, the last of which was cut short."""
+    """Simulate a disk that fills during the ``n``-th write, which is cut short."""
     n_left, pwrite = [n], os.pwrite
 
     def refuse(fd, data, at):
@@ -142,7 +142,7 @@ def test_on_a_full_disk_it_stops_and_goes_on_later(model, how, expected, monkeyp
         full_disk(patched, n)
         with pytest.raises(StoreError, match="No space left on device") as error:
             list(how.write(model))
-    assert f"stays in {partial_of(target)}" in str(error.value)
+    assert f"{partial_of(target)} stays" in str(error.value)
     assert target.read_bytes() == b"the one before"
     list(how.write(model))
     assert target.read_bytes() == expected
@@ -262,7 +262,7 @@ def test_a_file_that_was_finished_while_it_was_opened_is_not_written_to(
     finished = []
 
     def once(fd):
-        if not finished:  # the other one's last deed
+        if not finished:  # the other process's last action
             partial_of(target).write_bytes(b"all of it")
             finished.append(partial_of(target).rename(target.with_name("other")))
         return try_lock(fd)
@@ -294,7 +294,7 @@ def test_a_model_that_is_cut_off_meanwhile_is_said_so(model, how):
     writing = how.write(model)
     next(writing)
     os.truncate(model, 20_000)
-    with pytest.raises(StoreError, match="the file ends in it"):
+    with pytest.raises(StoreError, match="the file ends within it"):
         list(writing)
     assert not how.place(model).exists()
 
@@ -319,7 +319,7 @@ def test_what_is_not_read_back_as_written_is_written_again(model, how, expected,
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lossy)
-        with pytest.raises(StoreError, match="was not read back as it was written"):
+        with pytest.raises(StoreError, match="read back differs from what was written"):
             list(how.write(model))
     assert not target.exists()
     list(how.write(model))
@@ -360,13 +360,13 @@ def test_bytes_that_do_not_fit_their_place_are_refused(model):
 @pytest.mark.parametrize("value", [0, 1, float("inf"), float("nan"), 1e38])
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_checksums_are_as_many_whole_numbers_as_there_are_tensors(kind, value, n):
-    """A made-up file is no reason for another error than that it is one."""
+    """A made-up file must raise ValueError and nothing else."""
     header = Header("x", {"a": 1}, (Part("a", 0, (2, 32)),))
     content, at = header.with_sums([1]), header.sums_at
     code = {"I": 4, "f": 6}[kind]
     number = struct.pack(f"<{kind}", value if kind == "f" else 7)
     made_up = content[: at - 12] + struct.pack("<IQ", code, n) + number * n + content[at + 4 :]
-    with pytest.raises(ValueError, match=r"checksums|arrays|written|names"):
+    with pytest.raises(ValueError, match=r"checksums|array|written|names"):
         parse_header(made_up)
 
 
@@ -395,7 +395,7 @@ def test_what_a_packed_file_is_not_for_is_said(model):
     list(Packed.write(model))
     tensors, name = tensors_of(model), "blk.0.ffn_up.weight"
     others = {
-        "has other tensors": {each: info for each, info in tensors.items() if each != name},
+        "tensors differ": {each: info for each, info in tensors.items() if each != name},
         "another kind of processor": tensors | {name: replace(tensors[name], layout=7)},
     }
     for reason, changed in others.items():
@@ -431,7 +431,7 @@ def test_a_file_that_is_still_being_written_is_no_whole_one(model, how):
 def test_one_kind_of_file_is_not_taken_for_the_other(model):
     list(Packed.write(model))
     packed_path(model).rename(channel_path(model))
-    with pytest.raises(StoreError, match="it is 'llmaas-packed'"):
+    with pytest.raises(StoreError, match="its architecture is 'llmaas-packed'"):
         open_channels(channel_path(model), model, tensors_of(model))
 
 

@@ -1,4 +1,4 @@
-"""Plans: sizes are those of the model, and what is predicted follows memory, disk and sparsity."""
+"""Plans: sizes equal the model's, and predictions follow memory, disk and sparsity."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmaas_plugins.flash_weights.planner import (
 MIB = 1 << 20
 MACHINE = Machine(Disk(8e-6, 1.5e9, 64, 4, ()), 10e9, 60 * MIB)
 FIXED = (60 + 10 + 16 + 20 + 6) * MIB
-"""Process, weights that are resident, cells, a Llama, and what is spare."""
+"""Process, resident weights, cells, a Llama, and the spare."""
 BUFFERS = 33 * MIB
 
 
@@ -71,7 +71,7 @@ def plan(budget_mib, sparsity=0.5, sizes=SIZES, machine=MACHINE, **known):
 
 
 def sparse(*args, keeps="shared", **known):
-    """The row of a plan."""
+    """Return the sparse row of a plan."""
     return next(row for row in plan(*args, **known).sparse if row.keeps == keeps)
 
 
@@ -83,7 +83,7 @@ def test_sizes_of_a_model(tmp_path):
     found = sizes_of(tensors, Metadata(4, 1.0), 512)
     per_layer = WIDTH * (2 * WIDTH + 2 * N_KV + 3 * N_FF)
     assert found.n_layers == 3
-    embeddings = 256 * WIDTH * 18 // 32  # which are the output matrix, too
+    embeddings = 256 * WIDTH * 18 // 32  # embeddings that are also the output matrix
     assert found.streamed == 3 * per_layer * 18 // 32 + embeddings
     assert found.resident == 4 * WIDTH
     assert found.kv == 512 * 3 * 2 * N_KV * 2
@@ -217,7 +217,7 @@ def test_channels_that_are_read_ahead_are_read_while_others_are_computed_with():
     ],
 )  # fmt: skip
 def test_reads_of_channels_take_what_was_measured(keeps, share, measured_s):
-    """Of traces of a small model's channels, on a disk of 9 µs a read and 1.5 GB/s."""
+    """Compare with traces of a small model's channels, on a disk of 9 µs a read and 1.5 GB/s."""
     reads = planner._channel_reads(SIZES, share, 0.5, keeps, 12 << 10)
     seconds = Disk(9e-6, 1.5e9, 64, 4, ()).seconds(reads.n_bytes / reads.n_reads, reads.n_reads)
     assert seconds == pytest.approx(measured_s, rel=0.05)

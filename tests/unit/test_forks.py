@@ -1,4 +1,4 @@
-"""Who is told of forks, while other threads make what is to be told."""
+"""Notifications about forks, while other threads create the objects to be notified."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_all_are_told_while_other_threads_add_some():
     assert all(one.told == ["before", "after"] * n for one in ones)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
 def test_what_is_gone_is_told_nothing():
     one, other = Counting(), Counting()
     forks.watch(one)

@@ -1,4 +1,4 @@
-"""Each hook is tested, documented under its exact signature, and says what it must."""
+"""The hooks' documentation: each hook is tested, and documented under its exact signature."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ GIVEN = [
 
 
 def members(kind):
-    """Names a plugin may use, methods as they are called."""
+    """Return the names that a plugin may use, methods as they are called."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     return [
@@ -96,7 +96,7 @@ def arguments(method):
 
 
 def table(kind):
-    """First cells of the type's table in the page."""
+    """Return the first cells of the type's table in the page."""
     _, _, rest = PAGE.read_text().partition(f"| `{kind.__name__}` | ")
     rows = rest.partition("\n\n")[0].splitlines()[2:]
     assert all(row.split("|")[2].strip() for row in rows), "a row says nothing"

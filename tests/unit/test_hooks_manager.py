@@ -1,4 +1,4 @@
-"""The façade over pluggy: registration, errors, and who is told what."""
+"""The façade over pluggy: registration, errors, and the order and arguments of calls."""
 
 from __future__ import annotations
 
@@ -111,17 +111,17 @@ def test_the_contract_imports_no_engine():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_misspelt_hook_is_refused_and_leaves_nothing():
-    class Misspelt:
+def test_misspelled_hook_is_refused_and_leaves_nothing():
+    class Misspelled:
         @hookimpl
         def llmaas_logit(self, view):
             pass
 
     hooks = manager()
     with pytest.raises(PluginError, match=r"'typo'.*registration.*llmaas_logit"):
-        hooks.register("typo", Misspelt())
+        hooks.register("typo", Misspelled())
     assert hooks.names() == []
-    hooks.register("saver", Saver())  # and does not spoil the next one
+    hooks.register("saver", Saver())  # the error does not spoil the next registration
     assert hooks.names() == ["saver"]
 
 
@@ -211,11 +211,11 @@ class WithDefault:
 @pytest.mark.parametrize(
     ("plugin", "problem"),
     [
-        (Wrapper(), "llmaas_status of 'odd' is a wrapper"),
-        (OldWrapper(), "llmaas_status of 'odd' is a wrapper"),
+        (Wrapper(), "llmaas_status of 'odd' is a pluggy wrapper"),
+        (OldWrapper(), "llmaas_status of 'odd' is a pluggy wrapper"),
         (Generator(), "is a generator or a coroutine; expected a plain function"),
         (Coroutine(), "is a generator or a coroutine; expected a plain function"),
-        (WithDefault(), "gives stats a default; arguments with one are not passed"),
+        (WithDefault(), "has a default for stats; pluggy does not pass such arguments"),
     ],
 )
 def test_what_would_not_be_called_as_written_is_refused(plugin, problem):
@@ -292,7 +292,7 @@ def test_a_mistake_of_the_users_is_logged_as_a_message(caplog):
     with caplog.at_level(logging.DEBUG, "llmaas.hooks"):
         manager("log", bad=found).context_create(ContextCreate(1, None))
     said, cause = caplog.records
-    assert "ConfigError: no level 3; levels are 1 and 2. The app's call goes on" in said.message
+    assert "ConfigError: no level 3; levels are 1 and 2. The app's call continues" in said.message
     assert not said.exc_info
     assert (cause.levelname, bool(cause.exc_info)) == ("DEBUG", True)
 
@@ -325,13 +325,13 @@ def test_repeated_failures_are_counted_not_logged(caplog):
     hooks = manager("log", bad=Failing(), worse=Failing())
     for _ in range(500):
         hooks.context_create(ContextCreate(1, None))
-    assert len(caplog.records) == 2  # one a plugin
+    assert len(caplog.records) == 2  # one per plugin
     last = "plugin 'bad' failed in llmaas_context_create: ZeroDivisionError: oops"
     assert hooks.errors()["bad"] == {"llmaas_context_create": {"count": 500, "last": last}}
     caplog.clear()
     hooks.shutdown()
     assert f"500 times: {last}" in caplog.messages
-    assert len(caplog.messages) == 4  # theirs of the shutdown, and a sum each
+    assert len(caplog.messages) == 4  # the plugins' shutdown errors, and one summary each
 
 
 @pytest.mark.parametrize("on_error", ["log", "raise"])
@@ -515,7 +515,7 @@ def test_deferred_work_fails_in_the_name_of_its_hook(caplog):
     hooks = manager("raise", lazy=Deferring())
     hooks.kv_save(request(), None)
     for _ in range(3):
-        jobs[0]()  # raises nothing, not even now: there is no call of the app to raise it to
+        jobs[0]()  # no call of the app is left to raise into, so nothing is raised
     assert len(caplog.records) == 1
     found = hooks.errors()["lazy"]["llmaas_kv_save (deferred)"]
     assert found["count"] == 3

@@ -1,4 +1,4 @@
-"""JSON from files: values, or ``ValueError``; and everybody reads it in one place."""
+"""JSON from files: values or ``ValueError``, parsed in one place only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmaas_plugins.json_text import parse_json
 
 OTHERS = {
     "json_text.py",
-    "json_rows.py",  # tells where in a chat export it is wrong
+    "json_rows.py",  # reports the position of an error in a chat export
     "service/grammar_worker.py",  # between two processes of ours
     "service/upstream.py",  # a body that was parsed before
 }

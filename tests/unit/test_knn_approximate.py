@@ -1,4 +1,4 @@
-"""The index for very large datastores: about the same neighbours, their distances exact."""
+"""The index for very large datastores: approximate neighbors with exact distances."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MODEL = bytes(range(32))
 
 
 def like_hidden_states(n, n_embd, seed=0):
-    """Keys in clusters."""
+    """Return keys in clusters."""
     rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(2).standard_normal((40, n_embd))
-    points = centres[rng.integers(0, 40, n)] + 0.5 * rng.standard_normal((n, n_embd))
+    centers = np.random.default_rng(2).standard_normal((40, n_embd))
+    points = centers[rng.integers(0, 40, n)] + 0.5 * rng.standard_normal((n, n_embd))
     return points.astype(np.float16)
 
 
@@ -39,7 +39,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("n_dims", [None, 32])
-def test_most_neighbours_are_found_and_their_distances_are_exact(path, n_dims):
+def test_most_neighbors_are_found_and_their_distances_are_exact(path, n_dims):
     pytest.importorskip("faiss")
     made_of = pairs(20_000, 64)
     basis = None if n_dims is None else fit_basis(made_of["keys"], n_dims)

@@ -1,4 +1,4 @@
-"""The archive: what is added is there for good, what is forgotten is gone for good."""
+"""The archive: added conversations stay, and forgotten ones are gone for good."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def small_segments(monkeypatch):
-    """Every second record begins a new segment."""
+    """Make every second record begin a new segment."""
     monkeypatch.setattr(archive_module, "_MOST_SEGMENT_BYTES", 30_000)
 
 
@@ -144,7 +144,7 @@ def test_building_again_can_skip_what_is_in(store):
     fill(store, RECORDS[:2])
     with Archive.open(store, BINDING, writable=True) as archive:
         assert [record_id(one) in archive for one in RECORDS[:3]] == [True, True, False]
-        with pytest.raises(ValueError, match="is in already"):
+        with pytest.raises(ValueError, match="is already in the archive"):
             archive.append(RECORDS[0])
         assert_holds(archive, RECORDS[:2])
 
@@ -173,9 +173,9 @@ def test_looking_changes_nothing(store):
     fill(store, RECORDS[:2])
     before = {path.name: path.read_bytes() for path in store.iterdir()}
     with Archive.open(store) as archive:
-        with pytest.raises(RuntimeError, match="only to look"):
+        with pytest.raises(RuntimeError, match="only for reading"):
             archive.append(RECORDS[3])
-        with pytest.raises(RuntimeError, match="only to look"):
+        with pytest.raises(RuntimeError, match="only for reading"):
             archive.forget(archive.ids())
     assert {path.name: path.read_bytes() for path in store.iterdir()} == before
 
@@ -230,7 +230,7 @@ def test_one_process_writes_others_look_on(store):
 def test_files_are_private(store):
     store.mkdir(mode=0o755)
     fill(store, RECORDS)
-    (store / "datastore.knn.partial").touch(0o600)  # the selected datastore's; not our business
+    (store / "datastore.knn.partial").touch(0o600)  # belongs to the selected datastore
     (store / "000000.0.segment").chmod(0o644)
     fill(store, [record(77)])
     assert stat.S_IMODE(store.stat().st_mode) == 0o700
@@ -241,7 +241,7 @@ def test_files_are_private(store):
 
 
 def traces(one):
-    """Bytes that only this conversation has."""
+    """Return bytes that only this conversation has."""
     texts = [message.content.encode() for message in one.conversation.messages]
     id_, title = record_id(one), one.conversation.title.encode() + b'"'
     return [*texts, title, id_, one.tokens.tobytes(), one.pairs.keys[0].tobytes()]
@@ -301,19 +301,19 @@ def test_a_number_is_never_given_twice(store):
 
 
 def test_old_bytes_are_overwritten_before_their_name_goes(store):
-    """Whoever still has the old file open finds zeros, and is told to open it again."""
+    """A reader with the old file open finds zeros, and is told to open it again."""
     fill(store, RECORDS)
     old = (store / "000000.0.segment").open("rb")
     with old, Archive.open(store) as looking:
         with Archive.open(store, writable=True) as archive:
             archive.forget(archive.ids()[:1])
         assert set(old.read()) == {0}
-        with pytest.raises(StoreError, match=r"rewritten by another process.*Open .* again"):
+        with pytest.raises(StoreError, match=r"another process has rewritten.*Open .* again"):
             looking.conversations()
 
 
 def test_opening_to_write_erases_what_a_crash_left(store):
-    """Copies of what is forgotten do not wait for somebody to forget it again."""
+    """Leftover copies of forgotten data are erased without another call to forget."""
     fill(store, RECORDS)
     content = (store / "000000.0.segment").read_bytes()
     (store / "000000.0.segment").rename(store / "000000.12.segment")
@@ -367,10 +367,10 @@ def test_disk_that_fails_while_forgetting_closes_it_and_loses_nothing(store, mon
         return pwrite(fd, data, at)
 
     with Archive.open(store, BINDING, writable=True) as archive:
-        monkeypatch.setattr(os, "pwrite", failing)  # nothing can be overwritten with zeros
+        monkeypatch.setattr(os, "pwrite", failing)  # prevents overwriting with zeros
         with pytest.raises(StoreError, match=r"cannot forget in datastore .*: Input/output error"):
             archive.forget(archive.ids()[:1])
-        with pytest.raises(RuntimeError, match="only to look"):
+        with pytest.raises(RuntimeError, match="only for reading"):
             archive.append(record(50))
         assert archive.ids() == []
     with pytest.raises(StoreError, match=r"cannot open datastore .*: Input/output error"):

@@ -1,4 +1,4 @@
-"""A segment of format 1, written once: it is read for ever, and written the same."""
+"""A segment of format 1, written once: every later version reads it and writes the same bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BINDING = Binding(bytes(range(32)), 6, "final_norm")
 
 
 def made(number, n_tokens):
-    """By arithmetic alone: random generators may change."""
+    """Compute a record by arithmetic alone, because random generators may change."""
     tokens = np.arange(number, number + 7 * n_tokens, 7, dtype=np.int32)
     positions = np.arange(1, n_tokens, dtype=np.int32)
     keys = (np.arange(6 * len(positions)) - 40 * number) / 8

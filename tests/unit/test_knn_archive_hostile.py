@@ -45,7 +45,7 @@ def two_segments(tmp_path, monkeypatch):
 
 
 def places(store, name=FIRST):
-    """Where each record of a segment begins, and its header."""
+    """Return where each record of a segment begins, and its header."""
     data = (store / name).read_bytes()
     at = PAGE
     while at < len(data):
@@ -66,7 +66,7 @@ def flip(path, at):
 
 
 def parts(header):
-    """A byte in the middle of each part of a record."""
+    """Return a byte in the middle of each part of a record."""
     return {
         "header": 40,
         "header's checksum": 66,
@@ -86,7 +86,7 @@ def use_everything(store, binding=BINDING):
 
 
 def assert_refused(store, match):
-    """It is not read past the damage, and opening it to write changes nothing."""
+    """Reading stops at the damage, and opening to write changes nothing."""
     before = {path.name: path.read_bytes() for path in store.iterdir()}
     with pytest.raises(StoreError, match=match):
         use_everything(store)
@@ -96,7 +96,7 @@ def assert_refused(store, match):
 
 
 def assert_torn(store, left, caplog):
-    """Looking leaves the tail alone; writing drops it, says so, and goes on."""
+    """Reading keeps the tail; opening to write drops it, logs this, and continues."""
     size = (store / FIRST).stat().st_size
     with Archive.open(store, BINDING) as archive:
         assert_holds(archive, left)
@@ -107,9 +107,7 @@ def assert_torn(store, left, caplog):
         for one in RECORDS[len(left) :]:
             archive.append(one)
         assert_holds(archive, RECORDS)
-    assert [
-        r.getMessage().count("was not written whole and is dropped") for r in caplog.records
-    ] == [1]
+    assert [r.getMessage().count("is incomplete and is dropped") for r in caplog.records] == [1]
 
 
 # -- torn tails ---------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ def test_append_that_fails_leaves_what_was_there(store, monkeypatch):
         with pytest.raises(StoreError, match=r"cannot write to datastore .*: No space left"):
             archive.append(record(50, n_tokens=500))
         assert_holds(archive, RECORDS)
-        archive.append(record(51))  # shorter than what was left
+        archive.append(record(51))  # shorter than the torn tail
         assert_holds(archive, [*RECORDS, record(51)])
     with Archive.open(store, BINDING) as archive:
         assert_holds(archive, [*RECORDS, record(51)])

@@ -1,4 +1,4 @@
-"""Table ``[plugins.knn_lm]``: what it may say, and errors that say what to write."""
+"""Table ``[plugins.knn_lm]``: accepted values, and errors that name the next step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_shares_are_from_0_to_1(name):
             configured({name: value})
 
 
-def test_as_many_neighbours_as_a_scan_can_return_for_each_other():
+def test_as_many_neighbors_as_a_scan_can_return_for_each_other():
     most = KNN_MAX_BEST // 16
     assert configured({"k": most}).k == most
     with pytest.raises(ConfigError, match=f"k: .*less than or equal to {most}.*found {most + 1}"):

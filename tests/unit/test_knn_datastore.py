@@ -1,4 +1,4 @@
-"""The selected datastore: what is found, kept and refused, and what forgetting leaves."""
+"""The selected datastore: search, refusal of bad files, and the result of forgetting."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MODEL = bytes(range(32))
 CONVERSATIONS = ["rome", "paris", "oslo"]
 HEADER_BYTES = 136
 ROW_ARRAYS = ("values", "origins", "weights", "scales", "norms", "sums", "front")
-ARRAYS = ("text", "mean", "axes", "centre", "steps", *ROW_ARRAYS)
+ARRAYS = ("text", "mean", "axes", "center", "steps", *ROW_ARRAYS)
 
 
 def like_hidden_states(n, n_embd, seed=0):
-    """Keys most of whose differences are in few directions, in which they form clusters."""
+    """Return keys that differ mostly in few directions, in which they form clusters."""
     rng = np.random.default_rng(seed)
     directions = np.random.default_rng(1).standard_normal((n_embd, n_embd))
     spread = 1 / (1 + np.arange(n_embd)) ** 0.7
@@ -69,7 +69,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def written(path, n_dims):
-    """A datastore of 600 pairs: its file, and what it was made of."""
+    """Return a datastore of 600 pairs: its file and its source."""
     made_of = pairs()
     basis = n_dims and fit_basis(made_of["keys"], n_dims)
     Datastore.write(path, basis=basis, **made_of)
@@ -150,7 +150,7 @@ class TestSearch:
         (found,) = search_all(path, [np.zeros(32, np.float32)], 100)
         assert sorted(found.rows) == [0, 1, 2, 3, 4]
 
-    def test_an_empty_one_has_no_neighbours(self, path):
+    def test_an_empty_one_has_no_neighbors(self, path):
         Datastore.write(path, basis=None, **pairs(0))
         (found,) = search_all(path, [np.zeros(32, np.float32)])
         assert [len(part) for part in found] == [0, 0, 0, 0]
@@ -375,11 +375,11 @@ class TestRefusals:
             b"[" * 100_000,
             b"[]",
             b"{}",
-            b'{"conversations": [1], "settings": {}, "rows_per_neighbour": 1}',
-            b'{"conversations": ["a", "b", "c"], "settings": [], "rows_per_neighbour": 1}',
-            b'{"conversations": ["a", "b", "c"], "settings": {}, "rows_per_neighbour": 1e9}',
-            b'{"conversations": ["a", "b", "c"], "settings": {}, "rows_per_neighbour": NaN}',
-            b'{"conversations": ["a", "b", "c"], "settings": {}, "rows_per_neighbour": 1, "x": 2}',
+            b'{"conversations": [1], "settings": {}, "rows_per_neighbor": 1}',
+            b'{"conversations": ["a", "b", "c"], "settings": [], "rows_per_neighbor": 1}',
+            b'{"conversations": ["a", "b", "c"], "settings": {}, "rows_per_neighbor": 1e9}',
+            b'{"conversations": ["a", "b", "c"], "settings": {}, "rows_per_neighbor": NaN}',
+            b'{"conversations": ["a", "b", "c"], "settings": {}, "rows_per_neighbor": 1, "x": 2}',
             b"\xff\xff",
         ],
     )
@@ -402,7 +402,7 @@ class TestRefusals:
         Datastore.open(path, MODEL).close()
 
     @pytest.mark.parametrize(
-        "name", ["weights", "mean", "axes", "centre", "steps", "scales", "norms", "front_norms"]
+        "name", ["weights", "mean", "axes", "center", "steps", "scales", "norms", "front_norms"]
     )
     @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 3e38, -1.0])
     def test_impossible_numbers_are_refused_when_it_is_opened(self, written, name, wrong):
@@ -410,7 +410,7 @@ class TestRefusals:
         file = DatastoreFile(path)
         array = file.read(name)
         file.close()
-        if array.size == 0 or (wrong == -1 and name in {"mean", "axes", "centre"}):
+        if array.size == 0 or (wrong == -1 and name in {"mean", "axes", "center"}):
             return
         array.reshape(-1)[array.size // 2] = wrong
         rewrite(path, **{name: array})
@@ -448,7 +448,7 @@ def flipped(data, at):
 
 
 def rewrite(path, **arrays):
-    """Write the file again with other arrays, and the sums that belong to them."""
+    """Write the file again with other arrays and their correct checksums."""
     file = DatastoreFile(path)
     found = {name: file.read(name) for name in file.counts.arrays()} | arrays
     counts = file.counts._replace(n_text=len(found["text"]))

@@ -1,4 +1,4 @@
-"""Drafts from stored texts: where a context was seen before, and how much of it is proposed."""
+"""Drafts from stored texts: where a context occurred before, and how many tokens to propose."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokens(values):
 
 
 def occurrences(text, end):
-    """What follows each place of ``text`` where ``end`` stands."""
+    """Yield the text after each place where ``end`` occurs in ``text``."""
     n = len(end)
     return [
         text[i + n : i + n + N_AHEAD] for i in range(len(text) - n + 1) if text[i : i + n] == end
@@ -38,7 +38,7 @@ def occurrences(text, end):
 
 
 def longest(context, text_list):
-    """By trying all lengths: the longest end that occurs, and what follows."""
+    """Return the longest end that occurs, and what follows, by trying all lengths."""
     for n in range(min(len(context), LONGEST), 0, -1):
         found = [row for text in text_list for row in occurrences(text, context[-n:])]
         if found:
@@ -55,7 +55,7 @@ class TestSuffixIndex:
         assert found.length == length
         if len(rows) <= 16:
             assert sorted(found.rows) == rows
-        else:  # some are picked
+        else:  # only some were selected
             assert all(row in rows for row in found.rows)
             assert 8 < len(found.rows) <= 16
 
@@ -107,7 +107,7 @@ class TestMatchWithin:
 
 
 def replay(draft, text, start):
-    """Let a model say ``text`` and ask for drafts as ``Llama`` does; tokens of each batch."""
+    """Say ``text`` and ask for drafts as ``Llama`` does; return each batch's tokens."""
     n, sizes = start, []
     while n < len(text):
         proposed = draft(text[:n]).tolist()
@@ -144,7 +144,7 @@ class TestDatastoreDraft:
         assert DatastoreDraft([], costs=FREE)(context).tolist() == TEXT[20:35].tolist()
 
     def test_fills_a_batch_of_a_size_that_pays(self):
-        """Where the stored text ends, too: a batch of five would cost more than one of eight."""
+        """At a stored text's end, too, a batch of five would cost more than one of eight."""
         draft = DatastoreDraft([TEXT], costs=FREE)
         assert draft(tokens(TEXT[:95])).tolist() == [*TEXT[95:], *[TEXT[-1]] * 10]
 
@@ -167,7 +167,7 @@ class TestDatastoreDraft:
         assert sizes == [16] * 6
 
     def test_proposes_less_if_nothing_comes_true(self):
-        """The words are known, but what is said next never is what was stored."""
+        """The words are known, but the next token always differs from the stored one."""
         rng = np.random.default_rng(0)
         words = rng.integers(0, 1000, (100, 4))
         draft = DatastoreDraft([[*word, *word + 1000] for word in words], costs={1: 1.0, 4: 1.5})
@@ -197,7 +197,7 @@ class TestDatastoreDraft:
         draft(tokens(TEXT[:40]))
         draft(tokens([*TEXT[:50], 7]))
         assert draft.counts == (1, 15, 10)
-        draft(tokens([1, 2, 3]))  # another request: what became of the last is not known
+        draft(tokens([1, 2, 3]))  # another request, so the previous draft's outcome is unknown
         assert draft.counts == (1, 15, 10)
 
     def test_the_next_turn_of_a_conversation_is_no_outcome(self):
@@ -207,7 +207,7 @@ class TestDatastoreDraft:
         assert draft.counts == (0, 0, 0)
 
     def test_keeps_nothing_of_the_array_it_is_shown(self):
-        """``Llama`` shows its own, and writes into it."""
+        """``Llama`` passes its own array, and writes into it later."""
         array = tokens(TEXT)
         draft = DatastoreDraft([TEXT], costs=FREE)
         draft(array[:40])
@@ -237,7 +237,7 @@ class TestDatastoreDraft:
         assert len(set(sizes)) > 1
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
 def test_a_child_forked_while_another_thread_looks_at_the_archive_is_not_stuck(
     tmp_path, monkeypatch
 ):

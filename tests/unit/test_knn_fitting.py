@@ -27,7 +27,7 @@ def scenes():
 
 @pytest.fixture(scope="module")
 def said(scenes):
-    """Targets that come as a mixture says."""
+    """Return a function that draws targets from a mixture."""
 
     def said(mixture, seed=0):
         rng = np.random.default_rng(seed)
@@ -59,23 +59,23 @@ def test_the_papers_form_has_no_far_and_is_no_better(said):
         paper, ours = fit(held, has_far=False), fit(held)
         assert paper.mixture.far == math.inf
         assert paper.perplexity >= ours.perplexity / ONE_IN_FIVE_HUNDRED
-    assert paper.perplexity > 1.01 * ours.perplexity  # of the wary one
+    assert paper.perplexity > 1.01 * ours.perplexity  # that of the cautious mixture
 
 
-def test_neighbours_that_never_are_right_get_no_say(said):
+def test_neighbors_that_never_are_right_get_no_say(said):
     held = replace(said(PAPER), hits=np.zeros((N, 12), np.bool_))
     found = fit(held)
     assert found.mixture.alpha == 0
     assert found.perplexity == pytest.approx(found.perplexity_alone)
 
 
-def test_neighbours_that_always_are_right_get_the_most(said):
+def test_neighbors_that_always_are_right_get_the_most(said):
     held = said(PAPER)
     found = fit(replace(held, hits=np.ones((N, 12), np.bool_)))
     assert (found.mixture.alpha, found.mixture.beta) == (0.95, 0)
 
 
-def test_neighbours_that_are_wrong_where_the_model_is_sure_are_asked_where_it_is_not(said):
+def test_neighbors_that_are_wrong_where_the_model_is_sure_are_asked_where_it_is_not(said):
     held = said(PAPER)
     is_sure = np.arange(N) % 2 == 0
     halves = replace(
@@ -97,7 +97,7 @@ def test_scale_of_distances_does_not_matter(said):
 
 
 def test_states_that_were_stored_to_the_last_bit_do_not_hide_how_far_others_are(said):
-    """As of system prompts and templates: most states have a neighbour at distance 0."""
+    """System prompts and templates give most states a neighbor at distance 0."""
     held = said(ADAPTIVE)
     distances = held.distances * np.float32(1e4)
     distances[: 2 * N // 3, 0] = 0
@@ -120,7 +120,7 @@ MOST_LOST = math.exp(5e-4)
 
 
 def skipping(held, mixture, threshold):
-    """Perplexity when the model alone decides where it is that sure."""
+    """Return the perplexity if the model alone decides wherever it is sure enough."""
     parts = (held.distances, held.hits, held.weights, held.p_lm, held.p_max)
     mixed = np.where(held.p_max >= threshold, held.p_lm, mixture.probability(*parts))
     return math.exp(-float(np.log(mixed).mean()))
@@ -138,7 +138,7 @@ def test_the_lowest_threshold_is_taken_that_hardly_costs_anything(said, truth):
     assert skipped == pytest.approx((held.p_max >= threshold).mean() if threshold < 1 else 0)
 
 
-def test_the_less_neighbours_help_a_sure_model_the_more_is_skipped(said):
+def test_the_less_neighbors_help_a_sure_model_the_more_is_skipped(said):
     held = said(PAPER)
     found = [skip_above(held, Mixture(alpha, 0.0, 4.0)) for alpha in (0.3, 0.03, 0.0)]
     assert found[0][0] >= found[1][0] >= found[2][0] == 0.5
@@ -147,7 +147,7 @@ def test_the_less_neighbours_help_a_sure_model_the_more_is_skipped(said):
 
 @pytest.mark.parametrize(("gain", "threshold"), [(0.04, 0.5), (0.06, 1.0)])
 def test_one_part_in_two_thousand_may_be_lost(said, gain, threshold):
-    """By a hundredth of the targets, for which neighbours gain so much."""
+    """A hundredth of the targets gains this much from neighbors."""
     held, is_sure = said(PAPER), np.arange(N) % 100 == 0
     p_lm = np.float32(0.5)
     known = replace(
@@ -160,7 +160,7 @@ def test_one_part_in_two_thousand_may_be_lost(said, gain, threshold):
     assert skip_above(known, Mixture(alpha, 0.0, 4.0))[0] == threshold
 
 
-def test_nothing_is_skipped_where_neighbours_know_what_a_sure_model_does_not(said):
+def test_nothing_is_skipped_where_neighbors_know_what_a_sure_model_does_not(said):
     held = said(PAPER)
     wrong = replace(
         held,

@@ -1,4 +1,4 @@
-"""The list of forgotten conversations: what it knows, and what it gives away."""
+"""The list of forgotten conversations: it recognizes them and reveals nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nothing_is_noted_of_nothing(tmp_path):
 
 
 def test_the_list_tells_nothing_without_its_key(tmp_path):
-    """Neither ids nor plain digests of them are in it; two stores have nothing in common."""
+    """It holds neither ids nor plain digests, and two stores' lists have nothing in common."""
     stores = [tmp_path / name for name in ("one", "two")]
     for store in stores:
         store.mkdir()

@@ -26,7 +26,7 @@ SEEDS = range(20)
 
 
 def probability_of_all(place, mixture):
-    """Of every token, each on its own."""
+    """Return every token's probability, each computed on its own."""
     n = len(place.p_lm)
     held = held_out([place] * n, range(n))
     return mixture.probability(held.distances, held.hits, held.weights, held.p_lm, held.p_max)
@@ -62,13 +62,13 @@ def test_states_far_from_all_that_is_stored_are_left_to_the_model():
     place = scene(2)
     far_off = Scene(place.p_lm, place.values, place.distances + 500, place.weights)
     assert np.allclose(probability_of_all(far_off, Mixture(0.9, 0.0, 5.0, far=30.0)), place.p_lm)
-    paper = Mixture(0.9, 0.0, 5.0)  # that follows even those
+    paper = Mixture(0.9, 0.0, 5.0)  # follows even distant neighbors
     assert np.allclose(
         probability_of_all(far_off, paper), probability_of_all(place, paper), rtol=1e-3, atol=1e-6
     )
 
 
-def test_a_weight_is_as_many_neighbours_at_one_place():
+def test_a_weight_is_as_many_neighbors_at_one_place():
     place = scene(3)
     counts = np.arange(1, 13)
     weighted = Scene(place.p_lm, place.values, place.distances, counts.astype(np.float32))
@@ -84,7 +84,7 @@ def test_a_weight_is_as_many_neighbours_at_one_place():
     )
 
 
-def test_neighbours_that_are_missing_are_at_no_distance():
+def test_neighbors_that_are_missing_are_at_no_distance():
     place = scene(4)
     mixture = Mixture(0.6, 0.2, 5.0, far=9.0)
     padded = Scene(
@@ -110,7 +110,7 @@ def test_logits_in_place_become_the_same_distribution(mixture):
         assert np.allclose(softmax(logits), wanted, atol=2e-5)
 
 
-def test_a_datastores_neighbours_are_mixed_in_with_their_weights(tmp_path):
+def test_a_datastores_neighbors_are_mixed_in_with_their_weights(tmp_path):
     rng = np.random.default_rng(6)
     n, n_embd, n_vocab, k = 300, 24, 40, 20
     keys = rng.standard_normal((n, n_embd)).astype(np.float16)

@@ -1,4 +1,4 @@
-"""What subsets are worth: sums over the members of one value, and f(S) of Eqs 3 and 4."""
+"""The value of subsets: sums over members of one value, and f(S) of Eqs. 3 and 4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THETA = 2.5
 
 
 def literal_sums(full, members, theta=THETA):
-    """Of each pair: exp(-d) added up over the members that have its value."""
+    """Return for each pair the sum of exp(-d) over the members that have its value."""
     keys = full.pairs.astype(np.float64)
     return [
         sum(
@@ -108,7 +108,7 @@ def test_bound_is_what_a_pair_gains_for_itself_and_falls_as_its_probability_grow
     p_lm = np.array([0.01, 0.2, 0.9], np.float32)
     sums = np.array([0.0, 0.5, 0.0], np.float32)
     before = objective.probability(p_lm, sums)
-    after = objective.probability(p_lm, sums + 1)  # itself, at distance 0
+    after = objective.probability(p_lm, sums + 1)  # the pair itself, at distance 0
     assert np.allclose(objective.bound(p_lm, sums), np.log(after / before), rtol=1e-5)
     assert (np.diff(objective.bound(p_lm, np.zeros(3, np.float32))) < 0).all()
 

@@ -1,4 +1,4 @@
-"""From an archive to a selected datastore: where keys come from, and what is fitted on."""
+"""From an archive to a selected datastore: the origin of keys, and the held-out data."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_nothing_selected_is_nothing_to_write(archive):
 def test_theta_is_a_quarter_of_how_far_the_nearest_ten_are(archive):
     source = source_of(archive, IN_ALL)
     distances = np.sort(distances_between(everything(archive)[0].keys), axis=1)
-    wanted = 0.25 * np.median(distances[:, 1:11])  # each is its own nearest
+    wanted = 0.25 * np.median(distances[:, 1:11])  # each is its own nearest neighbor
     assert first_objective(source, 0).theta == pytest.approx(wanted, rel=1e-3)
 
 
@@ -136,7 +136,7 @@ def test_held_out_are_the_nearest_of_other_conversations(archive, monkeypatch, p
         assert held.weights[i].tolist() == [weights[j] for j in others[order].tolist()]
 
 
-def test_where_other_conversations_have_few_pairs_there_are_few_neighbours(archive):
+def test_where_other_conversations_have_few_pairs_there_are_few_neighbors(archive):
     _, numbers = everything(archive)
     first = np.flatnonzero(numbers == numbers[0])
     rest = np.flatnonzero(numbers != numbers[0])[:2]
@@ -145,12 +145,12 @@ def test_where_other_conversations_have_few_pairs_there_are_few_neighbours(archi
     keys = source.keys(chosen.indices).astype(np.float16)
     held = _held_out(archive, source, chosen, keys, infos(archive), IN_ALL)
     n_finite = np.isfinite(held.distances).sum(axis=1)
-    assert (n_finite[: len(first)] == 2).all()  # of the first conversation's own targets
+    assert (n_finite[: len(first)] == 2).all()  # the first conversation's own targets
     assert set(n_finite[len(first) :].tolist()) == {6}
 
 
 def test_what_is_fitted_on_is_what_the_app_may_hear(tmp_path):
-    """Its own, and what belongs to no app."""
+    """An app may see its own pairs, and pairs that belong to no app."""
     apps = ["mail", "notes", "chat"] * 4
     fill(tmp_path, [record(seed, n_tokens=20, app=app) for seed, app in enumerate(apps)])
     with Archive.open(tmp_path, BINDING) as archive:

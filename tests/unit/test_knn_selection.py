@@ -1,4 +1,4 @@
-"""Which pairs are kept: by Algorithm 1, by Algorithm 2, and by what they are compared with."""
+"""The pairs kept by Algorithm 1 and Algorithm 2, and by the methods compared with them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_the_subset_says_already_is_not_taken():
     sums = np.array([0, 3, 0, 0], np.float32)
     assert some_of([0.5, 0.1, 0.5, 0.9], 2, "top", sums=sums)[0].tolist() == [0, 2]
     taken = [some_of([0.1, 0.1], 1, seed=seed, sums=sums[:2])[0][0] for seed in range(100)]
-    assert sum(taken) < 5  # its loss is 0: it is as good as never drawn
+    assert sum(taken) < 5  # its loss is 0, so it is almost never drawn
 
 
 def test_draws_are_as_likely_as_the_loss_is_large():
@@ -106,7 +106,7 @@ def test_pairs_without_any_difference_are_as_likely(p_lm):
 
 
 def test_pairs_that_come_together_are_drawn_together_by_chance_alone():
-    """Else of neighbours in a conversation only one could ever be kept."""
+    """Otherwise only one of several neighbors in a conversation could ever be kept."""
     together = 0
     for seed in range(600):
         taken, _ = some_of([0.5] * 4, 2, seed=seed)
@@ -148,7 +148,7 @@ def test_keys_are_read_of_b_pairs_in_each_of_t_rounds_however_many_there_are(n):
     told = []
     offline(full, 80, OBJECTIVE, rounds=4, candidates=3, progress=told.append)
     assert [len(asked) for asked in full.asked] == [60] * 4
-    assert all((np.diff(asked) > 0).all() for asked in full.asked)  # as they lie in the files
+    assert all((np.diff(asked) > 0).all() for asked in full.asked)  # in file order
     assert told == [20] * 4
 
 
@@ -175,16 +175,16 @@ def test_progress_can_end_it_between_two_rounds(last):
 
 
 def test_later_rounds_leave_out_what_earlier_ones_say():
-    """Two places, at each a hundred times the same pair: some of each are enough."""
+    """Two positions have a hundred equal pairs each; some pairs of each suffice."""
     full = Full(np.repeat([[0.0], [9.0]], 100, axis=0), np.zeros(200), np.repeat([0.1, 0.2], 100))
     first = offline(full, 40, OBJECTIVE, how="top", rounds=1, candidates=10)
-    assert (first.indices < 100).all()  # those of the likelier place are not seen to be better
+    assert (first.indices < 100).all()  # pairs at the likelier position do not look better
     several = offline(full, 40, OBJECTIVE, how="top", rounds=10, candidates=50)
     assert 15 <= (several.indices < 100).sum() <= 25
 
 
 def test_weights_make_a_drawn_selection_stand_for_the_full_datastore():
-    """The sums that p_kNN is made of, at places the selection knows nothing of, without bias."""
+    """The sums behind p_kNN are unbiased, at positions unknown to the selection."""
     full = random_full(6, 200, n_dims=2, n_values=3)
     places = random_full(7, 30, n_dims=2, n_values=3)
     wanted = Members(1.0, 2)
@@ -199,7 +199,7 @@ def test_weights_make_a_drawn_selection_stand_for_the_full_datastore():
     error = np.std(found, axis=0) / np.sqrt(len(found))
     assert (np.abs(np.mean(found, axis=0) - wanted) < 5 * error + 1e-4).all()
     bare = offline(full, 40, OBJECTIVE, rounds=1, candidates=5)
-    assert bare.weights.min() < 0.5 * bare.weights.max()  # chances did differ
+    assert bare.weights.min() < 0.5 * bare.weights.max()  # the chances did differ
 
 
 # -- Algorithm 2 ---------------------------------------------------------------------------------
@@ -236,7 +236,8 @@ def test_a_subset_that_outgrows_the_limit_is_given_up_and_only_the_last_of_them_
     assert lengths[0] == {0.1: 2, 0.2: 4, 0.4: 8, 1.0: 20}
     assert lengths[1] == {0.1: 4, 0.2: 8, 0.4: 16, 1.0: 40}  # given up: 40 is above 30
     assert lengths[2] == {0.1: 6, 0.2: 12, 0.4: 24, 1.0: 40}
-    assert lengths[3] == {0.1: 8, 0.2: 16, 0.4: 32}  # so is 0.4, and 1.0 is of no use any more
+    # 0.4 is given up too, and 1.0 is no longer useful
+    assert lengths[3] == {0.1: 8, 0.2: 16, 0.4: 32}
     assert lengths[8] == {0.1: 18, 0.2: 32}
     assert lengths[-1] == {0.1: 32}
 
@@ -379,30 +380,30 @@ def test_random_pairs_are_as_likely_as_each_other():
     assert same(random_pairs(100, 20, 1), random_pairs(100, 20, 1))
 
 
-def literal_merge(full, neighbours):
-    """Who is left, and for how many each stands: one pair after the other."""
+def literal_merge(full, neighbors):
+    """Return the kept neighbors and how many each stands for, merging one pair at a time."""
     weights = dict.fromkeys(range(len(full)), 1)
     for i in range(len(full)):
         if i not in weights:
             continue
         distances = ((full.pairs[i].astype(np.float64) - full.pairs) ** 2).sum(axis=1)
         others = [j for j in np.argsort(distances).tolist() if j != i]
-        for j in others[:neighbours]:
+        for j in others[:neighbors]:
             if full.values[j] == full.values[i] and j in weights:
                 weights[i] += weights.pop(j)
     return weights
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 120])
-@pytest.mark.parametrize("neighbours", [1, 5, 100])
-def test_merging_is_that_of_one_pair_after_the_other(n, neighbours):
+@pytest.mark.parametrize("neighbors", [1, 5, 100])
+def test_merging_is_that_of_one_pair_after_the_other(n, neighbors):
     full = random_full(n, n, n_values=2)
-    wanted = literal_merge(full, neighbours)
-    found = merge(full.pairs, full.values, n, neighbours=neighbours)
+    wanted = literal_merge(full, neighbors)
+    found = merge(full.pairs, full.values, n, neighbors=neighbors)
     assert found.indices.tolist() == list(wanted)
     assert found.weights.tolist() == list(wanted.values())
     assert found.weights.sum() == n
-    few = merge(full.pairs, full.values, 4, neighbours=neighbours)
+    few = merge(full.pairs, full.values, 4, neighbors=neighbors)
     heaviest = sorted(wanted, key=lambda i: (-wanted[i], i))[:4]
     assert few.indices.tolist() == sorted(heaviest)
     assert few.weights.tolist() == [wanted[i] for i in sorted(heaviest)]
@@ -410,7 +411,7 @@ def test_merging_is_that_of_one_pair_after_the_other(n, neighbours):
 
 def test_merging_of_more_pairs_than_are_looked_at_together():
     full, told = random_full(11, 700), []
-    found = merge(full.pairs, full.values, 2000, neighbours=8, progress=told.append)
+    found = merge(full.pairs, full.values, 2000, neighbors=8, progress=told.append)
     assert (found.weights.sum(), sum(told), len(told)) == (700, 700, 2)
     wanted = literal_merge(full, 8)
     assert dict(zip(found.indices.tolist(), found.weights.tolist(), strict=True)) == wanted

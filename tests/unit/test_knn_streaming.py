@@ -1,4 +1,4 @@
-"""Selection over a stream without an end: always within the limit, old and new alike."""
+"""Selection from an endless stream: always within the limit, and fair to old and new pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE, BUFFER = 100, 50
 
 
 class Pairs:
-    """Pairs that have nothing to do with each other, all alike to the model."""
+    """Unrelated pairs that are all alike to the model."""
 
     n_dims = 2
 
@@ -44,7 +44,7 @@ def test_it_is_always_full():
 
 
 def test_old_and_new_have_had_the_same_chance():
-    """Of a thousand pairs, each tenth is kept as often as any other."""
+    """Each tenth of a thousand pairs is kept as often as any other."""
     counts = np.zeros(10)
     for seed in range(60):
         stream, _ = run(1000, seed)

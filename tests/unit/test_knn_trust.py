@@ -1,4 +1,4 @@
-"""Trust in the datastore: an average of two experts by what they made of a text so far."""
+"""Trust in the datastore: an average of two experts, weighted by their predictions so far."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_a_text_each_token_has_the_trust_of_those_before_it(both):
 
 
 def test_a_text_that_the_datastore_does_not_know_costs_little():
-    """However bad the mixture: little if nothing faded, and a little more as it does."""
+    """Even the worst mixture costs little without fading, and a little more with it."""
     rng = np.random.default_rng(0)
     alone = rng.uniform(0.01, 0.9, 2000).astype(np.float32)
     mixed = 0.7 * alone
@@ -92,14 +92,14 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
 
 
 def judged(n_prompt, look_back, batches, n_rows=None):
-    """Which tokens are judged of a prompt 0, 1, 2, … that is evaluated in these batches."""
+    """Return the judged tokens of a prompt 0, 1, 2, … that is evaluated in these batches."""
     judgment = Judgment(np.arange(n_prompt, dtype=np.int32), look_back)
     found, n_past = [], 0
     for n in batches:
         taken = judgment.take(n_past, n, n if n_rows is None else n_rows)
         n_past += n
         for n_behind, token in taken:
-            assert n_past - 1 - n_behind == token - 1  # the row before a token says it
+            assert n_past - 1 - n_behind == token - 1  # the row before a token predicts it
             found.append(token)
             judgment.observe(0.2, 0.1)
     return found, judgment.trust.weight

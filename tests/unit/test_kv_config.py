@@ -1,4 +1,4 @@
-"""Table ``[plugins.kv_chunks]``: sizes people can write, and errors that say what to write."""
+"""Table ``[plugins.kv_chunks]``: accepted sizes, and errors that name the next step."""
 
 from __future__ import annotations
 
@@ -56,14 +56,18 @@ def test_disk_may_be_switched_off():
         ({"ram_budget": "5 parsecs"}, "ram_budget: .*found '5 parsecs'"),
         ({"disk_budget": -1}, "disk_budget: .*found -1"),
         ({"codec": "int4"}, "codec: .*'tolerance', 'int8' or 'lossless'.*found 'int4'"),
-        ({"levels": [2, 4, 8]}, r"levels: .*must fall, as in \[8, 4, 2\]; found \[2, 4, 8\]"),
-        ({"levels": [4, 4]}, "levels: .*must fall"),
+        (
+            {"levels": [2, 4, 8]},
+            r"levels: .*must be in descending order, as in \[8, 4, 2\]; found \[2, 4, 8\]",
+        ),
+        ({"levels": [4, 4]}, "levels: .*must be in descending order"),
         ({"levels": []}, "levels: .*at least 1 item"),
         ({"levels": [16, 8]}, "levels.*less than or equal to 8"),
         ({"ratio_global": 0}, "ratio_global: .*greater than 0"),
         ({"ratio_global": 1.5}, "ratio_global: .*less than or equal to 1"),
         ({"eviction": "fifo"}, "eviction: .*'lctru' or 'lru'"),
         ({"write_budget": -1}, "write_budget: .*found -1"),
+        ({"parked_tokens": (1 << 32) - 512}, "parked_tokens: .*less than or equal to 16777216"),
         ({"store": 7}, "store: .*found 7"),
     ],
 )

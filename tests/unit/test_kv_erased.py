@@ -1,4 +1,4 @@
-"""A deletion from a KV store leaves no byte in its folder, or the call says why."""
+"""A deletion from a KV store leaves no byte in its folder, or the call reports why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_store(directory):
 
 @pytest.fixture
 def kv(tmp_path):
-    """A store that holds two contexts, which begin alike."""
+    """Return a store that holds two contexts with a common beginning."""
     store = open_store(tmp_path / "kv")
     store.set_layout(ROOT, "{}")
     put(store, GEOM, chain(ROOT, A), "a")
@@ -44,9 +44,10 @@ def kv(tmp_path):
 
 
 def left_of(directory, ids):
-    """Chunks of which the folder's files hold keys, tokens or cells."""
+    """Return the chunks whose keys, tokens or cells are in the folder's files."""
     data = b"".join(path.read_bytes() for path in directory.iterdir())
-    assert all(one.tokens in data for one in chain(ROOT, B))  # the other context's, and shared ones
+    # the other context's chunks, and shared ones
+    assert all(one.tokens in data for one in chain(ROOT, B))
     cells = [payload(GEOM, one)[128:] for one in ids]
     return [
         i
@@ -120,7 +121,7 @@ def test_who_reads_is_named_while_bytes_are_left(kv, monkeypatch):
         assert left_of(kv, late)
         with pytest.raises(StoreError, match=f"process {pid} "):
             store.evict_context("late")
-    assert store.evict_context("late") == 0  # it is done with, but for the erasing
+    assert store.evict_context("late") == 0  # the context is deleted except for the erasing
     assert left_of(kv, late) == []
     store.close()
 
@@ -132,7 +133,7 @@ def test_what_a_reader_kept_is_erased_when_the_store_is_opened(kv, monkeypatch, 
         with pytest.raises(StoreError, match=f"process {pid} "):
             store.evict_context("a")
         store.close()
-        open_store(kv).close()  # it is served all the same
+        open_store(kv).close()  # the store is served all the same
         assert f"process {pid} " in caplog.text
     open_store(kv).close()
     assert left_of(kv, ONLY_A) == []
@@ -168,7 +169,7 @@ def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
 
     monkeypatch.setattr(contents, "_contents", start_meanwhile)
     found = contents.read_contents(kv)
-    assert found.holder == "this process already"  # it was read again
+    assert found.holder == "this process already"  # the file was read again
     assert set(found.contexts) == {"a", "b", "new"}
     started[0].close()
 

@@ -1,4 +1,4 @@
-"""First-fit space in pages: what is free is found, and never given out twice."""
+"""First-fit space in pages: free space is found, and never allocated twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_first_fit_takes_the_lowest_run_that_is_long_enough(space):
 
 
 @pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2), (2, 4, 3), (3, 2, 4)])
-def test_neighbours_that_become_free_are_one_run_again(space, order):
+def test_neighbors_that_become_free_are_one_run_again(space, order):
     fill(space)
     for page in order:
         space.release(page * PAGE, PAGE)

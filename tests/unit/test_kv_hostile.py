@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forking import in_child
 from stored_chunks import payload, put
 
 from llmaas_hooks import StoreError
@@ -45,7 +46,7 @@ def save(store, tokens, name=None):
 
 
 def load(store, tokens):
-    """Tokens of the chunks that came back, which are the right ones in any case."""
+    """Return the number of tokens in loaded chunks; assert that these are correct."""
     path, n_tokens = store.match(ROOT, tokens)
     assert path == [] or path[-1].id in chain(ROOT, tokens[: sum(c.n_tokens for c in path)])
     addresses = store.fetch(path)
@@ -57,9 +58,9 @@ def load(store, tokens):
 
 
 def works(directory):
-    """Whatever happened to it, the store takes new contexts and keeps them."""
+    """Assert that the store still takes and keeps new contexts."""
     store = open_store(directory)
-    for _ in range(4):  # damage behind damage is met only when what is before it is sound again
+    for _ in range(4):  # later damage shows only once the damage before it is repaired
         load(store, A)
         load(store, B)
         save(store, A, "a")
@@ -75,7 +76,7 @@ def works(directory):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """Files of a store that holds two contexts."""
+    """Return the files of a store that holds two contexts."""
     directory = tmp_path_factory.mktemp("original") / "kv"
     store = open_store(directory)
     store.set_layout(ROOT, '{"n_layer": 1}')
@@ -141,7 +142,7 @@ def test_slab_of_another_kind_is_a_miss(kv, content, caplog):
     assert (load(store, A), load(store, B), len(store.tree)) == (0, 0, 0)
     assert store.stats()["contexts"] == 0
     store.close()
-    assert "starting an empty one. Contexts are recomputed" in caplog.text
+    assert "starting an empty one. Contexts will be recomputed" in caplog.text
     works(kv)
 
 
@@ -393,7 +394,7 @@ def test_slab_and_index_of_two_stores_do_not_mix(kv, tmp_path):
 
 
 def files(directory):
-    """Everything in a store but the lock, byte for byte."""
+    """Return all of a store's files but the lock, byte for byte."""
     return {
         path.name: path.read_bytes()
         for path in directory.iterdir()
@@ -415,7 +416,7 @@ def index_of(version):
 
 
 def log_of_newer_index(kv):
-    """The process that wrote it was killed: the version is in the log only."""
+    """The writing process was killed, so the version is in the log only."""
     db = sqlite3.connect(kv / "index.sqlite")
     db.execute("CREATE TABLE more (id BLOB)")
     db.execute(f"PRAGMA user_version={FORMAT + 1}")
@@ -445,8 +446,9 @@ def test_store_of_another_format_is_refused_and_left_as_it_is(kv, found, change)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"nothing was changed\. Use the vers") as caught:
             open_store(kv)
-        assert f"has format {found}, this version of llmaas_plugins reads format {FORMAT}" in str(
-            caught.value
+        assert (
+            f"has format {found}, but this version of llmaas_plugins reads format {FORMAT}"
+            in str(caught.value)
         )
     assert files(kv) == before
 
@@ -558,7 +560,7 @@ def test_only_the_owner_can_read_the_store(tmp_path):
         store = open_store(tmp_path / "deep/kv")
         save(store, A, "a")
         store.flush()
-        assert os.umask(0) == 0  # the process's own is back
+        assert os.umask(0) == 0  # the process's own umask is back
     finally:
         os.umask(old_umask)
     modes = {
@@ -614,7 +616,7 @@ def test_other_things_in_place_of_a_file_are_refused_at_once(kv, name, make):
 
 
 def test_link_to_the_directory_is_followed(kv, tmp_path):
-    """The user's own choice of another disk."""
+    """A link is the user's own choice of another disk."""
     (tmp_path / "link").symlink_to(kv)
     store = open_store(tmp_path / "link")
     assert load(store, A) == len(A)
@@ -642,7 +644,9 @@ def test_directory_with_other_files_keeps_its_mode(tmp_path, mode, is_refused):
     (shared / "somebody's").touch()
     shared.chmod(mode)
     if is_refused:
-        with pytest.raises(StoreError, match=rf"may write to it \(mode {mode:04o}\), and it holds"):
+        with pytest.raises(
+            StoreError, match=rf"may write to it \(mode {mode:04o}\), and it also holds"
+        ):
             open_store(shared)
         assert [path.name for path in shared.iterdir()] == ["somebody's"]
     else:
@@ -737,20 +741,8 @@ def test_lock_of_a_dead_process_is_no_obstacle(kv):
 # -- fork ----------------------------------------------------------------------------------------
 
 
-FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
-
-
-def in_child(work):
-    """Exit code of a forked child that did ``work``."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+# Python 3.12 warns about threads
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 @FORKS
@@ -760,7 +752,7 @@ def test_forked_child_changes_nothing_on_disk(kv):
     before = files(kv)
 
     def work():
-        assert load(store, A) == 0  # on disk: the parent's
+        assert load(store, A) == 0  # on disk, which belongs to the parent
         assert load(store, np.arange(2000, 2050, dtype=np.int32)) == 50  # in RAM
         save(store, A, "a")
         assert load(store, A) == len(A)
@@ -787,7 +779,7 @@ def test_forked_child_does_not_keep_the_lock(kv):
     pid = os.fork()
     if pid == 0:
         os.close(writing)
-        os.read(reading, 1)  # lives on until the parent is done
+        os.read(reading, 1)  # stays alive until the parent is done
         os._exit(0)
     store.close()
     works(kv)
@@ -798,7 +790,7 @@ def test_forked_child_does_not_keep_the_lock(kv):
 
 @FORKS
 def test_child_of_a_busy_parent_is_not_stuck(kv):
-    """Other threads hold the locks all the time; the child, where they are gone, goes on."""
+    """Other threads hold the locks all the time; the child, without these threads, continues."""
     store = open_store(kv)
     stop = threading.Event()
 
@@ -870,7 +862,7 @@ def on_disk(kv):
 
 
 def test_deleted_context_is_gone_from_the_disk(kv):
-    """Cells, tokens and name, also in what the index's log and free pages hold."""
+    """Cells, tokens and name are gone, also from the index's log and free pages."""
     only_a, only_b = chain(ROOT, A)[2:], chain(ROOT, B)[2:]
     assert all(payload(GEOM, wanted) in on_disk(kv) for wanted in only_a)
     store = open_store(kv)
@@ -887,7 +879,7 @@ def test_deleted_context_is_gone_from_the_disk(kv):
 
 
 def test_what_left_the_disk_before_is_erased_too(kv):
-    """Chunks that a larger one replaced, that were evicted for room, or that a crash left."""
+    """This covers chunks replaced by a larger one, evicted for room, or left by a crash."""
     with (kv / "chunks.slab").open("r+b") as file:
         file.seek(60 * PAGE)
         file.write(b"left by a flush whose process was killed")

@@ -1,4 +1,4 @@
-"""The slab's table of contents: what is committed is read back, anything odd is refused."""
+"""The slab's index: committed rows are read back, and invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_failed_commit_changes_nothing(index):
 
 
 def test_two_updates_are_as_good_as_one(tmp_path):
-    """What could not be committed is committed with what comes next."""
+    """A failed update is committed with the next one."""
     a, b, c, d = rows(4)
     moved = b._replace(offset=1 << 20)
     first = IndexUpdate(

@@ -1,4 +1,4 @@
-"""Chunk identities: equal prefixes have equal names, everything else has its own."""
+"""Chunk identities: equal prefixes have equal keys, and all others differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_shared_prefix_has_the_same_ids_until_the_first_difference():
     first, second = chain(ROOT, a), chain(ROOT, b)
     assert first[:2] == second[:2]
     assert not {chunk.key for chunk in first[2:]} & {chunk.key for chunk in second}
-    assert first[3].tokens == second[3].tokens  # the same text behind another prefix
+    assert first[3].tokens == second[3].tokens  # the same text after another prefix
 
 
 def test_partial_last_chunk_is_not_the_full_one():

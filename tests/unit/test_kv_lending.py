@@ -1,4 +1,4 @@
-"""Memory of the RAM tier that is lent to cells: what is left for it, and what must go for it."""
+"""RAM lent to cells: the part left for chunks, and the chunks evicted for it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_contexts_in_use_count_where_ever_they_are(tmp_path):
     put(store, GEOM, A)
     put(store, GEOM, B)
     store.flush()
-    assert store.lend("cells", RAM) == RAM  # they are on disk
+    assert store.lend("cells", RAM) == RAM  # the chunks are on disk
     assert store.stats()["ram_bytes"] == 0
     assert keys(store) == {chunk.key for chunk in A + B}
     assert store.lendable("cells") == RAM - 6 * PAGE
@@ -122,7 +122,8 @@ def test_new_chunks_leave_what_is_lent_alone(store):
     put(store, GEOM, B[:2])
     assert keys(store) == {chunk.key for chunk in B[:2]}
     assert not store.put(B[2], 3 * PAGE, encoder(GEOM, B[2]), is_first=False)
-    assert keys(store) == {chunk.key for chunk in B[:2]}  # nothing goes for what cannot fit
+    # nothing is evicted for chunks that cannot fit
+    assert keys(store) == {chunk.key for chunk in B[:2]}
     assert store.lend("cells", 0) == 0
     put(store, GEOM, A)
     assert keys(store) == {chunk.key for chunk in A + B[:2]}

@@ -24,7 +24,7 @@ BOUND = chunk_bound(GEOM, Codec.RAW, 16)
 
 @pytest.fixture
 def open_store(tmp_path):
-    """Open the store of so many pages of RAM and disk; opening again closes the one before."""
+    """Return a function that opens the store with a size in pages, closing the one before."""
     stores = []
 
     def opened(ram, disk=0, **options):
@@ -357,4 +357,4 @@ def test_attention_of_chunks_is_remembered(open_store):
     store.notice(ids, [0.5, 0.25], [10.0, 1.0])
     store = open_store(ram=40, disk=50)
     found = [(chunk.attention, chunk.seen) for chunk in store.known(ids)]
-    assert found == [(1.0, 12.0), (0.25, 4.0)]  # the index is told when it doubles
+    assert found == [(1.0, 12.0), (0.25, 4.0)]  # the index is updated when the value doubles

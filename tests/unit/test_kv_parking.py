@@ -1,4 +1,4 @@
-"""Parked contexts: what is kept where, and that an app's own context always finds room."""
+"""Parked contexts: their places, and the guarantee that an app's own context finds room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(5)
 
 @dataclass(eq=False)
 class Engine:
-    """What ``Parking`` needs of an engine."""
+    """The parts of an engine that ``Parking`` uses."""
 
     ctx: int
     n_spare: int = N_SPARE
@@ -49,10 +49,10 @@ class App:
         llama_cpp.llama_free(self.ctx)
 
     def ask(self, prompt, root=b""):
-        """Evaluate a prompt; its tokens that were brought back, or None."""
+        """Evaluate a prompt; return how many tokens were brought back, or None."""
         left, self.root = self.root, root
         taken = self.parking.switch(prompt, self.tokens, root=root, resident_root=left)
-        if taken is None and left != root:  # what another app's prompt left
+        if taken is None and left != root:  # left by another app's prompt
             self.tokens = tokens()
         if taken is not None:
             self.tokens = prompt[: taken.n_tokens]
@@ -77,7 +77,7 @@ class App:
         assert llama_cpp.llama_decode(self.ctx, self.batch) == 0
 
     def cells(self):
-        """Position and sequences of each cell in use."""
+        """Return position and sequences of each used cell."""
         blob = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(self.ctx))()
         assert llama_cpp.llama_state_get_data(self.ctx, blob, len(blob)) == len(blob)
         blob = bytes(blob)
@@ -95,7 +95,7 @@ class App:
         return sorted(position for position, labels in self.cells() if sequence in labels)
 
     def check(self):
-        """Both rules of ``Parking``, and that sequences hold what they should."""
+        """Assert both rules of ``Parking``, and the content of sequences."""
         cells = self.cells()
         n_parked = sum(bool(labels - {0}) for _, labels in cells)
         assert n_parked == self.parking.n_cells <= self.engine.n_spare
@@ -107,7 +107,7 @@ class App:
             assert self.positions(parked.sequence) == list(range(len(parked.tokens)))
 
     def keys(self, sequence=0):
-        """The keys of a sequence by position: with one layer, of token and position alone."""
+        """Return a sequence's keys by position; they depend on token and position alone."""
         blob = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self.ctx, sequence))()
         llama_cpp.llama_state_seq_get_data(self.ctx, blob, len(blob), sequence)
         blob = bytes(blob)
@@ -203,7 +203,7 @@ def test_equal_beginnings_that_were_evaluated_apart_become_one(app):
 
 
 def test_a_context_that_another_goes_on_with_needs_no_place_of_its_own(app):
-    """The app evaluated all of it without asking."""
+    """The app evaluated the whole context without asking for the parked one."""
     app.ask(A)
     app.ask(B)
     app.evaluate(tokens(A, piece(10)))
@@ -257,7 +257,7 @@ def test_a_context_longer_than_the_room_is_not_parked(model):
 
 
 def test_a_full_context_beside_full_parked_ones(app):
-    """Each prompt fills all that the app asked for."""
+    """Each prompt fills the whole size that the app requested."""
     full = [tokens(SYSTEM, piece(N_CTX - len(SYSTEM))) for _ in range(3)]
     for prompt in full * 2:
         app.ask(prompt)
@@ -312,12 +312,12 @@ def test_what_must_be_forgotten_is_gone_with_the_next_request(app):
     app.parking.expire()
     assert app.ask(A) is None
     app.check()
-    assert len(app.engine.parked) == 1  # what this request left
+    assert len(app.engine.parked) == 1  # left by this request
     assert app.ask(B) == len(B)
 
 
 def test_apps_that_share_no_chunks_share_no_parked_context(app):
-    """Their equal beginnings have cells of their own: shared ones would stay longer."""
+    """Their equal beginnings have separate cells: shared ones would stay longer."""
     first = A[:60]
     app.ask(first, b"one")
     app.ask(C, b"one")
@@ -333,7 +333,7 @@ def test_apps_that_share_no_chunks_share_no_parked_context(app):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_asked_the_rules_hold(model, seed):
-    """Contexts that grow, are cut, edited and left, in a cache that gets ever more fragmented."""
+    """Contexts grow, are cut, edited and left, in an ever more fragmented cache."""
     rng = np.random.default_rng(seed)
     app, fresh = App(model), App(model, n_spare=0)
     systems = [tokens(rng.integers(300, 4000, n)) for n in (0, 30, 70)]

@@ -1,4 +1,4 @@
-"""Segments on their way to the engine bring the cells that were stored, each in its place."""
+"""Segments on their way to the engine: they bring the stored cells, each to its place."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def payloads():
 
 @pytest.fixture(scope="module")
 def slab(payloads, tmp_path_factory):
-    """Directory of a store that holds all of them."""
+    """Return the directory of a store that holds all payloads."""
     directory = tmp_path_factory.mktemp("store") / "kv"
     store = ChunkStore(Budget(64 * MiB), DiskStore(directory, 64 * MiB))
     for i, wanted in enumerate(chain(ROOT, TOKENS)):
@@ -65,7 +65,7 @@ def slab(payloads, tmp_path_factory):
 
 @pytest.fixture
 def load(slab, payloads):
-    """Load the context with so much RAM, after ``spoil``; the lengths of segments and gaps."""
+    """Load the context with some RAM after ``spoil``; return lengths of segments and gaps."""
     workers = Workers()
     stores = []
 
@@ -110,7 +110,8 @@ def load(slab, payloads):
     yield loaded
     workers.close()
     for store in stores:
-        store._swap._disk.close()  # not the store: the next test finds the index as it was
+        # close only the file, so that the next test finds the index unchanged
+        store._swap._disk.close()
 
 
 def segments(*lengths):
@@ -118,7 +119,7 @@ def segments(*lengths):
 
 
 def merged(steps):
-    """Neighbours of one kind as one."""
+    """Merge neighbors of one kind."""
     groups = itertools.groupby(steps, key=lambda step: step[0])
     return [(kind, sum(n for _, n in group)) for kind, group in groups]
 

@@ -1,4 +1,4 @@
-"""Plans are the best there are, and costs are what was measured."""
+"""Plans are optimal, and costs equal the measured ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COSTS = Costs(call=2e-3, token=1e-3, pair=1e-7, read=1e-3, byte=1e-6, load=1e-3,
 
 
 def chunk(kind, size=10_000, n_tokens=16):
-    """R: in RAM; D: on disk; G: nowhere."""
+    """Make a chunk; R is in RAM, D on disk, G lost."""
     return Chunk(
         ChunkId(b"", b"", bytes(4 * n_tokens)),
         0 if kind == "G" else size,
@@ -33,7 +33,7 @@ def chunks(kinds):
 
 
 def simulated(path, start, cut, costs):
-    """The delay of a cut, by going through what happens."""
+    """Return the delay of a cut by simulating its steps."""
     read_at = engine = batch = 0.0
     position = start
     for index, one in enumerate(path):
@@ -104,12 +104,12 @@ def shape(runs):
     [
         ("DDDDDDDD", COSTS, "EEELLLLL"),  # earliest chunks are recomputed
         ("DDDDDDDD", COSTS._replace(token=1e-2), "LLLLLLLL"),  # recomputing is slow
-        ("DDDDDDDD", COSTS._replace(byte=4e-6), "EEEEEELL"),  # reading is
+        ("DDDDDDDD", COSTS._replace(byte=4e-6), "EEEEEELL"),  # reading is slow
         ("RRRRRRRD", COSTS._replace(byte=1e-4), "LLLLLLL"),  # the rest is left to Llama
-        ("DDDDDDDD", COSTS._replace(read=1), ""),  # so is everything
-        ("RDRDRDRD", COSTS._replace(byte=2e-6), "LELELLLL"),  # what is in RAM is not recomputed
+        ("DDDDDDDD", COSTS._replace(read=1), ""),  # all chunks are left to Llama
+        ("RDRDRDRD", COSTS._replace(byte=2e-6), "LELELLLL"),  # chunks in RAM are not recomputed
         ("GDDDDDDD", COSTS, "EEELLLLL"),
-        ("DDDGDDDD", COSTS, "EELELLLL"),  # what is nowhere is
+        ("DDDGDDDD", COSTS, "EELELLLL"),  # lost chunks are recomputed
     ],
 )
 def test_plans(kinds, costs, expected):
@@ -174,6 +174,8 @@ def test_costs_are_unknown_before_enough_was_seen():
     profile.read(2_000_000, 0.2)
     assert profile.costs().load == profile.costs().put == 0
     profile.loaded(640, 0.01)
+    assert profile.load_seconds(640) is None, "fitted where nobody waits for it"
+    profile.learn()
     assert profile.load_seconds(640) == pytest.approx(0.01)
 
 

@@ -1,4 +1,4 @@
-"""How many cells for parked contexts a context is given."""
+"""The number of spare cells that a context gets for parked contexts."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_cells_come_in_llama_cpps_steps(create):
 
 
 def test_a_model_with_two_sets_of_rope_factors_keeps_its_own(create, path, tmp_path):
-    """llama.cpp takes the other one if the context is larger than that of the model's training."""
+    """llama.cpp takes the other set if the context is larger than that of the model's training."""
     longer = write_longrope(path, tmp_path / "long.gguf")
     for n_ctx in (1024, 800, 0):
         assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 0
-        assert spare_cells(create(None, n_ctx=n_ctx), 512) == 0  # nobody knows
+        assert spare_cells(create(None, n_ctx=n_ctx), 512) == 0  # the set is unknown
         assert spare_cells(create(n_ctx=n_ctx), 512) == 512
     for n_ctx in (256, 1025):  # the same set with those cells and without
         assert spare_cells(create(longer, n_ctx=n_ctx), 512) == 512

@@ -1,8 +1,9 @@
-"""Claim, reclaim, load, fault: chunks come back as they were, within every budget."""
+"""Claim, reclaim, load, fault: chunks come back unchanged, within every budget."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import threading
@@ -32,7 +33,7 @@ BOUND = chunk_bound(GEOM, Codec.RAW, 16)
 
 
 def text(*parts):
-    """Token ids from (first, count) pairs."""
+    """Return token ids from (first, count) pairs."""
     return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in parts])
 
 
@@ -41,7 +42,7 @@ def put(store, wanted, bound=BOUND):
 
 
 def save(store, tokens, name=None):
-    """What ``Transfer.save`` does with the cells of ``tokens``."""
+    """Save cells of ``tokens`` as ``Transfer.save`` does."""
     ids = chain(ROOT, tokens)
     for i in store.missing(ids):
         if not put(store, ids[i]):
@@ -53,7 +54,7 @@ def save(store, tokens, name=None):
 
 
 def load(store, tokens):
-    """Tokens of the leading chunks that came back; fails when one came back changed."""
+    """Return the token count of loaded leading chunks; assert that none changed."""
     path, _ = store.match(ROOT, tokens)
     addresses = store.fetch(path)
     ready = path[: len(addresses)]
@@ -66,7 +67,7 @@ def load(store, tokens):
 
 @pytest.fixture
 def open_store(tmp_path):
-    """Open a store of so many pages of RAM and disk; opening again closes the one before."""
+    """Return a function that opens a store with a size in pages, closing the one before."""
     stores = []
 
     def opened(ram, disk=0):
@@ -87,7 +88,7 @@ def slab(store):
 
 @contextmanager
 def slab_is(store, path, flags):
-    """Let the slab's descriptor be another file for a while."""
+    """Replace the slab's descriptor by another file inside the block."""
     fd, other = slab(store), os.open(path, flags)
     kept = os.dup(fd)
     os.dup2(other, fd)
@@ -101,7 +102,7 @@ def slab_is(store, path, flags):
 
 @contextmanager
 def files_up_to(n_bytes):
-    """As if the disk were full: every file, the index too, ends at ``n_bytes``."""
+    """Simulate a full disk: every file, the index too, ends at ``n_bytes``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -467,7 +468,7 @@ def test_rewritten_context_gives_up_its_old_end(open_store):
 
 
 def test_threads_share_a_store(open_store):
-    """Four engines save, load and delete the same contexts; nobody meets another's bytes."""
+    """Four engines save, load and delete the same contexts and never see each other's bytes."""
     store = open_store(ram=12, disk=40)
     contexts = [text((0, 32), (100 * i, 50)) for i in range(5)]
     problems = []
@@ -521,7 +522,7 @@ def test_fault_drops_the_chunk_everywhere(open_store):
     assert load(store, tokens) == 32
     assert store.stats()["disk_bytes"] == store.stats()["ram_bytes"] == 3 * PAGE
     save(store, tokens, "a")
-    assert store.stats()["claimed_chunks"] == 5  # only the one that was missing
+    assert store.stats()["claimed_chunks"] == 5  # only the missing one
     assert load(store, tokens) == 64
     store = open_store(ram=20, disk=50)
     assert load(store, tokens) == 64
@@ -555,6 +556,24 @@ def test_slab_that_cannot_be_read_is_a_miss(open_store, tmp_path):
     stats = store.stats()
     assert (stats["chunks"], stats["ram_bytes"], stats["disk_bytes"]) == (0, 0, 0)
     assert stats["faults"] == 4
+
+
+def test_slab_that_stays_unreadable_is_told_once(open_store, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    told = "a stored chunk is unusable (EIO)"
+    texts = [text((i * 1000, 64)) for i in range(6)]
+    store = open_store(ram=60, disk=90)
+    for tokens in texts:
+        save(store, tokens)
+    store = open_store(ram=60, disk=90)
+    with slab_is(store, tmp_path, os.O_RDONLY):  # a directory
+        assert [load(store, tokens) for tokens in texts[:4]] == [0] * 4
+    assert caplog.text.count(told) == 1
+    assert load(store, texts[4]) == 64
+    assert caplog.text.count("it works again, after 4 failures") == 1
+    with slab_is(store, tmp_path, os.O_RDONLY):
+        assert load(store, texts[5]) == 0
+    assert caplog.text.count(told) == 2
 
 
 @pytest.mark.parametrize("n", [4, 200])
@@ -605,7 +624,7 @@ def test_read_only_slab_costs_only_recomputing(open_store, tmp_path):
 
 
 def log_bytes(store):
-    """Let the index's log outgrow the slab; its size."""
+    """Return the size of the index's log after it outgrew the slab."""
     log = store._swap.directory / "index.sqlite-wal"
     while log.stat().st_size < 20 * PAGE:
         store.set_layout(bytes(32), "{}")

@@ -35,7 +35,7 @@ def never(chunk):
 
 
 class Evictions(list):
-    """Evicts from ``tier`` and remembers whom."""
+    """Eviction callback that evicts from ``tier`` and records the chunks."""
 
     def __init__(self, tier):
         super().__init__()
@@ -110,6 +110,11 @@ def test_ram_tier_accounts_for_what_the_budget_has_left():
         budget.reserve(1)
 
 
+def test_ram_tier_beyond_the_address_space():
+    with pytest.raises(BudgetError, match=r"cannot reserve \d+ MiB .* Lower .*ram_budget"):
+        RamTier(Budget(1 << 60), "lru")
+
+
 def test_ram_tier_views_are_the_memory_at_their_address():
     tier = RamTier(Budget(MiB), "lru")
     view = tier.view(2 * PAGE, 100)
@@ -167,7 +172,7 @@ def test_closed_slab_has_no_descriptors_left(tmp_path):
 
 
 def fill(disk, tmp_path, n):
-    """A header and ``n`` chunks whose pages are full of 0x5a."""
+    """Write a header and ``n`` chunks whose pages are full of 0x5a."""
     disk.write_header(b"mine")
     chunks = make_chunks(n)
     for chunk in chunks:
@@ -185,7 +190,8 @@ def test_only_what_was_freed_is_erased(disk, tmp_path):
     disk.free(chunks[2], chunks[2].disk)
     disk.free(chunks[4], chunks[4].disk)
     assert disk.reserve(PAGE, never, never) == PAGE  # chunk 1's place, for new bytes
-    disk.cancel(disk.reserve(PAGE, never, never), PAGE)  # chunk 2's, which never got them
+    # chunk 2's place, which never got the new bytes
+    disk.cancel(disk.reserve(PAGE, never, never), PAGE)
     places = disk.take_stale()
     assert places == [(2 * PAGE, PAGE), (4 * PAGE, PAGE)]
     disk.erase(places)
@@ -200,7 +206,8 @@ def test_all_free_space_of_a_slab_that_was_found_may_hold_old_bytes(disk, tmp_pa
     fill(disk, tmp_path, 4)
     again = DiskTier(tmp_path / "chunks.slab", 16 * PAGE)
     assert again.claim(PAGE, PAGE)
-    assert again.take_stale() == [(0, PAGE), (2 * PAGE, 2 * PAGE)]  # and nothing behind its end
+    # and nothing behind the file's end
+    assert again.take_stale() == [(0, PAGE), (2 * PAGE, 2 * PAGE)]
     again.close()
 
 
@@ -240,7 +247,7 @@ def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_chunks_that_move_keep_their_bytes(seed):
-    """Cut, free, use and claim at random: nobody's bytes are another's, and no room is lost."""
+    """Random cuts, frees, uses and claims never mix up chunks' bytes or lose room."""
     rng = np.random.default_rng(seed)
     tier, chunks = RamTier(Budget(64 * PAGE), "lru"), make_chunks(400)
     there, n_moved = [], 0

@@ -1,4 +1,4 @@
-"""Bits by information density (LLMS §3.2, Eqs 1-3)."""
+"""Bits by information density (LLMS §3.2, Eqs. 1-3)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DENSITIES = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=6).map(np.array)
 
 
 def weight(density):
-    """What a chunk counts for: the attention it got, and that it may be asked for later."""
+    """Return a chunk's weight: its attention, plus the chance that it is requested later."""
     return density**2 + 3 * np.median(density) ** 2
 
 
 def kept(density, bits):
-    """Information that is kept (Eq 3)."""
+    """Return the information that is kept (Eq. 3)."""
     return float((weight(density) * (1 - 4.0**-bits)).sum())
 
 

@@ -1,4 +1,4 @@
-"""Chunks as a forest: prompts find their stored prefix, contexts share what they have in common."""
+"""Chunks as a forest: prompts find their stored prefix, and contexts share common chunks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ROOT = bytes(32)
 
 
 def text(*parts):
-    """Token ids from (first, count) pairs."""
+    """Return token ids from (first, count) pairs."""
     return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in parts])
 
 
 def store(tree, tokens, root=ROOT):
-    """Add the chunks of ``tokens`` that are missing; all of its chunks."""
+    """Add the missing chunks of ``tokens``; return all of its chunks."""
     path = []
     for wanted in chain(root, tokens):
         chunk = tree.get(wanted.key)

@@ -1,4 +1,4 @@
-"""Deferred work: callers wait for it, it does not wait for itself."""
+"""Deferred work: callers wait for it, and it does not wait for itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from forking import in_child
 
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.lanes import Lanes
@@ -102,6 +103,26 @@ def test_after_close_work_is_dropped_and_nobody_hangs():
     lanes.defer((1,), lambda: seen.append(1))
     lanes.settle(1)
     assert seen == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
+def test_a_child_closes_what_another_thread_was_closing():
+    """A fork may hit that thread anywhere in its wait, even while it holds the event's lock."""
+    lanes = Lanes(Collecting())
+    lanes.close()
+    waits, ends = threading.Event(), threading.Event()
+
+    def wait():
+        with lanes._ended._cond:
+            waits.set()
+            ends.wait(30)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    assert in_child(lanes.close) == 0
+    ends.set()
+    thread.join()
 
 
 def test_many_threads(lanes):

@@ -1,4 +1,4 @@
-"""Who frees what, and when: the one rule of ``llmaas_patches.lifetimes``, without an engine."""
+"""Who frees a context and when: the rule of ``llmaas_patches.lifetimes``, without an engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MODEL = 100
 
 
 class Life:
-    """Contexts of one model, and what happened to them on which thread."""
+    """Contexts of one model, and the events of each on its thread."""
 
     def __init__(self):
         self.collecting = Collecting()
         self.lanes = Lanes(self.collecting)
         self.lifetimes = Lifetimes(self.lanes, self.collecting)
         self.events = []
-        self.lock = threading.Lock()  # a plugin's, which its save needs
+        self.lock = threading.Lock()  # a plugin's lock, which its save needs
 
     def make(self, *contexts):
         for ctx in contexts:
@@ -61,7 +61,7 @@ def life():
 
 
 class Owner:
-    """Frees its context when it goes, as ``Llama`` does."""
+    """Owner that frees its context when it goes, as ``Llama`` does."""
 
     def __init__(self, life, ctx):
         self.life, self.ctx = life, ctx
@@ -130,7 +130,7 @@ def test_the_lane_finds_its_own_context_unused_any_more(life):
     life.lanes.defer((1,), job)
     del owner, job
     gate.set()
-    while "freed 1" not in life.events:  # the lane lets go of the job after it is done
+    while "freed 1" not in life.events:  # the lane drops the job after the job is done
         life.lanes.settle(1)
     assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
 
@@ -238,7 +238,8 @@ def test_after_close_frees_are_done_at_once(life):
     assert life.events == ["told 1", "freed 1", HERE, "told 2", "freed 2", HERE]
 
 
-FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, of threads
+# Python 3.12 warns about threads
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 INTERRUPTED = """
@@ -301,7 +302,7 @@ def test_a_child_that_is_forked_beside_a_collection_collects_nowhere(life):
     def work():
         found = [life.collecting.here()]
         thread = threading.Thread(target=lambda: found.append(life.collecting.here()))
-        thread.start()  # which may get the name of the one that collects
+        thread.start()  # the thread may get the collecting thread's id
         thread.join()
         assert found == [False, False]
 
@@ -314,7 +315,7 @@ def test_a_child_that_is_forked_beside_a_collection_collects_nowhere(life):
 def test_a_child_does_none_of_its_parents_work_but_frees(life, monkeypatch):
     life.make(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(life.lanes, "_start", lambda: False)  # all stays in line
+        patch.setattr(life.lanes, "_start", lambda: False)  # all jobs stay in line
         life.save(1)
         owner = Owner(life, 2)
         del owner
@@ -367,7 +368,7 @@ def test_a_fork_inside_a_lock_of_the_running_job_does_not_wait(life):
 
 
 class Forker:
-    """Forks inside the collector."""
+    """Object that forks inside the collector."""
 
     def __init__(self, life):
         self.life = life

@@ -1,4 +1,4 @@
-"""Digests of models: every byte counts, of the file that was loaded, and none is read twice."""
+"""Digests of models: every byte of the loaded file counts, and no file is read twice."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forking import in_child
 from rewritten_models import write_split
 
 from llmaas_eval.families import write_family
@@ -21,7 +22,7 @@ PIECE = 1000
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
-    """Pieces are small, every state is old enough to be trusted, and nothing is known yet."""
+    """Make pieces small, trust every file state, and forget all known digests."""
     monkeypatch.setattr(model_digest, "_PIECE_BYTES", PIECE)
     monkeypatch.setattr(model_digest, "_SETTLED_NS", -(1 << 62))
     monkeypatch.setattr(model_digest, "_known", {})
@@ -79,7 +80,7 @@ def test_every_split_counts(tmp_path):
         digests |= {digest(paths[0]), digest(paths[1])}
         if seed == 0:
             first = paths[0].read_bytes()
-    paths[0].write_bytes(first)  # the other model's, before these others
+    paths[0].write_bytes(first)  # the other model's content, before these others
     assert len(digests | {digest(paths[0])}) == 5
 
 
@@ -119,7 +120,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(path, monkeypatch):
         return found
 
     monkeypatch.setattr(model_digest, "_leaves", changing)
-    with pytest.raises(StoreError, match="replaced or changed since it was loaded"):
+    with pytest.raises(StoreError, match="replaced or changed after it was loaded"):
         digest(path)
 
 
@@ -142,7 +143,7 @@ def test_what_is_no_readable_file_is_refused_at_once(tmp_path, make):
     make(odd)
     with pytest.raises(StoreError, match=r"cannot read .*odd"):
         digest(odd)
-    with pytest.raises(StoreError, match="no readable regular file"):
+    with pytest.raises(StoreError, match="not a readable regular file"):
         begin_digest(files_now(odd)).get()
 
 
@@ -266,7 +267,7 @@ def test_on_a_full_disk_nothing_half_written_is_left(path, monkeypatch):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Let threads of digests wait for this event."""
+    """Make digest threads wait for this event."""
     event, root = threading.Event(), model_digest._file_root
 
     def file_root(file):
@@ -290,10 +291,11 @@ def test_nobody_waits_longer_than_asked(path, slow):
 
 def test_a_forked_child_finds_it_itself(path, slow):
     found = Digest(files_now(path))
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if len(found.get() or "") == 64 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work():
+        assert len(found.get() or "") == 64
+
+    assert in_child(work) == 0
     slow.set()
     assert found.get() is not None
 

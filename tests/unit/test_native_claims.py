@@ -1,4 +1,4 @@
-"""From claims to what is claimed of each tensor, to llama.cpp's patterns, to files."""
+"""Claims translated to parts of tensors, to llama.cpp's patterns, and to files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_part_of_the_embeddings_can_be_claimed():
 
 
 def matched(patterns):
-    """What llama.cpp would override: it searches for patterns anywhere in a name."""
+    """Return the tensors that llama.cpp would override; its patterns match anywhere in a name."""
     return [name for name in NAMES + ENDS if any(re.search(each, name) for each in patterns)]
 
 

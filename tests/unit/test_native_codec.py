@@ -59,7 +59,7 @@ def random_blob(geom, n_cells, seed=0):
 
 
 def rows_of(geom, blob, n_cells):
-    """All rows as float16[plane, token, value], whatever the orientation."""
+    """Return all rows as float16[plane, token, value], whatever the orientation."""
     planes, at = [], 24 + 12 * n_cells
     for plane in range(2 * geom.n_layer):
         at += 12
@@ -169,7 +169,7 @@ def test_other_codecs_are_not_cut(codec):
 
 
 def test_planes_of_four_bits_take_under_29_percent_with_all_beside_them():
-    """The reference model's shape: 8 layers, 4 KV heads of 32."""
+    """The shape is the reference model's: 8 layers, 4 KV heads of 32."""
     geom = geometry(n_layer=8)
     sizes = {bits: chunk_bound(geom, Codec.PLANES, 16, bits) for bits in (8, 4, 2)}
     assert sizes == {8: 35200, 4: 18816, 2: 10624}
@@ -324,7 +324,7 @@ def test_crc_and_kernel_names(kernels):
 
 
 def places(geom, blob, n_cells):
-    """Landings in a blob itself."""
+    """Return landings in a blob itself."""
     found, at = [], 24 + 12 * n_cells
     for plane in range(2 * geom.n_layer):
         at += 12

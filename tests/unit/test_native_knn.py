@@ -1,4 +1,4 @@
-"""Nearest neighbours and mixing through the Python wrapper, on every instruction set."""
+"""Nearest neighbors and mixing through the Python wrapper, on every instruction set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmaas_plugins._native import (
     Status,
     kernels_name,
     kernels_select,
-    knn_quantise,
+    knn_quantize,
     knn_rescore,
     knn_scan,
     knn_sum,
@@ -44,7 +44,7 @@ def normal(*shape, seed=0):
 
 def coded(keys):
     codes = KnnCodes.empty(len(keys), keys.mean(0), keys.std(0))
-    knn_quantise(codes, keys)
+    knn_quantize(codes, keys)
     return codes
 
 
@@ -59,7 +59,7 @@ def softmax(logits):
 
 @pytest.fixture
 def rows_file(tmp_path):
-    """A file of float16 rows behind seven other bytes: its descriptor, its offset, the rows."""
+    """Yield a file of float16 rows after seven other bytes: descriptor, offset, rows."""
     keys = normal(300, 48).astype(np.float16)
     path = tmp_path / "rows"
     path.write_bytes(b"1234567" + keys.tobytes())
@@ -149,7 +149,7 @@ def test_what_cannot_be_a_distance_is_refused(value):
     codes = coded(keys)
     keys[4, 7] = value
     with pytest.raises(NativeError, match="must be finite"):
-        knn_quantise(codes, keys)
+        knn_quantize(codes, keys)
     with pytest.raises(NativeError, match="must be finite"):
         knn_scan(codes, keys[4], 3)
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_a_distance_is_refused(value):
 def test_codes_in_two_parts_find_what_codes_in_one_find(kernels):
     keys = normal(3000, 200) / (1 + np.arange(200, dtype=np.float32)) ** 0.7
     parts = KnnCodes.empty(3000, keys.mean(0), keys.std(0), n_front=64)
-    knn_quantise(parts, keys)
+    knn_quantize(parts, keys)
     for query in keys[::500] * np.float32(1.1):
         whole, split = knn_scan(coded(keys), query, 80), knn_scan(parts, query, 80)
         assert np.array_equal(whole.rows, split.rows)
@@ -169,10 +169,10 @@ def test_codes_in_two_parts_find_what_codes_in_one_find(kernels):
 def test_a_few_large_dimensions_hide_no_row_from_codes_in_two_parts(large, size):
     keys = normal(700, 1024)
     keys[:, large] *= size
-    centre, steps = keys.mean(0), keys.std(0)
-    whole, parts = KnnCodes.empty(700, centre, steps), KnnCodes.empty(700, centre, steps, 256)
-    knn_quantise(whole, keys)
-    knn_quantise(parts, keys)
+    center, steps = keys.mean(0), keys.std(0)
+    whole, parts = KnnCodes.empty(700, center, steps), KnnCodes.empty(700, center, steps, 256)
+    knn_quantize(whole, keys)
+    knn_quantize(parts, keys)
     for query in keys[::100]:
         for n_best in (1, 24):
             expected, found = knn_scan(whole, query, n_best), knn_scan(parts, query, n_best)
@@ -193,7 +193,7 @@ def test_parts_that_do_not_fit_together_are_refused():
     with pytest.raises(NativeError, match=r"query \(21,\)"):
         knn_scan(codes, normal(21), 3)
     with pytest.raises(NativeError, match=r"keys \(10, 21\)"):
-        knn_quantise(codes, normal(10, 21))
+        knn_quantize(codes, normal(10, 21))
     for n_best, first, n in ((0, 0, 10), (KNN_MAX_BEST + 1, 0, 10), (3, 5, 6), (3, 11, 0)):
         with pytest.raises(NativeError, match="EINVAL"):
             knn_scan(codes, normal(20), n_best, first, n)
@@ -243,7 +243,7 @@ def test_mixing_gives_the_weighted_sum_of_both_distributions(kernels, n_vocab):
     assert info.max_prob == pytest.approx(p_lm.max(), rel=1e-5)
 
 
-def test_neighbours_that_are_all_far_away_count_as_if_they_were_near():
+def test_neighbors_that_are_all_far_away_count_as_if_they_were_near():
     values, distances = np.array([1, 2], np.int32), np.array([0, 3], np.float32)
     near, far = normal(10), normal(10)
     logits_mix(near, values, distances, 0.5, 0.0, 1.0)
@@ -263,7 +263,7 @@ def test_other_logits_keep_their_bits_and_banned_tokens_stay_banned():
     assert np.array_equal(logits[others], before[others])
 
 
-def test_no_weight_or_no_neighbours_change_no_bit():
+def test_no_weight_or_no_neighbors_change_no_bit():
     logits = normal(64)
     before = logits.copy()
     values, distances = np.array([1], np.int32), np.array([1], np.float32)
@@ -291,7 +291,7 @@ def test_logits_that_are_none_are_refused(kernels, value):
         logits_peek(np.full(100, -np.inf, np.float32))
 
 
-def test_settings_and_neighbours_out_of_range_are_refused():
+def test_settings_and_neighbors_out_of_range_are_refused():
     values, distances = np.array([1, 99], np.int32), np.array([1, 2], np.float32)
     for alpha, beta, theta in (
         (1.5, 0, 1),

@@ -123,9 +123,9 @@ def test_positions_of_foreign_bytes_are_an_error():
 
 @pytest.mark.parametrize("v_trans", [False, True])
 def test_cells_are_sorted_by_position(v_trans):
-    """Rows of K, and of V in both orders, go where their cells go."""
+    """Rows of K, and of V in both orders, move with their cells."""
     geom, n = KVGeometry(1, v_trans, 1, 1, (6,), (4,)), 40
-    order = np.roll(np.arange(n), 8)  # as the engine lists cells beside others' cells
+    order = np.roll(np.arange(n), 8)  # the engine's order beside other contexts' cells
     k, v = np.random.default_rng(1).integers(0, 2**16, (2, n, 3)).astype(np.uint16)
     v = v[:, :2]
 

@@ -103,7 +103,7 @@ def test_each_extent_has_its_own_status(slab):
 @pytest.mark.parametrize("n_gap_blocks", [0, 1, 6, 7])
 @pytest.mark.parametrize("flag", [0, getattr(os, "O_DIRECT", 0)], ids=["cached", "direct"])
 def test_chunks_are_read_over_gaps_and_in_any_order(tmp_path, n_gap_blocks, flag):
-    """Nothing of what lies between them gets anywhere."""
+    """Bytes in the gaps are not copied anywhere."""
     path, (chunks, keys) = tmp_path / "gaps.slab", make_chunks(30)
     whole = [-(-len(chunk) // STORE_BLOCK) * STORE_BLOCK for chunk in chunks]
     starts = [sum(whole[:i]) + i * n_gap_blocks * STORE_BLOCK for i in range(31)]
@@ -157,7 +157,7 @@ def test_bad_extents_are_refused(slab):
 def test_budget_refuses_and_changes_nothing():
     budget = Budget(100)
     budget.reserve(60)
-    with pytest.raises(BudgetError, match="41 bytes wanted, 40 of 100 left"):
+    with pytest.raises(BudgetError, match="41 bytes requested, 40 of 100 available"):
         budget.reserve(41)
     assert budget.try_reserve(40)
     assert not budget.try_reserve(1)

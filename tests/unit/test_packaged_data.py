@@ -1,4 +1,4 @@
-"""The packaged model and conversations are what the model card and the demo say they are."""
+"""The packaged model and conversations, against the model card and the demo's descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches go on all or none, and come off exactly."""
+"""Patches are applied all or none, and removed exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wrap(host, original):
 
 @pytest.fixture
 def engine(monkeypatch):
-    """A small stand-in for llama_cpp: a function under two names, and a method."""
+    """Return a small substitute for llama_cpp: a function under two names, and a method."""
     module, second = ModuleType("small_engine"), ModuleType("small_engine_star")
 
     def decode(ctx, batch):
@@ -89,7 +89,7 @@ def test_revert_is_idempotent(engine):
     applied = apply((DECODE,), None)
     applied.revert()
     again = apply((DECODE,), None)
-    applied.revert()  # must not take the second one off
+    applied.revert()  # must not remove the second set
     assert engine.module.decode(1, 2) == ("wrapped", 3)
     again.revert()
     assert engine.module.decode is engine.decode
@@ -166,7 +166,7 @@ def test_check_reports_and_changes_nothing(engine):
 
 @pytest.fixture
 def hurried():
-    """Threads take turns fifty times as often as they would."""
+    """Make threads switch fifty times as often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 50)
     yield

@@ -1,4 +1,4 @@
-"""``make peer-tests``: what it takes from an archive, what it records, and what it calls equal."""
+"""``make peer-tests``: archive extraction, recorded outcomes, and their comparison."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_download():
 
 @pytest.fixture
 def folder(tmp_path):
-    """For tests that ask no model."""
+    """Return the folder for tests that use no model."""
     for name in ("models", "tests"):
         (tmp_path / name).mkdir()
     return tmp_path
@@ -234,7 +234,7 @@ def test_the_last_line_of_a_test_counts(tmp_path):
 
 
 def test_the_whole_command(tmp_path):
-    """A test that behaves the same is the same, and one that does otherwise is found."""
+    """A test with equal behavior counts as equal, and one that differs is found."""
     import importlib.metadata
 
     top = f"llama_cpp_python-{importlib.metadata.version('llama-cpp-python')}"
@@ -262,7 +262,7 @@ def test_the_whole_command(tmp_path):
         assert len(fox["results"]) == 7  # six tokens, and their text
     download = tests["tests/test_small.py::test_download"]
     assert download["outcome"] == "skipped"
-    assert "no generated model stands for somebody/else/new.gguf" in download["message"]
+    assert "no generated model replaces somebody/else/new.gguf" in download["message"]
     left_alone = report["modes"]["kv_chunks"]["status"]["plugins"]["kv_chunks"]["left_alone"]
     assert "recurrent model" in str(left_alone)
     assert "hybrid model" in str(left_alone)

@@ -20,7 +20,7 @@ SPECIAL = (
     "{% for m in messages %}<s>{{ m.role + '\n' + m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-"""As chatml is in models made for it: turns end with a token of its own."""
+"""chatml as in models made for it: turns end with a token of its own."""
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}</s>{% endfor %}"
@@ -36,7 +36,7 @@ def llama(reference_model):
 
 @pytest.fixture
 def speaking(llama, monkeypatch):
-    """The model with a chat format, or a template."""
+    """Return a function that gives the model a chat format or a template."""
 
     def speaking(name, template=None):
         monkeypatch.setattr(llama, "chat_format", name)

@@ -1,4 +1,4 @@
-"""Apps of the service, as far as no engine is needed: names, limits, and who sees what."""
+"""Apps of the service, without an engine: names, limits, and visibility of contexts."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_apps_do_not_see_each_other(service):
 
 
 def test_another_apps_context_cannot_be_told_from_none(service, monkeypatch):
-    """Neither by what is said nor by what is read; and nobody guesses a name of 122 random bits."""
+    """Neither messages nor reads differ, and nobody can guess a name of 122 random bits."""
     mine, other = service.bind("mail").new_context("secret " * 1000), service.bind("notes")
     read = []
-    monkeypatch.setattr(json, "loads", read.append)  # messages are read from the file with it
+    monkeypatch.setattr(json, "loads", read.append)  # used to read messages from the file
     said = []
     for name in (mine.id, "0" * 32):
         for use in (other.context, lambda name: Context(name, other).delete()):
@@ -90,6 +90,15 @@ def test_a_deleted_context_is_gone(service):
         with pytest.raises(LookupError, match=context.id):
             use()
     assert app.contexts() == []
+
+
+def test_a_context_is_deleted_by_an_app_that_changed_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with LLMService(lambda: None, ServiceConfig(state_dir="state")) as service:
+        context = service.bind("mail").new_context("You answer mail.")
+        monkeypatch.chdir("/")
+        context.delete()
+        assert context.app.contexts() == []
 
 
 def test_status_without_a_suite(service):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
 import os
 import stat
+import threading
 
 import pytest
+from forking import in_child
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.config import ServiceConfig
@@ -55,12 +58,47 @@ def test_a_forked_child_does_not_keep_it(tmp_path):
         os.close(writer)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
+def test_a_forked_child_leaves_it_to_its_parent(tmp_path):
+    """Nothing hangs in the child, whatever the parent's threads are doing."""
+    busy, ends = threading.Event(), threading.Event()
+
+    def engine():
+        busy.set()
+        ends.wait(30)
+        raise StoreError("there is no engine")
+
+    with LLMService(engine, ServiceConfig(state_dir=tmp_path)) as first:
+        app = first.bind("mail")
+        context = app.new_context("Anna is here.")
+
+        def call():
+            with contextlib.suppress(StoreError):
+                context.call("Hi")
+
+        def use_and_close():
+            for use in (lambda: context.call("Hi"), app.contexts):
+                with pytest.raises(StoreError, match="service was closed"):
+                    use()
+            first.close()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        busy.wait()
+        assert in_child(use_and_close) == 0
+        ends.set()
+        thread.join()
+        with pytest.raises(StoreError, match="another service uses"):
+            service(tmp_path)
+        assert app.contexts() == [context]
+
+
 def test_a_state_folder_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"cannot use service\.state_dir .*file"):
         service(tmp_path / "file")
     (tmp_path / "contexts.sqlite").write_text("no database, but longer than nothing")
-    for _ in range(2):  # what could not be opened is not kept
+    for _ in range(2):  # a folder that could not be opened is not kept
         with pytest.raises(StoreError, match="not a database"):
             service(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The context log: what is committed stays, and a file that is not its own stays untouched."""
+"""The context log: committed records stay, and a foreign file stays untouched."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_update_does_not_bring_a_deleted_context_back(log):
     assert log.delete("a", "mail")
     assert not log.update(record)
     assert log.get("a", "mail") is None
-    assert log.delete("a", "mail")  # again, as long as it has not ended
+    assert log.delete("a", "mail")  # again, as long as the deletion has not ended
     log.end_deletion("a")
     assert not log.delete("a", "mail")
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_told_and_changes_nothing(log):
         lambda: log.add(ContextRecord("long", "mail", long), 16),
         lambda: log.update(dataclasses.replace(small, messages=long)),
     ):
-        with pytest.raises(StoreError, match=r"disk is full\. Make room"):
+        with pytest.raises(StoreError, match=r"disk is full\. Free space"):
             change()
     assert log.of_all() == [small]
     log._db.execute(f"PRAGMA max_page_count={1 << 20}")
@@ -240,7 +240,7 @@ def test_format_1_by_several_at_a_time(folder):
 
 
 def newer(path):
-    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=4")
+    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=5")
 
 
 def foreign(path):

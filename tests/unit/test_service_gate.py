@@ -1,4 +1,4 @@
-"""Which class of routes a path belongs to: what is forgotten here has neither key nor limit."""
+"""The class of routes of a path: an unclassified path would need no key and have no limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_routes(path, name, owner):
 
 def test_every_route_of_the_server_waits_for_its_turn():
     for route in server.router.routes:
-        assert compile_path(route.path)[2] == {}  # no parameters: the path is all there is
+        assert compile_path(route.path)[2] == {}  # no parameters: the path is the whole route
         assert route_of(route.path)[0].waits, route.path
 
 

@@ -43,7 +43,7 @@ def grammars(llama):
 
 @pytest.fixture
 def confined(grammars, monkeypatch):
-    """Have llama_cpp run grammars there, for one test."""
+    """Have llama_cpp run grammars in that process, for one test."""
 
     def refuse(refusal):
         raise refusal
@@ -94,7 +94,7 @@ def test_what_costs_too_much_or_cannot_be_built_is_refused(grammars, name):
         grammars.check([Wanted("field", *HOSTILE[name])])
     assert caught.value.status == 400
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < 20  # bounded; a busy machine makes it longer
+    assert time.monotonic() - started < 20  # bounded; a busy machine takes longer
     grammars.check([Wanted("field", "grammar", 'root ::= "yes" | "no"')])
 
 
@@ -111,7 +111,7 @@ def test_verdicts_are_kept_but_not_all_of_them(grammars, monkeypatch):
     for text in texts:
         grammars.check([Wanted("", "grammar", text)])
     assert len(grammars._known) == 2
-    monkeypatch.setattr(grammars, "_job", None)  # nobody is asked
+    monkeypatch.setattr(grammars, "_job", None)  # no process is asked
     for text in texts[1:]:
         grammars.check([Wanted("", "grammar", text)])
 
@@ -125,7 +125,7 @@ def test_a_verdict_is_kept_for_the_app_that_asked_alone(grammars, monkeypatch):
     for app in ("game", None, "mail", "game"):
         with serving_context(None, app):
             grammars.check(wanted)
-    assert len(asked) == 2  # of game and of nobody, once each
+    assert len(asked) == 2  # of game and of no app, once each
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_schema_becomes_a_grammar(llama):
 @pytest.mark.usefixtures("confined")
 @pytest.mark.parametrize("text", [nested(30_000), "root ::= (", AMBIGUOUS])
 def test_what_was_not_found_before_ends_the_call_only(llama, text):
-    """It ends the process that builds it, or costs more with each token."""
+    """The text kills the process that builds it, or costs more with each token."""
     grammar = llama_grammar.LlamaGrammar.from_string(text)
     with pytest.raises(Refusal, match="grammar: it needs more"):
         llama.create_completion("aaaa", grammar=grammar, temperature=0.0, max_tokens=200)
@@ -193,7 +193,7 @@ def test_json_is_accepted_with_any_vocabulary_and_processor(reference_model):
 
 @pytest.mark.soak
 def test_accepted_ones_cost_little(llama, grammars):
-    """The kernel ends what takes more; so what is measured here is what a call waits for."""
+    """The kernel ends costlier ones, so this measures how long a call waits."""
     chance = random.Random(1)
     n_tokens, n_accepted, waited_s = 0, 0, 0.0
     for seed in range(scale(40, 4000)):
@@ -213,7 +213,7 @@ def test_accepted_ones_cost_little(llama, grammars):
 
 
 def test_an_end_that_somebody_else_made_is_no_verdict(grammars, monkeypatch):
-    """A machine without memory kills the process that checks; later, the same grammar is fine."""
+    """A machine short of memory kills the check; the same grammar is accepted later."""
 
     def killed(_):
         ours, theirs = socket.socketpair()
@@ -250,6 +250,19 @@ def test_its_process_ends_with_it(llama):
     while any(_runs(int(child)) for child in [pid, *children]):
         assert time.monotonic() < deadline
         os.sched_yield()
+
+
+def test_nothing_is_left_of_a_process_that_had_nothing_to_do(llama, monkeypatch):
+    monkeypatch.setattr(module.worker, "IDLE_S", 0.1)
+    wanted = [Wanted("", "grammar", f'root ::= "{i}"') for i in range(2)]
+    with contextlib.closing(Grammars(lambda: llama)) as grammars:
+        grammars.check(wanted[:1])
+        process = Path(f"/proc/{grammars._worker._process.pid}")
+        deadline = time.monotonic() + 20
+        while process.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        grammars.check(wanted[1:])
 
 
 def _runs(pid):

@@ -1,4 +1,4 @@
-"""Keys: who is recognized by them, and which files of them are refused, without quoting any."""
+"""Keys: the apps that they identify, and key files refused without quoting a key."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_key_file_that_is_not_there(tmp_path):
 
 def test_a_pipe_is_no_key_file(tmp_path):
     os.mkfifo(tmp_path / "keys.toml", 0o600)
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read_key_file(tmp_path / "keys.toml")  # does not wait for a writer
 
 

@@ -1,4 +1,4 @@
-"""The line before the engine: order, bound, fairness, and what ends a call."""
+"""The queue before the engine: order, bound, fairness, and reasons to end a call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_more_than_may_wait_is_refused(in_loop):
         line = Line(2)
         calls = [line.enter("mail") for _ in range(3)]
         for attempt in (line.check, line.enter):
-            with pytest.raises(Refusal, match=r"2 calls wait.*the limit is 2") as caught:
+            with pytest.raises(Refusal, match=r"2 calls are waiting.*the limit is 2") as caught:
                 attempt("mail")
             assert caught.value.status == 429
             assert (b"retry-after", b"1") in caught.value.headers
@@ -58,10 +58,10 @@ def test_no_app_keeps_another_one_out(in_loop):
         flood = [line.enter("flood") for _ in range(5)]
         line.enter("mail")
         assert names(line.waiting) == ["flood", "flood", "flood", "mail"]
-        assert flood[4].refusal.status == 429  # its latest
+        assert flood[4].refusal.status == 429  # its latest call
         line.enter("mail")
         assert names(line.waiting) == ["flood", "flood", "mail", "mail"]
-        for app in ("mail", "flood"):  # even now: nobody has more than a fair share
+        for app in ("mail", "flood"):  # no app ever has more than a fair share
             with pytest.raises(Refusal, match="the limit is 4"):
                 line.enter(app)
         line.enter("notes")

@@ -1,4 +1,4 @@
-"""Where a service listens, and whose state folder it is: told before a model is loaded."""
+"""Where a service listens, and who owns its state folder: checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_is_no_socket_is_left_alone(path, kind):
         (path if kind == "file" else path.with_name("target")).write_text("precious")
     if kind == "link to a file":
         path.symlink_to("target")
-    with pytest.raises(ConfigError, match="exists and is no socket"), listening_on(path):
+    with pytest.raises(ConfigError, match="exists and is not a socket"), listening_on(path):
         pass
     if kind != "directory":
         assert path.read_text() == "precious"
@@ -50,7 +50,7 @@ def test_one_that_somebody_listens_on_is_left_alone(path):
         other.bind(str(path))
         other.listen(0)
         with contextlib.ExitStack() as stack:
-            for _ in range(3):  # its line is full
+            for _ in range(3):  # its queue is full
                 client = stack.enter_context(socket.socket(socket.AF_UNIX))
                 client.setblocking(False)
                 client.connect_ex(str(path))

@@ -1,4 +1,4 @@
-"""Pages in browsers: their own origins, names that lead here, and preflights."""
+"""Pages in browsers: their own origins, host names of this server, and preflights."""
 
 from __future__ import annotations
 

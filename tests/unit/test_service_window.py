@@ -1,4 +1,4 @@
-"""From which message on the model sees a context, and what the lengths are that decide it."""
+"""The first message that the model sees of a context, and the lengths that decide it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT, ROOM = 100, 20
 
 
 def conversation(*turns, system=0):
-    """Messages, and the length of their prompt from a message on; a number is a length."""
+    """Return messages, and their prompt length from a message on; a number is a length."""
     lengths = [system] if system else []
     messages = [{"role": "system", "content": ""}] if system else []
     for said, answered in itertools.zip_longest(turns[::2], turns[1::2]):

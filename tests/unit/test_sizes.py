@@ -1,4 +1,4 @@
-"""One parser of sizes: for settings of every plugin, and options of every command."""
+"""The one parser of sizes, for settings of every plugin and options of every command."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_smallest_limit_of_nested_groups(tmp_path, is_v2):
     group(mount / "a/b", **{name: 700})
     group(mount / "a", **{name: 500})
     assert machine.memory_limit_bytes(tmp_path) == 500
-    group(mount / "a/b/c", memory__high=400)  # a process beyond it is slowed down to a crawl
+    group(mount / "a/b/c", memory__high=400)  # the kernel slows a process beyond it to a crawl
     assert machine.memory_limit_bytes(tmp_path) == (400 if is_v2 else 500)
 
 

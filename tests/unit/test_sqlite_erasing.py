@@ -82,7 +82,7 @@ def test_a_writer_in_between_costs_another_try(tmp_path, monkeypatch):
     monkeypatch.setattr(eraser, "_empty_log", empty_and_write)
     eraser.erase()
     waits[0] = 100
-    with pytest.raises(StoreError, match="it changes meanwhile"):
+    with pytest.raises(StoreError, match="it is changed meanwhile"):
         eraser.erase()
     assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     for one in (db, other, eraser):

@@ -1,4 +1,4 @@
-"""Torch is for offline stages: two modules import it, and nothing imports these before its time."""
+"""Torch is for offline stages: two modules import it, and others import these only when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failure that repeats is told once, then counted."""
+"""A repeated failure is logged once, then counted."""
 
 from __future__ import annotations
 

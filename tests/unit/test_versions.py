@@ -1,4 +1,4 @@
-"""Which releases of llama-cpp-python are supported: said once in code, and the same everywhere."""
+"""The supported releases of llama-cpp-python: defined once in code, and the same everywhere."""
 
 from __future__ import annotations
 

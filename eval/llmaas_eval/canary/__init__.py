@@ -1,6 +1,6 @@
 """Report of changes in the next llama.cpp that matter to the engine: ``make canary``.
 
-``xllamacpp`` is a package on PyPI that follows llama.cpp closely and exports all of ggml's and
-libllama's functions. Its newest build is asked the same questions as the installed
-llama-cpp-python, and our library, as it was compiled, computes a model on it.
+``xllamacpp`` is a package on PyPI that follows llama.cpp closely and exports all functions of ggml
+and libllama. The probe describes its newest build and the installed llama-cpp-python in the same
+way. Then it runs a model on that build with our compiled library.
 """

@@ -1,4 +1,4 @@
-"""``python -m llmaas_eval.canary``."""
+"""``python -m llmaas_eval.canary``: compare the newest llama.cpp build with the installed one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ _TIMEOUT_S = 120
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what changed; 0 whatever that is, as an alarm about the future stops no work."""
+    """Print what changed and return 0.
+
+    The status is 0 even if the newest build does not work, as a future build must not block work
+    on the supported ones.
+    """
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.canary", description=__doc__)
-    parser.add_argument("--wheel", type=Path, help=f"{_PACKAGE}'s, instead of asking pip")
+    parser.add_argument("--wheel", type=Path, help=f"{_PACKAGE} wheel to use; default pip's newest")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="llmaas-canary-") as folder:
         try:
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         _report(wheel.name, newest)
     for version in _untried_releases():
-        _say(f"WARNING: llama-cpp-python {version} is out and was not tried")
+        _say(f"WARNING: llama-cpp-python {version} is released but untested")
     return 0
 
 
@@ -50,33 +54,33 @@ def _report(name: str, newest: Path) -> None:
     installed = _probe([_folder_of("llama_cpp") / "lib" / library for library in _INSTALLED])
     facts = _probe([newest])
     version = importlib.metadata.version("llama-cpp-python")
-    _say(f"{name} beside the installed llama-cpp-python {version}:")
+    _say(f"{name} compared with the installed llama-cpp-python {version}:")
     for line in changes(installed, facts):
         _say(f"  {line}")
     found = list(problems(facts, _missing_bindings(newest)))
     for line in found:
         _say(f"WARNING: {line}")
     if not found:
-        _say("the engine computes a model on it, with the logits it has without")
+        _say("the engine works on this build: a model's logits are the same with and without it")
 
 
 def _download(folder: Path) -> Path:
-    """Let pip fetch the newest wheel.
+    """Download the newest wheel with pip.
 
     Raises:
-        ConfigError: pip could not.
+        ConfigError: pip could not download it.
     """
     to = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     done = _pip("download", *to, _PACKAGE)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        said = (done.stderr.strip().splitlines() or ["no wheel of this machine"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no wheel for this machine"])[-1]
         raise ConfigError(f"pip could not download {_PACKAGE}: {said}")
     return wheels[0]
 
 
 def _untried_releases() -> list[str]:
-    """List releases behind the range that the metadata asks for, as far as pip knows."""
+    """List releases newer than the newest supported version, as far as pip knows."""
     said = _pip("index", "versions", "llama-cpp-python").stdout
     listed = re.search(r"Available versions: (.*)", said)
     numbers = [number(version) for version in listed[1].split(", ")] if listed else []
@@ -92,7 +96,7 @@ def _folder_of(module: str) -> Path:
     """Find a module's folder without importing it.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The module is not installed.
     """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
@@ -104,7 +108,7 @@ def _library(wheel: Path, folder: Path) -> Path:
     """Extract the library from a wheel.
 
     Raises:
-        ConfigError: The wheel cannot be read, or has no library where it was.
+        ConfigError: The wheel cannot be read, or has no library at the expected path.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -114,10 +118,10 @@ def _library(wheel: Path, folder: Path) -> Path:
 
 
 def _probe(libraries: Sequence[Path]) -> dict[str, Any]:
-    """Gather facts, as far as the process comes."""
+    """Run the probe in another process; return the facts that it printed before its end."""
     hook = _folder_of("llmaas_patches.native._ffi")
     arguments = [str(path) for path in (hook, reference_model_path(), *libraries)]
-    done = subprocess.run(  # noqa: S603  our own arguments
+    done = subprocess.run(  # noqa: S603  the arguments are our own
         ["timeout", str(_TIMEOUT_S), sys.executable, "-m", _PROBE, *arguments],  # noqa: S607
         capture_output=True,
         text=True,

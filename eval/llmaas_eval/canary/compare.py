@@ -1,4 +1,4 @@
-"""Changes between two builds, and whether the engine can be hooked on the second."""
+"""Changes between two builds, and problems of the engine on the newer build."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Facts = Mapping[str, Any]
 
 
 def changes(installed: Facts, newest: Facts) -> Iterator[str]:
-    """Say each difference in a line."""
+    """Yield one line for each difference."""
     for what in ("versions", "slots"):
         old, new = installed[what], newest.get(what, {})
         for name in old:
@@ -37,11 +37,11 @@ def _without(names: Iterable[str], others: list[str]) -> list[str]:
 
 
 def problems(newest: Facts, bindings: Iterable[str]) -> Iterator[str]:
-    """Say why the suite would not work on a build, if it would not.
+    """Yield the reasons why the suite would not work on a build; none if it would.
 
     Args:
-        newest: What the probe found; what is missing was not reached, as the process died.
-        bindings: Functions of libllama that are patched and not there.
+        newest: Facts from the probe. A fact is missing if the process died before it.
+        bindings: Functions of libllama that the suite patches and the build lacks.
     """
     for name in (*newest.get("missing", ()), *bindings):
         yield f"{name} is missing"
@@ -52,10 +52,10 @@ def problems(newest: Facts, bindings: Iterable[str]) -> Iterator[str]:
     elif newest["refusal"] is not None:
         yield f"the engine is refused: {newest['refusal']}"
     elif "left registered" not in newest:
-        yield f"the process died while a model was computed: {newest.get('said', '')}"
+        yield f"the process died while it ran a model: {newest.get('said', '')}"
     elif newest["hooked"] != newest["vanilla"]:
-        yield "a model's logits are others with the engine than without"
+        yield "a model's logits differ with and without the engine"
     elif not newest["products"]:
-        yield "no product went through the engine"
+        yield "the engine computed no matrix product"
     elif newest["left registered"]:
-        yield "the engine stays registered after it was to go"
+        yield "the engine stays registered after llmaas_unregister"

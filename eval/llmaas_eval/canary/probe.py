@@ -1,7 +1,7 @@
-"""Description of one build of llama.cpp as JSON; runs in a process of its own.
+"""Description of one build of llama.cpp as JSON; runs in a separate process.
 
-``python -m llmaas_eval.canary.probe HOOK_FOLDER MODEL LIBRARY...``, libraries in the order in which
-they are to be loaded. Structures whose layout may have changed are passed on unopened.
+``python -m llmaas_eval.canary.probe HOOK_FOLDER MODEL LIBRARY...``, with the libraries in the order
+to load them in. Structures whose layout may have changed are passed on without access to fields.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ _SONAMES = ("libggml-base.so.0", "libggml-cpu.so.0", "libggml.so.0")
 _WEIGHTS = r"blk\.\d+\.ffn_down\.weight"
 _TOKENS = (1, 100, 200, 300, 400)
 _OP_AT = 80
-"""Offset of ``ggml_tensor.op``; the structure has not changed in three years."""
+"""Offset of ``ggml_tensor.op``; its layout has not changed in three years."""
 _SLOTS = 24
 
 
 class _Params(ctypes.Structure):
-    """Parameters of any layout: they come and go in memory, so more room than needed is no harm."""
+    """Parameters of unknown layout.
+
+    The ABI passes and returns structures of this size in memory, so a larger one does no harm.
+    """
 
     _fields_ = (("words", ctypes.c_int32 * 256),)
 
@@ -51,7 +54,7 @@ class _Init(ctypes.Structure):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the facts, line by line, so that those before a crash are known."""
+    """Print the facts line by line, so that a crash does not lose earlier ones."""
     hook, model, *libraries = argv
     for path in libraries[:-1]:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -88,7 +91,7 @@ def _say(what: str, value: object) -> None:
 
 
 class _Build:
-    """Interfaces that no header declares, read from memory."""
+    """Facts about a build that no header declares, read from its functions and memory."""
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
@@ -106,7 +109,10 @@ class _Build:
         return found | {"bytes of a tensor": self.lib.ggml_tensor_overhead()}
 
     def operations(self) -> list[str]:
-        """List names by number, up to the last that is sure to exist."""
+        """List operation names by number, up to ``GLU``.
+
+        ``ggml_op_name`` does not check its argument. A new ``GLU`` tensor shows a valid number.
+        """
         self.lib.ggml_init.restype, self.lib.ggml_init.argtypes = ctypes.c_void_p, [_Init]
         context = ctypes.c_void_p(self.lib.ggml_init(_Init(1 << 20, None, True)))
         make, glu = self.lib.ggml_new_tensor_1d, self.lib.ggml_swiglu
@@ -120,7 +126,7 @@ class _Build:
         return [(self.lib.ggml_type_name(i) or b"-").decode() for i in range(40)]
 
     def slots(self) -> dict[str, int]:
-        """Count pointers in each structure before the one that a function of ggml returns."""
+        """Count pointers in each structure before a member that a ggml function also returns."""
         cpu = self._call("ggml_backend_cpu_init")
         device = self._call("ggml_backend_get_device", cpu)
         kind = self._call("ggml_backend_cpu_buffer_type")
@@ -144,14 +150,18 @@ def _place(structure: int, member: int) -> int:
 
 
 def _imports(library: Path) -> list[str]:
-    """List functions of ggml that our library wants."""
+    """List the ggml functions that our library imports."""
     command = ["readelf", "--wide", "--dyn-syms", str(library)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
     return sorted(set(re.findall(r" UND ((?:ggml|gguf|quantize|dequantize|iq)\w+)", said)))
 
 
 def _stand_in() -> None:
-    """Load empty libraries by ggml's names: our library then looks in the whole process."""
+    """Load empty libraries with ggml's names.
+
+    The empty libraries satisfy our library's dependencies. The loader then finds the symbols that
+    our library imports in the whole process.
+    """
     folder = Path(tempfile.mkdtemp(prefix="llmaas-canary-"))
     for name in _SONAMES:
         path = folder / name
@@ -174,7 +184,7 @@ def _load_hook(folder: Path) -> Any:
 
 
 class _Vanilla:
-    """A model's answer."""
+    """A model without the engine."""
 
     def __init__(self, lib: Any, path: str) -> None:
         self._lib, self._path = lib, path.encode()
@@ -196,7 +206,7 @@ class _Vanilla:
             function.restype, function.argtypes = result, arguments
 
     def logits(self) -> str:
-        """Digest the logits after a few tokens."""
+        """Return a digest of the logits after a few tokens."""
         lib = self._lib
         model = self.load(lib.llama_model_default_params())
         ctx = self.create(model, _flash_attention(lib.llama_context_default_params()))
@@ -218,11 +228,11 @@ class _Vanilla:
         return self._lib.llama_init_from_model(model, params)
 
     def decoded(self) -> None:
-        """Look at the engine before it goes."""
+        """Do nothing; a subclass reads the engine's statistics before the context is freed."""
 
 
 class _Hooked(_Vanilla):
-    """The answer with some weights in our buffers, read from the file for each graph."""
+    """A model with some weights in our buffers, which the engine reads from the file per graph."""
 
     def __init__(self, lib: Any, path: str, module: Any) -> None:
         super().__init__(lib, path)
@@ -241,7 +251,7 @@ class _Hooked(_Vanilla):
         buft = int(self._ffi.cast("uintptr_t", self._hook.llmaas_buffer_type()))
         overrides = (_Override * 2)(_Override(_WEIGHTS.replace(r"\d", "[0-9]").encode(), buft))
         pointers = ctypes.cast(params.words, ctypes.POINTER(ctypes.c_void_p))
-        pointers[1] = ctypes.addressof(overrides)  # behind the devices
+        pointers[1] = ctypes.addressof(overrides)  # the field after ``devices``
         self._hook.llmaas_load_begin(self._weights)
         model = super().load(params)
         self._hook.llmaas_load_end()
@@ -268,9 +278,10 @@ class _Hooked(_Vanilla):
 
 
 def _flash_attention(params: _Params) -> _Params:
-    """Switch it on: left to llama.cpp it is off where weights lie in other buffers than its own.
+    """Switch flash attention on.
 
-    It is the last of the four settings in a row that are -1, for "as the model says".
+    By default, llama.cpp uses no flash attention if weights lie in buffers that are not its own.
+    The field is the last of four adjacent settings whose default is -1.
     """
     words = list(params.words)
     runs = [i for i in range(len(words) - 3) if words[i : i + 4] == [-1] * 4]

@@ -1,1 +1,1 @@
-"""The evaluation of elastic models: their quality by width, beside other ways to shrink them."""
+"""The evaluation of elastic models: quality by width, compared with other ways to shrink them."""

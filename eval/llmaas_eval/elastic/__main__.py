@@ -1,11 +1,11 @@
-"""``python -m llmaas_eval.elastic``: how well a prepared model's levels read, beside other ways.
+"""``python -m llmaas_eval.elastic``: quality of a prepared model by level, and of other methods.
 
     llmaas elastic prepare model-f16.gguf -o prepared.gguf
     python -m llmaas_eval.elastic --model model-f16.gguf --prepared prepared.gguf
 
-All read the same windows of text, of which the intervals are; what is compared has as many bytes of
-the blocks' weights, K and V projections apart. Methods that remove whole layers remove these, too,
-and are given the next larger number of layers.
+All methods read the same windows of text; the intervals are over windows. Methods are compared at
+equal bytes of the blocks' weights, K and V projections not counted. A method that removes whole
+layers also removes their K and V projections; it gets the next larger number of layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEVELS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print tables, or what they show as JSON."""
+    """Run the study and print its results as tables or JSON; return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -53,23 +53,29 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="GGUF of F16, which PREPARED was made from")
-    add("--prepared", type=Path, required=True, help="what `llmaas elastic prepare` made of it")
+    add("--model", type=Path, required=True, help="F16 GGUF that PREPARED was made from")
+    add("--prepared", type=Path, required=True, help="output of `llmaas elastic prepare` for it")
     lm = DATA / "lm"
-    add("--text", type=Path, default=lm / "reference_val.txt", help="read; default %(default)s")
+    add(
+        "--text",
+        type=Path,
+        default=lm / "reference_val.txt",
+        help="text to test; default %(default)s",
+    )
     add(
         "--calibration",
         type=Path,
         default=lm / "reference_train.txt.xz",
-        help="others' importance is from, as much as PREPARED's; default %(default)s",
+        help="text to score importance on for other methods, as long as PREPARED's calibration; "
+        "default %(default)s",
     )
-    add("--windows", type=int, default=64, help="of 512 tokens, that are read; default %(default)s")
+    add("--windows", type=int, default=64, help="test windows of 512 tokens; default %(default)s")
     add("--levels", type=float, nargs="+", default=_LEVELS, help="default %(default)s")
     add("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="default all")
     add("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default all")
-    add("--json", action="store_true", help="print JSON in place of tables")
-    add("--pictures", type=Path, metavar="FOLDER", help="write PNGs there")
-    add("--quick", action="store_true", help="a few windows of packaged text: to see that it works")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
+    add("--quick", action="store_true", help="read a few windows of packaged text, as a check only")
     return parser
 
 
@@ -86,7 +92,8 @@ def _material(args: argparse.Namespace, folder: Path) -> Material:
     if args.quick:
         windows = windows_of(args.model, packaged_documents(), 2, 64)
         return Material(args.model, args.prepared, windows, windows, levels, folder)
-    text = read_documents(args.text, 8 * args.windows * _N_TOKENS)  # windows are spread over it
+    # Windows are spread evenly over the text, so read 8 times the tokens that they need.
+    text = read_documents(args.text, 8 * args.windows * _N_TOKENS)
     training = read_documents(args.calibration, 2 * _N_CALIBRATION * _N_TOKENS)
     return Material(
         args.model,

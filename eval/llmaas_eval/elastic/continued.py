@@ -1,7 +1,7 @@
-"""Contexts begun at one level that go on at another, from the disk.
+"""Contexts that begin at one level, are stored on disk, and continue at another level.
 
-``kv_chunks`` keeps the beginning of each window, and everything is closed. Then the rest is read
-from there, with an app's ``Llama`` and the plugins themselves.
+``kv_chunks`` stores the beginning of each window, then the suite is closed. Another activation
+restores it from disk and evaluates the rest, with an app's ``Llama`` and the real plugins.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ __all__ = ["continued"]
 def continued(
     path: Path, windows: Windows, levels: Sequence[float], folder: Path
 ) -> Iterator[tuple[float, float, Reading]]:
-    """How the last quarters of windows read: the level before, the level then, and that.
+    """Yield the first level, the second level, and the reading of the windows' last quarters.
 
     Args:
         path: A prepared file.
-        windows: Text.
-        levels: All pairs are read; the first is what others are compared with.
-        folder: For the contexts.
+        windows: Test text.
+        levels: Levels of which all pairs are measured. The reference for all pairs is the first
+            level throughout.
+        folder: Folder for the stored contexts.
 
     Raises:
-        RuntimeError: Not all came from the disk.
+        RuntimeError: Some tokens were not restored from disk.
     """
     n_kept = windows.shape[1] * 3 // 4 // CHUNK_TOKENS * CHUNK_TOKENS
     full: list[NDArray[np.float32]] = []
@@ -57,7 +58,7 @@ def continued(
                     found.append(read_window(full[i], log_p, window[n_kept + 1 :]))
                 n_read = suite.status()["plugins"]["kv_chunks"]["disk_hits"] * CHUNK_TOKENS
             if n_read != n_kept * len(windows):
-                raise RuntimeError(f"{n_read} tokens of {name} came from the disk")
+                raise RuntimeError(f"only {n_read} tokens of {name} came from the disk")
             shutil.rmtree(copy)
             yield before, then, Reading(*np.array(found).T)
         shutil.rmtree(store)
@@ -81,7 +82,7 @@ def _app(path: Path, store: Path, n_ctx: int) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(llama: Any, tokens: NDArray[np.int32], level: float) -> NDArray[np.float32]:
-    """Log probabilities behind each token that is not restored."""
+    """Return log probabilities after each token; rows of restored tokens are not computed."""
     with elastic.level(level):
         next(llama.generate(tokens.tolist(), temp=0.0))
     return log_softmax(np.asarray(llama.scores[: len(tokens)]))

@@ -1,4 +1,4 @@
-"""A level as a model file of its own: what others switch to by loading it."""
+"""A level written as its own model file, as systems without elastic weights would load it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["even_widths", "write_cut"]
 
 
 def even_widths(blocks: Blocks, level: float) -> Widths:
-    """The same of each layer, for no more bytes than this share of the blocks has."""
+    """Return equal widths of all layers that use at most share ``level`` of the blocks' bytes."""
     n_groups = max(blocks.group_granule, round(level * blocks.n_groups))
     group, neuron = sum(blocks.group_bytes), sum(blocks.neuron_bytes)
     n_bytes = level * (blocks.n_groups * group + blocks.n_ff * neuron) - n_groups * group
@@ -29,21 +29,21 @@ def even_widths(blocks: Blocks, level: float) -> Widths:
 
 
 def write_cut(source: Path, widths: Widths, path: Path) -> Path:
-    """Write the leading units of a model, with the keys and values of these alone.
+    """Write the leading units of a model, with only the K and V projections of these units.
 
     Args:
         source: GGUF of the llama architecture without biases.
-        widths: Those of all layers must be the same, as llama.cpp wants it.
-        path: Where.
+        widths: Widths, which must be equal in all layers because llama.cpp requires it.
+        path: Output file.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: Layers differ.
+        ValueError: The layers have different widths.
     """
     if len({*widths.groups.tolist()}) > 1 or len({*widths.neurons.tolist()}) > 1:
-        raise ValueError("layers of a file have one width")
+        raise ValueError("the layers have different widths; a model file allows only one")
     blocks, reader = blocks_of(source), GGUFReader(source)
     n_groups, n_ff = int(widths.groups[0]), int(widths.neurons[0])
     numbers = {
@@ -72,13 +72,13 @@ def write_cut(source: Path, widths: Widths, path: Path) -> Path:
 
 
 def _extents(blocks: Blocks, n_groups: int, n_ff: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows and columns that are left, by matrix."""
+    """Return the remaining rows, and the remaining columns, by matrix."""
     n_queries, n_keys = n_groups * blocks.group_width, n_groups * blocks.head_dim
     heads = {"attn_q": n_queries, "attn_k": n_keys, "attn_v": n_keys}
     return heads | {"ffn_gate": n_ff, "ffn_up": n_ff}, {"attn_output": n_queries, "ffn_down": n_ff}
 
 
 def _columns(data: NDArray[Any], n: int, kind: GGMLQuantizationType) -> NDArray[Any]:
-    is_quantised = data.dtype.kind == "u"
-    width = quants.quant_shape_to_byte_shape((len(data), n), kind)[1] if is_quantised else n
+    is_quantized = data.dtype.kind == "u"
+    width = quants.quant_shape_to_byte_shape((len(data), n), kind)[1] if is_quantized else n
     return data[:, :width].copy()

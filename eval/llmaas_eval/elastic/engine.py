@@ -1,4 +1,4 @@
-"""Reading with the engine itself, at several widths of one loaded model."""
+"""Perplexity measured with the engine itself, at several widths of one loaded model."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from llmaas_plugins.evaluating import log_softmax
 __all__ = ["FULL", "Claimer", "Reader", "Variant", "opened", "readings"]
 
 FULL = -1
-"""The level at which all of a model is in use."""
+"""The native level at which all units of a model are in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model file, and how much of its blocks is in use.
+    """A model file and the widths to measure it at.
 
     Attributes:
-        path: GGUF.
-        blocks: Its units; None if it is only read as a whole.
+        path: GGUF file.
+        blocks: Units of the model; None if only the whole model is measured.
         levels: Widths by level.
-        biases: By weight, what is added to its product; float32, ``(n_levels, n_embd)``.
+        biases: Biases to add to a weight's product, by weight; float32, ``(n_levels, n_embd)``.
     """
 
     path: Path
@@ -46,48 +46,54 @@ class Variant:
     biases: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def claims(self) -> list[WeightClaim]:
-        """Of its parts."""
+        """Return the weight claims that give the engine these levels; none for a whole model."""
         if self.blocks is None:
             return []
         return part_claims(self.blocks, self.levels, self.biases)
 
 
 class Claimer:
-    """A plugin of the evaluation's own.
+    """Plugin that claims weights of the next model and keeps native contexts.
 
     Attributes:
-        claims: For the model that is loaded next.
-        contexts: Those that there were; the newest comes last.
+        claims: Claims for the model that is loaded next.
+        contexts: All native contexts so far; the newest is last.
     """
 
     def __init__(self) -> None:
-        """Claim nothing."""
+        """Start without claims and contexts."""
         self.claims: list[WeightClaim] = []
         self.contexts: list[NativeContext] = []
 
     @hookimpl
     def llmaas_weights(self) -> list[WeightClaim]:
-        """Claim them."""
+        """Return ``claims``."""
         return self.claims
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
-        """Keep it."""
+        """Append ``context`` to ``contexts``."""
         self.contexts.append(context)
 
 
 class Reader:
-    """A model and a context of one thread."""
+    """A model's context on one thread, at a level that can be chosen for each text."""
 
     def __init__(self, ctx: int, context: NativeContext) -> None:
-        """Read with ``ctx``."""
+        """Use the ``llama_context`` at address ``ctx``, with its native context."""
         self._ctx, self._context = ctx, context
         self._memory = llama_cpp.llama_get_memory(ctx)
         vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
 
     def log_p(self, tokens: NDArray[np.int32], level: int) -> NDArray[np.float32]:
-        """Log probabilities behind each token of a sequence, shape ``(n_tokens, n_vocab)``."""
+        """Return log probabilities after each token, shape ``(n_tokens, n_vocab)``.
+
+        The sequence starts in an empty context.
+
+        Raises:
+            RuntimeError: ``llama_decode`` failed.
+        """
         self._context.level = level
         llama_cpp.llama_memory_clear(self._memory, False)
         n_tokens = len(tokens)
@@ -113,7 +119,7 @@ def _fill(batch: Any, tokens: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def opened(*variants: Variant, n_ctx: int) -> Iterator[list[Reader]]:
-    """Readers of up to ``n_ctx`` tokens, in one activation of the suite."""
+    """Open a reader of up to ``n_ctx`` tokens for each variant, in one activation of the suite."""
     claimer = Claimer()
     with contextlib.ExitStack() as stack:
         stack.enter_context(activate({"plugins": {}, "on_error": "raise"}, {"eval": claimer}))
@@ -129,21 +135,21 @@ def _open(stack: contextlib.ExitStack, variant: Variant, claimer: Claimer, n_ctx
     params.flash_attn_type = 1
     ctx = llama_cpp.llama_init_from_model(model, params)
     if ctx is None:
-        raise RuntimeError(f"no context of {n_ctx} tokens for {variant.path}")
+        raise RuntimeError(f"llama.cpp made no context of {n_ctx} tokens for {variant.path}")
     stack.callback(llama_cpp.llama_free, ctx)
     return Reader(ctx, claimer.contexts[-1])
 
 
 def readings(full: Path, variant: Variant, windows: Windows, name: str = "") -> list[Reading]:
-    """How a model reads at each of its levels, beside the full one.
+    """Measure a variant at each of its levels, compared with the full model.
 
-    Distributions are not kept: the full model reads each window again.
+    The full model reads each window again in every call, because its distributions are not kept.
 
     Args:
         full: GGUF of the full model.
-        variant: The other; without levels it is read as a whole.
-        windows: Text.
-        name: Shown beside the progress.
+        variant: Variant to measure; without levels, only its whole model.
+        windows: Test text.
+        name: Label of the progress bar.
     """
     levels = range(len(variant.levels)) if variant.levels else [FULL]
     found = np.empty((len(levels), len(Reading._fields), len(windows)))

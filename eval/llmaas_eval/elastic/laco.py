@@ -1,8 +1,9 @@
-"""Layer collapse (LaCo, Yang et al. 2024): layers are merged into the one before them.
+"""Layer collapse (LaCo, Yang et al. 2024): layers are merged into the layer before them.
 
-From the last layers to the first, some consecutive ones become one, whose weights are the first's
-and what each of the others differs from it by. That stays if what the last layer puts out is
-similar enough. The paper sets how similar; here that falls until as few layers are left as wanted.
+From the last layers to the first, a few consecutive layers become one. Its weights are the first
+layer's plus each other layer's difference from the first. A merge is kept if the last layer's
+output stays similar enough. The paper fixes that similarity threshold; here it falls until few
+enough layers are left.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ from llmaas_plugins.elastic.torch_model import Decoder, Weights
 __all__ = ["write_merged"]
 
 _MERGED = 3
-"""Layers that become one: the fewest with which that is more than leaving one out."""
+"""Layers merged into one. Merging only two would equal leaving out the first of them."""
 _SIMILARITIES = (*np.linspace(0.95, -0.95, 39), -1.0)
 _MOST_WINDOWS = 4
-"""That outputs are compared on: the paper takes a few sentences."""
+"""Most calibration windows to compare outputs on; the paper uses a few sentences."""
 
 Layers = Sequence[Weights]
 
 Merges = tuple[tuple[int, int], ...]
-"""First layer, as they are numbered by then, and how many after it are merged into it."""
+"""Merges in order: the first layer's number at that point, and how many layers join it."""
 
 
 def write_merged(source: Path, path: Path, n_layers: int, calibration: Windows) -> Path:
-    """Write a model with so many layers.
+    """Write a model merged down to ``n_layers`` layers.
 
     Args:
-        source: The model; F16.
-        path: Where; replaced atomically.
-        n_layers: At least one.
-        calibration: Text that outputs are compared on.
+        source: F16 GGUF of the model.
+        path: Output file; replaced atomically.
+        n_layers: Layers to keep: at least 1, fewer than the model has.
+        calibration: Text on which outputs are compared.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: The model has no more layers.
+        ValueError: ``n_layers`` is out of range.
     """
     decoder, windows = Decoder(source), calibration[:_MOST_WINDOWS].astype(np.int32)
     layers = [decoder.weights(layer) for layer in range(decoder.blocks.n_layers)]
     if not 0 < n_layers < len(layers):
-        raise ValueError(f"{n_layers} layers are wanted of {len(layers)}")
+        raise ValueError(f"{n_layers} layers wanted, expected at least 1 and under {len(layers)}")
     expected = _output(decoder, layers, windows)
 
     @functools.cache
@@ -66,7 +67,10 @@ def write_merged(source: Path, path: Path, n_layers: int, calibration: Windows) 
 def _merges(
     n_layers: int, n_wanted: int, least: float, similarity: Callable[[Merges], float]
 ) -> Merges:
-    """What leaves so many layers, and is nowhere less similar than ``least``; or nothing."""
+    """Return merges that leave ``n_wanted`` layers with a similarity of at least ``least``.
+
+    The result is empty if there are no such merges.
+    """
     merges: Merges = ()
     first = max(0, n_layers - _MERGED)
     while first >= 0 and n_layers > n_wanted:
@@ -79,7 +83,7 @@ def _merges(
 
 
 def _collapsed(layers: Layers, merges: Merges) -> Layers:
-    """What layers have in common is kept once, and what they differ by is added (RDSC)."""
+    """Apply merges by adding the layers' differences to the first layer (the paper's RDSC)."""
     for first, n_others in merges:
         base, end = layers[first], first + 1 + n_others
         one = {

@@ -1,4 +1,4 @@
-"""Models of one source, read beside it."""
+"""Measurements of smaller models made from one source model, compared with the source."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["Material", "Measuring"]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What is measured, and with what.
+    """Models, texts and levels of the study.
 
     Attributes:
-        source: The model, F16.
-        prepared: What ``llmaas elastic prepare`` made of it.
-        windows: Text that is read.
-        calibration: Text that importance is from, where it is found here.
-        levels: Shares of the blocks' bytes, K and V projections apart; widest first.
-        folder: For models that are made on the way.
+        source: F16 GGUF of the full model.
+        prepared: Output of ``llmaas elastic prepare`` for the source.
+        windows: Test text.
+        calibration: Text to score importance on, for methods that score it in this study.
+        levels: Shares of the blocks' bytes, K and V projections not counted; largest first.
+        folder: Folder for temporary model files.
     """
 
     source: Path
@@ -41,18 +41,18 @@ class Material:
 
 
 class Measuring:
-    """Reads with models.
+    """Measurements on one set of material.
 
     Attributes:
-        of: What is measured.
-        blocks: Of the source.
-        ours: Its levels, by name.
-        calibration: Text that others' importance is from: as much as ours is from.
-        full: How the source reads.
+        of: The material.
+        blocks: Units of the source model.
+        ours: Variants of the prepared file, by name.
+        calibration: Calibration text for other methods, as long as the prepared file's.
+        full: Result of the source model.
     """
 
     def __init__(self, of: Material) -> None:
-        """Read with the source."""
+        """Measure the source model."""
         self.of, self.blocks = of, blocks_of(of.source)
         self.ours = variants(of.prepared, of.levels)
         self.calibration = of.calibration[: _n_windows(of)]
@@ -60,11 +60,11 @@ class Measuring:
         self.full = Row(FULL, 1.0, 1.0, reading)
 
     def read(self, name: str, variant: Variant) -> list[Reading]:
-        """By level, beside the source."""
+        """Return the variant's readings by level, compared with the source."""
         return readings(self.of.source, variant, self.of.windows, name)
 
     def rows(self, name: str, variant: Variant, levels: Sequence[float] = ()) -> list[Row]:
-        """Of a variant that has these levels; those of the material if there are none."""
+        """Return a row for each level of a variant; by default, the levels are the material's."""
         found = zip(levels or self.of.levels, variant.levels, self.read(name, variant), strict=True)
         return [
             Row(name, level, self.blocks.share(widths), reading) for level, widths, reading in found
@@ -73,7 +73,7 @@ class Measuring:
     def ordered(
         self, name: str, scores: Scores, widths: Sequence[Widths] | None = None
     ) -> list[Row]:
-        """Units in another order; in the widths of our uniform table unless others are given."""
+        """Measure the source with units ordered by ``scores``, by default at our uniform widths."""
         path = self.of.folder / f"{name}.gguf"
         for _ in write_reordered(self.of.source, path, order_by(self.blocks, scores)):
             pass
@@ -85,7 +85,7 @@ class Measuring:
 
 
 def _n_windows(of: Material) -> int:
-    """That ours is from; some at least."""
+    """Return how many calibration windows the prepared file's scores used; at least 1."""
     prepared = read_elastic(of.prepared)
     n_tokens = prepared.calibration.n_tokens if prepared else 0
     return max(1, n_tokens // of.calibration.shape[1])

@@ -1,4 +1,4 @@
-"""Peak memory of a process that has a model in several widths, one way or the other."""
+"""Peak memory of a process with several widths of a model, as levels or as separate files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _N_PROMPT, _N_TOKENS = 512, 4
 
 
 def peak_with(paths: Sequence[Path], levels: Sequence[float] = ()) -> int:
-    """The most memory of a process that computes with all of these models, and keeps them.
+    """Return the peak memory in bytes of a new process that loads and runs all of these models.
 
     Args:
-        paths: GGUFs.
-        levels: All are used of each, with the plugin; none: it is stock llama.cpp.
+        paths: GGUF files; all stay loaded.
+        levels: Levels to run each model at, with the plugin. Without levels, the process runs
+            stock llama.cpp.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as process:

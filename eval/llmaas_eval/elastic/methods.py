@@ -1,4 +1,4 @@
-"""Other ways to shrink a model to as many bytes."""
+"""Other methods to shrink a model, measured at equal bytes."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ def rows_of_layers(
     levels: Sequence[float],
     by_kept: Mapping[int, Reading],
 ) -> Iterator[Row]:
-    """Whole layers, for as many bytes as each level has.
+    """Yield rows of a method that removes whole layers, at the bytes of each level.
 
-    They seldom come to as many. So there is a row of the next larger number of layers, in the
-    method's favour, and one between that and the next smaller.
+    A number of whole layers seldom has exactly those bytes. So there is one row for the next larger
+    number of layers, in the method's favor. A second row interpolates between that and one layer
+    fewer.
 
     Args:
-        name: Of the method.
-        blocks: Of the model.
-        n_kv_bytes: Of its K and V projections, which go with their layers.
-        levels: Shares of the blocks' bytes, without those.
-        by_kept: How it reads, by the number of layers that are kept.
+        name: Name of the method.
+        blocks: Units of the model.
+        n_kv_bytes: Bytes of the K and V projections, which are removed with their layers.
+        levels: Shares of the blocks' bytes, K and V projections not counted.
+        by_kept: The method's readings by the number of kept layers.
     """
     for level in levels:
         kept = kept_layers(blocks, n_kv_bytes, level)
@@ -67,7 +68,7 @@ def rows_of_layers(
 
 
 def _random(measuring: Measuring, name: str) -> list[Row]:
-    """Mean of several orders, and at each level the best of them."""
+    """Measure random orders; return their mean, and the best of them at each level."""
     blocks, rows = measuring.blocks, list[Row]()
     seeds = [measuring.ordered(name, random_scores(blocks, seed)) for seed in range(_N_SEEDS)]
     for of_level in zip(*seeds, strict=True):
@@ -78,7 +79,7 @@ def _random(measuring: Measuring, name: str) -> list[Row]:
 
 
 def _first_order(measuring: Measuring, name: str) -> list[Row]:
-    """The paper's importance (Eq 2), in our widths."""
+    """Measure the paper's importance (Eq 2) at our widths."""
     from llmaas_plugins.elastic.gradients import gradient_scores
 
     source, windows = measuring.of.source, measuring.calibration
@@ -86,7 +87,7 @@ def _first_order(measuring: Measuring, name: str) -> list[Row]:
 
 
 def _fluctuation(measuring: Measuring, name: str) -> list[Row]:
-    """What the engine alone tells of importance, in our widths."""
+    """Measure importance by activation fluctuation, which needs only the engine, at our widths."""
     source, blocks, text = measuring.of.source, measuring.blocks, measuring.calibration.ravel()
     moments = _moments(measuring, source)
     about = calibration_of(text, 0, len(text), name)
@@ -94,7 +95,7 @@ def _fluctuation(measuring: Measuring, name: str) -> list[Row]:
 
 
 def _mean_biases(measuring: Measuring, name: str) -> list[Row]:
-    """Ours, with the mean of what a level leaves out put back at all levels, as FLAP does."""
+    """Measure our levels with the mean of the omitted output added back as biases (FLAP)."""
     path, rows = measuring.of.prepared, list[Row]()
     moments = _moments(measuring, path)
     for table in filter(measuring.ours.__contains__, OURS):
@@ -116,12 +117,12 @@ def _moments(measuring: Measuring, path: Path) -> ChannelMoments:
 
 
 def _magnitude(measuring: Measuring, name: str) -> list[Row]:
-    """Units with the largest weights first, in our widths."""
+    """Measure units in order of weight magnitude, largest first, at our widths."""
     return measuring.ordered(name, magnitude_scores(measuring.of.source))
 
 
 def _llm_pruner(measuring: Measuring, name: str) -> list[Row]:
-    """Its order in our widths; and with its own layers left whole, the first and the last ones."""
+    """Measure LLM-Pruner's order at our widths, and with the first and last layer left whole."""
     blocks, levels = measuring.blocks, measuring.of.levels
     scores = llm_pruner_scores(measuring.of.source, measuring.calibration)
     ends = np.zeros(blocks.n_layers)
@@ -131,7 +132,7 @@ def _llm_pruner(measuring: Measuring, name: str) -> list[Row]:
 
 
 def _shortgpt(measuring: Measuring, name: str) -> list[Row]:
-    """Layers that change their input least are removed first."""
+    """Measure ShortGPT: the layers that change their input least are removed first."""
     source, blocks = measuring.of.source, measuring.blocks
     order = layers_to_drop(source, measuring.calibration)
     kept = range(blocks.n_layers, 0, -1)
@@ -141,7 +142,7 @@ def _shortgpt(measuring: Measuring, name: str) -> list[Row]:
 
 
 def _laco(measuring: Measuring, name: str) -> list[Row]:
-    """Layers are merged into the one before them."""
+    """Measure LaCo: layers are merged into the layer before them."""
     from llmaas_eval.elastic.laco import write_merged
 
     by_kept = {measuring.blocks.n_layers: measuring.full.reading}
@@ -168,4 +169,4 @@ METHODS: Mapping[str, Callable[[Measuring, str], list[Row]]] = {
     "ShortGPT": _shortgpt,
     "LaCo": _laco,
 }
-"""By name."""
+"""Function that measures each method, by the method's name."""

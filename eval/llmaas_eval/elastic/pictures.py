@@ -1,4 +1,4 @@
-"""Pictures of the study."""
+"""Plots of the study."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["draw"]
 
 
 def draw(found: Found, folder: Path) -> None:
-    """Write a picture of each part that was measured."""
+    """Write plots of the parts that were measured as PNG files to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     if found["levels"]:
         _draw_levels(found["levels"], folder / "elastic-quality.png")
@@ -33,7 +33,7 @@ def draw(found: Found, folder: Path) -> None:
 
 
 def _draw_levels(rows: Sequence[Row], path: Path) -> None:
-    """Quality of all methods at equal bytes, by level (Fig 10a)."""
+    """Plot the quality of all methods at equal bytes, by level (Fig 10a)."""
     figure, panels = _panels(2)
     methods = {row.method for row in rows}
     equal = [row for row in rows if row.method + INTERPOLATED not in methods]
@@ -46,7 +46,7 @@ def _draw_levels(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw_layers(rows: Sequence[Row], path: Path) -> None:
-    """Loss increase by layer that is removed, largest first (Fig 10b)."""
+    """Plot the loss increase by removed layer, largest first (Fig 10b)."""
     full = next(row.reading for row in rows if row.method == FULL)
     more = [
         (difference(row.reading.nats, full.nats), row.method) for row in rows if row.method != FULL
@@ -72,8 +72,8 @@ def _lines(axes: Any, rows: Sequence[Row], value: Callable[[Reading], float]) ->
     for method in dict.fromkeys(row.method for row in rows):
         points = sorted((row.level, value(row.reading)) for row in rows if row.method == method)
         if method == FULL:
-            if points[0][1] > 0:  # it is nowhere on a logarithmic axis
-                axes.axhline(points[0][1], color="grey", linestyle=":", label=method)
+            if points[0][1] > 0:  # a logarithmic axis has no 0
+                axes.axhline(points[0][1], color="gray", linestyle=":", label=method)
         else:
             style = "o-" if method.startswith(OURS) else ".--"
             axes.plot(*zip(*points, strict=True), style, label=method)

@@ -1,4 +1,4 @@
-"""Prepared files, as variants to be read with."""
+"""Prepared files as variants to measure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ __all__ = ["by_weight", "default_variant", "variants", "write_uniform"]
 
 
 def write_uniform(source: Path, path: Path, scores: Scores) -> Path:
-    """Prepare a model with the paper's widths alone.
+    """Write a prepared model that has only the uniform widths, which are the paper's.
 
     Args:
-        source: The model.
-        path: Where.
-        scores: Of its units, and layers if these differ.
+        source: GGUF file of the model.
+        path: Output file.
+        scores: Scores of the units. Without scores of layers, all layers count the same.
+
+    Returns:
+        ``path``.
     """
     blocks = blocks_of(source)
     step, losses = step_of(blocks), scores.layers
@@ -45,14 +48,14 @@ def write_uniform(source: Path, path: Path, scores: Scores) -> Path:
 
 
 def variants(path: Path, levels: Sequence[float]) -> dict[str, Variant]:
-    """By table, with and without compensation, as far as the file has them.
+    """Return a prepared file's variants by table, with and without compensation.
 
     Args:
         path: A prepared file.
-        levels: Which of its levels.
+        levels: Levels of the file to include.
 
     Raises:
-        ValueError: It was not prepared, or not for these levels.
+        ValueError: The file was not prepared, or not for these levels.
     """
     found = read_elastic(path)
     if found is None or not set(levels) <= set(found.levels):
@@ -69,10 +72,10 @@ def variants(path: Path, levels: Sequence[float]) -> dict[str, Variant]:
 
 
 def default_variant(path: Path, levels: Sequence[float]) -> Variant:
-    """What the plugin takes of a prepared file unless it is told otherwise.
+    """Return the variant of a prepared file that the plugin uses by default.
 
     Raises:
-        ValueError: As ``variants``.
+        ValueError: The file was not prepared, or not for these levels.
     """
     found = variants(path, levels)
     table = "searched" if "searched" in found else "uniform"
@@ -80,7 +83,10 @@ def default_variant(path: Path, levels: Sequence[float]) -> Variant:
 
 
 def by_weight(biases: NDArray[np.float16]) -> Mapping[str, NDArray[np.float32]]:
-    """Biases ``(n_levels, n_layers, 2, n_embd)`` by the weight whose product they are added to."""
+    """Split biases ``(n_levels, n_layers, 2, n_embd)`` by the weight they belong to.
+
+    A weight's biases, ``(n_levels, n_embd)``, are added to its product.
+    """
     return {
         f"blk.{layer}.{matrix}.weight": biases[:, layer, i].astype(np.float32)
         for layer in range(biases.shape[1])

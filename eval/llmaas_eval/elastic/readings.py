@@ -1,4 +1,4 @@
-"""What models of several widths make of the same windows of text, and how they differ."""
+"""Losses of models of several widths on the same windows of text, and how they differ."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ ByWindow = NDArray[np.float64]
 
 
 class Reading(NamedTuple):
-    """How a model reads windows of text, beside the full one; shape ``(n_windows,)`` each.
+    """Loss of a model on windows of text, and its agreement with the full model.
+
+    Each attribute has shape ``(n_windows,)``.
 
     Attributes:
-        nats: Mean of -log p of each next token.
+        nats: Mean of -log p of the next tokens.
         kl: Mean Kullback-Leibler divergence from the full model's distribution, in nats.
-        same: Share of tokens behind which the most likely one is the full model's.
+        same: Share of positions whose most likely next token is the full model's.
     """
 
     nats: ByWindow
@@ -43,12 +45,12 @@ class Reading(NamedTuple):
 def read_window(
     full: NDArray[np.float32], found: NDArray[np.float32], targets: NDArray[np.int32]
 ) -> tuple[float, float, float]:
-    """Means of a window, as ``Reading`` has them.
+    """Return one window's means: the values of ``nats``, ``kl`` and ``same`` in ``Reading``.
 
     Args:
         full: Log probabilities of the full model, shape ``(n_tokens, n_vocab)``.
-        found: Likewise, of the one that is read with.
-        targets: The token that comes next, shape ``(n_tokens,)``.
+        found: Log probabilities of the measured model, shape ``(n_tokens, n_vocab)``.
+        targets: Next token at each position, shape ``(n_tokens,)``.
     """
     nats = -found[np.arange(len(targets)), targets].astype(np.float64)
     kl = (np.exp(full) * (full - found)).sum(axis=1, dtype=np.float64)
@@ -57,27 +59,30 @@ def read_window(
 
 
 def mean_reading(readings: Sequence[Reading]) -> Reading:
-    """Mean over several models, such as those of several seeds; of perplexity it is geometric."""
+    """Return the mean over several models, such as several seeds.
+
+    Losses are averaged in nats, so the mean of the perplexity is geometric.
+    """
     return Reading(*(np.mean(values, axis=0) for values in zip(*readings, strict=True)))
 
 
 def mixed(a: Reading, b: Reading, share: float) -> Reading:
-    """What lies between two readings: ``share`` of the way from ``a`` to ``b``."""
+    """Interpolate between two readings: ``share`` of the way from ``a`` to ``b``."""
     return Reading(*(x + share * (y - x) for x, y in zip(a, b, strict=True)))
 
 
 def perplexity(found: Reading) -> float:
-    """Of all windows."""
+    """Return the perplexity over all windows."""
     return float(np.exp(found.nats.mean()))
 
 
 def perplexity_ratio(found: Reading, base: Reading) -> Interval:
-    """Perplexity over that of ``base`` on the same windows, with its paired 95 % interval."""
+    """Return perplexity over ``base``'s on the same windows, with its paired 95 % interval."""
     return Interval(*(float(np.exp(value)) for value in difference(found.nats, base.nats)))
 
 
 def difference(found: ByWindow, base: ByWindow) -> Interval:
-    """Mean of ``found - base`` over windows, with its 95 % interval: windows are drawn anew."""
+    """Return the mean of ``found - base`` over windows, with its bootstrapped 95 % interval."""
     apart, n = found - base, len(found)
     picks = np.random.default_rng(0).integers(0, n, (_N_RESAMPLES, n))
     low, high = np.percentile(apart[picks].mean(axis=1), [2.5, 97.5])

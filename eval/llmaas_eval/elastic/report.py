@@ -1,4 +1,4 @@
-"""What was measured, as Markdown tables."""
+"""The study's results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from llmaas_eval.knn.report import table
 __all__ = ["report"]
 
 _Value = Callable[[Reading, Reading], str]
-"""What a reading shows, beside the full model's."""
+"""Function that formats a reading, given also the full model's reading."""
 
 
 def report(found: Found) -> str:
-    """Tables with their headings."""
+    """Return the tables of all measured parts under their headings."""
     parts = [
         f"## {heading}\n\n{show(found[part])}" for part, heading, show in _PARTS if found[part]
     ]
@@ -40,7 +40,7 @@ def _quality(rows: Sequence[Row]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> str:
-    """Perplexity and KL of others against ours without biases, and of ours among them."""
+    """Compare perplexity and KL of other methods with ours without biases, and ours in pairs."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method != FULL))
     ours = [name for name in methods if name.startswith(OURS)]
     others = [name for name in methods if name not in ours]
@@ -73,7 +73,7 @@ def _ratios(rows: Sequence[Row]) -> str:
 
 
 def _continued(rows: Sequence[Row]) -> str:
-    """By the level that contexts go on at, and beside those that have one level throughout."""
+    """Show contexts that change their level, also relative to one level throughout."""
     readings = {(row.method, row.level): row.reading for row in rows if row.method != FULL}
     origins, levels = (list(dict.fromkeys(keys)) for keys in zip(*readings, strict=True))
     (_, base), *_ = readings.items()
@@ -93,7 +93,7 @@ def _continued(rows: Sequence[Row]) -> str:
         [
             "Perplexity over that of the whole model throughout:",
             _table(cells),
-            "Over that of one level throughout, with 95 % intervals:",
+            "Perplexity over that of one level throughout, with 95 % intervals:",
             table(["", "the first level", "the second"], lines),
         ]
     )
@@ -136,7 +136,7 @@ def _pairs(
 
 
 def _table(cells: Mapping[tuple[str, float], str]) -> str:
-    """A line for each name, a column for each level, the highest first."""
+    """Return a table with a row for each name and a column for each level, highest level first."""
     names = list(dict.fromkeys(name for name, _ in cells))
     levels = sorted({level for _, level in cells}, reverse=True)
     lines = [[name, *(cells.get((name, level), "") for level in levels)] for name in names]

@@ -1,4 +1,4 @@
-"""What the study measured, and as JSON."""
+"""Results of the study, and their form as JSON."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from llmaas_eval.elastic.readings import Reading, perplexity
 __all__ = ["FULL", "INTERPOLATED", "OURS", "Found", "Row", "as_json"]
 
 FULL = "full"
-"""The method that leaves nothing out."""
+"""Method name of the whole model."""
 OURS = "uniform", "searched"
-"""What our methods' names begin with."""
+"""Beginnings of our methods' names."""
 INTERPOLATED = ", interpolated"
-"""What names end with of methods that come in steps, between two of these."""
+"""Suffix of a method's name where its result is interpolated between two numbers of layers."""
 
 
 class Row(NamedTuple):
-    """One model.
+    """Result of one model.
 
     Attributes:
-        method: What it was narrowed by.
-        level: What it was narrowed to; 1: not at all.
-        share: Of the blocks' bytes, what it uses, K and V projections apart.
-        reading: How it reads.
+        method: Method that shrank the model.
+        level: Level that it was shrunk to; 1 for the whole model.
+        share: Share of the blocks' bytes in use, K and V projections not counted.
+        reading: Loss and agreement on the test text.
     """
 
     method: str
@@ -38,7 +38,7 @@ Found = Mapping[str, Sequence[Row]]
 
 
 def as_json(found: Found) -> dict[str, list[dict[str, Any]]]:
-    """With means by window, so that whatever else is asked of them can be computed later."""
+    """Return the rows for JSON, with means by window so that more can be computed later."""
     return {
         part: [
             {

@@ -1,4 +1,4 @@
-"""What others take units and layers to be worth."""
+"""Importance of units and layers as other methods define it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["layers_to_drop", "llm_pruner_scores", "magnitude_scores", "random_sc
 
 _GROUP = {"attn_q": 1, "attn_k": 1, "attn_v": 1, "attn_output": 0}
 _NEURON = {"ffn_gate": 1, "ffn_up": 1, "ffn_down": 0}
-"""A unit's matrices; it has rows of them, which are summed along axis 1, or columns."""
+"""Axis to sum a unit's weights along, by matrix: 1 where a unit has rows, 0 where columns."""
 _NOTHING = np.empty(0, np.int32)
 
 Values = NDArray[np.float32]
 
 
 def random_scores(blocks: Blocks, seed: int) -> Scores:
-    """Of no meaning."""
+    """Return random scores."""
     rng = np.random.default_rng(seed)
     groups = rng.random((blocks.n_layers, blocks.n_groups))
     neurons = rng.random((blocks.n_layers, blocks.n_ff))
@@ -34,7 +34,7 @@ def random_scores(blocks: Blocks, seed: int) -> Scores:
 
 
 def magnitude_scores(source: Path) -> Scores:
-    """Norms of units' weights, those of keys and values with their group's."""
+    """Return the norms of units' weights; a group's includes its keys' and values' weights."""
     weights, blocks = read_weights(GGUFReader(source)), blocks_of(source)
     groups, neurons = _coupled(blocks, lambda name: weights[f"{name}.weight"] ** 2)
     about = calibration_of(_NOTHING, 0, 0, "magnitude")
@@ -42,11 +42,11 @@ def magnitude_scores(source: Path) -> Scores:
 
 
 def llm_pruner_scores(source: Path, calibration: Windows) -> Scores:
-    """First-order Taylor of each weight by itself, summed over what belongs to a unit.
+    """Return first-order Taylor scores of single weights, summed over each unit.
 
-    That is what LLM-Pruner (Ma et al. 2023, §3.2) does by element: gradients of all of the text,
-    |∂L/∂w · w|, over a unit's rows of queries, keys and values, or of gates and ups, and over its
-    columns of outputs or downs.
+    This is LLM-Pruner's element-wise importance (Ma et al. 2023, §3.2): |∂L/∂w · w| with the
+    gradients of the whole text. A group sums rows of its queries, keys and values and columns of
+    the attention output; a neuron sums its gate and up rows and its down column.
     """
     from llmaas_plugins.elastic.gradients import loss_terms
     from llmaas_plugins.elastic.torch_model import Decoder
@@ -62,9 +62,10 @@ def llm_pruner_scores(source: Path, calibration: Windows) -> Scores:
 
 
 def layers_to_drop(source: Path, calibration: Windows) -> list[int]:
-    """Layers in the order in which ShortGPT removes them (Men et al. 2024, §3.2).
+    """Return layers in the order in which ShortGPT removes them (Men et al. 2024, §3.2).
 
-    A layer's influence is 1 less the mean cosine similarity of its input and its output.
+    The layer of least influence is first. A layer's influence is 1 minus the mean cosine
+    similarity of its input and its output.
     """
     import torch
 
@@ -82,7 +83,10 @@ def layers_to_drop(source: Path, calibration: Windows) -> list[int]:
 def _coupled(
     blocks: Blocks, values: Callable[[str], Values]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sums over the weights that belong to a unit: of groups, and of neurons."""
+    """Sum ``values`` of weights over each group, and over each neuron.
+
+    The shapes are ``(n_layers, n_groups)`` and ``(n_layers, n_ff)``.
+    """
 
     def sums(matrices: Mapping[str, int], layer: int, n_units: int) -> NDArray[np.float64]:
         parts = [

@@ -1,4 +1,4 @@
-"""Equal bytes: what units use, and how many layers another method keeps for as much."""
+"""Equal bytes: how many whole layers use the same bytes as our units at a level."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["KeptLayers", "kept_layers", "kv_bytes"]
 
 
 def kv_bytes(path: Path) -> int:
-    """Of a model's K and V projections."""
+    """Return the bytes of a model's K and V projections."""
     names = "attn_k.weight", "attn_v.weight"
     tensors = model_tensors(path).items()
     return sum(info.n_bytes for name, info in tensors if name.partition("blk.")[2].endswith(names))
 
 
 class KeptLayers(NamedTuple):
-    """What a method that removes whole layers keeps.
+    """Number of layers that a method keeps at a given number of bytes.
 
     Attributes:
-        n: Layers: the fewest that use no fewer bytes than it may.
-        share: How far on the way from one layer fewer what it may use lies.
+        n: The given bytes in layers, rounded up.
+        share: Position of the given bytes between ``n - 1`` layers (0) and ``n`` layers (1).
     """
 
     n: int
@@ -33,9 +33,10 @@ class KeptLayers(NamedTuple):
 
 
 def kept_layers(blocks: Blocks, n_kv_bytes: int, level: float) -> KeptLayers:
-    """For as many bytes as units use at ``level``, with all K and V projections.
+    """Return the layers that use as many bytes as our units at ``level`` plus all K and V.
 
-    Whole layers go with theirs, so there are a few more of them than ``level`` of all.
+    Our levels keep all K and V projections; removed layers take theirs along. So slightly more
+    than share ``level`` of the layers is kept.
     """
     n_bytes = sum(blocks.group_bytes) * blocks.n_groups + sum(blocks.neuron_bytes) * blocks.n_ff
     exact = blocks.n_layers * (level * n_bytes + n_kv_bytes) / (n_bytes + n_kv_bytes)

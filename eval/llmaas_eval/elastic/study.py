@@ -1,4 +1,4 @@
-"""Everything that is measured of elastic models' quality."""
+"""All parts of the study of elastic models' quality."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.prepared import default_variant
 from llmaas_eval.elastic.rows import Found, Row
 from llmaas_plugins.elastic.units import without_layers
-from llmaas_plugins.quantise import quantise
+from llmaas_plugins.quantize import quantize
 
 __all__ = ["PARTS", "Plan", "study"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """Choice of what to measure.
 
     Attributes:
-        parts: In ``PARTS``.
-        methods: In ``METHODS``; ours are measured in any case.
-        calibrations: Tokens that importance is from.
-        types: Of the weights, besides F16.
-        continued: Levels that contexts begin and go on at.
+        parts: Keys in ``PARTS``.
+        methods: Keys in ``METHODS``; our own methods are always measured.
+        calibrations: Numbers of tokens to score importance on.
+        types: Types of the weights, in addition to F16.
+        continued: Levels at which contexts begin and continue.
     """
 
     parts: Sequence[str]
@@ -37,7 +37,7 @@ class Plan:
 
 
 def study(material: Material, plan: Plan) -> Found:
-    """Measure the parts of the plan."""
+    """Measure the parts of the plan; the others are empty."""
     measuring = Measuring(material)
     return {
         part: [measuring.full, *measure(measuring, plan)] if part in plan.parts else []
@@ -46,7 +46,7 @@ def study(material: Material, plan: Plan) -> Found:
 
 
 def _levels(measuring: Measuring, plan: Plan) -> list[Row]:
-    """All methods (Fig 10a)."""
+    """Measure all methods (Fig 10a)."""
     rows = []
     for name, variant in measuring.ours.items():
         rows += measuring.rows(name, variant)
@@ -56,7 +56,7 @@ def _levels(measuring: Measuring, plan: Plan) -> list[Row]:
 
 
 def _layers(measuring: Measuring, _plan: Plan) -> list[Row]:
-    """Each layer is removed alone (Fig 10b)."""
+    """Measure the model without each single layer (Fig 10b)."""
     source, blocks = measuring.of.source, measuring.blocks
     removed = [without_layers(blocks, [i]) for i in range(blocks.n_layers)]
     found = measuring.read("layers", Variant(source, blocks, removed))
@@ -65,7 +65,7 @@ def _layers(measuring: Measuring, _plan: Plan) -> list[Row]:
 
 
 def _calibration(measuring: Measuring, plan: Plan) -> list[Row]:
-    """Importance from fewer tokens."""
+    """Measure importance scored on different numbers of tokens."""
     from llmaas_plugins.elastic.gradients import gradient_scores
 
     rows, windows = [], measuring.of.calibration
@@ -76,18 +76,18 @@ def _calibration(measuring: Measuring, plan: Plan) -> list[Row]:
 
 
 def _types(measuring: Measuring, plan: Plan) -> list[Row]:
-    """Weights of other types in the same order (Fig 19a), in the widths the plugin would take."""
+    """Measure other types of weights in the same order, at the plugin's widths (Fig 19a)."""
     rows, levels = [], (1.0, *measuring.of.levels)
     for name in ("F16", *plan.types):
         path = measuring.of.prepared
         if name != "F16":
-            path = quantise(path, measuring.of.folder / f"{name}.gguf", name)
+            path = quantize(path, measuring.of.folder / f"{name}.gguf", name)
         rows += measuring.rows(name, default_variant(path, levels), levels)
     return rows
 
 
 def _continued(measuring: Measuring, plan: Plan) -> list[Row]:
-    """Contexts that change their level on the way."""
+    """Measure contexts that change their level."""
     of = measuring.of
     found = continued(of.prepared, of.windows, plan.continued, of.folder)
     return [Row(f"from {before:.0%}", then, then, reading) for before, then, reading in found]
@@ -100,4 +100,4 @@ PARTS: Mapping[str, Callable[[Measuring, Plan], list[Row]]] = {
     "types": _types,
     "continued": _continued,
 }
-"""By name."""
+"""Function that measures each part, by the part's name."""

@@ -1,4 +1,4 @@
-"""Text in tokens: windows to be read, and a stream to calibrate with."""
+"""Windows of tokens to test and to calibrate with."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ _DOCUMENT = "\n<|doc|>\n"
 _CHARACTERS_PER_TOKEN = 6
 
 Windows = NDArray[np.int32]
-"""Shape ``(n_windows, n_tokens)``: each begins with the token that begins a sequence."""
+"""Token ids, shape ``(n_windows, n_tokens)``; each window begins with the BOS token."""
 
 
 def read_documents(path: Path, n_tokens: int) -> list[str]:
-    """Documents of a text, split at lines of ``<|doc|>``: surely ``n_tokens`` long if it is.
+    """Read the beginning of a text and split it at lines of ``<|doc|>``.
 
     Args:
-        path: Text; packed with xz if it is so called.
-        n_tokens: How much is wanted of its beginning.
+        path: Text file, compressed with xz if the name ends in ``.xz``.
+        n_tokens: Tokens to read from the beginning. The estimate is 6 characters a token, more
+            than usual, so that enough are read.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as file:
@@ -39,18 +40,18 @@ def read_documents(path: Path, n_tokens: int) -> list[str]:
 
 
 def packaged_documents() -> list[str]:
-    """The suite's own conversations."""
+    """Return the packaged conversations as documents."""
     return ["\n".join(lines) for lines in packaged_lines()]
 
 
 def windows_of(model: Path, documents: list[str], n_windows: int, n_tokens: int) -> Windows:
-    """Cut documents, one behind the other, and take windows evenly spread over them.
+    """Concatenate documents, cut them into windows, and pick windows evenly spread over them.
 
     Args:
-        model: GGUF with the vocabulary.
-        documents: Text.
-        n_windows: As many, or as there are.
-        n_tokens: Of each.
+        model: GGUF file with the vocabulary.
+        documents: Texts.
+        n_windows: Most windows to return.
+        n_tokens: Tokens of each window, with the BOS token.
 
     Raises:
         ValueError: The documents are shorter than a window.

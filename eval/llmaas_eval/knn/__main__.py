@@ -1,4 +1,4 @@
-"""``python -m llmaas_eval.knn FIGURE --data DIR``: measure a figure and write it."""
+"""``python -m llmaas_eval.knn FIGURE --data DIR``: measure a figure or table and write it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ from llmaas_eval.knn.users import USERS
 from llmaas_plugins.models import reference_model_path
 
 _HELP = (
-    "simulated users and what near-duplicates were removed (users), perplexity by method (table2), "
-    "interests that change (table3), by the number of pairs (fig9), on unrelated text (harm), "
-    "what each choice is worth (ablation), searched as it is shipped (shipped), "
-    "text written with it (generated)"
+    "users: simulated users and removed near-duplicates; table2: perplexity by method; "
+    "table3: users whose interests change; fig9: perplexity by number of pairs; "
+    "harm: perplexity on unrelated text; ablation: effect of each design choice; "
+    "shipped: the datastore's approximate search; generated: text generated with it"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write ``knn-FIGURE.json``, ``.md`` and maybe ``.png``, and print the text."""
+    """Write ``knn-FIGURE.json``, ``.md`` and, if it has a plot, ``.png``; print the tables.
+
+    Return the exit status.
+    """
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.knn", description=__doc__)
     parser.add_argument("figure", choices=FIGURES, help=_HELP)
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
-    parser.add_argument("--model", type=Path, help="GGUF; default the packaged one")
-    parser.add_argument("--users", nargs="+", choices=USERS, help="default all")
+    parser.add_argument("--model", type=Path, help="GGUF file; default the packaged model")
+    parser.add_argument("--users", nargs="+", choices=USERS, help="users; default all")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, help="in table2; default all (merging is slow)"
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        help="methods of table2; default all (merging is slow)",
     )
     parser.add_argument(
-        "-n", "--tokens", type=int, default=8000, help="scored of each user; default %(default)s"
+        "-n", "--tokens", type=int, default=8000, help="tokens scored per user; default %(default)s"
     )
     parser.add_argument(
-        "--held", type=int, default=4000, help="that settings are fitted on; default %(default)s"
+        "--held", type=int, default=4000, help="tokens to fit settings on; default %(default)s"
     )
     parser.add_argument("--cache", type=Path, help="folder for users' pairs; default in --out")
     parser.add_argument(
-        "-o", "--out", type=Path, default=Path("build/eval"), help="default %(default)s"
+        "-o", "--out", type=Path, default=Path("build/eval"), help="folder; default %(default)s"
     )
     args = parser.parse_args(argv)
     options = Options(

@@ -1,4 +1,4 @@
-"""Conversations of a test part that its training part has almost word for word."""
+"""Test conversations that are near-duplicates of training conversations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ THRESHOLD = 0.5
 
 
 class Likeness(NamedTuple):
-    """How much of each test conversation the training part has; shape ``(n_test,)`` each.
+    """Overlap of each test conversation with the training part; shape ``(n_test,)`` each.
 
     Attributes:
-        jaccard: Shingles in common with the training conversation most like it, of both's.
-        contained: Shingles that some one training conversation has, of its own.
-        known: Shingles that the training part has anywhere, of its own.
-        asked: Whether a training conversation begins with the same words of the user.
+        jaccard: Largest Jaccard similarity of its shingles with any training conversation's.
+        contained: Largest share of its shingles that a single training conversation contains.
+        known: Share of its shingles that occur anywhere in the training part.
+        asked: Whether a training conversation begins with the same user message.
     """
 
     jaccard: NDArray[np.float64]
@@ -34,7 +34,7 @@ class Likeness(NamedTuple):
 
 
 def without_duplicates(parts: Split) -> Split:
-    """The same without the test conversations that are near-duplicates of training ones."""
+    """Return ``parts`` without test conversations that are near-duplicates of training ones."""
     found = likeness(parts)
     is_known = (found.jaccard >= THRESHOLD) | (found.contained >= THRESHOLD) | found.asked
     kept = [chat for chat, known in zip(parts.test, is_known, strict=True) if not known]
@@ -42,7 +42,7 @@ def without_duplicates(parts: Split) -> Split:
 
 
 def likeness(parts: Split) -> Likeness:
-    """Compare shingles of five words; punctuation, case and who speaks do not count."""
+    """Compare shingles of five words, ignoring punctuation, case and speakers."""
     index = _Index([_shingles(chat) for chat in parts.train])
     rows = [index.compare(_shingles(chat)) for chat in parts.test]
     jaccard, contained, known = np.array(rows).T
@@ -52,7 +52,7 @@ def likeness(parts: Split) -> Likeness:
 
 
 class _Index:
-    """Which training conversations have a shingle."""
+    """Index from shingles to the training conversations that contain them."""
 
     def __init__(self, shingles: Sequence[set[int]]) -> None:
         self._sizes = np.array([len(some) for some in shingles])

@@ -1,4 +1,4 @@
-"""The reference model at work on whole conversations: hidden states and probabilities."""
+"""Hidden states and probabilities of the reference model over whole conversations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STATES: tuple[States, ...] = ("ffn_input", "final_norm")
 
 
 class Encoded(NamedTuple):
-    """Context-target pairs of a text; row by row.
+    """Context-target pairs of a text, one per row.
 
     Attributes:
-        keys: Hidden states after a context, of either kind; ``(n, n_embd)`` each.
-        values: The token that comes next.
-        p_lm: The model's own probability of that token.
-        p_max: Its largest probability (MaxProb of Eq 33).
+        keys: Hidden states after each context, by tap; ``(n, n_embd)`` each.
+        values: Next tokens; ``(n,)``.
+        p_lm: The model's probability of the next token.
+        p_max: The model's largest probability (MaxProb of Eq 33).
     """
 
     keys: dict[States, NDArray[np.float16]]
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder(TappedEngine):
-    """With both taps of hidden states open; for texts of any length, by windows."""
+    """Engine with both hidden-state taps open that encodes texts of any length in windows."""
 
     def _open(self, **settings: Any) -> NativeContext:
         context = super()._open(**settings)
@@ -43,11 +43,14 @@ class Encoder(TappedEngine):
         return context
 
     def tokens(self, text: str) -> list[int]:
-        """Of ``text``, with what a sequence begins with."""
+        """Return the tokens of ``text``, with BOS if the model uses one."""
         return list(self._model.tokenize(text.encode(), True, False))
 
     def encode(self, tokens: Sequence[int]) -> Encoded:
-        """Pairs of ``tokens``; what tells nothing, the beginning of a sequence alone, is none."""
+        """Return the pairs of ``tokens``, without the context that is BOS alone.
+
+        That context tells nothing about the text.
+        """
         parts = [self._window(window, first) for window, first in _windows(tokens, self._n_ctx)]
         keys = {states: np.concatenate([part.keys[states] for part in parts]) for states in STATES}
         rest = (np.concatenate(columns) for columns in zip(*(p[1:] for p in parts), strict=True))
@@ -69,7 +72,7 @@ class Encoder(TappedEngine):
 
 
 def _windows(tokens: Sequence[int], size: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Windows that overlap by half, and the first row of each that no earlier one has."""
+    """Yield windows that overlap by half, each with its first row that is not in an earlier one."""
     half = size // 2
     yield tokens[:size], 1
     for start in range(half, len(tokens) - half, half):

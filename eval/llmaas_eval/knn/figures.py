@@ -1,4 +1,4 @@
-"""Tables and figures of the paper on simulated users: Tables 2 and 3, Figs 3 and 9, and no harm."""
+"""The paper's Tables 2 and 3 and Figs 3 and 9 on simulated users, and the suite's own tables."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 
 class _Figure(Protocol):
     def __call__(self, options: Options, path: Path) -> tuple[list[Row], str]:
-        """Measure, draw, and give the rows and the text."""
+        """Measure, draw the plot if there is one, and return the rows and the tables as text."""
 
 
 def draw(name: str, options: Options) -> str:
-    """Measure and write a figure; its text."""
+    """Measure and write a figure; return its tables as text."""
     path = options.out / f"knn-{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, text = FIGURES[name](options, path)
@@ -96,7 +96,7 @@ def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
 
 
 def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
-    """Text that is read, and text that follows prompts of several lengths."""
+    """Measure text from its beginning, and text after prompts of several lengths."""
     del path
     with Encoder(options.model) as encoder:
         others = unrelated(options.data, encoder)
@@ -116,19 +116,19 @@ def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
 
 
 def _stranger(name: str) -> str:
-    """Another kind of user."""
+    """Return a user of another kind than ``name``."""
     return "turns-travel" if not name.startswith("turns") else "topic-health"
 
 
 def _kind(row: Row) -> str:
-    """The text, without the user whose datastore it meets."""
+    """Return the kind of a row's text: its name without the user whose datastore was used."""
     _, is_other, name = row.user.partition(" on ")
     _, is_reply, n_prompt = row.user.partition(" after ")
     return name if is_other else f"own after {n_prompt}" if is_reply else "own"
 
 
 def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
-    """What each choice is worth: the kind of key, leaving far states to the model, drawing."""
+    """Measure design choices: the kind of key, trust, leaving far states to the model, drawing."""
     del path
     methods = {name: METHODS[name] for name in ("full", "random", "offline", "offline, top")}
     plans = {

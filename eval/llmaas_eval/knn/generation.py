@@ -1,4 +1,4 @@
-"""Text written with a datastore: is it as varied as without, and how much of it is copied."""
+"""Text generated with and without a datastore: its variety, and how much of it is copied."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _COPIED = 8
 
 
 class Variety(NamedTuple):
-    """Of some texts, in per cent.
+    """Variety of some texts, in percent.
 
     Attributes:
-        distinct_1: Different tokens, of all.
-        distinct_2: Different pairs of tokens, of all.
-        repeated: Runs of four tokens that their own text had before.
-        copied: Runs of eight tokens that are in the history.
+        distinct_1: Share of distinct tokens among all tokens.
+        distinct_2: Share of distinct token pairs among all pairs.
+        repeated: Share of 4-token runs that occurred earlier in the same text.
+        copied: Share of 8-token runs that occur in the history.
     """
 
     distinct_1: float
@@ -42,7 +42,10 @@ class Variety(NamedTuple):
 
 
 def variety(texts: Sequence[Sequence[int]], history: Sequence[Sequence[int]]) -> Variety:
-    """Measure texts; the more of them, the fewer of their tokens are different."""
+    """Measure the variety of texts.
+
+    The distinct shares fall with the number of texts, so compare only equally many.
+    """
     known = {run for text in history for run in _runs(text, _COPIED)}
     loops = [list(_runs(text, _LOOP)) for text in texts]
     n_repeated = sum(len(runs) - len(set(runs)) for runs in loops)
@@ -66,10 +69,10 @@ def _runs(text: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
 
 
 class Writer(contextlib.ExitStack):
-    """The model as an app has it, with the datastore in ``store`` or without any."""
+    """A ``Llama`` as an app uses it, with the datastore in ``store`` or without plugins."""
 
     def __init__(self, model: Path, store: Path | None = None) -> None:
-        """Activate, and load the model."""
+        """Activate the suite and load the model."""
         from llama_cpp import Llama
 
         from llmaas_plugins import activate
@@ -86,7 +89,7 @@ class Writer(contextlib.ExitStack):
             undo.pop_all()
 
     def write(self, prompt: str, temperature: float) -> list[int]:
-        """``N_TOKENS`` tokens at most that go on with a prompt."""
+        """Continue a prompt by at most ``N_TOKENS`` tokens."""
         tokens = self.tokens(prompt, is_begin=True)[: _N_CTX - N_TOKENS]
         self.llama.reset()
         self.llama.set_seed(0)
@@ -100,14 +103,14 @@ class Writer(contextlib.ExitStack):
         return found
 
     def tokens(self, text: str, *, is_begin: bool = False) -> list[int]:
-        """Of a text."""
+        """Return the tokens of a text, with BOS if ``is_begin``."""
         return list(self.llama.tokenize(text.encode(), add_bos=is_begin))
 
 
 def write_datastore(
     folder: Path, model: Path, history: Pairs, chosen: Chosen, mixture: Mixture
 ) -> None:
-    """What the plugin opens, of what was chosen."""
+    """Write the chosen pairs as the datastore that the plugin opens."""
     with Writer(model) as writer:
         owner = fingerprint(writer.llama)
     rows = chosen.rows
@@ -125,10 +128,10 @@ def write_datastore(
 
 
 def written(writer: Writer, chats: Sequence[Chat], temperature: float) -> list[list[int]]:
-    """What the model answers to each first message."""
+    """Generate the model's answer to the first message of each chat."""
     return [writer.write(f"User: {chat.turns[0][1]}\nAssistant:", temperature) for chat in chats]
 
 
 def replies(writer: Writer, chats: Sequence[Chat]) -> list[list[int]]:
-    """What the cloud model answered, as many tokens."""
+    """Return the first ``N_TOKENS`` tokens of the cloud model's answer in each chat."""
     return [writer.tokens(chat.turns[1][1])[:N_TOKENS] for chat in chats]

@@ -1,4 +1,7 @@
-"""Paired 95 % intervals of changes of perplexity: conversations are drawn again, not tokens."""
+"""Paired 95 % intervals of changes of perplexity, from a bootstrap over conversations.
+
+Tokens of one conversation depend on each other, so whole conversations are resampled.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ Replicates = NDArray[np.float64]
 
 
 class Surprise(NamedTuple):
-    """What a text costs under a model, by conversation; shape ``(n_conversations,)`` each.
+    """Surprisal of a text under a model by conversation; shape ``(n_conversations,)`` each.
 
     Attributes:
-        nats: Sum of -log p over its targets.
-        n: Targets.
+        nats: Sum of -log p over the conversation's targets.
+        n: Number of the conversation's targets.
     """
 
     nats: NDArray[np.float64]
@@ -28,14 +31,14 @@ class Surprise(NamedTuple):
 
     @classmethod
     def of(cls, p: NDArray[np.float32], conversations: NDArray[np.int32]) -> Surprise:
-        """From the probability of each target, and the conversation that it is of."""
+        """Sum -log p of the targets by their conversation's number."""
         _, number = np.unique(conversations, return_inverse=True)
         nats = np.bincount(number, -np.log(p.astype(np.float64))).astype(np.float64)
         return cls(nats, np.bincount(number))
 
 
 class Interval(NamedTuple):
-    """A value, and the bootstrapped 95 % interval around it."""
+    """A value and its bootstrapped 95 % interval."""
 
     value: float
     low: float
@@ -43,17 +46,17 @@ class Interval(NamedTuple):
 
 
 def perplexity(found: Surprise) -> float:
-    """Of all targets."""
+    """Return the perplexity over all targets."""
     return float(np.exp(found.nats.sum() / found.n.sum()))
 
 
 def change(found: Surprise, base: Surprise, seed: int = 0) -> Interval:
-    """By how much perplexity is higher than with ``base``, on the same text; in per cent."""
+    """Return in percent how much perplexity is higher than ``base``'s on the same text."""
     return _interval(_change(found, base), _replicates(found, base, seed))
 
 
 def mean_change(pairs: Sequence[tuple[Surprise, Surprise]]) -> Interval:
-    """Mean over users of ``change``; each user's conversations are drawn again on their own."""
+    """Return the mean of ``change`` over users; each user's conversations are resampled apart."""
     values = [_change(found, base) for found, base in pairs]
     replicates = [_replicates(*pair, seed) for seed, pair in enumerate(pairs)]
     return _interval(float(np.mean(values)), np.mean(replicates, axis=0))

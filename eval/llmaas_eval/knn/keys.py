@@ -1,4 +1,4 @@
-"""A user's pairs, computed once and kept in a folder."""
+"""A user's context-target pairs, computed once and cached in a folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Part", "UserKeys", "as_part", "kept_keys"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Pairs of conversations, one conversation after the other.
+    """Pairs of conversations, one conversation after another; all arrays have ``n`` rows.
 
     Attributes:
-        ffn: Keys: what the last layer's feed-forward block reads; ``(n, n_embd)``.
-        norm: Keys: what the output matrix reads; ``(n, n_embd)``.
+        ffn: Keys from the input of the last layer's feed-forward block; ``(n, n_embd)``.
+        norm: Keys from the input of the output matrix; ``(n, n_embd)``.
         values: Next tokens; ``(n,)``.
-        p: Probability that the model alone gives them.
-        max: Largest probability of the model alone.
-        conv: Number of the conversation that a pair is of.
+        p: Probability of the next token from the model alone.
+        max: Largest probability from the model alone.
+        conv: Number of the pair's conversation, ascending.
     """
 
     ffn: NDArray[np.float16]
@@ -37,16 +37,16 @@ class Part:
     conv: NDArray[np.int32]
 
     def __len__(self) -> int:
-        """Pairs."""
+        """Return the number of pairs."""
         return len(self.values)
 
     def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Part:
-        """Some of the pairs."""
+        """Return the pairs at these row numbers, or where this mask is true."""
         return Part(**{name: getattr(self, name)[chosen] for name in _COLUMNS})
 
     @classmethod
     def joined(cls, parts: Sequence[Part]) -> Part:
-        """One after the other; conversations are counted on."""
+        """Concatenate parts; conversation numbers continue from one part to the next."""
         starts = np.cumsum([0, *(part.conv.max() + 1 for part in parts[:-1])])
         columns = {
             name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS
@@ -60,7 +60,7 @@ _COLUMNS = tuple(Part.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class UserKeys:
-    """Both parts of a user's conversations."""
+    """The training and the test part of a user's conversations."""
 
     name: str
     train: Part
@@ -68,7 +68,7 @@ class UserKeys:
 
 
 def kept_keys(folder: Path, data: Path, model: Path, name: str) -> UserKeys:
-    """The pairs of a user, from ``folder`` if they are there."""
+    """Return a user's pairs; compute them and write them to ``folder`` if they are not there."""
     path = folder / f"{name}.npz"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def kept_keys(folder: Path, data: Path, model: Path, name: str) -> UserKeys:
 
 
 def as_part(encoder: Encoder, texts: Sequence[str]) -> Part:
-    """Pairs of texts, each a conversation of its own."""
+    """Encode texts, each as one conversation."""
     encoded = [encoder.encode(encoder.tokens(text)) for text in texts]
     ffn, norm = (np.concatenate([some.keys[states] for some in encoded]) for states in STATES)
     values, p, largest = (

@@ -1,4 +1,4 @@
-"""Ways to make a datastore of a limited number of bytes out of a history."""
+"""Methods to make a datastore of limited size from a history."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["METHODS", "OURS", "RIVALS", "without_weights"]
 
 
 def without_weights(n: int, n_embd: int) -> int:
-    """Pairs that take as many bytes as ``n`` with a weight each."""
+    """Return how many pairs without weights take the bytes of ``n`` pairs with weights."""
     pair = 2 * n_embd + 4
     return n * (pair + 4) // pair
 
 
 class _Source:
-    """A history as the selection sees it."""
+    """A history in the form that the selection reads."""
 
     def __init__(self, history: Pairs) -> None:
         self.values, self.p_lm, self.n_dims = history.values, history.p_lm, history.n_embd
@@ -80,8 +80,11 @@ METHODS: Mapping[str, Method] = {
     "offline, top": _selected(offline, "top"),
     "online, top": _selected(online, "top"),
 }
-"""By name; ``top`` takes the highest bounds, as the paper does. ``online`` is Algorithm 2, and
-``stream`` what the plugin does with conversations as they come."""
+"""Function of each method, by the method's name.
+
+``top`` takes the pairs with the highest bounds, as the paper does. ``online`` is Algorithm 2.
+``stream`` is the plugin's method for conversations as they arrive.
+"""
 
 OURS = ("offline", "stream", "online")
 RIVALS = ("random", "merging")

@@ -1,4 +1,4 @@
-"""What a figure is asked to measure."""
+"""Options of a figure's measurement."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from llmaas_eval.knn.study import Plan
 __all__ = ["SHARE", "Options"]
 
 SHARE = 0.3
-"""L over the pairs of the history: the paper's 1e5 of 2.5e5 to 4e5."""
+"""Kept pairs L as a share of the history's pairs; the paper keeps 1e5 of 2.5e5 to 4e5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a figure.
+    """Options of a figure.
 
     Attributes:
         data: Folder of the data sets.
-        model: GGUF.
-        cache: Folder where users' pairs are kept.
-        users: Whose.
-        methods: Of Table 2.
-        plan: How they are studied.
+        model: GGUF file.
+        cache: Folder for users' computed pairs.
+        users: Names of the users to measure.
+        methods: Names of the methods in Table 2.
+        plan: Settings of each user's study.
         out: Folder for the results.
     """
 
@@ -40,10 +40,10 @@ class Options:
     out: Path
 
     def each(self) -> Iterator[UserKeys]:
-        """Each user's pairs; says how far it is."""
+        """Yield each user's pairs and show the progress."""
         for name in tqdm(self.users, unit="user", disable=None):
             yield self.user(name)
 
     def user(self, name: str) -> UserKeys:
-        """A user's pairs."""
+        """Return a user's pairs."""
         return kept_keys(self.cache, self.data, self.model, name)

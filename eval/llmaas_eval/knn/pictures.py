@@ -1,4 +1,4 @@
-"""Pictures of the studies."""
+"""Plots of the studies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["draw_bars", "draw_curves"]
 
 
 def draw_bars(rows: Sequence[Row], path: Path) -> None:
-    """Perplexity of each user by method, over that of the model alone (Fig 3)."""
+    """Plot each user's perplexity by method over that of the model alone (Fig 3)."""
     users = by_user(rows)
     methods = [name for name in next(iter(users.values())) if name != "pure"]
     figure = Figure(figsize=(2 + len(users), 4.5), layout="constrained")
@@ -28,7 +28,7 @@ def draw_bars(rows: Sequence[Row], path: Path) -> None:
             for found in users.values()
         ]
         axes.bar(np.arange(len(users)) + (i + 0.5) * width - 0.4, ratios, width, label=method)
-    axes.axhline(1, color="grey")
+    axes.axhline(1, color="gray")
     axes.set(ylabel="perplexity over the model's alone")
     axes.set(xticks=range(len(users)), xticklabels=list(users))
     axes.tick_params(axis="x", labelrotation=30)
@@ -37,7 +37,7 @@ def draw_bars(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_curves(rows: Sequence[Row], path: Path) -> None:
-    """Perplexity against the pairs kept, a panel a user (Fig 9)."""
+    """Plot perplexity against the share of kept pairs, one panel per user (Fig 9)."""
     users = by_user(rows)
     figure = Figure(figsize=(1 + 4 * len(users), 4), layout="constrained")
     for axes, (user, found) in zip(
@@ -51,7 +51,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
                 lines.setdefault(name, []).append((share, perplexity(row.surprise)))
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), ".-", label=name)
-        axes.axhline(perplexity(found["full"].surprise), color="grey", linestyle=":", label="full")
+        axes.axhline(perplexity(found["full"].surprise), color="gray", linestyle=":", label="full")
         axes.set(title=user, xlabel="pairs kept", ylabel="perplexity")
         axes.legend()
     figure.savefig(path.with_suffix(".png"), dpi=120)

@@ -1,4 +1,4 @@
-"""The offline subset in the hands of the plugin: how it is searched, what is written with it."""
+"""The offline subset in the real plugin: quality of its search, and text generated with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 
 
 def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
-    """Of the offline subset: neighbours found exactly, by the datastore, and not looked for."""
+    """Compare exact search, the datastore's search and skipped searches on the offline subset."""
     del path
     recalls: dict[str, list[float]] = {}
     skipped: dict[str, list[float]] = {}
@@ -60,7 +60,7 @@ def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
 
 
 def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
-    """Answers to test prompts by the real plugin, with the offline subset and without."""
+    """Measure the variety of answers to test prompts, with the plugin and without."""
     del path
     lines = []
     for keys in options.each():

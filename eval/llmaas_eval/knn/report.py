@@ -16,7 +16,7 @@ By = dict[str, dict[str, Row]]
 
 
 def by_user(rows: Iterable[Row]) -> By:
-    """Rows by user, then by method."""
+    """Group rows by user, then by method."""
     found: By = {}
     for row in rows:
         found.setdefault(row.user, {})[row.method] = row
@@ -24,7 +24,10 @@ def by_user(rows: Iterable[Row]) -> By:
 
 
 def users_table(rows: Sequence[Row]) -> str:
-    """One line a user: perplexity by method; pairs of the history and of the text scored."""
+    """Return a table of perplexity: one line per user, one column per method.
+
+    Further columns have the numbers of history pairs and of scored pairs.
+    """
     users = by_user(rows)
     methods = list(next(iter(users.values())))
     lines = []
@@ -37,7 +40,10 @@ def users_table(rows: Sequence[Row]) -> str:
 
 
 def changes_table(rows: Sequence[Row], methods: Sequence[str], bases: Sequence[str]) -> str:
-    """By user, and on average: by how many per cent perplexity is off each of ``bases``."""
+    """Return a table of each method's change of perplexity from each of ``bases``, in percent.
+
+    There is one line per user and one for the mean over users.
+    """
     users = by_user(rows)
     pairs = [(method, base) for method in methods for base in bases]
     lines = [
@@ -49,7 +55,7 @@ def changes_table(rows: Sequence[Row], methods: Sequence[str], bases: Sequence[s
 
 
 def means_table(rows: Sequence[Row], bases: Sequence[str]) -> str:
-    """One line a method: its pairs, and its mean change to each of ``bases``."""
+    """Return a table with one line per method: its share of pairs and mean change per base."""
     users = by_user(rows)
     methods = [name for name in next(iter(users.values())) if name != "pure"]
     lines = []
@@ -61,7 +67,7 @@ def means_table(rows: Sequence[Row], bases: Sequence[str]) -> str:
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Markdown; the first column is text, the others are figures."""
+    """Return a Markdown table; the first column is text, the others are numbers."""
     rule = f"|---{'|---:' * (len(heads) - 1)}|"
     return "\n".join([_line(heads), rule, *map(_line, lines)])
 

@@ -1,4 +1,4 @@
-"""The selected datastore as it is shipped: its file, its scan in fewer dimensions, its skipping."""
+"""The selected datastore as shipped: its file, its scan in fewer dimensions, skipped searches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part
-from llmaas_eval.knn.neighbours import search
+from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.study import Chosen, probability
 from llmaas_plugins.knn_lm.datastore import Datastore
 from llmaas_plugins.knn_lm.fitting import HeldOut
@@ -25,36 +25,36 @@ DIMS = (32, 64, 96, 128, 192, 256)
 
 
 class Searched(NamedTuple):
-    """What targets found.
+    """Result of searching a datastore for every target.
 
     Attributes:
-        met: Their neighbours.
-        rows: Which of the datastore's pairs these are; ``(n, k)``.
+        met: Neighbors of the targets.
+        rows: Row numbers of these neighbors in the datastore; ``(n, k)``.
     """
 
     met: HeldOut
     rows: NDArray[np.int32]
 
     def recall(self, exact: Searched) -> float:
-        """Share of the exact neighbours that were found."""
+        """Return the share of the found neighbors that are also in the exact result."""
         each = zip(self.rows, exact.rows, strict=True)
         return float(np.mean([np.isin(own, other).mean() for own, other in each]))
 
     def surprise(self, mixture: Mixture, part: Part, threshold: float = 2.0) -> Surprise:
-        """Of the targets, without a search where MaxProb is ``threshold`` or more."""
+        """Return the targets' surprisal; where MaxProb reaches ``threshold``, do not mix."""
         p = probability(mixture, self.met, part, has_trust=True)
         return Surprise.of(np.where(part.max >= threshold, part.p, p), part.conv)
 
 
 def exactly(history: Pairs, chosen: Chosen, part: Part, k: int) -> Searched:
-    """By numpy in 32 bits."""
+    """Search exactly with NumPy in F32."""
     keys = history.keys[chosen.rows]
     (found,) = search(part.ffn, keys, [np.arange(len(keys))], k)
     return _searched(history, chosen, part, found.rows, found.distances)
 
 
 def shipped(history: Pairs, chosen: Chosen, part: Part, k: int, n_dims: int) -> Searched:
-    """By the datastore: codes of ``n_dims`` numbers scanned, keys in 16 bits rescored."""
+    """Search with the datastore: scan codes of ``n_dims`` dimensions, then rescore F16 keys."""
     keys = history.keys[chosen.rows]
     basis = None if n_dims >= history.n_embd else fit_basis(keys, n_dims)
     origins = np.stack([np.zeros(len(keys)), np.arange(len(keys))], axis=1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a history is worth to a user: a datastore by each method, fitted alike, scored alike."""
+"""Perplexity of a user's text with a datastore made by each method, under equal conditions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part, UserKeys
-from llmaas_eval.knn.neighbours import Found, search
+from llmaas_eval.knn.neighbors import Found, search
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.fitting import HeldOut, fit
 from llmaas_plugins.knn_lm.mixing import Mixture
@@ -37,11 +37,11 @@ _LOOK_BACK = int(KnnLMConfig.model_fields["look_back"].default)
 
 
 class Chosen(NamedTuple):
-    """What a method keeps of a history.
+    """Pairs of a history that a method keeps.
 
     Attributes:
-        rows: Which pairs.
-        weights: How many pairs each stands for, where that is stored with it.
+        rows: Row numbers of the kept pairs.
+        weights: Number of pairs that each kept pair represents; None if weights are not stored.
     """
 
     rows: NDArray[np.integer]
@@ -49,20 +49,21 @@ class Chosen(NamedTuple):
 
 
 Method = Callable[[Pairs, int], Chosen]
-"""From a history and a number of pairs to what is kept."""
+"""Function from a history and a number of pairs to the pairs to keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a user is studied.
+    """Settings of a user's study.
 
     Attributes:
-        n_test: Targets that are scored, about: whole conversations.
-        n_held: Targets of the training part's last tenth that settings are fitted on, likewise.
-        k: Neighbours.
-        kind: Which hidden states are keys.
-        has_far: Whether the mixture may leave to the model what is like nothing stored.
-        has_trust: Whether the mixture counts less where it did no good before.
+        n_test: Targets to score, rounded up to whole conversations.
+        n_held: Targets to fit settings on, from the last tenth of the training part, rounded up
+            to whole conversations.
+        k: Neighbors per target.
+        kind: Hidden states that are the keys.
+        has_far: Whether the mixture may use the model alone for states far from all stored keys.
+        has_trust: Whether the mixture's weight falls where mixing did not help before.
     """
 
     n_test: int
@@ -74,15 +75,15 @@ class Plan:
 
 
 class Row(NamedTuple):
-    """A user's text under one method.
+    """Result of one method on one text of a user.
 
     Attributes:
-        user: Whose.
-        method: How the datastore was made.
-        n_history: Pairs that it was made from.
-        n_pairs: Pairs that it has.
-        mixture: What was fitted; None for the model alone.
-        surprise: Of the test part.
+        user: Name of the user, with the name of the text if it is not the user's own.
+        method: Name of the method that made the datastore.
+        n_history: Pairs of the history.
+        n_pairs: Pairs of the datastore.
+        mixture: The fitted mixture; None for the model alone.
+        surprise: Surprisal of the text.
     """
 
     user: str
@@ -101,15 +102,15 @@ def study(
     others: Mapping[str, Part] | None = None,
     prompts: Sequence[int] = (0,),
 ) -> list[Row]:
-    """The model alone, then each of ``methods`` with its share of the history's pairs.
+    """Score the model alone, then each of ``methods`` with its share of the history's pairs.
 
     Args:
-        keys: Of a user: what datastores are made from, and what is scored.
-        methods: By name.
-        plan: How.
-        others: More text to score, by name; a row's user is "<user> on <name>" then.
-        prompts: Tokens of each text that are a prompt, see ``probability``: the rest is scored,
-            and a row's user ends in "after <n>".
+        keys: A user's training part, to make datastores from, and test part, to score.
+        methods: Method and share of pairs to keep, by name.
+        plan: Settings of the study.
+        others: Further texts to score, by name; their rows' user is "<user> on <name>".
+        prompts: Numbers of first tokens to treat as a prompt (see ``probability``). Only the tokens
+            after the prompt are scored. Except for 0, the rows' user ends in "after <n>".
     """
     history, fitted_on = history_of(keys, plan)
     chosen = {
@@ -135,20 +136,20 @@ def study(
 
 
 def history_of(keys: UserKeys, plan: Plan) -> tuple[Pairs, Part]:
-    """What datastores are made from, and the last conversations that settings are fitted on."""
+    """Return the history for datastores, and the last conversations, to fit settings on."""
     held = keys.train.conv >= (1 - _HELD_SHARE) * (keys.train.conv[-1] + 1)
     history = as_pairs(keys.train.rows(~held), plan.kind)
     return history, first(keys.train.rows(held), plan.n_held)
 
 
 class _Stores:
-    """Datastores made from the same history, all searched at once."""
+    """Datastores made from the same history, searched together."""
 
     def __init__(self, history: Pairs, chosen: Mapping[str, Chosen], plan: Plan) -> None:
         self._history, self._chosen, self._plan = history, chosen, plan
 
     def meet(self, part: Part) -> list[HeldOut]:
-        """What targets find in each."""
+        """Return the neighbors of ``part``'s targets in each datastore."""
         subsets = [some.rows for some in self._chosen.values()]
         found = search(_keys(part, self._plan.kind), self._history.keys, subsets, self._plan.k)
         each = zip(found, self._chosen.values(), strict=True)
@@ -156,12 +157,15 @@ class _Stores:
 
 
 def as_pairs(part: Part, kind: Kind) -> Pairs:
-    """As the plugin has them."""
+    """Return the pairs in the plugin's form, with keys of ``kind``."""
     return Pairs(_keys(part, kind), part.values, part.p, part.max)
 
 
 def first(part: Part, n: int) -> Part:
-    """Its first conversations, whole, that have ``n`` targets together."""
+    """Return the fewest first conversations that have at least ``n`` targets together.
+
+    If the part has fewer targets, return all of it.
+    """
     last = part.conv[min(n, len(part)) - 1]
     return part.rows(part.conv <= last)
 
@@ -181,15 +185,17 @@ def _met(part: Part, found: Found, history: Pairs, chosen: Chosen) -> HeldOut:
 def probability(
     mixture: Mixture, met: HeldOut, part: Part, *, has_trust: bool, n_prompt: int = 0
 ) -> NDArray[np.float32]:
-    """Of each target; what came before it in its conversation decides how far to trust.
+    """Return the mixed probability of each target, shape ``(n,)``.
+
+    Earlier targets of a conversation set how much later ones trust the datastore.
 
     Args:
-        mixture: As it was fitted.
-        met: Neighbours of the targets.
-        part: Which they are.
-        has_trust: Whether that is so, or trust is 1.
-        n_prompt: If not 0, a conversation's first tokens decide for all: those that the plugin
-            looks back on, of a prompt of so many.
+        mixture: The fitted mixture.
+        met: Neighbors of the targets.
+        part: The targets.
+        has_trust: Whether trust is used; otherwise it is 1 throughout.
+        n_prompt: If not 0, the conversation's first ``n_prompt`` tokens are a prompt. Its last
+            tokens, as many as the plugin looks back on, then set one trust for all targets.
     """
     columns = met.distances, met.hits, met.weights, met.p_lm, met.p_max
     p = mixture.probability(*columns)
@@ -217,6 +223,6 @@ def _scored(p: NDArray[np.float32], part: Part, n_prompt: int) -> Surprise:
 
 
 def _places(conv: NDArray[np.int32]) -> NDArray[np.intp]:
-    """Of each pair, in its conversation."""
+    """Return the position of each pair within its conversation."""
     starts = np.flatnonzero(np.diff(conv, prepend=-1))
     return np.arange(len(conv)) - np.repeat(starts, np.diff(starts, append=len(conv)))

@@ -1,4 +1,4 @@
-"""Text that has nothing to do with any user: what mixing must not harm."""
+"""Text unrelated to any user, on which mixing must do no harm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["UNRELATED", "unrelated"]
 
 UNRELATED = ("novels", "wikitext")
 _N_PIECES, _PIECE = 12, 2400
-"""Of each: pieces, and characters of a piece."""
+"""Pieces of each kind of text, and characters of a piece."""
 
 
 def unrelated(data: Path, encoder: Encoder) -> dict[str, Part]:
-    """Pieces from all over the novels and from all over WikiText-2's validation part, by name."""
+    """Encode pieces spread over the novels and over WikiText-2's validation part, by name."""
     folder = data / "lm"
     texts = {
         "novels": [path.read_text(errors="ignore") for path in sorted(folder.glob("books/*.txt"))],
@@ -31,12 +31,12 @@ def unrelated(data: Path, encoder: Encoder) -> dict[str, Part]:
 
 
 def _pieces(text: str, n_texts: int) -> list[str]:
-    """Pieces as far from each other as can be, and from the beginning."""
+    """Return pieces spread evenly over ``text``, away from its beginning and end."""
     n = max(1, _N_PIECES // n_texts)
     starts = np.linspace(0, len(text), n + 2)[1:-1].astype(int)
     return [text[start : start + _PIECE] for start in starts]
 
 
 def _plain(text: str) -> str:
-    """WikiText's marks undone, as in what the reference model was trained on."""
+    """Remove WikiText's markup, as in the reference model's training text."""
     return re.sub(r" @(.)@ ", r"\1", text).replace("<unk>", "")

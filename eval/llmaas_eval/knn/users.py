@@ -13,39 +13,39 @@ __all__ = ["USERS", "Chat", "Split", "load", "split"]
 
 _TEST_SHARE = 0.3
 _LONG_ANSWER = 128
-"""Characters; the paper keeps single-turn answers longer than that."""
+"""Characters; as in the paper, single-turn answers must be longer than this."""
 
 
 class Chat(NamedTuple):
-    """A conversation: who says what, in turn."""
+    """A conversation: its turns as pairs of role and content."""
 
     name: str
     turns: tuple[tuple[str, str], ...]
 
     @property
     def text(self) -> str:
-        """In the reference model's chat form."""
+        """The conversation in the reference model's chat format."""
         return "".join(f"{role.capitalize()}: {content}\n" for role, content in self.turns)
 
 
 class Split(NamedTuple):
-    """A user's history, and the conversations that come after it."""
+    """A user's history (``train``), and the conversations to score (``test``)."""
 
     train: list[Chat]
     test: list[Chat]
 
 
 def load(data: Path, name: str) -> list[Chat]:
-    """All conversations of the user called ``name``, from the folder of the data sets."""
+    """Read all conversations of user ``name`` from the folder of the data sets."""
     source, belongs = USERS[name]
     with (data / "chat" / f"{source}.jsonl").open(encoding="utf-8") as file:
         return [_chat(row) for row in map(json.loads, file) if belongs(row)]
 
 
 def split(chats: Sequence[Chat], seed: str) -> Split:
-    """70 % of the conversations, drawn at random, and the other 30 %."""
+    """Split the conversations at random into 70 % for training and 30 % for testing."""
     order = list(chats)
-    Random(seed).shuffle(order)  # noqa: S311 - an experiment, no secret
+    Random(seed).shuffle(order)  # noqa: S311 - not for security
     n_test = round(_TEST_SHARE * len(order))
     return Split(order[n_test:], order[:n_test])
 
@@ -66,11 +66,11 @@ _TOPICS = {
     "technology": "computer software algorithm code python machine data internet website "
     "programming program app artificial digital network robot",
 }
-"""Words of an instruction, or of its answer, that tell a topic."""
+"""Words in an instruction or its answer that indicate a topic."""
 
 
 def _topic(row: Mapping[str, Any]) -> str | None:
-    """The topic with the most of its words, if it has two at least and no other has as many."""
+    """Return the topic with the most of its words; None if fewer than two words, or at a tie."""
     text = " ".join(turn["content"] for turn in row["turns"]).lower()
     words = [word.removesuffix("s") for word in re.findall("[a-z]+", text)]
     counts = sorted((sum(map(stems.__contains__, words)), name) for name, stems in _STEMS.items())
@@ -92,14 +92,14 @@ _SERVICES = {
     "leisure": ("Events", "Movies", "Music", "Media", "Restaurants", "RideSharing"),
     "errands": ("Banks", "Homes", "Services", "Weather", "Alarm"),
 }
-"""Who asks for what in ``sgd_dev``."""
+"""Services in ``sgd_dev`` that each simulated user asks for."""
 
 
 def _mostly_uses(name: str) -> _Belongs:
     def belongs(row: Mapping[str, Any]) -> bool:
         used = [service.split("_")[0] for service in row["services"]]
         counts = {who: sum(map(of.__contains__, used)) for who, of in _SERVICES.items()}
-        return max(counts, key=counts.__getitem__) == name  # of equals, the first
+        return max(counts, key=counts.__getitem__) == name  # at a tie, the first wins
 
     return belongs
 
@@ -108,7 +108,7 @@ _SKILLS = {
     "follows": ("CM", "SI", "AR", "TS", "CC"),
     "adapts": ("CR", "FR", "SC", "SA", "MR", "GR", "IC", "PI"),
 }
-"""Tasks of MT-Bench-101: what perceives a conversation so far, and the others."""
+"""Tasks of MT-Bench-101 by user: tasks of perception of the conversation, and the others."""
 
 
 def _has_task(tasks: tuple[str, ...]) -> _Belongs:
@@ -138,4 +138,4 @@ USERS: Mapping[str, tuple[str, _Belongs]] = {
         f"cloud-{who}": ("alpaca_eval_cloud", _answered_by(model)) for who, model in _CLOUDS.items()
     },
 }
-"""By name: the set that their conversations are in, and which of it they are."""
+"""Data set of each user, and a test of which conversations are the user's, by user name."""

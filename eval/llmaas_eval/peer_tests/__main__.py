@@ -1,4 +1,4 @@
-"""``python -m llmaas_eval.peer_tests``."""
+"""``python -m llmaas_eval.peer_tests``: run llama-cpp-python's tests in every mode and compare."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from llmaas_hooks import LlmaasError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run every mode; 0 if all results are vanilla's, 1 if not, 2 if it cannot be said."""
+    """Run every mode; return 0 if all results equal vanilla's, 1 if not, 2 if a run failed."""
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.peer_tests", description=__doc__)
-    parser.add_argument("--sdist", type=Path, help="llama-cpp-python's, instead of asking pip")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every result of every test")
+    parser.add_argument(
+        "--sdist", type=Path, help="llama-cpp-python's sdist; default pip downloads it"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
     args = parser.parse_args(argv)
     version = importlib.metadata.version("llama-cpp-python")
     try:
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(as_table(runs) + "\n")
     sys.stdout.writelines(f"{problem}\n" for problem in found)
     n_results = sum(len(outcome.results) for outcome in next(iter(runs.values())).tests.values())
-    verdict = f"{len(found)} problems" if found else f"all {n_results} results are vanilla's"
+    verdict = f"{len(found)} problems" if found else f"all {n_results} results equal vanilla's"
     sys.stdout.write(f"llama-cpp-python {version}: {verdict}\n")
     if args.json is not None:
         modes = {mode: dataclasses.asdict(run) for mode, run in runs.items()}

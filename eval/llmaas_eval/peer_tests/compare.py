@@ -1,4 +1,4 @@
-"""What differs from vanilla, as a list and as a table."""
+"""Differences from vanilla, as a list and as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIED = ("crashed", "not imported")
 
 
 def problems(runs: Mapping[str, Run]) -> list[str]:
-    """Why the runs do not show that nothing changed; empty if they do."""
+    """Return the reasons why the runs do not show equal results; empty if they do."""
     vanilla = runs[VANILLA].tests
     found = []
     if not any(outcome.results for outcome in vanilla.values()):
@@ -27,7 +27,7 @@ def problems(runs: Mapping[str, Run]) -> list[str]:
 
 
 def as_table(runs: Mapping[str, Run]) -> str:
-    """Markdown: a row a test, a column a mode."""
+    """Return a Markdown table with a row for each test and a column for each mode."""
     vanilla = runs[VANILLA].tests
     rows = [["test", *runs], ["---"] * (len(runs) + 1)]
     for test, outcome in vanilla.items():
@@ -46,20 +46,20 @@ def _shown(outcome: Outcome) -> str:
 
 
 def restored_tokens(run: Run) -> int:
-    """Tokens that kv_chunks loaded instead of evaluating them."""
+    """Return how many tokens ``kv_chunks`` restored instead of evaluating them."""
     plugins = {} if run.status is None else run.status["plugins"]
     return int(plugins.get(PLUGIN, {}).get("restored_tokens", 0))
 
 
 def _died(run: Run) -> list[str]:
-    """Tests that did not come to an end; those behind them were not run."""
+    """Return the tests that did not finish; tests after them were not run."""
     return [
         f"{test}: {o.outcome} {o.message}" for test, o in run.tests.items() if o.outcome in _DIED
     ]
 
 
 def _off(run: Run, plugins: str | None) -> list[str]:
-    """How a run was not in its mode."""
+    """Return the ways in which a run was not in its mode."""
     is_on = run.status is not None
     if is_on != (plugins is not None):
         return [f"the suite was {'on' if is_on else 'off'}"]

@@ -1,9 +1,9 @@
-"""Models in place of those that the tests download.
+"""Generated models that replace the models that the tests download.
 
-They are of random weights, like ``llmaas_eval.families``, but for two things. Their vocabulary has
-the tokens that the tests name, and each token that matters has a *successor* which its embedding
-points to, so that they say what the tests expect of the real ones. Everything else about their
-logits depends on all cells of the context.
+They have random weights, like ``llmaas_eval.families``, with two exceptions. Their vocabulary has
+the tokens that the tests name. Some tokens have a *successor* to which their embedding points, so
+that the models write the text that the tests expect of the real ones. Otherwise the logits depend
+on all cells of the context.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from llmaas_eval.models import copy_field, finish, open_writer
 __all__ = ["DOWNLOADS", "KINDS", "SPLIT", "write_models"]
 
 KINDS = {"transformer": "llama", "recurrent": "mamba2", "hybrid": "granitehybrid"}
-"""Families the suite runs on, by what llama.cpp calls them."""
+"""Families to run the tests on, by llama.cpp's name for the kind of model."""
 SPLIT = "-split"
-"""Ending of the names of models that split a word: prompts then fill a chunk, and fit 32 cells."""
+"""Suffix of models that split one more word: prompts then fill a chunk and still fit 32 cells."""
 DOWNLOADS = {
     "ggml-org/models": "transformer-spelled",
     "QuantFactory/mamba-130m-hf-GGUF": "recurrent-spelled",
     "tiiuae/Falcon-H1-Tiny-90M-Instruct-GGUF": "hybrid-spelled",
     "CompendiumLabs/bge-small-en-v1.5-gguf": "embedding",
 }
-"""Which model stands for which repository of the hub, where the tests say what kind it is."""
+"""Model that replaces each Hugging Face repository for which the tests need a certain kind."""
 
 _N_VOCAB = 9472
 _ANSWERS = ("Ġjumps", "Ġover", "Ġthe", "Ġlazy", "Ġdog", "Ġworld", "Hello", "true", "rot")
@@ -42,7 +42,10 @@ _VOCABULARIES = {
     SPLIT: (*_ANSWERS, *_QUESTIONS, *_PANGRAM),
     "-spelled": _ANSWERS,
 }
-"""Words that are one token; the others are spelled. Chunks have 16 tokens, so longer is better."""
+"""Words that are one token, by suffix; other words are spelled letter by letter.
+
+Chunks have 16 tokens, so longer prompts test more.
+"""
 _IDS = {"Hello": 9419, "Ġworld": 1814}
 _END = "<|endoftext|>"
 _SUCCESSORS = {
@@ -56,12 +59,12 @@ _SUCCESSORS = {
     "Ċ": "true",
     "Ġpar": "rot",
 }
-_SEED = 2  # one of those with which two numbers that a test draws differ, as it expects
-_EMBEDDING_STD, _OUTPUT_STD = 4.0, 0.1  # beside layers of about 1, logits of about 16
+_SEED = 2  # a test expects two random numbers to differ; with this seed they do
+_EMBEDDING_STD, _OUTPUT_STD = 4.0, 0.1  # for layers of about 1 and logits of about 16
 
 
 def write_models(folder: Path) -> None:
-    """Write every model the tests need into ``folder``, which is made."""
+    """Create ``folder`` and write every model that the tests need into it."""
     folder.mkdir()
     write_family("bert", folder / "embedding.gguf")
     for kind, family in KINDS.items():
@@ -72,14 +75,17 @@ def write_models(folder: Path) -> None:
 
 
 def _bytes() -> list[str]:
-    """How byte-level BPE writes bytes: printable ones as they are, the others from U+0100 on."""
+    """Return byte-level BPE's characters: printable bytes as they are, others from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(0x100)) - set(shown))
     return [chr(byte) for byte in shown] + [chr(0x100 + i) for i in range(len(hidden))]
 
 
 def _pairs(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Each word grows from its first letter. Words with a space come first: they merge first."""
+    """Return the BPE merges that build each word from its first letter, one letter at a time.
+
+    Words that begin with a space come first, so that they merge first.
+    """
     ordered = sorted(words, key=lambda word: not word.startswith("Ġ"))
     return list(dict.fromkeys((w[:i], w[i]) for w in ordered for i in range(1, len(w))))
 
@@ -96,7 +102,7 @@ def _tokens() -> list[str]:
 
 @functools.cache
 def _ends(width: int) -> Mapping[str, NDArray[np.float16]]:
-    """The first and the last matrix, which know successors."""
+    """Return the embedding and the output matrix, which lead each token to its successor."""
     tokens, rng = _tokens(), np.random.default_rng(_SEED)
     noise = rng.standard_normal((2, len(tokens), width), dtype=np.float32)
     embedding, output = _EMBEDDING_STD * noise[0], _OUTPUT_STD * noise[1]
@@ -108,7 +114,7 @@ def _ends(width: int) -> Mapping[str, NDArray[np.float16]]:
 
 
 def _write_revoiced(plain: GGUFReader, path: Path, words: Iterable[str]) -> None:
-    """``plain`` with another vocabulary, and ends to go with it."""
+    """Write ``plain`` with another vocabulary and with matching embedding and output matrices."""
     arch = plain.fields["general.architecture"].contents()
     writer = open_writer(path, arch)
     for key, entry in plain.fields.items():

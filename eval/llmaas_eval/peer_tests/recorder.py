@@ -1,6 +1,6 @@
-"""Pytest plugin: generated models instead of downloads, and what each test gets from the engine.
+"""Pytest plugin that replaces downloads and records what each test gets from the engine.
 
-It knows nothing of the suite but its status at the end: the same plugin runs in every mode.
+The same plugin runs in every mode; from the suite it uses only the status at the end.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from llmaas_eval.peer_tests.models import DOWNLOADS, KINDS, SPLIT
 from llmaas_plugins import active_suite
 
 _MODEL = "llama_cpp_model_path"
-"""The tests' fixture for a model of no kind in particular: here, of each kind."""
+"""The tests' fixture for a model of any kind; here it is run with each kind."""
 _WORDS_ONLY = ("test_real_model",)
-"""Tests that decode their prompt in one batch of 16, so that it must not get longer."""
+"""Tests that decode their prompt in one batch of 16, so the prompt must not get longer."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where models are and results go."""
+    """Add the options for the folder of models and the file for results."""
     parser.addoption("--peer-models", type=Path, required=True)
     parser.addoption("--peer-record", type=Path, required=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the recorder in place before test modules import what it wraps."""
+    """Register the recorder before test modules import the functions that it wraps."""
     models, path = config.getoption("--peer-models"), config.getoption("--peer-record")
     config.pluginmanager.register(Recorder(models, path))
 
 
 class Recorder:
-    """Writes a JSON line when a test starts, another one when it ends, and the suite's status."""
+    """Plugin that writes a JSON line at each test's start and end, and the suite's last status."""
 
     def __init__(self, models: Path, path: Path) -> None:
-        """Wrap the calls whose results are recorded."""
+        """Replace downloads and wrap the calls whose results are recorded."""
         self._models = models
         self._path = path
         self._results: list[str] = []
-        vars(multiprocessing)["cpu_count"] = lambda: 1  # tiny models, and cores others may use
+        # One thread is enough for tiny models; other processes may need the cores.
+        vars(multiprocessing)["cpu_count"] = lambda: 1
         vars(huggingface_hub)["hf_hub_download"] = self._model_of
         _wrap(Llama, "__init__", self._one_by_one)
         _wrap(_internals.LlamaSampler, "sample", self._sampled)
@@ -60,19 +61,19 @@ class Recorder:
     # -- pytest's hooks -------------------------------------------------------------------------
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give tests of any model each kind, with short prompts and longer ones."""
+        """Run tests of any model with each kind, with short and with longer prompts."""
         if _MODEL in metafunc.fixturenames:
             endings = ("",) if metafunc.function.__name__ in _WORDS_ONLY else ("", SPLIT)
             names = [f"{kind}{ending}" for kind in KINDS for ending in endings]
             metafunc.parametrize(_MODEL, [self._file(name) for name in names], ids=names)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test that kills the process is known by having no other line."""
+        """Write ``crashed`` first; it stays the last line of a test that kills the process."""
         self._results.clear()
         self._write(test=nodeid, outcome="crashed", message="", results=[])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """The call's outcome, or whatever went wrong around it."""
+        """Write the outcome of the test's call, or of a setup or teardown that did not pass."""
         if report.when == "call" or not report.passed:
             self._write(
                 test=report.nodeid,
@@ -82,14 +83,14 @@ class Recorder:
             )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported."""
+        """Write a line for a file that cannot be imported."""
         if not report.passed:
             self._write(
                 test=report.nodeid, outcome="not imported", message=str(report.longrepr), results=[]
             )
 
     def pytest_sessionfinish(self) -> None:
-        """What the suite did, if it is on."""
+        """Write the suite's status, or null without the suite."""
         suite = active_suite()
         self._write(status=None if suite is None else suite.status())
 
@@ -101,7 +102,7 @@ class Recorder:
 
     def _model_of(self, repo_id: str, filename: str, **_: Any) -> str:
         if repo_id not in DOWNLOADS:
-            pytest.skip(f"no generated model stands for {repo_id}/{filename}")
+            pytest.skip(f"no generated model replaces {repo_id}/{filename}")
         return self._file(DOWNLOADS[repo_id])
 
     def _file(self, name: str) -> str:
@@ -110,7 +111,7 @@ class Recorder:
     # -- wrappers -------------------------------------------------------------------------------
 
     def _one_by_one(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Evaluate token by token: logits must not depend on how prompts are split."""
+        """Make ``Llama`` evaluate token by token, so that logits are the same for any batches."""
         if not kwargs.get("embedding"):
             kwargs["n_ubatch"] = 1
         original(*args, **kwargs)
@@ -152,7 +153,10 @@ def _digest(data: bytes) -> str:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Where and why it failed or was skipped; addresses differ from process to process."""
+    """Return where and why a test failed or was skipped.
+
+    Memory addresses are masked, because they differ from process to process.
+    """
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)

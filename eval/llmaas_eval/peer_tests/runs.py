@@ -1,4 +1,4 @@
-"""The tests in each mode, and what came out."""
+"""Runs of the tests in each mode, and their results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ MODES: Mapping[str, str | None] = {
     PLUGIN: PLUGIN,
     f"{PLUGIN} reopened": PLUGIN,
 }
-"""Plugins enabled in each mode, or None for a process without the suite. Vanilla runs twice: what
-does not repeat itself cannot be compared. The last mode finds the store that the one before left.
+"""Plugins enabled in each mode, or None for a process without the suite.
+
+Vanilla runs twice, to find results that differ between equal runs and so cannot be compared. The
+last mode opens the store that the mode before it wrote.
 """
 _CONFIG = """\
 on_error = "raise"
@@ -39,12 +41,13 @@ _TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one test ended.
+    """Outcome of one test.
 
     Attributes:
-        outcome: pytest's word, or ``crashed`` if the process died in it.
-        message: Why it failed or was skipped.
-        results: What the engine returned, in order.
+        outcome: pytest's outcome; ``crashed`` if the process died in the test, ``not imported`` for
+            a file that could not be imported.
+        message: Reason why the test failed or was skipped.
+        results: Results from the engine, in order.
     """
 
     outcome: str
@@ -54,12 +57,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One mode.
+    """Result of all tests in one mode.
 
     Attributes:
-        tests: By pytest's id.
-        status: ``Suite.status()`` at the end; None where the suite was off.
-        seconds: Of the whole process.
+        tests: Outcomes by pytest's test id.
+        status: ``Suite.status()`` at the end; None without the suite.
+        seconds: Duration of the whole process.
     """
 
     tests: Mapping[str, Outcome]
@@ -68,14 +71,14 @@ class Run:
 
 
 def run_tests(folder: Path, mode: str) -> Run:
-    """Run the tests in ``folder`` in one of ``MODES``, in a process of its own.
+    """Run the tests in ``folder`` in one of ``MODES``, in a separate process.
 
     Args:
-        folder: Has ``tests`` and ``models``; gets the store and the record.
-        mode: In ``MODES``.
+        folder: Folder with ``tests`` and ``models``; the store and the record are written there.
+        mode: Key in ``MODES``.
 
     Raises:
-        LlmaasError: No test was run at all.
+        LlmaasError: No test was run, or the tests took too long.
     """
     record = folder / f"{mode.replace(' ', '-')}.jsonl"
     record.write_text("")
@@ -83,7 +86,7 @@ def run_tests(folder: Path, mode: str) -> Run:
     (folder / "pytest.ini").write_text("[pytest]\n")
     started = time.perf_counter()
     try:
-        done = subprocess.run(  # noqa: S603  our own arguments
+        done = subprocess.run(  # noqa: S603  the arguments are our own
             [*_python(MODES[mode]), *_pytest(record)],
             cwd=folder,
             env=_environment(),
@@ -117,7 +120,7 @@ def _pytest(record: Path) -> Sequence[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Neither your settings nor your pytest plugins, and no network."""
+    """Return an environment without the user's settings, pytest plugins and Hugging Face access."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LLMAAS_", "PYTEST_"))}
     return kept | {
         "GGML_NO_BACKTRACE": "1",
@@ -127,7 +130,7 @@ def _environment() -> dict[str, str]:
 
 
 def read_record(path: Path) -> tuple[dict[str, Outcome], Mapping[str, Any] | None]:
-    """Tests by id, each with its last line, and the suite's status."""
+    """Read the record: the last outcome of each test by id, and the suite's status."""
     tests, status = {}, None
     for text in path.read_text().splitlines():
         line = json.loads(text)

@@ -1,4 +1,4 @@
-"""The tests of the installed llama-cpp-python, out of its sdist."""
+"""The tests of the installed llama-cpp-python, extracted from its sdist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmaas_hooks import ConfigError
 
 __all__ = ["download", "extract"]
 
-# Nothing else leaves the archive, so no member can lead out of the folder.
+# Only these paths are extracted, so no archive member can be written outside the folder.
 _WANTED = re.compile(
     r"(?P<top>[\w.-]+)/"
     r"(?P<path>tests/test_\w+\.py|vendor/llama\.cpp/models/ggml-vocab-llama-spm\.gguf)"
@@ -21,20 +21,20 @@ _MAX_BYTES = 16 << 20
 
 
 def download(version: str, folder: Path) -> Path:
-    """Let pip fetch the sdist from the indexes it is set up for; it checks their hashes.
+    """Download the sdist with pip from its configured indexes; pip checks the hashes.
 
-    pip also asks the sdist for its metadata, with the build tools that are installed here.
+    pip also builds the sdist's metadata, with the build tools installed in this environment.
 
     Args:
-        version: Of llama-cpp-python.
-        folder: Where to put the file.
+        version: Version of llama-cpp-python.
+        folder: Folder for the file.
 
     Raises:
-        ConfigError: pip could not.
+        ConfigError: pip could not download the sdist.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     source = ["--no-deps", "--no-build-isolation", "--no-binary=llama-cpp-python"]
-    done = subprocess.run(  # noqa: S603  our own arguments
+    done = subprocess.run(  # noqa: S603  the arguments are our own
         [*pip, *source, "--dest", folder, f"llama-cpp-python=={version}"],
         capture_output=True,
         text=True,
@@ -50,18 +50,18 @@ def download(version: str, folder: Path) -> Path:
 
 
 def extract(sdist: Path, version: str, folder: Path) -> list[Path]:
-    """Write the tests, and the vocabulary they read, below ``folder``.
+    """Extract the tests, and the vocabulary file that they read, to ``folder``.
 
     Args:
-        sdist: ``llama_cpp_python-<version>.tar.gz``.
-        version: The one that is installed.
-        folder: Becomes the tests' working directory.
+        sdist: File ``llama_cpp_python-<version>.tar.gz``.
+        version: Installed version.
+        folder: Folder that becomes the tests' working directory.
 
     Returns:
         The test files.
 
     Raises:
-        ConfigError: The archive cannot be read, or is another one.
+        ConfigError: The archive cannot be read, or is not the sdist of that version.
     """
     top = f"llama_cpp_python-{version}"
     try:
@@ -77,7 +77,7 @@ def extract(sdist: Path, version: str, folder: Path) -> list[Path]:
     tests = [path for path in found if path.suffix == ".py"]
     if not tests:
         raise ConfigError(
-            f"{sdist} has no {top}/tests/test_*.py; the sdist of the installed version is needed."
+            f"{sdist} has no {top}/tests/test_*.py; give the sdist of the installed version."
         )
     return tests
 
@@ -85,7 +85,7 @@ def extract(sdist: Path, version: str, folder: Path) -> list[Path]:
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Path:
     content = archive.extractfile(member)
     if content is None or member.size > _MAX_BYTES:
-        raise tarfile.ReadError(f"{member.name} has {member.size} bytes")
+        raise tarfile.ReadError(f"{member.name} has {member.size} bytes, which is too many")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.read())
     return path

@@ -1,1 +1,1 @@
-"""What sparse decoding costs in quality, and how local the channels are that it reads."""
+"""Quality cost of sparse decoding, and locality of the channels that it reads."""

@@ -1,4 +1,4 @@
-"""``python -m llmaas_eval.sparse``: what sparse decoding costs, and how local its channels are."""
+"""``python -m llmaas_eval.sparse``: measure sparse decoding's quality and channels' locality."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ _N_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print tables, or what they show as JSON."""
+    """Print the study's tables, or the same numbers as JSON."""
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.sparse", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument(
         "--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s"
     )
-    parser.add_argument("--model", type=Path, help="GGUF; default the packaged one")
+    parser.add_argument("--model", type=Path, help="GGUF file; default: the packaged model")
     parser.add_argument(
-        "--windows", type=int, default=8, help="of 512 tokens, for perplexity; default %(default)s"
+        "--windows",
+        type=int,
+        default=8,
+        help="windows of 512 tokens for perplexity; default %(default)s",
     )
     parser.add_argument(
-        "--contexts", type=int, default=4, help="of 512 tokens, of each set; default %(default)s"
+        "--contexts",
+        type=int,
+        default=4,
+        help="contexts of 512 tokens from each data set; default %(default)s",
     )
     args = parser.parse_args(argv)
     if find_spec("torch") is None:

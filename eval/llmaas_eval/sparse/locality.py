@@ -1,4 +1,4 @@
-"""How local active channels are: alike from layer to layer, and the same from token to token."""
+"""Locality of active channels: similarity between layers, and repetition between tokens."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ Floats = NDArray[np.floating]
 
 
 class Reader(Protocol):
-    """What is used of an oracle."""
+    """Part of ``Oracle`` that this module uses."""
 
     n_layer: int
 
     def read(self, tokens: NDArray[np.int64]) -> Mapping[tuple[int, str], NDArray[np.float32]]:
-        """Operands of a row of tokens."""
+        """Return the operands of a row of tokens."""
 
     def threshold(self, key: tuple[int, str], sparsity: float) -> float:
-        """What this share of an operand's values is below."""
+        """Return the quantile ``sparsity`` of an operand's magnitudes."""
 
     def busy(self, key: tuple[int, str], sparsity: float) -> NDArray[np.float64]:
-        """How often each channel was active on the calibration text."""
+        """Return how often each channel was active on the calibration text."""
 
 
 class Likeness(NamedTuple):
-    """Of a family's operands at a distance of layers (Fig 4).
+    """Similarity of a family's operands at a distance of layers (Fig 4).
 
     Attributes:
-        family: Whose.
-        distance: In layers.
-        cosine: Mean cosine, by the first of two layers.
-        precision: Share of a layer's Top-K that are in the other's, likewise.
+        family: Name of the family.
+        distance: Distance of the two layers.
+        cosine: Mean cosine of the two operands, by the first layer.
+        precision: Share of a layer's Top-K that are in the other layer's Top-K, by the first layer.
     """
 
     family: str
@@ -58,9 +58,9 @@ class Selection(NamedTuple):
     """Probability that the hottest channels are selected (Fig 6).
 
     Attributes:
-        seen: Hottest in a context, on the context itself: the paper's.
-        by_context: Hottest in the first half of a context, on the second.
-        by_task: Hottest in the other contexts, on the second half.
+        seen: Probability of a context's hottest channels on the same context, as in the paper.
+        by_context: Probability of the first half's hottest channels on the second half.
+        by_task: Probability of the other contexts' hottest channels on the second half.
     """
 
     seen: float
@@ -69,15 +69,15 @@ class Selection(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How unevenly channels of a family are used; means over layers.
+    """How unevenly the channels of a family are used; means over layers.
 
     Attributes:
-        deciles: Of the channels' probabilities to be active.
-        entropy: Of the channels' shares of all activity; 1 where they are equal.
-        coverage: Share of all activity that the busiest 30 % have, by layer.
-        overlap: Share of a token's channels that the token before had.
-        by_chance: ``overlap`` of tokens that are independent.
-        alike: Correlation of the probabilities of consecutive layers, by the first of them.
+        deciles: Deciles of the channels' probabilities to be active.
+        entropy: Entropy of the channels' shares of all activity; 1 for equal shares.
+        coverage: Share of all activity in the busiest 30 % of the channels, by layer.
+        overlap: Share of a token's active channels that were active for the token before.
+        by_chance: Expected ``overlap`` of independent tokens.
+        alike: Correlation of the probabilities of consecutive layers, by the first layer.
     """
 
     deciles: list[float]
@@ -91,7 +91,7 @@ class Spread(NamedTuple):
 def traces(
     reader: Reader, contexts: Tokens, sparsity: float, n_prompt: int
 ) -> Iterator[tuple[str, Trace]]:
-    """Channels above their operand's threshold, family by family."""
+    """Yield each family with a trace of the channels above their operand's threshold."""
     rows = [
         {key: np.abs(x) >= reader.threshold(key, sparsity) for key, x in reader.read(row).items()}
         for row in tqdm(contexts, desc="active channels", unit="context", disable=None)
@@ -104,7 +104,7 @@ def traces(
 
 
 def likeness(reader: Reader, contexts: Tokens, n_prompt: int, sparsity: float) -> list[Likeness]:
-    """Of all families at every distance, with Top-K at ``sparsity``."""
+    """Return the similarity of all families at every distance, with Top-K at ``sparsity``."""
     found: dict[tuple[str, int], list[tuple[Floats, Floats]]] = {}
     for row in tqdm(contexts, desc="likeness", unit="context", disable=None):
         operands = reader.read(row)
@@ -130,7 +130,7 @@ def _precisions(x: Floats, distance: int, sparsity: float) -> Floats:
 
 
 def selection(trace: Trace, share: float) -> Selection:
-    """Of the hottest ``share`` of the channels."""
+    """Return how likely the hottest ``share`` of the channels are selected."""
     decoded = trace.active[:, trace.n_prompt :]
     half, n = decoded.shape[1] // 2, round(share * decoded.shape[-1])
     whole, first, second = (
@@ -143,7 +143,7 @@ def selection(trace: Trace, share: float) -> Selection:
 
 
 def _means(active: Flags) -> NDArray[np.float64]:
-    """Probabilities by context."""
+    """Return the channels' probabilities to be active, by context."""
     return active.mean(axis=1)
 
 
@@ -153,7 +153,7 @@ def _of_hottest(by: Floats, probabilities: Floats, n: int) -> float:
 
 
 def spread(trace: Trace) -> Spread:
-    """Of decoded tokens."""
+    """Return how unevenly channels are used by the decoded tokens."""
     decoded = trace.active[:, trace.n_prompt :]
     p = decoded.mean(axis=(0, 1))
     shares = np.maximum(p / p.sum(axis=1, keepdims=True), 1e-12)

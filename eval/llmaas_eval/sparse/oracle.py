@@ -1,8 +1,8 @@
-"""Sparse decoding in torch: a GGUF's forward pass with inputs of every block's matrices masked.
+"""Sparse decoding in torch: a GGUF's forward pass with masked inputs of every block's matrices.
 
 Every position is computed as if it were decoded alone: its own small inputs are left out, and it
-attends to what earlier positions left. ``threshold`` leaves out what is below an operand's
-quantile (TEAL), ``top-k`` all but each token's largest.
+attends to the cells of earlier positions. Selection ``threshold`` leaves out values below a
+quantile of the operand (TEAL). Selection ``top-k`` keeps only each token's largest values.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _FAMILY = {matrix: family for family, matrices in FAMILIES.items() for matrix in
 _SHARES = np.linspace(0, 1, 201)
 
 Activations = Mapping[Key, NDArray[np.float32]]
-"""By operand: shape ``(n_tokens, n_channels)``."""
+"""Activations by operand, shape ``(n_tokens, n_channels)``."""
 
 
 class _Mask(NamedTuple):
-    """What is left out.
+    """Which channels are left out.
 
     Attributes:
-        sparsity: Share of the channels.
-        selection: How they are chosen.
-        n_dense: Tokens at the beginning that are computed with all channels: a prompt.
+        sparsity: Share of the channels that are left out.
+        selection: How these channels are selected.
+        n_dense: Number of first tokens that are computed with all channels, as in a prompt.
     """
 
     sparsity: float
@@ -53,10 +53,10 @@ class _Mask(NamedTuple):
 
 
 class Oracle(Llama):
-    """A llama-architecture model that can leave channels out, and keeps operands."""
+    """A llama-architecture model that can leave channels out and can record operands."""
 
     def __init__(self, path: Path) -> None:
-        """Load the weights of a GGUF."""
+        """Load the weights of a GGUF file."""
         super().__init__(path)
         self._mask = _Mask(0, "top-k", 0)
         self._sizes: dict[Key, NDArray[np.float32]] = {}
@@ -64,7 +64,7 @@ class Oracle(Llama):
         self._operands: dict[Key, Tensor] | None = None
 
     def calibrate(self, windows: Tokens) -> None:
-        """Take the thresholds from what operands are on these, densely."""
+        """Compute thresholds from the operands of a dense pass over ``windows``."""
         found: dict[Key, list[NDArray[np.float32]]] = {}
         for window in tqdm(windows, desc="calibration", unit="window", disable=None):
             for key, x in self.read(window).items():
@@ -73,19 +73,19 @@ class Oracle(Llama):
         self._quantiles = {key: np.quantile(x, _SHARES) for key, x in self._sizes.items()}
 
     def threshold(self, key: Key, sparsity: float) -> float:
-        """Of an operand: what this share of its values is below, on the calibration text."""
+        """Return the quantile ``sparsity`` of an operand's magnitudes on the calibration text."""
         return float(np.interp(sparsity, _SHARES, self._quantiles[key]))
 
     def busy(self, key: Key, sparsity: float) -> NDArray[np.float64]:
-        """How often each channel of an operand was active on the calibration text."""
+        """Return how often each channel of an operand was active on the calibration text."""
         return (self._sizes[key] >= self.threshold(key, sparsity)).mean(axis=0)
 
     def mask(self, sparsity: float, selection: Selection, n_dense: int = 0) -> None:
-        """Leave channels out from now on."""
+        """Leave out channels from now on."""
         self._mask = _Mask(sparsity, selection, n_dense)
 
     def read(self, tokens: NDArray[np.int64]) -> Activations:
-        """Operands of one row of tokens, before anything is left out of them."""
+        """Return the operands of one row of tokens, before masking."""
         self._operands = {}
         with torch.no_grad():
             self(torch.from_numpy(tokens)[None])
@@ -93,7 +93,7 @@ class Oracle(Llama):
         return {key: x[0].numpy() for key, x in found.items()}
 
     def nats(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Surprise at each token of a row but the first."""
+        """Return the surprise in nats at each token of a row after the first."""
         row = torch.from_numpy(tokens)
         with torch.no_grad():
             logits = self(row[None, :-1])[0]
@@ -126,7 +126,7 @@ def perplexities(
     selection: Selection,
     n_dense: int = 0,
 ) -> dict[float, float]:
-    """By sparsity, of every token after the ``n_dense`` first of each window."""
+    """Return perplexity by sparsity, over tokens after each window's first ``n_dense``."""
     found = {}
     for sparsity in tqdm(list(sparsities), desc=f"perplexity, {selection}", disable=None):
         oracle.mask(sparsity, selection, n_dense)

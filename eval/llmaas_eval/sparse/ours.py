@@ -1,4 +1,4 @@
-"""The engine's own sparse tokens: what they cost in perplexity, to be held against the oracle's."""
+"""Perplexity of the engine's own sparse tokens, to compare with the oracle's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ __all__ = ["add_channels", "engine_perplexity", "with_channels"]
 
 
 def with_channels(model: Path, folder: Path, calibration: Tokens) -> Path:
-    """A copy of a model in ``folder``, with a channel file that is calibrated on these windows."""
+    """Copy a model into ``folder`` and add a channel file; return the copy's path.
+
+    The channel file is calibrated on the windows ``calibration``.
+    """
     path = Path(shutil.copyfile(model, folder / model.name))
     add_channels(path, calibration)
     return path
 
 
 def add_channels(model: Path, calibration: Tokens, group_layers: int = 1) -> None:
-    """Write a model's channel file, calibrated on these windows."""
+    """Write a model's channel file, calibrated on the windows ``calibration``."""
     found, path = _calibrated(model, calibration), channel_path(model)
     for _ in write_channels(model, path, model_tensors(model), found, group_layers=group_layers):
         pass
@@ -55,7 +58,10 @@ def _calibrated(path: Path, windows: Tokens) -> Calibration:
 def engine_perplexity(
     model: Path, windows: Tokens, sparsity: float, selection: str, n_dense: int = 1
 ) -> float:
-    """Of every token after the ``n_dense`` first of each window, which are a batch."""
+    """Return perplexity over the tokens after each window's first ``n_dense``.
+
+    These first tokens are one batch, so they are computed with all channels.
+    """
     table = {"mode": "sparse", "sparsity": sparsity, "selection": selection.replace("-", "_")}
     what = f"engine, {selection} {sparsity}"
     with _opened(model, table, windows.shape[1]) as (llama, flash):

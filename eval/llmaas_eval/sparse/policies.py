@@ -1,8 +1,9 @@
-"""Which channels stay in memory: policies by the score of what they keep, simulated.
+"""Cache policies for channels, simulated: a policy scores channels, and the best ones stay.
 
-A policy gives every channel a score after each token. The cache then holds the best of the
-channels that it held and of those that were just read: what is worse than all of them is used
-and dropped. Scores depend neither on the cache nor on its size, and Belady's is the next use.
+A policy gives every channel a score after each token. The cache then holds the best of the channels
+that it held and of those that were just read. A channel that is worse than all of these is used and
+dropped. Scores depend neither on the cache nor on its size. Belady's score is the time of the next
+use.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Scores = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Channels of one family that tokens are multiplied with.
+    """Active channels of one family, token by token.
 
     Attributes:
-        active: Shape ``(n_contexts, n_tokens, n_layers, n_channels)``.
-        n_prompt: Tokens of each context that are read densely, past the cache.
-        busy: How busy a channel was on the calibration text, ``(n_layers, n_channels)``.
+        active: Whether a channel is multiplied, ``(n_contexts, n_tokens, n_layers, n_channels)``.
+        n_prompt: Number of each context's first tokens that are read densely, past the cache.
+        busy: How often a channel was active on the calibration text, ``(n_layers, n_channels)``.
     """
 
     active: Flags
@@ -36,11 +37,11 @@ class Trace:
 
     @property
     def decoded(self) -> Flags:
-        """Of the tokens that were decoded, ``(n_contexts * n_decoded, n_layers, n_channels)``."""
+        """Flags of the decoded tokens, shape ``(n_contexts * n_decoded, n_layers, n_channels)``."""
         return self.active[:, self.n_prompt :].reshape(-1, *self.active.shape[2:])
 
     def pooled(self) -> Trace:
-        """All layers as one, whose channels share a cache."""
+        """Return the trace with all layers as one, so that their channels share a cache."""
         shape = (*self.active.shape[:2], 1, -1)
         return Trace(self.active.reshape(shape), self.n_prompt, self.busy.reshape(1, -1))
 
@@ -53,8 +54,8 @@ class Misses(NamedTuple):
     """Channels that were read, shaped like ``Trace.decoded``.
 
     Attributes:
-        preloaded: Predicted, and not in memory.
-        demanded: Active, and neither in memory nor predicted.
+        preloaded: Channels that were predicted and not in memory.
+        demanded: Channels that were active, but neither in memory nor predicted.
     """
 
     preloaded: Flags
@@ -62,15 +63,15 @@ class Misses(NamedTuple):
 
 
 def simulate(trace: Trace, scores: Scores, capacity: int, predicted: Flags | None = None) -> Misses:
-    """Run a cache of ``capacity`` channels a layer over the decoded tokens.
+    """Simulate a cache of ``capacity`` channels a layer on the decoded tokens.
 
-    It begins with the channels that are busiest on the calibration text.
+    The cache begins with the channels that are busiest on the calibration text.
 
     Args:
-        trace: What is used.
-        scores: A policy's.
-        capacity: Channels of each layer.
-        predicted: Channels that are read ahead if they are not in memory; default none.
+        trace: Active channels.
+        scores: Scores of a policy.
+        capacity: Number of channels that each layer caches.
+        predicted: Channels that are read ahead if they are not in memory; None predicts nothing.
     """
     active = trace.decoded
     preloaded, demanded = np.zeros_like(active), np.zeros_like(active)
@@ -87,7 +88,7 @@ def simulate(trace: Trace, scores: Scores, capacity: int, predicted: Flags | Non
 
 
 def hit_rate(trace: Trace, scores: Scores, capacity: int) -> float:
-    """Share of the active channels that are in memory when they are used."""
+    """Return the share of active channels that are in memory when they are used."""
     missed = simulate(trace, scores, capacity).demanded
     return 1 - float(missed.sum() / trace.decoded.sum())
 
@@ -101,13 +102,13 @@ def _best(scores: NDArray[np.floating], n: int) -> Flags:
 
 
 def _decoded(trace: Trace, scores: NDArray[np.floating]) -> Scores:
-    """Of every token to those of decoded ones."""
+    """Return the decoded tokens' scores, given those of every token."""
     found = scores.reshape(trace.active.shape)[:, trace.n_prompt :]
     return found.reshape(trace.decoded.shape).astype(np.float32)
 
 
 def _recency(trace: Trace) -> NDArray[np.float32]:
-    """When each channel was used last, as a share of the trace: breaks ties."""
+    """Return each channel's time of last use as a share of the trace, to break ties."""
     active = trace.decoded
     time = np.arange(1, len(active) + 1, dtype=np.float32)[:, None, None]
     last = np.maximum.accumulate(np.where(active, time, np.float32(0)), axis=0)
@@ -129,7 +130,7 @@ def _lfu_task(trace: Trace) -> Scores:
 
 
 def _aged(n_half: int) -> Policy:
-    """Least frequently used, by counts that are halved every ``n_half`` tokens."""
+    """Return the LFU policy whose counts are halved every ``n_half`` tokens."""
 
     def scores(trace: Trace) -> Scores:
         found, counts = _recency(trace), np.zeros_like(trace.busy, np.float32)
@@ -146,7 +147,7 @@ def _static(trace: Trace) -> Scores:
 
 
 def _belady(trace: Trace) -> Scores:
-    """Earlier next uses score more."""
+    """Return higher scores for earlier next uses."""
     active, never = trace.decoded, np.float32(len(trace.decoded))
     time = np.arange(len(active), dtype=np.float32)[:, None, None]
     uses = np.where(active, time, never)[1:]
@@ -165,4 +166,4 @@ POLICIES: Mapping[str, Policy] = {
     "static": _static,
     "Belady": _belady,
 }
-"""By the name of tables; the first is the paper's."""
+"""Policies by their names in tables; the first one is the paper's."""

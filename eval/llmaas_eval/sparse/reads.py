@@ -1,7 +1,8 @@
-"""What reads of missing channels cost, coalesced where the bytes between them are few.
+"""Cost of reads of missing channels; one read covers channels with few bytes between them.
 
-The channels are those of a small model and the cost is of a larger one's whose channels are used
-alike: each of its operands is several of the small one's, with records of its own size.
+The channels are those of a small model. The cost is that of a larger model whose channels are used
+alike: each of its operands corresponds to several of the small model's, with records of its own
+size.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ Order = NDArray[np.int64]
 
 
 class Flash(NamedTuple):
-    """A device that takes ``read_us`` for each read, and its time for each byte."""
+    """A device whose reads each take ``read_us``, plus a time for each byte."""
 
     read_us: float = 9.0
     bytes_per_us: float = 1500.0
 
     @property
     def gap_bytes(self) -> float:
-        """Up to which reading on is cheaper than another read."""
+        """Largest gap in bytes that is cheaper to read than to skip with another read."""
         return self.read_us * self.bytes_per_us
 
 
 class Operands(NamedTuple):
-    """A family's in a model."""
+    """Operands of a family in a model."""
 
     n_layers: int
     n_channels: int
@@ -56,16 +57,16 @@ ONE_BILLION: Mapping[str, Operands] = {
     "ffn_up": Operands(16, 2048, 8192),
     "ffn_down": Operands(16, 8192, 1024),
 }
-"""Of a model of 1.2 billion weights at 4 bits."""
+"""Operands of a model with 1.2 billion weights of 4 bits, by family."""
 
 
 class Cost(NamedTuple):
-    """Of reads.
+    """Cost of reads.
 
     Attributes:
-        n_reads: How many.
-        n_bytes: What they read, gaps included.
-        us: How long they take.
+        n_reads: Number of reads.
+        n_bytes: Bytes that they read, gaps included.
+        us: Time that they take in microseconds.
     """
 
     n_reads: float
@@ -73,18 +74,19 @@ class Cost(NamedTuple):
     us: float
 
     def scaled(self, by: float) -> Cost:
-        """So many times these reads."""
+        """Return the cost of ``by`` times these reads."""
         return Cost(*(by * value for value in self))
 
 
 def coalesced(missing: Flags, unit_bytes: int, flash: Flash, n_apart: int = 1) -> Cost:
-    """Reading the missing units of each row, in rows that are far from each other.
+    """Return the cost of reading each row's missing units, where rows lie far from each other.
 
     Args:
-        missing: Shape ``(n_rows, n_units)``, in the order of the file.
-        unit_bytes: Of a unit.
-        flash: What is read from.
-        n_apart: Units from one to the next, where those between them are of other rows.
+        missing: Flags of shape ``(n_rows, n_units)``, in the order of the file.
+        unit_bytes: Bytes of a unit.
+        flash: Device to read from.
+        n_apart: Distance of a row's neighboring units, in units; the units between belong to other
+            rows.
     """
     rows, at = np.nonzero(missing)
     if not len(at):
@@ -97,11 +99,11 @@ def coalesced(missing: Flags, unit_bytes: int, flash: Flash, n_apart: int = 1) -
 
 
 class Reads(NamedTuple):
-    """A token's, of a family.
+    """Reads for one family and one token.
 
     Attributes:
-        ahead: Of predicted channels, while layers before are computed.
-        on_demand: That the computation waits for.
+        ahead: Cost of reading predicted channels while earlier layers are computed.
+        on_demand: Cost of reads that the computation waits for.
     """
 
     ahead: Cost
@@ -109,10 +111,10 @@ class Reads(NamedTuple):
 
 
 def predicted(trace: Trace, n_group: int) -> Flags:
-    """What is read ahead for groups of layers, shaped like ``Trace.decoded``.
+    """Return the channels read ahead for groups of layers, shaped like ``Trace.decoded``.
 
-    The first layer of a group tells what the next group will need, while there is time. What the
-    first group needs is told by its own first layer.
+    The active channels of a group's first layer predict the next group's. The first group has no
+    group before it, so its own first layer predicts it.
     """
     active, starts = trace.decoded, np.arange(0, trace.active.shape[2], n_group)
     sources = np.concatenate([starts[:1], starts[:-1]])
@@ -120,7 +122,10 @@ def predicted(trace: Trace, n_group: int) -> Flags:
 
 
 def busiest_first(trace: Trace, n_group: int) -> Order:
-    """By how busy a channel was on the calibration text, over the layers of a group."""
+    """Return each group's channels, busiest on the calibration text first.
+
+    A channel's count is summed over the layers of the group.
+    """
     n_layers, n_channels = trace.busy.shape
     busy = trace.busy.reshape(n_layers // n_group, n_group, n_channels).sum(axis=1)
     return np.argsort(-busy, axis=1, kind="stable")
@@ -129,14 +134,14 @@ def busiest_first(trace: Trace, n_group: int) -> Order:
 def read_cost(
     misses: Misses, order: Order, n_group: int, operands: Operands, flash: Flash
 ) -> Reads:
-    """Mean of a token's reads, when the file has the layers of a group channel by channel.
+    """Return a token's mean read cost if the file stores a group's layers channel by channel.
 
     Args:
-        misses: Of a small model.
-        order: Of the file.
-        n_group: Layers of a group.
-        operands: Of the model whose reads these are.
-        flash: What is read from.
+        misses: Misses of a small model.
+        order: Order of the channels in the file.
+        n_group: Number of layers in a group.
+        operands: Operands of the model whose reads are counted.
+        flash: Device to read from.
     """
     n_tokens, n_layers, n_channels = misses.demanded.shape
     scale = operands.n_layers / n_layers * operands.n_channels / n_channels / n_tokens
@@ -150,7 +155,7 @@ def read_cost(
 
 
 def _in_order(flags: Flags, order: Order, n_group: int) -> Flags:
-    """Shape ``(n_tokens, n_groups, n_group, n_channels)``, channels as the file has them."""
+    """Return flags of shape ``(n_tokens, n_groups, n_group, n_channels)`` in the file's order."""
     n_tokens, n_layers, n_channels = flags.shape
     grouped = flags.reshape(n_tokens, n_layers // n_group, n_group, n_channels)
     return np.take_along_axis(grouped, order[None, :, None, :], axis=-1)

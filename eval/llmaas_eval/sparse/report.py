@@ -1,4 +1,4 @@
-"""What was measured, as Markdown tables."""
+"""Results of the study as Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["report"]
 
 
 def report(found: Mapping[str, Sequence[Row]]) -> str:
-    """Tables with their headings."""
+    """Return all tables with their headings."""
     return "\n\n".join(
         f"## {heading}\n\n{show(found[name])}" for name, (heading, show) in _TABLES.items()
     )
@@ -63,7 +63,7 @@ def _spread(rows: Sequence[Row]) -> str:
 
 
 def _reads(rows: Sequence[Row]) -> str:
-    """Milliseconds a token over all families, and of that on demand."""
+    """Return tables of milliseconds a token over all families, and of the part on demand."""
     names = ("sparsity", "task", "policy", "layers", "ahead", "order", "size")
     sums: dict[tuple[object, ...], Row] = {}
     for row in rows:
@@ -87,7 +87,7 @@ def _reads(rows: Sequence[Row]) -> str:
         _milliseconds,
     )
     return (
-        f"Streaming all that is not in memory takes {compared} (ms).\n\n{cells}\n\n"
+        f"Streaming all weights outside memory takes {compared} (ms).\n\n{cells}\n\n"
         f"Layer by layer, on demand:\n\n{by_family}"
     )
 
@@ -105,7 +105,7 @@ def _about(row: Row) -> list[str]:
 def _pivot(
     rows: Sequence[Row], about: Sequence[str], across: str, show: Callable[[Row], str]
 ) -> str:
-    """A line for each value of ``about``, a column for each of ``across``."""
+    """Return a table with a line for each value of ``about`` and a column for each ``across``."""
     columns = sorted({row[across] for row in rows})
     lines: dict[tuple[str, ...], dict[float, str]] = {}
     for row in rows:
@@ -123,8 +123,8 @@ def _list(values: Iterable[float]) -> str:
 
 _TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "perplexity": ("Perplexity by sparsity", _perplexity),
-    "engine": ("The engine's", _perplexity),
-    "likeness": ("Layers that are alike", _likeness),
+    "engine": ("Perplexity of the engine", _perplexity),
+    "likeness": ("Similarity of layers", _likeness),
     "selection": ("Probability that hot channels are selected", _selection),
     "spread": ("How unevenly channels are used", _spread),
     "hits": ("Hit rates by the share of the channels that is cached", _hits),

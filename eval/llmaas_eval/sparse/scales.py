@@ -1,6 +1,7 @@
 """Random activations whose channels are as unevenly busy as measured ones.
 
-A channel's values are a random number times its scale, and scales are lognormal: ``exp(sigma z)``.
+A channel's values are random numbers times the channel's scale. The scales are lognormal:
+``exp(sigma z)`` with a normal ``z``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Floats = NDArray[np.float64]
 
 
 def _gaussian() -> Floats:
-    """Sizes of a matrix's inputs after a norm, or of values that attention mixes."""
+    """Return magnitudes of a matrix's inputs after a norm, or of values that attention mixes."""
     return np.abs(np.random.default_rng(0).standard_normal(_N_DRAWS))
 
 
 def _gated() -> Floats:
-    """Sizes of SwiGLU's products of two random numbers of deviation 1."""
+    """Return magnitudes of SwiGLU's products of two random numbers of standard deviation 1."""
     gate, up = np.random.default_rng(0).standard_normal((2, _N_DRAWS))
     return np.abs(gate / (1 + np.exp(-gate)) * up)
 
@@ -40,21 +41,21 @@ DRAWS: Mapping[str, Callable[[], Floats]] = {
     "ffn_up": _gaussian,
     "ffn_down": _gated,
 }
-"""Of one channel's sizes at scale 1, by family."""
+"""Functions that draw one channel's magnitudes at scale 1, by family."""
 
 
 def coverage(probabilities: NDArray[np.floating], share: float = _TOP) -> float:
-    """Share of all activity that the busiest ``share`` of the channels have."""
+    """Return the share of all activity in the busiest ``share`` of the channels."""
     sorted_ = np.sort(probabilities)[::-1]
     return float(sorted_[: round(share * len(sorted_))].sum() / sorted_.sum())
 
 
 def fit_sigma(draws: Floats, sparsity: float, target: float) -> float:
-    """The sigma at which the busiest channels have ``target`` of all activity.
+    """Return the sigma at which the busiest channels have ``target`` of all activity.
 
     Args:
-        draws: Sizes of a channel of scale 1.
-        sparsity: Share of values that are left out, by one threshold for all channels.
+        draws: Magnitudes of a channel of scale 1.
+        sparsity: Share of values that one threshold for all channels leaves out.
         target: ``coverage`` of the channels' probabilities to be active.
     """
     sizes = np.quantile(draws, _LEVELS)
@@ -62,7 +63,7 @@ def fit_sigma(draws: Floats, sparsity: float, target: float) -> float:
 
 
 def _active(sizes: Floats, sigma: float, sparsity: float) -> Floats:
-    """Probabilities of channels at the quantiles of the scales' distribution."""
+    """Return probabilities to be active of channels at quantiles of the scales' distribution."""
     scales = np.exp(sigma * _NORMAL)
 
     def active(log_threshold: float) -> Floats:

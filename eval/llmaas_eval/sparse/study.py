@@ -1,4 +1,4 @@
-"""Everything that is measured of sparse decoding, as one JSON document."""
+"""Study of sparse decoding: all measurements as one JSON document."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SPARSE, _HOT = 0.5, (0.1, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """Parameters of the study.
 
     Attributes:
-        sparsities: At which perplexity is measured.
-        n_prompt: Tokens of each context that are computed with all channels.
-        n_read_contexts: Contexts whose reads are simulated: that takes the longest.
-        read_sizes: Shares of the channels that are cached then.
-        groups: Layers of a group then.
+        sparsities: Sparsities at which perplexity is measured.
+        n_prompt: Number of each context's first tokens that are computed with all channels.
+        n_read_contexts: Number of contexts whose reads are simulated, which is the slowest part.
+        read_sizes: Shares of the channels that are cached in that simulation.
+        groups: Numbers of layers in a group in that simulation.
     """
 
     sparsities: tuple[float, ...] = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -52,7 +52,7 @@ class Plan:
 
 
 def study(model: Path, texts: Texts, plan: Plan) -> dict[str, list[Row]]:
-    """Tables by name, as rows of named figures."""
+    """Return tables by name, as rows of named values."""
     from llmaas_eval.sparse.oracle import Oracle
 
     oracle = Oracle(model)
@@ -84,7 +84,7 @@ def _perplexities(oracle: Oracle, windows: Tokens, plan: Plan) -> list[Row]:
 
 
 def _engine(model: Path, texts: Texts, plan: Plan) -> list[Row]:
-    """Perplexity of our own sparse tokens, to be held against the oracle's."""
+    """Return the perplexity of the engine's own sparse tokens, to compare with the oracle's."""
     ways = ("threshold", "top-k")
     with tempfile.TemporaryDirectory() as folder:
         path = with_channels(model, Path(folder), texts.calibration)

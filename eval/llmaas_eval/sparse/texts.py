@@ -1,4 +1,4 @@
-"""Validation and calibration text in tokens: windows and contexts of one length."""
+"""Validation and calibration text as tokens: windows and contexts of one length."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from numpy.typing import NDArray
 __all__ = ["DATA", "Texts", "Tokens", "read_texts"]
 
 DATA = Path("../shared/data")
-"""Where the data sets lie, seen from the repository."""
+"""Folder of the data sets, relative to the repository."""
 
 _DOCUMENT, _ARTICLE = "\n<|doc|>\n", re.compile(r"\n(?= = [^=])")
 _N_CALIBRATION_CHARACTERS = 4_000_000
 
 Tokens = NDArray[np.int64]
-"""Shape ``(n, n_tokens)``: each row begins with the token that begins a sequence."""
+"""Token ids of shape ``(n, n_tokens)``; each row begins with the begin-of-sequence token."""
 
-_Tokenise = Callable[[str], list[int]]
+_Tokenize = Callable[[str], list[int]]
 
 
 class Texts(NamedTuple):
-    """What is read by the model.
+    """Texts that the model reads.
 
     Attributes:
-        windows: Of validation text, document after document.
-        calibration: Of training text.
-        contexts: Beginnings of documents of validation text, by the set that they are of.
+        windows: Windows of validation text, document after document.
+        calibration: Windows of training text.
+        contexts: Beginnings of documents of validation text, by data set.
     """
 
     windows: Tokens
@@ -42,14 +42,14 @@ class Texts(NamedTuple):
 
 
 def read_texts(data: Path, model: Path, n_windows: int, n_contexts: int, n_tokens: int) -> Texts:
-    """Read from folder ``data``, in the vocabulary of ``model``, a GGUF.
+    """Read the texts in folder ``data`` and tokenize them for ``model``, a GGUF file.
 
     Raises:
-        FileNotFoundError: The data sets are not there.
+        FileNotFoundError: The folder has no data sets.
     """
     folder = data / "lm"
     if not folder.is_dir():
-        raise FileNotFoundError(f"No folder {folder}: run this in the repository, or give --data")
+        raise FileNotFoundError(f"no folder {folder}; run this in the repository, or give --data")
     held = (folder / "reference_val.txt").read_text(encoding="utf-8").split(_DOCUMENT)
     wiki = _ARTICLE.split((folder / "wikitext2_valid.txt").read_text(encoding="utf-8"))
     with lzma.open(folder / "reference_train.txt.xz", "rt", encoding="utf-8") as file:
@@ -58,30 +58,30 @@ def read_texts(data: Path, model: Path, n_windows: int, n_contexts: int, n_token
 
     with contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as llama:
 
-        def tokenise(text: str) -> list[int]:
+        def tokenize(text: str) -> list[int]:
             return list(llama.tokenize(text.encode(), add_bos=False))
 
         bos = llama.token_bos()
         return Texts(
-            _rows(bos, _windows(tokenise, held, n_tokens - 1), n_windows),
-            _rows(bos, _windows(tokenise, training, n_tokens - 1), n_windows),
+            _rows(bos, _windows(tokenize, held, n_tokens - 1), n_windows),
+            _rows(bos, _windows(tokenize, training, n_tokens - 1), n_windows),
             {
-                name: _rows(bos, _beginnings(tokenise, documents, n_tokens - 1), n_contexts)
+                name: _rows(bos, _beginnings(tokenize, documents, n_tokens - 1), n_contexts)
                 for name, documents in (("chats", held), ("articles", wiki))
             },
         )
 
 
-def _windows(tokenise: _Tokenise, documents: Iterable[str], size: int) -> Iterator[list[int]]:
-    stream = chain.from_iterable(tokenise(f"{text}\n") for text in documents)
+def _windows(tokenize: _Tokenize, documents: Iterable[str], size: int) -> Iterator[list[int]]:
+    stream = chain.from_iterable(tokenize(f"{text}\n") for text in documents)
     while len(window := list(islice(stream, size))) == size:
         yield window
 
 
-def _beginnings(tokenise: _Tokenise, documents: Iterable[str], size: int) -> Iterator[list[int]]:
-    """Of those documents that are long enough."""
+def _beginnings(tokenize: _Tokenize, documents: Iterable[str], size: int) -> Iterator[list[int]]:
+    """Yield the first ``size`` tokens of each document that has so many."""
     for text in documents:
-        if len(tokens := tokenise(text)) >= size:
+        if len(tokens := tokenize(text)) >= size:
             yield tokens[:size]
 
 

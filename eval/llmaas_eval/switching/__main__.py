@@ -1,6 +1,6 @@
 """``python -m llmaas_eval.switching``: replay traces on all systems, one figure at a time.
 
-It writes FIGURE.json (every call), FIGURE.md and FIGURE.png.
+The command writes FIGURE.json (every call), FIGURE.md and FIGURE.png.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MIB = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the figure that the command line names; 1 if a system failed for no good reason."""
+    """Make the figure that the command line names; return 1 if a system failed with an error."""
     args = _parser().parse_args(argv)
     figure = FIGURES[args.figure]
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.model.parent.mkdir(parents=True, exist_ok=True)
         write_random_model(args.model, SHAPE_1B)
     if not can_limit_memory():
-        _say("no writable cgroup v1 memory controller: memory is NOT limited")
+        _say("found no writable cgroup v1 memory controller: memory is NOT limited")
     grid = Grid(
         args.contexts or figure.contexts,
         args.patterns,
@@ -72,28 +72,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N")
     parser.add_argument("--patterns", nargs="+", default=_PATTERNS, choices=_PATTERNS)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS))
-    parser.add_argument("--calls", type=int, default=100, help="the last ones of each trace")
+    parser.add_argument("--calls", type=int, default=100, help="measure the last N of each trace")
     parser.add_argument("--hours", type=float, default=72.0, help="length of the traces")
-    parser.add_argument("--seed", type=int, default=0, help="of the traces")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traces")
     parser.add_argument("--max-tokens", type=int, default=2048, help="longest context")
     parser.add_argument(
-        "--budget-share", type=float, default=0.25, help="of all contexts' f16 cells"
+        "--budget-share", type=float, default=0.25, help="budget as a share of all f16 cells"
     )
-    parser.add_argument("--disk-mb", type=float, help="cap reads and writes at so many MB/s")
+    parser.add_argument("--disk-mb", type=float, help="limit of reads and of writes in MB/s")
     parser.add_argument("--limits-ms", type=float, nargs="+", default=[10.0, 25.0])
     parser.add_argument("--ours", default="{}", metavar="JSON", help="settings of kv_chunks")
     parser.add_argument("--model", type=Path, default=_MODEL)
-    parser.add_argument("--folder", type=Path, default=Path("build/eval"), help="for all files")
-    parser.add_argument("--name", help="of the files, instead of the figure's")
-    parser.add_argument("--cost", type=Path, help="measured cost: read it, or keep it there")
+    parser.add_argument("--folder", type=Path, default=Path("build/eval"), help="output folder")
+    parser.add_argument("--name", help="name of the files, instead of the figure's")
+    parser.add_argument("--cost", type=Path, help="file of the measured cost; made if missing")
     return parser
 
 
 def _cost(args: argparse.Namespace, max_tokens: int) -> Cost:
-    """The measured cost of evaluation."""
+    """Return the cost of evaluation: read from ``--cost``, or measured."""
     if args.cost is not None and args.cost.exists():
         return Cost(**json.loads(args.cost.read_text()))
-    _say("measuring what evaluation costs")
+    _say("measuring the cost of evaluation")
     cost = measure(args.model, max_tokens)
     if args.cost is not None:
         args.cost.write_text(json.dumps(asdict(cost)))
@@ -117,11 +117,11 @@ def _job(args: argparse.Namespace, case: Case, cost: Cost, each: int) -> Job:
 
 
 def _calls(args: argparse.Namespace, case: Case, contexts: int) -> tuple[Path, Sequence[Any]]:
-    """A trace as a file, and its calls."""
+    """Write a trace to a file; return the file's path and the trace's calls."""
     settings = Settings(
         pattern=case.pattern,
         contexts=contexts,
-        hours=args.hours * case.rate_minutes / 5,  # as many calls at any rate
+        hours=args.hours * case.rate_minutes / 5,  # equally many calls at any rate
         rate_minutes=case.rate_minutes,
         max_tokens=case.max_tokens,
         seed=args.seed,
@@ -144,7 +144,7 @@ def _title(case: Case) -> str:
 def _save(
     args: argparse.Namespace, figure: Figure, cost: Cost, runs: list[tuple[Case, RunResult]]
 ) -> None:
-    """Write what there is so far: a long figure may be stopped."""
+    """Write the results so far, because somebody may stop a long figure."""
     base = args.folder / (args.name or args.figure)
     found = {
         "figure": args.figure,
@@ -165,13 +165,13 @@ def _as_markdown(
     args: argparse.Namespace, figure: Figure, cost: Cost, runs: list[tuple[Case, RunResult]]
 ) -> str:
     errors = [abs(error) for error in cost.errors]
-    disk = "as it is" if args.disk_mb is None else f"{args.disk_mb:g} MB/s each way"
+    disk = "without a limit" if args.disk_mb is None else f"{args.disk_mb:g} MB/s each way"
     lines = [
         f"# {figure.title}",
         "",
         f"{args.model.name}, the last {args.calls} calls of each trace, disk {disk}. Evaluation "
         f"of n tokens after s: {cost.call_s:.3g} + {cost.token_s:.3g} n + {cost.pair_s:.3g} "
-        f"n (s + n/2) seconds; for {len(errors)} real ones, off by "
+        f"n (s + n/2) seconds; in {len(errors)} real evaluations this was off by "
         f"{sum(errors) / max(1, len(errors)):.1%} on average and {max(errors, default=0):.1%} at "
         "most.",
     ]

@@ -1,4 +1,4 @@
-"""What evaluating tokens costs here: measured at a few lengths, then checked on others."""
+"""Cost of evaluating tokens on this machine: measured at a few lengths, then checked on others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _N_REPLY = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds to evaluate tokens.
+    """Seconds that evaluation takes.
 
     Attributes:
-        call_s: Of a call.
-        token_s: Of a token of a prompt.
-        pair_s: Of a token for each one before it.
-        reply_s: Of a token of a reply.
-        errors: Relative errors of the prediction for real evaluations: predicted over real, less 1.
+        call_s: Seconds for each call.
+        token_s: Seconds for each token of a prompt.
+        pair_s: Seconds for each pair of a prompt's token and a token before it.
+        reply_s: Seconds for each token of a reply.
+        errors: Relative errors of predictions for real evaluations: predicted over real time, minus
+            1.
     """
 
     call_s: float
@@ -37,14 +38,14 @@ class Cost:
     errors: tuple[float, ...]
 
     def prompt_s(self, start: int, n_tokens: int) -> float:
-        """Seconds for ``n_tokens`` that follow ``start`` others."""
+        """Return the seconds for ``n_tokens`` tokens after ``start`` others."""
         if n_tokens == 0:
             return 0.0
         return float(_terms(start, n_tokens) @ (self.call_s, self.token_s, self.pair_s))
 
 
 def measure_cost(model: Path, max_tokens: int) -> Cost:
-    """Measure it for contexts of up to ``max_tokens``."""
+    """Measure the cost for contexts of up to ``max_tokens`` tokens."""
     engine = SequenceEngine(model, app_cells(max_tokens), 1)
     try:
         engine.decode(min(512, max_tokens))  # the first batch of that size is slower

@@ -1,4 +1,4 @@
-"""Figures as PNG."""
+"""Figures as PNG files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["contexts_under", "draw"]
 
 _Runs = Sequence[tuple[Case, RunResult]]
 _Lines = Mapping[str, Mapping[Any, float]]
-"""y by x, for every label."""
+"""Values of y by x, for every label."""
 
 
 def draw(figure: Figure, runs: _Runs, limits_ms: Sequence[float], path: Path) -> None:
@@ -52,7 +52,7 @@ def draw(figure: Figure, runs: _Runs, limits_ms: Sequence[float], path: Path) ->
 
 
 def contexts_under(figure: Figure, runs: _Runs, limit_ms: float) -> _Lines:
-    """Most contexts within ``limit_ms``, by x, for every label."""
+    """Return the most contexts within ``limit_ms``, by x, for every label."""
     means: dict[str, dict[Any, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for case, run in runs:
         found = means[case.label][_x(figure, case)]

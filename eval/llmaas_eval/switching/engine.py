@@ -24,23 +24,23 @@ _WARM_TOKENS = 16
 
 
 class SequenceEngine:
-    """A model and a context with one cache for all sequences, flash attention on.
+    """A model and a context with flash attention; all sequences share one KV cache.
 
     Attributes:
-        n_cells: Cells of the cache.
-        geometry: Of the cells.
+        n_cells: Number of cells in the cache.
+        geometry: Layout of the cells.
     """
 
     def __init__(
         self, model: Path, n_cells: int, n_sequences: int, cell_type: int = llama_cpp.GGML_TYPE_F16
     ) -> None:
-        """Load ``model`` and evaluate a little, so that everything is in place.
+        """Load ``model`` and evaluate a few tokens, so that all memory is allocated.
 
         Args:
             model: GGUF file.
-            n_cells: Cells at most; rounded down to what llama.cpp can do.
-            n_sequences: Sequences for the caller, from 0; one more is used here.
-            cell_type: Of keys and values.
+            n_cells: Highest number of cells; rounded down to a number that llama.cpp supports.
+            n_sequences: Number of sequences for the caller, from 0; the engine uses one more.
+            cell_type: Type of keys and values.
         """
         set_verbose(False)
         llama_cpp.llama_backend_init()
@@ -70,7 +70,7 @@ class SequenceEngine:
         self.remove(0)
 
     def decode(self, n_tokens: int) -> None:
-        """Evaluate ``n_tokens`` at the end of sequence 0, in batches as ``Llama`` does."""
+        """Evaluate ``n_tokens`` random tokens at the end of sequence 0, in ``Llama``'s batches."""
         tokens = np.random.default_rng(n_tokens).integers(300, self._vocab_size, n_tokens)
         for start in range(0, n_tokens, 512):
             part = tokens[start : start + 512].tolist()
@@ -81,7 +81,7 @@ class SequenceEngine:
                 raise RuntimeError(f"llama_decode of {len(part)} tokens returned {status}")
 
     def put(self, sequence: int, blob: NDArray[np.uint8]) -> None:
-        """Add cells to a sequence."""
+        """Append a blob's cells to a sequence; call ``finish`` after the last blob."""
         pointer = ctypes.cast(blob.ctypes.data, _Bytes)
         n_read = llama_cpp.llama_state_seq_set_data(self.ctx, pointer, blob.nbytes, self._scratch)
         if n_read != blob.nbytes:
@@ -89,11 +89,11 @@ class SequenceEngine:
         llama_cpp.llama_memory_seq_cp(self._memory, self._scratch, sequence, -1, -1)
 
     def finish(self) -> None:
-        """Due after the last ``put``: its cells are still labelled twice."""
+        """Empty the scratch sequence, which still labels the cells of every ``put``."""
         llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
 
     def read(self, sequence: int, start: int, end: int, out: NDArray[np.uint8]) -> int:
-        """Copy a sequence's cells at positions ``[start, end)`` to ``out``; bytes written."""
+        """Copy a sequence's cells of positions ``[start, end)`` to ``out``; return their bytes."""
         llama_cpp.llama_memory_seq_cp(self._memory, sequence, self._scratch, start, end)
         pointer = ctypes.cast(out.ctypes.data, _Bytes)
         n_bytes = llama_cpp.llama_state_seq_get_data(self.ctx, pointer, out.nbytes, self._scratch)
@@ -103,7 +103,7 @@ class SequenceEngine:
         return int(n_bytes)
 
     def blob_bytes(self, n_tokens: int) -> int:
-        """Bytes of ``n_tokens`` cells as ``read`` gives them."""
+        """Return the bytes of ``n_tokens`` cells in the format of ``read``."""
         return _native.blob_size(self.geometry, n_tokens)
 
     def remove(self, sequence: int, start: int = 0) -> None:
@@ -111,19 +111,19 @@ class SequenceEngine:
         llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
     def close(self) -> None:
-        """Free both."""
+        """Free the context and the model."""
         llama_cpp.llama_free(self.ctx)
         llama_cpp.llama_model_free(self._model)
 
 
 def _threads() -> tuple[int, int]:
-    """Threads for single tokens and for batches, as ``Llama`` takes them."""
+    """Return the numbers of threads for single tokens and for batches, as ``Llama`` sets them."""
     n_cores = multiprocessing.cpu_count()
     return max(n_cores // 2, 1), n_cores
 
 
 def token_bytes(model: Path) -> int:
-    """Bytes of one f16 cell, read off the file, so that no engine is needed to know them."""
+    """Return the bytes of one f16 cell, computed from the file, without an engine."""
     fields = GGUFReader(model).fields
     arch = fields["general.architecture"].contents()
 
@@ -135,12 +135,12 @@ def token_bytes(model: Path) -> int:
 
 
 def real_cells(ctx: Any) -> int:
-    """Cells of a context: the library's own answer, not what an app is told."""
+    """Return a context's number of cells from the library itself, not as apps see it."""
     return int(llama_cpp._lib.llama_n_ctx(ctx))
 
 
 def learn_geometry(ctx: Any) -> KVGeometry:
-    """Layout of a context's cells, read off sequence 0, which has some."""
+    """Return the layout of a context's cells, read from sequence 0, which must have some."""
     n_bytes = llama_cpp.llama_state_seq_get_size(ctx, 0)
     blob = np.zeros(n_bytes, dtype=np.uint8)
     llama_cpp.llama_state_seq_get_data(ctx, ctypes.cast(blob.ctypes.data, _Bytes), n_bytes, 0)

@@ -1,4 +1,4 @@
-"""The figures of LLMS §5 about switching: which replays each needs."""
+"""Figures of LLMS §5 about switching, and the replays that each needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "with LCTRU": {"eviction": "lctru"},
     "with parking": {"parked_tokens": 8192},
 }
-"""Settings of the plugin that leave out one technique each, or take one that is off by default."""
+"""Plugin settings that each leave out one technique, or add one that is off by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,16 @@ class Case:
     """One replay.
 
     Attributes:
-        system: Its name in ``SYSTEMS``.
-        label: What the figure calls it.
-        pattern: Of the trace.
-        contexts: Of the trace.
-        rate_minutes: Of the trace.
-        max_tokens: Longest context.
-        budget_share: Of what ``budget_contexts`` contexts need as f16.
-        budget_contexts: See there; the budget does not grow with the contexts of a figure.
-        options: The system's own.
+        system: Name of the system in ``SYSTEMS``.
+        label: Name of the replay in the figure.
+        pattern: Pattern of the trace.
+        contexts: Number of contexts in the trace.
+        rate_minutes: Mean time between calls in the trace, in minutes.
+        max_tokens: Length limit of a context in tokens.
+        budget_share: Memory budget as a share of the f16 cells of ``budget_contexts`` contexts.
+        budget_contexts: Number of contexts that sets the budget, so that the budget stays equal
+            when a figure varies ``contexts``.
+        options: Options of the system.
     """
 
     system: str
@@ -52,14 +53,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What a figure is asked for on the command line.
+    """Choices of the command line for a figure.
 
     Attributes:
-        contexts: Numbers of contexts; the largest decides the budget.
-        patterns: Of the traces.
+        contexts: Numbers of contexts; the largest sets the budget.
+        patterns: Patterns of the traces.
         systems: Names in ``SYSTEMS``.
-        max_tokens: Longest context.
-        budget_share: Share of the f16 cells of the most contexts.
+        max_tokens: Length limit of a context in tokens.
+        budget_share: Memory budget as a share of the f16 cells of the most contexts.
         ours: Settings of the plugin.
     """
 
@@ -71,7 +72,7 @@ class Grid:
     ours: Mapping[str, Any]
 
     def case(self, system: str, **changes: Any) -> Case:
-        """A case of one of the systems."""
+        """Return a case of one of the systems."""
         case = Case(
             system,
             system,
@@ -90,14 +91,14 @@ class Figure:
     """One figure.
 
     Attributes:
-        title: What it shows.
-        cases: Its replays.
-        contexts: Numbers of contexts, unless others are asked for.
-        systems: Likewise, names in ``SYSTEMS``.
-        panel: Attribute of ``Case`` that tells its panels apart.
-        x: Attribute of ``Case`` along its x axis; None: bars.
-        log_x: That axis is logarithmic.
-        counts_contexts: Its y axis is the most contexts under a limit of latency.
+        title: Title of the figure.
+        cases: Function that yields the figure's replays.
+        contexts: Default numbers of contexts.
+        systems: Default systems, names in ``SYSTEMS``.
+        panel: Attribute of ``Case`` that separates the panels.
+        x: Attribute of ``Case`` on the x axis; None draws bars.
+        log_x: Whether the x axis is logarithmic.
+        counts_contexts: Whether the y axis is the most contexts under a latency limit.
     """
 
     title: str
@@ -125,7 +126,7 @@ def _budgets(grid: Grid) -> Iterator[Case]:
 
 
 def _lengths(grid: Grid) -> Iterator[Case]:
-    """The budget shrinks with the contexts."""
+    """Yield cases of several context lengths; the budget shrinks with the length."""
     for max_tokens in (256, 512, 1024, 2048, 4096):
         for n in grid.contexts:
             for system in grid.systems:
@@ -140,7 +141,10 @@ def _ablation(grid: Grid) -> Iterator[Case]:
 
 
 def _chunk_sizes(grid: Grid) -> Iterator[Case]:
-    """Ours has chunks of 16 tokens, so the two systems are varied whose idea chunks are."""
+    """Yield cases of several chunk sizes for the two systems that use chunks.
+
+    Chunks of this suite always have 16 tokens, so its latency is one line.
+    """
     yield grid.case(OURS, options={**grid.ours})
     for n_tokens in (4, 8, 16, 32, 64, 128):
         for system in ("vLLM-S", "vLLM-SQ in cells"):
@@ -172,11 +176,11 @@ FIGURES: Mapping[str, Figure] = {
         log_x=True,
         counts_contexts=True,
     ),
-    "fig13": Figure("What each technique is worth", _ablation),
+    "fig13": Figure("Switch latency by technique", _ablation),
     "fig14": Figure("Switch latency by chunk size", _chunk_sizes, x="chunk_tokens", log_x=True),
     "fig15": Figure(
         "Switch latency by mean time between calls", _intervals, x="rate_minutes", log_x=True
     ),
     "one": Figure("Switch latency", _latency, systems=_ALL),
 }
-"""By the paper's numbers; ``one`` is a single cell of Fig. 9."""
+"""Figures by the paper's numbers; ``one`` is a single cell of Fig. 9."""

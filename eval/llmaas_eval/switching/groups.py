@@ -1,4 +1,4 @@
-"""A memory cgroup around each system's process: what it uses counts, page cache included."""
+"""A memory cgroup around each system's process; it counts the page cache, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 
 def can_limit_memory() -> bool:
-    """Whether ``memory_group`` works here: a cgroup v1 controller that we may write to."""
+    """Return whether this machine has a cgroup v1 memory controller that we may write to."""
     return (_CONTROLLER / "memory.limit_in_bytes").exists() and os.access(_CONTROLLER, os.W_OK)
 
 
@@ -28,21 +28,21 @@ class MemoryGroup:
         self.path = path
 
     def join(self) -> None:
-        """Move the calling process here."""
+        """Move the calling process into the group."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     @property
     def used(self) -> int:
-        """Bytes charged now."""
+        """Bytes charged to the group now."""
         return self._number("memory.usage_in_bytes")
 
     @property
     def peak(self) -> int:
-        """Most bytes charged at a time since ``limit``."""
+        """Highest number of bytes charged at once since ``limit``."""
         return self._number("memory.max_usage_in_bytes")
 
     def limit(self, n_bytes: int) -> None:
-        """Allow no more than ``n_bytes``, and count the peak from now on."""
+        """Limit the group to ``n_bytes`` and restart its peak."""
         (self.path / "memory.limit_in_bytes").write_text(str(n_bytes))
         (self.path / "memory.max_usage_in_bytes").write_text("0")
 
@@ -52,10 +52,10 @@ class MemoryGroup:
 
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup]:
-    """A new, empty group, removed when the processes in it have ended.
+    """Yield a new, empty group; remove it after its processes have ended.
 
     Raises:
-        OSError: The controller refuses.
+        OSError: The controller refuses the group.
     """
     path = _CONTROLLER / f"llmaas-eval-{os.getpid()}-{next(_numbers)}"
     path.mkdir()
@@ -66,7 +66,7 @@ def memory_group() -> Iterator[MemoryGroup]:
 
 
 def _remove(path: Path) -> None:
-    for _ in range(100):  # a process that was just waited for may still be leaving
+    for _ in range(100):  # a process that just ended may still be in the group
         try:
             path.rmdir()
         except OSError:

@@ -1,4 +1,4 @@
-"""Replays in numbers: how long switches took, and how many times as long as ours."""
+"""Summary of replays: latencies of switches, and their ratio to this suite's."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _MIB = 1 << 20
 
 
 class Summary(NamedTuple):
-    """One replay's switches.
+    """Switches of one replay.
 
     Attributes:
-        n: How many there were.
-        mean_ms: Latency.
-        p50_ms: Likewise.
-        p99_ms: Likewise.
-        max_ms: Likewise.
-        leave_ms: What callers waited for after their replies, mean.
-        behind_ms: Work ahead of time behind a reply, mean.
-        read_mib: Read from the device, a switch; behind the reply, too.
-        written_mib: Written to it, likewise.
+        n: Number of switches.
+        mean_ms: Mean latency in ms.
+        p50_ms: Median latency in ms.
+        p99_ms: 99th percentile of the latency in ms.
+        max_ms: Highest latency in ms.
+        leave_ms: Mean time that a caller waits after its reply, in ms.
+        behind_ms: Mean time of work ahead of time after a reply, in ms.
+        read_mib: MiB read from the device for each switch, work after the reply included.
+        written_mib: MiB written to the device for each switch, work after the reply included.
         recomputed: Share of the contexts' tokens that were computed again.
-        peak_mib: Most memory beyond what the process needs without contexts.
-        limit_mib: What it was allowed.
+        peak_mib: Peak of memory in MiB, beyond the memory that the process needs without contexts.
+        limit_mib: Limit of that memory in MiB.
     """
 
     n: int
@@ -49,12 +49,12 @@ class Summary(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A mean latency over ours, with its paired 95 % interval.
+    """A system's mean latency over this suite's, with its paired 95 % interval.
 
     Attributes:
-        value: Of the means.
-        low: Lower end.
-        high: Upper end.
+        value: Ratio of the means.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
     """
 
     value: float
@@ -63,12 +63,12 @@ class Ratio(NamedTuple):
 
 
 def switches(run: RunResult) -> list[CallResult]:
-    """The calls of another context than the call before."""
+    """Return the calls whose context differs from the call before."""
     return [call for call in run.calls if call.is_switch]
 
 
 def summary(run: RunResult) -> Summary:
-    """Sum up a replay that ran."""
+    """Summarize a replay that succeeded."""
     calls = switches(run)
     ms = 1e3 * _latencies(run)
     n_tokens = sum(call.n_before for call in calls)
@@ -89,7 +89,7 @@ def summary(run: RunResult) -> Summary:
 
 
 def ratio(run: RunResult, ours: RunResult) -> Ratio:
-    """How many times as long as ours, over the same calls."""
+    """Return a replay's mean latency as a multiple of this suite's over the same calls."""
     theirs_s, ours_s = _latencies(run), _latencies(ours)
     picks = np.random.default_rng(0).integers(0, len(ours_s), (_N_RESAMPLES, len(ours_s)))
     ratios = theirs_s[picks].mean(axis=1) / ours_s[picks].mean(axis=1)
@@ -98,11 +98,11 @@ def ratio(run: RunResult, ours: RunResult) -> Ratio:
 
 
 def most_contexts(means_ms: Mapping[int, float], limit_ms: float) -> float:
-    """Contexts that can be switched between within ``limit_ms`` on average (LLMS Fig. 10).
+    """Return how many contexts can be switched within ``limit_ms`` on average (LLMS Fig. 10).
 
     Args:
-        means_ms: Mean latency by number of contexts; between two of them it is taken for linear.
-        limit_ms: The constraint.
+        means_ms: Mean latency in ms by number of contexts; interpolated linearly between them.
+        limit_ms: Highest allowed mean latency in ms.
     """
     found, before = 0.0, (1, 0.0)  # one context needs no switch
     for n, mean_ms in sorted(means_ms.items()):
@@ -114,7 +114,7 @@ def most_contexts(means_ms: Mapping[int, float], limit_ms: float) -> float:
 
 
 def markdown(runs: Mapping[str, RunResult], ours: str | None) -> str:
-    """A table of the replays of one trace."""
+    """Return a Markdown table of the replays of one trace."""
     lines = [
         "| system | mean ms | p50 | p99 | × ours (95 %) | after reply ms | behind ms | "
         "read MiB | written MiB | recomputed | peak of MiB |",

@@ -1,4 +1,4 @@
-"""What a replay finds out, as plain JSON."""
+"""Results of a replay, as plain JSON."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ class CallResult:
     """One call.
 
     Attributes:
-        context: Whose.
-        is_switch: Another context was called before.
-        slides: The call did not fit the context.
-        n_before: Tokens the context had.
-        n_new: Tokens the call added.
-        n_resident: Of those it had, in the engine's cells.
-        n_ram: In other memory.
-        n_disk: On disk.
-        n_computed: Nowhere, or slow to read: computed again on entering.
-        n_missing: Nowhere: computed again.
-        enter_s: To bring the context in, with reclaim.
-        recompute_s: What ``n_missing`` cost, from the measured cost.
-        leave_s: What the caller waits for after the reply.
-        background_s: Work ahead of time behind the reply, as far as there was idle time for it.
-        read_bytes: From the device, on the caller's path before evaluation.
-        written_bytes: To the device, likewise.
-        later_read_bytes: From the device in the rest of the call.
-        later_written_bytes: To the device, likewise.
+        context: Number of the context that was called.
+        is_switch: Whether the call before was of another context.
+        slides: Whether the context's window slid, because the call did not fit.
+        n_before: Number of tokens that the context had before.
+        n_new: Number of tokens that the call added.
+        n_resident: Tokens of ``n_before`` that were in the engine's cells.
+        n_ram: Tokens of ``n_before`` that were in other memory.
+        n_disk: Tokens of ``n_before`` that were on disk.
+        n_computed: Tokens of ``n_before`` that the system computed again on entering, because they
+            were nowhere or slow to read.
+        n_missing: Tokens of ``n_before`` that were nowhere; the replay charges their evaluation.
+        enter_s: Seconds to bring the context in, reclaim of memory included.
+        recompute_s: Seconds charged for ``n_missing``, from the measured cost.
+        leave_s: Seconds that the caller waits after the reply.
+        background_s: Seconds of work ahead of time after the reply, within the idle time.
+        read_bytes: Bytes read from the device before evaluation, while the caller waits.
+        written_bytes: Bytes written to the device before evaluation, while the caller waits.
+        later_read_bytes: Bytes read from the device in the rest of the call.
+        later_written_bytes: Bytes written to the device in the rest of the call.
     """
 
     context: int
@@ -55,7 +56,7 @@ class CallResult:
 
     @property
     def switch_s(self) -> float:
-        """From the call's arrival until evaluation of its new tokens could start."""
+        """Seconds from the call's arrival until evaluation of its new tokens could start."""
         return self.enter_s + self.recompute_s
 
 
@@ -64,12 +65,12 @@ class RunResult:
     """One system on one trace.
 
     Attributes:
-        calls: Every measured call; empty if it could not run.
-        failure: Why it could not; None: it did.
-        base_bytes: What its process needs without any context.
-        limit_bytes: What it was allowed beyond that.
-        peak_bytes: Most that it took beyond that.
-        status: What the system says of itself.
+        calls: Every measured call; empty if the system could not run.
+        failure: Reason why the system could not run; None if it ran.
+        base_bytes: Bytes that the system's process needs without any context.
+        limit_bytes: Limit of the bytes beyond ``base_bytes``.
+        peak_bytes: Peak of the bytes beyond ``base_bytes``.
+        status: Report of the system about itself.
     """
 
     calls: Sequence[CallResult]
@@ -80,10 +81,10 @@ class RunResult:
     status: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the result as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Inverse of ``to_json``."""
+        """Return the result that ``to_json`` turned into ``values``."""
         return cls(**{**values, "calls": [CallResult(**call) for call in values["calls"]]})

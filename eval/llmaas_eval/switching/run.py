@@ -1,4 +1,4 @@
-"""Starts a process for each system, in a memory group of its own."""
+"""Start of a process for each system, in a memory group of its own."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Job:
     """One system on one trace.
 
     Attributes:
-        system: Its name in ``SYSTEMS``.
+        system: Name of the system in ``SYSTEMS``.
         trace: Trace file.
-        setting: Where it runs; ``folder`` is where a folder for it is made.
-        cost: Of evaluation.
-        n_calls: Calls to measure: the trace's last ones; None: all.
-        disk_bps: Bytes a second that it may read, and write; None: as it is.
+        setting: Setting of the system; the job makes a temporary folder in ``setting.folder``.
+        cost: Measured cost of evaluation.
+        n_calls: Number of calls to measure, the last ones of the trace; None measures all.
+        disk_bps: Limit of reads and of writes in bytes per second; None sets no limit.
     """
 
     system: str
@@ -43,7 +43,7 @@ class Job:
 
 
 def run(job: Job) -> RunResult:
-    """Run it. A process that ends early, killed for its memory or not, is a failed run."""
+    """Run the job; a process that ends early, killed for its memory or not, is a failed run."""
     _read_all(job.setting.model)
     with tempfile.TemporaryDirectory(dir=job.setting.folder, prefix="switching-") as folder:
         values = asdict(job)
@@ -52,12 +52,12 @@ def run(job: Job) -> RunResult:
             return RunResult.from_json(_in_group({"kind": "replay", **values}))
         except subprocess.CalledProcessError as error:
             if error.returncode == _KILLED:
-                return RunResult([], failure="killed: it took more memory than its budget")
+                return RunResult([], failure="killed: used more memory than its budget")
             return RunResult([], failure=f"failed with exit status {error.returncode}")
 
 
 def measure(model: Path, max_tokens: int) -> Cost:
-    """Measure what evaluation costs, in a process of its own."""
+    """Measure the cost of evaluation in a process of its own."""
     return Cost(**_start({"kind": "cost", "model": model, "max_tokens": max_tokens}))
 
 
@@ -67,7 +67,7 @@ def _in_group(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start(job: dict[str, Any]) -> dict[str, Any]:
-    """What the process answers."""
+    """Start a worker process and return its answer."""
     with tempfile.NamedTemporaryFile(suffix=".json") as answer:
         subprocess.run(  # noqa: S603  this package's own module
             [sys.executable, "-m", "llmaas_eval.switching.worker", answer.name],
@@ -79,7 +79,7 @@ def _start(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_all(path: Path) -> None:
-    """Have a file's pages charged to this process: whoever reads one first is."""
+    """Read a file, so that its page cache is charged to this process: the first reader pays."""
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 22):
             pass

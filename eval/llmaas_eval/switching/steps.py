@@ -1,4 +1,4 @@
-"""A trace as what happens to contexts: which tokens each has before and after every call."""
+"""A trace as steps: the tokens of each context before and after every call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmaas_hooks import Tokens
 __all__ = ["Plan", "Step", "plan"]
 
 _LOW, _HIGH = 300, 4000
-"""Range of the token ids: in every vocabulary, and ordinary."""
+"""Range of the token ids, which are ordinary tokens of every vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,15 +21,16 @@ class Step:
     """One call of one context.
 
     Attributes:
-        time_s: When it arrives.
-        context: Which one.
-        before: Tokens that the context has, shape ``(n,)``.
-        after: Tokens that it has when the call returns, shape ``(m,)``. They go on where ``before``
-            ends, unless the call did not fit: then the window slid.
-        n_prompt: New tokens to evaluate before the first one of the reply.
-        n_reply: Tokens of the reply; the last ``n_prompt + n_reply`` of ``after`` are new.
+        time_s: Arrival time in seconds.
+        context: Number of the context.
+        before: Tokens of the context before the call, shape ``(n,)``.
+        after: Tokens of the context when the call returns, shape ``(m,)``. They continue
+            ``before``, unless the call did not fit: then the window slid.
+        n_prompt: Number of new tokens to evaluate before the reply's first token.
+        n_reply: Number of tokens in the reply; the last ``n_prompt + n_reply`` of ``after`` are
+            new.
         window: How often the context's window has slid by the end of this call.
-        slides: Whether it slides in this call.
+        slides: Whether the window slides in this call.
     """
 
     time_s: float
@@ -43,12 +44,12 @@ class Step:
 
     @property
     def prompt(self) -> Tokens:
-        """All that the context holds when its reply begins."""
+        """Tokens of the context when its reply begins."""
         return self.after[: len(self.after) - self.n_reply]
 
     @property
     def n_most(self) -> int:
-        """Most cells the call needs at a time."""
+        """Highest number of cells that the call needs at once."""
         return max(len(self.before), len(self.after))
 
 
@@ -61,7 +62,7 @@ class _Context:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a replay does.
+    """Calls of a replay.
 
     Attributes:
         fills: Calls that bring every context that was called before to its length, least recently
@@ -74,7 +75,7 @@ class Plan:
 
     @property
     def peak_tokens(self) -> int:
-        """Tokens of all contexts, each at its longest."""
+        """Number of tokens of all contexts, each at its longest."""
         longest: dict[int, int] = {}
         for step in [*self.fills, *self.steps]:
             longest[step.context] = max(longest.get(step.context, 0), step.n_most)
@@ -84,9 +85,10 @@ class Plan:
 def plan(calls: Sequence[Call], max_tokens: int, n_calls: int | None = None) -> Plan:
     """Plan the replay of the last ``n_calls`` calls of a trace, or of all.
 
-    A call that does not fit a context of ``max_tokens`` moves its window (LLMS §4): the older half
-    is dropped, more if the call needs it. What stays moves to other positions, so its cells are
-    new content to every system. As the service does not know beforehand, it loads all.
+    A call that does not fit a context of ``max_tokens`` slides its window (LLMS §4): the older half
+    is dropped, or more if the call needs it. The kept tokens move to other positions, so their
+    cells are new content to every system. The service cannot foresee the slide, so it loads all
+    tokens.
     """
     n_skipped = 0 if n_calls is None else max(0, len(calls) - n_calls)
     contexts: dict[int, _Context] = {}

@@ -1,4 +1,4 @@
-"""Cells that stand for evaluated ones: values of a realistic kind, the same for the same token."""
+"""Synthetic cells in place of evaluated ones: realistic values, equal for equal tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ PIECE_TOKENS = 128
 _POOL_TOKENS = 512
 _STRIDE = 61
 _KINDS = (GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0)
-_HEAD_BYTES = 12  # of each layer's K or V: type and bytes of a row
+_HEAD_BYTES = 12  # header of each layer's K or V in a blob: type and bytes of a row
 
 
 class SyntheticCells:
-    """A pool of rows, from which any context's cells are cut.
+    """A pool of rows, from which the cells of any context are cut.
 
     Attributes:
-        geometry: Of the engine's cells; f16 or q8_0, and V not transposed.
+        geometry: Layout of the engine's cells: f16 or q8_0, with V not transposed.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
         """Draw the pool.
 
-        Keys get channels of their own size and mean, some far out; values none.
+        Each channel of the keys gets a scale and a mean of its own, some far from 0; values get
+        neither.
         """
         kind = GGMLQuantizationType(geometry.type_k)
         if geometry.v_trans or geometry.type_v != kind or kind not in _KINDS:
@@ -44,13 +45,13 @@ class SyntheticCells:
         self._blob = np.zeros(_native.blob_size(geometry, PIECE_TOKENS), dtype=np.uint8)
 
     def blob(self, context: int, window: int, start: int, n_tokens: int) -> NDArray[np.uint8]:
-        """Cells at positions ``start`` to ``start + n_tokens``; valid until the next call.
+        """Return cells at positions ``start`` to ``start + n_tokens``; valid until the next call.
 
         Args:
-            context: Whose.
-            window: How often its window has slid.
+            context: Number of the context.
+            window: How often the context's window has slid.
             start: First position.
-            n_tokens: At most ``PIECE_TOKENS``.
+            n_tokens: Number of cells, at most ``PIECE_TOKENS``.
         """
         blob = self._blob[: _native.blob_size(self.geometry, n_tokens)]
         first = (_STRIDE * context + 7 * window + start) % _POOL_TOKENS
@@ -61,7 +62,7 @@ class SyntheticCells:
 
 
 def rows_of(geometry: KVGeometry, blob: NDArray[np.uint8], n_cells: int) -> list[NDArray[np.uint8]]:
-    """Windows on a blob's rows: K of each layer, then V, each of shape ``(n_cells, row bytes)``."""
+    """Return views of a blob's rows: K of each layer, then V, of shape ``(n_cells, row bytes)``."""
     found: list[NDArray[np.uint8]] = []
     end = blob.nbytes
     for row in reversed([*geometry.k_row, *(row for row in geometry.v_row if row)]):
@@ -82,5 +83,5 @@ def _draw(rng: np.random.Generator, n_channels: int, *, channels: bool) -> NDArr
 
 
 def _looped(rows: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """As bytes, the beginning once more at the end."""
+    """Return the rows as bytes, with the beginning repeated at the end."""
     return np.concatenate([rows, rows[:PIECE_TOKENS]]).view(np.uint8)

@@ -1,4 +1,4 @@
-"""One system's process: it loads the engine, limits its own memory, and replays a plan."""
+"""Process of one system: load the engine, limit its own memory, and replay a plan."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from llmaas_eval.traces import read_trace
 
 __all__ = ["main"]
 
-_LONG_S = 3600.0  # enough for all work ahead of time
+_LONG_S = 3600.0  # enough to finish all work ahead of time
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
-    """Do what the parent process asks for; the answer to it."""
+    """Do the job of the parent process and return the answer."""
     if job["kind"] == "cost":
         return asdict(measure_cost(Path(job["model"]), job["max_tokens"]))
     setting = job["setting"]
@@ -73,20 +73,20 @@ def _throttled(folder: Path, bytes_per_s: int | None) -> contextlib.AbstractCont
 
 
 class _Replay:
-    """Calls in virtual time: nobody waits for the next one to arrive."""
+    """Replay of calls in virtual time: the replay skips the idle time between calls."""
 
     def __init__(self, system: System, cost: Cost) -> None:
         self._system = system
         self._cost = cost
         self._called = -1
         self._free_s = 0.0
-        """When the call before has returned."""
+        """Virtual time at which the previous call returned."""
 
     def call(self, step: Step, next_s: float, disk_bps: int | None = None) -> CallResult:
-        """Do one call, and the work it leaves behind as far as that is done by ``next_s``.
+        """Do one call, and the work after it that is done by ``next_s``.
 
-        A capped disk lets what it may do in a tenth of a second pass at once. So a call is charged
-        at least the time that its bytes take at the cap.
+        A limited disk lets a tenth of a second's worth of bytes pass at once. So a call is charged
+        at least the time that its bytes take at the limit.
         """
         io_0, clock_0 = _device_bytes(), time.perf_counter()
         entered = self._system.enter(step)
@@ -132,7 +132,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _device_bytes() -> tuple[int, int]:
-    """Bytes that this process has had read from devices and written to them."""
+    """Return the bytes that devices read and wrote for this process."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 

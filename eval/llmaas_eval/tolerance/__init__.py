@@ -1,1 +1,1 @@
-"""Quality of tolerance-aware compression (LLMS §3.2): what a restored context still knows."""
+"""Quality of tolerance-aware compression (LLMS §3.2): recall and perplexity after a restore."""

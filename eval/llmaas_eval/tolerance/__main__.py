@@ -13,7 +13,7 @@ from llmaas_plugins.models import reference_model_path
 
 _HELP = (
     "perplexity and bytes (fig6b), rivals by task (fig12), bytes against KL (curve), "
-    "facts told early and asked for late (recall)"
+    "recall of facts told early and asked for late (recall)"
 )
 _DEFAULTS = ", ".join(f"{n} ({name})" for name, n in DEFAULT_N.items())
 
@@ -26,19 +26,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model",
         type=Path,
-        help="GGUF; default the packaged one with F16 weights, but recall needs one taught",
+        help="GGUF file; default: the packaged model with F16 weights; recall needs a trained one",
     )
     parser.add_argument(
         "-n", type=int, help=f"texts of each task, or contexts of each probe; default {_DEFAULTS}"
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides which")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of texts")
     parser.add_argument(
-        "-o", "--out", type=Path, default=Path("build/eval"), help="default %(default)s"
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("build/eval"),
+        help="output folder; default %(default)s",
     )
     args = parser.parse_args(argv)
     if args.figure == "recall" and args.model is None:
         parser.error(
-            "recall needs --model, one that python -m llmaas_eval.tolerance.train_recall wrote"
+            "recall needs --model: a file that python -m llmaas_eval.tolerance.train_recall wrote"
         )
     model = args.model or f16_copy(reference_model_path(), args.out)
     n_each = args.n or DEFAULT_N[args.figure]

@@ -1,4 +1,4 @@
-"""A context's cells after the real codec, any chunk and any layer at any number of bits."""
+"""Cells of a context after the real codec, with any number of bits for each chunk and layer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MAX_BITS = 8
 _KEY = bytes(32)
 
 Bits = NDArray[np.int64]
-"""Of each chunk, shape ``(n_chunks,)``, or also of each layer, ``(n_layer, n_chunks)``."""
+"""Bits of each chunk, shape ``(n_chunks,)``; or by layer and chunk, ``(n_layer, n_chunks)``."""
 
 
 class Coded:
-    """A context of whole chunks, encoded once; fewer bits are beginnings of the payloads.
+    """A context of whole chunks, encoded once; fewer bits are prefixes of the payloads.
 
     Attributes:
-        n_chunks: Chunks.
-        n_layer: Layers.
-        raw_bytes: Of the cells' rows.
+        n_chunks: Number of chunks.
+        n_layer: Number of layers.
+        raw_bytes: Bytes of the cells' rows before encoding.
     """
 
     def __init__(self, blob: NDArray[np.uint8]) -> None:
-        """Encode what the engine wrote."""
+        """Encode the blob that the engine wrote."""
         self._blob = blob
         self._geometry, self._n_cells = blob_probe(blob)
         self.n_chunks, self.n_layer = self._n_cells // CHUNK, self._geometry.n_layer
@@ -43,7 +43,7 @@ class Coded:
         self._decoded: dict[int, NDArray[np.uint8]] = {}
 
     def restored(self, bits: Bits) -> NDArray[np.uint8]:
-        """The blob that a restore of chunks with so many bits gives the engine."""
+        """Return the blob that the engine gets when chunks with these bits are restored."""
         bits = np.broadcast_to(bits, (self.n_layer, self.n_chunks))
         found = self._blob.copy()
         for some in np.unique(bits):
@@ -54,13 +54,16 @@ class Coded:
         return found
 
     def n_bytes(self, bits: Bits) -> int:
-        """Bytes of the chunks, headers and scales included; a layer has an equal share of each."""
+        """Return the bytes of the chunks, headers and scales included.
+
+        Each layer counts as an equal share of a chunk's bytes.
+        """
         bits = np.broadcast_to(bits, (self.n_layer, self.n_chunks))
         sizes = [[chunk_cut(p, b + 1) for b in range(MAX_BITS)] for p in self._payloads]
         return round(np.array(sizes)[np.arange(self.n_chunks), bits - 1].sum() / self.n_layer)
 
     def int8(self) -> tuple[NDArray[np.uint8], int]:
-        """The blob and the bytes of the static 8-bit codec."""
+        """Return the blob after the static 8-bit codec, and the encoded bytes."""
         payloads = self._encode(Codec.INT8)
         return self._decode(payloads), sum(map(len, payloads))
 
@@ -85,7 +88,7 @@ class Coded:
         return blob
 
     def _rows(self, blob: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """Views of each layer's keys, then values; shape ``(n_chunks, bytes)``."""
+        """Return views of each layer's keys, then values; shape ``(n_chunks, bytes)``."""
         start, views = _head_bytes(self._n_cells), []
         for row in (*self._geometry.k_row, *self._geometry.v_row):
             start += _LAYER_BYTES
@@ -93,12 +96,14 @@ class Coded:
             views.append(blob[start : start + size].reshape(self.n_chunks, CHUNK * row))
             start += size
         if start != len(blob):
-            raise ValueError(f"a blob of {len(blob)} bytes, expected {start}: {self._geometry}")
+            raise ValueError(
+                f"found a blob of {len(blob)} bytes, expected {start}: {self._geometry}"
+            )
         return views
 
 
 _LAYER_BYTES = 12
-"""Type and row size, before a layer's rows."""
+"""Bytes of the type and the row size before each layer's rows."""
 
 
 def _head_bytes(n_cells: int) -> int:

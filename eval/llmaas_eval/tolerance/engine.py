@@ -1,4 +1,4 @@
-"""An engine whose cells can be taken out, changed and put back, and what attention they got."""
+"""Engine whose cells can be read, changed and put back, and whose attention is measured."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Continuation", "Engine", "Prefilled"]
 
 _Bytes = ctypes.POINTER(ctypes.c_uint8)
 _ATTENTION = b"kqv_out-"
-"""llama.cpp's name for what a layer's attention puts out, before the layer's number."""
+"""Prefix of llama.cpp's names for the output of a layer's attention; the layer's number follows."""
 _TILE = 64
-"""Tokens from which on llama.cpp's flash attention goes by tiles, eight times as fast."""
+"""Smallest number of tokens for which llama.cpp's flash attention uses tiles, 8× as fast."""
 
 
 class Prefilled(NamedTuple):
-    """A context as the engine left it.
+    """A context after the engine evaluated it.
 
     Attributes:
-        blob: Its cells, as ``llama_state_seq_get_data`` gives them.
-        attention: Sum of what each position got; shape ``(n_tokens,)``.
-        seen: Of how many scores that is the sum.
+        blob: Cells, as ``llama_state_seq_get_data`` writes them.
+        attention: Summed attention to each position; shape ``(n_tokens,)``.
+        seen: Number of scores in each of these sums; shape ``(n_tokens,)``.
     """
 
     blob: NDArray[np.uint8]
@@ -38,11 +38,11 @@ class Prefilled(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What the engine made of the tokens after a context.
+    """Output of the engine for the tokens after a context.
 
     Attributes:
-        log_p: Log probabilities after each of them; shape ``(n_tokens, n_vocab)``.
-        attention: What attention put out; shape ``(n_layer, n_tokens, n_embd)``.
+        log_p: Log probabilities after each token; shape ``(n_tokens, n_vocab)``.
+        attention: Output of attention; shape ``(n_layer, n_tokens, n_embd)``.
     """
 
     log_p: NDArray[np.float64]
@@ -50,7 +50,7 @@ class Continuation(NamedTuple):
 
 
 class _Watch:
-    """Copies what attention puts out, through llama.cpp's public callback."""
+    """Copies of the attention's output, taken through llama.cpp's public callback."""
 
     def __init__(self) -> None:
         import llama_cpp
@@ -80,7 +80,7 @@ class _Watch:
 
 
 class Engine(TappedEngine):
-    """With flash attention and the density tap; contexts are given with their continuation."""
+    """Engine with flash attention and the density tap."""
 
     def _open(self, **settings: Any) -> NativeContext:
         self._watch = _Watch()
@@ -90,7 +90,7 @@ class Engine(TappedEngine):
         return context
 
     def tokens(self, text: str) -> list[int]:
-        """Of ``text``, which begins a line."""
+        """Return the tokens of ``text``, which must begin a line."""
         return list(self._model.tokenize(text.encode(), False, False))
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
@@ -103,12 +103,13 @@ class Engine(TappedEngine):
     def go_on(self, blob: NDArray[np.uint8], tokens: Sequence[int]) -> Continuation:
         """Evaluate ``tokens`` after the cells in ``blob``.
 
-        Few are filled up to a tile if there is room. What comes later changes nothing before it.
+        Short continuations are padded to a whole tile if the context has room. Padding changes no
+        result, because later tokens do not affect earlier ones.
         """
         pointer = ctypes.cast(blob.ctypes.data, _Bytes)
         n_read = self._api.llama_state_seq_set_data(self._ctx, pointer, blob.nbytes, 0)
         if n_read != blob.nbytes:
-            raise RuntimeError(f"the engine read {n_read} of {blob.nbytes} bytes of its own cells")
+            raise RuntimeError(f"the engine read {n_read} bytes of cells, expected {blob.nbytes}")
         self._watch.is_on, self._watch.seen = True, []
         start = self._api.llama_memory_seq_pos_max(self._memory, 0) + 1
         filled = [*tokens, *tokens[-1:] * (min(_TILE, self._n_ctx - start) - len(tokens))]
@@ -128,5 +129,5 @@ class Engine(TappedEngine):
         pointer = ctypes.cast(blob.ctypes.data, _Bytes)
         n_written = self._api.llama_state_seq_get_data(self._ctx, pointer, size, 0)
         if n_written != size:
-            raise RuntimeError(f"the engine wrote {n_written} of {size} bytes of its cells")
+            raise RuntimeError(f"the engine wrote {n_written} bytes of cells, expected {size}")
         return blob

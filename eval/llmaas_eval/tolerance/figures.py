@@ -16,7 +16,7 @@ from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.pictures import draw_bars, draw_curves, draw_tasks
 from llmaas_eval.tolerance.recall import Recall, make_alike, make_facts, make_recall
 from llmaas_eval.tolerance.study import Arm, Row, ask, go_on, layer_damage
-from llmaas_eval.tolerance.texts import Tokenise, chat_lines, packaged_samples, samples
+from llmaas_eval.tolerance.texts import Tokenize, chat_lines, packaged_samples, samples
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
 __all__ = ["DEFAULT_N", "FIGURES", "Options", "draw"]
@@ -26,20 +26,20 @@ ALL = tuple(range(8, 0, -1))
 OWN = tuple(KVChunksConfig().levels)
 _CURVE = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0)
 _N_FACTS, _LONGEST = 6, 960
-"""Facts of a context, and its tokens."""
+"""Number of facts in a context, and largest number of its tokens."""
 _PROBES = {"facts": (make_facts, (800, 2400)), "alike": (make_alike, (1200, 2000))}
-"""What is told, and between how much distraction, in characters."""
+"""Functions that make each probe's facts, and the range of distraction in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a figure.
+    """Options of a figure.
 
     Attributes:
         data: Folder of the data sets.
-        model: GGUF.
-        n_each: Texts of each task, or contexts with facts.
-        seed: Decides which.
+        model: GGUF file.
+        n_each: Number of texts of each task, or of contexts with facts.
+        seed: Seed of the choice of texts and facts.
         out: Folder for the results.
     """
 
@@ -52,11 +52,11 @@ class Options:
 
 class _Figure(Protocol):
     def __call__(self, engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
-        """Measure, draw, and give the rows and the text."""
+        """Measure and draw a figure; return its rows and text."""
 
 
 def draw(name: str, options: Options) -> str:
-    """Measure and write a figure; its text."""
+    """Measure a figure, write it, and return its text."""
     path = options.out / f"tolerance-{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with Engine(options.model) as engine:
@@ -140,7 +140,7 @@ def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], st
     return [row for rows in probes.values() for row in rows], "\n\n".join(tables)
 
 
-def _recalls(probe: str, tokenise: Tokenise, options: Options) -> list[Recall]:
+def _recalls(probe: str, tokenize: Tokenize, options: Options) -> list[Recall]:
     make, characters = _PROBES[probe]
     chats = chat_lines(options.data / "chat" / "sgd_dev.jsonl")
     random = Random(f"{probe} {options.seed}")  # noqa: S311 - texts, no secret
@@ -148,7 +148,7 @@ def _recalls(probe: str, tokenise: Tokenise, options: Options) -> list[Recall]:
     while len(found) < options.n_each:
         facts = make(random, _N_FACTS)
         recall = make_recall(random, chats, facts, random.randrange(*characters))
-        if len(tokenise(recall.context)) <= _LONGEST:
+        if len(tokenize(recall.context)) <= _LONGEST:
             found.append(recall)
     return found
 

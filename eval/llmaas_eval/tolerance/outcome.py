@@ -1,4 +1,4 @@
-"""What a restored context changes in the text that follows it."""
+"""Changes that a restored context makes in the text that follows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmaas_eval.tolerance.engine import Continuation
 __all__ = ["FIRST", "Interval", "Outcome", "compare", "interval", "surprise"]
 
 FIRST = 8
-"""Tokens right after a restore."""
+"""Number of tokens that count as directly after a restore."""
 _N_RESAMPLES = 4000
 
 Values = NDArray[np.float64]
@@ -22,15 +22,15 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A continuation after a restore, against that of the cells as they were.
+    """Differences of a continuation after a restore from one with the original cells.
 
     Attributes:
-        kl: Mean Kullback-Leibler divergence, in nats.
-        kl_first: Of the ``FIRST`` tokens.
+        kl: Mean Kullback-Leibler divergence in nats.
+        kl_first: Mean divergence in nats over the first ``FIRST`` tokens.
         top1: Share of positions whose most likely token is the same.
-        top1_first: Of the ``FIRST`` tokens.
-        surprise: Mean nats more for the token that really comes.
-        attention_error: Of what attention puts out, relative to its norm.
+        top1_first: Share of such positions among the first ``FIRST`` tokens.
+        surprise: Mean additional nats for the token that really follows.
+        attention_error: Mean error of the attention's output, relative to the output's norm.
     """
 
     kl: float
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class Interval(NamedTuple):
-    """A mean, and the bootstrapped 95 % interval around it."""
+    """A mean and its bootstrapped 95 % interval."""
 
     mean: float
     low: float
@@ -50,7 +50,7 @@ class Interval(NamedTuple):
 
 
 def compare(before: Continuation, after: Continuation, rest: Sequence[int]) -> Outcome:
-    """What the two differ in; ``rest`` has one token more than was evaluated."""
+    """Return the differences of two continuations; ``rest`` has one token more than they."""
     a, b = before.log_p, after.log_p
     kl = (np.exp(a) * (a - b)).sum(axis=1)
     same = a.argmax(axis=1) == b.argmax(axis=1)
@@ -66,12 +66,12 @@ def compare(before: Continuation, after: Continuation, rest: Sequence[int]) -> O
 
 
 def surprise(found: Continuation, rest: Sequence[int]) -> float:
-    """Mean nats for the tokens that really come: the logarithm of perplexity."""
+    """Return the mean nats for the tokens that really follow: the logarithm of perplexity."""
     return -float(found.log_p[np.arange(len(rest) - 1), rest[1:]].mean())
 
 
 def interval(values: Values) -> Interval:
-    """Of values of independent texts."""
+    """Return the mean of independent texts' values, with its interval."""
     picks = np.random.default_rng(0).integers(0, len(values), (_N_RESAMPLES, len(values)))
     low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
     return Interval(float(values.mean()), float(low), float(high))

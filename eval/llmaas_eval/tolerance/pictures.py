@@ -15,7 +15,7 @@ __all__ = ["draw_bars", "draw_curves", "draw_tasks"]
 
 
 def draw_bars(rows: Sequence[Row], path: Path) -> None:
-    """Perplexity and bytes of each arm, as the paper's Fig 6b."""
+    """Draw perplexity and bytes of each arm, like the paper's Fig 6b."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     perplexity, stored = figure.subplots(1, 2)
     arms = by_arm(rows)
@@ -34,7 +34,7 @@ def draw_bars(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_tasks(rows: Sequence[Row], arms: Sequence[tuple[str, float]], path: Path) -> None:
-    """KL of ``arms`` by task."""
+    """Draw the KL divergence of ``arms`` by task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -51,7 +51,7 @@ def draw_tasks(rows: Sequence[Row], arms: Sequence[tuple[str, float]], path: Pat
 
 
 def draw_curves(panels: Mapping[str, Sequence[Row]], value: str, path: Path) -> None:
-    """``value`` against stored bytes in each panel, a line for each way to give bits."""
+    """Draw ``value`` against stored bytes in each panel, one line for each way to assign bits."""
     figure = Figure(figsize=(2 + 6 * len(panels), 5), layout="constrained")
     labels = {"kl": "KL (nats)", "right": "right answers"}
     for axes, (title, rows) in zip(

@@ -1,6 +1,6 @@
-"""Facts stated early in a conversation and asked for late: text that a few lost bits visibly hurt.
+"""Facts stated early in a conversation and asked for late: a few lost bits visibly hurt such text.
 
-Everything here is made up from word lists. The answers are short and scored by exact match.
+All text is generated from word lists. Answers are short and scored by exact match.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REPLIES = ("I will keep that in mind.", "Noted.", "Thanks, I have it.", "Okay, 
 
 
 class Fact(NamedTuple):
-    """What is stated, asked and expected: ``stem`` and ``answer`` together are the statement."""
+    """A question, and the statement that answers it: ``stem`` followed by ``answer``."""
 
     question: str
     stem: str
@@ -62,21 +62,21 @@ class Fact(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What comes after the context: the model is to go on from ``prompt`` with ``answer``."""
+    """A prompt after the context, and the ``answer`` with which the model should continue it."""
 
     prompt: str
     answer: str
 
 
 class Recall(NamedTuple):
-    """A context, and questions about it that are asked one at a time, each of the same context."""
+    """A context and questions about it; each question is asked directly after the context."""
 
     context: str
     questions: tuple[Question, ...]
 
 
 def make_facts(random: Random, n: int) -> list[Fact]:
-    """Facts about ``n`` different things, as many of each kind as possible."""
+    """Return facts about ``n`` different things, with equal numbers of each kind if possible."""
     kinds: tuple[tuple[Sequence[str], Callable[[Random, str], Fact]], ...] = (
         (OBJECTS, _code),
         (PEOPLE, _home),
@@ -110,7 +110,10 @@ def _owner(random: Random, thing: str) -> Fact:
 
 
 def make_alike(random: Random, n: int) -> list[Fact]:
-    """Facts that are almost the same: numbers of some people's some things, each in many facts."""
+    """Return facts that resemble each other: numbers of a few people's few things.
+
+    Each person and each thing is in several facts.
+    """
     side = math.ceil(math.sqrt(n))
     people, things = random.sample(PEOPLE, side), random.sample(OBJECTS, side)
     pairs = random.sample([(person, thing) for person in people for thing in things], n)
@@ -124,7 +127,7 @@ def _number(random: Random, person: str, thing: str) -> Fact:
 
 
 def distraction(random: Random, chats: Sequence[Sequence[str]], n_characters: int) -> list[str]:
-    """Lines of other conversations, about ``n_characters`` of them, begun anywhere."""
+    """Return lines of other conversations, about ``n_characters`` in all, from random places."""
     lines: list[str] = []
     while n_characters > 0:
         chat = random.choice(chats)
@@ -139,13 +142,15 @@ def distraction(random: Random, chats: Sequence[Sequence[str]], n_characters: in
 def make_recall(
     random: Random, chats: Sequence[Sequence[str]], facts: Sequence[Fact], n_characters: int
 ) -> Recall:
-    """Facts among the first quarter of ``n_characters`` of distraction, questions after the rest.
+    """Return a context with ``facts`` spread over the first quarter of its distraction.
+
+    The remaining distraction follows the last fact; the questions come after it.
 
     Args:
-        random: Decides everything else.
-        chats: Lines of ordinary conversations, each with its ``User: `` or ``Assistant: ``.
-        facts: What is told, and asked for.
-        n_characters: Of distraction, about.
+        random: Source of all random choices.
+        chats: Lines of ordinary conversations; each line begins with ``User: `` or ``Assistant: ``.
+        facts: Facts to state and to ask for.
+        n_characters: Approximate length of the distraction in characters.
     """
     lines: list[str] = []
     for fact in facts:
@@ -158,15 +163,15 @@ def make_recall(
 def make_training(
     random: Random, chats: Sequence[Sequence[str]], n_characters: int, gap: int
 ) -> list[Question]:
-    """Text in which facts are told and asked for all the time: pieces, each with its answer.
+    """Return text that constantly states facts and asks for them: pieces with their answers.
 
-    The text is all prompts and answers in turn.
+    The text is the sequence of all prompts, each followed by its answer.
 
     Args:
-        random: Decides everything.
-        chats: For distraction.
-        n_characters: Of all, about.
-        gap: At most so many characters of distraction before each piece; half have none.
+        random: Source of all random choices.
+        chats: Conversations for distraction.
+        n_characters: Approximate length of the text in characters.
+        gap: Maximum of distraction before a piece, in characters; half of the pieces have none.
     """
     facts = random.choice((make_facts, make_alike))(random, 4 + n_characters // 150)
     told: list[Fact] = []

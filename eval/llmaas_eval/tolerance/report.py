@@ -1,4 +1,4 @@
-"""A study's rows as JSON, as Markdown tables with paired intervals, and as a picture."""
+"""Rows of a study as JSON and as Markdown tables with paired intervals."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 _MIXED = "all"
 
 Arms = tuple[str, float]
-"""An arm's name and mean bits."""
+"""Name and mean bits of an arm."""
 Pair = tuple[Arms, Arms]
 
 
 class Measure(NamedTuple):
-    """A column of rows, made ready to read."""
+    """A column of the rows, with its title and scale."""
 
     title: str
     key: str
@@ -42,20 +42,20 @@ class Measure(NamedTuple):
     is_distance: bool = False
 
     def of(self, rows: Sequence[Row]) -> NDArray[np.float64]:
-        """One value a row."""
+        """Return one value for each row."""
         values = self.scale * _values(rows, self.key)
         return np.abs(values) if self.is_distance else values
 
 
 KL = Measure("KL in 1e-4 nats", "kl", 1e4)
-PERPLEXITY = Measure("Perplexity over that of f16 cells, in %, by its logarithm", "surprise", 100)
+PERPLEXITY = Measure("Log perplexity minus that of f16 cells, in %", "surprise", 100)
 DISTANCE = Measure(
-    "How far perplexity is from that of f16 cells in either direction, in %", "surprise", 100, True
+    "Absolute difference of log perplexity from that of f16 cells, in %", "surprise", 100, True
 )
 
 
 def by_arm(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
-    """Rows by arm and mean bits asked for; the same texts in the same order in each."""
+    """Return rows by arm and requested mean bits; each has the same texts in the same order."""
     found: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         found.setdefault((row["arm"], row["mean"]), []).append(row)
@@ -63,7 +63,10 @@ def by_arm(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
 
 
 def quality_table(rows: Sequence[Row]) -> str:
-    """One line an arm; differences are to ``static`` at the same mean, texts in pairs."""
+    """Return a table with one line for each arm.
+
+    Differences are to ``static`` at the same mean bits, text by text.
+    """
     arms = by_arm(rows)
     lines = [
         "| kept as | bits | stored | KL | first 8 | top-1, first 8 | perplexity | attention error |"
@@ -87,7 +90,7 @@ def quality_table(rows: Sequence[Row]) -> str:
 
 
 def task_table(rows: Sequence[Row], pairs: Sequence[Pair], measure: Measure) -> str:
-    """By task, what each pair of arms has of ``measure``: the first, the second, the difference."""
+    """Return a table of ``measure`` by task: both arms of each pair, and their difference."""
     titles = [f"{a} | {b} at {mean:g} bits | difference" for (a, mean), (b, _) in pairs]
     lines = [f"| task | {' | '.join(titles)} |", "|---" + "|---:" * 3 * len(pairs) + "|"]
     for task in [*dict.fromkeys(row["task"] for row in rows), _MIXED]:
@@ -101,7 +104,7 @@ def task_table(rows: Sequence[Row], pairs: Sequence[Pair], measure: Measure) -> 
 
 
 def recall_table(rows: Sequence[Row]) -> str:
-    """Answers that are right, and nats for the right one, by arm."""
+    """Return a table of right answers and of nats for the right answer, by arm."""
     arms = by_arm(rows)
     lines = [
         "| kept as | bits | stored | right | less f16's | less static's | nats | less static's |",
@@ -124,7 +127,7 @@ def recall_table(rows: Sequence[Row]) -> str:
 
 
 def curves(rows: Sequence[Row], value: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Share of f16's bytes and the mean of ``value``, by arm."""
+    """Return the share of f16's bytes and the mean of ``value``, by arm."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     for (name, _), points in sorted(by_arm(rows).items(), key=lambda item: item[0][1]):
         shares, values = found.setdefault(name, ([], []))
@@ -134,7 +137,7 @@ def curves(rows: Sequence[Row], value: str) -> dict[str, tuple[list[float], list
 
 
 def write(path: Path, settings: Mapping[str, Any], rows: Sequence[Row], markdown: str) -> None:
-    """Write ``path`` with ``.json`` and ``.md``."""
+    """Write ``path`` with the suffixes ``.json`` and ``.md``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"settings": dict(settings), "rows": rows}
     path.with_suffix(".json").write_text(json.dumps(document), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Ways to give bits to chunks under the same mean; all but the layers' know a context's density."""
+"""Ways to assign bits to chunks at one mean; all but ``layers`` know a context's density."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Values = NDArray[np.float64]
 
 
 class Case(NamedTuple):
-    """What a rival may look at.
+    """Input of a rival.
 
     Attributes:
-        density: Of each chunk.
+        density: Information density of each chunk.
         levels: Bits to choose from.
-        mean: Mean bits at most.
-        damage: What each layer alone at a number of bits did to other texts; shape
-            ``(n_layer, 1 + MAX_BITS)``. For ``layers`` only.
-        random: For what is random.
+        mean: Highest allowed mean bits.
+        damage: Divergence on other texts with one layer at a number of bits; shape
+            ``(n_layer, 1 + MAX_BITS)``. Only ``layers`` uses it.
+        random: Generator for random choices.
     """
 
     density: Values
@@ -36,12 +36,12 @@ class Case(NamedTuple):
 
 
 def ours(case: Case) -> Bits:
-    """What the plugin does."""
+    """Return the plugin's choice."""
     return choose_levels(case.density, case.levels, case.mean / MAX_BITS)
 
 
 def static(case: Case) -> Bits:
-    """All the same; where the mean is between two numbers of bits, the newest have one more."""
+    """Return equal bits for all chunks; if the mean is fractional, the newest have one bit more."""
     low, n = int(case.mean), len(case.density)
     bits = np.full(n, low)
     bits[n - int((case.mean - low) * n) :] += 1
@@ -49,25 +49,31 @@ def static(case: Case) -> Bits:
 
 
 def random(case: Case) -> Bits:
-    """Ours, given to other chunks."""
+    """Return the bits of ``ours`` in random order."""
     return case.random.permutation(ours(case))
 
 
 def recency(case: Case) -> Bits:
-    """Ours, but the newest chunks have the most."""
+    """Return the bits of ``ours`` in rising order, so that the newest chunks have the most."""
     return np.sort(ours(case))
 
 
 def layers(case: Case) -> Bits:
-    """All chunks the same, more bits for layers that needed them on other texts."""
+    """Return equal bits for all chunks, but more bits for layers that needed them.
+
+    The damage on other texts shows which layers needed more.
+    """
     return np.repeat(by_layer(case)[:, None], len(case.density), axis=1)
 
 
 def by_layer(case: Case) -> Bits:
-    """Bits of each layer: steps up in the order of damage saved over bits, while they fit."""
+    """Return the bits of each layer.
+
+    Layers step up to more bits in the order of damage saved per bit, while the mean allows it.
+    """
     damage = case.damage
     if damage is None:
-        raise ValueError("bits by layer need what each layer's did to other texts")
+        raise ValueError("bits by layer need the damage of each layer on other texts, found None")
     rising = sorted(case.levels)
     n_layer = len(damage)
     bits = np.full(n_layer, rising[0])
@@ -87,7 +93,7 @@ def by_layer(case: Case) -> Bits:
 
 
 def linear(case: Case) -> Bits:
-    """Eq 3 with a chunk's information in proportion to its bits: all or nothing."""
+    """Return the bits of Eq 3 if information is proportional to bits: all or nothing."""
     low, high, n = min(case.levels), max(case.levels), len(case.density)
     n_high = int((case.mean - low) * n / (high - low))
     bits = np.full(n, low)
@@ -96,7 +102,7 @@ def linear(case: Case) -> Bits:
 
 
 def as_printed(case: Case) -> Bits:
-    """Eq 3 as it is printed: information over ratio, so that few bits are worth most."""
+    """Return the bits of Eq 3 as printed: information over ratio, so that low bits count most."""
     rising = sorted(case.levels)
     n = len(case.density)
     order = np.argsort(-case.density, kind="stable")
@@ -123,4 +129,4 @@ RIVALS: Mapping[str, Callable[[Case], Bits]] = {
     "linear": linear,
     "as printed": as_printed,
 }
-"""``as printed`` needs three levels."""
+"""Rivals by name; ``as printed`` needs three levels."""

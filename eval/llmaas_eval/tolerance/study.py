@@ -1,4 +1,4 @@
-"""Contexts through the codec, text after text and arm after arm."""
+"""Study of contexts after the codec, for every text and every arm."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llmaas_plugins.kv_chunks.tolerance import densities
 __all__ = ["Arm", "Row", "ask", "go_on", "layer_damage"]
 
 Row = dict[str, Any]
-"""One text and one arm, as JSON has it."""
+"""Result for one text and one arm, as plain JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to keep a context.
+    """A way to store a context.
 
     Attributes:
-        rival: In ``RIVALS``, or ``int8`` for the static codec.
+        rival: Name in ``RIVALS``, or ``int8`` for the static codec.
         mean: Mean bits of a value.
-        levels: Bits to choose from; of no use to ``static`` and ``int8``.
+        levels: Bits to choose from; ``static`` and ``int8`` ignore them.
     """
 
     rival: str
@@ -40,7 +40,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name of the arm in tables."""
         levels = "any" if len(self.levels) == MAX_BITS else "/".join(map(str, self.levels))
         return f"{self.rival} {levels}".strip()
 
@@ -57,7 +57,10 @@ def go_on(
     arms: Sequence[Arm],
     damage: NDArray[np.float64] | None = None,
 ) -> list[Row]:
-    """Each text's rest after its context was kept in each way; ``layers`` needs the damage."""
+    """Evaluate each text's rest after its context was stored in each way, and compare.
+
+    The ``layers`` rival needs ``damage``.
+    """
     rows = []
     for number, sample in enumerate(tqdm(samples, unit="text", mininterval=2)):
         prefilled, coded = _prefill(engine, sample.context)
@@ -77,7 +80,7 @@ def ask(
     arms: Sequence[Arm],
     damage: NDArray[np.float64] | None = None,
 ) -> list[Row]:
-    """Each context's questions after it was kept in each way, and first as it is."""
+    """Ask each context's questions with its original cells, then after each way to store it."""
     rows = []
     for number, recall in enumerate(tqdm(recalls, unit="context", mininterval=2)):
         tokens = engine.tokens(recall.context)
@@ -96,9 +99,9 @@ def ask(
 def _answer(
     engine: Engine, blob: NDArray[np.uint8], prompt: str, answer: str
 ) -> tuple[bool, float]:
-    """Whether the most likely tokens after ``prompt`` are the answer, and its nats.
+    """Return whether the most likely tokens after ``prompt`` are the answer, and its nats.
 
-    Full stop and end of line do not count.
+    The nats are the surprise of the whole answer. Its full stop and line end do not count.
     """
     n_prompt, tokens = len(engine.tokens(prompt)), engine.tokens(prompt + answer)[:-2]
     log_p = engine.go_on(blob, tokens[:-1]).log_p[n_prompt - 1 :]
@@ -108,10 +111,10 @@ def _answer(
 
 
 def layer_damage(engine: Engine, samples: Iterable[Sample]) -> NDArray[np.float64]:
-    """Mean divergence with one layer at few bits and the others at most.
+    """Return the mean divergence with one layer at few bits and the others at ``MAX_BITS``.
 
     Returns:
-        Shape ``(n_layer, 1 + MAX_BITS)``, by bits.
+        Divergence by layer and bits, shape ``(n_layer, 1 + MAX_BITS)``.
     """
     found = []
     for sample in tqdm(list(samples), desc="layers", unit="text", mininterval=2):

@@ -1,4 +1,4 @@
-"""Contexts from real text, and how that text goes on."""
+"""Contexts from real text, and the text that follows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
     "CHUNK",
     "TASKS",
     "Sample",
-    "Tokenise",
+    "Tokenize",
     "chat_lines",
     "packaged_lines",
     "packaged_samples",
@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 CHUNK = 16
-"""Tokens; contexts are whole chunks."""
+"""Number of tokens in a chunk; contexts are whole chunks."""
 _CHARACTERS_PER_TOKEN = 5
 _N_LINES_OF_A_QUESTION = 40
 
 _N_CTX, _SHORTEST, _N_REST = 1024, 320, 64
-"""The engine's context; the shortest that is kept; what follows it."""
+"""Numbers of tokens: of the engine's context, of the shortest sample context, and of a rest."""
 
-Tokenise = Callable[[str], list[int]]
+Tokenize = Callable[[str], list[int]]
 
 
 class Sample(NamedTuple):
-    """A context, and the tokens that follow it."""
+    """A context and the tokens that follow it."""
 
     task: str
     context: list[int]
@@ -46,31 +46,31 @@ class Sample(NamedTuple):
 
 def samples(
     data: Path,
-    tokenise: Tokenise,
+    tokenize: Tokenize,
     n_each: int,
     tasks: Iterable[str] | None = None,
     seed: int = 0,
 ) -> Iterator[Sample]:
-    """``n_each`` of each of ``tasks``, task after task.
+    """Yield ``n_each`` samples of each of ``tasks``, task after task.
 
     Args:
         data: Folder of the data sets: ``tasks``, ``chat`` and ``lm``.
-        tokenise: Text that begins a line to tokens.
-        n_each: Texts of each task.
-        tasks: Some of ``TASKS``; None: all.
-        seed: Decides which texts, and their lengths.
+        tokenize: Function from text that begins a line to tokens.
+        n_each: Number of samples of each task.
+        tasks: Names in ``TASKS``; None is all of them.
+        seed: Seed of the choice of texts and of their lengths.
     """
     for task in tasks or TASKS:
         random = Random(f"{task} {seed}")  # noqa: S311 - texts, no secret
         texts = TASKS[task](data)
         for _ in range(n_each):
             size = CHUNK * random.randrange(_SHORTEST // CHUNK, (_N_CTX - _N_REST) // CHUNK)
-            tokens = tokenise(_stretch(random, texts, size + _N_REST))
+            tokens = tokenize(_stretch(random, texts, size + _N_REST))
             yield Sample(task, tokens[:size], tokens[size : size + _N_REST])
 
 
 def _stretch(random: Random, texts: Sequence[str], n_tokens: int) -> str:
-    """Texts in their order, begun anywhere and surely ``n_tokens`` long."""
+    """Return consecutive texts from a random start, long enough for ``n_tokens`` tokens."""
     start = random.randrange(len(texts))
     found, length = list[str](), 0
     for text in chain(texts[start:], texts):
@@ -82,17 +82,17 @@ def _stretch(random: Random, texts: Sequence[str], n_tokens: int) -> str:
 
 
 def packaged_samples(
-    tokenise: Tokenise, *, n_context: int = 320, n_rest: int = 32
+    tokenize: Tokenize, *, n_context: int = 320, n_rest: int = 32
 ) -> Iterator[Sample]:
-    """Of the suite's own conversations, which are in no data set."""
+    """Yield samples of the suite's own conversations, which are in no data set."""
     for lines in packaged_lines():
-        tokens = tokenise("".join(f"{line}\n" for line in lines))[: n_context + n_rest]
+        tokens = tokenize("".join(f"{line}\n" for line in lines))[: n_context + n_rest]
         if len(tokens) == n_context + n_rest:
             yield Sample("packaged", tokens[:n_context], tokens[n_context:])
 
 
 def packaged_lines() -> list[list[str]]:
-    """Lines of the suite's own conversations, each with who says it."""
+    """Return the lines of the suite's own conversations, each with its speaker."""
     folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
     return [
         [f"{message.role.capitalize()}: {_line(message.content)}" for message in talk.messages]
@@ -102,7 +102,7 @@ def packaged_lines() -> list[list[str]]:
 
 
 def chat_lines(path: Path) -> list[list[str]]:
-    """Each conversation's lines, each with who says it."""
+    """Return the lines of each conversation, each with its speaker."""
     with path.open(encoding="utf-8") as file:
         return [
             [f"{turn['role'].capitalize()}: {_line(turn['content'])}" for turn in chat["turns"]]
@@ -136,7 +136,7 @@ def _family(name: str) -> Callable[[Path], list[str]]:
 
 
 def _begin(question: str) -> str:
-    """A question without the most of what may be a whole meeting."""
+    """Return the first lines of a question, which may contain the transcript of a whole meeting."""
     return "\n".join(question.splitlines()[:_N_LINES_OF_A_QUESTION])
 
 
@@ -147,4 +147,4 @@ TASKS: dict[str, Callable[[Path], list[str]]] = {
     "novels": _paragraphs("books/*.txt"),
     "wikitext": _paragraphs("wikitext2_valid.txt"),
 }
-"""The six of LLMS Table 3, and four of longer text; how each is read from the data folder."""
+"""Tasks with their readers: the six of LLMS Table 3, and four with longer texts."""

@@ -1,7 +1,8 @@
-"""Teach a copy of the reference model to recall: ``python -m llmaas_eval.tolerance.train_recall``.
+"""Train a copy of the reference model to recall: ``python -m llmaas_eval.tolerance.train_recall``.
 
-The reference model cannot say late what it was told early. A few thousand steps on generated text
-(``recall``), half and half with the text it was trained on, change that and leave its language.
+The reference model cannot recall late what it was told early. A few thousand steps on generated
+text (``recall``) change that. A quarter of the rows are the model's original training text, so that
+its language stays.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from llmaas_plugins.models import reference_model_path
 __all__ = ["main"]
 
 Batch = tuple[Tensor, Tensor]
-"""Tokens, and what each position's prediction weighs; shape ``(n, n_tokens)``."""
+"""Tokens, and the weight of each position's prediction; both of shape ``(n, n_tokens)``."""
 
 
 class Llama(nn.Module):
     """A llama-architecture model whose parameters have their GGUF names."""
 
     def __init__(self, path: Path) -> None:
-        """Load the weights of a GGUF."""
+        """Load the weights of a GGUF file."""
         super().__init__()
         reader = GGUFReader(path)
         field = {name: entry.contents() for name, entry in reader.fields.items()}
@@ -56,7 +57,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, shape ``(n, n_tokens, n_vocab)``."""
+        """Return logits of shape ``(n, n_tokens, n_vocab)``."""
         x = functional.embedding(tokens, self._weight("token_embd"))
         for i in range(self.n_layer):
             x = x + self._attention(i, self._norm(x, f"blk.{i}.attn_norm"))
@@ -92,21 +93,21 @@ class Llama(nn.Module):
         return self.weights[f"{name}.weight".replace(".", "/")]
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """The weights by their GGUF names."""
+        """Return the weights by their GGUF names."""
         return {
             name.replace("/", "."): weight.detach().numpy() for name, weight in self.weights.items()
         }
 
 
 _DISTRACTION, _ANSWER = 0.2, 5.0
-"""Weights of a prediction: what ordinary rows teach already, and what they do not."""
+"""Weights of predictions in recall text: of distraction, which ordinary rows teach, and answers."""
 
 
 class Texts:
-    """Ordinary text and recall text, in tokens."""
+    """Ordinary text and recall text as tokens."""
 
     def __init__(self, tokenizer: Any, documents: Sequence[str], seed: int) -> None:
-        """Tokenise ``documents``."""
+        """Tokenize ``documents``."""
         self._llama, self._random = tokenizer, random.Random(seed)  # noqa: S311 - texts, no secret
         self._chats = [
             lines
@@ -116,7 +117,7 @@ class Texts:
         self._ordinary = np.concatenate([self._tokens(f"{text}\n") for text in tqdm(documents)])
 
     def batch(self, n_tokens: int) -> Batch:
-        """A quarter of it ordinary; an answer's tokens weigh more."""
+        """Return a batch with a quarter of ordinary rows; tokens of answers weigh more."""
         n = _BATCH // n_tokens
         rows = [
             self._recall(n_tokens) if self._random.random() < 0.75 else self._plain(n_tokens)
@@ -135,7 +136,7 @@ class Texts:
         for prompt, answer in make_training(self._random, self._chats, 5 * n_tokens, gap):
             piece = self._tokens(prompt + answer)
             weight = np.full(len(piece), _DISTRACTION, np.float32)
-            weight[len(self._tokens(prompt)) : -2] = _ANSWER  # without the full stop and the end
+            weight[len(self._tokens(prompt)) : -2] = _ANSWER  # without full stop and line end
             tokens.append(piece)
             weights.append(weight)
         return np.concatenate(tokens)[:n_tokens], np.concatenate(weights)[:n_tokens]
@@ -152,9 +153,9 @@ _BATCH, _RATE = 2048, 1.5e-3
 
 
 def train(model: Llama, texts: Texts, lengths: Sequence[int], minutes: float) -> None:
-    """Train for so long, for equal parts of it on rows of each of ``lengths``.
+    """Train for ``minutes``, an equal part of the time on rows of each of ``lengths``.
 
-    Recalling is learnt on short rows, where facts are near.
+    The model learns to recall on short rows, where facts are near.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0, betas=(0.9, 0.95), weight_decay=0.01, fused=True
@@ -177,7 +178,7 @@ def train(model: Llama, texts: Texts, lengths: Sequence[int], minutes: float) ->
 
 
 def _step(model: Llama, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    """The weighted loss, and the share of the answers' tokens that are right."""
+    """Return the weighted loss, and the share of the answers' tokens that are right."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(tokens[:, :-1])
     target, weight = tokens[:, 1:].flatten(), weights[:, 1:].flatten()
@@ -189,14 +190,14 @@ def _step(model: Llama, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, and write the model."""
+    """Train the model and write it."""
     parser = argparse.ArgumentParser(prog="train_recall", description=__doc__)
     parser.add_argument("--model", type=Path, default=reference_model_path(), help="GGUF, any type")
-    parser.add_argument("--text", type=Path, required=True, help="its training text, .txt.xz")
+    parser.add_argument("--text", type=Path, required=True, help="training text, .txt.xz")
     parser.add_argument("--minutes", type=float, default=40)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--megabytes", type=float, default=8, help="of the text")
+    parser.add_argument("--megabytes", type=float, default=8, help="megabytes of text to read")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(arguments)

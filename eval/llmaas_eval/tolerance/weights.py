@@ -1,4 +1,4 @@
-"""A model's weights as they are, and a model with others or with the same in F16."""
+"""Weights of a model in float32, and copies of a model with F16 weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FILE_TYPE = "general.file_type"
 _F16 = 1
 
 Weights = Mapping[str, NDArray[np.float32]]
-"""By the tensor's name."""
+"""Weights by the names of their tensors."""
 
 
 def read_weights(reader: GGUFReader) -> dict[str, NDArray[np.float32]]:
-    """All tensors, of any type."""
+    """Return all tensors in float32, whatever their type in the file."""
     return {
         tensor.name: quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         for tensor in reader.tensors
@@ -43,9 +43,9 @@ def write_f16(source: GGUFReader, weights: Weights, path: Path) -> Path:
 
 
 def f16_copy(source: Path, folder: Path) -> Path:
-    """``source`` with F16 weights, in ``folder``.
+    """Write a copy of ``source`` with F16 weights to ``folder``; return its path.
 
-    With Q8_0 weights llama.cpp rounds activations too, which turns the smallest change of a cell
+    With Q8_0 weights llama.cpp also rounds activations, which turns the smallest change of a cell
     into a KL of 1e-4.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Traces of calls to many contexts (LLMS §4), for others to replay too.
+"""Traces of calls to many contexts (LLMS §4), in a format that other programs can replay too.
 
-A trace is a JSONL file. Its first line is a header with the format's version and every setting, the
-others are calls in order of time. Token counts are what a replay goes by; texts are there if the
-data sets were.
+A trace is a JSONL file. Its first line is a header with the format's version and all settings. The
+other lines are calls in order of time. A replay needs only their token counts; calls have texts
+only if the data sets were given.
 """
 
 from __future__ import annotations

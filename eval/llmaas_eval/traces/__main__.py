@@ -11,7 +11,7 @@ from llmaas_eval.traces import PATTERNS, Settings, generate, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the trace that the command line describes."""
+    """Write the trace that the command line describes; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.traces", description=__doc__)
     default = Settings()
     parser.add_argument("--pattern", choices=PATTERNS, default=default.pattern)

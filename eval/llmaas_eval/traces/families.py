@@ -1,4 +1,4 @@
-"""The six kinds of tasks of LLMS Table 3, and texts for them from data sets at hand."""
+"""The six kinds of tasks of LLMS Table 3, and their texts from available data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHARS_PER_TOKEN = 4
 _NEWS = {1: "World", 2: "Sports", 3: "Business", 4: "Sci/Tech"}
 
 _Row = tuple[str, str]
-"""A question with its text, and the right answer."""
+"""A question with its text, and the correct answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Family:
 
     Attributes:
         low: Fewest tokens that a call adds to its context.
-        high: Most tokens.
-        reply_share: How much of them is the reply; the paper gives the sums only.
-        files: Data set, as file names; stand-ins for the paper's.
+        high: Most tokens that a call adds to its context.
+        reply_share: Reply's share of these tokens; our choice, as the paper gives only the sums.
+        files: File name pattern of the data set, a substitute for the paper's.
     """
 
     low: int
@@ -35,7 +35,7 @@ class Family:
 
     @property
     def mean(self) -> float:
-        """Tokens that a call adds on average."""
+        """Mean number of tokens that a call adds."""
         return (self.low + self.high) / 2
 
 
@@ -50,15 +50,15 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class Texts:
-    """A family's questions, one after the other, packed to the length that a call has."""
+    """A family's questions in order, concatenated and cut to the length of each call."""
 
     def __init__(self, rows: list[_Row], start: float) -> None:
-        """Begin at the row that is ``start``, in 0 to 1, of the way through ``rows``."""
+        """Begin at share ``start`` of ``rows``, from 0 to 1."""
         self._rows = rows
         self._next = int(start * len(rows))
 
     def take(self, n_tokens: int) -> _Row:
-        """Questions that fill about ``n_tokens``, cut there, and their answers."""
+        """Return questions cut to about ``n_tokens`` together, and their answers."""
         room, questions, answers = n_tokens * _CHARS_PER_TOKEN, list[str](), list[str]()
         while room > 0:
             question, answer = self._rows[self._next % len(self._rows)]
@@ -70,15 +70,15 @@ class Texts:
 
 
 def family_texts(folder: Path, family: str) -> list[_Row]:
-    """Questions and answers of ``family`` from the files in ``folder``.
+    """Read the questions and answers of ``family`` from the files in ``folder``.
 
     Raises:
-        FileNotFoundError: No data set of it is there.
+        FileNotFoundError: ``folder`` has no data set of the family.
     """
     pattern = FAMILIES[family].files
     rows = [row for path in sorted(folder.glob(pattern)) for row in _rows(path, _READERS[family])]
     if not rows:
-        raise FileNotFoundError(f"{folder} has no rows in {pattern}, expected those of {family!r}")
+        raise FileNotFoundError(f"{folder} has no rows in {pattern}, expected some for {family!r}")
     return rows
 
 

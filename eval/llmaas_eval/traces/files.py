@@ -1,4 +1,4 @@
-"""A trace as a file."""
+"""Reading and writing of trace files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSION = 1
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the header and one line a call."""
+    """Write the header, then one line for each call."""
     header = {"format": _FORMAT, "version": _VERSION, "settings": dict(trace.settings)}
     calls = ({k: v for k, v in asdict(call).items() if v is not None} for call in trace.calls)
     with path.open("w", encoding="utf-8") as file:
@@ -23,10 +23,10 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read what ``write_trace`` wrote.
+    """Read a file that ``write_trace`` wrote.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The file is not a trace, or has another format version.
     """
     with path.open(encoding="utf-8") as file:
         header = json.loads(next(file, "null"))

@@ -1,7 +1,7 @@
-"""Who calls, when, and with how much.
+"""Generation of traces: the context, time and tokens of each call.
 
-All chance comes from ``random.Random.random()``: the one method whose sequence Python promises to
-keep, so that a seed gives the same trace on every machine.
+All randomness comes from ``random.Random.random()``. Python promises to keep only this method's
+sequence, so a seed gives the same trace on every machine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["PATTERNS", "Settings", "generate"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What decides a trace, texts apart.
+    """Settings that determine a trace, except for its texts.
 
     Attributes:
-        pattern: Which context is called next; one of ``PATTERNS``.
-        contexts: How many there are; they are given to the families in turn.
+        pattern: Way to choose the next call's context; one of ``PATTERNS``.
+        contexts: Number of contexts; the families get them in turn.
         hours: Length of the trace.
         rate_minutes: Mean time between two calls, which arrive as a Poisson process.
         max_tokens: Longest context; no call adds more.
-        seed: Of all chance.
+        seed: Seed of the random numbers.
     """
 
     pattern: str = "markov"
@@ -43,25 +43,25 @@ class Settings:
 
 
 def generate(settings: Settings, data: Path | None = None, arrivals: Path | None = None) -> Trace:
-    """Make a trace.
+    """Generate a trace.
 
     Args:
-        settings: What decides it.
-        data: Folder with the data sets that give the calls their texts.
+        settings: Settings of the trace.
+        data: Folder with the data sets for the calls' texts; calls have no texts without it.
         arrivals: CSV file (``TIMESTAMP,ContextTokens,GeneratedTokens``) with real arrivals and
-            lengths, for pattern ``azure``; ``rate_minutes`` counts for nothing then.
+            lengths, for pattern ``azure``; ``rate_minutes`` is then ignored.
 
     Raises:
-        ValueError: Unknown pattern, or one without the file it needs.
+        ValueError: The pattern is unknown, lacks its file of arrivals, or does not use one.
         FileNotFoundError: ``data`` lacks a family's files.
     """
     if settings.pattern not in PATTERNS or (settings.pattern == "azure") != (arrivals is not None):
         known = ", ".join(PATTERNS)
         raise ValueError(
             f"found pattern {settings.pattern!r} and arrivals {arrivals}, expected one of {known}, "
-            "with a file of arrivals for azure and for nothing else"
+            "with a file of arrivals for azure only"
         )
-    rng = random.Random(settings.seed)  # noqa: S311 - a trace, no secret
+    rng = random.Random(settings.seed)  # noqa: S311 - not for security
     names = list(itertools.islice(itertools.cycle(FAMILIES), settings.contexts))
     texts = None if data is None else _texts(data, names)
     pick = PATTERNS[settings.pattern](names, rng)
@@ -76,7 +76,7 @@ def generate(settings: Settings, data: Path | None = None, arrivals: Path | None
 
 
 def _texts(data: Path, names: list[str]) -> list[Texts]:
-    """Each context's texts; those of one family begin at different rows."""
+    """Return each context's texts; contexts of one family begin at different rows."""
     rows = {name: family_texts(data, name) for name in dict.fromkeys(names)}
     return [Texts(rows[name], i / len(names)) for i, name in enumerate(names)]
 
@@ -87,7 +87,7 @@ def _texts(data: Path, names: list[str]) -> list[Texts]:
 def _timed(
     settings: Settings, arrivals: Path | None, rng: random.Random
 ) -> Iterator[tuple[float, tuple[int, int] | None]]:
-    """Time of each call, with its tokens where these are given."""
+    """Yield the time of each call in seconds, with its lengths if the arrivals give them."""
     end_s = settings.hours * 3600
     if arrivals is not None:
         found = _recorded(arrivals, settings.max_tokens)
@@ -98,14 +98,14 @@ def _timed(
         time_s += -math.log(1.0 - rng.random()) * settings.rate_minutes * 60
         if time_s > end_s:
             return
-        yield round(time_s, 3), None  # machines may differ in the logarithm's last bit
+        yield round(time_s, 3), None  # rounded: machines may differ in the logarithm's last bit
 
 
 def _recorded(path: Path, max_tokens: int) -> Iterator[tuple[float, tuple[int, int]]]:
     first: datetime | None = None
     with path.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            when = datetime.fromisoformat(row["TIMESTAMP"][:26])  # it takes no more than us
+            when = datetime.fromisoformat(row["TIMESTAMP"][:26])  # cut after microseconds
             first = first or when
             n_reply = min(max(int(row["GeneratedTokens"]), 1), max_tokens // 2)
             n_prompt = min(max(int(row["ContextTokens"]), 1), max_tokens - n_reply)
@@ -113,7 +113,7 @@ def _recorded(path: Path, max_tokens: int) -> Iterator[tuple[float, tuple[int, i
 
 
 def _lengths(name: str, max_tokens: int, rng: random.Random) -> tuple[int, int]:
-    """Tokens of prompt and reply: their sum is even between the family's least and most."""
+    """Draw the tokens of prompt and reply; their sum is uniform over the family's range."""
     family = FAMILIES[name]
     n_delta = family.low + int(rng.random() * (family.high - family.low + 1))
     n_delta = max(2, min(n_delta, max_tokens))
@@ -127,7 +127,7 @@ Pick = Callable[[], int]
 
 
 def _draw(weights: list[float], rng: random.Random) -> int:
-    """Index of a weight, with the chance that it stands for."""
+    """Draw an index with probability proportional to its weight."""
     left = rng.random() * sum(weights)
     for i, weight in enumerate(weights):
         left -= weight
@@ -137,14 +137,14 @@ def _draw(weights: list[float], rng: random.Random) -> int:
 
 
 def _random(names: list[str], rng: random.Random) -> Pick:
-    """All alike."""
+    """Pick all contexts with equal probability."""
     return lambda: _draw([1.0] * len(names), rng)
 
 
 def _markov(names: list[str], rng: random.Random) -> Pick:
-    """Recently used ones rather: the one used ``k``-th last has chance ``1 / k``, scaled.
+    """Prefer recently used contexts: the ``k``-th most recent has a probability ∝ ``1 / k``.
 
-    The order of use is the state, so the process is of first order.
+    The state is the order of use, so this is a first-order Markov process.
     """
     recent = list(range(len(names)))
     weights = [1 / k for k in range(1, len(names) + 1)]
@@ -157,11 +157,14 @@ def _markov(names: list[str], rng: random.Random) -> Pick:
 
 
 def _gaussian(names: list[str], rng: random.Random) -> Pick:
-    """By how much their calls add: a normal distribution around the families' mean."""
+    """Prefer contexts whose calls add about as many tokens as the mean of all families.
+
+    The weights are a normal distribution over the families' mean numbers of tokens.
+    """
     means = [family.mean for family in FAMILIES.values()]
-    centre = sum(means) / len(means)
-    spread = math.sqrt(sum((mean - centre) ** 2 for mean in means) / len(means))
-    far = [(FAMILIES[name].mean - centre) / spread for name in names]
+    center = sum(means) / len(means)
+    spread = math.sqrt(sum((mean - center) ** 2 for mean in means) / len(means))
+    far = [(FAMILIES[name].mean - center) / spread for name in names]
     weights = [math.exp(-(x**2) / 2) for x in far]
     return lambda: _draw(weights, rng)
 
@@ -170,6 +173,6 @@ PATTERNS: Mapping[str, Callable[[list[str], random.Random], Pick]] = {
     "markov": _markov,
     "random": _random,
     "gaussian": _gaussian,
-    "azure": _markov,  # its rows do not say whose they are
+    "azure": _markov,  # its rows do not name their context
 }
-"""Ways to choose the next context."""
+"""Ways to choose the next call's context, by name."""

@@ -1,4 +1,4 @@
-"""What a trace is made of."""
+"""Types of a trace and its calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Call:
     """One call of the model.
 
     Attributes:
-        time_s: When, in seconds from the trace's beginning.
-        context: Which of the contexts, from 0.
+        time_s: Time in seconds from the trace's beginning.
+        context: Number of the context, from 0.
         family: Kind of task.
         n_prompt: New tokens that the caller sends.
         n_reply: Tokens of the reply; the context grows by both.
-        prompt: The new text, where data sets were given.
-        truth: The right answer to it, likewise.
+        prompt: New text; None without data sets.
+        truth: Correct answer to the prompt; None without data sets.
     """
 
     time_s: float
@@ -33,17 +33,17 @@ class Call:
 
     @property
     def n_delta(self) -> int:
-        """Tokens the context grows by."""
+        """Tokens by which the context grows."""
         return self.n_prompt + self.n_reply
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Calls in order of time, and what they were made with.
+    """Calls in order of time, and the settings that they were generated with.
 
     Attributes:
-        settings: All that decides the calls.
-        calls: The calls.
+        settings: All settings that determine the calls.
+        calls: Calls in order of time.
     """
 
     settings: Mapping[str, Any]

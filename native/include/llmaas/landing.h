@@ -4,8 +4,8 @@
 
 #include "llmaas/base.h"
 
-/* The K or the V of one layer. Its bytes in the blob belong in n_pieces places of n_bytes each, one every `step` bytes:
- * one place, or one a channel where V is transposed. */
+/* Places for the K or the V of one layer: n_pieces places of n_bytes each, `step` bytes apart. There is one place, or
+ * one per channel if V is transposed. */
 typedef struct llmaas_landing {
     uint8_t * first;
     uint64_t  step; /* 0 if there is one place */

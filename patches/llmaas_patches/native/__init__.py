@@ -1,4 +1,4 @@
-"""The engine-side hook point: contexts made while a native plugin is on compute on our backend."""
+"""Native backend, on which contexts compute if they are made while a native plugin is active."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the plugins' claims to the weight table of a model."""
+"""Turn plugins' claims on weights into the weight table of a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXTENTS = f"up to {_MAX_LEVELS} extents, None or 0 or more each"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is: the file, the offset of its bytes in it, and what it is."""
+    """Place of a tensor: its file, the offset of its bytes in the file, and its description."""
 
     path: str
     offset: int
@@ -45,26 +45,26 @@ class Place:
 
 @dataclass(slots=True)
 class Resolved:
-    """What is claimed of one tensor: each property, and whose it is."""
+    """Claims on one tensor: the name of the plugin and its claim for each property."""
 
     source: tuple[str, WeightClaim] | None = None
     part: tuple[str, WeightClaim] | None = None
 
     @property
     def owner(self) -> str:
-        """A plugin to name when something is wrong."""
+        """Plugin to name in errors about this tensor."""
         owned = self.source or self.part
         return owned[0] if owned else "unknown"
 
 
 def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:
-    """Where every tensor of a model in these files is, by name."""
+    """Return the place of every tensor in a model's files, by name; skip unreadable files."""
     ffi, lib = library
     places = {}
     infos, n = ffi.new("llmaas_tensor_info **"), ffi.new("uint32_t *")
     for path in paths:
         if lib.llmaas_gguf_tensors(os.fsencode(path), infos, n) != 0:
-            continue  # libllama says better what is wrong with it
+            continue  # libllama reports the problem in more detail
         for i in range(n[0]):
             info = infos[0][i]
             places[ffi.string(info.name).decode(errors="replace")] = Place(
@@ -83,7 +83,7 @@ def _info(library: Library, info: Any) -> TensorInfo:
 def resolve(
     claims: Iterable[tuple[str, WeightClaim]], places: Mapping[str, Place]
 ) -> tuple[dict[str, Resolved], list[PluginError]]:
-    """What is claimed of each tensor, and which claims are wrong; those are left out.
+    """Return the claims on each tensor, and the errors of invalid claims, which are left out.
 
     Raises:
         ConfigError: Two plugins claim the same property of a tensor.
@@ -102,13 +102,13 @@ def resolve(
 
 
 def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
-    """Names of the tensors that a claim means.
+    """Return the names of the tensors that a claim matches.
 
     Raises:
-        ConfigError: It can mean none.
+        ConfigError: The claim is invalid or matches no tensor.
     """
     if claim.rows and claim.columns:
-        raise ConfigError(f"{claim.pattern!r} claims rows and columns; one weight has one part")
+        raise ConfigError(f"{claim.pattern!r} claims both rows and columns; claim only one of them")
     levels = claim.rows or claim.columns
     if not (levels or claim.source):
         raise ConfigError(f"{claim.pattern!r} claims nothing; expected a source, rows or columns")
@@ -123,10 +123,10 @@ def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
         raise ConfigError(f"{claim.pattern!r} matches no tensor of the model")
     vectors = [name for name in matched if not places[name].info.is_matrix]
     if vectors:
-        raise ConfigError(f"{vectors[0]} is a vector; only what is multiplied with can be claimed")
+        raise ConfigError(f"{vectors[0]} is a vector; only matrices can be claimed")
     looked_up = [name for name in matched if claim.source == "tiles" and _is_looked_up(name)]
     if looked_up:
-        raise ConfigError(f"{looked_up[0]} is looked up row by row, which tiles are not made for")
+        raise ConfigError(f"{looked_up[0]} is looked up row by row, which tiles do not support")
     if claim.biases is not None:
         for name in matched:
             _check_biases(name, places[name].info, len(claim.columns), claim.biases)
@@ -160,18 +160,19 @@ def _conflict(what: str, name: str, first: str, second: str) -> ConfigError:
         return ConfigError(f"plugin {first!r} claims the {what} of {name} twice")
     return ConfigError(
         f"plugins {first!r} and {second!r} both claim the {what} of {name}; enable one of them, or "
-        "let one leave that weight alone"
+        "configure one not to claim that weight"
     )
 
 
 def fill_table(
     library: Library, table: Any, found: Mapping[str, Resolved], places: Mapping[str, Place]
 ) -> None:
-    """Enter the claims in a weight table.
+    """Add the claims to a weight table.
 
     Raises:
         OSError: A file cannot be opened.
-        ConfigError: A file has other weights than the model.
+        ConfigError: A file's weights differ from the model's.
+        MemoryError: There is no memory for biases.
     """
     lib = library.lib
     others: dict[str, dict[str, Place]] = {}
@@ -194,13 +195,13 @@ def fill_table(
 
 
 def are_extents(extents: Sequence[int | None]) -> bool:
-    """Whether a part can have these, by level."""
+    """Return whether these are valid extents of a part, by level."""
     has_levels = 0 < len(extents) <= _MAX_LEVELS
     return has_levels and all(extent is None or extent >= 0 for extent in extents)
 
 
 def c_extents(library: Library, extents: Sequence[int | None]) -> Any:
-    """As the engine takes them."""
+    """Convert extents to the engine's C array."""
     values = [_ALL if extent is None else extent for extent in extents]
     return library.ffi.new("int64_t[]", values)
 
@@ -209,13 +210,16 @@ def _claim_biases(library: Library, table: Any, key: bytes, biases: NDArray[np.f
     ffi, lib = library
     values = ffi.from_buffer("float[]", np.ascontiguousarray(biases))
     if lib.llmaas_weights_claim_biases(table, key, values, *biases.shape) != 0:
-        raise MemoryError(f"no memory for biases of {key.decode()}")
+        raise MemoryError(f"not enough memory for the biases of {key.decode()}")
 
 
 def _claim_file(
     library: Library, table: Any, name: str, places: Mapping[str, Place], packed: Place
 ) -> None:
-    """Products read packed bytes, if there are any; looked-up rows are those of the model file."""
+    """Claim a weight's bytes in a file.
+
+    Products read the bytes at ``packed``, and row look-ups read the model file.
+    """
     lib, key, plain = library.lib, name.encode(), places[name]
     status = 0
     if _is_multiplied(name, places):
@@ -225,7 +229,7 @@ def _claim_file(
         file = os.fsencode(plain.path), plain.offset
         status = status or lib.llmaas_weights_claim_rows(table, key, *file)
     if status != 0:
-        raise OSError(f"{packed.path} cannot be opened to read {name} from it")
+        raise OSError(f"cannot open {packed.path} to read {name} from it")
 
 
 def _is_looked_up(name: str) -> bool:
@@ -233,7 +237,7 @@ def _is_looked_up(name: str) -> bool:
 
 
 def _is_multiplied(name: str, names: Container[str]) -> bool:
-    """Embeddings are where no output matrix is beside them."""
+    """Return whether products use a weight: token embeddings do only without an output matrix."""
     return not _is_looked_up(name) or "output.weight" not in names
 
 
@@ -241,16 +245,16 @@ def _same(name: str, source: Place, found: Place | None, path: str) -> Place:
     if found is None or found.info != source.info:
         what = "none" if found is None else f"type {found.info.type}, shape {found.info.shape}"
         raise ConfigError(
-            f"{path} is not of this model: found {what} for {name}, expected type "
+            f"{path} does not belong to this model: found {what} for {name}, expected type "
             f"{source.info.type}, shape {source.info.shape}"
         )
     return found
 
 
 def overrides(names: Iterable[str]) -> list[str]:
-    """Patterns for ``tensor_buft_overrides`` that match these names and no others.
+    """Return patterns for ``tensor_buft_overrides`` that match exactly these names.
 
-    Few: llama.cpp compiles each of them for each tensor of the model.
+    There are few patterns, because llama.cpp compiles each of them for each tensor of the model.
     """
     layers: dict[str, list[str]] = {}
     patterns = []
@@ -266,7 +270,7 @@ def overrides(names: Iterable[str]) -> list[str]:
 
 
 def split_paths(path: str) -> list[str]:
-    """The files of a model that is opened by the name of the first of its splits."""
+    """Return all files of a model that is opened by the name of its first split."""
     match = re.fullmatch(r"(.*-)00001-of-(\d{5})\.gguf", path)
     if match is None:
         return [path]

@@ -1,4 +1,4 @@
-"""A context on the native backend, as plugins see it (implements ``llmaas_hooks.native``)."""
+"""Contexts on the native backend, as plugins see them (implements ``llmaas_hooks.native``)."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ class Cells:
 
     @property
     def n(self) -> int:
-        """Cells; 0 if nobody knows."""
+        """Number of cells; 0 if their memory is not known."""
         return int(self._memory().n_cells)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all cells."""
         return int(self._memory().n_bytes)
 
     @property
     def touched_bytes(self) -> int:
-        """Those that may hold memory."""
+        """Bytes of the cells that may hold memory."""
         return int(self._memory().n_touched)
 
     def release(self) -> bool:
-        """Give their memory back; whether that was possible."""
+        """Release the memory of all cells; return whether that was possible."""
         with self._context._alive() as engine:
             return bool(self._library.lib.llmaas_engine_release_cells(engine) == 0)
 
     def land(
         self, blob: NDArray[np.uint8], sequence: int, n_landings: int
     ) -> NDArray[np.uint64] | None:
-        """Label cells as those of a blob; where its bytes belong."""
+        """Label cells for a blob; return the addresses of its rows, or None on failure."""
         ffi, lib = self._library.ffi, self._library.lib
         landings = np.zeros((n_landings, _LANDING_FIELDS), dtype=np.uint64)
         with self._context._alive() as engine:
@@ -79,14 +79,17 @@ class Cells:
 
 
 class Weights:
-    """Memory of a model's weights that are in files."""
+    """Memory of a model's weights that are read from files."""
 
     def __init__(self, context: Context, library: Library) -> None:
         """Attach to the model of ``context``."""
         self._context, self._library = context, library
 
     def set_memory(self, kept: int, arena: int, *, waits: bool = True) -> bool:
-        """Change it."""
+        """Change the bytes kept in memory and the bytes of the arena; return whether it was done.
+
+        With ``waits=False``, return False if the change cannot be made at once.
+        """
         lib = self._library.lib
         with self._context._alive():
             table = self._context._table
@@ -106,14 +109,14 @@ class Weights:
             status = self._library.lib.llmaas_weights_set_reading(table, reading)
         if status == _EINVAL:
             raise ValueError(
-                f"{queue_depth} reads of {read_size} bytes are not possible: expected 1 to 256, "
-                "and a multiple of 4096 up to 16 MiB"
+                f"{queue_depth} reads of {read_size} bytes are not possible: expected 1 to 256 "
+                "reads, and a multiple of 4096 bytes up to 16 MiB"
             )
         if status != 0:
-            raise OSError(f"there is no memory for {queue_depth} reads of {read_size} bytes")
+            raise OSError(f"not enough memory for {queue_depth} reads of {read_size} bytes")
 
     def stats(self) -> dict[str, int]:
-        """What it is, and what was read."""
+        """Return sizes of the memory, and counters of reads and cache hits."""
         stats = self._library.ffi.new("llmaas_stream_stats *")
         with self._context._alive():
             self._library.lib.llmaas_weights_read_stats(self._context._table, stats)
@@ -135,7 +138,7 @@ class Weights:
         }
 
     def add_operand(self, path: str, operand: ChannelOperand) -> None:
-        """Read products of an activation with one token from its channels."""
+        """Compute products of a one-token activation from channels in a file."""
         ffi, lib = self._library
         order = np.ascontiguousarray(operand.order, dtype=np.uint32)
         spec, number = ffi.new("llmaas_operand_spec *"), ffi.new("uint32_t *")
@@ -148,13 +151,13 @@ class Weights:
         with self._context._alive():
             table = self._context._table
             status = lib.llmaas_weights_add_operand(table, os.fsencode(path), spec, number)
-            _check_added(status, path, "its layout contradicts itself")
+            _check_added(status, path, "its layout is inconsistent")
             for columns in operand.columns:
                 status = self._add_columns(number[0], len(order) // _BLOCK_COLUMNS, columns)
                 _check_added(status, path, f"{columns.weight} has another shape")
 
     def _add_columns(self, operand: int, n_blocks: int, columns: ChannelColumns) -> int:
-        """The engine's status; it takes for granted how many numbers there are."""
+        """Add columns, after checking array shapes that the engine trusts; return its status."""
         scales, mins = columns.scales, columns.mins
         shape = n_blocks, scales.shape[-1]
         if scales.shape != shape or (mins is not None and mins.shape != shape):
@@ -187,7 +190,7 @@ def _halves(ffi: Any, values: NDArray[np.float16]) -> Any:
 
 def _check_added(status: int, path: str, problem: str) -> None:
     if status == _EINVAL:
-        raise ConfigError(f"{path} does not go with this model: {problem}.")
+        raise ConfigError(f"{path} does not match this model: {problem}.")
     if status != 0:
         raise OSError(f"the channels in {path} cannot be used (status {status})")
 
@@ -198,13 +201,14 @@ class Context:
     Attributes:
         ctx: Address of the ``llama_context``.
         model: Address of the ``llama_model``.
-        is_sparse: Whether tokens leave values out now: ``sparse_tokens``, for who asks every token.
+        is_sparse: Value of ``sparse_tokens``, for callers that ask for every token.
     """
 
     def __init__(self, library: Library, engine: Any, ctx: int, model: int, table: Any) -> None:
-        """Attach to ``engine``, which lives as long as the context; ``table``: of its model."""
+        """Attach to ``engine``, which lives as long as the context, and to a weight ``table``."""
         self.ctx, self.model = ctx, model
         self.is_sparse = False
+        self._n_whole = 0
         self._table = table
         self._library = library
         self._engine: Any | None = engine
@@ -214,12 +218,12 @@ class Context:
 
     @property
     def has_claims(self) -> bool:
-        """Whether what plugins claimed of its model is in force."""
+        """Whether the plugins' claims on the model's weights are in effect."""
         return bool(self._table != self._library.ffi.NULL)
 
     @property
     def level(self) -> int:
-        """Which extents of the claimed parts are in use."""
+        """Index of the extents of claimed parts that are in use."""
         with self._lock:
             return int(self._library.lib.llmaas_engine_level(self._open()))
 
@@ -230,14 +234,14 @@ class Context:
                 self._library.lib.llmaas_engine_set_level(self._open(), level)
 
     def hold_level(self, level: int) -> None:
-        """Use this level from now on, whatever ``level`` is set to."""
+        """Use this level from now on; later assignments to ``level`` have no effect."""
         with self._lock:
             self._library.lib.llmaas_engine_set_level(self._open(), level)
             self._holds_level = True
 
     @property
     def narrow_attention(self) -> bool:
-        """Whether attention leaves out cells that no token of a batch can see."""
+        """Whether attention skips cells that no token of a batch can see."""
         with self._lock:
             return bool(self._library.lib.llmaas_engine_is_narrow(self._open()))
 
@@ -248,18 +252,39 @@ class Context:
 
     @property
     def sparse_tokens(self) -> bool:
-        """Whether batches of one token use the largest values only."""
+        """Whether batches of one token are computed sparsely, from the largest values only."""
         with self._lock:
-            return bool(self._library.lib.llmaas_engine_is_sparse(self._open()))
+            self._open()
+            return self.is_sparse
 
     @sparse_tokens.setter
     def sparse_tokens(self, is_sparse: bool) -> None:
         with self._lock:
-            self._library.lib.llmaas_engine_set_sparse(self._open(), is_sparse)
+            self._open()
             self.is_sparse = is_sparse
+            self._apply_sparse()
+
+    @contextlib.contextmanager
+    def whole_batch(self) -> Iterator[None]:
+        """Compute every token in the block exactly, even if a batch is split down to one token."""
+        self._add_whole(1)
+        try:
+            yield
+        finally:
+            self._add_whole(-1)
+
+    def _add_whole(self, n: int) -> None:
+        with self._lock:
+            self._n_whole += n
+            if self._engine is not None:
+                self._apply_sparse()
+
+    def _apply_sparse(self) -> None:
+        is_sparse = self.is_sparse and self._n_whole == 0
+        self._library.lib.llmaas_engine_set_sparse(self._engine, is_sparse)
 
     def set_part(self, weight: str, extents: Sequence[int | None]) -> None:
-        """Exchange the extents of a claimed part."""
+        """Replace the extents of a claimed part."""
         if not are_extents(extents):
             raise ValueError(f"expected {EXTENTS}, found {extents!r}")
         values = c_extents(self._library, extents)
@@ -285,27 +310,27 @@ class Context:
             return Rows(self, self._library, states, layer, capacity)
 
     def magnitudes(self, activation: Activation, n_channels: Mapping[int, int]) -> Magnitudes:
-        """Count how large activations are."""
+        """Count activations by magnitude."""
         _check_activation(activation)
         with self._alive():
             return Magnitudes(self, self._library, activation, n_channels)
 
     def moments(self, activation: Activation, n_channels: Mapping[int, int]) -> Moments:
-        """Add up activations and their squares."""
+        """Sum activations and their squares."""
         _check_activation(activation)
         with self._alive():
             return Moments(self, self._library, activation, n_channels)
 
     def cells(self) -> Cells:
-        """Memory of the KV cells."""
+        """Return the memory of the KV cells."""
         return Cells(self, self._library)
 
     def file_weights(self) -> Weights:
-        """Memory of the model's weights that are in files."""
+        """Return the memory of the model's weights that are read from files."""
         return Weights(self, self._library)
 
     def untouched_bytes(self) -> int:
-        """Memory of graphs that was never written to."""
+        """Return the reserved compute-buffer bytes that no graph has written."""
         with self._alive() as engine:
             return int(self._library.lib.llmaas_engine_untouched(engine))
 
@@ -316,7 +341,7 @@ class Context:
             return Tap(self, address[0], address.user)
 
     def stats(self) -> dict[str, int]:
-        """The engine's counters."""
+        """Return the engine's counters."""
         stats = self._library.ffi.new("llmaas_engine_stats *")
         with self._lock:
             self._library.lib.llmaas_engine_read_stats(self._open(), stats)
@@ -330,7 +355,7 @@ class Context:
         }
 
     def close(self) -> None:
-        """Detach: from the next graph on no taps, and every weight in full; idempotent."""
+        """Remove all taps and use every weight in full from the next graph on; idempotent."""
         with self._lock:
             if self._engine is not None:
                 for tap in list(self._taps):
@@ -342,7 +367,7 @@ class Context:
                 self._engine = None
 
     def failure(self) -> str | None:
-        """Return why the last graph of this context failed; None: it did not, or nobody knows."""
+        """Return why the last graph of this context failed, or None if it did not or is unknown."""
         with self._lock:
             found = self._library.lib.llmaas_engine_failure(self._open())
             ffi = self._library.ffi
@@ -350,21 +375,21 @@ class Context:
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[Any]:
-        """The context exists until the end of the block, and so does its engine."""
+        """Keep the context and its engine alive until the end of the block."""
         with self._lock:
             yield self._open()
 
     def _open(self) -> Any:
         if self._engine is None:
-            raise ReferenceError("the context was freed, or the suite is deactivated")
+            raise ReferenceError("the context was freed or the suite was deactivated")
         return self._engine
 
     def _subscribe(self, tap: Any, owner: Tap) -> None:
         with self._lock:
             pointer = self._library.ffi.new("llmaas_tap *", tap)
             if self._library.lib.llmaas_engine_subscribe(self._open(), pointer) != 0:
-                raise RuntimeError("16 taps are subscribed to this context; end one of them first")
-            self._taps.add(owner)  # keeps what graphs write to alive
+                raise RuntimeError("16 taps are subscribed to this context; close one first")
+            self._taps.add(owner)  # keeps the memory that graphs write to alive
 
     def _unsubscribe(self, user: Any, owner: Tap) -> None:
         with self._lock:

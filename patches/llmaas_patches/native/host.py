@@ -1,16 +1,24 @@
-"""What the wrappers of load, create and free do when a native plugin is on."""
+"""Load, create and free models and contexts on the native backend."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import ConfigError, HookManager, IncompatibleError, ModelLoad, PluginError
+from llmaas_hooks import (
+    ConfigError,
+    HookManager,
+    IncompatibleError,
+    ModelFile,
+    ModelLoad,
+    PluginError,
+)
+from llmaas_patches.loading import replaced
 from llmaas_patches.native.claims import (
     HOOK,
     Place,
@@ -30,13 +38,13 @@ _FLASH_ATTENTION_AUTO, _FLASH_ATTENTION_ON = -1, 1
 
 
 class _Override(ctypes.Structure):
-    """``llama_model_tensor_buft_override``: weights that match go to this buffer type."""
+    """``llama_model_tensor_buft_override``: a buffer type for weights whose names match."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
 
 class _Model:
-    """A loaded model's weight table, and whose claims are in it."""
+    """A loaded model's weight table, and the claims in it."""
 
     def __init__(self, table: Any, claimed: dict[str, Resolved]) -> None:
         self.table = table
@@ -46,18 +54,32 @@ class _Model:
     def has_own_buffers(self) -> bool:
         return any(found.source for found in self.claimed.values())
 
+    def unlike(self, files: Iterable[ModelFile]) -> PluginError | None:
+        """Return an error if one of the files changed since its stamp was taken, or None."""
+        path = replaced(files)
+        if path is None:
+            return None
+        owner = next(iter(self.claimed.values())).owner
+        problem = f"{path} was replaced or changed while it was loaded; load the model again"
+        return PluginError(owner, HOOK, ConfigError(problem))
+
+    def other_files(self) -> set[ModelFile]:
+        """Return files other than the model's that weights are read from, as plugins saw them."""
+        claims = [found.source[1] for found in self.claimed.values() if found.source]
+        return {ModelFile(one.path, one.stamp) for one in claims if one.path and one.stamp}
+
     def blame(self, problem: str) -> PluginError:
-        """The error of the plugin whose claim cannot be met; ``problem`` starts with the weight."""
+        """Return the error of the plugin whose claim failed; ``problem`` begins with the weight."""
         owner = self.claimed[problem.partition(" ")[0]].owner
         return PluginError(owner, HOOK, ConfigError(problem))
 
 
 def native_host(hooks: HookManager) -> NativeHost | None:
-    """The native side of an activation; None if no plugin needs it.
+    """Create the native backend of an activation; return None if no plugin needs it.
 
     Raises:
         IncompatibleError: The engine cannot be hooked, and errors are to be raised. With
-            ``on_error = "log"`` that is one line, and contexts stay vanilla.
+            ``on_error = "log"`` the error is only logged, and contexts stay vanilla.
     """
     if not (hooks.listens(HOOK) or hooks.listens("llmaas_native_context")):
         return None
@@ -74,7 +96,7 @@ class NativeHost:
     """Models with claimed weights, and contexts on the native backend."""
 
     def __init__(self, hooks: HookManager, library: Library) -> None:
-        """Attach to the plugins of one activation, and put the backend in ggml's registry."""
+        """Attach to the plugins of one activation, and register the backend with ggml."""
         self._hooks, self._library = hooks, library
         self._ffi, self._lib = library
         self._models: dict[int, _Model] = {}
@@ -88,32 +110,35 @@ class NativeHost:
         """Load a model with the weights that plugins claim.
 
         Args:
-            load: What is loaded, after the plugins' edits.
-            paths: Its files.
-            original: Loads it with the parameters it is given.
+            load: Model to load, after the plugins' edits.
+            paths: Files of the model.
+            original: Function that loads the model with the given parameters.
 
         Raises:
             ConfigError: Two plugins claim the same property of a weight.
             PluginError: A claim cannot be met, and errors are to be raised. With
                 ``on_error = "log"`` the model is loaded without any claims.
         """
+        own = type(load.params).from_buffer_copy(load.params)
         model = self._claimed(load, paths)
         if model is None:
             return self._loading(self._ffi.NULL, lambda: original(load.params))
-        params, _kept = self._edited(load.params, model)
-        loaded = self._loading(model.table, lambda: original(params))
-        if loaded is None:
-            return None
-        problem = self._problem(model, is_created=False)
-        if problem is not None:
+        problem = model.unlike(model.other_files())  # the table has opened them by now
+        if problem is None:
+            params, _kept = self._edited(load.params, model)
+            loaded = self._loading(model.table, lambda: original(params))
+            if loaded is None:
+                return None
+            problem = self._problem(model, is_created=False) or model.unlike(load.files)
+            if problem is None:
+                self._models[int(loaded)] = model
+                return loaded
             llama_cpp.llama_model_free(loaded)
-            self._hooks.handle(problem)
-            return self._loading(self._ffi.NULL, lambda: original(load.params))
-        self._models[int(loaded)] = model
-        return loaded
+        self._hooks.handle(problem)
+        return self._loading(self._ffi.NULL, lambda: original(own))
 
     def forget_model(self, model: int) -> None:
-        """A model is about to go."""
+        """Drop the record of a model that is about to be freed."""
         self._models.pop(model, None)
 
     def _loading(self, table: Any, load: Callable[[], Any]) -> Any:
@@ -140,13 +165,13 @@ class NativeHost:
     def _model(self, claimed: dict[str, Resolved], places: dict[str, Place]) -> _Model:
         table = self._lib.llmaas_weights_new()
         if table == self._ffi.NULL:
-            raise MemoryError("no memory for a weight table")
+            raise MemoryError("not enough memory for a weight table")
         table = self._ffi.gc(table, self._lib.llmaas_weights_release)
         fill_table(self._library, table, claimed, places)
         return _Model(table, claimed)
 
     def _edited(self, params: Any, model: _Model) -> tuple[Any, object]:
-        """A copy of the app's parameters with our overrides before its own, and what to keep."""
+        """Return parameters with our overrides before the app's, and an object to keep alive."""
         names = [name for name, found in model.claimed.items() if found.source]
         if not names:
             return params, None
@@ -174,19 +199,19 @@ class NativeHost:
         """Create a context on the native backend.
 
         Args:
-            model: Address of its model.
-            params: A copy of the app's parameters; may be edited.
-            original: Creates it with the parameters it is given.
+            model: Address of the model.
+            params: Copy of the app's parameters, which may be edited.
+            original: Function that creates the context with the given parameters.
 
         Raises:
-            PluginError: A claim on its model cannot be met in a graph, and errors are to be raised,
-                or the weights are where vanilla could not use them.
+            PluginError: A claim on the model cannot be met in a graph, and either errors are to be
+                raised or the weights are where vanilla cannot use them.
         """
         found = self._models.get(model)
         own_buffers = found is not None and found.has_own_buffers
         if own_buffers and params.flash_attn_type == _FLASH_ATTENTION_AUTO:
-            # What it means on a CPU; llama.cpp itself would turn it off, as the layers' device is
-            # not the one that takes these weights.
+            # "Auto" means "on" on a CPU. llama.cpp would turn it off here, because the device of
+            # the layers is not the one that takes these weights.
             params.flash_attn_type = _FLASH_ATTENTION_ON
         table = self._ffi.NULL if found is None else found.table
         ctx, engine = self._creating(table, lambda: original(params))
@@ -205,18 +230,25 @@ class NativeHost:
         return ctx
 
     def opened(self, ctx: int) -> None:
-        """Tell the plugins of a new context."""
+        """Announce a new context to the plugins."""
         context = self._contexts.get(ctx)
         if context is not None:
             self._hooks.native_context(context)
 
     def is_sparse(self, ctx: int) -> bool:
-        """Whether a context's tokens leave values out now."""
+        """Return whether a context computes batches of one token sparsely."""
         context = self._contexts.get(ctx)
         return context is not None and context.is_sparse
 
+    def batch_of(self, ctx: int, n_tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Compute a batch of several tokens exactly, however it is split."""
+        context = self._contexts.get(ctx) if n_tokens > 1 else None
+        if context is None or not context.is_sparse:
+            return contextlib.nullcontext()
+        return context.whole_batch()
+
     def failed(self, ctx: int) -> None:
-        """Say why a batch could not be computed, if that is known."""
+        """Log why a batch could not be computed, if that is known."""
         context = self._contexts.get(ctx)
         with contextlib.suppress(ReferenceError):  # freed meanwhile
             failure = None if context is None else context.failure()
@@ -224,7 +256,7 @@ class NativeHost:
                 _log.error("llama_decode failed: %s.", failure)
 
     def forget_context(self, ctx: int) -> None:
-        """A context is about to go."""
+        """Detach from a context that is about to be freed."""
         context = self._contexts.pop(ctx, None)
         if context is not None:
             context.close()
@@ -239,9 +271,9 @@ class NativeHost:
         return ctx, engine
 
     def close(self) -> None:
-        """Detach from every context: those that are still open pass their graphs through.
+        """Detach from every context and unregister the backend; idempotent.
 
-        The backend leaves ggml's registry. Idempotent.
+        Contexts that are still open continue to compute, without any change to their graphs.
         """
         for ctx in list(self._contexts):
             self.forget_context(ctx)
@@ -250,7 +282,7 @@ class NativeHost:
             self._lib.llmaas_unregister()
 
     def report(self) -> dict[str, Any]:
-        """Counters of every open context."""
+        """Return counters of every open context."""
         reports = []
         for context in list(self._contexts.values()):
             with contextlib.suppress(ReferenceError):  # freed meanwhile

@@ -1,4 +1,4 @@
-"""Loading libllmaas_ggml, after llama_cpp whose ggml it shares, if that is the one it knows."""
+"""Load libllmaas_ggml after llama_cpp, whose ggml it uses if it supports that ggml."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Library(NamedTuple):
 
 
 def load_library() -> Library:
-    """The library, loaded and checked.
+    """Load and check the library.
 
     Raises:
         IncompatibleError: The library cannot be loaded, or the ggml of this process differs.
@@ -38,7 +38,11 @@ def load_library() -> Library:
 
 
 def include_dirs() -> list[str]:
-    """Where a C compiler finds ``llmaas/tap.h`` and the ``ggml.h`` that it includes."""
+    """Return the include directories for ``llmaas/tap.h`` and for the ``ggml.h`` it includes.
+
+    Raises:
+        IncompatibleError: The native library is not built.
+    """
     spec = importlib.util.find_spec("llmaas_patches.native._ffi")
     if spec is None or spec.origin is None:
         raise IncompatibleError("llmaas_plugins is not built; install it with pip")

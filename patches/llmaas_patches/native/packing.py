@@ -1,4 +1,4 @@
-"""Weights as ggml-cpu repacks them on this processor."""
+"""Repack weights as ggml-cpu does on this processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 def model_tensors(path: str | os.PathLike[str]) -> Mapping[str, TensorInfo]:
-    """What a model file has, by name; nothing if it is no GGUF.
+    """Return the tensors of a model file by name; empty if the file is not a GGUF file.
 
     Raises:
         IncompatibleError: This llama-cpp-python cannot be hooked.
@@ -29,7 +29,11 @@ def model_tensors(path: str | os.PathLike[str]) -> Mapping[str, TensorInfo]:
 
 
 def repack(info: TensorInfo, plain: Bytes) -> Bytes:
-    """The bytes of a weight as a product wants them: the same ones if ``info.layout`` is 0."""
+    """Return a weight's bytes in the layout for products; unchanged if ``info.layout`` is 0.
+
+    Raises:
+        ValueError: There is no such layout for the weight's type and shape.
+    """
     if info.layout == 0:
         return plain
     ffi, lib = load_library()

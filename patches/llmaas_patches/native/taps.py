@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Moments", "Rows", "Tap"]
 
 STATES = {"ffn_input": 1, "final_norm": 2}
-"""``llmaas_tap_kind`` of what rows are captured of."""
+"""``llmaas_tap_kind`` of the hidden states that can be captured."""
 ACTIVATIONS = {"attn_input": 3, "attn_result": 4, "ffn_input": 1, "ffn_middle": 5}
-"""Of what magnitudes and moments are counted of."""
+"""``llmaas_tap_kind`` of the activations whose magnitudes and moments can be counted."""
 _BUCKETS = 16320
 _ROWS = 16
 
 
 class Tap:
-    """A subscription. Its consumer's C object is freed once no graph can reach it any more."""
+    """A subscription. The consumer's C object is freed once no graph can reach it."""
 
     def __init__(self, context: Context, tap: Any, user: Any) -> None:
         """Subscribe ``tap``, whose consumer is ``user``."""
@@ -35,15 +35,15 @@ class Tap:
         context._subscribe(tap, self)
 
     def close(self) -> None:
-        """End it."""
+        """End the subscription."""
         self._context._unsubscribe(self._user, self)
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
+        """Return the subscription itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the subscription."""
         self.close()
 
 
@@ -51,7 +51,7 @@ class Density(Tap):
     """``llmaas_density`` of a context."""
 
     def __init__(self, context: Context, library: Library, row_step: int, layer_step: int) -> None:
-        """Count positions up to the context's length."""
+        """Subscribe, for positions up to the context's length."""
         if min(row_step, layer_step) < 1:
             raise ValueError(f"steps must be 1 or more, found {row_step} and {layer_step}")
         self._n_pos = int(llama_cpp.llama_n_ctx(context.ctx))
@@ -62,11 +62,11 @@ class Density(Tap):
         super().__init__(context, lib.llmaas_density_tap(density), density)
 
     def read(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """Sums and counts of positions 0…n-1."""
+        """Return summed attention and score counts for positions 0…n-1."""
         return self._copy_out(self._library.lib.llmaas_density_read, n)
 
     def take(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """Sums and counts of positions 0…n-1, which start again."""
+        """Return summed attention and score counts for positions 0…n-1, and reset them to 0."""
         return self._copy_out(self._library.lib.llmaas_density_take, n)
 
     def _copy_out(self, function: Any, n: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
@@ -82,7 +82,7 @@ class Density(Tap):
         return sums, counts
 
     def cells(self, n: int) -> NDArray[np.int32]:
-        """Cells of positions 0…n-1, by layer."""
+        """Return the cells of positions 0…n-1 by layer, shape ``(n_layers, n)``."""
         self._check(n)
         cells = np.empty((self._n_layer, n), dtype=np.int32)
         pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
@@ -90,24 +90,24 @@ class Density(Tap):
         return cells
 
     def place(self, kept: int, n: int, cells: NDArray[np.int32] | None = None) -> None:
-        """Positions kept…n-1 are restored next, or are in ``cells``."""
+        """Announce that positions kept…n-1 are restored next, or already lie in ``cells``."""
         self._check(n)
         if not 0 <= kept <= n:
-            raise ValueError(f"{kept} positions of {n} cannot be kept")
+            raise ValueError(f"cannot keep {kept} of {n} positions")
         pointer = self._library.ffi.NULL
         if cells is not None:
             cells = np.ascontiguousarray(cells, dtype=np.int32)
             if cells.shape != (self._n_layer, n):
-                raise ValueError(f"cells are of shape {cells.shape}, not {(self._n_layer, n)}")
+                raise ValueError(f"cells have shape {cells.shape}, expected {(self._n_layer, n)}")
             pointer = self._library.ffi.cast("int32_t *", cells.ctypes.data)
         self._library.lib.llmaas_density_place(self._density, kept, n, pointer)
 
     def _check(self, n: int) -> None:
         if not 0 <= n <= self._n_pos:
-            raise ValueError(f"{n} positions asked for; the context has {self._n_pos}")
+            raise ValueError(f"asked for {n} positions, but the context has {self._n_pos}")
 
     def reset(self) -> None:
-        """Count everything from 0."""
+        """Reset all sums and counts to 0."""
         self._library.lib.llmaas_density_reset(self._density)
 
 
@@ -117,11 +117,11 @@ class Rows(Tap):
     def __init__(
         self, context: Context, library: Library, states: States, layer: int | None, capacity: int
     ) -> None:
-        """Keep ``capacity`` rows."""
+        """Subscribe, with a buffer for ``capacity`` rows."""
         n_layer = int(llama_cpp.llama_model_n_layer(context.model))
         layer = n_layer - 1 if layer is None else layer
         if not 0 <= layer < n_layer:
-            raise ValueError(f"layer {layer} asked for; the model has {n_layer}")
+            raise ValueError(f"asked for layer {layer}, but the model has {n_layer} layers")
         if capacity < 1:
             raise ValueError(f"capacity must be 1 or more, found {capacity}")
         self._n_embd = int(llama_cpp.llama_model_n_embd(context.model))
@@ -132,7 +132,7 @@ class Rows(Tap):
         super().__init__(context, lib.llmaas_states_tap(made), made)
 
     def take(self) -> NDArray[np.float32]:
-        """Take out the rows that are there; nearly always few."""
+        """Remove and return all captured rows, which are usually few."""
         parts = [self._take()]
         while len(parts[-1]) == _ROWS:
             parts.append(self._take())
@@ -148,10 +148,10 @@ class Rows(Tap):
 
 
 class Channels(Tap):
-    """A tap that adds up an activation's values in some layers."""
+    """A tap that accumulates an activation's values in some layers."""
 
     _name: ClassVar[str]
-    """Of its C object: ``llmaas_<name>``."""
+    """Name of the C object, without its prefix ``llmaas_``."""
 
     def __init__(
         self,
@@ -160,12 +160,12 @@ class Channels(Tap):
         activation: Activation,
         n_channels: Mapping[int, int],
     ) -> None:
-        """Count these layers."""
+        """Subscribe to these layers."""
         n_layer = int(llama_cpp.llama_model_n_layer(context.model))
         if not n_channels or not n_channels.keys() <= set(range(n_layer)):
-            raise ValueError(f"layers {list(n_channels)} asked for; the model has {n_layer}")
+            raise ValueError(f"asked for layers {list(n_channels)}, but the model has {n_layer}")
         if min(n_channels.values()) < 1:
-            raise ValueError(f"layers have 1 channel or more, found {min(n_channels.values())}")
+            raise ValueError(f"layers need 1 or more channels, found {min(n_channels.values())}")
         self._n_channels = dict(n_channels)
         ffi, lib = self._library = library
         counted = ffi.new("uint32_t[]", [n_channels.get(layer, 0) for layer in range(n_layer)])
@@ -174,7 +174,7 @@ class Channels(Tap):
         super().__init__(context, getattr(lib, f"llmaas_{self._name}_tap")(made), made)
 
     def _check(self, layer: int) -> int:
-        """Its number of channels."""
+        """Return a layer's number of channels, after checking that the layer is counted."""
         if layer not in self._n_channels:
             raise ValueError(f"layer {layer} is not counted, only {list(self._n_channels)}")
         return self._n_channels[layer]
@@ -186,7 +186,7 @@ class Magnitudes(Channels):
     _name = "magnitudes"
 
     def read(self, layer: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
-        """Counts by bucket, and sums by channel."""
+        """Return a layer's value counts by magnitude bucket, and summed magnitudes by channel."""
         counts, sums = np.empty(_BUCKETS, dtype=np.uint64), np.empty(self._check(layer))
         cast = self._library.ffi.cast
         self._library.lib.llmaas_magnitudes_read(
@@ -204,7 +204,7 @@ class Moments(Channels):
     _name = "moments"
 
     def read(self, layer: int) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-        """Rows, and by channel the sums of values and of their squares."""
+        """Return a layer's number of rows, and by channel the sums of values and of squares."""
         ffi, lib = self._library
         n_rows, (sums, squares) = ffi.new("uint64_t *"), np.empty((2, self._check(layer)))
         lib.llmaas_moments_read(
@@ -219,5 +219,5 @@ class Moments(Channels):
 
 def _made(ffi: Any, made: Any) -> Any:
     if made == ffi.NULL:
-        raise MemoryError("no memory for what a tap keeps")
+        raise MemoryError("not enough memory for a tap")
     return made

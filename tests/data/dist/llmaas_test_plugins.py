@@ -45,7 +45,7 @@ class BrokenConstructor:
         raise RuntimeError("no luck")
 
 
-class Misspelt:
+class Misspelled:
     Config: ClassVar[type[BaseModel]] = NoKeys
 
     def __init__(self, config):
@@ -57,7 +57,7 @@ class Misspelt:
 
     @hookimpl
     def llmaas_shutdown(self):
-        events.append("misspelt shutdown")
+        events.append("misspelled shutdown")
 
 
 class WithoutConfig:

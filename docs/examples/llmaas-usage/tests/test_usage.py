@@ -1,4 +1,4 @@
-"""What is counted, and what happens when the budget is used up."""
+"""Counting, and the end of the budget."""
 
 import contextlib
 import datetime

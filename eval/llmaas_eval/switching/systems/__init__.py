@@ -1,4 +1,4 @@
-"""The systems that are compared; each as strong as its idea allows."""
+"""Systems under comparison, each as strong as its idea allows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from llmaas_eval.switching.systems.base import BudgetTooSmallError, Entered, Set
 from llmaas_eval.switching.systems.caches import DiskCache, RAMCache
 from llmaas_eval.switching.systems.in_cells import Killing, Swapping
 from llmaas_eval.switching.systems.ours import Ours
-from llmaas_eval.switching.systems.paged import PagedSwapping, QuantisedCells
-from llmaas_eval.switching.systems.quantised import QuantisedSwapping
+from llmaas_eval.switching.systems.paged import PagedSwapping, QuantizedCells
+from llmaas_eval.switching.systems.quantized import QuantizedSwapping
 
 __all__ = ["SYSTEMS", "BudgetTooSmallError", "Entered", "Setting", "System"]
 
@@ -18,9 +18,9 @@ SYSTEMS: Mapping[str, Callable[[Setting], System]] = {
     "LMK": Killing,
     "Swapping": Swapping,
     "vLLM-S": PagedSwapping,
-    "vLLM-SQ": QuantisedSwapping,
-    "vLLM-SQ in cells": QuantisedCells,
+    "vLLM-SQ": QuantizedSwapping,
+    "vLLM-SQ in cells": QuantizedCells,
     "LlamaRAMCache": RAMCache,
     "LlamaDiskCache": DiskCache,
 }
-"""By the names that the paper and llama-cpp-python give them."""
+"""Systems by the names that the paper and llama-cpp-python give them."""

@@ -1,4 +1,4 @@
-"""What every system does at a call, and what it is given."""
+"""Interface of every system, and its setting."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = [
 ]
 
 SLACK_BYTES = 16 << 20
-"""Of the budget, left to Python, threads, the allocator and pages on their way to disk."""
+"""Part of the budget for Python, threads, the allocator and pages on their way to disk."""
 _LEAST_ROOM = 1 << 20
 
 
 class BudgetTooSmallError(ValueError):
-    """A system cannot run one context of full length in its budget."""
+    """The budget is too small for one context of full length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a system runs.
+    """Model, folder, budget and contexts of a system.
 
     Attributes:
         model: GGUF file.
-        token_bytes: Of one of its f16 cells.
-        folder: For its files; empty.
+        token_bytes: Bytes of one f16 cell of the model.
+        folder: Empty folder for the system's files.
         budget: Bytes for everything that contexts need, engine cells included.
-        contexts: Number of them.
-        max_tokens: Longest context.
-        options: The system's own.
+        contexts: Number of contexts.
+        max_tokens: Length limit of a context in tokens.
+        options: Options of the system.
     """
 
     model: Path
@@ -60,14 +60,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """How the tokens that a context had came to be in the engine.
+    """Sources of a context's tokens when the context entered the engine.
 
     Attributes:
-        n_resident: They were in its cells.
-        n_ram: They came from other memory.
-        n_disk: They were read.
-        n_computed: They were evaluated again, in the time that was measured.
-        n_missing: They must be evaluated again; the replay charges that.
+        n_resident: Tokens that were in the engine's cells.
+        n_ram: Tokens that came from other memory.
+        n_disk: Tokens that were read from disk.
+        n_computed: Tokens that were evaluated again within the measured time.
+        n_missing: Tokens that must still be evaluated again; the replay charges their cost.
     """
 
     n_resident: int = 0
@@ -81,7 +81,7 @@ class System(ABC):
     """A way to keep contexts. Calls come as ``enter``, ``grow``, ``leave``, ``background``."""
 
     def __init__(self, setting: Setting, geometry: KVGeometry) -> None:
-        """Start with no context."""
+        """Start without contexts."""
         if geometry.token_bytes != setting.token_bytes:
             raise ValueError(f"found {geometry.token_bytes} bytes a cell, expected {setting}")
         self.setting = setting
@@ -89,28 +89,28 @@ class System(ABC):
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes that it is given beyond the budget; why, the system says."""
+        """Bytes beyond the budget that the system may use; the system's docstring says why."""
         return 0
 
     @property
     @abstractmethod
     def n_cells(self) -> int:
-        """Cells of the engine's cache."""
+        """Number of cells in the engine's cache."""
 
     @property
     def cell_bytes(self) -> int:
-        """Memory that the cells take before the first call."""
+        """Bytes of memory that the cells take before the first call."""
         return self.n_cells * self.setting.token_bytes
 
     @abstractmethod
     def enter(self, step: Step) -> Entered:
-        """Bring ``step.before`` into the engine, with room for what the call adds.
+        """Bring ``step.before`` into the engine, with room for the tokens that the call adds.
 
-        This is what the switch latency is measured of.
+        The time of this method is the switch latency.
         """
 
     def grow(self, step: Step, entered: Entered) -> None:
-        """Stand in for evaluation: ``step.after`` is in the engine now. Not measured."""
+        """Put ``step.after`` into the engine in place of evaluation; this time is not measured."""
         n_kept = len(step.before) - entered.n_missing
         if step.slides:
             self._cut(step.context, 0)
@@ -122,48 +122,48 @@ class System(ABC):
         self._grown(step)
 
     def leave(self, step: Step) -> None:  # noqa: B027  most do nothing
-        """Do what the caller waits for after the reply."""
+        """Do the work after the reply that the caller waits for."""
 
     def background(self, step: Step, idle_s: float) -> None:  # noqa: B027  likewise
-        """Work ahead of time; the next call comes after ``idle_s``, whether it is done or not."""
+        """Work ahead of time; the next call comes after ``idle_s``, even if work is left."""
 
     @abstractmethod
     def cells(self, step: Step) -> NDArray[np.uint8]:
-        """The engine's cells of the context that ``step`` was for, as one blob."""
+        """Return the engine's cells of the context of ``step``, as one blob."""
 
     def status(self) -> Mapping[str, Any]:
-        """What it says of itself at the end, as plain JSON types."""
+        """Return the system's report about itself, as plain JSON types."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything."""
+        """Free all memory and files."""
 
-    # -- what ``grow`` needs ----------------------------------------------------------------------
+    # -- parts of ``grow`` ------------------------------------------------------------------------
 
     @abstractmethod
     def _cut(self, context: int, n_tokens: int) -> None:
-        """Drop the cells of the context in the engine behind the first ``n_tokens``."""
+        """Drop the context's cells in the engine after its first ``n_tokens`` tokens."""
 
     @abstractmethod
     def _append(self, context: int, blob: NDArray[np.uint8]) -> None:
-        """Add cells to the context in the engine."""
+        """Append cells to the context in the engine."""
 
     @abstractmethod
     def _grown(self, step: Step) -> None:
-        """Take note that the context has ``step.after`` now."""
+        """Record that the context now has ``step.after``."""
 
 
 def app_cells(max_tokens: int) -> int:
-    """Cells that an app asks for which has one context at a time."""
+    """Return the number of cells for an app with one context at a time."""
     return -(-max_tokens // BLOCK_CELLS) * BLOCK_CELLS
 
 
 def room_beside_cells(setting: Setting) -> int:
-    """Bytes that the budget leaves beside the cells of one context.
+    """Return the bytes of the budget that are left beside one context's cells.
 
     Raises:
-        BudgetTooSmallError: Hardly any.
+        BudgetTooSmallError: Less than 1 MiB is left.
     """
     room = setting.budget - SLACK_BYTES - app_cells(setting.max_tokens) * setting.token_bytes
     if room < _LEAST_ROOM:

@@ -1,4 +1,4 @@
-"""llama-cpp-python's own two caches, used as ``Llama.create_completion`` uses them."""
+"""llama-cpp-python's own two caches, used like ``Llama.create_completion`` uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPIES = 3
 
 
 class _Cache(OneContext):
-    """A state of the whole engine for each context, looked up by its tokens."""
+    """Cache with one state of the whole engine for each context, looked up by its tokens."""
 
     def __init__(self, setting: Setting) -> None:
         self._room = room_beside_cells(setting)
@@ -28,9 +28,10 @@ class _Cache(OneContext):
 
     @property
     def lent_bytes(self) -> int:
-        """``save_state`` makes two copies of a state besides its result, pickle one.
+        """Bytes that no setting can keep out of llama-cpp-python's caches.
 
-        Each state has a batch's logits, which the caches do not count; no setting avoids that.
+        ``save_state`` makes two copies of a state besides its result, and pickle makes one. Each
+        state includes a batch's logits, which the caches do not count.
         """
         context = self.setting.max_tokens * self.setting.token_bytes
         return _COPIES * context + (_COPIES + self.setting.contexts) * self._llama.scores.nbytes
@@ -46,7 +47,7 @@ class _Cache(OneContext):
         n_resident = self._llama.longest_token_prefix(self._llama._input_ids.tolist(), prompt)
         n_cached = 0
         with contextlib.suppress(KeyError), contextlib.redirect_stderr(io.StringIO()):
-            item = self._cache[prompt]  # (the disk's cache prints each step)
+            item = self._cache[prompt]  # the disk cache prints each step to stderr
             n_found = self._llama.longest_token_prefix(item.input_ids.tolist(), prompt)
             if n_found > n_resident:
                 self._llama.load_state(item)
@@ -66,7 +67,7 @@ class _Cache(OneContext):
 
 
 class RAMCache(_Cache):
-    """``LlamaRAMCache`` with what the budget leaves beside the engine's cells."""
+    """``LlamaRAMCache`` with the part of the budget that the engine's cells leave."""
 
     def _open_cache(self) -> Any:
         from llama_cpp import LlamaRAMCache
@@ -78,7 +79,7 @@ class RAMCache(_Cache):
 
 
 class DiskCache(_Cache):
-    """``LlamaDiskCache`` as it comes."""
+    """``LlamaDiskCache`` with its default settings."""
 
     def _open_cache(self) -> Any:
         from llama_cpp import LlamaDiskCache

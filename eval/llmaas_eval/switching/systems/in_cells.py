@@ -1,7 +1,7 @@
 """Contexts as sequences of one cache as large as the budget: LMK, Swapping, and vLLM-S (``paged``).
 
-The engine's cells are all they keep in memory. A context that is called has its cells there; room
-for it is made by taking them from those called longest ago.
+These systems keep nothing in memory but the engine's cells. The context that is called has its
+cells there. If cells are needed, the system takes them from the contexts called longest ago.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ from llmaas_plugins.kv_chunks.extents import page_round
 __all__ = ["HEAD_BYTES", "InCells", "Killing", "Swapping"]
 
 HEAD_BYTES = 12 << 10
-"""At least what a blob of some cells has beside their values."""
+"""Upper bound of the bytes in a blob of some cells that are not values."""
 _PIECE_TOKENS = 64
 
 
 class InCells(System):
-    """What all have in common."""
+    """Base of the systems whose contexts are sequences."""
 
     cell_type = llama_cpp.GGML_TYPE_F16
 
     def __init__(self, setting: Setting, buffer_bytes: int) -> None:
-        """Size the cache by what the budget leaves beside the buffers."""
+        """Make the cache as large as the budget allows beside the buffers."""
         n_cells = (setting.budget - SLACK_BYTES - buffer_bytes) // setting.token_bytes
         if n_cells < app_cells(setting.max_tokens):
-            raise BudgetTooSmallError(f"{setting.budget} bytes are room for {n_cells} cells")
+            raise BudgetTooSmallError(
+                f"{setting.budget} bytes hold {n_cells} cells, too few for one context"
+            )
         self._engine = SequenceEngine(setting.model, n_cells, setting.contexts, self.cell_type)
         super().__init__(setting, self._engine.geometry)
         self._resident: dict[int, int] = {}
-        """Tokens in the cells by context, the one called longest ago first."""
+        """Number of tokens in the cells by context; the context called longest ago is first."""
 
     @property
     def n_cells(self) -> int:
@@ -91,15 +93,15 @@ class InCells(System):
 
     @abstractmethod
     def _reclaim(self, context: int, n_cells: int) -> None:
-        """Take at least ``n_cells`` from a context."""
+        """Take at least ``n_cells`` cells from a context."""
 
     @abstractmethod
     def _load(self, step: Step, n_resident: int) -> int:
-        """Bring what follows the resident tokens into the cells; tokens loaded."""
+        """Load the tokens after the resident ones into the cells; return how many were loaded."""
 
 
 class Killing(InCells):
-    """LMK: under memory pressure a context is killed, and computed again when it is called."""
+    """LMK: under memory pressure a context is killed, and computed again at its next call."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, 0)
@@ -112,7 +114,7 @@ class Killing(InCells):
 
 
 class Swapping(InCells):
-    """Whole contexts are written when their cells are needed, and read when they are called."""
+    """Swapping: a context is written when its cells are needed, and read at its next call."""
 
     def __init__(self, setting: Setting) -> None:
         self._place_bytes = page_round(_PIECE_TOKENS * setting.token_bytes + HEAD_BYTES)

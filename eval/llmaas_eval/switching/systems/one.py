@@ -1,4 +1,4 @@
-"""Systems on a ``Llama``, whose cells hold the one context that was called last."""
+"""Systems on a ``Llama``, whose cells hold the context that was called last."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["OneContext", "open_llama"]
 
 
 def open_llama(setting: Setting, n_warm: int, *, with_scratch: bool = False) -> Any:
-    """A ``Llama`` that has evaluated ``n_warm`` tokens; they are in its cells.
+    """Return a ``Llama`` that has evaluated ``n_warm`` tokens; they are still in its cells.
 
     Args:
-        setting: Model and length.
-        n_warm: Tokens.
-        with_scratch: Give it a second sequence, through which the replay adds cells.
+        setting: Model file and context length.
+        n_warm: Number of tokens to evaluate.
+        with_scratch: Whether to add a second sequence, through which the replay injects cells.
     """
     from llama_cpp import Llama, llama_cpp
 
@@ -44,7 +44,7 @@ def open_llama(setting: Setting, n_warm: int, *, with_scratch: bool = False) -> 
 
 
 class OneContext(System):
-    """What they have in common."""
+    """Base of the systems on a ``Llama``."""
 
     def __init__(self, setting: Setting, llama: Any, geometry: KVGeometry) -> None:
         super().__init__(setting, geometry)
@@ -67,7 +67,7 @@ class OneContext(System):
         self._llama.close()
 
     def _books(self, tokens: NDArray[np.int32]) -> None:
-        """Let ``Llama`` know what its cells hold."""
+        """Record in ``Llama`` that its cells hold ``tokens``."""
         self._llama.n_tokens = len(tokens)
         self._llama.input_ids[: len(tokens)] = tokens
 

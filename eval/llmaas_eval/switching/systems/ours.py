@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from llmaas_hooks import Request, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.recompute import evaluate
 from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.trouble import Trouble
 
 __all__ = ["Ours"]
 
@@ -31,7 +33,7 @@ _N_DENSITIES, _STRIDE = 4096, 61
 
 
 class Ours(OneContext):
-    """The options are the plugin's own settings; budget and place are the replay's."""
+    """This suite. The options are settings of the plugin; the replay sets budget and folder."""
 
     def __init__(self, setting: Setting) -> None:
         from llmaas_plugins import activate
@@ -43,8 +45,9 @@ class Ours(OneContext):
             "ram_budget": room_beside_cells(setting),
         }
         self._behind: threading.Thread | None = None
+        self._trouble = Trouble(logging.getLogger("llmaas.eval"))
         self._suite: Any = activate({"on_error": "raise", "plugins": {"kv_chunks": table}})
-        try:  # it recomputes for real, so all that a batch needs must be there before
+        try:  # recomputing is real here, so a batch's memory must be allocated before
             n_warm = min(_BATCH_TOKENS, setting.max_tokens)
             llama = open_llama(setting, n_warm)
             super().__init__(setting, llama, learn_geometry(llama.ctx))
@@ -64,10 +67,10 @@ class Ours(OneContext):
         return self._cell_bytes
 
     def _touch_cells(self) -> int:
-        """Fill the app's cells once; bytes of all cells that have memory now.
+        """Fill the app's cells once; return the bytes of all cells that have memory now.
 
-        llama.cpp takes memory for all at once. The plugin may have given it back, and then they
-        take it as they are written.
+        llama.cpp reserves memory for all cells at once. The plugin may have given that memory back;
+        then cells take memory again as they are written.
         """
         n_cells, before = app_cells(self.setting.max_tokens), resident_bytes()
         for start in range(0, n_cells, PIECE_TOKENS):
@@ -78,9 +81,9 @@ class Ours(OneContext):
         return n_bytes if is_late else super().cell_bytes
 
     def _pretend_attention(self) -> None:
-        """Add attention to what the engine's tap counts: injected cells get none by themselves.
+        """Add synthetic attention to the engine's tap, which sees none for injected cells.
 
-        The density of a context's chunk is drawn once, log-normal.
+        Each chunk of a context gets a density that is drawn once, log-normal.
         """
         attention: Any = self._plugin._transfer(self._engine)._attention
         if attention is None:
@@ -121,22 +124,23 @@ class Ours(OneContext):
         self._suite.hooks.kv_save(self._request(step, step.prompt), step.after)
 
     def background(self, step: Step, idle_s: float) -> None:
-        """Idle time passes for real, as far as there is work to be done in it."""
+        """Let idle time pass for real while the plugin has work to do."""
         self._behind = threading.Thread(target=self._finish, args=[self._behind])
         self._behind.start()
         self._behind.join(idle_s)
 
     def _finish(self, before: threading.Thread | None) -> None:
         self._suite.settle()
-        self._plugin._workers.write.submit(int).result()  # behind what the call left there
+        self._plugin._workers.write.submit(int).result()  # runs after the call's own writes
         if before is not None:
             before.join()
 
     def status(self) -> Mapping[str, Any]:
-        """The plugin's own report.
+        """Return the plugin's own report.
 
         Raises:
-            RuntimeError: It failed behind a call, so the replay was not of what it can do.
+            RuntimeError: The plugin failed during a call, so the replay does not show its
+                performance.
         """
         found = self._suite.status()
         if found["errors"]:
@@ -162,19 +166,19 @@ class Ours(OneContext):
         self._evaluate_last(step)
         with self._engine.lent():
             super()._grown(step)
-        self._engine.set_restored(step.after)  # as if ``Llama`` had evaluated it
+        self._engine.set_restored(step.after)  # as if ``Llama`` had evaluated these tokens
 
     def _evaluate_last(self, step: Step) -> None:
-        """Evaluate the last token and put the injected cell back.
+        """Evaluate the last token, then put the injected cell back.
 
-        From the graphs that it computes the engine learns how far its cells are in use; in a real
-        call there is always one.
+        The engine learns from its graphs how many of its cells are in use. A real call always
+        evaluates a graph, but an injected one does not.
         """
         last = len(step.after) - 1
         with self._engine.lent():
             self._tool.finish()
             super()._cut(step.context, last)
-            evaluate(self._llama.ctx, step.after[last:], last)
+            evaluate(self._llama.ctx, step.after[last:], last, self._trouble)
             super()._cut(step.context, last)
             super()._append(step.context, self._cells.blob(step.context, step.window, last, 1))
 

@@ -21,19 +21,22 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, Status
 from llmaas_plugins.kv_chunks.extents import page_round
 
-__all__ = ["PagedSwapping", "QuantisedCells"]
+__all__ = ["PagedSwapping", "QuantizedCells"]
 
 _PART_TOKENS = 64
-"""Tokens that travel at a time, or a chunk."""
+"""Tokens that move at a time, unless a chunk is larger."""
 
 _F16_BYTES = 2
 
 _Part = Sequence[int]
-"""Neighbouring chunks of one context."""
+"""Neighboring chunks of one context."""
 
 
 class PagedSwapping(InCells):
-    """The last chunks of the context called longest ago go first, unwritten if on disk already."""
+    """vLLM-S: the last chunks of the context called longest ago are swapped out first.
+
+    Chunks that the disk already has are not written again.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self._chunk_tokens = int(setting.options.get("chunk_tokens", 16))
@@ -116,7 +119,7 @@ class PagedSwapping(InCells):
         return n_tokens - n_resident
 
     def _sort(self, blob: NDArray[np.uint8], start: int, n_cells: int) -> None:
-        """Order a blob by position: cells come as they lie, and they may lie anywhere."""
+        """Order a blob by position: the engine returns cells in their order in the cache."""
         positions = np.array(_native.blob_positions(blob))
         order = np.argsort(positions)
         if positions[order].tolist() != list(range(start, start + n_cells)):
@@ -133,14 +136,17 @@ class PagedSwapping(InCells):
         return [run[i : i + step].tolist() for run in runs for i in range(0, len(run), step)]
 
     def _extent(self, part: _Part, n_tokens: int) -> tuple[int, list[int]]:
-        """First position, and the tokens of each chunk, of a context of ``n_tokens``."""
+        """Return the first position of ``part`` and the token count of each of its chunks.
+
+        The context has ``n_tokens`` tokens, so its last chunk may be shorter.
+        """
         starts = [chunk * self._chunk_tokens for chunk in part]
         return starts[0], [min(self._chunk_tokens, n_tokens - start) for start in starts]
 
     def _places(
         self, context: int, part: _Part, counts: Sequence[int], buffer: NDArray[np.uint8]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Offsets in the file, sizes and addresses of chunks' payloads."""
+        """Return the chunks' offsets in the file, and the sizes and addresses of their payloads."""
         first, address = context * self._n_chunks, int(buffer.ctypes.data)
         return (
             [(first + chunk) * self._place_bytes for chunk in part],
@@ -152,8 +158,8 @@ class PagedSwapping(InCells):
         return b"".join(n.to_bytes(16, "little") for n in (context, chunk))
 
 
-class QuantisedCells(PagedSwapping):
-    """The same with 8-bit cells, as llama.cpp has them: the engine reads what is in the cache."""
+class QuantizedCells(PagedSwapping):
+    """vLLM-S with llama.cpp's 8-bit cells: the engine computes with the quantized cache itself."""
 
     cell_type = llama_cpp.GGML_TYPE_Q8_0
 

@@ -1,4 +1,4 @@
-"""Between an engine and a file: a few buffers, and threads that fill or empty them meanwhile."""
+"""Buffers between an engine and a file, and threads that fill or empty them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _P = TypeVar("_P")
 
 
 class Pipe:
-    """``N_BUFFERS`` buffers and as many threads. The engine is only ever used by the caller's."""
+    """``N_BUFFERS`` buffers and as many threads. Only the caller's thread uses the engine."""
 
     def __init__(self, buffer_bytes: int) -> None:
-        """Allocate the buffers, of whole pages."""
+        """Allocate the buffers; ``buffer_bytes`` must be a multiple of the page size."""
         self._whole = anonymous(N_BUFFERS * buffer_bytes)
         self._buffers = self._whole.reshape(N_BUFFERS, buffer_bytes)
         self._pool = ThreadPoolExecutor(N_BUFFERS)
 
     @property
     def buffer(self) -> NDArray[np.uint8]:
-        """A buffer, while nothing else goes on."""
+        """One of the buffers, for use while no transfer runs."""
         return self._buffers[0]
 
     def load(
@@ -43,9 +43,10 @@ class Pipe:
         *,
         in_this_thread: bool = False,
     ) -> None:
-        """Let threads ``fill`` buffers with pieces, and ``take`` them here, in order.
+        """Let threads ``fill`` buffers with pieces, and ``take`` the pieces here, in order.
 
-        With ``in_this_thread`` none is used: where handing over would cost more than it hides.
+        With ``in_this_thread`` the caller's thread does both, where handing over costs more than it
+        saves.
         """
         if in_this_thread:
             for piece in pieces:
@@ -69,7 +70,7 @@ class Pipe:
         give: Callable[[_P, NDArray[np.uint8]], None],
         empty: Callable[[_P, NDArray[np.uint8]], None],
     ) -> None:
-        """``give`` pieces to buffers here, and let threads ``empty`` them; all is done then."""
+        """Give pieces to buffers here, let threads ``empty`` them, and wait for all threads."""
         jobs: deque[Future[None]] = deque()
         for i, piece in enumerate(pieces):
             if len(jobs) == N_BUFFERS:
@@ -86,25 +87,25 @@ class Pipe:
 
 
 def open_direct(path: Path, n_bytes: int) -> int:
-    """Descriptor of a new file of ``n_bytes``, past the page cache where that can be."""
+    """Open a new file of ``n_bytes``, past the page cache if possible; return its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         file = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:  # tmpfs, for one
+    except OSError:  # some file systems, such as tmpfs, lack O_DIRECT
         file = os.open(path, flags, 0o600)
     os.ftruncate(file, n_bytes)
     return file
 
 
 def read_at(file: int, offset: int, out: NDArray[np.uint8]) -> None:
-    """Read all of ``out``; whole pages."""
+    """Fill ``out``, whole pages, from the file at ``offset``."""
     n_bytes = os.preadv(file, [out.data], offset)
     if n_bytes != out.nbytes:
         raise OSError(f"read {n_bytes} bytes at {offset}, expected {out.nbytes}")
 
 
 def write_at(file: int, offset: int, values: NDArray[np.uint8]) -> None:
-    """Write all of ``values``; whole pages."""
+    """Write all of ``values``, whole pages, to the file at ``offset``."""
     n_bytes = os.pwritev(file, [values.data], offset)
     if n_bytes != values.nbytes:
         raise OSError(f"wrote {n_bytes} bytes at {offset}, expected {values.nbytes}")

@@ -1,4 +1,4 @@
-"""Models of other weight types, made by llama.cpp's own quantiser."""
+"""Convert models to other weight types with llama.cpp's own quantizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.gguf_header import read_header
 from llmaas_plugins.signals import signals_wait
 
-__all__ = ["WEIGHTS", "check_original", "quantise"]
+__all__ = ["WEIGHTS", "check_original", "quantize"]
 
 WEIGHTS: Mapping[str, int] = {
     "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
@@ -22,26 +22,26 @@ WEIGHTS: Mapping[str, int] = {
     "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
     "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
 }
-"""File types by the type that all their matrices have."""
+"""llama.cpp's file types, by the type that all their matrices have."""
 
 _ERROR = 4
-"""Of ggml's levels of logging."""
+"""ggml's log level for errors."""
 
 
-def quantise(source: Path, path: Path, weights: str) -> Path:
-    """Write ``source`` with every matrix that llama.cpp quantises in one type.
+def quantize(source: Path, path: Path, weights: str) -> Path:
+    """Write ``source`` with every matrix that llama.cpp quantizes in one type.
 
     Args:
         source: A GGUF of F32, F16 or BF16.
-        path: Where; replaced atomically.
-        weights: In ``WEIGHTS``.
+        path: Path of the result, which is replaced atomically.
+        weights: Type of the matrices, a key of ``WEIGHTS``.
 
     Returns:
         ``path``.
 
     Raises:
-        ConfigError: ``weights`` is unknown, ``source`` is quantised already, or has rows that are
-            no whole number of blocks: 256 values for ``Q4_K`` and ``Q6_K``, 32 for other types.
+        ConfigError: ``weights`` is unknown, ``source`` is already quantized, or its rows are not
+            whole blocks: 256 values for ``Q4_K`` and ``Q6_K``, 32 for other types.
         LlmaasError: llama.cpp could not read ``source`` or write the result.
     """
     if weights not in WEIGHTS:
@@ -49,7 +49,7 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
     check_original(source)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = WEIGHTS[weights]
-    params.pure = True  # otherwise some matrices get more bits
+    params.pure = True  # otherwise llama.cpp gives some matrices more bits
     partial = path.with_suffix(".partial")
     try:
         with signals_wait(), _errors() as said:
@@ -72,21 +72,24 @@ def quantise(source: Path, path: Path, weights: str) -> Path:
 
 
 def check_original(source: Path) -> None:
-    """See that a model can be quantised.
+    """Check that a model can be quantized.
 
     Raises:
-        ConfigError: It is quantised already.
+        ConfigError: The model is already quantized.
     """
     others = _other_than(source, "F16", "BF16")
     if others:
         raise ConfigError(
-            f"{source} has {others}, expected F32, F16 or BF16: quantise its original."
+            f"{source} has {others}, expected F32, F16 or BF16: quantize the original model."
         )
 
 
 @contextlib.contextmanager
 def _errors() -> Iterator[list[str]]:
-    """What llama.cpp logs as errors meanwhile, and nothing else: it tells of every tensor."""
+    """Collect the errors that llama.cpp logs.
+
+    Other messages are dropped: llama.cpp logs one for every tensor.
+    """
     said: list[str] = []
 
     def keep(level: int, text: bytes, _: object) -> None:
@@ -104,6 +107,6 @@ def _errors() -> Iterator[list[str]]:
 
 
 def _other_than(path: Path, *weights: str) -> str:
-    """The first tensor that is neither of these types nor F32; empty if there is none."""
+    """Return the first tensor that is neither of these types nor F32; empty if there is none."""
     found = ((name, place.type.name) for name, place in read_header(path).tensors.items())
     return next((f"{name} as {kind}" for name, kind in found if kind not in (*weights, "F32")), "")

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by numpy: of many queries, in many subsets of the same pairs at once."""
+"""Exact nearest neighbors by NumPy: many queries in many subsets of the same pairs at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 __all__ = ["Found", "search"]
 
 _N_DISTANCES = 1 << 24
-"""Kept at a time: 64 MiB."""
+"""Distances held in memory at a time: 64 MiB."""
 _SAMPLED = 8
-"""One distance in so many is sorted, to know beyond which none is of use."""
+"""One distance in this many is sampled, for a bound beyond which no distance can be needed."""
 
 
 class Found(NamedTuple):
-    """Neighbours of each query, nearest first; shape ``(n_queries, k)`` each.
+    """Neighbors of each query, nearest first; shape ``(n_queries, k)`` each.
 
     Attributes:
-        distances: Squared Euclidean.
-        rows: Which pairs.
+        distances: Squared Euclidean distances.
+        rows: Row numbers of the pairs.
     """
 
     distances: NDArray[np.float32]
@@ -34,9 +34,12 @@ def search(
     subsets: Sequence[NDArray[np.integer]],
     k: int = 100,
 ) -> list[Found]:
-    """The ``k`` nearest neighbours in each of ``subsets``, which are rows of ``keys``.
+    """Find the ``k`` nearest neighbors in each of ``subsets``, which are row numbers of ``keys``.
 
-    Every distance is computed once, in 32 bits, for however many subsets.
+    Every distance is computed once in F32, however many subsets there are.
+
+    Raises:
+        ValueError: A subset has fewer than ``k`` rows.
     """
     members = [_Members(rows, len(keys), k) for rows in subsets]
     wide = keys.astype(np.float32)
@@ -57,18 +60,18 @@ def search(
 
 
 class _Members:
-    """A subset of the columns."""
+    """A subset of the columns of the distance matrix."""
 
     def __init__(self, rows: NDArray[np.integer], n: int, k: int) -> None:
         if len(rows) < k:
-            raise ValueError(f"a subset of {len(rows)} pairs, expected {k} at least")
+            raise ValueError(f"a subset has {len(rows)} pairs, expected at least {k}")
         self._k = k
         self._is_member = np.zeros(n, np.bool_)
         self._is_member[rows] = True
         self._sample = np.random.default_rng(0).permutation(rows)[: max(k, len(rows) // _SAMPLED)]
 
     def nearest(self, distances: NDArray[np.float32]) -> Found:
-        """Sort only what is no farther than the k-th of a sample."""
+        """Return the nearest members; sort only those within the k-th distance of a sample."""
         last = np.partition(distances[:, self._sample], self._k - 1, axis=1)[:, self._k - 1]
         is_near = distances <= last[:, None]
         is_near &= self._is_member

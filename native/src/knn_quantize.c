@@ -3,17 +3,17 @@
 #include <math.h>
 #include <string.h>
 
-/* A key on its way to its code. */
+/* A key that is being coded. */
 typedef struct coding {
-    float exact[LLMAAS_KNN_MAX_DIMS]; /* from the centre */
+    float exact[LLMAAS_KNN_MAX_DIMS]; /* relative to the center */
     float steps[LLMAAS_KNN_MAX_DIMS]; /* the same in units of the dimensions' steps; 0 where a dimension has none */
 } coding;
 
-/* False when a value is not finite, or the key cannot be squared. */
-static bool centre_key(const llmaas_knn_codes * codes, const float * key, coding * c) {
+/* Subtract the center from a key. False if a value is not finite, or the key is too large to be squared. */
+static bool center_key(const llmaas_knn_codes * codes, const float * key, coding * c) {
     double sum = 0;
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
-        c->exact[d] = key[d] - codes->centre[d];
+        c->exact[d] = key[d] - codes->center[d];
         c->steps[d] = codes->steps[d] > 0 ? c->exact[d] / codes->steps[d] : 0;
         sum += (double) c->exact[d] * (double) c->exact[d];
     }
@@ -30,17 +30,17 @@ static float largest(const float * values, uint32_t n) {
 }
 
 typedef struct norms {
-    double all; /* |coded|² - |coded - key|², both from the centre */
-    double rest; /* |coded|² of the dimensions that are not in front */
+    double all; /* |coded|² - |coded - key|², both relative to the center */
+    double rest; /* |coded|² over the dimensions that are not in front */
 } norms;
 
-/* With the first of the norms, the error of an approximate distance is proportional to that distance's root: a key that
- * equals the query is found at 0, whatever its coding lost. */
+/* Code a key and return its norms. With this norm, the error of an approximate distance is proportional to that
+ * distance's square root. So a key that equals the query is found at 0, whatever its coding lost. */
 static norms encode(const llmaas_knn_codes * codes, const coding * c, float scale, uint8_t * row) {
     norms n = {0, 0};
     const float inverse = scale > 0 ? 1 / scale : 0;
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
-        const float code = c->steps[d] * inverse + 0x1.8p23f - 0x1.8p23f; /* rounded; at most 127 with no room for more */
+        const float code = c->steps[d] * inverse + 0x1.8p23f - 0x1.8p23f; /* rounded; at most 127 without clamping */
         const double coded = (double) (codes->steps[d] * scale * code);
         n.all += (double) c->exact[d] * (2 * coded - (double) c->exact[d]);
         n.rest += d < codes->n_front ? 0 : coded * coded;
@@ -63,20 +63,20 @@ static void place(const llmaas_knn_codes * codes, uint64_t row, const uint8_t * 
 static bool are_steps(const llmaas_knn_codes * codes) {
     for (uint32_t d = 0; d < codes->n_dims; ++d) {
         const float step = codes->steps[d];
-        if (!isfinite(codes->centre[d]) || (step != 0 && !(step >= LLMAAS_KNN_MIN_STEP && step <= LLMAAS_KNN_MAX_STEP))) {
+        if (!isfinite(codes->center[d]) || (step != 0 && !(step >= LLMAAS_KNN_MIN_STEP && step <= LLMAAS_KNN_MAX_STEP))) {
             return false;
         }
     }
     return true;
 }
 
-llmaas_status llmaas_knn_quantise(const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys) {
+llmaas_status llmaas_knn_quantize(const llmaas_knn_codes * codes, uint64_t first, uint64_t n, const float * keys) {
     if (!knn_codes_valid(codes, first, n) || (!keys && n) || !are_steps(codes)) {
         return LLMAAS_EINVAL;
     }
     coding c;
     for (uint64_t row = first; row < first + n; ++row, keys += codes->n_dims) {
-        if (!centre_key(codes, keys, &c)) {
+        if (!center_key(codes, keys, &c)) {
             return LLMAAS_EUNSUPPORTED;
         }
         const float most = largest(c.steps, codes->n_dims), scale = most / (float) KNN_LARGEST;

@@ -1,4 +1,4 @@
-"""vLLM-SQ: vLLM-S with 8-bit chunks (SmoothQuant's part is played by this suite's int8 codec)."""
+"""vLLM-SQ: vLLM-S with 8-bit chunks; this suite's int8 codec stands for SmoothQuant."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from llmaas_plugins._native import Codec, Status
 from llmaas_plugins.kv_chunks.extents import page_round
 from llmaas_plugins.kv_chunks.memory import anonymous
 
-__all__ = ["QuantisedSwapping"]
+__all__ = ["QuantizedSwapping"]
 
 _PIECE_TOKENS = 64
 _WRITERS = 4
 _SMALL_BYTES = 16 << 20
 
 
-class QuantisedSwapping(System):
-    """The engine has the cells of the context that was called last, memory has 8-bit chunks.
+class QuantizedSwapping(System):
+    """vLLM-SQ: the engine holds the context called last; memory holds 8-bit chunks.
 
-    A context's chunks are decoded into the engine when it is called. Chunks leave memory when their
-    space is needed, those of the context called longest ago first, from its end; they are written
-    then, unless the disk has them. New tokens are encoded as part of evaluating them, so this
-    costs no caller anything here.
+    When a context is called, its chunks are decoded into the engine. Chunks leave memory when their
+    space is needed. The context called longest ago loses chunks first, from its end. A chunk that
+    leaves is written, unless the disk has it. New tokens are encoded as part of evaluating them, so
+    encoding costs callers nothing here.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -57,7 +57,9 @@ class QuantisedSwapping(System):
         n_chunks = -(-setting.max_tokens // self._chunk_tokens)
         if room < n_chunks * self._place_bytes:
             self._engine.close()
-            raise BudgetTooSmallError(f"a budget of {setting.budget} bytes, {room} for chunks")
+            raise BudgetTooSmallError(
+                f"{setting.budget} bytes leave {room} for chunks, too few for one context"
+            )
         self._arena = anonymous(room // self._place_bytes * self._place_bytes)
         self._free = list(range(room // self._place_bytes))
         self._pipe, self._writers = Pipe(buffer_bytes), ThreadPoolExecutor(_WRITERS)
@@ -66,7 +68,7 @@ class QuantisedSwapping(System):
         self._file = open_direct(setting.folder / "swap", n_bytes)
         self._is_clean = np.zeros((setting.contexts, n_chunks), dtype=np.bool_)
         self._places: dict[int, list[int]] = {}
-        """Where a context's leading chunks are in memory; the one called longest ago first."""
+        """Places of each context's leading chunks; the context called longest ago is first."""
         self._n_tokens: dict[int, int] = {}
         self._windows: dict[int, int] = {}
         self._current = -1
@@ -91,7 +93,7 @@ class QuantisedSwapping(System):
         return Entered(n_ram=n_ram, n_disk=n_tokens - n_ram)
 
     def background(self, step: Step, idle_s: float) -> None:
-        """Encode what the call added, into space that ``enter`` made sure of."""
+        """Encode the call's new tokens into space that ``enter`` reserved."""
         n_tokens = len(step.after)
         n_same = 0 if step.slides else len(step.before) // self._chunk_tokens
         places, n_chunks = self._places[step.context], self._count(n_tokens)
@@ -179,7 +181,7 @@ class QuantisedSwapping(System):
     # -- in -------------------------------------------------------------------------------------
 
     def _load(self, context: int, n_tokens: int, n_in_ram: int) -> None:
-        """Decode all chunks into the engine; threads read those beyond ``n_in_ram`` first."""
+        """Decode all chunks into the engine; threads first read the chunks from ``n_in_ram`` on."""
         n_chunks, step = self._count(n_tokens), self._piece_chunks
 
         def fill(part: range, buffer: NDArray[np.uint8]) -> None:

@@ -1,0 +1,40 @@
+"""Memory budgets with which flash_weights streams a small model."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from llmaas_hooks import BudgetError
+from llmaas_plugins.machine import resident_bytes
+
+MIB = 1 << 20
+ROOM = 100 * MIB
+"""Enough room to load a model, and so little that flash_weights streams it."""
+
+
+def make_room(flash):
+    """Lower the budget so that the next model loads and is streamed."""
+    flash.set_memory_budget(resident_bytes() + ROOM)
+
+
+def least(flash):
+    """Return the least budget in MiB, which a refusal names; 0 if nothing is streamed."""
+    try:
+        flash.set_memory_budget(0)
+    except BudgetError as error:
+        return int(re.search(r"expected (\d+) MiB", str(error))[1])
+    return 0
+
+
+def squeeze(flash, n_more=0):
+    """Set a budget ``n_more`` MiB above the smallest possible one."""
+    for _ in range(5):
+        with contextlib.suppress(BudgetError):  # the process has grown meanwhile
+            flash.set_memory_budget((least(flash) + n_more) * MIB)
+            return
+
+
+def is_streamed(model):
+    """Return whether a model in the plugin's status was read more than once and is not kept."""
+    return model["kept_bytes"] < model["bytes"] < model["read_bytes"]

@@ -1,0 +1,153 @@
+"""Forgetting chats, stopped at any point: no chat is half there, and forgetting can be repeated."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from archived import BINDING, assert_holds, fill, record, record_id, select
+
+from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.cli.ending import Stopped
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.inbox import remember, waiting
+from llmaas_plugins.knn_lm.selected import read_selected
+
+GONE = [record(1), record(3, n_tokens=40)]
+WAITS = record(4)
+STAYS = [record(0, app="notes"), record(2, app="notes")]
+STEPS = [(os, "fsync"), (Path, "rename"), (Path, "unlink")]
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Return chats of two apps: archived, selected, and waiting, some together in one file."""
+    store = tmp_path / "store"
+    fill(store, [STAYS[0], *GONE, STAYS[1]])
+    select(store, *((one, [0, 2]) for one in [*STAYS, *GONE]))
+    for one, app in ((WAITS, "mail"), (STAYS[0], "notes"), (WAITS, "mail")):
+        remember(store, one.conversation.messages, title=one.conversation.title, app=app)
+    first, second, _ = waiting(store)
+    first.write_bytes(first.read_bytes() + second.read_bytes())
+    return store
+
+
+def forget(store):
+    return main(["datastore", "forget", "--store", str(store), "--app", "mail"])
+
+
+def found_in(store, one):
+    """Return the parts of a chat that are in any byte of the folder."""
+    content = b"".join(path.read_bytes() for path in store.rglob("*") if path.is_file())
+    texts = [message.content.encode() for message in one.conversation.messages]
+    traces = [*texts, record_id(one), *(key.tobytes() for key in one.pairs.keys)]
+    return [trace for trace in traces if trace in content]
+
+
+def look(store):
+    """Assert that every chat is wholly there or not at all."""
+    with Archive.open(store) as archive:
+        known = {record_id(one): one for one in [*STAYS, *GONE]}
+        found = [known[id_] for id_ in archive.ids()]
+        assert_holds(archive, found)
+    assert all(one in found for one in STAYS)
+    read_selected(store)
+
+
+def forget_again(store):
+    look(store)
+    assert forget(store) in (0, 2)  # 2: no such chat
+    with Archive.open(store, BINDING) as archive:
+        assert_holds(archive, STAYS)
+    selected = read_selected(store)
+    assert [len(selected.positions_in(record_id(one).hex())) for one in STAYS] == [2, 2]
+    left = [one.messages for path in waiting(store) for one in load_conversations(path)]
+    assert left.count(STAYS[0].conversation.messages) >= 2
+    assert not any(found_in(store, one) for one in [*GONE, WAITS])
+
+
+def at_each_step(monkeypatch, act):
+    """Call ``act(number)`` before and after each step that changes files."""
+    n_steps = 0
+
+    def watched(original):
+        def step(*args, **options):
+            nonlocal n_steps
+            n_steps += 1
+            act(2 * n_steps - 1)
+            found = original(*args, **options)
+            act(2 * n_steps)
+            return found
+
+        return step
+
+    for kind, name in STEPS:
+        monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
+
+
+def test_killed_at_any_point(store, tmp_path):
+    """Each state that a kill would leave is copied and opened later."""
+    copies = []
+
+    def copy(number):
+        copies.append(shutil.copytree(store, tmp_path / f"killed-{number}"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_each_step(patch, copy)
+        assert forget(store) == 0
+    assert len(copies) > 40
+    for left in copies:
+        forget_again(left)
+
+
+def test_killed_while_a_chat_was_being_remembered(store, tmp_path):
+    copies = []
+
+    def copy(number):
+        copies.append(shutil.copytree(store, tmp_path / f"killed-{number}"))
+
+    one = record(5)
+    with pytest.MonkeyPatch.context() as patch:
+        at_each_step(patch, copy)
+        remember(store, one.conversation.messages, app="mail")
+    for left in copies:
+        assert forget(left) == 0
+        assert not found_in(left, one)
+
+
+def test_what_is_being_written_by_others_meanwhile_stays(store):
+    def forgetting(number):
+        if number == 1:  # the text is in a partial file
+            assert forget(store) == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_each_step(patch, forgetting)
+        path = remember(store, record(5).conversation.messages, app="notes")
+    (left,) = load_conversations(path)
+    assert left.messages == record(5).conversation.messages
+
+
+def test_stopped_by_sigterm_at_any_point(store, tmp_path, capsys):
+    """The signal raises an error at that point, and the files are closed on the way out."""
+    n_stopped = 0
+    while True:
+        left = shutil.copytree(store, tmp_path / f"stopped-{n_stopped}")
+
+        def stop(number, last=n_stopped + 1):
+            if number == last:
+                raise Stopped(signal.SIGTERM)
+
+        with pytest.MonkeyPatch.context() as patch:
+            at_each_step(patch, stop)
+            code = forget(left)
+        if code == 0:
+            break
+        assert code == 128 + signal.SIGTERM
+        assert "repeat the command to forget the rest" in capsys.readouterr().err
+        n_stopped += 1
+        forget_again(left)
+    assert n_stopped > 40
