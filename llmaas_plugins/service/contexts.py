@@ -5,8 +5,8 @@ survives a kill of the process at any moment. KV that did not reach the disk is 
 
 A deletion begins with one commit, which removes the text and records the context's name. The name
 is removed when no file has the text any more and the KV is gone. Until then, the next service that
-finds the name finishes the deletion. If no plugin of that service can erase the KV, the name waits
-for a service whose plugin can.
+finds the name finishes the deletion. If the context may have KV, and no plugin of that service can
+erase it, the name waits for a service whose plugin can.
 """
 
 from __future__ import annotations
@@ -39,10 +39,21 @@ _CHANGES = (  # statements that upgrade each format to the next
     ("ALTER TABLE contexts ADD COLUMN seen_from INTEGER NOT NULL DEFAULT 0",),
     ("CREATE TABLE deletions (id TEXT PRIMARY KEY, app TEXT NOT NULL) WITHOUT ROWID",),
     ("ALTER TABLE deletions ADD COLUMN has_text INTEGER NOT NULL DEFAULT 1",),
+    (
+        "ALTER TABLE contexts ADD COLUMN has_kv INTEGER NOT NULL DEFAULT 1",
+        "ALTER TABLE deletions ADD COLUMN has_kv INTEGER NOT NULL DEFAULT 1",
+    ),
 )
 _FORMAT = len(_CHANGES)
 _ERASING_FORMAT = 3
 """First format without leftovers: files of earlier formats may hold deleted texts in free pages."""
+_COLUMNS = (  # queries that work in files of each format and the later ones
+    (1, "SELECT id, app, messages, n_tokens, n_calls, created, used FROM contexts LIMIT 0"),
+    (2, "SELECT seen_from FROM contexts LIMIT 0"),
+    (3, "SELECT id, app FROM deletions LIMIT 0"),
+    (4, "SELECT has_text FROM deletions LIMIT 0"),
+    (5, "SELECT contexts.has_kv, deletions.has_kv FROM contexts, deletions LIMIT 0"),
+)
 
 
 @dataclass(slots=True)
@@ -146,7 +157,7 @@ class ContextLog(forks.Forked):
             record.seen_from,
         )
         return self._change(
-            "INSERT INTO contexts SELECT ?,?,?,?,?,?,?,? "
+            "INSERT INTO contexts SELECT ?,?,?,?,?,?,?,?,0 "
             "WHERE (SELECT count(*) FROM contexts WHERE app=?) < ?",
             *values,
             record.app,
@@ -165,6 +176,10 @@ class ContextLog(forks.Forked):
             record.id,
         )
 
+    def expect_kv(self, context_id: str) -> None:
+        """Record that a plugin may store KV of a context from now on."""
+        self._change("UPDATE contexts SET has_kv=1 WHERE id=? AND NOT has_kv", context_id)
+
     def delete(self, context_id: str, app: str) -> bool:
         """Begin to delete an app's context; return False if there is no text of it to erase.
 
@@ -174,9 +189,12 @@ class ContextLog(forks.Forked):
         with self._opened() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
-                found = db.execute("DELETE FROM contexts WHERE id=? AND app=?", name)
-                if found.rowcount:
-                    db.execute("INSERT OR IGNORE INTO deletions (id, app) VALUES (?, ?)", name)
+                db.execute(
+                    "INSERT OR IGNORE INTO deletions (id, app, has_kv) "
+                    "SELECT id, app, has_kv FROM contexts WHERE id=? AND app=?",
+                    name,
+                )
+                db.execute("DELETE FROM contexts WHERE id=? AND app=?", name)
                 db.execute("COMMIT")
             except BaseException:
                 if db.in_transaction:
@@ -186,10 +204,15 @@ class ContextLog(forks.Forked):
             rows = db.execute(query, name)
             return rows.fetchone() is not None
 
-    def deletions(self) -> list[str]:
-        """Return the names of contexts whose deletion has begun but not ended."""
+    def deletions(self, *, with_kv: bool = True) -> list[str]:
+        """Return the names of contexts whose deletion has begun but not ended.
+
+        Args:
+            with_kv: Whether to include contexts of which only KV may be left.
+        """
+        query = "SELECT id FROM deletions WHERE has_text OR ?"
         with self._opened() as db:
-            return [name for (name,) in db.execute("SELECT id FROM deletions")]
+            return [name for (name,) in db.execute(query, (with_kv,))]
 
     def erase(self) -> None:
         """Erase every byte of deleted texts from all files.
@@ -201,8 +224,9 @@ class ContextLog(forks.Forked):
             self._eraser.erase()
 
     def leave_deletion(self, context_id: str) -> None:
-        """Record that a context's text is erased, but KV may be left in a closed store."""
+        """Record that a context's text is erased; keep its name if KV may be in a closed store."""
         self._change("UPDATE deletions SET has_text=0 WHERE id=?", context_id)
+        self._change("DELETE FROM deletions WHERE id=? AND NOT has_kv", context_id)
 
     def end_deletion(self, context_id: str) -> None:
         """Record that nothing of a context is left."""
@@ -254,7 +278,7 @@ class ContextLog(forks.Forked):
     def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
         with self._opened() as db:
             rows = db.execute(query, arguments).fetchall()
-        return [ContextRecord(row[0], row[1], parse_json(row[2]), *row[3:]) for row in rows]
+        return [ContextRecord(row[0], row[1], parse_json(row[2]), *row[3:8]) for row in rows]
 
 
 def read_log(directory: Path) -> list[ContextRecord]:
@@ -298,13 +322,9 @@ def _check(db: sqlite3.Connection) -> None:
         return
     if not 0 < version <= _FORMAT:
         raise sqlite3.DatabaseError(f"it has format {version}, expected {_FORMAT}")
-    db.execute("SELECT id, app, messages, n_tokens, n_calls, created, used FROM contexts LIMIT 0")
-    if version > 1:
-        db.execute("SELECT seen_from FROM contexts LIMIT 0")
-    if version >= _ERASING_FORMAT:
-        db.execute("SELECT id, app FROM deletions LIMIT 0")
-    if version > _ERASING_FORMAT:
-        db.execute("SELECT has_text FROM deletions LIMIT 0")
+    for since, query in _COLUMNS:
+        if version >= since:
+            db.execute(query)
     (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if problem != "ok":
         raise sqlite3.DatabaseError(f"it is damaged: {problem}")

@@ -224,7 +224,7 @@ class Context:
         app = self.app
         if not app._turns.reserve.lent_to(lambda: app._log.delete(self.id, app.name)):
             raise app._unknown(self.id)
-        return app._turns.forget(self.id)
+        return app._turns.forget([self.id])
 
 
 def _is_llama(engine: object) -> bool:

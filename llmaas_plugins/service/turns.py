@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,39 +133,41 @@ class Turns(forks.Forked):
             n_tokens = record.n_tokens
             return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s)
 
-    def forget(self, context_id: str) -> int:
-        """Erase a context that was deleted from the log: its KV in every tier, then its text.
+    def forget(self, context_ids: Sequence[str]) -> int:
+        """Erase contexts that were deleted from the log: their KV in every tier, then their texts.
 
-        A call that still runs in the context erases it again at its end.
+        A call that still runs in one of them erases it again at its end.
 
         Returns:
             Bytes of KV freed.
 
         Raises:
             PluginError: A plugin failed.
-            StoreError: The text is still in a file.
+            StoreError: A text is still in a file.
         """
-        return self.reserve.lent_to(lambda: self._forget(context_id))
+        return self.reserve.lent_to(lambda: self._forget(context_ids))
 
-    def _forget(self, context_id: str) -> int:
+    def _forget(self, context_ids: Sequence[str]) -> int:
         suite = _suite_with_kv()
         try:
-            freed = 0 if suite is None else suite.evict(context_id)
+            freed = 0 if suite is None else sum(map(suite.evict, context_ids))
         finally:
             self._log.erase()
-        if suite is None:
-            self._log.leave_deletion(context_id)
-        elif self._running != context_id:
-            self._log.end_deletion(context_id)
+        for context_id in context_ids:
+            if suite is None:
+                self._log.leave_deletion(context_id)
+            elif self._running != context_id:
+                self._log.end_deletion(context_id)
         return freed
 
     def finish_deletions(self) -> None:
-        """Finish deletions that earlier services began, if a plugin can find the KV."""
-        for context_id in self._log.deletions() if _suite_with_kv() else ():
-            try:
-                self.forget(context_id)
-            except LlmaasError as error:
-                _log.warning("a deleted context could not be erased yet: %s", error)
+        """Finish deletions that earlier services began, as far as a plugin can find the KV."""
+        names = self._log.deletions(with_kv=_suite_with_kv() is not None)
+        try:
+            if names:
+                self.forget(names)
+        except LlmaasError as error:
+            _log.warning("deleted contexts could not be erased yet: %s", error)
 
     def close(self) -> None:
         """End all calls, and wait until none uses the engine, which its owner may then close."""
@@ -193,12 +195,14 @@ class Turns(forks.Forked):
         try:
             with self._at_the_engine():
                 self._running = load().id
+                if _suite_with_kv() is not None:
+                    self._log.expect_kv(self._running)
                 record = load()  # fails if it was deleted; later deletions see the call
             yield record
         finally:
             name, self._running = self._running, None
             if name is not None and self._log.lacks(name):  # erase KV that the call saved, too
-                self.forget(name)
+                self.forget([name])
 
     @contextmanager
     def _at_the_engine(self) -> Iterator[None]:

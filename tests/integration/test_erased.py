@@ -189,6 +189,7 @@ def test_a_file_of_before_is_cleaned_once(chats, opened):
     with sqlite_erasing.connect(folder / "state" / "contexts.sqlite") as db:
         db.execute("PRAGMA secure_delete=OFF")
         db.execute("DROP TABLE deletions")
+        db.execute("ALTER TABLE contexts DROP COLUMN has_kv")
         db.execute("PRAGMA user_version=2")
         db.execute("CREATE TABLE old (text)")
         db.execute("INSERT INTO old VALUES (?)", (SECRET * 500,))

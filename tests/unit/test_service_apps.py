@@ -11,6 +11,7 @@ from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.service import LLMService, ServiceConfig
 from llmaas_plugins.service.client import LLMClient
 from llmaas_plugins.service.service import Context
+from llmaas_plugins.sqlite_erasing import Eraser
 
 
 def no_engine():
@@ -114,3 +115,26 @@ def test_client_address(address):
 def test_client_without_a_service(tmp_path):
     with pytest.raises(FileNotFoundError):
         LLMClient(f"unix:{tmp_path}/no.sock").status()
+
+
+def test_deletions_that_were_begun_are_finished_together(tmp_path, monkeypatch):
+    """Without a plugin that stores KV, too, and the files are erased once for all of them."""
+    config = ServiceConfig(state_dir=tmp_path / "state")
+    with LLMService(lambda: None, config) as service:
+        app = service.bind("mail")
+        for i in range(5):
+            service._log.delete(app.new_context(f"secret {i}").id, "mail")  # killed after that
+        assert len(service._log.deletions()) == 5
+    erase, erased = Eraser.erase, []
+    monkeypatch.setattr(Eraser, "erase", lambda self: erased.append(erase(self)))
+    with LLMService(lambda: None, config) as service:
+        assert service._log.deletions() == []
+    assert erased == [None]
+    left = b"".join(path.read_bytes() for path in (tmp_path / "state").iterdir())
+    assert b"secret" not in left
+
+
+def test_a_context_without_kv_leaves_no_name(tmp_path):
+    with LLMService(lambda: None, ServiceConfig(state_dir=tmp_path / "state")) as service:
+        service.bind("mail").new_context("secret").delete()
+        assert service._log.deletions() == []

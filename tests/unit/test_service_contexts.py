@@ -66,6 +66,19 @@ def test_update_does_not_bring_a_deleted_context_back(log):
     assert not log.delete("a", "mail")
 
 
+@pytest.mark.parametrize("has_kv", [False, True])
+def test_a_name_waits_for_kv_only_if_there_can_be_kv(log, has_kv):
+    add(log, "a")
+    if has_kv:
+        log.expect_kv("a")
+    log.delete("a", "mail")
+    assert log.deletions(with_kv=False) == ["a"]
+    log.erase()
+    log.leave_deletion("a")
+    assert log.deletions() == ["a"] * has_kv
+    assert log.deletions(with_kv=False) == []
+
+
 def test_lacks(log):
     add(log, "a")
     assert (log.lacks("a"), log.lacks("b")) == (False, True)
@@ -240,7 +253,7 @@ def test_format_1_by_several_at_a_time(folder):
 
 
 def newer(path):
-    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=5")
+    sqlite_file(path, "CREATE TABLE contexts (id)", "PRAGMA user_version=6")
 
 
 def foreign(path):
