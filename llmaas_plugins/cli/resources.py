@@ -12,9 +12,13 @@ from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins.cli.findings import Finding
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import validated
+from llmaas_plugins.kv_chunks.files import FILES, LOCK
 from llmaas_plugins.machine import available_bytes, room
+from llmaas_plugins.store_lock import user
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llmaas_plugins.config import Config
 
 __all__ = ["resource_findings", "say_problems"]
@@ -23,7 +27,7 @@ _log = logging.getLogger("llmaas.cli")
 
 
 def resource_findings(config: Config) -> list[Finding]:
-    """Check what each enabled plugin needs of this machine; changes and opens nothing."""
+    """Check what each enabled plugin needs of this machine; changes nothing."""
     findings = []
     for name in config.enabled():
         if (look := _LOOKS.get(name)) is None:
@@ -46,6 +50,8 @@ def say_problems(config: Config) -> None:
 def _kv_chunks(settings: Any) -> Iterator[Finding]:
     yield _memory("plugins.kv_chunks.ram_budget", settings.ram_budget)
     directory = settings.store.expanduser()
+    if settings.disk_budget:
+        yield from _holder(directory)
     slab = directory / "chunks.slab"
     taken = slab.stat().st_blocks * 512 if slab.is_file() else 0
     has, name = taken + room(directory).free_bytes, "plugins.kv_chunks.disk_budget"
@@ -58,6 +64,19 @@ def _kv_chunks(settings: Any) -> Iterator[Finding]:
     )
     step = "lower it, free space, or set plugins.kv_chunks.store to another disk"
     yield Finding("machine", name, None, None, problem, step)
+
+
+def _holder(directory: Path) -> Iterator[Finding]:
+    """Report a process that holds the store, because a second one would go on without it."""
+    try:
+        who = user(directory / LOCK, FILES)
+    except LlmaasError as error:
+        yield Finding("machine", "KV store", None, None, str(error), "remove it")
+        return
+    if who is not None:
+        problem = f"{directory} is in use by {who}, so other apps store and load no contexts"
+        step = "stop that process, or set plugins.kv_chunks.store to another directory"
+        yield Finding("machine", "KV store", None, None, problem, step)
 
 
 def _flash_weights(settings: Any) -> Iterator[Finding]:

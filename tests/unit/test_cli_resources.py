@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from llmaas_plugins.cli.resources import resource_findings, say_problems
 from llmaas_plugins.config import load_config
+from llmaas_plugins.kv_chunks.disk import DiskStore
 
 
 def test_what_this_machine_does_not_have(monkeypatch, tmp_path):
@@ -24,6 +27,26 @@ def test_what_this_machine_does_not_have(monkeypatch, tmp_path):
     assert "can have" in found["plugins.flash_weights.memory_budget"].problem
     assert all(finding.next_step for finding in found.values())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_another_app_holds(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMAAS_PLUGINS", "kv_chunks")
+    monkeypatch.setenv("LLMAAS_PLUGINS__KV_CHUNKS__STORE", str(tmp_path / "kv"))
+
+    def found():
+        findings = {finding.name: finding for finding in resource_findings(load_config())}
+        return findings.get("KV store")
+
+    with contextlib.closing(DiskStore(tmp_path / "kv", 1 << 20)):
+        assert f"{tmp_path / 'kv'} is in use by " in found().problem
+        assert "set plugins.kv_chunks.store to another directory" in found().next_step
+        monkeypatch.setenv("LLMAAS_PLUGINS__KV_CHUNKS__DISK_BUDGET", "0")
+        assert found() is None
+        monkeypatch.delenv("LLMAAS_PLUGINS__KV_CHUNKS__DISK_BUDGET")
+    assert found() is None
+    (tmp_path / "kv" / "lock").unlink()
+    (tmp_path / "kv" / "lock").mkdir()
+    assert "lock is not a regular file" in found().problem
 
 
 def test_an_app_that_starts_is_told_the_same(monkeypatch, tmp_path, caplog):
