@@ -53,7 +53,9 @@ class KVChunksConfig(BaseModel):
         description="Directory of the disk tier. Only one process at a time can use it.",
     )
     disk_budget: DiskSize = Field(
-        default=ByteSize(4 << 30), description="Bytes for the slab file; 0 stores nothing on disk."
+        default=ByteSize(4 << 30),
+        description="Bytes for the slab file; 0 stores nothing on disk, and deletes what earlier "
+        "runs left in `store` unless another process uses it.",
     )
     write_budget: OptionalSize = Field(
         default=None,

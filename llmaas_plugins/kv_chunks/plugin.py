@@ -31,7 +31,7 @@ from llmaas_hooks import (
 from llmaas_plugins._native import Budget, Codec
 from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.disk import DiskStore, delete_store
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.levels import Levels
 from llmaas_plugins.kv_chunks.parking import Parking
@@ -256,7 +256,11 @@ class KVChunks:
     @lazy
     def _store(self) -> ChunkStore:
         config = self._config
-        disk = DiskStore(config.store, int(config.disk_budget)) if config.disk_budget else None
+        disk = None
+        if config.disk_budget:
+            disk = DiskStore(config.store, int(config.disk_budget))
+        else:
+            _delete_older(config.store)
         return ChunkStore(
             Budget(int(config.ram_budget)),
             disk,
@@ -378,6 +382,15 @@ class KVChunks:
         named = f"{Path(path).name}: {reason}"
         if self._report.left_alone(named):
             _log.warning("kv_chunks does not serve a context: %s", named)
+
+
+def _delete_older(directory: Path) -> None:
+    """Delete the store that an earlier run left, because nothing is to be on disk."""
+    try:
+        if delete_store(directory):
+            _log.warning("disk_budget is 0: the contexts stored in %s were deleted", directory)
+    except StoreError as error:
+        _log.warning("disk_budget is 0, but an earlier run's contexts stay on disk: %s", error)
 
 
 def _bent(engine: Engine) -> str | None:
