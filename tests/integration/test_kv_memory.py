@@ -12,7 +12,8 @@ import pytest
 from cgroups import file_bytes, memory_group
 
 MIB = 1 << 20
-# Independent of the budget: code, indexes, heaps of threads, 1 MiB of SQLite's log. Six runs took up to 6.0 MiB.
+# Independent of the budget: code, indexes, heaps of threads, 1 MiB of SQLite's log. Six runs took
+# up to 6.0 MiB.
 OVERHEAD = 7 * MIB
 # "tolerance" reads attention: a layer's keys as floats, and the code for this.
 TAP, TAP_OF_A_CELL = MIB, 1 << 10
