@@ -6,6 +6,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,14 +15,16 @@ from reading import reader_of
 from stored_chunks import payload, put
 
 from llmaas_hooks import StoreError
-from llmaas_plugins import sqlite_erasing, store_lock
+from llmaas_plugins import _native, sqlite_erasing, store_lock
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.kv_chunks import contents
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.disk import DiskStore, delete_store
+from llmaas_plugins.kv_chunks.index import ChunkIndex
 from llmaas_plugins.kv_chunks.keys import chain
 from llmaas_plugins.kv_chunks.plugin import KVChunks
 from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.swapout import SwapOut
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
@@ -45,9 +49,13 @@ def kv(tmp_path):
     return tmp_path / "kv"
 
 
+def everything(directory):
+    return b"".join(path.read_bytes() for path in directory.iterdir())
+
+
 def left_of(directory, ids):
     """Return the chunks whose keys, tokens or cells are in the folder's files."""
-    data = b"".join(path.read_bytes() for path in directory.iterdir())
+    data = everything(directory)
     # the other context's chunks, and shared ones
     assert all(one.tokens in data for one in chain(ROOT, B))
     cells = [payload(GEOM, one)[128:] for one in ids]
@@ -154,6 +162,60 @@ def test_nothing_is_kept_in_a_temporary_folder(kv):
     (where,) = store._swap._disk.index._db.execute("PRAGMA temp_store").fetchone()
     store.close()
     assert where == 2  # memory: sorting and VACUUM would write texts to /tmp
+
+
+# -- while a write is under way ------------------------------------------------------------------
+
+MOMENTS = {
+    "before the bytes": (_native, "store_write", "before"),
+    "after the bytes": (_native, "store_write", "after"),
+    "after bytes of a write that fails": (_native, "store_write", "failing"),
+    "before the rows": (ChunkIndex, "apply", "before"),
+    "after the rows": (ChunkIndex, "apply", "after"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_context_that_is_being_written_leaves_nothing(kv, monkeypatch, moment):
+    place, name, when = MOMENTS[moment]
+    do, erase_freed = getattr(place, name), SwapOut.erase_freed
+    late, store = chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), open_store(kv)
+    store.evict_context("a")  # from here on, the store knows which places to erase
+    put(store, GEOM, late, "context-7741")
+    waits, begun = threading.Event(), []
+
+    def erase(swap):
+        waits.set()  # the context has left the tree
+        return erase_freed(swap)
+
+    def delete():
+        begun.append(pool.submit(store.evict_context, "context-7741"))
+        assert waits.wait(60)
+
+    def do_meanwhile(*args):
+        if begun:
+            return do(*args)
+        if when == "before":
+            delete()
+        done = do(*args)
+        if when != "before":
+            wrote = payload(GEOM, late[0])[128:] if name == "store_write" else late[0].tokens
+            assert wrote in everything(kv)
+            delete()
+        if when == "failing":
+            raise StoreError(5, "chunk store: writing stopped")
+        return done
+
+    monkeypatch.setattr(SwapOut, "erase_freed", erase)
+    monkeypatch.setattr(place, name, do_meanwhile)
+    with ThreadPoolExecutor(1) as pool:
+        store.flush()
+    assert begun[0].result() > 0
+    assert left_of(kv, late) == []
+    assert b"context-7741" not in everything(kv)
+    store.close()
+    assert left_of(kv, late) == []
+    assert b"context-7741" not in everything(kv)
 
 
 # -- disk_budget = 0 ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sqlite3
 import stat
 import struct
@@ -24,6 +25,7 @@ from llmaas_plugins._native import (
     Budget,
     KVGeometry,
 )
+from llmaas_plugins.kv_chunks.contents import read_contents
 from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.extents import PAGE
 from llmaas_plugins.kv_chunks.formats import FORMAT
@@ -35,6 +37,7 @@ GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
 BUDGET = 1 << 20
 A = np.arange(16 * 6 + 5, dtype=np.int32)
 B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])
+C = np.arange(3000, 3070, dtype=np.int32)
 
 
 def open_store(directory):
@@ -811,6 +814,29 @@ def test_child_of_a_busy_parent_is_not_stuck(kv):
     assert load(store, A) == len(A)
     store.close()
     works(kv)
+
+
+@FORKS
+@pytest.mark.parametrize("n_bytes", [0, 1, 4096, 20_000])
+@pytest.mark.parametrize("is_looked_at", [False, True])
+def test_shared_memory_that_is_too_short_is_built_again(kv, tmp_path, n_bytes, is_looked_at):
+    """SQLite maps this file, and the first process to open a database builds it again."""
+    store = open_store(kv)
+    save(store, C, "c")
+    store.flush()  # into the log
+    killed = shutil.copytree(kv, tmp_path / "killed")
+    store.close()
+    assert (killed / "index.sqlite-shm").stat().st_size > n_bytes
+    os.truncate(killed / "index.sqlite-shm", n_bytes)
+
+    def work():
+        if is_looked_at:
+            assert set(read_contents(killed).contexts) == {"a", "b", "c"}
+            return
+        store = open_store(killed)
+        assert load(store, C) == len(C)
+
+    assert in_child(work) == 0
 
 
 # -- rows that would take much memory ------------------------------------------------------------
