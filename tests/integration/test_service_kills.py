@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
-import threading
+import time
+from pathlib import Path
 
 import pytest
 from conversations import (
     APPS,
-    ENGINE,
-    GREEDY,
     PROMPTS,
     SUPPORT,
     follows,
@@ -46,54 +47,8 @@ SETTINGS = {
     ),
 }
 
-# Serves its contexts in turn, each until all prompts were answered; then deletes the context and
-# begins anew. Writes a line for each complete operation. Budgets are so small that both tiers evict
-# all the time.
-CHILD = """
-import itertools, json, sys
-from conversations import digest, system_prompt
-from llama_cpp import Llama
-from llmaas_plugins import activate
-from llmaas_plugins.service import LLMService, ServiceConfig
-
-job = json.loads(sys.argv[1])
-
-def say(**line):
-    print(json.dumps(line), flush=True)
-
-say(op="start")
-kv = {"disk_budget": "1200 KiB", "store": job["folder"] + "/kv"} | job["settings"]
-config = ServiceConfig(state_dir=job["folder"] + "/state", max_contexts_per_app=1)
-with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
-    llama = Llama(job["model"], **job["engine"])
-    with LLMService(llama, config) as service:
-        apps = [service.bind(name) for name in job["apps"]]
-        for app in apps:
-            for context in app.contexts():
-                say(op="found", app=app.name, id=context.id, messages=context.record().messages)
-        say(op="ready", status=suite.status()["plugins"]["kv_chunks"])
-        n_done = 0
-        for app in itertools.cycle(apps):
-            if n_done >= job["n_operations"]:
-                break
-            n_done += 1
-            for context in app.contexts():
-                break
-            else:
-                context = app.new_context(system_prompt(app.name))
-                say(op="new", app=app.name, id=context.id)
-            record = context.record()
-            if record.n_calls == len(job["prompts"]):
-                context.delete()
-                say(op="delete", app=app.name, id=context.id)
-                continue
-            reply = context.call(job["prompts"][record.n_calls], **job["sampling"])
-            cells = digest(llama) if n_done % 2 else None
-            say(op="call", app=app.name, id=context.id, n=record.n_calls, text=reply.text,
-                cells=cells)
-        say(op="done", status=suite.status()["plugins"]["kv_chunks"])
-    llama.close()
-"""
+# Each life is a fork of this process.
+DRIVER = Path(__file__).parent / "kills_driver.py"
 
 
 @pytest.fixture(scope="module")
@@ -104,43 +59,42 @@ def expected(reference_model):
 
 @pytest.fixture
 def live(tmp_path, reference_model):
-    """Run the child to its end, or kill it some time after its n-th line; return its lines."""
-    children = []
+    """Run a life to its end, or kill it some time after its n-th line; return its lines."""
+    errors = tmp_path / "stderr"
+    with (
+        errors.open("wb") as stderr,
+        subprocess.Popen(
+            [sys.executable, DRIVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=os.environ | {"PYTHONPATH": SUPPORT, "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # a group of the driver and its lives
+        ) as driver,
+    ):
 
-    def live(settings, kill_at=None, kill_after_s=0.0, n_operations=10**9):
-        job = {
-            "folder": str(tmp_path), "model": str(reference_model), "engine": ENGINE,
-            "apps": APPS, "prompts": PROMPTS, "sampling": GREEDY, "n_operations": n_operations,
-            "settings": settings,
-        }  # fmt: skip
-        errors = tmp_path / "stderr"
-        with (
-            errors.open("wb") as stderr,
-            subprocess.Popen(
-                [sys.executable, "-c", CHILD, json.dumps(job)],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=os.environ | {"PYTHONPATH": SUPPORT},
-            ) as child,
-        ):
-            children.append(child)
-            killer = None
+        def live(settings, kill_at=None, kill_after_s=0.0, n_operations=10**9):
+            job = {
+                "folder": str(tmp_path), "model": str(reference_model),
+                "n_operations": n_operations, "settings": settings,
+            }  # fmt: skip
+            driver.stdin.write(json.dumps(job).encode() + b"\n")
+            driver.stdin.flush()
             lines = []
-            for line in child.stdout:
-                lines.append(json.loads(line))
+            for line in map(json.loads, driver.stdout):
+                if line["op"] == "end":
+                    break
+                lines.append(line)
                 if len(lines) == kill_at:
-                    killer = threading.Timer(kill_after_s, child.kill)
-                    killer.start()
-            if killer is not None:
-                killer.join()
-        assert errors.read_text() == ""  # above all: nothing unusable, no damaged chunk
-        assert child.returncode == (0 if kill_at is None else -9)
-        return lines
+                    time.sleep(kill_after_s)
+                    with contextlib.suppress(ProcessLookupError):  # reported by the code
+                        os.kill(lines[0]["pid"], signal.SIGKILL)
+            assert errors.read_text() == ""  # above all: nothing unusable, no damaged chunk
+            assert line == {"op": "end", "code": 0 if kill_at is None else -signal.SIGKILL}
+            return lines
 
-    yield live
-    for child in children:
-        child.kill()
-        child.wait()
+        yield live
+        os.killpg(driver.pid, signal.SIGKILL)
 
 
 class Ledger:
