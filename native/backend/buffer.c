@@ -5,6 +5,7 @@
 #include "buffer.h"
 
 #include "abi.h"
+#include "forks.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -14,15 +15,68 @@
 
 static _Thread_local llmaas_weights * loading;
 
-void llmaas_buffers_belong_to(llmaas_weights * weights) { loading = weights; }
-
 struct owner {
     llmaas_weights * weights;
     void *           base;
+    const void *     model; /* whose load allocated the buffer; NULL while it is loaded, and for adapters */
+    struct owner *   next;
 };
+
+/* The owners of all buffers. Every change is a single store, so that a forked child always finds a whole list. */
+static struct owner *   owners;
+static llmaas_fork_lock lock;
+
+static void init_lock(void) { llmaas_fork_lock_init(&lock, NULL); }
+
+static void lock_owners(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, init_lock);
+    pthread_mutex_lock(&lock.mutex);
+}
+
+static void add(struct owner * owner) {
+    lock_owners();
+    owner->next = owners;
+    owners      = owner;
+    pthread_mutex_unlock(&lock.mutex);
+}
+
+static void take_out(const struct owner * owner) {
+    lock_owners();
+    struct owner ** at = &owners;
+    while (*at != owner) {
+        at = &(*at)->next;
+    }
+    *at = owner->next;
+    pthread_mutex_unlock(&lock.mutex);
+}
+
+void llmaas_buffers_begin(llmaas_weights * weights) { loading = weights; }
+
+void llmaas_buffers_end(const void * model) {
+    lock_owners();
+    for (struct owner * owner = owners; owner; owner = owner->next) {
+        if (loading && owner->weights == loading) {
+            owner->model = model;
+        }
+    }
+    pthread_mutex_unlock(&lock.mutex);
+    loading = NULL;
+}
+
+bool llmaas_model_has_buffers(const void * model) {
+    bool is_found = false;
+    lock_owners();
+    for (const struct owner * owner = owners; model && owner && !is_found; owner = owner->next) {
+        is_found = owner->model == model;
+    }
+    pthread_mutex_unlock(&lock.mutex);
+    return is_found;
+}
 
 static void destroy(ggml_backend_buffer_t buffer) {
     struct owner * owner = buffer->context;
+    take_out(owner);
     munmap(owner->base, buffer->size);
     llmaas_weights_release(owner->weights);
     free(owner);
@@ -109,7 +163,8 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_
         }
         return NULL;
     }
-    *owner = (struct owner) {llmaas_weights_retain(loading), base};
+    *owner = (struct owner) {.weights = llmaas_weights_retain(loading), .base = base};
+    add(owner);
     return ggml_backend_buffer_init(type, iface, owner, size);
 }
 

@@ -8,7 +8,9 @@
 ggml_backend_buffer_type_t        llmaas_buffers(void);
 extern struct ggml_backend_device llmaas_device;
 
-/* Set the owner of the buffers that this thread allocates from now on; NULL: no owner. */
-void llmaas_buffers_belong_to(llmaas_weights * weights);
+/* Set the owner of the buffers that this thread allocates until llmaas_buffers_end(); NULL: no owner. model: the model
+ * that was loaded with them, or NULL. */
+void llmaas_buffers_begin(llmaas_weights * weights);
+void llmaas_buffers_end(const void * model);
 
 #endif

@@ -276,11 +276,11 @@ static void end_call(void) {
 
 void llmaas_load_begin(llmaas_weights * weights) {
     begin_call();
-    llmaas_buffers_belong_to(weights);
+    llmaas_buffers_begin(weights);
 }
 
-void llmaas_load_end(void) {
-    llmaas_buffers_belong_to(NULL);
+void llmaas_load_end(const void * model) {
+    llmaas_buffers_end(model);
     end_call();
 }
 

@@ -108,7 +108,7 @@ bool load_model(model * m, bool is_stopped) {
     }
     llmaas_load_begin(m->weights);
     m->llama = llama_model_load_from_file(m->path, params);
-    llmaas_load_end();
+    llmaas_load_end(m->llama);
     CHECK((m->llama == NULL) == is_stopped);
     if (m->llama && strcmp(m->path, life.paths[0]) == 0) {
         m->adapter = llama_adapter_lora_init(m->llama, life.adapter);

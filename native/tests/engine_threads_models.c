@@ -111,7 +111,7 @@ void load_model(model * m, model_kind kind) {
     llmaas_load_begin(m->weights);
     m->plain_buffer   = fill(m->plain_ctx, ggml_backend_cpu_buffer_type());
     m->special_buffer = fill(m->special_ctx, special_type(kind));
-    llmaas_load_end();
+    llmaas_load_end(m);
     CHECK(!llmaas_weights_problem(m->weights, false));
 }
 

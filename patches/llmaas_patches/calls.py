@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import ContextCreate, DecodeStep, LogitsView, ModelLoad
+from llmaas_hooks import ContextCreate, DecodeStep, LlmaasError, LogitsView, ModelLoad
 from llmaas_patches.host import Host
 from llmaas_patches.ledger import address
 from llmaas_patches.loading import look_at, model_load
+from llmaas_patches.native import has_our_buffers
 from llmaas_patches.native.claims import split_paths
 
 __all__ = [
@@ -92,13 +93,22 @@ def wrap_free_model(host: Host, original: Function) -> Function:
 
 
 def wrap_init_context(host: Host, original: Function) -> Function:
-    """Wrap ``llama_init_from_model``: let plugins edit a copy of the app's parameters."""
+    """Wrap ``llama_init_from_model``: let plugins edit a copy of the app's parameters.
+
+    The wrapper raises LlmaasError if the weights are where only an earlier activation finds them.
+    """
 
     @functools.wraps(original)
     def llama_init_from_model(model: Any, params: Any) -> Any:
         host.silence.end()
+        load = host.loads.get(address(model))
+        if load is None and has_our_buffers(address(model)):
+            raise LlmaasError(
+                "no context was created: an earlier activation keeps the model's weights, and it "
+                "has ended; load the model again"
+            )
         edited = type(params).from_buffer_copy(params)
-        create = ContextCreate(address(model), edited, host.loads.get(address(model)))
+        create = ContextCreate(address(model), edited, load)
         host.hooks.context_create(create)
         n_spare = _add_cells(create, params)
         ctx = _create(host, model, edited, original)

@@ -30,6 +30,7 @@ from pathlib import Path
 from budgets import is_streamed, make_room, squeeze
 from llama_cpp import Llama, llama_cpp
 
+from llmaas_hooks import LlmaasError
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.drafts import DatastoreDraft
@@ -63,13 +64,17 @@ def answer(llama, prompt, late=()):
     return text
 
 
-def make_context_beside(llama):
-    """Make another context of an engine's model, and free it."""
+def make_context_beside(llama, may_be_refused):
+    """Make another context of an engine's model, and free it; it may be refused."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = 64, 8, 1, 1
-    ctx = llama_cpp.llama_init_from_model(llama.model, params)
-    assert ctx
-    llama_cpp.llama_free(ctx)
+    try:
+        ctx = llama_cpp.llama_init_from_model(llama.model, params)
+    except LlmaasError:
+        assert may_be_refused
+    else:
+        assert ctx
+        llama_cpp.llama_free(ctx)
 
 
 class Cycle:
@@ -186,6 +191,10 @@ class Life:
         """Fork a child that continues with an engine and ends in one of several ways."""
         self.in_child(self.engine(), self.random.randrange(3))
 
+    def may_refuse(self, llama):
+        """Return whether an earlier activation may keep the weights of an engine's model."""
+        return self.is_streamed and llama.suite is not self.suite
+
     def in_child(self, llama, how):
         prompts = self.random.sample(PROMPTS, 2)
         pid = os.fork()
@@ -197,10 +206,8 @@ class Life:
                 for prompt in prompts:
                     self.check(llama, prompt)
                 if how == 3:
-                    for one in self.engines:
-                        if one.suite is self.suite:  # an earlier one's weights cannot be used
-                            make_context_beside(one)
-                            break
+                    one = self.random.choice(self.engines)
+                    make_context_beside(one, self.may_refuse(one))
                 assert self.suite.status()["errors"] == {}
                 if how == 1:
                     self.engines.clear()

@@ -174,9 +174,13 @@ LLMAAS_API void llmaas_register(void);
 LLMAAS_API void llmaas_unregister(void);
 
 /* Call around llama_model_load_from_file: tensors allocated in llmaas_buffer_type() belong to `weights`, which may be
- * NULL. */
+ * NULL. model: the loaded model, or NULL. */
 LLMAAS_API void llmaas_load_begin(llmaas_weights * weights);
-LLMAAS_API void llmaas_load_end(void);
+LLMAAS_API void llmaas_load_end(const void * model);
+
+/* Return whether a live model has weights in llmaas_buffer_type(). Only a context with an engine of these weights can
+ * compute it; ggml ends the process in the creation of any other. */
+LLMAAS_API bool llmaas_model_has_buffers(const void * model);
 
 /* Call around llama_init_from_model, while the backend is registered: the context gets an engine, which lives as long
  * as the context. llmaas_create_end() returns NULL if no context was made. */

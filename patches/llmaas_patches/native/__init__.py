@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from llmaas_patches.native.host import NativeHost, native_host
-from llmaas_patches.native.library import include_dirs, load_library
+from llmaas_patches.native.library import has_our_buffers, include_dirs, load_library
 
-__all__ = ["NativeHost", "include_dirs", "load_library", "native_host"]
+__all__ = ["NativeHost", "has_our_buffers", "include_dirs", "load_library", "native_host"]

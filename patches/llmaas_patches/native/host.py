@@ -143,10 +143,12 @@ class NativeHost:
 
     def _loading(self, table: Any, load: Callable[[], Any]) -> Any:
         self._lib.llmaas_load_begin(table)
+        model = None
         try:
-            return load()
+            model = load()
         finally:
-            self._lib.llmaas_load_end()
+            self._lib.llmaas_load_end(self._ffi.cast("void *", int(model or 0)))
+        return model
 
     def _claimed(self, load: ModelLoad, paths: list[str]) -> _Model | None:
         if not self._hooks.listens(HOOK):
