@@ -18,7 +18,7 @@ test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
 
 # Run the long forms of tests: thousands of kills, damaged stores, garbage collections, forks and fuzzed bodies, and half an
-# hour of mixed load with faults. This takes up to four hours. You can stop it at any time: the next run continues with the
+# hour of mixed load with faults. This takes two to three hours. You can stop it at any time: the next run continues with the
 # tests that have not passed yet. SOAK=-k\ kills runs a part of it.
 soak: export PYTHONDONTWRITEBYTECODE =
 soak: export GGML_NO_BACKTRACE = 1
