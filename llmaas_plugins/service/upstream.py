@@ -25,6 +25,7 @@ _MISTAKES = re.compile(
     r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
 )
 """Messages of exceptions that a request caused, not the server."""
+_TOO_LONG = re.compile("exceed context window")
 
 engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asynccontextmanager(
     server.get_llama_proxy
@@ -79,6 +80,9 @@ def explain_mistakes() -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"The chat format cannot work with these messages or tools: {reason}"
             return 400, error_body(400, message)["error"]
+        if body is None and (_MISTAKES.search(str(error)) or _TOO_LONG.search(str(error))):
+            code = "context_length_exceeded" if _TOO_LONG.search(str(error)) else None
+            return 400, error_body(400, str(error), code)["error"]
         return explain(handler, error=error, body=body)
 
     RouteErrorHandler.error_message_wrapper = explained
@@ -97,6 +101,10 @@ def stream_failure(body: bytes, error: Exception) -> Refusal:
         error = error.exceptions[0]
     values = json.loads(body)
     kind = CreateChatCompletionRequest if "messages" in values else CreateCompletionRequest
+    try:
+        request: Any = kind(**values)
+    except ValueError:  # the server does not explain errors of a body with another route's fields
+        request = None
     handler: Any = RouteErrorHandler
-    status, found = handler.error_message_wrapper(handler, error, kind(**values))
+    status, found = handler.error_message_wrapper(handler, error, request)
     return Refusal(status, found["message"], found["code"])

@@ -270,11 +270,21 @@ def test_too_many_new_grammars_of_one_app(request_):
     assert sorted(found) == [400] * 4 + [429] * 2
 
 
+@pytest.mark.parametrize("surplus", [{}, {"messages": 5}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_does_not_fit(request_, stream):
-    body = {"prompt": "a b " * 3000, "stream": stream}
+def test_a_prompt_that_does_not_fit(request_, stream, surplus):
+    """The server takes a body with ``messages`` for a chat's when it explains errors."""
+    body = {"prompt": "a b " * 3000, "stream": stream} | surplus
     status, _, found = request_("POST", "/v1/completions", body)
     assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("surplus", [{}, {"messages": 5}])
+def test_log_probabilities_that_the_engine_does_not_keep(request_, surplus):
+    body = {"prompt": "Once", "logprobs": 1, **SHORT} | surplus
+    status, _, found = request_("POST", "/v1/completions", body)
+    assert status == 400
+    assert "logprobs is not supported" in found["error"]["message"]
 
 
 # -- the line --------------------------------------------------------------------------------------
