@@ -361,15 +361,21 @@ class FileWeights(Protocol):
         ``operands`` is the number of operands that have channels.
         """
 
-    def add_operand(self, path: str, operand: ChannelOperand) -> None:
+    def add_operand(self, path: str, stamp: FileStamp, operand: ChannelOperand) -> None:
         """Add an operand, so that single tokens multiply only an activation's largest values.
 
         While ``sparse_tokens`` is set, batches of one token take columns from the file at ``path``;
         ``operand.cache`` says which columns stay in memory. Longer batches read the matrices as a
         whole. The operand takes effect with the next batch.
 
+        Args:
+            path: Path of the file, which is opened once.
+            stamp: State of the file when the plugin checked it.
+            operand: The operand to add.
+
         Raises:
             ConfigError: The file's matrices are not the model's.
+            StoreError: The file that was opened has another state than ``stamp``.
             OSError: The file cannot be opened, or memory ran out.
         """
 

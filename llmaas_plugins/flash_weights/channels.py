@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError, TensorInfo
+from llmaas_hooks import ConfigError, FileStamp, StoreError, TensorInfo
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibration
 from llmaas_plugins.flash_weights.channel_header import (
     CHANNEL_FILE,
@@ -92,11 +92,13 @@ class ChannelFile(NamedTuple):
 
     Attributes:
         path: Path of the file.
+        stamp: State of the file when it was read.
         group_layers: Number of layers that share records.
         operands: Channels by layer and family.
     """
 
     path: Path
+    stamp: FileStamp
     group_layers: int
     operands: dict[OperandKey, Channels]
 
@@ -176,7 +178,8 @@ def open_channels(
         except ValueError as error:
             raise file.damaged(error) from error
         found = itertools.chain(*(_read_group(file, group, quantiles) for group in groups))
-        return ChannelFile(path, group_layers, {key_of(one.operand): one for one in found})
+        operands = {key_of(one.operand): one for one in found}
+        return ChannelFile(path, file.stamp, group_layers, operands)
 
 
 @contextlib.contextmanager
@@ -184,9 +187,13 @@ def open_scales(file: ChannelFile) -> Iterator[Callable[[Piece], Scales]]:
     """Open a reader of one matrix's scales at a time, because all scales together are large.
 
     Raises:
-        StoreError: The file is damaged, or later the scales that are read.
+        StoreError: The file was replaced, or it is damaged, or later the scales that are read.
     """
     with ContainerFile(file.path, CHANNEL_FILE) as content:
+        if content.stamp != file.stamp:
+            raise StoreError(
+                f"{file.path} was replaced or changed while it was opened; load the model again."
+            )
         yield functools.partial(_read_scales, content)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -11,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import StoreError
+from llmaas_hooks import FileStamp, StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header, parse_header
@@ -47,7 +46,11 @@ class Kind(NamedTuple):
 
 
 class ContainerFile:
-    """Complete file, open for reading."""
+    """Complete file, open for reading.
+
+    Attributes:
+        stamp: State of the file when it was opened.
+    """
 
     def __init__(self, path: Path, kind: Kind) -> None:
         """Open the file, and check everything except the tensors' bytes.
@@ -108,10 +111,11 @@ class ContainerFile:
 
     def _read_header(self) -> tuple[Header, dict[str, int]]:
         with as_store_error(f"cannot read {self.path}"):
-            status = os.fstat(self._fd)
-            if not stat.S_ISREG(status.st_mode):
+            stamp = FileStamp.of(os.fstat(self._fd))
+            if stamp is None:
                 raise self.damaged("it is not a regular file")
-            content = read_start(self._fd, min(status.st_size, MOST_HEADER_BYTES))
+            self.stamp = stamp
+            content = read_start(self._fd, min(stamp.n_bytes, MOST_HEADER_BYTES))
         try:
             header, sums = parse_header(content)
         except ValueError as error:
@@ -122,8 +126,8 @@ class ContainerFile:
             raise self.damaged(
                 f"it has format {header.fields.get('llmaas.format')}, expected {self._kind.version}"
             )
-        if status.st_size != header.n_bytes:
-            raise self.damaged(f"it has {status.st_size:,} bytes, expected {header.n_bytes:,}")
+        if stamp.n_bytes != header.n_bytes:
+            raise self.damaged(f"it has {stamp.n_bytes:,} bytes, expected {header.n_bytes:,}")
         return header, {part.name: s for part, s in zip(header.parts, sums, strict=True)}
 
 

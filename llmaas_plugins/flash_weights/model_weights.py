@@ -10,8 +10,8 @@ from typing import Self, TypeVar
 import numpy as np
 from gguf import GGUFReader
 
-from llmaas_hooks import StoreError
-from llmaas_plugins.file_bytes import as_store_error
+from llmaas_hooks import FileStamp, StoreError
+from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error
 from llmaas_plugins.flash_weights.container_file import Bytes, read_array
 from llmaas_plugins.model_digest import file_digest
 
@@ -43,14 +43,18 @@ class ModelWeights:
             StoreError: The file cannot be read, or is no GGUF.
         """
         self._path = path
-        self.digest = digest_of(path)
         with as_store_error(f"cannot read {path}"):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
+            self.digest = digest_of(path)
             self._places = {
                 tensor.name: (int(tensor.data_offset), int(tensor.n_bytes))
                 for tensor in GGUFReader(path).tensors
             }
+            self._check()
+        except StoreError:
+            self.close()
+            raise
         except (OSError, ValueError, KeyError, IndexError) as error:
             self.close()
             raise StoreError(f"cannot read {path}: {error}.") from error
@@ -77,8 +81,14 @@ class ModelWeights:
             StoreError: The file was changed meanwhile.
         """
         yield from steps
+        self._check()
         if digest_of(self._path) != self.digest:
             raise StoreError(f"{self._path} was changed while it was read.")
+
+    def _check(self) -> None:
+        """Raise an error if the path names another file than the one that is open."""
+        if FileStamp.at(self._path) != FileStamp.of(os.fstat(self._fd)):
+            raise StoreError(f"{self._path} was replaced while it was read; try again.")
 
     def close(self) -> None:
         """Close the file."""

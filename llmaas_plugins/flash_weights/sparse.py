@@ -58,7 +58,7 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
 
     Raises:
         ConfigError: The file does not suit the model or the configuration.
-        StoreError: The file's scales are damaged.
+        StoreError: The file was replaced, or its scales are damaged.
     """
     if config.cache == "streamed" and file.group_layers > 1:
         raise ConfigError(
@@ -72,7 +72,7 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
             # Build one operand at a time, because the engine copies its scales.
             operand = _operand(channels, read_scales, config)
             operand = replace(operand, predictor=predictors.get(number))
-            weights.add_operand(str(file.path), operand)
+            weights.add_operand(str(file.path), file.stamp, operand)
 
 
 def _predictors(file: ChannelFile) -> dict[int, int]:

@@ -273,11 +273,40 @@ static bool is_sound(const llmaas_operand_spec * spec) {
            (unsigned) spec->cache <= LLMAAS_CHANNELS_RECENT && spec->n_top <= spec->n_channels && is_permutation(spec->order, spec->n_channels);
 }
 
+static int64_t nanoseconds(struct timespec time) {
+    return (int64_t) time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static bool has_stamp(const struct stat * state, const llmaas_file_stamp * stamp) {
+    return state->st_dev == stamp->device && state->st_ino == stamp->inode && (uint64_t) state->st_size == stamp->n_bytes &&
+           nanoseconds(state->st_mtim) == stamp->mtime_ns && nanoseconds(state->st_ctim) == stamp->ctime_ns;
+}
+
+/* Open the file at `path`, which must have this stamp; return its descriptor, or -1 and a status. */
+static int stamped_descriptor(
+    llmaas_weights * weights, const char * path, const llmaas_file_stamp * stamp, llmaas_status * status) {
+    const size_t n_before = weights->n_files;
+    const int    fd       = descriptor(weights, path);
+    for (size_t i = 0; i < weights->n_files; i++) {
+        if (weights->files[i].fd == fd && has_stamp(&weights->files[i].state, stamp)) {
+            return fd;
+        }
+    }
+    *status = fd < 0 ? LLMAAS_EIO : LLMAAS_ESTALE;
+    if (weights->n_files > n_before) { /* it may be opened again later */
+        close(fd);
+        free(weights->files[--weights->n_files].path);
+    }
+    return -1;
+}
+
 static llmaas_status add_operand(
-    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * number) {
-    const int fd = descriptor(weights, path);
+    llmaas_weights * weights, const char * path, const llmaas_file_stamp * stamp, const llmaas_operand_spec * spec,
+    uint32_t * number) {
+    llmaas_status status = LLMAAS_OK;
+    const int     fd     = stamped_descriptor(weights, path, stamp, &status);
     if (fd < 0) {
-        return LLMAAS_EIO;
+        return status;
     }
     llmaas_operand * predictor = spec->predictor >= 0 ? weights->operands[spec->predictor].channels : NULL;
     if (predictor && !llmaas_operand_predicts(predictor, fd, spec)) {
@@ -297,13 +326,14 @@ static llmaas_status add_operand(
 }
 
 llmaas_status llmaas_weights_add_operand(
-    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * number) {
+    llmaas_weights * weights, const char * path, const llmaas_file_stamp * stamp, const llmaas_operand_spec * spec,
+    uint32_t * number) {
     if (!weights->stream || !is_sound(spec)) {
         return LLMAAS_EINVAL;
     }
     llmaas_weights_begin_change(weights);
     const bool          is_known = spec->predictor < 0 || (size_t) spec->predictor < weights->n_operands;
-    const llmaas_status status   = is_known ? add_operand(weights, path, spec, number) : LLMAAS_EINVAL;
+    const llmaas_status status   = is_known ? add_operand(weights, path, stamp, spec, number) : LLMAAS_EINVAL;
     llmaas_weights_end_change(weights);
     return status;
 }

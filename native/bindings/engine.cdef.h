@@ -74,8 +74,13 @@ typedef struct llmaas_operand_spec {
     uint32_t n_top;
     int32_t predictor;
 } llmaas_operand_spec;
+typedef struct llmaas_file_stamp {
+    uint64_t device, inode, n_bytes;
+    int64_t mtime_ns, ctime_ns;
+} llmaas_file_stamp;
 int llmaas_weights_add_operand(
-    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
+    llmaas_weights * weights, const char * path, const llmaas_file_stamp * stamp, const llmaas_operand_spec * spec,
+    uint32_t * operand);
 int llmaas_weights_add_columns(
     llmaas_weights * weights, const char * name, uint32_t operand, uint32_t n_bits, uint64_t offset, uint32_t n_scales,
     const uint16_t * scales, const uint16_t * mins);

@@ -6,6 +6,15 @@
 
 enum { MAX_WIDTH = 1 << 14 };
 
+static llmaas_file_stamp stamp_of(const char * path) {
+    struct stat found;
+    CHECK(stat(path, &found) == 0);
+    return (llmaas_file_stamp) {
+        .device = found.st_dev, .inode = found.st_ino, .n_bytes = (uint64_t) found.st_size,
+        .mtime_ns = (int64_t) found.st_mtim.tv_sec * 1000000000 + found.st_mtim.tv_nsec,
+        .ctime_ns = (int64_t) found.st_ctim.tv_sec * 1000000000 + found.st_ctim.tv_nsec};
+}
+
 static size_t n_bytes_of(const char * path) {
     struct stat found;
     CHECK(stat(path, &found) == 0);
@@ -47,7 +56,11 @@ static void add_operand(model * m, const llmaas_tensor_info * info, llmaas_chann
     const bool is_alike = last.of == m && last.n_channels == n && last.n_bytes == spec.n_bytes;
     spec.predictor = is_alike && cache != LLMAAS_CHANNELS_STREAMED ? (int32_t) last.number : -1;
     uint32_t number;
-    CHECK(llmaas_weights_add_operand(m->weights, m->path, &spec, &number) == LLMAAS_OK);
+    const llmaas_file_stamp stamp = stamp_of(m->path);
+    llmaas_file_stamp       other = stamp;
+    other.ctime_ns++;
+    CHECK(llmaas_weights_add_operand(m->weights, m->path, &other, &spec, &number) == LLMAAS_ESTALE);
+    CHECK(llmaas_weights_add_operand(m->weights, m->path, &stamp, &spec, &number) == LLMAAS_OK);
     last.of         = spec.predictor < 0 ? m : NULL; /* one operand predicts only one other */
     last.n_channels = n;
     last.n_bytes    = spec.n_bytes;

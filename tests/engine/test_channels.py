@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import shutil
 
 import llama_cpp
 import numpy as np
@@ -15,7 +16,14 @@ from masked_llama import MaskedLlama
 from packed_models import pack
 from unreadable import unreadable
 
-from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, WeightClaim
+from llmaas_hooks import (
+    ChannelColumns,
+    ChannelOperand,
+    ConfigError,
+    FileStamp,
+    StoreError,
+    WeightClaim,
+)
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
@@ -102,12 +110,16 @@ def claim_all(path):
     return WeightClaim("|".join(map(re.escape, names)), source="file")
 
 
+def at(file):
+    return str(file.path), file.stamp
+
+
 def attach(plugin, file, kept=1 << 30, **selection):
     for context in plugin.contexts:
         context.sparse_tokens = True
     weights = plugin.contexts[0].file_weights()
     for operand in operands(file, **selection):
-        weights.add_operand(str(file.path), operand)
+        weights.add_operand(*at(file), operand)
     weights.set_memory(kept, ARENA)
     return weights
 
@@ -309,7 +321,7 @@ def test_parts_of_weights_with_channels_are_dense(reference_model, channels, cac
             context.sparse_tokens = True
             weights = context.file_weights()
             for operand in used:
-                weights.add_operand(str(file.path), operand)
+                weights.add_operand(*at(file), operand)
             weights.set_memory(3 << 20, ARENA)
             for level in (0, 1, 0, 1):
                 context.level = level
@@ -374,7 +386,7 @@ def test_channels_that_cannot_be_read_fail_the_batch(reference_model, channels, 
     expected = sparse(reference_model, file, share=0.5)
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
-        attach(plugin, file._replace(path=path), 2 << 20, share=0.5)
+        attach(plugin, file._replace(path=path, stamp=FileStamp.at(path)), 2 << 20, share=0.5)
         with unreadable(path):
             assert decode(ctx, [1], 0) != 0
         assert np.array_equal(one_by_one(ctx), expected)
@@ -399,7 +411,7 @@ def test_operands_that_contradict_themselves_are_refused(reference_model, channe
     with native(plugin=plugin), opened(reference_model):
         weights = plugin.contexts[0].file_weights()
         with pytest.raises(ConfigError, match="does not match this model"):
-            weights.add_operand(str(channels(1).path), operand)
+            weights.add_operand(*at(channels(1)), operand)
 
 
 def test_a_weight_has_one_operand(reference_model, channels):
@@ -407,11 +419,31 @@ def test_a_weight_has_one_operand(reference_model, channels):
     plugin = Claimer(claim_all(reference_model))
     with native(plugin=plugin), opened(reference_model):
         weights = plugin.contexts[0].file_weights()
-        weights.add_operand(str(channels(1).path), operand)
+        weights.add_operand(*at(channels(1)), operand)
         with pytest.raises(ConfigError, match="has another shape"):
-            weights.add_operand(str(channels(1).path), operand)
+            weights.add_operand(*at(channels(1)), operand)
         with pytest.raises(OSError, match="cannot be used"):
-            weights.add_operand("/nowhere/model.channels", operand)
+            weights.add_operand("/nowhere/model.channels", channels(1).stamp, operand)
+
+
+def test_a_file_that_was_replaced_is_not_read(reference_model, channels, tmp_path):
+    """The file that the engine opens must be the one that was checked."""
+    file = channels(1)
+    operand, path = next(operands(file, share=0.5)), str(tmp_path / "its.channels")
+    plugin = Claimer(claim_all(reference_model))
+    with native(plugin=plugin), opened(reference_model):
+        weights = plugin.contexts[0].file_weights()
+        shutil.copy(file.path, path)
+        checked = FileStamp.at(path)
+        shutil.copy(file.path, tmp_path / "other")
+        (tmp_path / "other").replace(path)
+        with pytest.raises(StoreError, match="was replaced or changed while it was opened"):
+            weights.add_operand(path, checked, operand)
+        assert weights.stats()["operands"] == 0
+        weights.add_operand(path, FileStamp.at(path), operand)
+        assert weights.stats()["operands"] == 1
+        with pytest.raises(StoreError, match="was replaced or changed while it was opened"):
+            weights.add_operand(path, checked, operand)
 
 
 WRONG_SCALES = {
@@ -429,9 +461,7 @@ def test_scales_that_do_not_go_with_their_columns_are_refused(reference_model, c
     with native(plugin=plugin), opened(reference_model):
         weights = plugin.contexts[0].file_weights()
         with pytest.raises(ConfigError, match="has another shape"):
-            weights.add_operand(
-                str(channels(1).path), dataclasses.replace(operand, columns=(columns,))
-            )
+            weights.add_operand(*at(channels(1)), dataclasses.replace(operand, columns=(columns,)))
 
 
 @pytest.mark.parametrize("cache", ["recent", "busiest", "streamed"])

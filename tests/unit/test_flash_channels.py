@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import struct
 import weakref
 
@@ -20,7 +21,7 @@ from flash_models import (
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 
-from llmaas_hooks import ConfigError, LlmaasError, ModelLoad, StoreError
+from llmaas_hooks import ConfigError, FileStamp, LlmaasError, ModelLoad, StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.flash_weights import container
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
@@ -198,7 +199,8 @@ def test_scales_are_in_memory_for_one_operand_at_a_time(tmp_path):
     class Copying:
         handed_over = ()
 
-        def add_operand(self, path, operand):
+        def add_operand(self, path, stamp, operand):
+            assert (path, stamp) == (str(file.path), FileStamp.at(file.path))
             assert not any(array() is not None for array in self.handed_over)
             arrays = [each for one in operand.columns for each in (one.scales, one.mins)]
             self.handed_over = [weakref.ref(array) for array in arrays]
@@ -209,6 +211,18 @@ def test_scales_are_in_memory_for_one_operand_at_a_time(tmp_path):
     scales, weights = scales_of(file), Copying()
     add_channels(weights, file, FlashWeightsConfig(mode="sparse"))
     assert len(weights.handed_over) == 2
+
+
+def test_a_file_that_replaces_a_checked_one_is_refused(tmp_path):
+    path, tensors, file = packed(tmp_path, n_layers=1)
+    with open_scales(file):
+        pass
+    shutil.copy(file.path, tmp_path / "other")
+    (tmp_path / "other").replace(file.path)
+    with pytest.raises(StoreError, match="was replaced or changed while it was opened"):
+        add_channels(None, file, FlashWeightsConfig(mode="sparse"))
+    with open_scales(open_channels(file.path, path, tensors)):
+        pass
 
 
 # -- models that have only some of it ------------------------------------------------------------
@@ -318,8 +332,9 @@ def test_damage_in_what_is_read_is_found(sound):
 def test_damage_in_scales_is_found_when_they_are_read(tmp_path, name):
     _, _, file = packed(tmp_path, "Q4_1", n_layers=1)
     flip(file.path, place_of(file, name))
+    damaged = file._replace(stamp=FileStamp.at(file.path))
     with pytest.raises(StoreError, match=f"its {name} differs from what was written"):
-        scales_of(file)
+        scales_of(damaged)
 
 
 def place_of(file, name):

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Type
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins import partial_file
-from llmaas_plugins.flash_weights import container_writer
+from llmaas_plugins.flash_weights import container_writer, model_weights
 from llmaas_plugins.flash_weights.channels import (
     CHANNEL_FILE,
     channel_path,
@@ -305,6 +305,27 @@ def test_a_model_that_changes_meanwhile_is_not_packed(model, how):
     write_model(model, Type.Q4_0, n_layers=2, seed=5)
     with pytest.raises(StoreError, match="was changed while it was read"):
         list(writing)
+    assert not how.place(model).exists()
+
+
+def test_a_model_that_is_replaced_for_a_while_is_not_packed(model, how, monkeypatch):
+    """Even if the digest is the expected one, before and after."""
+    other, aside = model.with_name("other"), model.with_name("aside")
+    write_model(other, Type.Q4_0, n_layers=2, seed=5)
+    digest_of = model_weights.digest_of
+
+    def replaced(path):
+        if aside.exists():
+            aside.replace(path)
+            return digest_of(path)
+        found = digest_of(path)
+        model.replace(aside)
+        other.replace(model)
+        return found
+
+    monkeypatch.setattr(model_weights, "digest_of", replaced)
+    with pytest.raises(StoreError, match="was replaced while it was read; try again"):
+        list(how.write(model))
     assert not how.place(model).exists()
 
 

@@ -133,13 +133,21 @@ typedef struct llmaas_operand_spec {
                                   * none */
 } llmaas_operand_spec;
 
+/* State of a file as stat(2) reports it, with times in nanoseconds. */
+typedef struct llmaas_file_stamp {
+    uint64_t device, inode, n_bytes;
+    int64_t  mtime_ns, ctime_ns;
+} llmaas_file_stamp;
+
 /* Add an operand. From the next graph on, products with one token read only the columns that are used, and keep the
  * most used ones. Products with several tokens are dense: their weights are read for each graph and never kept.
  * *operand: number of the new operand. EINVAL: no weights are in files, or the spec contradicts itself. (Streamed
  * channels must be contiguous and not predicted. Operands with the same predictor need as many channels as it has, in
- * the same order and in the same records of one file.) EIO, ESPACE: as for llmaas_weights_claim_file(). */
+ * the same order and in the same records of one file.) ESTALE: the file did not have this stamp when it was opened.
+ * EIO, ESPACE: as for llmaas_weights_claim_file(). */
 LLMAAS_API llmaas_status llmaas_weights_add_operand(
-    llmaas_weights * weights, const char * path, const llmaas_operand_spec * spec, uint32_t * operand);
+    llmaas_weights * weights, const char * path, const llmaas_file_stamp * stamp, const llmaas_operand_spec * spec,
+    uint32_t * operand);
 
 /* Declare that a loaded weight in a file reads that operand. Its column, n_bits per row, is at `offset` in each
  * channel. scales: F16 [n_channels / 32][n_scales]; n_scales: the weight's rows, rounded up to 128. mins: same shape,

@@ -12,7 +12,14 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, forks
+from llmaas_hooks import (
+    ChannelColumns,
+    ChannelOperand,
+    ConfigError,
+    FileStamp,
+    StoreError,
+    forks,
+)
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.claims import EXTENTS, are_extents, c_extents
 from llmaas_patches.native.library import Library
@@ -21,7 +28,7 @@ from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes,
 __all__ = ["Context"]
 
 _LANDING_FIELDS = 4
-_EINVAL = 1
+_EINVAL, _ESTALE = 1, 7
 _BLOCK_COLUMNS = 32
 _CACHES = ("streamed", "busiest", "recent")
 _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p).value
@@ -137,7 +144,7 @@ class Weights:
             "channel_preloads": stats.n_channel_preloads,
         }
 
-    def add_operand(self, path: str, operand: ChannelOperand) -> None:
+    def add_operand(self, path: str, stamp: FileStamp, operand: ChannelOperand) -> None:
         """Compute products of a one-token activation from channels in a file."""
         ffi, lib = self._library
         order = np.ascontiguousarray(operand.order, dtype=np.uint32)
@@ -150,7 +157,8 @@ class Weights:
         spec.predictor = -1 if operand.predictor is None else operand.predictor
         with self._context._alive():
             table = self._context._table
-            status = lib.llmaas_weights_add_operand(table, os.fsencode(path), spec, number)
+            checked = ffi.new("llmaas_file_stamp *", tuple(stamp))
+            status = lib.llmaas_weights_add_operand(table, os.fsencode(path), checked, spec, number)
             _check_added(status, path, "its layout is inconsistent")
             for columns in operand.columns:
                 status = self._add_columns(number[0], len(order) // _BLOCK_COLUMNS, columns)
@@ -191,6 +199,10 @@ def _halves(ffi: Any, values: NDArray[np.float16]) -> Any:
 def _check_added(status: int, path: str, problem: str) -> None:
     if status == _EINVAL:
         raise ConfigError(f"{path} does not match this model: {problem}.")
+    if status == _ESTALE:
+        raise StoreError(
+            f"{path} was replaced or changed while it was opened; load the model again"
+        )
     if status != 0:
         raise OSError(f"the channels in {path} cannot be used (status {status})")
 
