@@ -1,4 +1,4 @@
-"""Python interface of the C core: KV blobs, chunk codecs, store I/O, budgets, nearest neighbors.
+"""Python interface of the C core: KV blobs, chunk codecs, store I/O, budgets, kNN, signals.
 
 No other package imports the cffi module. Calls release the GIL while they run.
 """
@@ -47,6 +47,7 @@ from .kv import (
     blob_size,
     blob_sort,
 )
+from .signals import exit_on_signal
 from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "chunks_decode_at",
     "chunks_land_at",
     "crc32c",
+    "exit_on_signal",
     "kernels_name",
     "kernels_select",
     "knn_quantize",

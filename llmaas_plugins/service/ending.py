@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from llmaas_plugins._native import exit_on_signal
+
 __all__ = ["Ending"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -57,8 +59,14 @@ class Ending:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the handlers, unless a signal came: then the process must still end in time."""
+        """Restore the handlers, unless a signal came: then the process must still end in time.
+
+        In that case another signal ends the process at once, even while Python is finalized.
+        """
         if self._n_signals:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # finalization leaves only this handler alone
+                exit_on_signal(number, 0 if error is None else 1)
             return
         signal.set_wakeup_fd(-1)
         for number, before in zip(_SIGNALS, self._before, strict=True):

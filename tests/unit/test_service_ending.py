@@ -88,6 +88,49 @@ def test_a_thread_that_hangs_at_the_very_end(start):
     assert process.wait(60) == 1
 
 
+LEAVING = """
+import atexit, os, sys
+from llmaas_plugins.service import ending as module
+module._AT_ONCE_S = 600.0
+
+def reach(moment, write=os.write, read=os.read):
+    write(1, moment.encode() + b"\\n")
+    read(0, 1)
+
+class AtTheVeryEnd:
+    def __del__(self, reach=reach):
+        reach("finalization")
+
+sys.modules["kept"] = AtTheVeryEnd()
+atexit.register(reach, "atexit")
+with module.Ending(0.0) as ending:
+    ending.ask(lambda: os.write(1, b"told\\n"))
+    reach("inside")
+reach("outside")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["inside", "outside", "atexit", "finalization"])
+def test_a_second_signal_at_any_moment_ends_it_with_the_same_status(number, moment):
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for reached in ("inside", "outside", "atexit", "finalization"):
+            assert process.stdout.readline() == f"{reached}\n"
+            if reached == "inside":
+                process.send_signal(number)
+                assert process.stdout.readline() == "told\n"
+            if reached == moment:
+                process.send_signal(number)
+                if moment != "inside":
+                    break  # the process hangs there, and must end nevertheless
+                assert process.stdout.readline() == "told\n"
+            process.stdin.write("x")
+            process.stdin.flush()
+        assert process.wait(60) == 0
+
+
 def test_signals_are_left_as_they_were():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     from llmaas_plugins.service.ending import Ending

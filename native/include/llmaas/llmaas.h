@@ -9,6 +9,7 @@
 #include "llmaas/kernels.h"
 #include "llmaas/knn.h"
 #include "llmaas/kv.h"
+#include "llmaas/signals.h"
 #include "llmaas/store.h"
 
 #endif

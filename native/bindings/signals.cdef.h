@@ -1,0 +1,1 @@
+llmaas_status llmaas_signal_exit(int number, int status);
