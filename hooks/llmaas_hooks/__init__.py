@@ -32,6 +32,7 @@ from llmaas_hooks.errors import (
     PluginError,
     StoreError,
     UnknownPluginError,
+    UnmetBudgetError,
 )
 from llmaas_hooks.manager import HookManager
 from llmaas_hooks.markers import NAME, hookimpl
@@ -100,6 +101,7 @@ __all__ = [
     "TensorInfo",
     "Tokens",
     "UnknownPluginError",
+    "UnmetBudgetError",
     "WeightClaim",
     "common_prefix",
     "hookimpl",

@@ -15,6 +15,7 @@ __all__ = [
     "PluginError",
     "StoreError",
     "UnknownPluginError",
+    "UnmetBudgetError",
 ]
 
 
@@ -68,6 +69,13 @@ class CodecError(LlmaasError, ValueError):
 
 class BudgetError(LlmaasError, MemoryError):
     """A byte budget is too small for the request."""
+
+
+class UnmetBudgetError(BudgetError):
+    """The memory budget that the user set for the process cannot be met.
+
+    It reaches the app whatever ``on_error`` says, because going on would exceed the budget.
+    """
 
 
 class LimitError(LlmaasError, RuntimeError):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pluggy
 
 from llmaas_hooks import specs
-from llmaas_hooks.errors import PluginError
+from llmaas_hooks.errors import PluginError, UnmetBudgetError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
@@ -207,7 +207,7 @@ class HookManager:
 
     def handle(self, error: PluginError) -> None:
         """Raise ``error`` or log it, depending on ``on_error``."""
-        if self._raises:
+        if self._raises or isinstance(error.__cause__, UnmetBudgetError):
             self._failures.count(error)
             raise error
         self._failures.log(error)
@@ -271,7 +271,8 @@ class HookManager:
                 results[implementation.plugin] = implementation(arguments)
             except Exception as error:
                 named = PluginError(implementation.plugin, hook, error)
-                if failed is None and (self._raises if raises is None else raises):
+                is_raised = self._raises or isinstance(error, UnmetBudgetError)
+                if failed is None and (is_raised if raises is None else raises):
                     self._failures.count(named)
                     failed = named
                 else:

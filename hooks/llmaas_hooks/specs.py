@@ -5,7 +5,8 @@ Each docstring says when the hook is called, on which thread, at what cost, and 
 says. The host passes all arguments by name; an implementation may take fewer of them.
 
 ``on_error`` is the setting of the activation: "log" (the default) logs a plugin's error and lets
-the app's call continue; "raise" raises the error to the app.
+the app's call continue; "raise" raises the error to the app. An ``UnmetBudgetError`` is always
+raised to the app.
 """
 
 # mypy: disable-error-code="empty-body"

@@ -199,6 +199,7 @@ class ModelLoad:
             of the files that are there now.
         overrides: Metadata that the app replaces (``kv_overrides``), by key.
         adapters: LoRA files that were loaded for the model, in order.
+        is_claimed: Whether the model was loaded with the weights that plugins claimed.
     """
 
     path: str
@@ -206,6 +207,7 @@ class ModelLoad:
     files: tuple[ModelFile, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
     adapters: list[ModelFile] = field(default_factory=list)
+    is_claimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

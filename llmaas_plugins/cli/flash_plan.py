@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.cli.flash_pack import tensors_of
 from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_plugins.cli.resources import import_server
 from llmaas_plugins.sizes import memory_bytes
 
 if TYPE_CHECKING:
@@ -74,14 +75,16 @@ def plan(args: argparse.Namespace) -> int:
     """Predict the time for a token in each mode, and recommend a mode."""
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
     from llmaas_plugins.flash_weights.planner import check_budget, make_plan
-    from llmaas_plugins.machine import resident_bytes
+    from llmaas_plugins.machine import release_memory, resident_bytes
 
     tensors = tensors_of(args.model)
     source, notes = _source(args.model, tensors)
     group_layers, sparse_note = _group_layers(args.model, tensors)
+    import_server()  # the plan holds for `llmaas serve`
+    release_memory()
     process = resident_bytes()
     sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
-    check_budget(sizes, process, args.memory_budget)  # before the slow measurements
+    check_budget(sizes, process, args.memory_budget, args.context)  # before the slow measurements
     machine = _machine(source, args.seconds, process)
     made = make_plan(sizes, machine, args.memory_budget, args.sparsity)
     if not made.sparse:
@@ -244,7 +247,10 @@ def _text(
         f"{disk.small_depth} short or {disk.large_depth} long reads in flight; channels up to "
         f"{disk.gap_bytes >> 10} KiB apart are best read together"
     )
-    yield f"memory: {machine.bytes_per_s / 1e9:.1f} GB/s with as many threads as Llama uses"
+    yield (
+        f"memory: {machine.bytes_per_s / 1e9:.1f} GB/s with as many threads as Llama uses; "
+        f"`llmaas serve` takes {machine.process // _MIB} MiB before it loads a model"
+    )
     yield ""
     yield from _table(made)
     yield ""

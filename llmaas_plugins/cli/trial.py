@@ -12,6 +12,7 @@ from llmaas_hooks import LlmaasError
 from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.findings import Finding
 from llmaas_plugins.cli.output import size_text
+from llmaas_plugins.cli.resources import import_server
 from llmaas_plugins.gguf_header import read_header
 from llmaas_plugins.machine import available_bytes
 
@@ -69,6 +70,7 @@ def model_findings(model: Path, config: Config) -> list[Finding]:
 def _opened(model: Path, config: Config) -> Iterator[Finding]:
     from llama_cpp import Llama
 
+    import_server()  # memory budgets are checked as for `llmaas serve`
     try:
         with (
             activate(config) as suite,

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmaas_hooks import BudgetError
+from llmaas_hooks import UnmetBudgetError
 
-__all__ = ["SPARE_BYTES", "Needs", "least_of", "require", "shares"]
+__all__ = ["SPARE_BYTES", "Needs", "needed_by", "require", "shares"]
 
 SPARE_BYTES = 6 << 20
 """Reserve for memory that grows beside weights: the app's own objects, the logits of a batch."""
+_NOISE_BYTES = 3 << 20
+"""Largest difference seen between the sizes of a process at the same point of several runs."""
 _MIB = 1 << 20
 _STEPS = 60
 
@@ -34,27 +36,34 @@ class Needs:
     growth: int
 
 
-def least_of(others: int, models: Sequence[Needs]) -> int:
-    """Return the least budget, which has room for no kept weights beyond ``Needs.least``.
-
-    Args:
-        others: Bytes of the process beside streamed weights.
-        models: Needs of all streamed models.
-    """
-    return others + SPARE_BYTES + sum(one.passing + one.least + one.growth for one in models)
+def needed_by(models: Sequence[Needs]) -> int:
+    """Return the bytes that streamed models need if they keep only ``Needs.least``."""
+    return sum(one.passing + one.least + one.growth for one in models)
 
 
-def require(budget: int, least: int) -> None:
+def require(budget: int, process: int, needed: int, n_ctx: int | None = None) -> None:
     """Check that a budget can be met.
 
+    The error names a budget that also works in the next run, where the process may be a little
+    larger.
+
+    Args:
+        budget: Memory of the process with its models.
+        process: Bytes of the process without its models.
+        needed: Bytes that the models need at least, with the reserve.
+        n_ctx: Tokens of the context that ``needed`` is for; None for contexts that exist.
+
     Raises:
-        BudgetError: The budget is below ``least``.
+        UnmetBudgetError: The budget is too small.
     """
-    if budget < least:
-        raise BudgetError(
-            f"a memory_budget of {budget // _MIB} MiB cannot be met; expected "
-            f"{math.ceil(least / _MIB)} MiB or more. A shorter context or a smaller n_batch needs "
-            "less."
+    if budget < process + needed:
+        context = "" if n_ctx is None else f" with a context of {n_ctx} tokens"
+        raise UnmetBudgetError(
+            f"a memory_budget of {budget // _MIB} MiB cannot be met, because this process takes "
+            f"{process // _MIB} MiB and the model needs {math.ceil(needed / _MIB)} MiB beside its "
+            f"weights{context}; expected "
+            f"{math.ceil((process + needed + _NOISE_BYTES) / _MIB)} MiB or more. A shorter context "
+            "or a smaller n_batch needs less."
         )
 
 
@@ -67,9 +76,9 @@ def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
         models: Needs of all streamed models.
 
     Raises:
-        BudgetError: The budget cannot be met.
+        UnmetBudgetError: The budget cannot be met.
     """
-    require(budget, least_of(others, models))
+    require(budget, others, SPARE_BYTES + needed_by(models))
     room = budget - others - SPARE_BYTES - sum(one.passing for one in models)
     # Bisect for the share of its weights that each model keeps, so that growth fits, too.
     low, high = 0.0, 1.0

@@ -155,7 +155,7 @@ def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of 
             from the channels' magnitudes.
 
     Raises:
-        BudgetError: No mode works with this budget.
+        UnmetBudgetError: No mode works with this budget.
     """
     check_budget(sizes, machine.process, budget)
     exact = _exact(sizes, machine, budget)
@@ -174,18 +174,21 @@ def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of 
     return Plan(budget, chosen, exact, sparse, pipeline, search, recommended)
 
 
-def check_budget(sizes: ModelSizes, process: int, budget: int) -> None:
+def check_budget(
+    sizes: ModelSizes, process: int, budget: int, n_ctx: int | None = None
+) -> None:
     """Check that a model runs within a budget in the exact mode, which needs the least memory.
 
     Args:
         sizes: Sizes of the model.
         process: Bytes of a process without the model.
         budget: Memory of the process with the model.
+        n_ctx: Tokens of the context, for the error.
 
     Raises:
-        BudgetError: The budget is too small.
+        UnmetBudgetError: The budget is too small.
     """
-    require(budget, least_budget(sizes, process))
+    require(budget, process, least_budget(sizes, 0), n_ctx)
 
 
 def least_budget(

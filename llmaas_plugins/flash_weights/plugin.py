@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import resource
@@ -25,6 +26,7 @@ from llmaas_hooks import (
     NativeContext,
     Request,
     TensorInfo,
+    UnmetBudgetError,
     WeightClaim,
     hookimpl,
 )
@@ -113,7 +115,7 @@ class FlashWeights:
                 system.
 
         Raises:
-            BudgetError: The budget cannot be met. Nothing was changed.
+            UnmetBudgetError: The budget cannot be met. Nothing was changed.
         """
         self._residency.set_budget(n_bytes)
 
@@ -130,7 +132,8 @@ class FlashWeights:
             return []
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
-        self._prepare(load.path, tensors)
+        with self._advisory():
+            self._prepare(load.path, tensors)
         # The parameters are changed last: after a refusal above, the model may be loaded as the app
         # asked.
         # llama.cpp reads each tensor as a whole here, and direct I/O would take twice the memory
@@ -146,8 +149,9 @@ class FlashWeights:
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Remember the context's model file, and make room for the context."""
         load = self._opened[create.model] = create.load
-        if load is not None and load.path in self._loads:
-            self._reserve(create, self._loads[load.path])
+        if load is not None and load.is_claimed and load.path in self._loads:
+            with self._advisory():
+                self._reserve(create, self._loads[load.path])
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -172,7 +176,7 @@ class FlashWeights:
                 read_size=self._config.read_size or 0,
                 read_gap=self._config.read_gap,
             )
-        with self._residency.lock:
+        with self._residency.lock, self._advisory():
             growth = self._growth.pop(context.model, _Growth(0, 0))
             beside = growth.process - growth.buffers - self._residency.others()
             self._residency.add(context, growth.buffers, max(beside, 0))
@@ -225,28 +229,29 @@ class FlashWeights:
         """Make other models release memory so that a model can be loaded.
 
         Raises:
-            BudgetError: The memory cannot be released. The message gives the least budget with the
-                shortest context.
+            UnmetBudgetError: The memory cannot be released. The message gives the least budget
+                with the shortest context.
         """
         residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
         with residency.lock:
+            gc.collect()
             release_memory()  # memory that checking the files took
             residency.look()
             process = residency.others()
             self._loads[path] = _Loading(tensors, process)
             try:
                 residency.make_room(sizes.resident + sizes.app + sizes.largest)
-            except BudgetError:
+            except UnmetBudgetError:
                 del self._loads[path]
                 found = sizes_of(tensors, metadata_of(Path(path)), _SHORTEST)
-                require(residency.budget, self._least(found, process))
+                require(residency.budget, process, self._needed(found), _SHORTEST)
                 raise
 
     def _reserve(self, create: ContextCreate, loading: _Loading) -> None:
         """Make other contexts release memory for a new one.
 
         Raises:
-            BudgetError: The memory cannot be released.
+            UnmetBudgetError: The memory cannot be released.
         """
         params, residency = create.params, self._residency
         n_ctx = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
@@ -258,7 +263,7 @@ class FlashWeights:
             if create.model in residency:  # its weights already have their memory
                 residency.make_room(sizes.kv + sizes.buffers)
             else:
-                require(residency.budget, self._least(sizes, loading.process))
+                require(residency.budget, loading.process, self._needed(sizes), n_ctx)
                 residency.make_room(sizes.kv)
             own = sizes.kv + sizes.buffers + sizes.resident + sizes.app
             is_new = create.model not in residency
@@ -266,10 +271,20 @@ class FlashWeights:
                 sizes.buffers, loading.process + own if is_new else 0
             )
 
-    def _least(self, sizes: ModelSizes, process: int) -> int:
-        """Return the least budget for one more model beside the current ones."""
+    def _needed(self, sizes: ModelSizes) -> int:
+        """Return the least bytes for one more model and the current ones."""
         keeps = self._config.cache if self._config.mode == "sparse" else None
-        return self._residency.needed() + least_budget(sizes, process, keeps, self._config.arena)
+        return self._residency.needed() + least_budget(sizes, 0, keeps, self._config.arena)
+
+    @contextmanager
+    def _advisory(self) -> Iterator[None]:
+        """Let the app go on after a budget error if the user set no budget."""
+        try:
+            yield
+        except UnmetBudgetError as error:
+            if self._residency.is_set:
+                raise
+            raise BudgetError(str(error)) from error
 
     def _fits(self, model: str, tensors: Mapping[str, TensorInfo]) -> bool:
         n_bytes = sum(info.n_bytes for info in tensors.values())

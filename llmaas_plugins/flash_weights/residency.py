@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmaas_hooks import BudgetError, FileWeights, NativeContext, forks
-from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, least_of, require, shares
+from llmaas_hooks import FileWeights, NativeContext, UnmetBudgetError, forks
+from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, needed_by, require, shares
 from llmaas_plugins.machine import available_bytes, resident_bytes
 
 __all__ = ["Residency"]
@@ -104,16 +104,21 @@ class Residency:
         """Bytes of memory that the process may use."""
         return self._bytes_of(self._budget)
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the user set the budget; otherwise it follows the system."""
+        return self._budget is not None
+
     def set_budget(self, n_bytes: int | None) -> None:
         """Change the memory budget; excess memory is released before this method returns.
 
         Raises:
-            BudgetError: The budget cannot be met. Nothing was changed.
+            UnmetBudgetError: The budget cannot be met. Nothing was changed.
         """
         with self.lock:
             self.look()
             if self._models:
-                require(self._bytes_of(n_bytes), self.least())
+                require(self._bytes_of(n_bytes), self.others(), SPARE_BYTES + self.needed())
             self._budget = n_bytes
             self.share(waits=True)
 
@@ -131,7 +136,7 @@ class Residency:
             beside: Other bytes that the context will take.
 
         Raises:
-            BudgetError: The budget cannot be met.
+            UnmetBudgetError: The budget cannot be met.
         """
         with self.lock:
             model = self._models.setdefault(context.model, _Model())
@@ -177,16 +182,12 @@ class Residency:
                     self._share_or_tell()
 
     def needed(self) -> int:
-        """Return the bytes that the models need beside everything else."""
-        return self.least() - self.others() - SPARE_BYTES
+        """Return the least bytes that the current models need."""
+        return needed_by(self._needs(list(self._models.values())))
 
     def others(self) -> int:
         """Return the bytes of the process beside streamed weights."""
         return resident_bytes() - sum(model.held for model in self._models.values())
-
-    def least(self) -> int:
-        """Return the least budget of the current models."""
-        return least_of(self.others(), self._needs(list(self._models.values())))
 
     def make_room(self, n_bytes: int) -> None:
         """Release kept weights before something else takes ``n_bytes`` of memory."""
@@ -202,7 +203,7 @@ class Residency:
             waits: Whether to wait until models that are computing have released memory.
 
         Raises:
-            BudgetError: The budget cannot be met.
+            UnmetBudgetError: The budget cannot be met.
         """
         models = list(self._models.values())
         found = shares(self.budget, self.others() + n_more, self._needs(models))
@@ -243,7 +244,7 @@ class Residency:
         """Share the budget; if it cannot be met, keep no weights and log that once."""
         try:
             self.share()
-        except BudgetError as error:
+        except UnmetBudgetError as error:
             for model in list(self._models.values()):
                 self._apply(model, 0, waits=False)
             self._looked_at = time.monotonic()

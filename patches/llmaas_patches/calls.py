@@ -75,7 +75,10 @@ def _load(
         else:
             model = host.native.load(load, files or split_paths(path), original)
     if model is not None:
-        host.loads[int(model)] = model_load(load, int(model), is_listed=files is not None)
+        is_claimed = host.native is not None and host.native.has_claims(int(model))
+        host.loads[int(model)] = model_load(
+            load, int(model), is_listed=files is not None, is_claimed=is_claimed
+        )
     return model
 
 

@@ -51,7 +51,9 @@ def replaced(files: Iterable[ModelFile]) -> str | None:
     return next((file.path for file in files if file.stamp != FileStamp.at(file.path)), None)
 
 
-def model_load(load: ModelLoad, model: int, *, is_listed: bool) -> ModelLoad:
+def model_load(
+    load: ModelLoad, model: int, *, is_listed: bool, is_claimed: bool
+) -> ModelLoad:
     """Return a record of how a model was opened.
 
     Args:
@@ -60,10 +62,12 @@ def model_load(load: ModelLoad, model: int, *, is_listed: bool) -> ModelLoad:
         model: Address of the model.
         is_listed: Whether the app named every file. If not, the metadata tells whether a file that
             is named like a split really is one.
+        is_claimed: Whether the model was loaded with the weights that plugins claimed.
     """
     files = load.files if is_listed else load.files[: _n_splits(model)]
     params = type(load.params).from_buffer_copy(load.params)
-    return ModelLoad(load.path, params, _look_again(files), _overrides(load.params))
+    overrides = _overrides(load.params)
+    return ModelLoad(load.path, params, _look_again(files), overrides, is_claimed=is_claimed)
 
 
 def wrap_load_adapter(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 import pytest
@@ -103,7 +104,7 @@ flash.set_memory_budget(least + 2 * MIB)
 print(json.dumps([message, before, least, expected, tokens(llama), resident_bytes()]))
 """
     message, before, least, expected, found, resident = run(model, script)
-    assert message.startswith("a memory_budget of 10 MiB cannot be met; expected ")
+    assert message.startswith("a memory_budget of 10 MiB cannot be met, because this ")
     assert before > least
     assert found == expected
     assert resident <= least + 2 * MIB
@@ -145,6 +146,33 @@ except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
     assert "BudgetError: a memory_budget of 30 MiB cannot be met" in run(model, script)
+
+
+LEAST = """
+import re
+from llama_cpp import Llama
+from llmaas_plugins import activate
+
+with activate({{"plugins": {{"flash_weights": {{"memory_budget": {budget} * MIB}}}}}}):
+    try:
+        Llama(path, n_ctx=2048, verbose=False).close()
+    except Exception as error:
+        found = [type(error.__cause__).__name__, str(error)]
+    else:
+        found = None
+print(json.dumps(found))
+"""
+
+
+def test_a_refusal_names_a_budget_that_works_even_if_errors_are_only_logged(model):
+    """The loading refuses for a short context, and the context's creation for the app's own."""
+    budget, contexts = 30, []
+    while (found := run(model, LEAST.format(budget=budget))) is not None:
+        kind, message = found
+        assert kind == "UnmetBudgetError"
+        contexts.append(int(re.search(r"with a context of (\d+) tokens", message)[1]))
+        budget = int(re.search(r"expected (\d+) MiB", message)[1])
+    assert contexts == [512, 2048]
 
 
 def test_a_model_that_fits_is_left_alone(model):

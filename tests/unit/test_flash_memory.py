@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmaas_hooks import BudgetError
-from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, least_of, shares
+from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, needed_by, shares
 
 MIB = 1 << 20
 
@@ -46,12 +46,13 @@ def test_experts_and_batches_have_room_in_any_case():
 
 def test_a_budget_that_cannot_be_met_is_refused_with_the_least():
     models = needs(1000, least=10, growth=20), needs(1000)
-    least = least_of(100 * MIB, models)
-    assert least == (100 + 16 + 30) * MIB + SPARE_BYTES
+    assert needed_by(models) == (16 + 30) * MIB
+    least = 100 * MIB + needed_by(models) + SPARE_BYTES
     assert [n // MIB for n in shares(least, 100 * MIB, models)] == [30, 0]
     with pytest.raises(BudgetError) as caught:
         shares(least - 1, 100 * MIB, models)
-    assert int(re.search(r"expected (\d+) MiB", str(caught.value))[1]) == -(-least // MIB)
+    named = int(re.search(r"expected (\d+) MiB", str(caught.value))[1]) * MIB
+    assert least <= named <= least + 4 * MIB  # a little more, so that it works in every run
     assert "\n" not in str(caught.value)
 
 
@@ -63,7 +64,7 @@ def test_the_budget_holds_whatever_the_models_are():
             for _ in range(rng.integers(1, 5))
         ]
         others = int(rng.integers(1 << 28))
-        least = least_of(others, models)
+        least = others + needed_by(models) + SPARE_BYTES
         budget = least + int(rng.integers(0, 1 << 31))
         found = shares(budget, others, models)
         room = budget - others - SPARE_BYTES - sum(one.passing for one in models)

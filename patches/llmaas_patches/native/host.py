@@ -137,6 +137,10 @@ class NativeHost:
         self._hooks.handle(problem)
         return self._loading(self._ffi.NULL, lambda: original(own))
 
+    def has_claims(self, model: int) -> bool:
+        """Return whether a model was loaded with the weights that plugins claimed."""
+        return model in self._models
+
     def forget_model(self, model: int) -> None:
         """Drop the record of a model that is about to be freed."""
         self._models.pop(model, None)
