@@ -174,9 +174,7 @@ def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of 
     return Plan(budget, chosen, exact, sparse, pipeline, search, recommended)
 
 
-def check_budget(
-    sizes: ModelSizes, process: int, budget: int, n_ctx: int | None = None
-) -> None:
+def check_budget(sizes: ModelSizes, process: int, budget: int, n_ctx: int | None = None) -> None:
     """Check that a model runs within a budget in the exact mode, which needs the least memory.
 
     Args:

@@ -51,9 +51,7 @@ def replaced(files: Iterable[ModelFile]) -> str | None:
     return next((file.path for file in files if file.stamp != FileStamp.at(file.path)), None)
 
 
-def model_load(
-    load: ModelLoad, model: int, *, is_listed: bool, is_claimed: bool
-) -> ModelLoad:
+def model_load(load: ModelLoad, model: int, *, is_listed: bool, is_claimed: bool) -> ModelLoad:
     """Return a record of how a model was opened.
 
     Args:
