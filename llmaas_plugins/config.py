@@ -51,6 +51,20 @@ _NAMES = {
     "allowed_origins": (re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*]+"), "https://example.org"),
 }
 
+_PLAIN = {
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "greater_than": "expected more than {gt}",
+    "greater_than_equal": "expected at least {ge}",
+    "int_parsing": "expected an integer",
+    "int_type": "expected an integer",
+    "less_than_equal": "expected at most {le}",
+    "literal_error": "expected {expected}",
+}
+"""Messages by pydantic's type of error; for other types, pydantic's own."""
+
 
 class ServiceConfig(BaseModel):
     """Table ``[service]`` of ``llmaas.toml``."""
@@ -228,7 +242,7 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
         file = _File.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin, _File)) from error
-    service = _placed("service", file.service)
+    service = _placed("service", file.service, dict(raw.get("service", {})))
     plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
@@ -250,18 +264,25 @@ def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseMode
         first = error.errors()[0]["loc"]
         origin = table.origins.get(str(first[0]), "code") if first else "code"
         raise ConfigError(_explain(error, f"plugins.{name} ({origin})", model)) from error
-    return _placed(f"plugins.{name}", settings)
+    return _placed(f"plugins.{name}", settings, table.values)
 
 
-def _placed(where: str, settings: _Settings) -> _Settings:
+def _placed(where: str, settings: _Settings, raw: Mapping[str, Any]) -> _Settings:
     """Return settings with absolute paths, because an app may change its working directory.
 
     Raises:
-        ConfigError: A path is ``~user`` of an unknown user; using it would fail only later.
+        ConfigError: A path is empty, contains NUL, or is ``~user`` of an unknown user. Using it
+            would fail only later, or would mean the current folder.
     """
     placed: dict[str, Path] = {}
     for key, value in settings:
         if isinstance(value, Path):
+            if raw.get(key) == "":
+                raise ConfigError(f'{where}.{key} is empty, expected a path; "." is this folder')
+            if "\0" in str(value):
+                raise ConfigError(
+                    f"{where}.{key}: expected a path without NUL, found {str(value)!r}"
+                )
             try:
                 is_absolute = value.expanduser().is_absolute()
             except RuntimeError as error:
@@ -333,5 +354,7 @@ def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
             lines.append(f"unknown key {key!r}.{hint} Known: {', '.join(known)}")
         else:
             found = cast("object", item["input"])
-            lines.append(f"{key}: {item['msg']}, found {found!r}")
+            plain = _PLAIN.get(item["type"])
+            message = plain.format(**item.get("ctx", {})) if plain else item["msg"]
+            lines.append(f"{key}: {message}, found {found!r}")
     return f"{where}: " + "; ".join(lines)

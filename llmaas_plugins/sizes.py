@@ -29,6 +29,7 @@ _SIZE = re.compile(
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,20})?)\s*%", re.ASCII)
 _POWERS = "kmgtp"
 _MOST = (1 << 63) - 1
+_LEAST_MEMORY = 1 << 20
 _NO_SIZE = "expected a size such as 3 GiB"
 _NO_SHARE = "expected a size such as 3 GiB, or a share such as 60%"
 
@@ -80,6 +81,14 @@ def _size_beside_share(value: Any) -> int:
         raise ValueError(_NO_SHARE) from error
 
 
+def _memory_budget(value: Any) -> int:
+    """Return the bytes of a memory budget; fewer than 1 MiB are a forgotten unit."""
+    n_bytes = memory_bytes(value)
+    if n_bytes < _LEAST_MEMORY:
+        raise ValueError("expected at least 1 MiB; write the unit, as in 600 MiB")
+    return n_bytes
+
+
 def _disk_bytes(value: Any, info: ValidationInfo) -> int:
     """Return bytes; a share refers to the file system under the ``store`` of the same table."""
     share = _share(value)
@@ -109,9 +118,9 @@ Size = Annotated[ByteSize, _checked(size_bytes)]
 """Setting in bytes."""
 OptionalSize = Annotated[ByteSize | None, _checked(size_bytes)]
 """Setting in bytes, or None."""
-MemorySize = Annotated[ByteSize, _checked(memory_bytes)]
-"""Setting in bytes, or as a share of the memory."""
-OptionalMemorySize = Annotated[ByteSize | None, _checked(memory_bytes)]
-"""Setting in bytes, or as a share of the memory, or None."""
+MemorySize = Annotated[ByteSize, _checked(_memory_budget)]
+"""Setting in bytes, at least 1 MiB, or as a share of the memory."""
+OptionalMemorySize = Annotated[ByteSize | None, _checked(_memory_budget)]
+"""Setting in bytes, at least 1 MiB, or as a share of the memory, or None."""
 DiskSize = Annotated[ByteSize, _checked(_disk_bytes)]
 """Setting in bytes, or as a share of the file system under the preceding field ``store``."""

@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 import zipfile
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -125,7 +125,18 @@ class _Script:
         if not self._path.exists():
             raise ConfigError(f"no such script: {argv[0]}. For a module, use `llmaas run -m`.")
         self._is_source = self._path.is_file() and not _is_compiled(self._path)
+        self._refuse_no_script(argv[0])
         _set_process(argv, self._path.resolve().parent if self._is_source else None)
+
+    def _refuse_no_script(self, name: str) -> None:
+        try:
+            if self._is_source and b"\0" in self._path.read_bytes():
+                raise ConfigError(f"{name} is a binary file, expected a Python script.")
+        except OSError as error:
+            raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+        is_package = self._path.is_dir() or zipfile.is_zipfile(self._path)
+        if is_package and PathFinder.find_spec("__main__", [str(self._path)]) is None:
+            raise ConfigError(f"{name} has no __main__.py. Name the script to run.")
 
     def execute(self) -> None:
         if not self._is_source:

@@ -37,7 +37,6 @@ class KVChunksConfig(BaseModel):
     )
     ram_budget: MemorySize = Field(
         default=ByteSize(256 << 20),
-        ge=1 << 20,
         description="Bytes for all contexts but the running one: encoded chunks in RAM, transfer "
         "buffers and parked cells.",
     )

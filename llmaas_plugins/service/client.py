@@ -34,6 +34,7 @@ class LLMClient:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "unix"):
             raise ConfigError(f"address must be http://host:port or unix:/path, found {address!r}")
+        self._address = address
         self._parts = parts
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -86,6 +87,11 @@ class LLMClient:
             with _broken_off():
                 connection.request(method, f"/v1/llmaas{path}", data, self._headers)
                 response = connection.getresponse()  # the response owns the socket from here on
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            connection.close()
+            raise type(error)(
+                f"no service listens at {self._address}. Start one with `llmaas serve`."
+            ) from error
         except BaseException:
             connection.close()
             raise

@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and log the addresses once they can be reached."""
         await super().startup(sockets)
-        places = ", ".join(str(listener.getsockname()) for listener in sockets or ())
+        places = ", ".join(_address(found, is_tls=self.config.is_ssl) for found in sockets or ())
         logging.getLogger("uvicorn.error").info("Listening on %s", places)
 
     def handle_exit(self, *_: object) -> None:
@@ -186,6 +186,15 @@ class Server(uvicorn.Server):
         if self._n_signals > 1 or self._ticks_left < 0:
             self._line.end_running()
         return not len(self._line)
+
+
+def _address(listener: socket.socket, *, is_tls: bool) -> str:
+    """Return the address of a listening socket, in the form that clients take."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if listener.family == socket.AF_INET6 else host
+    return f"{'https' if is_tls else 'http'}://{host}:{port}"
 
 
 def _too_many(most: int) -> bytes:

@@ -166,6 +166,10 @@ class Context:
     id: str
     app: App
 
+    def __repr__(self) -> str:
+        """Return the context's names, without the service's settings and tables."""
+        return f"Context({self.id!r}, app={self.app.name!r})"
+
     def call(self, prompt: str, *, level: LevelArgument = None, **sampling: Any) -> Reply:
         """Append ``prompt`` as a user turn and generate the reply.
 

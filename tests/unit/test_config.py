@@ -140,7 +140,7 @@ def test_enabled_by_variable(path, value, enabled):
         ({"plugin": {}}, "unknown key 'plugin'. Did you mean 'plugins'?"),
         ({"on_error": "explode"}, "code: on_error: "),
         ({"service": {"max_queu": 1}}, "unknown key 'service.max_queu'. Did you mean 'max_queue'?"),
-        ({"service": {"max_queue": 0}}, "service.max_queue: Input should be greater"),
+        ({"service": {"max_queue": 0}}, "service.max_queue: expected at least 1, found 0"),
         ({"plugins": {"kv": 3}}, "plugins.kv: "),
         ({"plugins": {"kv": {"enabled": "yes"}}}, "true or false, found 'yes' (code)"),
     ],
@@ -235,3 +235,24 @@ def test_names_of_the_service_and_of_pages():
     found = load_config({"service": {"allowed_hosts": hosts, "allowed_origins": origins}}, {})
     assert found.service.allowed_hosts == tuple(name.lower() for name in hosts)
     assert found.service.allowed_origins == tuple(name.lower() for name in origins)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", 'is empty, expected a path; "." is this folder'),
+        ("a\0b", "expected a path without NUL, found 'a\\x00b'"),
+    ],
+)
+def test_a_path_that_names_nothing_is_refused(value, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"service": {"state_dir": value}}, {})
+    assert str(caught.value).startswith("service.state_dir")
+    assert str(caught.value).endswith(message)
+    table = PluginTable(True, {"store": value}, {"store": "env"})
+    with pytest.raises(ConfigError) as caught:
+        validated("kv", Settings, table)
+    assert str(caught.value).startswith("plugins.kv.store")
+    assert str(caught.value).endswith(message)
+    here = PluginTable(True, {"store": "."}, {})
+    assert validated("kv", Settings, here).store == Path.cwd()

@@ -37,20 +37,20 @@ def test_shares_are_from_0_to_1(name):
 def test_as_many_neighbors_as_a_scan_can_return_for_each_other():
     most = KNN_MAX_BEST // 16
     assert configured({"k": most}).k == most
-    with pytest.raises(ConfigError, match=f"k: .*less than or equal to {most}.*found {most + 1}"):
+    with pytest.raises(ConfigError, match=f"k: .*expected at most {most}.*found {most + 1}"):
         configured({"k": most + 1})
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"k": 0}, "k: .*greater than or equal to 1"),
+        ({"k": 0}, "k: .*expected at least 1"),
         ({"size": 0}, "size: .*found 0"),
         ({"dims": 0}, "dims: .*found 0"),
         ({"dims": "many"}, "dims: .*found 'many'"),
         ({"index": "guess"}, "index: .*found 'guess'"),
         ({"key": "attention"}, "key: .*'ffn_input' or 'final_norm'.*found 'attention'"),
-        ({"idle_s": 0}, "idle_s: .*greater than 0"),
+        ({"idle_s": 0}, "idle_s: .*expected more than 0"),
         ({"learn": "sometimes"}, "learn: .*found 'sometimes'"),
         ({"store": 7}, "store: .*found 7"),
     ],

@@ -51,7 +51,7 @@ def test_disk_may_be_switched_off():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"ram_budget": "1023 KiB"}, "ram_budget: .*greater than or equal to 1048576"),
+        ({"ram_budget": "1023 KiB"}, "ram_budget: expected at least 1 MiB"),
         ({"ram_budget": "lots"}, "ram_budget: .*found 'lots'"),
         ({"ram_budget": "5 parsecs"}, "ram_budget: .*found '5 parsecs'"),
         ({"disk_budget": -1}, "disk_budget: .*found -1"),
@@ -62,12 +62,12 @@ def test_disk_may_be_switched_off():
         ),
         ({"levels": [4, 4]}, "levels: .*must be in descending order"),
         ({"levels": []}, "levels: .*at least 1 item"),
-        ({"levels": [16, 8]}, "levels.*less than or equal to 8"),
-        ({"ratio_global": 0}, "ratio_global: .*greater than 0"),
-        ({"ratio_global": 1.5}, "ratio_global: .*less than or equal to 1"),
+        ({"levels": [16, 8]}, "levels.*expected at most 8"),
+        ({"ratio_global": 0}, "ratio_global: .*expected more than 0"),
+        ({"ratio_global": 1.5}, "ratio_global: .*expected at most 1"),
         ({"eviction": "fifo"}, "eviction: .*'lctru' or 'lru'"),
         ({"write_budget": -1}, "write_budget: .*found -1"),
-        ({"parked_tokens": (1 << 32) - 512}, "parked_tokens: .*less than or equal to 16777216"),
+        ({"parked_tokens": (1 << 32) - 512}, "parked_tokens: .*expected at most 16777216"),
         ({"store": 7}, "store: .*found 7"),
     ],
 )

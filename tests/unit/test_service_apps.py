@@ -48,6 +48,11 @@ def test_new_context_keeps_the_system_prompt(service):
     assert record.created == pytest.approx(record.used)
 
 
+def test_a_context_is_printed_by_its_names(service):
+    context = service.bind("mail").new_context("Be brief.")
+    assert repr(context) == f"Context({context.id!r}, app='mail')"
+
+
 def test_most_contexts_of_an_app(service):
     app = service.bind("mail")
     first, _ = app.new_context(), app.new_context()

@@ -10,6 +10,7 @@ import stat
 import pytest
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.service.client import LLMClient
 from llmaas_plugins.service.listening import (
     check_certificate,
     listening_on,
@@ -106,3 +107,34 @@ def test_certificates(tmp_path):
             check_certificate(key, str(tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match="--ssl_certfile"):
         check_certificate(os.devnull, None)
+
+
+def test_addresses_are_in_the_form_that_clients_take(tmp_path):
+    pytest.importorskip("uvicorn")
+    from llmaas_plugins.service.server import _address
+
+    with listening_on_port("127.0.0.1", 0) as (listener,):
+        port = listener.getsockname()[1]
+        assert _address(listener, is_tls=False) == f"http://127.0.0.1:{port}"
+        assert _address(listener, is_tls=True) == f"https://127.0.0.1:{port}"
+    tmp_path.chmod(0o700)
+    with listening_on(tmp_path / "s") as (listener,):
+        assert _address(listener, is_tls=False) == f"unix:{tmp_path / 's'}"
+
+
+@pytest.mark.parametrize("kind", ["http", "unix"])
+def test_a_client_without_a_service_names_the_next_step(tmp_path, kind):
+    address = f"unix:{tmp_path / 's'}"
+    if kind == "http":
+        with socket.socket() as taken:  # bound, but not listening
+            taken.bind(("127.0.0.1", 0))
+            address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+            _no_service(address)
+    else:
+        _no_service(address)
+
+
+def _no_service(address):
+    with pytest.raises(OSError, match="Start one with `llmaas serve`") as caught:
+        LLMClient(address).status()
+    assert str(caught.value).startswith(f"no service listens at {address}.")

@@ -70,6 +70,21 @@ def test_every_setting_refuses_rubbish_in_one_line(name, key, value):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [0, 3, "600", "1023 KiB"])
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        (FlashWeightsConfig, "memory_budget"),
+        (KVChunksConfig, "ram_budget"),
+    ],
+)
+def test_a_memory_budget_without_its_unit_is_refused(model, key, value):
+    table = load_config({"plugins": {"some": {key: value}}}, {}).plugins["some"]
+    with pytest.raises(ConfigError, match=r"at least 1 MiB; write the unit, as in 600 MiB, found"):
+        validated("some", model, table)
+    assert getattr(model(**{key: "1 MiB"}), key) == 1 << 20
+
+
 def test_options_and_the_service_do_too(capsys):
     with pytest.raises(ConfigError, match=r"max_body_bytes: expected a size"):
         load_config({"service": {"max_body_bytes": "1 MiBB"}}, {})
