@@ -53,8 +53,8 @@ class KVChunksConfig(BaseModel):
     )
     disk_budget: DiskSize = Field(
         default=ByteSize(4 << 30),
-        description="Bytes for the slab file; 0 stores nothing on disk, and deletes what earlier "
-        "runs left in `store` unless another process uses it.",
+        description="Bytes for the slab file; 0 stores nothing on disk. The files of earlier "
+        "runs stay in `store`.",
     )
     write_budget: OptionalSize = Field(
         default=None,

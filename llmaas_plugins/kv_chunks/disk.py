@@ -12,9 +12,8 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import CHUNK_BITS
-from llmaas_plugins.file_bytes import sync_directory
 from llmaas_plugins.kv_chunks.allowance import Allowance
-from llmaas_plugins.kv_chunks.files import FILES, INDEX, LOCK, NAMES, SLAB, UNUSABLE
+from llmaas_plugins.kv_chunks.files import FILES, INDEX, LOCK, SLAB, UNUSABLE
 from llmaas_plugins.kv_chunks.formats import check_format, pack_header
 from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
@@ -22,7 +21,7 @@ from llmaas_plugins.kv_chunks.tiers import DiskTier
 from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
 from llmaas_plugins.store_lock import lock, unlock
 
-__all__ = ["DiskStore", "delete_store", "is_sound"]
+__all__ = ["DiskStore", "is_sound"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 _abandoned: list[ChunkIndex] = []
@@ -170,31 +169,6 @@ class DiskStore:
         for suffix in ("-wal", "-shm", "-journal"):  # or SQLite would apply them to the new index
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         path.replace(self.directory / UNUSABLE)
-
-
-def delete_store(directory: Path) -> bool:
-    """Delete a store's files, if there is a store; return whether there was one.
-
-    Raises:
-        StoreError: Another process uses the store, it has another format, or the disk failed.
-    """
-    directory = directory.expanduser()
-    if not FILES.is_regular(directory / SLAB):
-        return False
-    locked = lock(directory / LOCK, FILES)
-    try:
-        check_format(directory)
-        for name in sorted(NAMES - {LOCK, SLAB}):
-            (directory / name).unlink(missing_ok=True)
-        (directory / SLAB).unlink()  # last, so that a later call completes one that was killed
-        sync_directory(directory)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"cannot delete KV store {directory}: {error}") from error
-    finally:
-        unlock(locked)
-    return True
 
 
 def is_sound(row: ChunkRow, file_bytes: int) -> bool:

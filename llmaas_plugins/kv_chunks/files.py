@@ -8,16 +8,16 @@ from pathlib import Path
 from llmaas_hooks import StoreError
 from llmaas_plugins.private_files import PrivateFiles
 
-__all__ = ["FILES", "INDEX", "LOCK", "NAMES", "SLAB", "UNUSABLE", "require_store"]
+__all__ = ["FILES", "INDEX", "LOCK", "SLAB", "UNUSABLE", "require_store"]
 
 LOCK = "lock"
 INDEX = "index.sqlite"
 SLAB = "chunks.slab"
 UNUSABLE = "index.sqlite.unusable"
-NAMES = frozenset(
+_NAMES = frozenset(
     {LOCK, SLAB, UNUSABLE, *(INDEX + suffix for suffix in ("", "-wal", "-shm", "-journal"))}
 )
-FILES = PrivateFiles("KV store", "plugins.kv_chunks.store", NAMES.__contains__)
+FILES = PrivateFiles("KV store", "plugins.kv_chunks.store", _NAMES.__contains__)
 
 
 def require_store(directory: Path) -> None:

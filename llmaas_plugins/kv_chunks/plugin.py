@@ -31,7 +31,8 @@ from llmaas_hooks import (
 from llmaas_plugins._native import Budget, Codec
 from llmaas_plugins.kv_chunks.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.disk import DiskStore, delete_store
+from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.files import SLAB
 from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.levels import Levels
 from llmaas_plugins.kv_chunks.parking import Parking
@@ -260,7 +261,7 @@ class KVChunks:
         if config.disk_budget:
             disk = DiskStore(config.store, int(config.disk_budget))
         else:
-            _delete_older(config.store)
+            _name_older(config.store.expanduser() / SLAB)
         return ChunkStore(
             Budget(int(config.ram_budget)),
             disk,
@@ -384,13 +385,14 @@ class KVChunks:
             _log.warning("kv_chunks does not serve a context: %s", named)
 
 
-def _delete_older(directory: Path) -> None:
-    """Delete the store that an earlier run left, because nothing is to be on disk."""
-    try:
-        if delete_store(directory):
-            _log.warning("disk_budget is 0: the contexts stored in %s were deleted", directory)
-    except StoreError as error:
-        _log.warning("disk_budget is 0, but an earlier run's contexts stay on disk: %s", error)
+def _name_older(slab: Path) -> None:
+    """Log that an earlier run's contexts are still on disk; another app may need them."""
+    if slab.exists():
+        _log.warning(
+            "disk_budget is 0, but %s still holds contexts of earlier runs. Delete this folder if "
+            "no app needs them.",
+            slab.parent,
+        )
 
 
 def _bent(engine: Engine) -> str | None:
