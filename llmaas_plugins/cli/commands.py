@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmaas_hooks import LlmaasError
+from llmaas_hooks.discovery import suggest
 from llmaas_plugins import __version__
 from llmaas_plugins.cli.output import one_line
 
@@ -43,7 +45,9 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser whose error messages fit in one line, whatever was typed."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message in one line, and exit."""
+        """Print the message in one line, with the nearest choice for a mistyped one, and exit."""
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message += "." + suggest(found[1], re.findall(r"[\w-]+", found[2]))
         super().error(one_line(message))
 
 

@@ -197,6 +197,7 @@ def test_plugins_are_shut_down_also_after_a_failure(llmaas, folder):
     ("args", "message"),
     [
         (("run", "nope.py"), "no such script: nope.py. For a module, use `llmaas run -m`."),
+        (("serv",), "Did you mean 'serve'?"),
         (("run", "."), ". has no __main__.py. Name the script to run."),
         (("run", sys.executable), "is a binary file, expected a Python script."),
         (("run", "-m", "nope_nope"), "no module named 'nope_nope'"),
