@@ -6,7 +6,7 @@ NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_na
 
 .PHONY: demo test soak sanitized peer-tests compat lint native-test releases canary tsan bench setup clean
 
-demo: setup
+demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
 
 # OMP_WAIT_POLICY: the tests have many small engines, whose waiting threads must sleep instead of spinning.
@@ -76,7 +76,7 @@ lint: setup $(VENV)/.clients
 bench: setup
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed $(VENV)/.eval
 
 # This compiles llama-cpp-python for about five minutes on two cores; everything else takes seconds.
 $(VENV)/.requirements: requirements-dev.txt
@@ -92,6 +92,11 @@ $(VENV)/.clients: requirements-clients.txt $(VENV)/.requirements
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml CMakeLists.txt $(NATIVE)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# llmaas_eval is a project of its own, so that no user installs it.
+$(VENV)/.eval: $(VENV)/.requirements eval/pyproject.toml
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e ./eval
 	touch $@
 
 clean:

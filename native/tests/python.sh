@@ -16,7 +16,7 @@ fi
 purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
 "$python" -m venv --without-pip "$build/venv"
 site=$("$build/venv/bin/python" -c "$purelib")
-"$python" -c "$purelib" >"$site/packages.pth"
+{ "$python" -c "$purelib"; echo "$root/eval"; } >"$site/packages.pth"
 CC=$compiler "$python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
     --target "$site" -C cmake.define.LLMAAS_SANITIZE=ON -C cmake.build-type=Debug -C build-dir="$build/cmake" "$root"
 cd "$root"
