@@ -8,14 +8,16 @@ held it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Forked", "lock", "watch"]
+__all__ = ["Forked", "lock", "postponed", "watch"]
 
 
 class Forked:
@@ -55,6 +57,36 @@ def lock() -> Any:
     return made
 
 
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Let forks on other threads wait for the end of the block.
+
+    Objects that the block adds by ``watch`` are then notified. The block must not wait for a thread
+    that may fork.
+    """
+    _register()
+    with _postponing.lock:
+        yield
+
+
+class _Postponing(Forked):
+    """Lock that blocks hold while forks wait for them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        _locks.add(self.lock)
+
+    def before_fork(self) -> None:
+        self.lock.acquire()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        del in_child
+        self.lock.release()
+
+
+_postponing = _Postponing()
+
+
 @functools.cache
 def _register() -> None:
     # The last registered handler runs first. Thread pools hold a lock of their own during a fork,
@@ -69,9 +101,19 @@ def _register() -> None:
 
 def _before() -> None:
     _held.told = []
+    _tell(sorted(_alive(), key=lambda one: not one.runs_work))
+    _tell([_postponing])  # last, because who waits to begin a block may hold other objects' locks
+    told = set(_held.told)
+    _tell(one for one in _alive() if one not in told)  # added by a block that has just ended
+
+
+def _alive() -> list[Forked]:
     found = (reference() for reference in list(_watched))  # a copy: other threads add objects
-    alive = [one for one in found if one is not None]
-    for one in sorted(alive, key=lambda one: not one.runs_work):
+    return [one for one in found if one is not None]
+
+
+def _tell(ones: Iterable[Forked]) -> None:
+    for one in ones:
         one.before_fork()
         _held.told.append(one)
 

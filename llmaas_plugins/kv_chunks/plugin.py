@@ -270,7 +270,9 @@ class KVChunks:
         )
 
     def _open(self) -> ChunkStore:
-        with self._lock:  # two engines may be created at the same time
+        # Two engines may be created at the same time, and a fork waits for the end of the opening:
+        # the child must not have files that no ChunkStore watches over.
+        with self._lock, forks.postponed():
             return self._store
 
     def _transfer(self, engine: Engine) -> Transfer | None:
