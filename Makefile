@@ -33,7 +33,7 @@ soak: setup $(VENV)/.clients
 peer-tests: setup $(VENV)/.clients
 	GGML_NO_BACKTRACE=1 $(BIN)/python -m llmaas_eval.peer_tests
 
-# Write the tables of docs/compatibility.md: a test that is marked with a table's cell fills that cell with its outcome.
+# Write the tables of docs/reference/compatibility.md: a test that is marked with a table's cell fills that cell with its outcome.
 compat: setup $(VENV)/.clients
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest -m compat --write-compat
 

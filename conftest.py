@@ -27,12 +27,14 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the suite's own options."""
-    parser.addoption("--write-compat", action="store_true", help="rewrite docs/compatibility.md")
+    parser.addoption(
+        "--write-compat", action="store_true", help="rewrite docs/reference/compatibility.md"
+    )
     parser.addoption("--soak-log", metavar="FILE", help="continue from this log of soak tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugins that collect the cells of docs/compatibility.md and log soak tests."""
+    """Register the plugins that collect the compatibility tables and log soak tests."""
     from compat import CompatTables
     from hypothesis import settings
     from soak_log import SoakLog

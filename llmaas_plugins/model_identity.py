@@ -2,8 +2,8 @@
 
 ``COUNTED`` names each setting of llama.cpp that changes cells or states. ``LEFT_OUT`` names every
 other setting, with the reason. A test compares both with the parameters of the installed
-llama-cpp-python, so that no setting of a new release is overlooked. docs/internals.md has the same
-as a table.
+llama-cpp-python, so that no setting of a new release is overlooked. docs/explanation/internals.md
+has the same as a table.
 """
 
 from __future__ import annotations

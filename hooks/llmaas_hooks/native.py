@@ -1,6 +1,6 @@
 """Access to the engine: claim weights, choose parts of them, and tap what graphs compute.
 
-C code does the work, on the threads that compute the graph; see docs/engine.md.
+C code does the work, on the threads that compute the graph; see docs/explanation/engine.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
 __all__ = ["ChunkAttention"]
 
 ROW_STEP = 8
-"""One query in this many is sampled; docs/engine.md reports the cost and the error.
+"""One query in this many is sampled; docs/explanation/engine.md reports the cost and the error.
 
 Skipping layers instead would save as much, with a much larger error, because layers differ.
 """

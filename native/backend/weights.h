@@ -1,7 +1,7 @@
 /* The weight table of a model: for each claimed weight, where its bytes are and which part is used.
  *
  * A source and a part are independent: the part gives the number of rows and columns, and the source appends the nodes
- * that multiply with them. To add a source or a part, write its functions and a claim for it (docs/engine.md). */
+ * that multiply with them. To add a source or a part, write its functions and a claim for it (docs/explanation/engine.md). */
 #ifndef LLMAAS_WEIGHTS_H
 #define LLMAAS_WEIGHTS_H
 

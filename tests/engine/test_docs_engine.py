@@ -1,4 +1,4 @@
-"""docs/engine.md: its statements are true, and its example plugin builds and counts correctly."""
+"""docs/explanation/engine.md: its statements are true, and its example plugin works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from commands import run_python
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "engine.md"
+PAGE = ROOT / "docs" / "explanation" / "engine.md"
 TEXT = PAGE.read_text()
 EXAMPLE = ROOT / "docs" / "examples" / "llmaas-sparsity"
 BACKEND = ROOT / "native" / "backend"

@@ -1,4 +1,4 @@
-"""docs/elastic.md: its examples run, and its tables are true."""
+"""docs/how-to/elastic.md: its examples run, and its tables are true."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmaas_plugins.elastic import latency, profiling
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.plugin import ElasticModels
 
-PAGE = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "elastic.md").read_text()
 TABLES = ("uniform", "searched")
 
 
@@ -58,11 +58,11 @@ def test_examples(folder, monkeypatch):
         return level(*args, **kwargs)
 
     monkeypatch.setattr(elastic, "level", noting)
-    exec(compile(first.replace("4096", "256"), "docs/elastic.md", "exec"), {})
+    exec(compile(first.replace("4096", "256"), "docs/how-to/elastic.md", "exec"), {})
     assert seen == ["elastic", "elastic"]
     measured().save(latency.latency_path(Path("your.elastic.gguf"), "searched"))
     found = {}
-    exec(compile(second, "docs/elastic.md", "exec"), found)
+    exec(compile(second, "docs/how-to/elastic.md", "exec"), found)
     assert found["times"].levels == (1.0, 0.6)
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/hooks.md, run on the packaged model."""
+"""The examples of docs/reference/hooks.md, run on the packaged model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmaas_hooks import HookManager, hookimpl
 from llmaas_hooks.implementations import Implementation
 from llmaas_patches import install, serving_context
 
-TEXT = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text()
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TOP, *SECTIONS = re.split(r"^### `", TEXT, flags=re.MULTILINE)
 EXAMPLES = {
@@ -22,7 +22,7 @@ PROMPT = [1, 400, 401, 402, 403, 404]
 
 def plugin_of(name):
     namespace = {"__name__": f"docs_{name}"}
-    exec(compile(EXAMPLES[name], f"docs/hooks.md {name}", "exec"), namespace)
+    exec(compile(EXAMPLES[name], f"docs/reference/hooks.md {name}", "exec"), namespace)
     return namespace["Plugin"]()
 
 
@@ -37,7 +37,7 @@ def generate(llama, tokens, context_id=None):
 def test_the_whole_plugin(reference_model, capsys):
     namespace = {"__name__": "docs_top"}
     for block in BLOCK.findall(TOP):
-        exec(compile(block, "docs/hooks.md", "exec"), namespace)
+        exec(compile(block, "docs/reference/hooks.md", "exec"), namespace)
     assert capsys.readouterr().out.strip()
     assert namespace["hooks"].names() == []
 

@@ -1,4 +1,4 @@
-"""docs/plugin-tutorial.md and its plugin: installed, used and uninstalled as by a user.
+"""docs/tutorial/plugin.md and its plugin: installed, used and uninstalled as by a user.
 
 Everything runs without network in a separate environment that sees this one's packages.
 """
@@ -17,7 +17,7 @@ from commands import run_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "llmaas-usage"
-TUTORIAL = (ROOT / "docs" / "plugin-tutorial.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorial" / "plugin.md").read_text()
 EXCERPTS = re.findall(r"```\w+ file=(\S+)\n(.*?)```", TUTORIAL, re.DOTALL)
 SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
@@ -189,6 +189,6 @@ def test_the_tutorials_first_steps(reference_model, capsys):
     steps = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
     namespace = {"__name__": "tutorial"}
     for step in steps:
-        exec(compile(step, "docs/plugin-tutorial.md", "exec"), namespace)
+        exec(compile(step, "docs/tutorial/plugin.md", "exec"), namespace)
     assert int(capsys.readouterr().out) == namespace["counter"].n_evaluated > 16
     assert namespace["hooks"].names() == []

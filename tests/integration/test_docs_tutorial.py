@@ -1,4 +1,4 @@
-"""The examples of docs/tutorial.md, run on the packaged model."""
+"""The examples of docs/tutorial/first-app.md, run on the packaged model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from llmaas_plugins import activate
 
-TEXT = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "tutorial" / "first-app.md").read_text()
 APP, ACTIVATE, SERVICE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 (CONFIG,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
 
@@ -40,18 +40,18 @@ def test_the_app_says_the_same_with_contexts_kept(folder):
     assert run(llmaas, "run", "--config", "llmaas.toml", "app.py") == vanilla
     assert (folder / ".cache/llmaas/kv/chunks.slab").stat().st_size > 4096
     with activate("llmaas.toml") as suite:  # the second start finds the first one's contexts
-        exec(compile(APP, "docs/tutorial.md", "exec"), {})
+        exec(compile(APP, "docs/tutorial/first-app.md", "exec"), {})
         assert suite.status()["plugins"]["kv_chunks"]["restored_tokens"] > 0
 
 
 def test_activation_in_code(folder, capsys):
-    exec(compile(ACTIVATE, "docs/tutorial.md", "exec"), {})
+    exec(compile(ACTIVATE, "docs/tutorial/first-app.md", "exec"), {})
     assert capsys.readouterr().out == "0\n"
 
 
 def test_the_service(folder, capsys):
     names = {}
-    exec(compile(SERVICE, "docs/tutorial.md", "exec"), names)
+    exec(compile(SERVICE, "docs/tutorial/first-app.md", "exec"), names)
     assert capsys.readouterr().out.endswith(names["context"].id + "\n")
     assert len(names["mail"].contexts()) == 1
     names["service"].close()

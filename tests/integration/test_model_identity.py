@@ -26,7 +26,7 @@ from llmaas_plugins.model_identity import (
     state_identity,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "internals.md"
 
 
 def parameters():

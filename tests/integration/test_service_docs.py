@@ -1,4 +1,4 @@
-"""docs/service.md: its examples run, and its tables are true."""
+"""docs/how-to/service.md: its examples run, and its tables are true."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmaas_plugins.service.keys import read_key_file
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "service.md").read_text()
 KEY = "mail-2f6c51e5b0d34a1c"
 
 
@@ -45,7 +45,7 @@ def server(tmp_path_factory):
 def test_examples(server, example, capsys):
     assert ":8000" in example
     assert KEY in example
-    exec(compile(example.replace(":8000", f":{server.port}"), "docs/service.md", "exec"), {})
+    exec(compile(example.replace(":8000", f":{server.port}"), "docs/how-to/service.md", "exec"), {})
     assert len(capsys.readouterr().out) > 10
 
 

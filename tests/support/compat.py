@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, built from the outcomes of marked tests.
+"""The tables of docs/reference/compatibility.md, built from the outcomes of marked tests.
 
 ``@pytest.mark.compat(table, row, column, cell)`` names the cell's content if the test passes.
 Several tests may share a cell. All must pass and must name the same content.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 _TABLE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 
 

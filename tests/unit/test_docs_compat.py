@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, against those of the tests."""
+"""The tables of docs/reference/compatibility.md, against those of the tests."""
 
 from __future__ import annotations
 

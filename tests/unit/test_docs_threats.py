@@ -1,4 +1,4 @@
-"""docs/threat-model.md: each claim names a test, and each named test exists."""
+"""docs/reference/threat-model.md: each claim names a test, and each named test exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "threat-model.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "threat-model.md").read_text()
 CLAIMS = re.findall(r"\| claim \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE)
 ROWS = [row for table in CLAIMS for row in table.splitlines()]
 NAMED = re.compile(r"\| .+ \| `(tests/[\w/]+\.py)::(test_\w+)` \|")

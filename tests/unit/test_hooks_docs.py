@@ -13,7 +13,7 @@ import pytest
 from llmaas_hooks import native, specs, types
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "hooks.md"
+PAGE = ROOT / "docs" / "reference" / "hooks.md"
 HEADING = re.compile(r"^### `(.+)`$", re.MULTILINE)
 
 
