@@ -7,7 +7,7 @@ error falls by a factor of 4 with each bit. The weight is the square of the dens
 tokens see the error scaled by their attention, and independent errors add up in squares. A multiple
 of the median density's square is added, because past attention says little about what will be asked
 later. Eq 3 as printed weighs a chunk by 1/ratio; on real text this does worse than equal bits for
-all chunks. docs/figures.md reports both.
+all chunks. docs/figures-kv-chunks.md reports both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASKED_LATER = 3.0
 
 The values 0, 1, 3 and 10 were tried. This is the smallest with which facts asked for late are
 recalled as well as with equal bits for all chunks, within measurement error. It costs a little
-accuracy on text that simply continues. docs/figures.md reports both.
+accuracy on text that simply continues. docs/figures-kv-chunks.md reports both.
 """
 
 

@@ -40,7 +40,7 @@ def through_the_store(make_llama, tmp_path, texts, n_swaps, **settings):
 
 @pytest.mark.parametrize("n_swaps", [1, 4])
 def test_int8_keeps_the_predictions(make_llama, tmp_path, texts, vanilla, n_swaps):
-    """The drift does not grow with many swaps; bounds are about three times docs/figures.md."""
+    """The drift does not grow with many swaps; bounds are three times our measurements."""
     found = drift(texts, vanilla, through_the_store(make_llama, tmp_path, texts, n_swaps))
     assert abs(found.perplexity_ratio - 1) < 0.004
     assert 0 < found.kl < 3.6e-4
