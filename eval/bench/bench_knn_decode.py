@@ -20,10 +20,10 @@ import pytest
 from llmaas_eval.inference import App, Lengths
 from llmaas_eval.paired import quartiles, repeats
 from llmaas_plugins.demo.interval import median_interval
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.pca import fit_basis
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.pca import fit_basis
 
 N_PAIRS = (100_000, 400_000)
 N_DIMS, N_CLUSTERS, N_A_PART = 128, 500, 20_000

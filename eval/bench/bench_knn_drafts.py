@@ -33,8 +33,8 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from llmaas_eval.knn.users import load, split
 from llmaas_eval.paired import compare, quartiles, repeats
-from llmaas_plugins.knn_lm.drafting import attach, measured_costs
-from llmaas_plugins.knn_lm.drafts import DatastoreDraft
+from llmaas_plugins.knn_lm.drafts.attachment import attach, measured_costs
+from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 N_PROMPTS, N_REPLY, N_ROUNDS = 4, 64, 6
 N_PROMPT_MAX = 200

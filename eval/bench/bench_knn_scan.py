@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from llmaas_eval.paired import compare
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.pca import fit_basis
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.pca import fit_basis
 
 N_KEYS, N_EMBD, K = 100_000, 2048, 100
 N_QUERIES = 40
@@ -186,7 +186,7 @@ PROCESS = """
 import re, sys
 from pathlib import Path
 import numpy as np
-from llmaas_plugins.knn_lm.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 
 path = Path(sys.argv[1])
 store = Datastore.open(path, bytes(32))

@@ -14,12 +14,12 @@ import pytest
 
 from llmaas_eval.paired import repeats
 from llmaas_plugins.chats import Conversation, Message
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import Record
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.segments import Binding
-from llmaas_plugins.knn_lm.selecting import Plan, first_objective, select, source_of
-from llmaas_plugins.knn_lm.selection import Online, offline
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.record import Record
+from llmaas_plugins.knn_lm.archive.segments import Binding
+from llmaas_plugins.knn_lm.build.build_datastore import Plan, first_objective, select, source_of
+from llmaas_plugins.knn_lm.selection.algorithms import Online, offline
 
 SIZE, N_EMBD, N_VOCAB = 100_000, 2048, 32_000
 N_FULL = (150_000, 250_000, 400_000)

@@ -25,7 +25,7 @@ from llmaas_plugins.cli.output import counted, print_report, printable, size_tex
 from llmaas_plugins.cli.store_actions import add_action
 
 if TYPE_CHECKING:
-    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.archive.archive import Archive
 
 __all__ = ["add_parser"]
 
@@ -72,9 +72,9 @@ def add_parser(subparsers: Any) -> None:
 
 def stats(args: argparse.Namespace) -> int:
     """Print sizes and apps, and the model that the datastore belongs to."""
-    from llmaas_plugins.knn_lm.archive import Archive
-    from llmaas_plugins.knn_lm.archive_files import FILES, LOCK
-    from llmaas_plugins.knn_lm.selected import read_selected
+    from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.archive.files import FILES, LOCK
+    from llmaas_plugins.knn_lm.datastore.summary import read_selected
     from llmaas_plugins.store_lock import user
 
     directory = datastore_directory(args)
@@ -91,8 +91,8 @@ def stats(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """List the conversations, or show one."""
-    from llmaas_plugins.knn_lm.archive import Archive
-    from llmaas_plugins.knn_lm.selected import read_selected
+    from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.datastore.summary import read_selected
 
     directory = datastore_directory(args)
     with Archive.open(directory) as archive:
@@ -111,8 +111,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 def forget(args: argparse.Namespace) -> int:
     """Erase conversations."""
-    from llmaas_plugins.knn_lm.archive import Archive
-    from llmaas_plugins.knn_lm.forgetting import forget_all, forget_conversations
+    from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.build.forget import forget_all, forget_conversations
 
     directory = datastore_directory(args)
     with stoppable("repeat the command to forget the rest"):
@@ -148,7 +148,7 @@ def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
     Raises:
         StoreError: An id is unknown.
     """
-    from llmaas_plugins.knn_lm.selected import read_selected
+    from llmaas_plugins.knn_lm.datastore.summary import read_selected
 
     if args.app is not None:
         ids = [row.id for row in archive.conversations() if row.app == args.app]

@@ -21,8 +21,8 @@ from llmaas_plugins.config import Config
 
 if TYPE_CHECKING:
     from llmaas_plugins.chats import Conversation
-    from llmaas_plugins.knn_lm.building import Added
-    from llmaas_plugins.knn_lm.selecting import Selected
+    from llmaas_plugins.knn_lm.build.build_datastore import Selected
+    from llmaas_plugins.knn_lm.build.ingest import Added
 
 __all__ = ["add_actions"]
 
@@ -139,9 +139,9 @@ def select(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> Added:
-    from llmaas_plugins.knn_lm.archive import Archive
-    from llmaas_plugins.knn_lm.building import add, binding_of
-    from llmaas_plugins.knn_lm.encoding import Encoder
+    from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.build.encoder import Encoder
+    from llmaas_plugins.knn_lm.build.ingest import add, binding_of
 
     found = _conversations(args)
     stopped = "what was added is kept; repeat the command to add the rest"
@@ -160,7 +160,7 @@ def _add(args: argparse.Namespace) -> Added:
 
 def _key(args: argparse.Namespace) -> States:
     """Return the kind of keys: that of an existing datastore, or the configured one."""
-    from llmaas_plugins.knn_lm.archive import Archive
+    from llmaas_plugins.knn_lm.archive.archive import Archive
 
     with contextlib.suppress(StoreError), Archive.open(datastore_directory(args)) as archive:
         if archive.binding is not None:
@@ -169,8 +169,8 @@ def _key(args: argparse.Namespace) -> States:
 
 
 def _select(args: argparse.Namespace) -> Selected:
-    from llmaas_plugins.knn_lm.archive import Archive
-    from llmaas_plugins.knn_lm.selecting import Plan, select
+    from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.build.build_datastore import Plan, select
 
     with contextlib.ExitStack() as opened:
         archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from llmaas_plugins.knn_lm.archive import Archive, ConversationInfo
-    from llmaas_plugins.knn_lm.selected import Selected
+    from llmaas_plugins.knn_lm.archive.archive import Archive, ConversationInfo
+    from llmaas_plugins.knn_lm.datastore.summary import Selected
 
 __all__ = [
     "contents_report",

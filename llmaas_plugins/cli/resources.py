@@ -87,8 +87,8 @@ def _flash_weights(settings: Any) -> Iterator[Finding]:
 
 
 def _knn_lm(settings: Any) -> Iterator[Finding]:
-    from llmaas_plugins.knn_lm.archive_files import SELECTED
-    from llmaas_plugins.knn_lm.datastore_file import DatastoreFile
+    from llmaas_plugins.knn_lm.archive.files import SELECTED
+    from llmaas_plugins.knn_lm.datastore.file import DatastoreFile
 
     directory, name = settings.store.expanduser(), "plugins.knn_lm.datastore"
     step = "build one with `llmaas datastore build EXPORT --model GGUF`"

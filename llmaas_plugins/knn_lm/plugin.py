@@ -20,15 +20,15 @@ from llmaas_hooks import (
     forks,
     hookimpl,
 )
-from llmaas_plugins.knn_lm.archive_files import SELECTED
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.build.build_datastore import KEYS_LEVEL, Plan
+from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.drafting import keeps_tokens
-from llmaas_plugins.knn_lm.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.learning import Learner
-from llmaas_plugins.knn_lm.mixer import Counts, Mixer, Settings, Source
-from llmaas_plugins.knn_lm.proposing import Proposer
-from llmaas_plugins.knn_lm.selecting import KEYS_LEVEL, Plan
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.drafts.attachment import keeps_tokens
+from llmaas_plugins.knn_lm.drafts.registry import Proposer
+from llmaas_plugins.knn_lm.mixing.mixer import Counts, Mixer, Settings, Source
 
 __all__ = ["KnnLM"]
 

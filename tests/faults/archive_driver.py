@@ -6,9 +6,9 @@ import numpy as np
 from archived import BINDING, assert_holds, record, record_id
 from injection import drive
 
-from llmaas_plugins.knn_lm import archive as archive_module
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import PAGE
+from llmaas_plugins.knn_lm.archive import archive as archive_module
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.record import PAGE
 
 SEEDS = range(6)
 LIFE = [

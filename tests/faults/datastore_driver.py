@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from injection import drive
 
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.datastore_file import erase_leftovers
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.file import erase_leftovers
 
 NAME = "datastore.knn"
 MODEL = bytes(range(32))

@@ -33,7 +33,7 @@ from llama_cpp import Llama, llama_cpp
 from llmaas_hooks import LlmaasError
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
-from llmaas_plugins.knn_lm.drafts import DatastoreDraft
+from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 MOST_ENGINES = 3
 HANGS_AFTER_S = 30

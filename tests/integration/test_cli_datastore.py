@@ -11,7 +11,7 @@ import time
 import pytest
 
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 
 SECONDS = 60

@@ -12,10 +12,10 @@ from served import wait_until
 
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.inbox import remember, waiting
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 
 OWNERS = ["mail", None, "notes", None, None, "mail"]
 """Apps of the conversations; ``mail`` owns the one about QUESTIONS[0]."""

@@ -15,14 +15,14 @@ from llmaas_hooks import LlmaasError, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins._native import LogitsInfo
 from llmaas_plugins.chats import Conversation, Message
-from llmaas_plugins.knn_lm import encoding
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.building import add, binding_of, tokens_of
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.encoding import Encoder
-from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.selecting import Plan, select
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.build import encoder as encoding
+from llmaas_plugins.knn_lm.build.build_datastore import Plan, select
+from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.ingest import add, binding_of, tokens_of
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 KEYS = ["ffn_input", "final_norm"]
 ENGINE = {"n_ctx": 512, "flash_attn": True, "logits_all": True}

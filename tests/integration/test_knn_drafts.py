@@ -17,8 +17,8 @@ from llama_cpp import Llama, LlamaGrammar, llama_speculative
 from soak import scale
 
 from llmaas_eval.families import write_family
-from llmaas_plugins.knn_lm.drafting import attach, measured_costs
-from llmaas_plugins.knn_lm.drafts import DatastoreDraft
+from llmaas_plugins.knn_lm.drafts.attachment import attach, measured_costs
+from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 PROMPTS = (
     "My name is Anna and I live in a small house near the station. Tell me about your dog.",

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from llama_cpp import llama_cpp
 
-from llmaas_plugins.knn_lm.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 
 
 @pytest.fixture

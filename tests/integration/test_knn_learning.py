@@ -16,15 +16,15 @@ from served import wait_until
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
 from llmaas_plugins.chats import Conversation, Message, load_conversations
-from llmaas_plugins.knn_lm import learning as learning_module
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import INBOX, ONLINE, SELECTED
-from llmaas_plugins.knn_lm.building import add, binding_of
-from llmaas_plugins.knn_lm.encoding import Encoder
-from llmaas_plugins.knn_lm.forgetting import forget_all
-from llmaas_plugins.knn_lm.inbox import done, is_whole, remember, waiting
-from llmaas_plugins.knn_lm.refreshing import is_due, refresh
-from llmaas_plugins.knn_lm.selecting import Plan
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import INBOX, ONLINE, SELECTED
+from llmaas_plugins.knn_lm.build import learner as learning_module
+from llmaas_plugins.knn_lm.build.build_datastore import Plan
+from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.forget import forget_all
+from llmaas_plugins.knn_lm.build.inbox import done, is_whole, remember, waiting
+from llmaas_plugins.knn_lm.build.ingest import add, binding_of
+from llmaas_plugins.knn_lm.build.update_datastore import is_due, refresh
 
 CHATS = [
     Conversation(f"{one.title} {i}", "chat", one.messages)

@@ -12,10 +12,10 @@ from preparing import prepare
 from served import wait_until
 
 from llmaas_plugins import activate, elastic
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.building import add, binding_of
-from llmaas_plugins.knn_lm.encoding import Encoder
-from llmaas_plugins.knn_lm.inbox import remember
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.inbox import remember
+from llmaas_plugins.knn_lm.build.ingest import add, binding_of
 
 
 @pytest.fixture(scope="module")

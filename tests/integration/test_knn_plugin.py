@@ -20,12 +20,12 @@ from soak import scale
 from llmaas_eval.families import write_family, write_lora
 from llmaas_hooks import PluginError, StoreError
 from llmaas_plugins import activate, without
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.building import add, binding_of
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.encoding import Encoder
-from llmaas_plugins.knn_lm.inbox import remember
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.inbox import remember
+from llmaas_plugins.knn_lm.build.ingest import add, binding_of
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 
 QUESTION = QUESTIONS[0]
 FIRST = CONVERSATIONS[0].title

@@ -17,10 +17,10 @@ from llmaas_hooks import PluginError
 from llmaas_plugins import activate, without
 from llmaas_plugins.chats import Conversation, Message
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.building import add, binding_of
-from llmaas_plugins.knn_lm.encoding import Encoder
-from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.segments import Binding
+from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.ingest import add, binding_of
 from llmaas_plugins.service import LLMService
 
 N = 24
@@ -147,7 +147,7 @@ def test_what_is_added_meanwhile_is_proposed(tmp_path, store, reference_model):
 
 def copy(source, target):
     """Add one archive's conversations to another one."""
-    from llmaas_plugins.knn_lm.archive_record import Record
+    from llmaas_plugins.knn_lm.archive.record import Record
 
     with Archive.open(source) as old, Archive.open(target, old.binding, writable=True) as new:
         first = 0

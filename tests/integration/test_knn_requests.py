@@ -665,7 +665,7 @@ class TestTrust:
             assert mixer_of(suite, llama)._judged.trust.weight == pytest.approx(0.25)
 
     def test_nothing_is_searched_for_a_text_that_it_does_not_know(self, make, mixing, monkeypatch):
-        monkeypatch.setattr("llmaas_plugins.knn_lm.mixer._p_mix", lambda *_: 1e-6)
+        monkeypatch.setattr("llmaas_plugins.knn_lm.mixing.mixer._p_mix", lambda *_: 1e-6)
         with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
             tokens = llama.generate(llama.tokenize(QUESTIONS[2].encode()), temp=0.0)
             next(tokens)

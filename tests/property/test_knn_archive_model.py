@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 from soak import scale
 
-from llmaas_plugins.knn_lm import archive as archive_module
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import PAGE
+from llmaas_plugins.knn_lm.archive import archive as archive_module
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.record import PAGE
 
 
 class Modeled(RuleBasedStateMachine):

@@ -13,8 +13,8 @@ from soak import scale
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import KnnCodes, knn_quantize, knn_scan, logits_mix
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.pca import fit_basis
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.pca import fit_basis
 
 MODEL = bytes(32)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from soak import scale
 from subsets import Full, best_worth, random_full, worth
 
-from llmaas_plugins.knn_lm.objective import Members, Objective
-from llmaas_plugins.knn_lm.selection import offline, online
+from llmaas_plugins.knn_lm.selection.algorithms import offline, online
+from llmaas_plugins.knn_lm.selection.objective import Members, Objective
 
 ENOUGH = 1 - 1 / math.e
 SLACK = 1e-4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from llmaas_plugins.chats import Conversation, Message
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.archive_record import Record, conversation_id
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.record import Record, conversation_id
+from llmaas_plugins.knn_lm.archive.segments import Binding
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 
 N_EMBD = 24
 BINDING = Binding(b"f" * 32, N_EMBD, "ffn_input")

@@ -13,16 +13,16 @@ from llama_cpp import Llama
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.chats import Conversation, Message
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.archive_record import Record
-from llmaas_plugins.knn_lm.building import tokens_of
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.encoding import Encoder
-from llmaas_plugins.knn_lm.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.record import Record
+from llmaas_plugins.knn_lm.archive.segments import Binding
+from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.ingest import tokens_of
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 ENGINE = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 1, "verbose": False}
 MIXTURE = Mixture(alpha=0.7, beta=0.25, theta=40.0, far=120.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmaas_plugins.knn_lm.fitting import HeldOut
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut
 
 
 def literal(p_lm, values, distances, weights, mixture):

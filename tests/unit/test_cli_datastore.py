@@ -12,10 +12,10 @@ from archived import BINDING, assert_holds, fill, record, record_id, select
 from llmaas_plugins.chats import Message, load_conversations
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.output import counted
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.inbox import remember, waiting
-from llmaas_plugins.knn_lm.selected import read_selected
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.summary import read_selected
 
 MAIL, NOTE, LONG = record(1), record(2, app="notes"), record(3, n_tokens=200)
 RECORDS = [MAIL, NOTE, LONG]

@@ -18,10 +18,10 @@ from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.report import changes_table, means_table, users_table
 from llmaas_eval.knn.study import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
-from llmaas_plugins.knn_lm.fitting import HeldOut
-from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.trust import Trust
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
+from llmaas_plugins.knn_lm.mixing.trust import Trust
 
 ANSWER = "A long walk each day is good for the heart, and so is a night of sound sleep. " * 2
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.pca import fit_basis
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.pca import fit_basis
 
 MODEL = bytes(range(32))
 

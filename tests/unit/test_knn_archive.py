@@ -15,11 +15,11 @@ from archived import BINDING, N_EMBD, assert_holds, fill, record, record_id
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.chats import Conversation, Message
-from llmaas_plugins.knn_lm import archive as archive_module
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import conversation_id
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.knn_lm.archive import archive as archive_module
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.record import conversation_id
+from llmaas_plugins.knn_lm.archive.segments import Binding
 
 RECORDS = [record(i, n_tokens=n) for i, n in enumerate([9, 2, 300, 1, 0, 40])]
 
@@ -337,7 +337,7 @@ def test_opening_to_write_erases_what_a_crash_left(store):
 HOLD = """
 import sys
 from pathlib import Path
-from llmaas_plugins.knn_lm.archive import Archive
+from llmaas_plugins.knn_lm.archive.archive import Archive
 with Archive.open(Path(sys.argv[1]), writable=True) as archive:
     print("open", flush=True)
     sys.stdin.read()

@@ -9,10 +9,10 @@ import numpy as np
 from archived import assert_holds, fill
 
 from llmaas_plugins.chats import Conversation, Message
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import Record
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.record import Record
+from llmaas_plugins.knn_lm.archive.segments import Binding
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "v1.segment"
 BINDING = Binding(bytes(range(32)), 6, "final_norm")

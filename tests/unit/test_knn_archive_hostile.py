@@ -15,15 +15,15 @@ from archived import BINDING, assert_holds, fill, record, record_id
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.knn_lm import archive as archive_module
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_record import (
+from llmaas_plugins.knn_lm.archive import archive as archive_module
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.record import (
     COLUMNS,
     HEADER_BYTES,
     PAGE,
     RecordHeader,
 )
-from llmaas_plugins.knn_lm.segments import Binding
+from llmaas_plugins.knn_lm.archive.segments import Binding
 
 RECORDS = [record(i, n_tokens=n) for i, n in enumerate([9, 120, 30])]
 FIRST = "000000.0.segment"

@@ -12,9 +12,9 @@ import pytest
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.datastore_file import DatastoreFile, erase_leftovers, write_file
-from llmaas_plugins.knn_lm.pca import fit_basis
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.file import DatastoreFile, erase_leftovers, write_file
+from llmaas_plugins.knn_lm.datastore.pca import fit_basis
 
 MODEL = bytes(range(32))
 CONVERSATIONS = ["rome", "paris", "oslo"]

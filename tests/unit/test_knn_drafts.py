@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llama_cpp.llama_speculative import LlamaDraftModel
 
-from llmaas_plugins.knn_lm import proposing
-from llmaas_plugins.knn_lm.drafts import BATCH_COSTS, DatastoreDraft
-from llmaas_plugins.knn_lm.suffixes import LONGEST, SuffixIndex, match_within
+from llmaas_plugins.knn_lm.drafts import registry as proposing
+from llmaas_plugins.knn_lm.drafts.draft_model import BATCH_COSTS, DatastoreDraft
+from llmaas_plugins.knn_lm.drafts.suffix_array import LONGEST, SuffixIndex, match_within
 
 TEXT = np.arange(100, 200, dtype=np.int32)
 FREE = {1: 1.0, 4: 1.0, 16: 1.0}

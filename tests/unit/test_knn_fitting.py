@@ -10,8 +10,8 @@ import pytest
 from mixtures import held_out, literal, perplexity, scene
 from soak import scale
 
-from llmaas_plugins.knn_lm.fitting import HeldOut, fit, skip_above
-from llmaas_plugins.knn_lm.mixing import Mixture
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit, skip_above
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 N = scale(1200, 20_000)
 PAPER = Mixture(0.35, 0.0, 4.0)

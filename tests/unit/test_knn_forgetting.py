@@ -13,9 +13,9 @@ from archived import BINDING, assert_holds, fill, record, record_id, select
 from llmaas_plugins.chats import load_conversations
 from llmaas_plugins.cli.ending import Stopped
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.inbox import remember, waiting
-from llmaas_plugins.knn_lm.selected import read_selected
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting
+from llmaas_plugins.knn_lm.datastore.summary import read_selected
 
 GONE = [record(1), record(3, n_tokens=40)]
 WAITS = record(4)

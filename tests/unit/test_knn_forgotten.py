@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.knn_lm.forgotten import Forgotten
+from llmaas_plugins.knn_lm.archive.suppression import Forgotten
 
 IDS = [bytes([i]) * 16 for i in range(4)]
 

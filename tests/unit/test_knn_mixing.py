@@ -10,9 +10,9 @@ import pytest
 from mixtures import Scene, held_out, literal, scene
 
 from llmaas_plugins._native import logits_mix
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.mixer import Settings, Source, _mix
-from llmaas_plugins.knn_lm.mixing import Mixture
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.mixing.mixer import Settings, Source, _mix
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 MIXTURES = [
     Mixture(0.3, 0.0, 5.0),

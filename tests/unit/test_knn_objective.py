@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from subsets import Full, random_full, worth
 
-from llmaas_plugins.knn_lm.objective import Members, Objective, squared_distances
+from llmaas_plugins.knn_lm.selection.objective import Members, Objective, squared_distances
 
 THETA = 2.5
 

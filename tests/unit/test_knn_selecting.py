@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from soak import scale
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.knn_lm.archive import Archive
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.encoding import _windows
-from llmaas_plugins.knn_lm.selecting import (
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.build.build_datastore import (
     Plan,
     _held_out,
     first_objective,
@@ -24,7 +22,9 @@ from llmaas_plugins.knn_lm.selecting import (
     source_of,
     write,
 )
-from llmaas_plugins.knn_lm.selection import Selection, offline
+from llmaas_plugins.knn_lm.build.encoder import _windows
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.selection.algorithms import Selection, offline
 
 N_CHATS = 12
 IN_ALL = Plan(size=90, k=6, n_dims=N_EMBD)
@@ -116,7 +116,7 @@ def test_theta_grows_with_the_squared_distances(archive):
 
 @pytest.mark.parametrize("part", [7, 8192], ids=["part by part", "in one"])
 def test_held_out_are_the_nearest_of_other_conversations(archive, monkeypatch, part):
-    monkeypatch.setattr("llmaas_plugins.knn_lm.selecting._PART", part)
+    monkeypatch.setattr("llmaas_plugins.knn_lm.build.build_datastore._PART", part)
     pairs, numbers = everything(archive)
     source, chosen = selected(archive)
     keys = pairs.keys[chosen.indices]

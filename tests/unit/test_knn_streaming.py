@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmaas_plugins.knn_lm.objective import Objective
-from llmaas_plugins.knn_lm.streaming import Stream
+from llmaas_plugins.knn_lm.selection.objective import Objective
+from llmaas_plugins.knn_lm.selection.priority_sampling import Stream
 
 OBJECTIVE = Objective(theta=1.0)
 SIZE, BUFFER = 100, 50

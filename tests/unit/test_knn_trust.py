@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.knn_lm.trust import Judgment, Trust, trust_before
+from llmaas_plugins.knn_lm.mixing.trust import Judgment, Trust, trust_before
 
 PROBABILITIES = st.lists(
     st.tuples(st.floats(2**-20, 1, width=32), st.floats(2**-20, 1, width=32)), max_size=60

@@ -11,11 +11,11 @@ import numpy as np
 
 from llmaas_eval.knn.study import Chosen
 from llmaas_eval.knn.users import Chat
-from llmaas_plugins.knn_lm.archive_files import SELECTED
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 __all__ = ["Variety", "Writer", "replies", "variety", "write_datastore", "written"]
 

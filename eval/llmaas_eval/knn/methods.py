@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.knn.study import Chosen, Method
-from llmaas_plugins.knn_lm.baselines import merge, random_pairs
-from llmaas_plugins.knn_lm.objective import Objective
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.selecting import first_objective
-from llmaas_plugins.knn_lm.selection import Choice, Selection, offline, online
-from llmaas_plugins.knn_lm.streaming import Stream
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.build.build_datastore import first_objective
+from llmaas_plugins.knn_lm.selection.algorithms import Choice, Selection, offline, online
+from llmaas_plugins.knn_lm.selection.baselines import merge, random_pairs
+from llmaas_plugins.knn_lm.selection.objective import Objective
+from llmaas_plugins.knn_lm.selection.priority_sampling import Stream
 
 __all__ = ["METHODS", "OURS", "RIVALS", "without_weights"]
 

@@ -17,8 +17,8 @@ from llmaas_eval.knn.options import SHARE, Options
 from llmaas_eval.knn.shipped import DIMS, exactly, shipped
 from llmaas_eval.knn.study import Chosen, Row, first, history_of
 from llmaas_eval.knn.users import load, split
-from llmaas_plugins.knn_lm.fitting import fit
-from llmaas_plugins.knn_lm.pairs import Pairs
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.mixing.grid_search import fit
 
 __all__ = ["draw_generated", "draw_shipped"]
 

@@ -13,11 +13,11 @@ from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part
 from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.study import Chosen, probability
-from llmaas_plugins.knn_lm.datastore import Datastore
-from llmaas_plugins.knn_lm.fitting import HeldOut
-from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.pca import fit_basis
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.pca import fit_basis
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 __all__ = ["DIMS", "Searched", "exactly", "shipped"]
 

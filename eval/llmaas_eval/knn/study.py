@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.neighbors import Found, search
+from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.fitting import HeldOut, fit
-from llmaas_plugins.knn_lm.mixing import Mixture
-from llmaas_plugins.knn_lm.pairs import Pairs
-from llmaas_plugins.knn_lm.trust import trust_before
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
+from llmaas_plugins.knn_lm.mixing.trust import trust_before
 
 __all__ = [
     "Chosen",

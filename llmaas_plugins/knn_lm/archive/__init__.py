@@ -1,0 +1,1 @@
+"""The full datastore on disk: every pair of every conversation."""

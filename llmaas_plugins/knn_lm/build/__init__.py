@@ -1,0 +1,1 @@
+"""From conversations to the archive and the selected datastore."""

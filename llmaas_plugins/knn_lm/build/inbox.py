@@ -1,0 +1,225 @@
+"""Conversations that wait to be learned, one file each, in the datastore's ``inbox``.
+
+Anyone who may write to this directory can put a chat export there; files are erased once learned. A
+file that is still being copied waits until it is complete, because its first lines alone might be a
+valid export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.chats import NO_APP, Conversation, Message, load_conversations
+from llmaas_plugins.knn_lm.archive.files import (
+    DROPPED,
+    FILES,
+    INBOX,
+    PARTIAL,
+    retire,
+    write_whole,
+)
+
+__all__ = [
+    "REFUSED",
+    "State",
+    "done",
+    "forget_waiting",
+    "is_whole",
+    "refuse",
+    "remember",
+    "waiting",
+]
+
+REFUSED = ".refused"
+"""Suffix for a file that is not a chat export; the file is left for the user to inspect."""
+
+_ENDINGS = (".json", ".jsonl")
+_OWN = re.compile(r"\d{20}-[0-9a-f]{8}\.jsonl")
+_COPYING_S = 5.0
+"""Seconds without a change after which a file counts as complete unless it is open for writing."""
+_STALLED_S = 3600.0
+"""Seconds without a change after which a file counts as complete even if it seems to be open.
+
+Some file systems cannot tell whether a file is open.
+"""
+
+
+class State(NamedTuple):
+    """State of a file, compared to detect changes."""
+
+    inode: int
+    n_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> State | None:
+        """Return the state of ``path``; None if nothing is there."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def remember(
+    store: Path, messages: Sequence[Message], *, title: str = "", app: str | None = None
+) -> Path:
+    """Queue a conversation with a cloud model to be learned when the device is idle.
+
+    Args:
+        store: Directory of the datastore, ``plugins.knn_lm.store``.
+        messages: Messages of the conversation, in order.
+        title: Title that ``llmaas datastore inspect`` shows.
+        app: App that owns the conversation, so that no other app may use it; None lets all apps.
+
+    Returns:
+        The file in which the conversation waits; it survives a restart.
+
+    Raises:
+        ConfigError: There are no messages.
+        StoreError: The file cannot be written.
+    """
+    if not messages:
+        raise ConfigError("a conversation without messages cannot be remembered")
+    store = store.expanduser()
+    FILES.directory(store)
+    directory = store / INBOX
+    directory.mkdir(mode=0o700, exist_ok=True)
+    title = title or time.strftime("%Y-%m-%d %H:%M")
+    one = Conversation(title, app or NO_APP, tuple(messages), is_shared=app is None)
+    return _write(directory, [_row(one)])
+
+
+def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
+    """Erase waiting conversations, including those in files with others that stay.
+
+    Call this while the datastore is locked. Leftovers of killed processes are erased first. Files
+    that cannot be parsed stay: their contents are unknown, and nothing is learned from them.
+
+    Returns:
+        Number of conversations erased.
+    """
+    for path in _leftovers(store / INBOX):
+        done(path)
+    n_gone = 0
+    for path in waiting(store):
+        try:
+            found = load_conversations(path)
+        except ConfigError:
+            continue
+        kept = [one for one in found if not is_gone(one)]
+        if len(kept) < len(found):
+            if kept:
+                _write(path.parent, [_row(one) for one in kept])
+            done(path)
+            n_gone += len(found) - len(kept)
+    return n_gone
+
+
+def _row(one: Conversation) -> dict[str, object]:
+    messages = [{"role": m.role, "content": m.content} for m in one.messages]
+    return {
+        "title": one.title,
+        **({} if one.is_shared else {"app": one.app}),
+        "messages": messages,
+    }
+
+
+def _write(directory: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.jsonl"
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with _held(directory, fcntl.LOCK_SH):
+        write_whole(path, [line.encode(errors="replace") for line in lines])
+    return path
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    """Return files that were not completely written or erased."""
+    if not directory.is_dir():
+        return []
+    with _held(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
+        return [
+            path
+            for path in directory.iterdir()
+            if (path.suffix == DROPPED and Path(path.stem).suffix in _ENDINGS)
+            or (path.suffix == PARTIAL and _OWN.fullmatch(path.stem) and is_alone)
+        ]
+
+
+@contextlib.contextmanager
+def _held(directory: Path, how: int) -> Iterator[bool]:
+    """Hold a lock on the inbox meanwhile, shared or exclusive; yield whether it was obtained."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    is_held = True
+    try:
+        try:
+            fcntl.flock(fd, how)
+        except OSError:  # another process writes, or the file system has no locks
+            is_held = False
+        yield is_held
+    finally:
+        os.close(fd)
+
+
+def waiting(store: Path) -> list[Path]:
+    """Return the waiting files, oldest first."""
+    try:
+        return sorted(p for p in (store / INBOX).iterdir() if p.suffix in _ENDINGS)
+    except FileNotFoundError:
+        return []
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a file is complete, as far as can be told."""
+    state = State.of(path)
+    if state is None or _OWN.fullmatch(path.name):  # our files get their names when complete
+        return state is not None
+    quiet_s = abs(time.time_ns() - state.mtime_ns) / 1e9
+    return quiet_s > _STALLED_S or (quiet_s > _COPYING_S and not _is_open_to_write(path))
+
+
+def _is_open_to_write(path: Path) -> bool:
+    """Return whether a process has a file open for writing.
+
+    Linux grants a read lease on a file only if no process has the file open for writing.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:  # a process that opens the file now waits until we close it; SIGURG is ignored by default
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return True
+    except (OSError, AttributeError):  # the file has another owner, or the system is not Linux
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def refuse(path: Path) -> Path:
+    """Rename a file that cannot be parsed, so that it no longer waits, and return its new path."""
+    return path.rename(path.with_name(path.name + REFUSED))
+
+
+def done(path: Path) -> None:
+    """Erase a file that has been learned; if it has other hard links, remove only this name."""
+    found = path.lstat()
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        retire(path)
+    else:  # the bytes belong to a user's own file
+        path.unlink()

@@ -1,0 +1,1 @@
+"""The selected datastore: its file, and the search for the nearest pairs."""

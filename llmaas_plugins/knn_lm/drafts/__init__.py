@@ -1,0 +1,1 @@
+"""Draft tokens from stored conversations, verified by the model."""

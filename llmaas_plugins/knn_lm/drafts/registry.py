@@ -1,0 +1,158 @@
+"""Drafts for the running app's engines, kept in step with the archive."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import Engine, StoreError, forks
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import segment_files
+from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
+from llmaas_plugins.knn_lm.drafts.attachment import attach
+from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
+
+__all__ = ["Proposer"]
+
+_log = logging.getLogger("llmaas.knn_lm")
+
+
+_Drafts = dict[str | None, DatastoreDraft | None]
+"""Drafts of one engine by app; None is the draft for all apps without chats of their own."""
+
+
+class Proposer:
+    """Manager of the draft models of all engines that support drafts.
+
+    An app is proposed continuations from its own chats, and from those that belong to no app.
+    """
+
+    def __init__(self, store: Path, *, shares: bool) -> None:
+        """Start without drafts.
+
+        Args:
+            store: Directory of the datastore.
+            shares: Whether every app may be proposed continuations from every app's chats.
+        """
+        self._store = store
+        self._shares = shares
+        self._lock = forks.lock()
+        self._drafts: weakref.WeakKeyDictionary[Engine, _Drafts] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._owners: dict[bytes, str | None] = {}
+        self._looked_at: list[tuple[str, int]] | None = None
+
+    def begin(self, engine: Engine, app: str | None, *, is_on: bool) -> None:
+        """Attach the app's draft to the engine for a request, or leave the engine without one.
+
+        Raises:
+            StoreError: The archive is damaged, or belongs to another model.
+        """
+        with self._lock:  # several engines' threads call this
+            files = _files(self._store)
+            if not files and not self._owners:
+                return  # nothing has been built yet
+            if engine.load is None:  # the file at the model's path may have been replaced
+                self._leave(engine, "its model was loaded before the activation")
+                return
+            if files != self._looked_at:
+                self._follow(engine)
+                self._looked_at = files
+            key = app if app in self._owners.values() else None
+            drafts = self._drafts.setdefault(engine, {})
+            if key not in drafts:
+                drafts[key] = self._attached(engine, key)
+            self.end(engine)
+            draft = drafts[key]
+        if is_on and draft is not None and engine.llama.draft_model is None:
+            engine.llama.draft_model = draft
+
+    def end(self, engine: Engine) -> None:
+        """Detach the draft, so that tokens that the app evaluates itself keep no extra logits."""
+        with self._lock, contextlib.suppress(ReferenceError):  # the engine may have been freed
+            llama = engine.llama
+            if any(llama.draft_model is draft for draft in self._drafts.get(engine, {}).values()):
+                llama.draft_model = None
+
+    def stats(self) -> dict[str, int]:
+        """Return the tokens proposed and accepted so far, and the drafts' memory in bytes."""
+        drafts = self._all()
+        return {
+            "proposed": sum(draft.counts.proposed for draft in drafts),
+            "accepted": sum(draft.counts.accepted for draft in drafts),
+            "draft_bytes": sum(draft.n_bytes for draft in drafts),
+        }
+
+    def close(self) -> None:
+        """Detach all draft models."""
+        with self._lock:
+            for engine in list(self._drafts):
+                self.end(engine)
+            self._drafts.clear()
+
+    def _all(self) -> list[DatastoreDraft]:
+        with self._lock:
+            found = [draft for drafts in self._drafts.values() for draft in drafts.values()]
+        return [draft for draft in found if draft is not None]
+
+    def _follow(self, engine: Engine) -> None:
+        """Add new conversations to the drafts; start over if any was forgotten."""
+        with self._opened(engine) as archive:
+            ids, known = archive.ids(), list(self._owners)
+            if ids[: len(known)] != known:
+                self.close()
+                self._owners.clear()
+            for id_ in ids[len(self._owners) :]:
+                owner = None if self._shares else archive.owner(id_)
+                self._take_in(archive.tokens(id_), owner)
+                self._owners[id_] = owner
+
+    def _take_in(self, tokens: NDArray[np.int32], owner: str | None) -> None:
+        for drafts in self._drafts.values():
+            for app, draft in drafts.items():
+                if draft is not None and owner in (None, app):
+                    draft.update(tokens)
+
+    def _attached(self, engine: Engine, app: str | None) -> DatastoreDraft | None:
+        with self._opened(engine) as archive:
+            ids = [id_ for id_, owner in self._owners.items() if owner in (None, app)]
+            draft = DatastoreDraft(archive.tokens(id_) for id_ in ids)
+        llama = engine.llama
+        try:
+            attach(llama, draft)
+        except ValueError as error:
+            self._leave(engine, str(error))
+            return None
+        return draft
+
+    def _leave(self, engine: Engine, reason: str) -> None:
+        """Log once why an engine gets no proposals."""
+        if engine not in self._told:
+            self._told.add(engine)
+            name = Path(engine.llama.model_path).name
+            _log.warning("knn_lm proposes nothing for %s: %s", name, reason)
+
+    def _opened(self, engine: Engine) -> Archive:
+        archive = Archive.open(self._store)
+        found = archive.binding
+        if found is not None and found.fingerprint != fingerprint(engine.llama, engine.load):
+            archive.close()
+            raise StoreError(
+                f"the conversations in {self._store} were tokenized for another model. Set "
+                "plugins.knn_lm.store to another directory, or build one for this model there."
+            )
+        return archive
+
+
+def _files(store: Path) -> list[tuple[str, int]]:
+    """Return names and sizes of the segments, which differ if the archive changed."""
+    try:
+        paths = [store / str(name) for name in segment_files(store)[0]]
+        return [(path.name, path.stat().st_size) for path in paths]
+    except OSError:
+        return []

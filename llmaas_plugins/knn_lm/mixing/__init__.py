@@ -1,0 +1,1 @@
+"""The next token's distribution, mixed with the targets of near pairs."""

@@ -1,0 +1,264 @@
+"""Mixing of one context's logits with the datastore's predictions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import LogitsView, NativeContext, StoreError, Tokens
+from llmaas_hooks.native import States
+from llmaas_plugins._native import logits_mix, logits_peek
+from llmaas_plugins.knn_lm.config import KnnLMConfig
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore, Neighbors
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture
+from llmaas_plugins.knn_lm.mixing.trust import Judgment
+
+__all__ = ["Counts", "Mixer", "Settings", "Source"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of tokens by how they were handled.
+
+    Attributes:
+        mixed: Tokens sampled from a mixture.
+        skipped: Tokens without a search, because the model was sure.
+        distrusted: Tokens without a search, because the datastore does not know such text.
+        unmatched: Tokens left unchanged, because their hidden states were not captured.
+        at_other_levels: Tokens left unchanged, because a narrowed model computed them.
+        search_s: Seconds that searches took.
+    """
+
+    mixed: int = 0
+    skipped: int = 0
+    distrusted: int = 0
+    unmatched: int = 0
+    at_other_levels: int = 0
+    search_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to mix in a datastore: fitted values, overridden by the configuration."""
+
+    mixture: Mixture
+    k: int
+    skip_above: float
+
+    @classmethod
+    def of(cls, datastore: Datastore, config: KnnLMConfig) -> Settings:
+        """Combine a datastore's fitted settings with the configuration.
+
+        Raises:
+            ValueError: The datastore has no valid settings.
+        """
+        found = datastore.settings
+        mixture = Mixture.from_json(found.get("mixture"))
+        chosen = {name: getattr(config, name) for name in ("alpha", "beta")}
+        mixture = dataclasses.replace(
+            mixture, **{name: value for name, value in chosen.items() if value is not None}
+        )
+        skip_above: Any = config.skip_above
+        if skip_above is None:
+            skip_above = found.get("skip_above")
+        try:
+            settings = cls(mixture, config.k, float(skip_above))
+        except TypeError as error:
+            raise ValueError(f"found skip_above {skip_above!r}, expected a number") from error
+        if not 0 <= settings.skip_above <= 1:
+            raise ValueError(f"found skip_above {skip_above!r}, expected 0 to 1")
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A datastore, and how to mix it in.
+
+    Attributes:
+        datastore: Datastore to search.
+        settings: How its pairs are mixed in.
+        ranges: Rows that the app may use; None means all.
+    """
+
+    datastore: Datastore
+    settings: Settings
+    ranges: tuple[range, ...] | None = None
+
+    def search(self, query: npt.NDArray[np.float32]) -> Neighbors:
+        """Return the nearest pairs."""
+        return self.datastore.search(query, self.settings.k, self.ranges)
+
+
+class Mixer:
+    """Mixer of one context, which relates each row of logits to the hidden state behind it."""
+
+    def __init__(self, native: NativeContext, key: States, counts: Counts) -> None:
+        """Capture the context's hidden states."""
+        n_batch = int(llama_cpp.llama_n_batch(native.ctx))
+        self._native = native
+        self._states = native.hidden_states(key, capacity=n_batch)
+        self._counts = counts
+        self._rows = np.empty((0, 0), np.float32)
+        self._has_keys_level = True
+        self._edits: dict[int, _Edit | None] = {}
+        self._former: dict[int, _Edit | None] = {}
+        self._source: Source | None = None
+        self._judged: Judgment | None = None
+
+    def close(self) -> None:
+        """Stop capturing hidden states."""
+        self._states.close()
+
+    def decoded(self) -> None:
+        """Take the hidden states of a batch that was evaluated; its rows can be sampled now."""
+        self._rows = self._states.take()
+        self._has_keys_level = self._native.level <= 0  # keys are made by the whole model
+        self._edits.clear()
+        self._former.clear()
+
+    def begin(self, source: Source | None, prompt: Tokens, look_back: int) -> None:
+        """Begin a request, which may sample from rows that were mixed for the request before.
+
+        Args:
+            source: Datastore to mix in until the next request, even if it is replaced meanwhile;
+                None mixes nothing.
+            prompt: Tokens of the prompt.
+            look_back: Number of the prompt's last tokens on which the datastore is judged; 0 always
+                trusts it.
+        """
+        self._former |= self._edits
+        self._edits.clear()
+        self._source = source
+        self._judged = Judgment(prompt, look_back) if look_back else None
+
+    def end(self) -> None:
+        """End the request, so that tokens that the app samples itself come from the model alone."""
+        self._source = None
+
+    def judge(self, ctx: int, n_past: int, n_tokens: int) -> None:
+        """Judge the datastore on the end of a prompt that was just evaluated (see ``trust``).
+
+        Args:
+            ctx: Address of the context.
+            n_past: Tokens evaluated before this batch.
+            n_tokens: Tokens in this batch.
+        """
+        judgment = self._judged
+        if judgment is None or self._source is None:
+            return
+        if not self._has_keys_level:
+            judgment.give_up()
+        with self._unless_forgotten(self._source) as source:
+            for n_behind, token in judgment.take(n_past, n_tokens, len(self._rows)):
+                logits = _logits(ctx, -1 - n_behind)
+                info = logits_peek(logits)
+                p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
+                if info.max_prob < source.settings.skip_above and p_lm > 0:
+                    row = self._rows[-1 - n_behind]
+                    judgment.observe(_p_mix(token, p_lm, info.max_prob, row, source), p_lm)
+
+    def restore(self, view: LogitsView) -> None:
+        """Restore the model's own logits in a row that was mixed for an earlier request."""
+        if self._former and (edit := self._former.pop(_n_behind(view), None)) is not None:
+            edit.undo(view.logits)
+
+    def mix(self, view: LogitsView) -> None:
+        """Mix neighbors into a row of logits, in place and only once.
+
+        Rows are counted from the last, because states of a failed batch may precede the first.
+        """
+        source, n_behind = self._source, _n_behind(view)
+        if source is None or n_behind in self._edits:
+            return
+        row = len(self._rows) - 1 - n_behind
+        if row < 0:
+            self._counts.unmatched += 1
+            return
+        self._edits[n_behind] = None
+        if not self._has_keys_level:
+            self._counts.at_other_levels += 1
+            return
+        skip_above = source.settings.skip_above
+        if skip_above < 1 and logits_peek(view.logits).max_prob >= skip_above:
+            self._counts.skipped += 1
+            return
+        trust = 1.0 if self._judged is None else self._judged.trust.weight
+        if trust == 0:
+            self._counts.distrusted += 1
+            return
+        started = time.perf_counter()
+        with self._unless_forgotten(source):
+            self._edits[n_behind] = _mix(view.logits, self._rows[row], source, trust)
+            self._counts.mixed += 1
+        self._counts.search_s += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def _unless_forgotten(self, source: Source) -> Iterator[Source]:
+        """Guard a search: if the datastore was erased meanwhile, end mixing for this request."""
+        try:
+            yield source
+        except StoreError:
+            if source.datastore.is_current():
+                raise
+            self._source = None  # the next request opens the new datastore
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edit:
+    """Change that mixing made to a row of logits."""
+
+    tokens: npt.NDArray[np.int32]
+    before: npt.NDArray[np.float32]
+    after: npt.NDArray[np.float32]
+
+    def undo(self, logits: npt.NDArray[np.float32]) -> None:
+        """Undo the change, unless the logits differ now: the app may have loaded a state."""
+        if np.array_equal(logits[self.tokens], self.after):
+            logits[self.tokens] = self.before
+
+
+def _mix(
+    logits: npt.NDArray[np.float32], query: npt.NDArray[np.float32], source: Source, trust: float
+) -> _Edit:
+    found, mixture = source.search(query), source.settings.mixture
+    before = logits[found.values]
+    theta = mixture.theta
+    # a weight is equivalent to a smaller distance: w exp(-d/theta) = exp(-(d - theta log w)/theta)
+    distances = (found.distances - theta * np.log(found.weights)).astype(np.float32)
+    alpha = trust * mixture.alpha
+    logits_mix(logits, found.values, distances, alpha, mixture.beta, theta, mixture.far)
+    return _Edit(found.values, before, logits[found.values])
+
+
+def _p_mix(
+    token: int, p_lm: float, p_max: float, query: npt.NDArray[np.float32], source: Source
+) -> float:
+    """Return the mixture's probability of a token, with full trust."""
+    found = source.search(query)
+    hits = (found.values == token)[None]
+    each = (np.array([p], np.float32) for p in (p_lm, p_max))
+    mixture = source.settings.mixture
+    p = mixture.probability(found.distances[None], hits, found.weights[None], *each)
+    return float(p[0])
+
+
+def _logits(ctx: int, i: int) -> npt.NDArray[np.float32]:
+    vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
+    row = llama_cpp.llama_get_logits_ith(ctx, i)
+    return np.ctypeslib.as_array(row, shape=(llama_cpp.llama_vocab_n_tokens(vocab),))
+
+
+def _n_behind(view: LogitsView) -> int:
+    """Return how many of the batch's outputs follow these logits."""
+    last = llama_cpp.llama_get_logits_ith(view.ctx, -1)
+    start = np.ctypeslib.as_array(last, shape=(1,)).ctypes.data
+    return int((start - view.logits.ctypes.data) // view.logits.nbytes)

@@ -1,0 +1,1 @@
+"""Choice of the pairs that represent an archive best (§4)."""
