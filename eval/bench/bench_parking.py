@@ -19,8 +19,8 @@ from llmaas_eval.paired import quartiles, repeats
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.demo.interval import median_interval
-from llmaas_plugins.kv_chunks.parking import Parking
-from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 
 N_BLOCK = 1024
 """Tokens of the context in use, and of each parked piece."""

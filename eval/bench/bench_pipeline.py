@@ -24,8 +24,8 @@ import pytest
 
 from llmaas_eval.disk import can_limit_reads, read_limit
 from llmaas_eval.paired import compare, repeats
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.planning import Plan, as_runs
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.transfer.planning import Plan, as_runs
 
 N_TOKENS = {"reference_model": 1000, "model_200m": 768}
 N_LEARNING, N_ROUNDS = 8, 10

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import Request, Tokens
 from llmaas_plugins.demo.page_cache import drop_pages
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
 __all__ = ["StoredContext"]
 

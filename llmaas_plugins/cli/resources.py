@@ -14,7 +14,7 @@ from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins.cli.findings import Finding
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import validated
-from llmaas_plugins.kv_chunks.files import FILES, LOCK
+from llmaas_plugins.kv_chunks.store.store_files import FILES, LOCK
 from llmaas_plugins.machine import available_bytes, room
 from llmaas_plugins.store_lock import user
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llmaas_plugins.kv_chunks.config import KVChunksConfig
-    from llmaas_plugins.kv_chunks.contents import Contents
-    from llmaas_plugins.kv_chunks.upkeep import Tidied
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import Tidied
+    from llmaas_plugins.kv_chunks.maintenance.snapshot import Contents
 
 __all__ = ["add_parser"]
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 def stats(args: argparse.Namespace) -> int:
     """Print sizes, contexts and models."""
-    from llmaas_plugins.kv_chunks.contents import read_contents
+    from llmaas_plugins.kv_chunks.maintenance.snapshot import read_contents
 
     settings = _settings(args)
     try:
@@ -71,7 +71,7 @@ def stats(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Verify the whole store; return 0 if it is sound or was repaired, else 1."""
-    from llmaas_plugins.kv_chunks.checking import check_store
+    from llmaas_plugins.kv_chunks.maintenance.checking import check_store
 
     directory = _directory(args)
     checked = check_store(directory, progress("checking", "chunk"))
@@ -107,7 +107,7 @@ def gc(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Copy chunks to a new store; return 1 if some could not be copied, else 0."""
-    from llmaas_plugins.kv_chunks.upkeep import export_store
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import export_store
 
     done = export_store(
         _directory(args), expanded(args.target), args.context, progress("copying", "chunk")
@@ -124,7 +124,7 @@ def export(args: argparse.Namespace) -> int:
 
 def forget(args: argparse.Namespace) -> int:
     """Remove contexts; chunks that other contexts share stay."""
-    from llmaas_plugins.kv_chunks.upkeep import Upkeep
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import Upkeep
 
     upkeep = Upkeep(_directory(args))
     try:
@@ -166,7 +166,7 @@ def _directory(args: argparse.Namespace) -> Path:
 
 
 def _tidy(directory: Path, *, shrink: bool) -> Tidied:
-    from llmaas_plugins.kv_chunks.upkeep import Upkeep
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import Upkeep
 
     upkeep = Upkeep(directory)  # opening drops impossible rows, or sets a damaged index aside
     try:
@@ -178,8 +178,8 @@ def _tidy(directory: Path, *, shrink: bool) -> Tidied:
 
 
 def _stats(contents: Contents, budget: int) -> dict[str, Any]:
-    from llmaas_plugins.kv_chunks.formats import FORMAT
-    from llmaas_plugins.kv_chunks.upkeep import disk_bytes
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import disk_bytes
+    from llmaas_plugins.kv_chunks.store.store_format import FORMAT
 
     rows = contents.rows.values()
     roots = Counter(contents.root(row) for row in rows)

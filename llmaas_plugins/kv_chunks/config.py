@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
-from llmaas_plugins.kv_chunks.queues import Eviction
-from llmaas_plugins.kv_chunks.tolerance import INT8_BITS
+from llmaas_plugins.kv_chunks.compression.tolerance import INT8_BITS
+from llmaas_plugins.kv_chunks.store.eviction import Eviction
 from llmaas_plugins.sizes import DiskSize, MemorySize, OptionalSize
 
 __all__ = ["KVChunksConfig"]

@@ -29,26 +29,26 @@ from llmaas_hooks import (
     hookimpl,
 )
 from llmaas_plugins._native import Budget, Codec
-from llmaas_plugins.kv_chunks.attention import ChunkAttention
+from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
+from llmaas_plugins.kv_chunks.compression.bit_allocator import Levels
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.files import SLAB
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.levels import Levels
-from llmaas_plugins.kv_chunks.parking import Parking
-from llmaas_plugins.kv_chunks.pipeline import Workers
-from llmaas_plugins.kv_chunks.report import Report
-from llmaas_plugins.kv_chunks.spare import Spare, token_bytes
-from llmaas_plugins.kv_chunks.staging import Staging
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.support import (
+from llmaas_plugins.kv_chunks.parking.cell_budget import Spare, token_bytes
+from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.support import (
     PARKED_SEQUENCES,
     SEQUENCES,
     spare_cells,
     unsupported,
     unsupported_cells,
 )
-from llmaas_plugins.kv_chunks.transfer import Parts, Transfer
+from llmaas_plugins.kv_chunks.plugin_counters import Report
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.store_files import SLAB
+from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
+from llmaas_plugins.kv_chunks.transfer.staging import Staging
+from llmaas_plugins.kv_chunks.transfer.transfer import Parts, Transfer
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model_digest import Digest, begin_digest, changed_in_place
 from llmaas_plugins.model_identity import cell_identity, hashed, is_rotation_off

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmaas_plugins import activate
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.formats import FORMAT
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.store_format import FORMAT
 
 PROMPT = [1, *np.random.default_rng(5).integers(300, 4000, 60).tolist()]
 

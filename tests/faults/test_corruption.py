@@ -12,7 +12,7 @@ import store_life
 from soak import scale
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.checking import check_store
+from llmaas_plugins.kv_chunks.maintenance.checking import check_store
 
 STORES = scale(120, 1000)
 """Stores in one part of the run."""

@@ -11,7 +11,7 @@ from reading import reader_of
 
 from llmaas_hooks import LimitError, StoreError
 from llmaas_plugins import activate, sqlite_erasing
-from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.service import LLMService, ServiceConfig
 from llmaas_plugins.service.contexts import ContextLog
 from llmaas_plugins.service.turns import Turns

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from claiming import Claimer, created, decode, loaded, native
 
-from llmaas_plugins.kv_chunks.attention import ROW_STEP, ChunkAttention
-from llmaas_plugins.kv_chunks.cells import Cells
+from llmaas_plugins.kv_chunks.compression.attention import ROW_STEP, ChunkAttention
+from llmaas_plugins.kv_chunks.transfer.cells import Cells
 
 TOKENS = tuple(np.random.default_rng(3).integers(300, 4000, 200).tolist())
 OTHERS = tuple(np.random.default_rng(4).integers(300, 4000, 200).tolist())

@@ -21,8 +21,8 @@ from llmaas_patches import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins._native import Codec, chunk_peek
 from llmaas_plugins.kv_chunks import plugin
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 
 MODEL = "reference-7m-q8_0.gguf"
 RNG = np.random.default_rng(1)

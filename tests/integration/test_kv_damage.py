@@ -24,9 +24,9 @@ from llmaas_plugins._native import (
     chunk_bound,
     chunk_encode,
 )
-from llmaas_plugins.kv_chunks.cells import Cells
-from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.layouts import pack_layout
+from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.transfer.cell_layout import pack_layout
+from llmaas_plugins.kv_chunks.transfer.cells import Cells
 
 RNG = np.random.default_rng(3)
 PROMPT = [1, *RNG.integers(300, 4000, 179).tolist()]  # 11 chunks and a piece

@@ -26,9 +26,9 @@ from restoring import (
 from switching import ask
 
 from llmaas_hooks import PluginError
-from llmaas_plugins.kv_chunks import landing, loading
-from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, SCRATCH_SEQUENCE
-from llmaas_plugins.kv_chunks.transfer import Transfer
+from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES, SCRATCH_SEQUENCE
+from llmaas_plugins.kv_chunks.transfer import chunk_load, direct_load
+from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 CASES = {
@@ -99,7 +99,7 @@ def ways(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Give the threads one chunk at a time, as if chunks were large."""
-    monkeypatch.setattr(landing, "records", lambda chunks, *_: loading.records(chunks, 1))
+    monkeypatch.setattr(direct_load, "records", lambda chunks, *_: chunk_load.records(chunks, 1))
 
 
 def staged(suite, llama, prompt=PROMPT):
@@ -330,7 +330,7 @@ def occupy(suite, llama, cells):
 def under_way(monkeypatch):
     """Record the threads that write to cells now, and slow each one down."""
     writing, started = set(), threading.Event()
-    original = loading._native.chunks_land_at
+    original = chunk_load._native.chunks_land_at
 
     def slow(*args):
         writing.add(threading.get_ident())
@@ -341,7 +341,7 @@ def under_way(monkeypatch):
         finally:
             writing.discard(threading.get_ident())
 
-    monkeypatch.setattr(loading._native, "chunks_land_at", slow)
+    monkeypatch.setattr(chunk_load._native, "chunks_land_at", slow)
     return writing, started
 
 

@@ -12,7 +12,7 @@ from restoring import cells, leave_ram, lose, path_of, position_after, restore, 
 from soak import scale
 from switching import ask
 
-from llmaas_plugins.kv_chunks.planning import Costs
+from llmaas_plugins.kv_chunks.transfer.planning import Costs
 
 RNG = np.random.default_rng(5)
 PROMPT = [1, *RNG.integers(300, 4000, 199).tolist()]  # 12 chunks and a half
@@ -191,7 +191,7 @@ def test_interrupted_recompute_drops_the_cells(make_one, suite, monkeypatch):
         lose(active, llama, PROMPT, [3, 6])
         leave_ram(active, llama, PROMPT)
         with monkeypatch.context() as patch:
-            patch.setattr("llmaas_plugins.kv_chunks.transfer.evaluate", interrupted)
+            patch.setattr("llmaas_plugins.kv_chunks.transfer.transfer.evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ask(llama, PROMPT, 1)
         assert position_after(llama) == 0

@@ -17,11 +17,11 @@ from switching import ask
 
 from llmaas_hooks import KVRestored, hookimpl
 from llmaas_plugins._native import Budget, KVGeometry
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.parking import Parking
-from llmaas_plugins.kv_chunks.spare import Spare, token_bytes
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.cell_budget import Spare, token_bytes
+from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 
 N_CTX, STEP = 256, 256
 ENGINE = {"n_ctx": N_CTX, "flash_attn": True}

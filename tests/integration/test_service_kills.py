@@ -24,7 +24,7 @@ from conversations import (
 )
 from soak import scale
 
-from llmaas_plugins.kv_chunks.checking import check_store
+from llmaas_plugins.kv_chunks.maintenance.checking import check_store
 
 # Kills under each setting. Replies are stock llama.cpp's if the setting keeps all bits of cells.
 # `make soak` has two thousand kills in ten parts.

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from llmaas_plugins.kv_chunks.extents import PAGE, ExtentAllocator, page_round
+from llmaas_plugins.kv_chunks.store.extents import PAGE, ExtentAllocator, page_round
 
 N_PAGES = 20
 sizes = st.integers(1, 6 * PAGE)

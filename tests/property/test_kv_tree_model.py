@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, chain
-from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain
+from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 
 ROOTS = (bytes(32), b"\1" * 32)
 

@@ -7,8 +7,8 @@ import weakref
 import llama_cpp
 
 from llmaas_hooks import KVRestored, hookimpl
-from llmaas_plugins.kv_chunks.parking import Parking
-from llmaas_plugins.kv_chunks.support import PARKED_SEQUENCES, spare_cells
+from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES, spare_cells
 
 
 class Parks:

@@ -6,7 +6,7 @@ import contextlib
 
 from llmaas_plugins.cli.resources import resource_findings, say_problems
 from llmaas_plugins.config import load_config
-from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 
 
 def test_what_this_machine_does_not_have(monkeypatch, tmp_path):

@@ -16,12 +16,12 @@ from stored_chunks import payload, put
 
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.kv_chunks import checking
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import PAGE
-from llmaas_plugins.kv_chunks.formats import FORMAT
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.maintenance import checking
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.extents import PAGE
+from llmaas_plugins.kv_chunks.store.store_format import FORMAT
 
 ROOT, OTHER_MODEL = b"r" * 32, b"o" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
@@ -288,8 +288,8 @@ def test_store_in_use_can_be_looked_at_and_not_changed(run, kv, tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from llmaas_plugins.kv_chunks import checking
-from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.maintenance import checking
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 store = DiskStore(Path(sys.argv[1]), 1 << 20)
 print("open", flush=True)
 sys.stdin.read()

@@ -17,14 +17,14 @@ from stored_chunks import payload, put
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native, sqlite_erasing, store_lock
 from llmaas_plugins._native import Budget, KVGeometry
-from llmaas_plugins.kv_chunks import contents
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.index import ChunkIndex
-from llmaas_plugins.kv_chunks.keys import chain
+from llmaas_plugins.kv_chunks.maintenance import snapshot
 from llmaas_plugins.kv_chunks.plugin import KVChunks
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.swapout import SwapOut
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.chunk_writer import SwapOut
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.index import ChunkIndex
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
@@ -77,10 +77,10 @@ DIE = """
 import os, sys
 from pathlib import Path
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.index import ChunkIndex
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tiers import DiskTier
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.index import ChunkIndex
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 from llmaas_plugins.sqlite_erasing import Eraser
 
 directory, where, step = Path(sys.argv[1]), *sys.argv[2:]
@@ -233,7 +233,7 @@ def test_an_older_store_is_named(kv, caplog):
 
 
 def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
-    read, started = contents._contents, []
+    read, started = snapshot._contents, []
 
     def start_meanwhile(*args):
         if not started:
@@ -242,8 +242,8 @@ def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
             started[0].flush()
         return read(*args)
 
-    monkeypatch.setattr(contents, "_contents", start_meanwhile)
-    found = contents.read_contents(kv)
+    monkeypatch.setattr(snapshot, "_contents", start_meanwhile)
+    found = snapshot.read_contents(kv)
     assert found.holder == "this process already"  # the file was read again
     assert set(found.contexts) == {"a", "b", "new"}
     started[0].close()
@@ -252,7 +252,7 @@ def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
 def test_those_who_look_do_not_meet_each_other(kv):
     with (kv / "lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        assert contents.read_contents(kv).holder is None
+        assert snapshot.read_contents(kv).holder is None
 
 
 def test_an_app_waits_for_a_glance(kv, monkeypatch):

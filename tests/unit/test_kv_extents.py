@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmaas_plugins.kv_chunks.extents import PAGE, ExtentAllocator, page_round
+from llmaas_plugins.kv_chunks.store.extents import PAGE, ExtentAllocator, page_round
 
 
 @pytest.fixture

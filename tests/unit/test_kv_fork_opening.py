@@ -12,9 +12,9 @@ from forking import in_child
 
 from llmaas_hooks import forks
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.disk import DiskStore
 from llmaas_plugins.kv_chunks.plugin import KVChunks
-from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on
 STEPS = {

@@ -25,12 +25,12 @@ from llmaas_plugins._native import (
     Budget,
     KVGeometry,
 )
-from llmaas_plugins.kv_chunks.contents import read_contents
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import PAGE
-from llmaas_plugins.kv_chunks.formats import FORMAT
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.maintenance.snapshot import read_contents
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.extents import PAGE
+from llmaas_plugins.kv_chunks.store.store_format import FORMAT
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
@@ -490,7 +490,7 @@ OPEN = """
 import os, sys
 from pathlib import Path
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.disk import DiskStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 if os.geteuid() == 0 and "drop" in sys.argv:
     os.setgroups([])
     os.setuid(65534)

@@ -7,9 +7,9 @@ import sqlite3
 import numpy as np
 import pytest
 
-from llmaas_plugins.kv_chunks.formats import FORMAT
-from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, IndexUpdate
-from llmaas_plugins.kv_chunks.keys import chain
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.store.store_format import FORMAT
 
 STORE = b"s" * 16
 ROOT = bytes(32)

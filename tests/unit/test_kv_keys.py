@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, chain
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain
 
 ROOT = bytes(32)
 

@@ -10,12 +10,12 @@ import pytest
 from stored_chunks import encoder, payload
 
 from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound, chunk_peek
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import PAGE
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.queues import Queue
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.eviction import Queue
+from llmaas_plugins.kv_chunks.store.extents import PAGE
+from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page

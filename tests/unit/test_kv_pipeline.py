@@ -18,13 +18,13 @@ from llmaas_plugins._native import (
     chunk_encode,
     chunks_decode,
 )
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.loading import Reads, Segment
-from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
-from llmaas_plugins.kv_chunks.planning import Run
-from llmaas_plugins.kv_chunks.staging import Staging
-from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.transfer.chunk_load import Reads, Segment
+from llmaas_plugins.kv_chunks.transfer.pipeline import Loader, Workers
+from llmaas_plugins.kv_chunks.transfer.planning import Run
+from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(4, False, 1, 1, (4096,) * 4, (4096,) * 4)  # a chunk is half a MiB

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmaas_plugins.kv_chunks.keys import ChunkId
-from llmaas_plugins.kv_chunks.planning import Costs, Work, best_cut, delays, plan
-from llmaas_plugins.kv_chunks.profiling import Line, Profile
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.store.chunk_ids import ChunkId
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk
+from llmaas_plugins.kv_chunks.transfer.cost_profile import Line, Profile
+from llmaas_plugins.kv_chunks.transfer.planning import Costs, Work, best_cut, delays, plan
 
 N_BATCH = 40
 COSTS = Costs(call=2e-3, token=1e-3, pair=1e-7, read=1e-3, byte=1e-6, load=1e-3, put=1e-5)

@@ -6,8 +6,8 @@ import pytest
 
 from llmaas_hooks import BudgetError
 from llmaas_plugins._native import Budget, KVGeometry, blob_size
-from llmaas_plugins.kv_chunks.staging import Staging
-from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
 MiB = 1 << 20
 HUGE = KVGeometry(40, False, 1, 1, (8192,) * 40, (8192,) * 40)

@@ -11,11 +11,11 @@ import pytest
 
 from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks import tiers
-from llmaas_plugins.kv_chunks.extents import PAGE, page_round
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.tiers import DiskTier, RamTier, Tier
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.store import tiers
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
+from llmaas_plugins.kv_chunks.store.tiers import DiskTier, RamTier, Tier
+from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 MiB = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
+from llmaas_plugins.kv_chunks.compression.tolerance import choose_levels, densities
 
 DENSITIES = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=6).map(np.array)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmaas_plugins.kv_chunks.keys import chain
-from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 
 ROOT = bytes(32)
 

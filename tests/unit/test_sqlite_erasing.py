@@ -12,8 +12,8 @@ import pytest
 from soak import scale
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.index import ChunkIndex, ChunkRow, IndexUpdate
-from llmaas_plugins.kv_chunks.keys import chain
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, IndexUpdate
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.sqlite_erasing import Eraser, connect
 

@@ -20,7 +20,7 @@ from llmaas_eval.elastic.readings import Reading, read_window
 from llmaas_eval.elastic.texts import Windows
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.evaluating import log_softmax
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
 __all__ = ["continued"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmaas_eval.switching.engine import SequenceEngine
 from llmaas_eval.switching.systems.base import app_cells
-from llmaas_plugins.kv_chunks.profiling import non_negative
+from llmaas_plugins.kv_chunks.transfer.cost_profile import non_negative
 
 __all__ = ["Cost", "measure_cost"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.tolerance.coded import MAX_BITS, Bits
-from llmaas_plugins.kv_chunks.tolerance import choose_levels
+from llmaas_plugins.kv_chunks.compression.tolerance import choose_levels
 
 __all__ = ["RIVALS", "Case", "as_printed", "by_layer"]
 

@@ -16,7 +16,7 @@ from llmaas_eval.tolerance.outcome import compare, surprise
 from llmaas_eval.tolerance.recall import Recall
 from llmaas_eval.tolerance.rivals import RIVALS, Case
 from llmaas_eval.tolerance.texts import CHUNK, Sample
-from llmaas_plugins.kv_chunks.tolerance import densities
+from llmaas_plugins.kv_chunks.compression.tolerance import densities
 
 __all__ = ["Arm", "Row", "ask", "go_on", "layer_damage"]
 

@@ -24,7 +24,7 @@ from llmaas_eval.switching.systems.base import (
     app_cells,
 )
 from llmaas_eval.switching.systems.pipe import N_BUFFERS, Pipe, open_direct, read_at, write_at
-from llmaas_plugins.kv_chunks.extents import page_round
+from llmaas_plugins.kv_chunks.store.extents import page_round
 
 __all__ = ["HEAD_BYTES", "InCells", "Killing", "Swapping"]
 

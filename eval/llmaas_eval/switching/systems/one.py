@@ -11,7 +11,7 @@ from llmaas_eval.switching.engine import real_cells
 from llmaas_eval.switching.steps import Step
 from llmaas_eval.switching.systems.base import Setting, System, app_cells
 from llmaas_plugins._native import KVGeometry
-from llmaas_plugins.kv_chunks.cells import Cells
+from llmaas_plugins.kv_chunks.transfer.cells import Cells
 
 __all__ = ["OneContext", "open_llama"]
 

@@ -21,8 +21,8 @@ from llmaas_eval.switching.systems.base import (
 )
 from llmaas_eval.switching.systems.one import OneContext, open_llama
 from llmaas_hooks import Request, Tokens, common_prefix
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.recompute import evaluate
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
 from llmaas_plugins.machine import resident_bytes
 from llmaas_plugins.trouble import Trouble
 

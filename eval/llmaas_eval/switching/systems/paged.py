@@ -19,7 +19,7 @@ from llmaas_eval.switching.systems.in_cells import HEAD_BYTES, InCells
 from llmaas_eval.switching.systems.pipe import N_BUFFERS, Pipe, open_direct
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, Status
-from llmaas_plugins.kv_chunks.extents import page_round
+from llmaas_plugins.kv_chunks.store.extents import page_round
 
 __all__ = ["PagedSwapping", "QuantizedCells"]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.kv_chunks.memory import anonymous
+from llmaas_plugins.kv_chunks.store.huge_pages import anonymous
 
 __all__ = ["N_BUFFERS", "Pipe", "open_direct", "read_at", "write_at"]
 

@@ -23,8 +23,8 @@ from llmaas_eval.switching.systems.base import (
 from llmaas_eval.switching.systems.pipe import N_BUFFERS, Pipe, open_direct
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, Status
-from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.memory import anonymous
+from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.store.huge_pages import anonymous
 
 __all__ = ["QuantizedSwapping"]
 

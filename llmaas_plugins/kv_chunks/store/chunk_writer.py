@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.index import IndexUpdate
-from llmaas_plugins.kv_chunks.shelf import Shelf
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.store.index import IndexUpdate
+from llmaas_plugins.kv_chunks.store.residency import Shelf
+from llmaas_plugins.kv_chunks.store.tree import Chunk
 from llmaas_plugins.trouble import Trouble
 
 __all__ = ["SwapOut"]

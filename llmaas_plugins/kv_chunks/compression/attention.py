@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import NativeContext
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
 __all__ = ["ChunkAttention"]
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from llmaas_hooks import Tokens, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import PAGE, page_round
-from llmaas_plugins.kv_chunks.keys import ChunkId
-from llmaas_plugins.kv_chunks.queues import Eviction
-from llmaas_plugins.kv_chunks.shelf import Shelf
-from llmaas_plugins.kv_chunks.swapout import SwapOut
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, ChunkTree, Match
+from llmaas_plugins.kv_chunks.store.chunk_ids import ChunkId
+from llmaas_plugins.kv_chunks.store.chunk_writer import SwapOut
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.eviction import Eviction
+from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
+from llmaas_plugins.kv_chunks.store.residency import Shelf
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree, Match
 from llmaas_plugins.trouble import Trouble
 
 __all__ = ["ChunkStore"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import Status
-from llmaas_plugins.kv_chunks.contents import Contents, payloads, read_contents
-from llmaas_plugins.kv_chunks.index import ChunkRow
+from llmaas_plugins.kv_chunks.maintenance.snapshot import Contents, payloads, read_contents
+from llmaas_plugins.kv_chunks.store.index import ChunkRow
 
 __all__ = ["Checked", "Progress", "check_store"]
 

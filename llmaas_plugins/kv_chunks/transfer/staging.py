@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from llmaas_hooks import BudgetError, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry
-from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.store import ChunkStore
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.extents import page_round
 
 __all__ = ["Staging"]
 

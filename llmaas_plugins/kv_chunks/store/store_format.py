@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.kv_chunks.files import FILES, INDEX, SLAB
+from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, SLAB
 
 __all__ = ["FORMAT", "check_format", "pack_header", "read_only_uri"]
 

@@ -26,24 +26,24 @@ from llmaas_hooks import (
 )
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
-from llmaas_plugins.kv_chunks.attention import ChunkAttention
-from llmaas_plugins.kv_chunks.cells import Cells
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, ChunkId, chain, chunk_key
-from llmaas_plugins.kv_chunks.landing import land
-from llmaas_plugins.kv_chunks.layouts import pack_layout, unpack_layout
-from llmaas_plugins.kv_chunks.levels import Attention, Levels
-from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment
-from llmaas_plugins.kv_chunks.memory import sparse
-from llmaas_plugins.kv_chunks.parking import Parking
-from llmaas_plugins.kv_chunks.pipeline import Loader, Workers
-from llmaas_plugins.kv_chunks.planning import Plan, Run, plan
-from llmaas_plugins.kv_chunks.profiling import Profile
-from llmaas_plugins.kv_chunks.recompute import evaluate
-from llmaas_plugins.kv_chunks.spare import Spare
-from llmaas_plugins.kv_chunks.staging import Staging
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.support import window
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, Match, count_tokens
+from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
+from llmaas_plugins.kv_chunks.compression.bit_allocator import Attention, Levels
+from llmaas_plugins.kv_chunks.parking.cell_budget import Spare
+from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.support import window
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, ChunkId, chain, chunk_key
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.huge_pages import sparse
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, Match, count_tokens
+from llmaas_plugins.kv_chunks.transfer.cell_layout import pack_layout, unpack_layout
+from llmaas_plugins.kv_chunks.transfer.cells import Cells
+from llmaas_plugins.kv_chunks.transfer.chunk_load import Gap, Load, Reads, Segment
+from llmaas_plugins.kv_chunks.transfer.cost_profile import Profile
+from llmaas_plugins.kv_chunks.transfer.direct_load import land
+from llmaas_plugins.kv_chunks.transfer.pipeline import Loader, Workers
+from llmaas_plugins.kv_chunks.transfer.planning import Plan, Run, plan
+from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
+from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.trouble import Trouble
 
 __all__ = ["Loaded", "Parts", "Transfer"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmaas_hooks import Tokens
-from llmaas_plugins.kv_chunks.keys import CHUNK_TOKENS, TOKEN_BYTES, ChunkId
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, TOKEN_BYTES, ChunkId
 
 __all__ = ["Chunk", "ChunkTree", "Match", "count_tokens"]
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry, NativeError
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["Gap", "Into", "Load", "Reads", "Segment", "records"]
 

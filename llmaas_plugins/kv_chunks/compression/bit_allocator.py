@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry
-from llmaas_plugins.kv_chunks.keys import ChunkId
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tolerance import choose_levels, densities
+from llmaas_plugins.kv_chunks.compression.tolerance import choose_levels, densities
+from llmaas_plugins.kv_chunks.store.chunk_ids import ChunkId
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 
 __all__ = ["Attention", "Levels"]
 

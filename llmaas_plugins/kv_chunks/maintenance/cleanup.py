@@ -17,14 +17,14 @@ import numpy as np
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Status
-from llmaas_plugins.kv_chunks.checking import Progress
-from llmaas_plugins.kv_chunks.contents import Contents, payloads, read_contents
-from llmaas_plugins.kv_chunks.disk import DiskStore
-from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.files import SLAB, require_store
-from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
-from llmaas_plugins.kv_chunks.tiers import DiskTier
-from llmaas_plugins.kv_chunks.tree import Chunk, ChunkTree
+from llmaas_plugins.kv_chunks.maintenance.checking import Progress
+from llmaas_plugins.kv_chunks.maintenance.snapshot import Contents, payloads, read_contents
+from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.store.store_files import SLAB, require_store
+from llmaas_plugins.kv_chunks.store.tiers import DiskTier
+from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 
 __all__ = ["Exported", "Tidied", "Upkeep", "disk_bytes", "export_store"]
 

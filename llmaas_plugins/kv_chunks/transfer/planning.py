@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["Costs", "Plan", "Run", "Work", "as_runs", "best_cut", "delays", "plan"]
 

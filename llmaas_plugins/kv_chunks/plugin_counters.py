@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmaas_hooks import RequestStats, forks
-from llmaas_plugins.kv_chunks.transfer import Loaded
+from llmaas_plugins.kv_chunks.transfer.transfer import Loaded
 
 __all__ = ["Report"]
 

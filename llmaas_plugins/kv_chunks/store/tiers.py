@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.extents import PAGE, ExtentAllocator, page_round
-from llmaas_plugins.kv_chunks.files import FILES
-from llmaas_plugins.kv_chunks.memory import anonymous, give_back
-from llmaas_plugins.kv_chunks.queues import Eviction, Queue
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.store.eviction import Eviction, Queue
+from llmaas_plugins.kv_chunks.store.extents import PAGE, ExtentAllocator, page_round
+from llmaas_plugins.kv_chunks.store.huge_pages import anonymous, give_back
+from llmaas_plugins.kv_chunks.store.store_files import FILES
+from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 __all__ = ["DiskTier", "RamTier", "Tier"]
 

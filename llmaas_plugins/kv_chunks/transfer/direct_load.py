@@ -14,8 +14,8 @@ from concurrent.futures import Executor, Future, wait
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.kv_chunks.loading import Load, records
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.kv_chunks.transfer.chunk_load import Load, records
 
 __all__ = ["land"]
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal
 
-from llmaas_plugins.kv_chunks.tree import Chunk
+from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 __all__ = ["Eviction", "Queue"]
 

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from llmaas_hooks import forks
 from llmaas_plugins._native import KVGeometry
-from llmaas_plugins.kv_chunks.loading import Gap, Load, Reads, Segment, records
-from llmaas_plugins.kv_chunks.planning import Run
-from llmaas_plugins.kv_chunks.staging import Staging
-from llmaas_plugins.kv_chunks.store import ChunkStore
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.kv_chunks.transfer.chunk_load import Gap, Load, Reads, Segment, records
+from llmaas_plugins.kv_chunks.transfer.planning import Run
+from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
 __all__ = ["Loader", "Workers"]
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.counters import Counters
-from llmaas_plugins.kv_chunks.extents import page_round
-from llmaas_plugins.kv_chunks.index import ChunkRow, IndexUpdate
-from llmaas_plugins.kv_chunks.queues import Eviction
-from llmaas_plugins.kv_chunks.tiers import DiskTier, RamTier
-from llmaas_plugins.kv_chunks.tree import ABSENT, Chunk, ChunkTree
+from llmaas_plugins.kv_chunks.store.counters import Counters
+from llmaas_plugins.kv_chunks.store.eviction import Eviction
+from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
+from llmaas_plugins.kv_chunks.store.tiers import DiskTier, RamTier
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree
 
 __all__ = ["Shelf"]
 

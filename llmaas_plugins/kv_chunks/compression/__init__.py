@@ -1,0 +1,1 @@
+"""How many bits a chunk keeps, chosen by the attention that it receives (LLMS §3.2)."""

@@ -1,0 +1,1 @@
+"""Commands for a store that no app uses: check, clean up, export."""

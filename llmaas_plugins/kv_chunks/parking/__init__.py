@@ -1,0 +1,1 @@
+"""Inactive contexts in an engine's own cells, and the memory of those cells."""
