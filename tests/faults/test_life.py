@@ -20,7 +20,7 @@ DRIVER = Path(__file__).parent / "life_driver.py"
 SUPPORT = DRIVER.parents[1] / "support"
 LOSSLESS = {"codec": "lossless"}
 KNN = {"k": 16, "look_back": 12, "drafts": True}
-STREAMED = {"memory_budget": 0, "arena": "1 MiB"}
+STREAMED = {"memory_budget": "1 MiB", "arena": "1 MiB"}
 PLUGINS = {
     "kv_chunks": {"kv_chunks": LOSSLESS},
     "small, parked, elastic": {

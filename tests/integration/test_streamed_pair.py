@@ -31,7 +31,7 @@ N_TURNS, N_BEFORE, N_SAID = 4, 2, 3
 ENDINGS = [RNG.integers(300, 4000, 7).tolist() for _ in range(N_TURNS)]
 PLUGINS = {
     "kv_chunks": {"codec": "lossless", "recompute": False, "parked_tokens": 0},
-    "flash_weights": {"memory_budget": 0, "arena": "1 MiB"},
+    "flash_weights": {"memory_budget": "1 MiB", "arena": "1 MiB"},
     "elastic": {},
 }
 

@@ -275,7 +275,7 @@ def check(names, seed, model, knn, alone, tmp_path):  # noqa: PLR0917
             "codec": "lossless",
             "recompute": False,
         },
-        "flash_weights": {"memory_budget": 0, "arena": "1 MiB"},
+        "flash_weights": {"memory_budget": "1 MiB", "arena": "1 MiB"},
         "elastic": {},
         "knn_lm": knn | {"drafts": rng.random() < 0.5},
     }

@@ -19,11 +19,12 @@ def make_room(flash):
 
 
 def least(flash):
-    """Return the least budget in MiB, which a refusal names; 0 if nothing is streamed."""
+    """Return the least budget in MiB, the sum that a refusal gives; 0 if nothing is streamed."""
     try:
         flash.set_memory_budget(0)
     except BudgetError as error:
-        return int(re.search(r"expected (\d+) MiB", str(error))[1])
+        process, needed = re.search(r"takes (\d+) MiB .* needs (\d+) MiB", str(error)).groups()
+        return int(process) + 1 + int(needed)  # the process was rounded down
     return 0
 
 
