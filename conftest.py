@@ -99,7 +99,7 @@ def _no_suite_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def reference_model() -> Path:
     """Return the path of the packaged model."""
-    from llmaas_plugins.models import reference_model_path
+    from llmaas_plugins.reference_model import reference_model_path
 
     try:
         return reference_model_path()

@@ -18,10 +18,10 @@ from llmaas_eval.paired import compare
 from llmaas_eval.quality import conversation_texts
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
-from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.kv_chunks.compression.attention import ROW_STEP
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 N_CONTEXTS = 40
 TEXT_CHARACTERS = 20_000  # most characters read from a file

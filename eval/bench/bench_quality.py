@@ -8,7 +8,7 @@ import pytest
 
 from llmaas_eval.quality import conversation_texts, drift, read
 from llmaas_plugins import activate
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 N_TEXT, N_LAST = 400, 150
 SETTINGS = {"n_ctx": 1024, "flash_attn": True, "verbose": False}

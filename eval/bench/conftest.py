@@ -23,7 +23,7 @@ from llmaas_eval.models import (
     write_random_model,
 )
 from llmaas_eval.stored import StoredContext
-from llmaas_plugins.quantize import quantize
+from llmaas_plugins.model.quantize import quantize
 
 ROOT = Path(__file__).parents[2]
 N_TOKENS = 2048

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, ReaderField, quan
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = [
     "SHAPE_1B",

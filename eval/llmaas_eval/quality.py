@@ -11,8 +11,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.chats import load_conversations
-from llmaas_plugins.evaluating import log_softmax
+from llmaas_plugins.chats.exports import load_conversations
+from llmaas_plugins.model.forward import log_softmax
 
 __all__ = ["Drift", "conversation_texts", "drift", "read"]
 

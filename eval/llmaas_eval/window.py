@@ -24,9 +24,9 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.demo.interval import median_interval
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["WAYS", "Reader", "Row", "Way", "cut", "main", "measure"]
 

@@ -72,10 +72,10 @@ def add_parser(subparsers: Any) -> None:
 
 def stats(args: argparse.Namespace) -> int:
     """Print sizes and apps, and the model that the datastore belongs to."""
+    from llmaas_plugins.files.store_lock import user
     from llmaas_plugins.knn_lm.archive.archive import Archive
     from llmaas_plugins.knn_lm.archive.files import FILES, LOCK
     from llmaas_plugins.knn_lm.datastore.summary import read_selected
-    from llmaas_plugins.store_lock import user
 
     directory = datastore_directory(args)
     with Archive.open(directory) as archive:

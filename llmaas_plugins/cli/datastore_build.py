@@ -20,7 +20,7 @@ from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
 
 if TYPE_CHECKING:
-    from llmaas_plugins.chats import Conversation
+    from llmaas_plugins.chats.exports import Conversation
     from llmaas_plugins.knn_lm.build.build_datastore import Selected
     from llmaas_plugins.knn_lm.build.ingest import Added
 
@@ -188,7 +188,7 @@ def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
     Raises:
         ConfigError: No source was given, or a source cannot be read.
     """
-    from llmaas_plugins.chats import Conversation, Message, load_conversations
+    from llmaas_plugins.chats.exports import Conversation, Message, load_conversations
 
     if not args.exports and args.service_log is None:
         raise ConfigError("nothing to add: name a chat export, or --service-log DIR")

@@ -70,7 +70,7 @@ def demo(args: argparse.Namespace) -> int:
     """Run the demo and print its table."""
     from llmaas_plugins.demo.report import as_json, as_table, as_texts, save_plot
     from llmaas_plugins.demo.run import DemoOptions, run_demo
-    from llmaas_plugins.models import reference_model_path
+    from llmaas_plugins.reference_model import reference_model_path
 
     if args.model is not None and not args.model.is_file():
         raise ConfigError(f"no such model: {args.model}")

@@ -21,7 +21,7 @@ from llmaas_plugins.cli.ending import stoppable
 from llmaas_plugins.cli.offline import check_target, folder_beside
 from llmaas_plugins.cli.options import add_renamed_option
 from llmaas_plugins.cli.output import progress_bar
-from llmaas_plugins.file_bytes import as_store_error
+from llmaas_plugins.files.file_bytes import as_store_error
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.metadata import Elastic
@@ -82,7 +82,7 @@ def prepare(args: argparse.Namespace) -> int:
     from llmaas_plugins.elastic.prepared_file import check_is_another, write_prepared
     from llmaas_plugins.elastic.reordering import order_by
     from llmaas_plugins.elastic.units import blocks_of
-    from llmaas_plugins.quantize import check_original
+    from llmaas_plugins.model.quantize import check_original
 
     blocks = source_blocks(args.model)
     target = args.output or args.model.with_suffix(".elastic.gguf")
@@ -154,7 +154,7 @@ def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[P
     Yield the model itself if nothing is evaluated with it before it is written.
     """
     from llmaas_plugins.elastic.prepared_file import write_reordered
-    from llmaas_plugins.quantize import quantize
+    from llmaas_plugins.model.quantize import quantize
 
     if not (args.quantize or args.is_searched or args.compensate):
         yield args.model

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from llmaas_hooks import Tokens
     from llmaas_plugins.elastic.units import Blocks, Scores
-    from llmaas_plugins.evaluating import Evaluator
+    from llmaas_plugins.model.forward import Evaluator
 
 __all__ = [
     "add_calibration_options",
@@ -135,7 +135,7 @@ def source_blocks(model: Path) -> Blocks:
     """Return the blocks of a model that is not prepared yet."""
     from llmaas_plugins.elastic.metadata import PREFIX
     from llmaas_plugins.elastic.units import blocks_in
-    from llmaas_plugins.gguf_header import read_header
+    from llmaas_plugins.model.gguf_header import read_header
 
     header = read_header(model)
     if PREFIX in header.fields:

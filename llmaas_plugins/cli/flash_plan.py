@@ -148,7 +148,7 @@ def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, 
 
 
 def _machine(source: Path, seconds: float, process: int) -> Machine:
-    from llmaas_plugins.flash_weights.computing import memory_rate
+    from llmaas_plugins.flash_weights.memory_bandwidth import memory_rate
     from llmaas_plugins.flash_weights.planner import Machine
 
     disk = _disk(source, seconds)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.file_bytes import as_store_error
+from llmaas_plugins.files.file_bytes import as_store_error
 
 if TYPE_CHECKING:
-    from llmaas_plugins.evaluating import Evaluator
+    from llmaas_plugins.model.forward import Evaluator
 
 __all__ = [
     "add_model_action",
@@ -45,7 +45,7 @@ def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]
         ConfigError: llama.cpp cannot load the model.
     """
     from llmaas_plugins.activation import activate
-    from llmaas_plugins.evaluating import Evaluator
+    from llmaas_plugins.model.forward import Evaluator
 
     with (
         activate({"on_error": "raise"}, plugins),
@@ -82,7 +82,7 @@ def trained_context(model: Path) -> int | None:
     Raises:
         ConfigError: The file is not a GGUF file.
     """
-    from llmaas_plugins.gguf_header import read_header
+    from llmaas_plugins.model.gguf_header import read_header
 
     fields = read_header(model).fields
     found = fields.get(f"{fields.get('general.architecture')}.context_length")

@@ -14,9 +14,9 @@ from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins.cli.findings import Finding
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import validated
+from llmaas_plugins.files.store_lock import user
 from llmaas_plugins.kv_chunks.store.store_files import FILES, LOCK
 from llmaas_plugins.machine import available_bytes, room
-from llmaas_plugins.store_lock import user
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,8 +116,8 @@ def import_server() -> None:
     Without the ``server`` extra, nothing is imported.
     """
     with contextlib.suppress(ImportError):
-        for name in ("application", "server", "upstream"):
-            importlib.import_module(f"llmaas_plugins.service.{name}")
+        for name in ("application", "http_server", "upstream"):
+            importlib.import_module(f"llmaas_plugins.server.{name}")
 
 
 def _memory(name: str, wanted: int) -> Finding:

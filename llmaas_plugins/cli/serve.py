@@ -59,21 +59,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def serve(args: argparse.Namespace, rest: list[str]) -> int:
     """Run the server until it is stopped."""
     try:
-        from llmaas_plugins.service.application import make_application
-        from llmaas_plugins.service.server import Server
+        from llmaas_plugins.server.application import make_application
+        from llmaas_plugins.server.http_server import Server
     except ImportError as error:
         raise ConfigError(
             f"{error.name} is not installed. Try `pip install 'llmaas-plugins[server]'`."
         ) from error
     from llmaas_plugins.activation import activate
-    from llmaas_plugins.service.ending import Ending
-    from llmaas_plugins.service.grammars import Grammars
-    from llmaas_plugins.service.keys import Keys, read_key_file
-    from llmaas_plugins.service.line import Line
-    from llmaas_plugins.service.metrics import Metrics
+    from llmaas_plugins.server.admission import Line
+    from llmaas_plugins.server.api_keys import Keys, read_key_file
+    from llmaas_plugins.server.grammars import Grammars
+    from llmaas_plugins.server.metrics import Metrics
+    from llmaas_plugins.server.origins import Visitors
+    from llmaas_plugins.server.shutdown import Ending
+    from llmaas_plugins.server.upstream import server_engine
     from llmaas_plugins.service.service import LLMService
-    from llmaas_plugins.service.upstream import server_engine
-    from llmaas_plugins.service.visitors import Visitors
 
     server_settings, model_settings = _settings(args, rest)
     config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
@@ -104,7 +104,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager[list[socket]]:
     """Open the sockets that the options ask for."""
-    from llmaas_plugins.service import listening
+    from llmaas_plugins.server import listening
 
     if uds is not None:
         return listening.listening_on(uds)
@@ -148,7 +148,7 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
 
 
 def _model(args: argparse.Namespace, values: argparse.Namespace) -> str:
-    from llmaas_plugins.models import reference_model_path
+    from llmaas_plugins.reference_model import reference_model_path
 
     if args.toy and values.model is not None:
         raise ConfigError("both --model and --toy are given; choose one")

@@ -13,8 +13,8 @@ from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.findings import Finding
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.cli.resources import import_server
-from llmaas_plugins.gguf_header import read_header
 from llmaas_plugins.machine import available_bytes
+from llmaas_plugins.model.gguf_header import read_header
 
 if TYPE_CHECKING:
     from llmaas_plugins.config import Config

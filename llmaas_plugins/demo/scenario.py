@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.chats import Conversation, load_conversations
+from llmaas_plugins.chats.exports import Conversation, load_conversations
 
 __all__ = ["Call", "Script", "make_trace", "scripts_from"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import Blocks, blocks_in
-from llmaas_plugins.gguf_header import Header, read_header
+from llmaas_plugins.model.gguf_header import Header, read_header
 
 __all__ = ["Architecture", "Attention", "architecture_of"]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmaas_plugins.elastic.fluctuation import ChannelMoments
 from llmaas_plugins.elastic.metadata import OUTPUTS
 from llmaas_plugins.elastic.units import Blocks, Widths
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["biases_of"]
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import Activation, Moments
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
-from llmaas_plugins.evaluating import Evaluator, Listener
-from llmaas_plugins.gguf_header import Place, read_header
+from llmaas_plugins.model.forward import Evaluator, Listener
+from llmaas_plugins.model.gguf_header import Place, read_header
 
 __all__ = ["METHOD", "ChannelMoments", "Watcher", "calibration_of", "fluctuation_scores"]
 

@@ -24,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.elastic.levels import level_index
 from llmaas_plugins.elastic.metadata import read_elastic
-from llmaas_plugins.file_bytes import as_store_error, sync_directory, write
-from llmaas_plugins.model_digest import file_digest
-from llmaas_plugins.partial_file import taken
+from llmaas_plugins.files.file_bytes import as_store_error, sync_directory, write
+from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "check_writable", "latency_path"]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import Tokens
 from llmaas_plugins.elastic.probing import Prober
 from llmaas_plugins.elastic.units import Blocks, Widths, without_layers
-from llmaas_plugins.evaluating import Evaluator, log_softmax
+from llmaas_plugins.model.forward import Evaluator, log_softmax
 
 __all__ = ["layer_losses"]
 

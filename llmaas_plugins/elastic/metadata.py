@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.reordering import Order, check_order
 from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
-from llmaas_plugins.gguf_header import Header, entry, read_header
+from llmaas_plugins.model.gguf_header import Header, entry, read_header
 
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 

@@ -28,9 +28,9 @@ from llmaas_plugins.elastic.metadata import (
 )
 from llmaas_plugins.elastic.reordering import Bytes, Order, check_order, inverse_of, move_of, moved
 from llmaas_plugins.elastic.units import Blocks, blocks_in
-from llmaas_plugins.file_bytes import as_store_error, read_into, sync_directory, write
-from llmaas_plugins.gguf_header import Header, Place, read_header
-from llmaas_plugins.partial_file import taken
+from llmaas_plugins.files.file_bytes import as_store_error, read_into, sync_directory, write
+from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.model.gguf_header import Header, Place, read_header
 
 __all__ = ["check_is_another", "restore", "write_prepared", "write_reordered"]
 

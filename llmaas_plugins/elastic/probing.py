@@ -13,7 +13,7 @@ from llmaas_hooks import LlmaasError, NativeContext, Tokens, WeightClaim, hookim
 from llmaas_plugins.elastic.parts import extents_of, part_claims
 from llmaas_plugins.elastic.searching import UnitTimes
 from llmaas_plugins.elastic.units import Blocks, Widths, all_units
-from llmaas_plugins.evaluating import Evaluator, log_softmax
+from llmaas_plugins.model.forward import Evaluator, log_softmax
 
 __all__ = ["Divergence", "Prober", "unit_times"]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import Blocks, Scores
-from llmaas_plugins.gguf_header import Place
+from llmaas_plugins.model.gguf_header import Place
 
 __all__ = ["Bytes", "Move", "Order", "check_order", "inverse_of", "move_of", "moved", "order_by"]
 

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
-from llmaas_plugins.file_bytes import as_store_error, sync_directory
-from llmaas_plugins.model_digest import file_digest
-from llmaas_plugins.partial_file import taken
+from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
+from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["read_scores", "scores_path", "write_scores"]
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from llmaas_plugins.elastic.architecture import architecture_of
 from llmaas_plugins.elastic.units import Widths
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["Decoder", "Gates", "Weights", "Windows", "gates_of"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.gguf_header import Header, Place, read_header
+from llmaas_plugins.model.gguf_header import Header, Place, read_header
 
 __all__ = [
     "FAMILIES",

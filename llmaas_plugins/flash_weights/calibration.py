@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, LlmaasError, Tokens
 from llmaas_hooks.native import Activation, Magnitudes
-from llmaas_plugins.evaluating import Evaluator, Listener
 from llmaas_plugins.flash_weights.operands import Operand
+from llmaas_plugins.model.forward import Evaluator, Listener
 
 __all__ = ["SPARSITIES", "Activity", "Calibration", "Calibrator", "channel_order"]
 

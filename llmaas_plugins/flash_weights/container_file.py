@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import FileStamp, StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error, read_into
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header, parse_header
 
 __all__ = [

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.file_bytes import as_store_error, sync_directory, write
+from llmaas_plugins.files.file_bytes import as_store_error, sync_directory, write
+from llmaas_plugins.files.partial_file import taken
 from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header
 from llmaas_plugins.flash_weights.container_file import read_start, sum_of
-from llmaas_plugins.partial_file import taken
 
 __all__ = ["Step", "write_container"]
 

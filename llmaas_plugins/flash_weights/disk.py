@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import read_rate
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.files.json_text import parse_json
 
 __all__ = ["DEPTHS", "MOST_BYTES", "SIZES", "Disk", "Rate", "fit_disk", "measure_disk"]
 

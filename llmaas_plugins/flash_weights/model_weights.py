@@ -11,9 +11,9 @@ import numpy as np
 from gguf import GGUFReader
 
 from llmaas_hooks import FileStamp, StoreError
-from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
 from llmaas_plugins.flash_weights.container_file import Bytes, read_array
-from llmaas_plugins.model_digest import file_digest
+from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["ModelWeights", "digest_of"]
 

@@ -39,7 +39,7 @@ from llmaas_plugins.flash_weights.planner import least_budget
 from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import drop_cached, release_memory, resident_bytes
-from llmaas_plugins.model_digest import files_now
+from llmaas_plugins.model.digest import files_now
 
 __all__ = ["FlashWeights"]
 

@@ -25,7 +25,7 @@ from llmaas_plugins.flash_weights.channels import (
 from llmaas_plugins.flash_weights.columns import Scales
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.operands import FAMILIES
-from llmaas_plugins.model_digest import begin_digest
+from llmaas_plugins.model.digest import begin_digest
 
 __all__ = ["add_channels", "model_channels"]
 

@@ -50,8 +50,8 @@ from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.kv_chunks.transfer.transfer import Parts, Transfer
 from llmaas_plugins.lazy import lazy
-from llmaas_plugins.model_digest import Digest, begin_digest, changed_in_place
-from llmaas_plugins.model_identity import cell_identity, hashed, is_rotation_off
+from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place
+from llmaas_plugins.model.identity import cell_identity, hashed, is_rotation_off
 from llmaas_plugins.trouble import Trouble
 
 __all__ = ["KVChunks"]

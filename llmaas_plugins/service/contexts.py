@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmaas_hooks import StoreError, forks
-from llmaas_plugins.json_text import parse_json
-from llmaas_plugins.sqlite_erasing import Eraser, connect
+from llmaas_plugins.files.json_text import parse_json
+from llmaas_plugins.files.sqlite_erasing import Eraser, connect
 
 __all__ = ["ContextLog", "ContextRecord", "read_log"]
 

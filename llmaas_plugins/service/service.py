@@ -19,10 +19,10 @@ from typing import Any, Self
 from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.service.claim import Claim
+from llmaas_plugins.service.call_queue import Reply, Turns
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import LevelArgument, levels_of
-from llmaas_plugins.service.turns import Reply, Turns
+from llmaas_plugins.service.state_lock import Claim
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
 

@@ -12,7 +12,7 @@ from claiming import Claimer, created, loaded, native
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family, write_lora
-from llmaas_plugins.quantize import quantize
+from llmaas_plugins.model.quantize import quantize
 
 
 @pytest.fixture(scope="session")

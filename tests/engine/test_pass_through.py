@@ -11,7 +11,7 @@ from claiming import Claimer, native
 from llama_cpp import Llama
 from soak import scale
 
-from llmaas_plugins.quantize import WEIGHTS
+from llmaas_plugins.model.quantize import WEIGHTS
 
 PROMPT = list(range(5, 105))
 N_GREEDY, N_THREADS = scale((8, 1), (256, 2))

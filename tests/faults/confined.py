@@ -115,7 +115,7 @@ def restored(store):
     from switching import OTHER, PROMPT, ask
 
     from llmaas_plugins import activate
-    from llmaas_plugins.models import reference_model_path
+    from llmaas_plugins.reference_model import reference_model_path
 
     def lived():
         llama = Llama(

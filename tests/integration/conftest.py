@@ -7,7 +7,7 @@ import functools
 import pytest
 from limited import MAIL, ask, limited
 
-from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.server.client import LLMClient
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
 from llmaas_plugins.elastic.units import blocks_of
-from llmaas_plugins.quantize import WEIGHTS
+from llmaas_plugins.model.quantize import WEIGHTS
 
 
 @pytest.fixture

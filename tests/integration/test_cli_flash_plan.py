@@ -51,7 +51,9 @@ def machine(monkeypatch):
         return Disk(8e-6, 1.5e9, 64, 1, rates)
 
     monkeypatch.setattr("llmaas_plugins.flash_weights.disk.measure_disk", disk)
-    monkeypatch.setattr("llmaas_plugins.flash_weights.computing.memory_rate", lambda *_: 10e9)
+    monkeypatch.setattr(
+        "llmaas_plugins.flash_weights.memory_bandwidth.memory_rate", lambda *_: 10e9
+    )
     monkeypatch.setattr("llmaas_plugins.machine.resident_bytes", lambda: 60 * MIB)
     return asked
 
@@ -206,6 +208,7 @@ import llama_cpp
 from llmaas_plugins.cli import flash_plan
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights import planner
+from llmaas_plugins.flash_weights import memory_bandwidth
 from llmaas_plugins.machine import resident_bytes
 
 flash_plan._WARM_TOKENS, flash_plan._TOKENS = 12, 8

@@ -23,7 +23,7 @@ SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packag
 
 APP = """
 from llama_cpp import Llama
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 llm = Llama(str(reference_model_path()), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
 for text in ("Once upon a time", "I would like", "Once upon a time, I would like a room"):
@@ -33,7 +33,7 @@ SERVICE = """
 import json
 from llmaas_plugins import activate
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.service import LLMService
 
 config = ServiceConfig(state_dir="contexts")

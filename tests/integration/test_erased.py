@@ -10,11 +10,12 @@ import pytest
 from reading import reader_of
 
 from llmaas_hooks import LimitError, StoreError
-from llmaas_plugins import activate, sqlite_erasing
+from llmaas_plugins import activate
+from llmaas_plugins.files import sqlite_erasing
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.service import LLMService, ServiceConfig
+from llmaas_plugins.service.call_queue import Turns
 from llmaas_plugins.service.contexts import ContextLog
-from llmaas_plugins.service.turns import Turns
 
 SECRET = "The zebra's passphrase is quartz-7741."
 KEPT = "You answer letters, and you never say more than you were asked about the weather. " * 2

@@ -13,10 +13,10 @@ from watching import Watch, values_of
 from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_patches.native.packing import model_tensors
-from llmaas_plugins import evaluating
 from llmaas_plugins.flash_weights import calibration
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibrator, channel_order
 from llmaas_plugins.flash_weights.operands import FAMILIES, operands
+from llmaas_plugins.model import forward as evaluating
 
 BUCKET = 1 / 64
 """Maximum width of a magnitude bucket."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from llama_cpp import Llama
 from llmaas_patches import serving_context
 from llmaas_plugins import activate
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.service import LLMService, ServiceConfig
 
 folder = Path(sys.argv[1])

@@ -14,7 +14,7 @@ from llmaas_eval.families import write_family, write_lora
 from llmaas_hooks import LlmaasError, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins._native import LogitsInfo
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.build import encoder as encoding

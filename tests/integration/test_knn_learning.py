@@ -15,7 +15,7 @@ from served import wait_until
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
-from llmaas_plugins.chats import Conversation, Message, load_conversations
+from llmaas_plugins.chats.exports import Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.build import learner as learning_module

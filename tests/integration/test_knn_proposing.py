@@ -15,7 +15,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from llmaas_hooks import PluginError
 from llmaas_plugins import activate, without
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.segments import Binding

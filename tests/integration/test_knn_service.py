@@ -12,7 +12,7 @@ from preparing import prepare
 from served import wait_until
 
 from llmaas_plugins import activate, elastic
-from llmaas_plugins.chats import Message
+from llmaas_plugins.chats.exports import Message
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.build.inbox import remember, waiting
 from llmaas_plugins.machine import resident_bytes

@@ -19,7 +19,7 @@ SCRIPT = """
 import os, signal, sys
 from llama_cpp import Llama
 from llmaas_plugins import activate
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 signal.alarm(50)
 TEXT, OTHER = {TEXT!r}, {OTHER!r}

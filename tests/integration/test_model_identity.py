@@ -14,9 +14,9 @@ from rewritten_models import ORIGINAL_CONTEXT, write_longrope
 
 from llmaas_eval.families import write_family, write_lora
 from llmaas_hooks import StoreError
-from llmaas_plugins import model_identity
 from llmaas_plugins.knn_lm.build.encoder import _with_same_factors
-from llmaas_plugins.model_identity import (
+from llmaas_plugins.model import identity as model_identity
+from llmaas_plugins.model.identity import (
     COUNTED,
     LEFT_OUT,
     cell_identity,

@@ -14,7 +14,7 @@ from served import ENGINE, LLMAAS, drain, serving
 
 from llmaas_hooks import LimitError, LlmaasError
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.server.client import LLMClient
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")

@@ -128,7 +128,7 @@ def test_a_client_that_reads_slowly_is_served_to_the_end(server, app):
 
 CLIENT = """
 import sys
-from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.server.client import LLMClient
 context = LLMClient(sys.argv[1]).bind(sys.argv[2]).context(sys.argv[3])
 for piece in context.stream(sys.argv[4], temperature=0.0, repeat_penalty=0.5, max_tokens=1900):
     print(flush=True)

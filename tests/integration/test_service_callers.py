@@ -8,7 +8,7 @@ import pytest
 from installing import install_plugin
 from served import drain, serving
 
-from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.server.client import LLMClient
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")

@@ -10,7 +10,7 @@ import pytest
 from served import serving
 
 from llmaas_plugins.config import ServiceConfig, load_config
-from llmaas_plugins.service.keys import read_key_file
+from llmaas_plugins.server.api_keys import read_key_file
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -63,7 +63,7 @@ def test_the_tables_of_toml(tmp_path):
 
 
 def test_routes():
-    from llmaas_plugins.service.gate import route_of
+    from llmaas_plugins.server.middleware import route_of
 
     opens_to = {"apps": "apps", "the app": "apps", "administrator": "administrator",
                 "anyone": "anyone"}  # fmt: skip

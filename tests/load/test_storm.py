@@ -78,7 +78,7 @@ print(n_calls)
 DYING_CLIENT = """
 import sys, time
 from llmaas_hooks import LimitError
-from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.server.client import LLMClient
 context = LLMClient(sys.argv[1]).bind("dying").new_context()
 while True:
     try:

@@ -16,7 +16,7 @@ from llmaas_plugins.elastic import units
 from llmaas_plugins.elastic.prepared_file import restore, write_reordered
 from llmaas_plugins.elastic.reordering import Order, order_by
 from llmaas_plugins.elastic.units import blocks_of
-from llmaas_plugins.quantize import quantize
+from llmaas_plugins.model.quantize import quantize
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 SERVED = [*units.FAMILIES]

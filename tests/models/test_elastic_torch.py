@@ -14,7 +14,7 @@ from llmaas_eval.tolerance.weights import f16_copy
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import FAMILIES as SERVED
 from llmaas_plugins.elastic.units import Widths
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.model.gguf_header import read_header
 
 torch = pytest.importorskip("torch", reason="llmaas-plugins[train] is not installed")
 torch_model = pytest.importorskip("llmaas_plugins.elastic.torch_model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.archive.pairs import Pairs

@@ -12,7 +12,7 @@ from llama_cpp import Llama
 
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint

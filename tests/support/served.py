@@ -12,7 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from llmaas_plugins.service.client import LLMClient
+from llmaas_plugins.server.client import LLMClient
 
 LLMAAS = [sys.executable, "-m", "llmaas_plugins.cli.main"]
 # Evaluate one token at a time: texts must not depend on which tokens were restored.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmaas_hooks.errors import ConfigError
-from llmaas_plugins import json_rows
-from llmaas_plugins.chats import Conversation, Message, load_conversations
+from llmaas_plugins.chats.exports import Conversation, Message, load_conversations
+from llmaas_plugins.files import json_rows
 
 DATA = Path(__file__).parents[1] / "data" / "chats"
 USER_ROW = {"messages": [{"role": "user", "content": "hi"}]}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
 
-from llmaas_plugins.chats import Message, load_conversations
+from llmaas_plugins.chats.exports import Message, load_conversations
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.output import counted
 from llmaas_plugins.knn_lm.archive.archive import Archive

@@ -24,8 +24,8 @@ from llmaas_plugins.elastic.layer_losses import layer_losses
 from llmaas_plugins.elastic.probing import Prober
 from llmaas_plugins.elastic.scores import read_scores, write_scores
 from llmaas_plugins.elastic.units import blocks_of
-from llmaas_plugins.evaluating import Evaluator
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.model.forward import Evaluator
+from llmaas_plugins.model.gguf_header import read_header
 
 TEXT = np.random.default_rng(0).integers(300, 2000, 60).astype(np.int32)
 

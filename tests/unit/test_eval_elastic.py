@@ -21,7 +21,7 @@ from llmaas_eval.elastic.report import report
 from llmaas_eval.elastic.rows import FULL, Row
 from llmaas_eval.elastic.sizes import kept_layers
 from llmaas_plugins.elastic.units import Blocks, all_units, without_layers
-from llmaas_plugins.evaluating import log_softmax
+from llmaas_plugins.model.forward import log_softmax
 
 
 def reading(nats, kl=0.0, same=1.0):

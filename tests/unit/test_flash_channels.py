@@ -34,7 +34,7 @@ from llmaas_plugins.flash_weights.channels import (
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
-from llmaas_plugins.model_digest import begin_digest, files_now
+from llmaas_plugins.model.digest import begin_digest, files_now
 
 KINDS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
 

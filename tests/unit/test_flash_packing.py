@@ -19,7 +19,7 @@ from flash_models import calibration_of, tensors_of, write_model
 from gguf import GGMLQuantizationType as Type
 
 from llmaas_hooks import ConfigError, StoreError
-from llmaas_plugins import partial_file
+from llmaas_plugins.files import partial_file
 from llmaas_plugins.flash_weights import container_writer, model_weights
 from llmaas_plugins.flash_weights.channels import (
     CHANNEL_FILE,

@@ -11,10 +11,10 @@ from gguf import GGMLQuantizationType
 
 from llmaas_hooks import BudgetError, StoreError, TensorInfo
 from llmaas_plugins.flash_weights import planner
-from llmaas_plugins.flash_weights.computing import memory_rate
 from llmaas_plugins.flash_weights.cost_model import pipeline_cost
 from llmaas_plugins.flash_weights.disk import Disk
 from llmaas_plugins.flash_weights.locality import typical_means
+from llmaas_plugins.flash_weights.memory_bandwidth import memory_rate
 from llmaas_plugins.flash_weights.model_sizes import (
     ChannelBytes,
     Metadata,

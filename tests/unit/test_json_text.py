@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import llmaas_plugins
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.files.json_text import parse_json
 
 OTHERS = {
-    "json_text.py",
-    "json_rows.py",  # reports the position of an error in a chat export
-    "service/grammar_worker.py",  # between two processes of ours
-    "service/upstream.py",  # a body that was parsed before
+    "files/json_text.py",
+    "files/json_rows.py",  # reports the position of an error in a chat export
+    "server/grammar_worker.py",  # between two processes of ours
+    "server/upstream.py",  # a body that was parsed before
 }
 
 

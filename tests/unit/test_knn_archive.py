@@ -14,7 +14,7 @@ import pytest
 from archived import BINDING, N_EMBD, assert_holds, fill, record, record_id
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.chats import Conversation, Message
+from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.knn_lm.archive import archive as archive_module
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.pairs import Pairs

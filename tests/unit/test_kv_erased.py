@@ -15,8 +15,9 @@ from reading import reader_of
 from stored_chunks import payload, put
 
 from llmaas_hooks import StoreError
-from llmaas_plugins import _native, sqlite_erasing, store_lock
+from llmaas_plugins import _native
 from llmaas_plugins._native import Budget, KVGeometry
+from llmaas_plugins.files import sqlite_erasing, store_lock
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.maintenance import snapshot
 from llmaas_plugins.kv_chunks.plugin import KVChunks
@@ -81,7 +82,7 @@ from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier
-from llmaas_plugins.sqlite_erasing import Eraser
+from llmaas_plugins.files.sqlite_erasing import Eraser
 
 directory, where, step = Path(sys.argv[1]), *sys.argv[2:]
 place, name = {

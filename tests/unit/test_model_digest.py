@@ -14,8 +14,9 @@ from rewritten_models import write_split
 
 from llmaas_eval.families import write_family
 from llmaas_hooks import StoreError
-from llmaas_plugins import digest_cache, model_digest
-from llmaas_plugins.model_digest import Digest, begin_digest, changed_in_place, files_now
+from llmaas_plugins.files import digest_cache
+from llmaas_plugins.model import digest as model_digest
+from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place, files_now
 
 PIECE = 1000
 

@@ -8,8 +8,8 @@ import re
 import llama_cpp
 import pytest
 
-from llmaas_plugins.chats import load_conversations
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.chats.exports import load_conversations
+from llmaas_plugins.reference_model import reference_model_path
 
 MODEL = reference_model_path()
 FOLDER = MODEL.parents[1] / "demo" / "conversations"

@@ -6,7 +6,7 @@ import pytest
 from llama_cpp import Llama, llama_chat_format
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from llmaas_plugins.prompts import conversation_tokens, prompt_tokens
+from llmaas_plugins.chats.prompts import conversation_tokens, prompt_tokens
 
 FORMATS = ["chat_template.default", "chatml", "llama-2", "llama-3", "gemma", "vicuna", "zephyr"]
 FORMATS += ["mistral-instruct", "oasst_llama", "alpaca", "phind"]

@@ -17,7 +17,7 @@ from soak import scale
 from llmaas_eval.families import write_family
 from llmaas_eval.models import SHAPE_TINY, write_random_model
 from llmaas_hooks import ConfigError, LlmaasError
-from llmaas_plugins.quantize import WEIGHTS, quantize
+from llmaas_plugins.model.quantize import WEIGHTS, quantize
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3", "llama-moe")

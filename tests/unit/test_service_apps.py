@@ -8,10 +8,10 @@ import re
 import pytest
 
 from llmaas_hooks import ConfigError, LimitError
+from llmaas_plugins.files.sqlite_erasing import Eraser
+from llmaas_plugins.server.client import LLMClient
 from llmaas_plugins.service import LLMService, ServiceConfig
-from llmaas_plugins.service.client import LLMClient
 from llmaas_plugins.service.service import Context
-from llmaas_plugins.sqlite_erasing import Eraser
 
 
 def no_engine():

@@ -15,8 +15,8 @@ from forking import in_child
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.service.claim import Claim
 from llmaas_plugins.service.service import LLMService
+from llmaas_plugins.service.state_lock import Claim
 
 
 def service(folder):

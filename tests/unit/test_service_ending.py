@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import ctypes, sys, threading
-from llmaas_plugins.service import ending as module
+from llmaas_plugins.server import shutdown as module
 module._WRITING_S, module._AT_ONCE_S = {writing}, {at_once}
 
 with module.Ending(0.0) as ending:
@@ -90,7 +90,7 @@ def test_a_thread_that_hangs_at_the_very_end(start):
 
 LEAVING = """
 import atexit, os, sys
-from llmaas_plugins.service import ending as module
+from llmaas_plugins.server import shutdown as module
 module._AT_ONCE_S = 600.0
 
 def reach(moment, write=os.write, read=os.read):
@@ -133,7 +133,7 @@ def test_a_second_signal_at_any_moment_ends_it_with_the_same_status(number, mome
 
 def test_signals_are_left_as_they_were():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    from llmaas_plugins.service.ending import Ending
+    from llmaas_plugins.server.shutdown import Ending
 
     with Ending(0.0):
         assert signal.getsignal(signal.SIGTERM) is not before[0]

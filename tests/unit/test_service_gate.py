@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from llama_cpp.server import app as server
 from starlette.routing import compile_path
 
-from llmaas_plugins.service.application import explain_refusals
-from llmaas_plugins.service.gate import route_of
+from llmaas_plugins.server.application import explain_refusals
+from llmaas_plugins.server.middleware import route_of
 
 APP = "/v1/llmaas/apps/mail/contexts"
 

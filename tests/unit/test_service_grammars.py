@@ -20,10 +20,10 @@ pytest.importorskip("fastapi")
 from llama_cpp import Llama, _internals, llama_grammar
 
 from llmaas_patches import serving_context
-from llmaas_plugins.service import grammars as module
-from llmaas_plugins.service.confinement import confine_grammars
-from llmaas_plugins.service.grammars import Grammars, Wanted
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server import grammars as module
+from llmaas_plugins.server.confinement import confine_grammars
+from llmaas_plugins.server.grammars import Grammars, Wanted
+from llmaas_plugins.server.refusal import Refusal
 
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
 AMBIGUOUS = 'root ::= root2\nroot2 ::= "a" root2 "b" | "a" root2 "c" | "a" root2 "d" | "a"'
@@ -170,7 +170,7 @@ def test_what_was_not_found_before_ends_the_call_only(llama, text):
 _LARGE = """
 import sys
 import numpy as np
-from llmaas_plugins.service import grammar_worker as worker
+from llmaas_plugins.server import grammar_worker as worker
 from llama_cpp.llama_grammar import JSON_GBNF
 found = worker.Vocabulary(sys.argv[1])
 n_tokens, n_times = found.n_tokens, 96

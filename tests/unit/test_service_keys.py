@@ -7,8 +7,8 @@ import os
 import pytest
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.service.keys import Keys, read_key_file
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.api_keys import Keys, read_key_file
+from llmaas_plugins.server.refusal import Refusal
 
 MAIL, NOTES, ADMINISTRATOR = "mail-0123456789abcdef", "notes-0123456789abcdef", "sesame"
 

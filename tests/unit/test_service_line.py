@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_plugins.service.line import Abandoned, Line
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.admission import Abandoned, Line
+from llmaas_plugins.server.refusal import Refusal
 
 
 @pytest.fixture

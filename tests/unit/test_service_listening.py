@@ -10,8 +10,8 @@ import stat
 import pytest
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.service.client import LLMClient
-from llmaas_plugins.service.listening import (
+from llmaas_plugins.server.client import LLMClient
+from llmaas_plugins.server.listening import (
     check_certificate,
     listening_on,
     listening_on_port,
@@ -111,7 +111,7 @@ def test_certificates(tmp_path):
 
 def test_addresses_are_in_the_form_that_clients_take(tmp_path):
     pytest.importorskip("uvicorn")
-    from llmaas_plugins.service.server import _address
+    from llmaas_plugins.server.http_server import _address
 
     with listening_on_port("127.0.0.1", 0) as (listener,):
         port = listener.getsockname()[1]

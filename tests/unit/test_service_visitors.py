@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_plugins.service.refusal import Refusal
-from llmaas_plugins.service.visitors import Visitors
+from llmaas_plugins.server.origins import Visitors
+from llmaas_plugins.server.refusal import Refusal
 
 
 def admits(visitors, host, origin=None):

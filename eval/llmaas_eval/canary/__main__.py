@@ -20,7 +20,7 @@ from llmaas_eval.canary.compare import changes, problems
 from llmaas_hooks import ConfigError
 from llmaas_patches.compat import NEWEST_VERSION, number
 from llmaas_patches.table import PATCHES
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 _PACKAGE, _LIBRARY = "xllamacpp", "xllamacpp/xllamacpp.abi3.so"
 _INSTALLED = ("libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so")

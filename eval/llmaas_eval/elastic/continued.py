@@ -19,8 +19,8 @@ from tqdm import tqdm
 from llmaas_eval.elastic.readings import Reading, read_window
 from llmaas_eval.elastic.texts import Windows
 from llmaas_plugins import activate, elastic
-from llmaas_plugins.evaluating import log_softmax
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.model.forward import log_softmax
 
 __all__ = ["continued"]
 

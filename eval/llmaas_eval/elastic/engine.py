@@ -21,7 +21,7 @@ from llmaas_hooks.native import NativeContext
 from llmaas_plugins import activate
 from llmaas_plugins.elastic.parts import part_claims
 from llmaas_plugins.elastic.units import Blocks, Widths
-from llmaas_plugins.evaluating import log_softmax
+from llmaas_plugins.model.forward import log_softmax
 
 __all__ = ["FULL", "Claimer", "Reader", "Variant", "opened", "readings"]
 

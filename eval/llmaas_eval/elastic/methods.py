@@ -30,7 +30,7 @@ from llmaas_plugins.elastic.fluctuation import (
 )
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks, without_layers
-from llmaas_plugins.evaluating import Evaluator
+from llmaas_plugins.model.forward import Evaluator
 
 __all__ = ["METHODS", "rows_of_layers"]
 

@@ -12,7 +12,7 @@ from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.prepared import default_variant
 from llmaas_eval.elastic.rows import Found, Row
 from llmaas_plugins.elastic.units import without_layers
-from llmaas_plugins.quantize import quantize
+from llmaas_plugins.model.quantize import quantize
 
 __all__ = ["PARTS", "Plan", "study"]
 

@@ -12,7 +12,7 @@ from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import Options
 from llmaas_eval.knn.study import Plan
 from llmaas_eval.knn.users import USERS
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 _HELP = (
     "users: simulated users and removed near-duplicates; table2: perplexity by method; "

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmaas_eval.sparse.report import report
 from llmaas_eval.sparse.study import Plan, study
 from llmaas_eval.sparse.texts import DATA, read_texts
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 _N_TOKENS = 512
 

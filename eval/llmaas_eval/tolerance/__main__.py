@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmaas_eval.tolerance.figures import DEFAULT_N, FIGURES, Options, draw
 from llmaas_eval.tolerance.weights import f16_copy
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 _HELP = (
     "perplexity and bytes (fig6b), rivals by task (fig12), bytes against KL (curve), "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_eval.tapped import TappedEngine
 from llmaas_hooks.native import NativeContext
-from llmaas_plugins.evaluating import log_softmax
+from llmaas_plugins.model.forward import log_softmax
 
 __all__ = ["Continuation", "Engine", "Prefilled"]
 

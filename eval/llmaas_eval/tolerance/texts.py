@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from llmaas_eval.traces.families import FAMILIES, family_texts
-from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.chats.exports import load_conversations
 
 __all__ = [
     "CHUNK",

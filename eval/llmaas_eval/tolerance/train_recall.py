@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from llmaas_eval.tolerance.recall import make_training
 from llmaas_eval.tolerance.weights import read_weights, write_f16
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["main"]
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.chats import Message
+from llmaas_plugins.chats.exports import Message
+from llmaas_plugins.files.store_lock import lock, unlock
 from llmaas_plugins.knn_lm.archive.erasure import forget_records
 from llmaas_plugins.knn_lm.archive.files import (
     FILES,
@@ -33,7 +34,6 @@ from llmaas_plugins.knn_lm.archive.pair_table import Columns, Origin, PairTable
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import Record, encode_record
 from llmaas_plugins.knn_lm.archive.segments import Binding, Segment, Stored
-from llmaas_plugins.store_lock import lock, unlock
 
 __all__ = ["Archive", "ConversationInfo", "Forgotten"]
 

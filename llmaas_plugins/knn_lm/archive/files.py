@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.file_bytes import read_into, sync_directory, write
-from llmaas_plugins.private_files import PrivateFiles
+from llmaas_plugins.files.file_bytes import read_into, sync_directory, write
+from llmaas_plugins.files.private_files import PrivateFiles
 
 __all__ = [
     "DROPPED",

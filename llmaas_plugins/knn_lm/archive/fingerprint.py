@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmaas_hooks import ModelLoad
-from llmaas_plugins.model_identity import hashed, load_of, state_identity
+from llmaas_plugins.model.identity import hashed, load_of, state_identity
 
 __all__ = ["fingerprint"]
 

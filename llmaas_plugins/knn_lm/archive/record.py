@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmaas_plugins._native import crc32c, knn_sum
-from llmaas_plugins.chats import NO_APP, Conversation, Message
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.chats.exports import NO_APP, Conversation, Message
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 
 __all__ = [

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from llmaas_hooks import StoreError
 from llmaas_hooks.native import States
 from llmaas_plugins._native import KNN_MAX_DIMS, crc32c, knn_sum
-from llmaas_plugins.file_bytes import read_into, write
+from llmaas_plugins.files.file_bytes import read_into, write
 from llmaas_plugins.knn_lm.archive.files import FILES, read
 from llmaas_plugins.knn_lm.archive.record import (
     COLUMNS,

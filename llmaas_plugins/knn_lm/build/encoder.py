@@ -19,7 +19,7 @@ from llmaas_hooks import HiddenStates, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_peek
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
-from llmaas_plugins.model_identity import load_of, may_have_long_factors, rope_switch
+from llmaas_plugins.model.identity import load_of, may_have_long_factors, rope_switch
 
 __all__ = ["Encoded", "Encoder"]
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.chats import Conversation
+from llmaas_plugins.chats.exports import Conversation
+from llmaas_plugins.files.store_lock import lock, unlock
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import (
     FILES,
@@ -25,7 +26,6 @@ from llmaas_plugins.knn_lm.build.inbox import forget_waiting
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.file import erase_leftovers
 from llmaas_plugins.knn_lm.datastore.summary import read_selected
-from llmaas_plugins.store_lock import lock, unlock
 
 __all__ = ["Gone", "forget_all", "forget_conversations"]
 

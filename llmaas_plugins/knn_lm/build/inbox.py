@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.chats import NO_APP, Conversation, Message, load_conversations
+from llmaas_plugins.chats.exports import NO_APP, Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm.archive.files import (
     DROPPED,
     FILES,

@@ -11,14 +11,14 @@ import numpy as np
 
 from llmaas_hooks import LlmaasError, ModelLoad, Tokens
 from llmaas_hooks.native import States
-from llmaas_plugins.chats import Conversation
+from llmaas_plugins.chats.exports import Conversation
+from llmaas_plugins.chats.prompts import conversation_tokens
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.archive.record import Record, conversation_id
 from llmaas_plugins.knn_lm.archive.segments import Binding
 from llmaas_plugins.knn_lm.archive.suppression import Forgotten
 from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.prompts import conversation_tokens
 
 __all__ = ["Added", "add", "binding_of", "tokens_of"]
 

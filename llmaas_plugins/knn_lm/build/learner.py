@@ -18,7 +18,7 @@ from typing import Any
 
 from llmaas_hooks import ConfigError, Engine, NativeContext, StoreError, forks
 from llmaas_hooks.native import States
-from llmaas_plugins.chats import load_conversations
+from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.build import inbox
 from llmaas_plugins.knn_lm.build.build_datastore import Plan

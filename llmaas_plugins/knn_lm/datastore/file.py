@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
-from llmaas_plugins.file_bytes import read_into
+from llmaas_plugins.files.file_bytes import read_into
 from llmaas_plugins.knn_lm.archive.files import DROPPED, FILES, PARTIAL, erase, read, write_whole
 from llmaas_plugins.knn_lm.datastore.layout import Counts, whole_pages
 

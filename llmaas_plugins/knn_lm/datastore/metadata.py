@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.knn_lm.datastore.file import DatastoreFile, damaged
 from llmaas_plugins.knn_lm.datastore.recall import MOST_ROWS
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Status
+from llmaas_plugins.files.store_lock import user
 from llmaas_plugins.kv_chunks.store.disk_store import is_sound
 from llmaas_plugins.kv_chunks.store.extents import ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.store.huge_pages import anonymous
@@ -20,7 +21,6 @@ from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB, require_store
 from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_header
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier
-from llmaas_plugins.store_lock import user
 
 __all__ = ["Contents", "payloads", "read_contents"]
 

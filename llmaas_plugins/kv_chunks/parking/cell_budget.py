@@ -20,7 +20,7 @@ from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
-from llmaas_plugins.model_identity import metadata
+from llmaas_plugins.model.identity import metadata
 
 __all__ = ["Spare", "token_bytes"]
 

@@ -6,7 +6,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate, ModelLoad
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
-from llmaas_plugins.model_identity import may_have_long_factors, metadata, rope_switch
+from llmaas_plugins.model.identity import may_have_long_factors, metadata, rope_switch
 
 __all__ = [
     "PARKED_SEQUENCES",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import CHUNK_BITS
+from llmaas_plugins.files.store_lock import lock, unlock
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB, UNUSABLE
@@ -19,7 +20,6 @@ from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_heade
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 from llmaas_plugins.kv_chunks.store.write_budget import Allowance
-from llmaas_plugins.store_lock import lock, unlock
 
 __all__ = ["DiskStore", "is_sound"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from llmaas_plugins.files.sqlite_erasing import Eraser, connect
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
 from llmaas_plugins.kv_chunks.store.store_files import FILES
 from llmaas_plugins.kv_chunks.store.store_format import FORMAT, read_only_uri
-from llmaas_plugins.sqlite_erasing import Eraser, connect
 
 __all__ = ["STORE_ID_BYTES", "ChunkIndex", "ChunkRow", "IndexUpdate", "is_damage"]
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.private_files import PrivateFiles
+from llmaas_plugins.files.private_files import PrivateFiles
 
 __all__ = ["FILES", "INDEX", "LOCK", "SLAB", "UNUSABLE", "require_store"]
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from llmaas_plugins._native import KVGeometry
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.files.json_text import parse_json
 
 __all__ = ["pack_layout", "unpack_layout"]
 

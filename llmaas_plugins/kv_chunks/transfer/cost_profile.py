@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.kv_chunks.transfer.planning import Costs
 
 __all__ = ["Line", "Profile", "non_negative"]

@@ -7,7 +7,7 @@ import pytest
 from llama_cpp import Llama, llama_cpp
 from llmaas_hooks import HookManager, hookimpl
 from llmaas_patches import install
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 from llmaas_sparsity import Sparsity, SparsityConfig
 

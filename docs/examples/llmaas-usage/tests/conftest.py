@@ -6,7 +6,7 @@ import pytest
 from llama_cpp import Llama
 from llmaas_hooks import HookManager
 from llmaas_patches import install
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 
 from llmaas_usage import Usage, UsageConfig
 

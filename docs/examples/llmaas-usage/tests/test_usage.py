@@ -7,7 +7,7 @@ import pytest
 from llama_cpp import Llama
 from llmaas_patches import serving_context
 from llmaas_plugins.kv_chunks.plugin import KVChunks
-from llmaas_plugins.models import reference_model_path
+from llmaas_plugins.reference_model import reference_model_path
 from pydantic import ValidationError
 
 from llmaas_usage import UsageConfig, plugin

@@ -12,7 +12,7 @@ from typing import NoReturn
 import anyio
 
 from llmaas_hooks import hookimpl
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Abandoned", "Call", "Line", "stopping"]
 

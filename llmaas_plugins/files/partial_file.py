@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.file_bytes import OPEN_FLAGS
-from llmaas_plugins.store_lock import try_lock
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS
+from llmaas_plugins.files.store_lock import try_lock
 
 __all__ = ["taken"]
 

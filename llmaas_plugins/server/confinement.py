@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from llama_cpp import _internals, llama_cpp, llama_grammar
 
-from llmaas_plugins.service.grammars import Grammars, Running
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.grammars import Grammars, Running
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["confine_grammars"]
 

@@ -14,14 +14,14 @@ from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.service.confinement import confine_grammars
-from llmaas_plugins.service.gate import Gate
-from llmaas_plugins.service.grammars import Grammars
-from llmaas_plugins.service.line import Line
-from llmaas_plugins.service.refusal import error_body, mistakes
-from llmaas_plugins.service.routes import make_router
+from llmaas_plugins.server.admission import Line
+from llmaas_plugins.server.confinement import confine_grammars
+from llmaas_plugins.server.grammars import Grammars
+from llmaas_plugins.server.middleware import Gate
+from llmaas_plugins.server.refusal import error_body, mistakes
+from llmaas_plugins.server.routes import make_router
+from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes, server_engine
 from llmaas_plugins.service.service import LLMService
-from llmaas_plugins.service.upstream import OpenCompletion, explain_mistakes, server_engine
 
 __all__ = ["explain_refusals", "make_application"]
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.private_files import PrivateFiles
+from llmaas_plugins.files.private_files import PrivateFiles
 
 __all__ = ["holder", "lock", "readers", "try_lock", "unlock", "user"]
 

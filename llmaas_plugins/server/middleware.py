@@ -24,16 +24,16 @@ from llmaas_hooks import ConfigError, Levels, UnknownPluginError
 from llmaas_patches import serving_context
 from llmaas_plugins.declining import without
 from llmaas_plugins.elastic.levels import asking
-from llmaas_plugins.service.checks import check_body
-from llmaas_plugins.service.exchange import Answer, Message, Question, Receive, Send, header
-from llmaas_plugins.service.grammars import Grammars, Wanted
-from llmaas_plugins.service.keys import Keys
+from llmaas_plugins.server.admission import Call, Line, stopping
+from llmaas_plugins.server.api_keys import Keys
+from llmaas_plugins.server.body_checks import check_body
+from llmaas_plugins.server.exchange import Answer, Message, Question, Receive, Send, header
+from llmaas_plugins.server.grammars import Grammars, Wanted
+from llmaas_plugins.server.metrics import Metrics
+from llmaas_plugins.server.origins import Visitors
+from llmaas_plugins.server.refusal import Refusal
+from llmaas_plugins.server.upstream import OpenCompletion, stream_failure
 from llmaas_plugins.service.levels import check_levels, levels_in_header
-from llmaas_plugins.service.line import Call, Line, stopping
-from llmaas_plugins.service.metrics import Metrics
-from llmaas_plugins.service.refusal import Refusal
-from llmaas_plugins.service.upstream import OpenCompletion, stream_failure
-from llmaas_plugins.service.visitors import Visitors
 
 __all__ = ["Gate", "Route", "route_of"]
 

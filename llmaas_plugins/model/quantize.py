@@ -10,7 +10,7 @@ from pathlib import Path
 import llama_cpp
 
 from llmaas_hooks import ConfigError, LlmaasError
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.signals import signals_wait
 
 __all__ = ["WEIGHTS", "check_original", "quantize"]

@@ -24,8 +24,8 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import ConfigError
 from llmaas_patches import serving_app
-from llmaas_plugins.service import grammar_worker as worker
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server import grammar_worker as worker
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Grammars", "Running", "Wanted", "check_parses"]
 

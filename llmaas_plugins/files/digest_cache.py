@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from llmaas_hooks import FileStamp, StoreError
-from llmaas_plugins.private_files import PrivateFiles
+from llmaas_plugins.files.private_files import PrivateFiles
 
 __all__ = ["DIGEST_BYTES", "find", "keep"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.store_lock import readers
+from llmaas_plugins.files.store_lock import readers
 
 __all__ = ["PATIENCE_S", "Eraser", "connect"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from llmaas_hooks import ConfigError, LimitError, LlmaasError
-from llmaas_plugins.json_text import parse_json
+from llmaas_plugins.files.json_text import parse_json
 
 __all__ = ["ClientApp", "ClientContext", "LLMClient"]
 

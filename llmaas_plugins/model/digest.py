@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
-from llmaas_plugins import digest_cache
-from llmaas_plugins.file_bytes import OPEN_FLAGS, as_store_error, read_into
-from llmaas_plugins.gguf_header import read_header
+from llmaas_plugins.files import digest_cache
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["Digest", "begin_digest", "changed_in_place", "file_digest", "files_now"]
 

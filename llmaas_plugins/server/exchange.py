@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Answer", "Message", "Question", "Receive", "Send", "header"]
 

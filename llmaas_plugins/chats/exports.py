@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from llmaas_plugins.json_rows import json_rows, named, wrong
+from llmaas_plugins.files.json_rows import json_rows, named, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

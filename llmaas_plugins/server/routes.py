@@ -19,13 +19,13 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from llmaas_hooks import ConfigError, Levels, LimitError, PluginError, StoreError
-from llmaas_plugins.service.checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
+from llmaas_plugins.server.admission import Line
+from llmaas_plugins.server.body_checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
+from llmaas_plugins.server.metrics import CONTENT_TYPE_LATEST, Metrics
+from llmaas_plugins.server.refusal import error_body
+from llmaas_plugins.server.upstream import engine_lock
 from llmaas_plugins.service.levels import levels_of
-from llmaas_plugins.service.line import Line
-from llmaas_plugins.service.metrics import CONTENT_TYPE_LATEST, Metrics
-from llmaas_plugins.service.refusal import error_body
 from llmaas_plugins.service.service import Context, LLMService
-from llmaas_plugins.service.upstream import engine_lock
 
 __all__ = ["make_router"]
 

@@ -17,7 +17,7 @@ from llama_cpp.server import app as server
 from llama_cpp.server.errors import RouteErrorHandler
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 
-from llmaas_plugins.service.refusal import Refusal, error_body
+from llmaas_plugins.server.refusal import Refusal, error_body
 
 __all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "server_engine", "stream_failure"]
 

@@ -22,8 +22,8 @@ import llama_cpp as package
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import LlmaasError, ModelFile, ModelLoad, StoreError
-from llmaas_plugins.gguf_header import tensor_names
-from llmaas_plugins.model_digest import begin_digest, files_now
+from llmaas_plugins.model.digest import begin_digest, files_now
+from llmaas_plugins.model.gguf_header import tensor_names
 
 __all__ = [
     "COUNTED",

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, StoreError
-from llmaas_plugins.file_bytes import OPEN_FLAGS
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS
 
 if TYPE_CHECKING:  # importing gguf takes 3 MiB
     from gguf.constants import GGMLQuantizationType

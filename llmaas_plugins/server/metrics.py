@@ -16,8 +16,8 @@ from prometheus_client.metrics_core import Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from llmaas_hooks import RequestStats, hookimpl
-from llmaas_plugins.service.line import Line
-from llmaas_plugins.service.turns import Reply
+from llmaas_plugins.server.admission import Line
+from llmaas_plugins.service.call_queue import Reply
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
 

@@ -16,8 +16,8 @@ from llmaas_patches import in_its_blocks, serving_context
 from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic.levels import asking
+from llmaas_plugins.server.grammars import check_parses
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
-from llmaas_plugins.service.grammars import check_parses
 from llmaas_plugins.service.levels import check_levels
 from llmaas_plugins.service.reserve import Reserve
 from llmaas_plugins.service.window import Messages, Window, visible

@@ -16,10 +16,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.service.exchange import header
-from llmaas_plugins.service.keys import Keys
-from llmaas_plugins.service.line import Line
-from llmaas_plugins.service.refusal import error_body
+from llmaas_plugins.server.admission import Line
+from llmaas_plugins.server.api_keys import Keys
+from llmaas_plugins.server.exchange import header
+from llmaas_plugins.server.refusal import error_body
 
 __all__ = ["Connection", "Server"]
 

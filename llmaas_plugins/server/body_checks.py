@@ -15,10 +15,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from llmaas_hooks import ConfigError, Levels
-from llmaas_plugins.service.grammars import Wanted
+from llmaas_plugins.server.grammars import Wanted
+from llmaas_plugins.server.refusal import Refusal, mistakes
+from llmaas_plugins.server.upstream import server_engine
 from llmaas_plugins.service.levels import check_levels, levels_of
-from llmaas_plugins.service.refusal import Refusal, mistakes
-from llmaas_plugins.service.upstream import server_engine
 
 __all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "check_body"]
 

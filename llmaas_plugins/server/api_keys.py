@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Keys", "read_key_file"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection
 
-from llmaas_plugins.service.exchange import Message, header
-from llmaas_plugins.service.refusal import Refusal
+from llmaas_plugins.server.exchange import Message, header
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Visitors"]
 

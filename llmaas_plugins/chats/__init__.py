@@ -1,0 +1,1 @@
+"""Chats: exports of other programs, and the prompts that chat templates make."""
