@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from llmaas_eval.knn import figures, generation, product
-from llmaas_eval.knn.__main__ import main
+from llmaas_eval.knn import generation, product, study
+from llmaas_eval.knn.cli import main
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import kept_keys
 from llmaas_eval.knn.unrelated import unrelated
@@ -137,5 +137,5 @@ def test_a_table_of_users_tells_what_was_removed(measure):
 def test_other_figures(figure, line, measure, monkeypatch):
     monkeypatch.setattr(product, "_N_PROMPTS", 2)
     monkeypatch.setattr(generation, "N_TOKENS", 16)
-    monkeypatch.setattr(figures, "_SHARES", (0.1, 0.3))
+    monkeypatch.setattr(study, "_SHARES", (0.1, 0.3))
     assert line in measure(figure, tokens=200, held=200)

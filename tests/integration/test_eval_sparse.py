@@ -11,7 +11,7 @@ from llmaas_eval.sparse.study import Plan, study
 from llmaas_eval.sparse.texts import Texts
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.texts import packaged_lines
-from llmaas_eval.tolerance.weights import read_weights
+from llmaas_eval.weights import read_weights
 
 torch = pytest.importorskip("torch", reason="llmaas-plugins[train] is not installed")
 oracles = pytest.importorskip("llmaas_eval.sparse.oracle")

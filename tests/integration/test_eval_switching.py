@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from soak import scale
 
-from llmaas_eval.switching.__main__ import main
+from llmaas_eval.switching.cli import main
 from llmaas_eval.switching.cost import Cost, measure_cost
 from llmaas_eval.switching.engine import token_bytes
 from llmaas_eval.switching.figures import FIGURES, Grid

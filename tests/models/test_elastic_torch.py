@@ -10,7 +10,7 @@ from elastic_models import TOKENS, logits_of
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import FAMILIES, Family, write_family
-from llmaas_eval.tolerance.weights import f16_copy
+from llmaas_eval.weights import f16_copy
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import FAMILIES as SERVED
 from llmaas_plugins.elastic.units import Widths

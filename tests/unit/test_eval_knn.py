@@ -16,7 +16,7 @@ from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
 from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.report import changes_table, means_table, users_table
-from llmaas_eval.knn.study import Row, first, probability
+from llmaas_eval.knn.scoring import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut

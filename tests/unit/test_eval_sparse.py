@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from llmaas_eval.sparse.__main__ import main
+from llmaas_eval.sparse.cli import main
 from llmaas_eval.sparse.locality import Selection, Spread, likeness, selection, spread
 from llmaas_eval.sparse.policies import POLICIES, Trace, hit_rate, simulate
 from llmaas_eval.sparse.reads import (
@@ -271,11 +271,11 @@ def test_spread_tells_even_use_from_uneven():
 
 
 def test_it_says_what_is_missing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llmaas_eval.sparse.__main__.find_spec", lambda name: name)
+    monkeypatch.setattr("llmaas_eval.sparse.cli.find_spec", lambda name: name)
     with pytest.raises(SystemExit):
         main(["--data", str(tmp_path)])
     assert f"no folder {tmp_path / 'lm'}" in capsys.readouterr().err
-    monkeypatch.setattr("llmaas_eval.sparse.__main__.find_spec", lambda _: None)
+    monkeypatch.setattr("llmaas_eval.sparse.cli.find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         main([])
     assert "llmaas-plugins[train]" in capsys.readouterr().err

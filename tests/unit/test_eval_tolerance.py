@@ -9,7 +9,7 @@ import pytest
 
 from llmaas_eval.tolerance.coded import MAX_BITS, Coded
 from llmaas_eval.tolerance.outcome import interval
-from llmaas_eval.tolerance.pictures import draw_curves
+from llmaas_eval.tolerance.plots import draw_curves
 from llmaas_eval.tolerance.recall import make_alike, make_facts, make_recall, make_training
 from llmaas_eval.tolerance.report import (
     DISTANCE,

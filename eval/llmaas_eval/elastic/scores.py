@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from numpy.typing import NDArray
 
 from llmaas_eval.elastic.texts import Windows
-from llmaas_eval.tolerance.weights import read_weights
+from llmaas_eval.weights import read_weights
 from llmaas_plugins.elastic.fluctuation import calibration_of
 from llmaas_plugins.elastic.units import Blocks, Scores, blocks_of
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmaas_eval.knn.study import Chosen
+from llmaas_eval.knn.scoring import Chosen
 from llmaas_eval.knn.users import Chat
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint

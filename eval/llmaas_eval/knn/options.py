@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from llmaas_eval.knn.keys import UserKeys, kept_keys
-from llmaas_eval.knn.study import Plan
+from llmaas_eval.knn.scoring import Plan
 
 __all__ = ["SHARE", "Options"]
 

@@ -14,8 +14,8 @@ from llmaas_eval.knn.generation import Writer, replies, variety, write_datastore
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import SHARE, Options
+from llmaas_eval.knn.scoring import Chosen, Row, first, history_of
 from llmaas_eval.knn.shipped import DIMS, exactly, shipped
-from llmaas_eval.knn.study import Chosen, Row, first, history_of
 from llmaas_eval.knn.users import load, split
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.mixing.grid_search import fit

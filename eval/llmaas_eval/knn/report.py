@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmaas_eval.knn.intervals import Interval, Surprise, change, mean_change, perplexity
-from llmaas_eval.knn.study import Row
+from llmaas_eval.knn.scoring import Row
 
 __all__ = ["by_user", "changes_table", "means_table", "table", "users_table", "write"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part
 from llmaas_eval.knn.neighbors import search
-from llmaas_eval.knn.study import Chosen, probability
+from llmaas_eval.knn.scoring import Chosen, probability
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.pca import fit_basis

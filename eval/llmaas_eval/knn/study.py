@@ -1,228 +1,171 @@
-"""Perplexity of a user's text with a datastore made by each method, under equal conditions."""
+"""The paper's Tables 2 and 3 and Figs 3 and 9 on simulated users, and the suite's own tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from llmaas_eval.knn.intervals import Surprise
+from llmaas_eval.knn import report
+from llmaas_eval.knn.drift import DRIFTS, drifted, head
+from llmaas_eval.knn.duplicates import likeness, without_duplicates
+from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import Part, UserKeys
-from llmaas_eval.knn.neighbors import Found, search
-from llmaas_plugins.knn_lm.archive.pairs import Pairs
-from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit
-from llmaas_plugins.knn_lm.mixing.mixture import Mixture
-from llmaas_plugins.knn_lm.mixing.trust import trust_before
+from llmaas_eval.knn.methods import METHODS, OURS, RIVALS
+from llmaas_eval.knn.options import SHARE, Options
+from llmaas_eval.knn.plots import draw_bars, draw_curves
+from llmaas_eval.knn.product import draw_generated, draw_shipped
+from llmaas_eval.knn.scoring import Method, Plan, Row, study
+from llmaas_eval.knn.unrelated import unrelated
+from llmaas_eval.knn.users import USERS, load, split
 
-__all__ = [
-    "Chosen",
-    "Kind",
-    "Method",
-    "Plan",
-    "Row",
-    "as_pairs",
-    "first",
-    "history_of",
-    "probability",
-    "study",
-]
+__all__ = ["FIGURES", "draw"]
 
-Kind = Literal["ffn", "norm"]
-_HELD_SHARE = 0.1
-_LOOK_BACK = int(KnnLMConfig.model_fields["look_back"].default)
+_PROMPTS = (16, 32, 64, 128)
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 
 
-class Chosen(NamedTuple):
-    """Pairs of a history that a method keeps.
-
-    Attributes:
-        rows: Row numbers of the kept pairs.
-        weights: Number of pairs that each kept pair represents; None if weights are not stored.
-    """
-
-    rows: NDArray[np.integer]
-    weights: NDArray[np.float32] | None = None
+class _Figure(Protocol):
+    def __call__(self, options: Options, path: Path) -> tuple[list[Row], str]:
+        """Measure, draw the plot if there is one, and return the rows and the tables as text."""
 
 
-Method = Callable[[Pairs, int], Chosen]
-"""Function from a history and a number of pairs to the pairs to keep."""
+def draw(name: str, options: Options) -> str:
+    """Measure and write a figure; return its tables as text."""
+    path = options.out / f"knn-{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows, text = FIGURES[name](options, path)
+    settings = {
+        "figure": name,
+        "model": options.model.name,
+        "users": list(options.users),
+        "n_test": options.plan.n_test,
+        "n_held": options.plan.n_held,
+    }
+    report.write(path, settings, rows, text)
+    return text
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Settings of a user's study.
-
-    Attributes:
-        n_test: Targets to score, rounded up to whole conversations.
-        n_held: Targets to fit settings on, from the last tenth of the training part, rounded up
-            to whole conversations.
-        k: Neighbors per target.
-        kind: Hidden states that are the keys.
-        has_far: Whether the mixture may use the model alone for states far from all stored keys.
-        has_trust: Whether the mixture's weight falls where mixing did not help before.
-    """
-
-    n_test: int
-    n_held: int
-    k: int = 100
-    kind: Kind = "ffn"
-    has_far: bool = True
-    has_trust: bool = True
+def _users(options: Options, path: Path) -> tuple[list[Row], str]:
+    del path
+    lines = []
+    for name in options.users:
+        parts = split(load(options.data, name), name)
+        kept = without_duplicates(parts)
+        known = likeness(kept).known.mean()
+        removed = len(parts.test) - len(kept.test)
+        cells = [len(parts.train), len(kept.test), removed, f"{known:.0%}"]
+        lines.append([f"{name} ({USERS[name][0]})", *map(str, cells)])
+    heads = ["user (set)", "training", "test", "removed", "known"]
+    return [], report.table(heads, lines)
 
 
-class Row(NamedTuple):
-    """Result of one method on one text of a user.
-
-    Attributes:
-        user: Name of the user, with the name of the text if it is not the user's own.
-        method: Name of the method that made the datastore.
-        n_history: Pairs of the history.
-        n_pairs: Pairs of the datastore.
-        mixture: The fitted mixture; None for the model alone.
-        surprise: Surprisal of the text.
-    """
-
-    user: str
-    method: str
-    n_history: int
-    n_pairs: int
-    mixture: Mixture | None
-    surprise: Surprise
+def _table2(options: Options, path: Path) -> tuple[list[Row], str]:
+    methods = {name: METHODS[name] for name in options.methods}
+    rows = [row for keys in options.each() for row in _studied(keys, options.plan, methods)]
+    draw_bars(rows, path)
+    ours, rivals = ([name for name in some if name in methods] for some in (OURS, RIVALS))
+    tables = [
+        report.users_table(rows),
+        report.changes_table(rows, ours, ["pure", *rivals]),
+        report.means_table(rows, ["pure", *rivals]),
+    ]
+    return rows, "\n\n".join(tables)
 
 
-def study(
+def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
+    del path
+    methods = {name: METHODS[name] for name in ("random", "full", *OURS)}
+    rows = []
+    for name, domains in DRIFTS.items():
+        keys, mixed = drifted(*map(options.user, domains))
+        plan = replace(options.plan, n_test=len(keys.test))
+        others = {"B and C mixed": mixed}
+        rows += _studied(replace(keys, name=name), plan, methods, others)
+    return rows, "\n\n".join([report.users_table(rows), report.means_table(rows, ["pure"])])
+
+
+def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
+    methods = {name: METHODS[name] for name in ("random", *OURS)}
+    at = {f"{name} {share:g}": (methods[name], share) for share in _SHARES for name in methods}
+    at = {"full": (METHODS["full"], 1.0), **at}
+    rows = [row for keys in options.each() for row in study(keys, at, options.plan)]
+    draw_curves(rows, path)
+    return rows, report.means_table(rows, ["pure", "full"])
+
+
+def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
+    """Measure text from its beginning, and text after prompts of several lengths."""
+    del path
+    with Encoder(options.model) as encoder:
+        others = unrelated(options.data, encoder)
+    methods = {name: METHODS[name] for name in ("random", "offline")}
+    rows = []
+    for keys in options.each():
+        stranger = options.user(_stranger(keys.name))
+        others["a stranger's"] = head(stranger.test, 20)
+        rows += _studied(keys, options.plan, methods, others, (0, *_PROMPTS))
+    kinds = dict.fromkeys(_kind(row) for row in rows)
+    tables = [
+        f"{kind}:\n\n"
+        + report.changes_table([row for row in rows if _kind(row) == kind], list(methods), ["pure"])
+        for kind in kinds
+    ]
+    return rows, "\n\n".join(tables)
+
+
+def _stranger(name: str) -> str:
+    """Return a user of another kind than ``name``."""
+    return "turns-travel" if not name.startswith("turns") else "topic-health"
+
+
+def _kind(row: Row) -> str:
+    """Return the kind of a row's text: its name without the user whose datastore was used."""
+    _, is_other, name = row.user.partition(" on ")
+    _, is_reply, n_prompt = row.user.partition(" after ")
+    return name if is_other else f"own after {n_prompt}" if is_reply else "own"
+
+
+def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
+    """Measure design choices: the kind of key, trust, leaving far states to the model, drawing."""
+    del path
+    methods = {name: METHODS[name] for name in ("full", "random", "offline", "offline, top")}
+    plans = {
+        "": options.plan,
+        ", final norm": replace(options.plan, kind="norm"),
+        ", no trust": replace(options.plan, has_trust=False),
+        ", Eq 33": replace(options.plan, has_far=False, has_trust=False),
+    }
+    rows = []
+    for keys in options.each():
+        for name, plan in plans.items():
+            found = _studied(keys, plan, methods)
+            rows += [
+                row._replace(method=row.method + name) for row in found if row.method != "pure"
+            ]
+        rows.append(found[0])
+    return rows, report.means_table(rows, ["pure", "random", "offline"])
+
+
+def _studied(
     keys: UserKeys,
-    methods: Mapping[str, tuple[Method, float]],
     plan: Plan,
-    *,
+    methods: Mapping[str, Method],
     others: Mapping[str, Part] | None = None,
     prompts: Sequence[int] = (0,),
 ) -> list[Row]:
-    """Score the model alone, then each of ``methods`` with its share of the history's pairs.
-
-    Args:
-        keys: A user's training part, to make datastores from, and test part, to score.
-        methods: Method and share of pairs to keep, by name.
-        plan: Settings of the study.
-        others: Further texts to score, by name; their rows' user is "<user> on <name>".
-        prompts: Numbers of first tokens to treat as a prompt (see ``probability``). Only the tokens
-            after the prompt are scored. Except for 0, the rows' user ends in "after <n>".
-    """
-    history, fitted_on = history_of(keys, plan)
-    chosen = {
-        name: method(history, round(share * len(history)))
-        for name, (method, share) in methods.items()
-    }
-    stores = _Stores(history, chosen, plan)
-    mixtures = [fit(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
-    texts = {keys.name: first(keys.test, plan.n_test)}
-    texts |= {f"{keys.name} on {name}": part for name, part in (others or {}).items()}
-    rows = []
-    for name, part in texts.items():
-        found = list(zip(chosen.items(), mixtures, stores.meet(part), strict=True))
-        for n_prompt in prompts:
-            user = f"{name} after {n_prompt}" if n_prompt else name
-            alone = _scored(part.p, part, n_prompt)
-            rows.append(Row(user, "pure", len(history), 0, None, alone))
-            for (method, some), mixture, met in found:
-                p = probability(mixture, met, part, has_trust=plan.has_trust, n_prompt=n_prompt)
-                surprise = _scored(p, part, n_prompt)
-                rows.append(Row(user, method, len(history), len(some.rows), mixture, surprise))
-    return rows
+    at = {name: (method, SHARE) for name, method in methods.items()}
+    return study(keys, at, plan, others=others, prompts=prompts)
 
 
-def history_of(keys: UserKeys, plan: Plan) -> tuple[Pairs, Part]:
-    """Return the history for datastores, and the last conversations, to fit settings on."""
-    held = keys.train.conv >= (1 - _HELD_SHARE) * (keys.train.conv[-1] + 1)
-    history = as_pairs(keys.train.rows(~held), plan.kind)
-    return history, first(keys.train.rows(held), plan.n_held)
-
-
-class _Stores:
-    """Datastores made from the same history, searched together."""
-
-    def __init__(self, history: Pairs, chosen: Mapping[str, Chosen], plan: Plan) -> None:
-        self._history, self._chosen, self._plan = history, chosen, plan
-
-    def meet(self, part: Part) -> list[HeldOut]:
-        """Return the neighbors of ``part``'s targets in each datastore."""
-        subsets = [some.rows for some in self._chosen.values()]
-        found = search(_keys(part, self._plan.kind), self._history.keys, subsets, self._plan.k)
-        each = zip(found, self._chosen.values(), strict=True)
-        return [_met(part, some, self._history, chosen) for some, chosen in each]
-
-
-def as_pairs(part: Part, kind: Kind) -> Pairs:
-    """Return the pairs in the plugin's form, with keys of ``kind``."""
-    return Pairs(_keys(part, kind), part.values, part.p, part.max)
-
-
-def first(part: Part, n: int) -> Part:
-    """Return the fewest first conversations that have at least ``n`` targets together.
-
-    If the part has fewer targets, return all of it.
-    """
-    last = part.conv[min(n, len(part)) - 1]
-    return part.rows(part.conv <= last)
-
-
-def _keys(part: Part, kind: Kind) -> NDArray[np.float16]:
-    return part.ffn if kind == "ffn" else part.norm
-
-
-def _met(part: Part, found: Found, history: Pairs, chosen: Chosen) -> HeldOut:
-    weights = np.ones(len(history), np.float32)
-    if chosen.weights is not None:
-        weights[chosen.rows] = chosen.weights
-    hits = history.values[found.rows] == part.values[:, None]
-    return HeldOut(found.distances, hits, weights[found.rows], part.p, part.max)
-
-
-def probability(
-    mixture: Mixture, met: HeldOut, part: Part, *, has_trust: bool, n_prompt: int = 0
-) -> NDArray[np.float32]:
-    """Return the mixed probability of each target, shape ``(n,)``.
-
-    Earlier targets of a conversation set how much later ones trust the datastore.
-
-    Args:
-        mixture: The fitted mixture.
-        met: Neighbors of the targets.
-        part: The targets.
-        has_trust: Whether trust is used; otherwise it is 1 throughout.
-        n_prompt: If not 0, the conversation's first ``n_prompt`` tokens are a prompt. Its last
-            tokens, as many as the plugin looks back on, then set one trust for all targets.
-    """
-    columns = met.distances, met.hits, met.weights, met.p_lm, met.p_max
-    p = mixture.probability(*columns)
-    if not has_trust:
-        return p
-    starts = np.flatnonzero(np.diff(part.conv, prepend=-1))
-    texts = zip(np.split(p, starts[1:]), np.split(met.p_lm, starts[1:]), strict=True)
-    trust = np.concatenate([_trust(mixed, alone, n_prompt) for mixed, alone in texts])
-    return mixture.probability(*columns, trust)
-
-
-def _trust(
-    mixed: NDArray[np.float32], alone: NDArray[np.float32], n_prompt: int
-) -> NDArray[np.float32]:
-    if n_prompt == 0:
-        return trust_before(mixed, alone)
-    seen = slice(max(0, n_prompt - _LOOK_BACK), n_prompt)
-    after = trust_before(np.append(mixed[seen], 1), np.append(alone[seen], 1))[-1]
-    return np.full_like(mixed, after)
-
-
-def _scored(p: NDArray[np.float32], part: Part, n_prompt: int) -> Surprise:
-    is_reply = _places(part.conv) >= n_prompt
-    return Surprise.of(p[is_reply], part.conv[is_reply])
-
-
-def _places(conv: NDArray[np.int32]) -> NDArray[np.intp]:
-    """Return the position of each pair within its conversation."""
-    starts = np.flatnonzero(np.diff(conv, prepend=-1))
-    return np.arange(len(conv)) - np.repeat(starts, np.diff(starts, append=len(conv)))
+FIGURES: Mapping[str, _Figure] = {
+    "users": _users,
+    "table2": _table2,
+    "table3": _table3,
+    "fig9": _fig9,
+    "harm": _harm,
+    "ablation": _ablation,
+    "shipped": draw_shipped,
+    "generated": draw_generated,
+}

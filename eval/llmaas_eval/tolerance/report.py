@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.tolerance.arms import Row
 from llmaas_eval.tolerance.outcome import interval
-from llmaas_eval.tolerance.study import Row
 
 __all__ = [
     "DISTANCE",

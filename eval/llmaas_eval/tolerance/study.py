@@ -1,157 +1,162 @@
-"""Study of contexts after the codec, for every text and every arm."""
+"""Figures of tolerance-aware compression: LLMS Fig 6b and 12, bytes against quality, recall."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from llmaas_eval.tolerance.coded import MAX_BITS, Coded
-from llmaas_eval.tolerance.engine import Engine, Prefilled
-from llmaas_eval.tolerance.outcome import compare, surprise
-from llmaas_eval.tolerance.recall import Recall
-from llmaas_eval.tolerance.rivals import RIVALS, Case
-from llmaas_eval.tolerance.texts import CHUNK, Sample
-from llmaas_plugins.kv_chunks.compression.tolerance import densities
+from llmaas_eval.tolerance import report
+from llmaas_eval.tolerance.arms import Arm, Row, ask, go_on, layer_damage
+from llmaas_eval.tolerance.engine import Engine
+from llmaas_eval.tolerance.plots import draw_bars, draw_curves, draw_tasks
+from llmaas_eval.tolerance.recall import Recall, make_alike, make_facts, make_recall
+from llmaas_eval.tolerance.texts import Tokenize, chat_lines, packaged_samples, samples
+from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
-__all__ = ["Arm", "Row", "ask", "go_on", "layer_damage"]
+__all__ = ["DEFAULT_N", "FIGURES", "Options", "draw"]
 
-Row = dict[str, Any]
-"""Result for one text and one arm, as plain JSON values."""
+PAPER, FINE, LOW = (8, 4, 2), (4, 3, 2), (4, 2, 1)
+ALL = tuple(range(8, 0, -1))
+OWN = tuple(KVChunksConfig().levels)
+_CURVE = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0)
+_N_FACTS, _LONGEST = 6, 960
+"""Number of facts in a context, and largest number of its tokens."""
+_PROBES = {"facts": (make_facts, (800, 2400)), "alike": (make_alike, (1200, 2000))}
+"""Functions that make each probe's facts, and the range of distraction in characters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """A way to store a context.
+class Options:
+    """Options of a figure.
 
     Attributes:
-        rival: Name in ``RIVALS``, or ``int8`` for the static codec.
-        mean: Mean bits of a value.
-        levels: Bits to choose from; ``static`` and ``int8`` ignore them.
+        data: Folder of the data sets.
+        model: GGUF file.
+        n_each: Number of texts of each task, or of contexts with facts.
+        seed: Seed of the choice of texts and facts.
+        out: Folder for the results.
     """
 
-    rival: str
-    mean: float = MAX_BITS
-    levels: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Name of the arm in tables."""
-        levels = "any" if len(self.levels) == MAX_BITS else "/".join(map(str, self.levels))
-        return f"{self.rival} {levels}".strip()
+    data: Path
+    model: Path
+    n_each: int
+    seed: int
+    out: Path
 
 
-class _Kept(NamedTuple):
-    bits: float
-    n_bytes: int
-    blob: NDArray[np.uint8]
+class _Figure(Protocol):
+    def __call__(self, engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+        """Measure and draw a figure; return its rows and text."""
 
 
-def go_on(
-    engine: Engine,
-    samples: Sequence[Sample],
-    arms: Sequence[Arm],
-    damage: NDArray[np.float64] | None = None,
-) -> list[Row]:
-    """Evaluate each text's rest after its context was stored in each way, and compare.
-
-    The ``layers`` rival needs ``damage``.
-    """
-    rows = []
-    for number, sample in enumerate(tqdm(samples, unit="text", mininterval=2)):
-        prefilled, coded = _prefill(engine, sample.context)
-        exact = engine.go_on(prefilled.blob, sample.rest[:-1])
-        for arm in arms:
-            kept = _keep(arm, coded, prefilled, damage, number)
-            found = engine.go_on(kept.blob, sample.rest[:-1])
-            row = _row(arm, kept, coded) | {"task": sample.task, "text": number}
-            row["exact_surprise"] = surprise(exact, sample.rest)
-            rows.append(row | asdict(compare(exact, found, sample.rest)))
-    return rows
+def draw(name: str, options: Options) -> str:
+    """Measure a figure, write it, and return its text."""
+    path = options.out / f"tolerance-{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Engine(options.model) as engine:
+        rows, text = FIGURES[name](engine, options, path)
+    settings = {"figure": name, "model": options.model.name, "n_each": options.n_each}
+    report.write(path, settings | {"seed": options.seed}, rows, text)
+    return text
 
 
-def ask(
-    engine: Engine,
-    recalls: Sequence[Recall],
-    arms: Sequence[Arm],
-    damage: NDArray[np.float64] | None = None,
-) -> list[Row]:
-    """Ask each context's questions with its original cells, then after each way to store it."""
-    rows = []
-    for number, recall in enumerate(tqdm(recalls, unit="context", mininterval=2)):
-        tokens = engine.tokens(recall.context)
-        prefilled, coded = _prefill(engine, tokens[len(tokens) % CHUNK :])
-        raw = _Kept(16.0, coded.raw_bytes, prefilled.blob)
-        kept = [(Arm("f16", 16.0), raw)]
-        kept += [(arm, _keep(arm, coded, prefilled, damage, number)) for arm in arms]
-        for arm, way in kept:
-            answers = [_answer(engine, way.blob, *question) for question in recall.questions]
-            right, nats = np.mean(answers, axis=0).tolist()
-            row = _row(arm, way, coded) | {"task": "recall", "text": number}
-            rows.append(row | {"right": right, "nats": nats})
-    return rows
+def _fig6b(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    texts = samples(options.data, engine.tokens, options.n_each, ["wikitext"], options.seed)
+    arms = [Arm("int8"), Arm("ours", 4, PAPER), Arm("ours", 4, OWN), Arm("static", 4)]
+    rows = go_on(engine, list(texts), arms)
+    draw_bars(rows, path)
+    return rows, report.quality_table(rows)
 
 
-def _answer(
-    engine: Engine, blob: NDArray[np.uint8], prompt: str, answer: str
-) -> tuple[bool, float]:
-    """Return whether the most likely tokens after ``prompt`` are the answer, and its nats.
-
-    The nats are the surprise of the whole answer. Its full stop and line end do not count.
-    """
-    n_prompt, tokens = len(engine.tokens(prompt)), engine.tokens(prompt + answer)[:-2]
-    log_p = engine.go_on(blob, tokens[:-1]).log_p[n_prompt - 1 :]
-    rest = tokens[n_prompt:]
-    is_right = bool((log_p.argmax(axis=1) == rest).all())
-    return is_right, -float(log_p[np.arange(len(rest)), rest].sum())
-
-
-def layer_damage(engine: Engine, samples: Iterable[Sample]) -> NDArray[np.float64]:
-    """Return the mean divergence with one layer at few bits and the others at ``MAX_BITS``.
-
-    Returns:
-        Divergence by layer and bits, shape ``(n_layer, 1 + MAX_BITS)``.
-    """
-    found = []
-    for sample in tqdm(list(samples), desc="layers", unit="text", mininterval=2):
-        prefilled, coded = _prefill(engine, sample.context)
-        exact = engine.go_on(prefilled.blob, sample.rest[:-1])
-        damage = np.zeros((coded.n_layer, 1 + MAX_BITS))
-        for layer, few in np.ndindex(coded.n_layer, MAX_BITS - 1):
-            bits = np.full((coded.n_layer, coded.n_chunks), MAX_BITS)
-            bits[layer] = few + 1
-            after = engine.go_on(coded.restored(bits), sample.rest[:-1])
-            damage[layer, few + 1] = compare(exact, after, sample.rest).kl
-        found.append(damage)
-    return np.mean(found, axis=0)
+def _fig12(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    texts = samples(options.data, engine.tokens, options.n_each, seed=options.seed)
+    arms = [Arm("int8"), Arm("static", 4), Arm("static", 2)]
+    for mean, levels in ((4.0, PAPER), (4.0, OWN), (2.0, LOW)):
+        arms += [Arm(name, mean, levels) for name in ("ours", "recency", "random", "layers")]
+        if len(levels) == len(PAPER):
+            arms += [Arm(name, mean, levels) for name in ("linear", "as printed")]
+    damage = _damage(engine)
+    rows = go_on(engine, list(texts), arms, damage)
+    static = [("static", 4.0), ("static", 2.0)]
+    ours = [(arm.name, arm.mean) for arm in arms if arm.rival == "ours"]
+    draw_tasks(rows, [static[0], *ours[:2], static[1], ours[2]], path)
+    pairs = [(arm, ("static", arm[1])) for arm in ours]
+    tables = [report.quality_table(rows), report.task_table(rows, pairs, report.KL)]
+    at_4 = pairs[:2]
+    tables += [report.task_table(rows, at_4, part) for part in (report.PERPLEXITY, report.DISTANCE)]
+    to_int8 = [(ours[1], ("int8", 8.0))]
+    tables.append(report.task_table(rows, to_int8, report.PERPLEXITY))
+    return rows, "\n\n".join(tables)
 
 
-def _prefill(engine: Engine, tokens: Sequence[int]) -> tuple[Prefilled, Coded]:
-    prefilled = engine.prefill(tokens)
-    return prefilled, Coded(prefilled.blob)
+def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    texts = samples(options.data, engine.tokens, options.n_each, seed=options.seed)
+    arms = [
+        Arm(name, mean, levels)
+        for mean in _CURVE
+        for name, levels in (
+            ("static", ()),
+            ("ours", ALL),
+            ("recency", ALL),
+            ("random", ALL),
+            ("layers", ALL),
+        )
+    ]
+    damage = _damage(engine)
+    rows = go_on(engine, list(texts), arms, damage)
+    draw_curves({"": rows}, "kl", path)
+    return rows, report.quality_table(rows)
 
 
-def _keep(
-    arm: Arm, coded: Coded, prefilled: Prefilled, damage: NDArray[np.float64] | None, number: int
-) -> _Kept:
-    if arm.rival == "int8":
-        blob, n_bytes = coded.int8()
-        return _Kept(MAX_BITS, n_bytes, blob)
-    sums = (part.reshape(-1, CHUNK).sum(axis=1) for part in (prefilled.attention, prefilled.seen))
-    case = Case(densities(*sums), arm.levels, arm.mean, damage, np.random.default_rng(number))
-    bits = RIVALS[arm.rival](case)
-    return _Kept(float(np.mean(bits)), coded.n_bytes(bits), coded.restored(bits))
+def _damage(engine: Engine) -> NDArray[np.float64]:
+    return layer_damage(engine, list(packaged_samples(engine.tokens))[::3])
 
 
-def _row(arm: Arm, kept: _Kept, coded: Coded) -> Row:
-    return {
-        "arm": arm.name,
-        "mean": arm.mean,
-        "bits": kept.bits,
-        "bytes": kept.n_bytes,
-        "share": kept.n_bytes / coded.raw_bytes,
+def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+    arms = [Arm("int8")]
+    for mean in (4.0, 3.0, 2.5, 2.0, 1.5, 1.0):
+        arms.append(Arm("static", mean))
+        arms += [Arm(name, mean, ALL) for name in ("ours", "random")]
+    for mean, levels in ((4.0, PAPER), (4.0, OWN), (2.5, FINE), (2.0, LOW)):
+        arms += [Arm(name, mean, levels) for name in ("ours", "random", "layers")]
+    damage = _damage(engine)
+    probes = {
+        name: [
+            row | {"task": name}
+            for row in ask(engine, _recalls(name, engine.tokens, options), arms, damage)
+        ]
+        for name in _PROBES
     }
+    lines = {arm.name for arm in arms if arm.levels in {(), ALL}}
+    panels = {name: [row for row in rows if row["arm"] in lines] for name, rows in probes.items()}
+    draw_curves(panels, "right", path)
+    tables = [f"{name}:\n\n{report.recall_table(rows)}" for name, rows in probes.items()]
+    return [row for rows in probes.values() for row in rows], "\n\n".join(tables)
+
+
+def _recalls(probe: str, tokenize: Tokenize, options: Options) -> list[Recall]:
+    make, characters = _PROBES[probe]
+    chats = chat_lines(options.data / "chat" / "sgd_dev.jsonl")
+    random = Random(f"{probe} {options.seed}")  # noqa: S311 - texts, no secret
+    found: list[Recall] = []
+    while len(found) < options.n_each:
+        facts = make(random, _N_FACTS)
+        recall = make_recall(random, chats, facts, random.randrange(*characters))
+        if len(tokenize(recall.context)) <= _LONGEST:
+            found.append(recall)
+    return found
+
+
+FIGURES: Mapping[str, _Figure] = {
+    "fig6b": _fig6b,
+    "fig12": _fig12,
+    "curve": _curve,
+    "recall": _recall,
+}
+DEFAULT_N: Mapping[str, int] = {"fig6b": 40, "fig12": 40, "curve": 6, "recall": 30}

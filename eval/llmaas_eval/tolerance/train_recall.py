@@ -25,7 +25,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from llmaas_eval.tolerance.recall import make_training
-from llmaas_eval.tolerance.weights import read_weights, write_f16
+from llmaas_eval.weights import read_weights, write_f16
 from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["main"]

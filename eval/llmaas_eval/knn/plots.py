@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from llmaas_eval.knn.intervals import perplexity
 from llmaas_eval.knn.report import by_user
-from llmaas_eval.knn.study import Row
+from llmaas_eval.knn.scoring import Row
 
 __all__ = ["draw_bars", "draw_curves"]
 

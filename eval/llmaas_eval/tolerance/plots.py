@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from llmaas_eval.tolerance.arms import Row
 from llmaas_eval.tolerance.report import by_arm, curves
-from llmaas_eval.tolerance.study import Row
 
 __all__ = ["draw_bars", "draw_curves", "draw_tasks"]
 
