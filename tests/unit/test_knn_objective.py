@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from subsets import Full, random_full, worth
 
-from llmaas_plugins.knn_lm.selection.objective import Members, Objective, squared_distances
+from llmaas_plugins.knn_lm.datastore.distances import squared_distances
+from llmaas_plugins.knn_lm.selection.objective import Members, Objective
 
 THETA = 2.5
 

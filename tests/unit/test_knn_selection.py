@@ -7,8 +7,8 @@ import pytest
 from soak import scale
 from subsets import Full, random_full
 
+from llmaas_eval.knn.baselines import merge, random_pairs
 from llmaas_plugins.knn_lm.selection.algorithms import Online, choose, offline, online
-from llmaas_plugins.knn_lm.selection.baselines import merge, random_pairs
 from llmaas_plugins.knn_lm.selection.objective import Members, Objective
 
 OBJECTIVE = Objective(theta=1.0)

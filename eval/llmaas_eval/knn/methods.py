@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.knn.baselines import merge, random_pairs
 from llmaas_eval.knn.scoring import Chosen, Method
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.build.build_datastore import first_objective
 from llmaas_plugins.knn_lm.selection.algorithms import Choice, Selection, offline, online
-from llmaas_plugins.knn_lm.selection.baselines import merge, random_pairs
 from llmaas_plugins.knn_lm.selection.objective import Objective
 from llmaas_plugins.knn_lm.selection.priority_sampling import Stream
 

@@ -14,11 +14,12 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive.archive import Archive, ConversationInfo
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.distances import squared_distances
 from llmaas_plugins.knn_lm.datastore.pca import Basis, fit_basis
 from llmaas_plugins.knn_lm.mixing.grid_search import Fitted, HeldOut, fit, skip_above
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 from llmaas_plugins.knn_lm.selection.algorithms import Selection, offline
-from llmaas_plugins.knn_lm.selection.objective import Objective, squared_distances
+from llmaas_plugins.knn_lm.selection.objective import Objective
 
 __all__ = [
     "KEYS_LEVEL",

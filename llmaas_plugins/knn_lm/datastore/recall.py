@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins._native import KnnCodes, knn_scan
+from llmaas_plugins.knn_lm.datastore.distances import squared_distances
 from llmaas_plugins.knn_lm.datastore.pca import Basis
-from llmaas_plugins.knn_lm.selection.objective import squared_distances
 
 __all__ = ["MOST_ROWS", "rows_per_neighbor"]
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Members", "Objective", "squared_distances"]
+from llmaas_plugins.knn_lm.datastore.distances import squared_distances
+
+__all__ = ["Members", "Objective"]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -118,9 +120,3 @@ class Members:
         ends = np.append(starts[1:], len(values))
         for i in np.flatnonzero(last > first).tolist():
             yield order[starts[i] : ends[i]], slice(int(first[i]), int(last[i]))
-
-
-def squared_distances(left: Floats, right: Floats) -> Floats:
-    """Return the squared distances of all pairs of rows, shape (len(left), len(right))."""
-    sizes = np.einsum("ij,ij->i", left, left)[:, None] + np.einsum("ij,ij->i", right, right)
-    return np.maximum(sizes - 2 * (left @ right.T), 0)

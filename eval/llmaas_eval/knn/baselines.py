@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from llmaas_plugins.knn_lm.datastore.distances import squared_distances
 from llmaas_plugins.knn_lm.selection.algorithms import Selection
-from llmaas_plugins.knn_lm.selection.objective import squared_distances
 
 __all__ = ["merge", "random_pairs"]
 
