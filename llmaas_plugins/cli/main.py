@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from llmaas_plugins.cli.ending import Stopped, close_stdout, give_signals_back, take_signals
+from llmaas_plugins.cli.interrupts import Stopped, close_stdout, give_signals_back, take_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

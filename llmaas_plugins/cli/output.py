@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from llmaas_plugins.cli.ending import close_stdout
+from llmaas_plugins.cli.interrupts import close_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

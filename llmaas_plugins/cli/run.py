@@ -18,9 +18,9 @@ from typing import Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.activation import activate
-from llmaas_plugins.cli.ending import give_signals_back
+from llmaas_plugins.cli.doctor.resources import say_problems
+from llmaas_plugins.cli.interrupts import give_signals_back
 from llmaas_plugins.cli.options import add_config_option
-from llmaas_plugins.cli.resources import say_problems
 from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser", "run"]

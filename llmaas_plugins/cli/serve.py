@@ -12,8 +12,8 @@ from socket import socket
 from typing import Any, NoReturn
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.doctor.resources import say_problems
 from llmaas_plugins.cli.options import add_config_option
-from llmaas_plugins.cli.resources import say_problems
 from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from llmaas_plugins.cli import trial
+from llmaas_plugins.cli.doctor import trial
 from llmaas_plugins.cli.main import main
 
 

@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 
 from llmaas_eval.families import write_family
 from llmaas_eval.models import Shape, write_random_model
-from llmaas_plugins.cli import elastic_prepare, elastic_score
-from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.elastic import prepare as elastic_prepare
+from llmaas_plugins.cli.elastic import score as elastic_score
+from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.scores import read_scores

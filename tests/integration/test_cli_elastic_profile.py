@@ -11,8 +11,8 @@ import pytest
 from preparing import prepare
 
 from llmaas_hooks import ConfigError, LlmaasError, StoreError
-from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
-from llmaas_plugins.cli.ending import Stopped
+from llmaas_plugins.cli.elastic.profile import add_profile_options, profile
+from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.elastic import latency, profiling
 
 LEVELS = (1.0, 0.5, 0.2)

@@ -20,7 +20,7 @@ from llmaas_plugins.flash_weights.packed import packed_path
 def _few_tokens():
     """Calibrate with few tokens, to save time."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("llmaas_plugins.cli.flash_pack._N_TOKENS", 64)
+        patched.setattr("llmaas_plugins.cli.flash.pack._N_TOKENS", 64)
         yield
 
 

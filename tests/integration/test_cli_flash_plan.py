@@ -28,7 +28,7 @@ def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "model.gguf"
     write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("llmaas_plugins.cli.flash_pack._N_TOKENS", 64)
+        patched.setattr("llmaas_plugins.cli.flash.pack._N_TOKENS", 64)
         assert main(["flash", "pack", "--sparse", "--group-layers", "2", str(path)]) == 0
     return path
 
@@ -205,7 +205,7 @@ def test_what_is_no_model(tmp_path, capsys):
 MEASURES = """
 import sys
 import llama_cpp
-from llmaas_plugins.cli import flash_plan
+from llmaas_plugins.cli.flash import plan as flash_plan
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights import planner
 from llmaas_plugins.flash_weights import memory_bandwidth

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import llama_cpp
 import pytest
 
-from llmaas_plugins.cli import diagnosis
+from llmaas_plugins.cli.doctor import diagnosis
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.machine import memory_limit_bytes, room
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmaas_plugins.cli import commands
-from llmaas_plugins.cli.ending import Stopped, stoppable
+from llmaas_plugins.cli.interrupts import Stopped, stoppable
 from llmaas_plugins.cli.main import main
 
 FULL = Path("/dev/full")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from llmaas_plugins.cli.resources import resource_findings, say_problems
+from llmaas_plugins.cli.doctor.resources import resource_findings, say_problems
 from llmaas_plugins.config import load_config
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 

@@ -11,7 +11,7 @@ import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
 
 from llmaas_plugins.chats.exports import load_conversations
-from llmaas_plugins.cli.ending import Stopped
+from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.build.inbox import remember, waiting

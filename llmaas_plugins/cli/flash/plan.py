@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError, TensorInfo
-from llmaas_plugins.cli.flash_pack import tensors_of
+from llmaas_plugins.cli.doctor.resources import import_server
+from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.output import print_report, progress_bar
-from llmaas_plugins.cli.resources import import_server
 from llmaas_plugins.sizes import memory_bytes
 
 if TYPE_CHECKING:

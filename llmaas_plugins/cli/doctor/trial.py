@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import LlmaasError
 from llmaas_plugins.activation import activate
-from llmaas_plugins.cli.findings import Finding
+from llmaas_plugins.cli.doctor.findings import Finding
+from llmaas_plugins.cli.doctor.resources import import_server
 from llmaas_plugins.cli.output import size_text
-from llmaas_plugins.cli.resources import import_server
 from llmaas_plugins.machine import available_bytes
 from llmaas_plugins.model.gguf_header import read_header
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_plugins.cli.diagnosis import diagnose
+from llmaas_plugins.cli.doctor.diagnosis import diagnose
 from llmaas_plugins.cli.options import add_config_option
 from llmaas_plugins.cli.output import one_line, print_report
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-    from llmaas_plugins.cli.findings import Finding
+    from llmaas_plugins.cli.doctor.findings import Finding
 
 __all__ = ["add_parser", "doctor"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import LlmaasError
 from llmaas_hooks.discovery import load_plugin
-from llmaas_plugins.cli.findings import Finding
+from llmaas_plugins.cli.doctor.findings import Finding
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import validated
 from llmaas_plugins.files.store_lock import user

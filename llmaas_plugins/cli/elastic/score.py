@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.offline import (
     check_target,
     content_of,

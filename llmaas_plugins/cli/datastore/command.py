@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.cli.datastore_build import add_actions
-from llmaas_plugins.cli.datastore_reports import (
+from llmaas_plugins.cli.datastore.build import add_actions
+from llmaas_plugins.cli.datastore.reports import (
     contents_report,
     contents_text,
     conversation_row,
@@ -19,8 +19,8 @@ from llmaas_plugins.cli.datastore_reports import (
     stats_report,
     stats_text,
 )
-from llmaas_plugins.cli.datastore_settings import datastore_directory
-from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.datastore.settings import datastore_directory
+from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.output import counted, print_report, printable, size_text
 from llmaas_plugins.cli.store_actions import add_action
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmaas_plugins.cli.elastic_score import calibration_text
+from llmaas_plugins.cli.elastic.score import calibration_text
 from llmaas_plugins.cli.offline import evaluating
 from llmaas_plugins.cli.output import progress_bar
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmaas_plugins.cli.flash_check import check
-from llmaas_plugins.cli.flash_pack import pack
-from llmaas_plugins.cli.flash_plan import add_plan_options, plan
+from llmaas_plugins.cli.flash.check import check
+from llmaas_plugins.cli.flash.pack import pack
+from llmaas_plugins.cli.flash.plan import add_plan_options, plan
 from llmaas_plugins.cli.offline import add_model_action
 
 __all__ = ["add_parser"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
-from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.offline import content_of, loaded
 from llmaas_plugins.cli.output import progress_bar
 

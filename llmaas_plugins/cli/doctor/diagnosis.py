@@ -12,8 +12,8 @@ from llmaas_hooks import ConfigError, HookManager, LlmaasError, UnknownPluginErr
 from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins import __version__
 from llmaas_plugins.activation import make_plugin
-from llmaas_plugins.cli.findings import Finding
-from llmaas_plugins.cli.resources import resource_findings
+from llmaas_plugins.cli.doctor.findings import Finding
+from llmaas_plugins.cli.doctor.resources import resource_findings
 from llmaas_plugins.config import Config, load_config, validated
 from llmaas_plugins.machine import memory_limit_bytes, room
 
@@ -48,7 +48,7 @@ def diagnose(config_file: str | None = None, model: Path | None = None) -> list[
     settings = _settings(config)
     findings += [*settings, *_directories(settings), _memory(), *resource_findings(config)]
     if model is not None:
-        from llmaas_plugins.cli.trial import model_findings
+        from llmaas_plugins.cli.doctor.trial import model_findings
 
         findings += model_findings(model, config)
     return findings

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmaas_plugins.cli.elastic_prepare import (
+from llmaas_plugins.cli.elastic.prepare import (
     add_prepare_options,
     add_restore_options,
     prepare,
     restore,
 )
-from llmaas_plugins.cli.elastic_profile import add_profile_options, profile
-from llmaas_plugins.cli.elastic_score import add_score_options, score
-from llmaas_plugins.cli.elastic_show import show
+from llmaas_plugins.cli.elastic.profile import add_profile_options, profile
+from llmaas_plugins.cli.elastic.score import add_score_options, score
+from llmaas_plugins.cli.elastic.show import show
 from llmaas_plugins.cli.offline import add_model_action
 
 __all__ = ["add_parser"]

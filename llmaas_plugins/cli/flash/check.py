@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import LlmaasError, TensorInfo
-from llmaas_plugins.cli.flash_pack import tensors_of
+from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.output import print_report, printable, progress_bar, size_text
 
 if TYPE_CHECKING:

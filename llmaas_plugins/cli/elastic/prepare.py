@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError, StoreError
-from llmaas_plugins.cli.elastic_score import (
+from llmaas_plugins.cli.elastic.score import (
     add_calibration_options,
     check_text,
     keep,
     scored,
     source_blocks,
 )
-from llmaas_plugins.cli.elastic_search import tried
-from llmaas_plugins.cli.ending import stoppable
+from llmaas_plugins.cli.elastic.search import tried
+from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.offline import check_target, folder_beside
 from llmaas_plugins.cli.options import add_renamed_option
 from llmaas_plugins.cli.output import progress_bar
