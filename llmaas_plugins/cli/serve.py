@@ -66,38 +66,38 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
             f"{error.name} is not installed. Try `pip install 'llmaas-plugins[server]'`."
         ) from error
     from llmaas_plugins.activation import activate
-    from llmaas_plugins.server.admission import Line
-    from llmaas_plugins.server.api_keys import Keys, read_key_file
+    from llmaas_plugins.server.admission import Admission
+    from llmaas_plugins.server.api_keys import ApiKeys, read_key_file
     from llmaas_plugins.server.grammars import Grammars
     from llmaas_plugins.server.metrics import Metrics
-    from llmaas_plugins.server.origins import Visitors
-    from llmaas_plugins.server.shutdown import Ending
+    from llmaas_plugins.server.origins import OriginCheck
+    from llmaas_plugins.server.shutdown import Shutdown
     from llmaas_plugins.server.upstream import server_engine
     from llmaas_plugins.service.service import LLMService
 
     server_settings, model_settings = _settings(args, rest)
     config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
     limits = config.service
-    keys = Keys(server_settings.api_key, read_key_file(limits.key_file))
+    keys = ApiKeys(server_settings.api_key, read_key_file(limits.key_file))
     host = None if args.uds else server_settings.host
-    visitors = Visitors(host, limits.allowed_hosts, limits.allowed_origins)
-    line = Line(limits.max_queue)
-    metrics = Metrics(line)
+    origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
+    admission = Admission(limits.max_queue)
+    metrics = Metrics(admission)
     with (
-        Ending(limits.shutdown_grace_s) as ending,
+        Shutdown(limits.shutdown_grace_s) as shutdown,
         _listening(args.uds, server_settings) as sockets,
-        activate(config, {"llmaas.line": line, "llmaas.metrics": metrics}) as suite,
+        activate(config, {"llmaas.admission": admission, "llmaas.metrics": metrics}) as suite,
         LLMService(server_engine, limits) as service,
         contextlib.closing(Grammars(server_engine)) as grammars,
     ):
         metrics.read_plugins(suite.status)
         say_problems(config)
-        gate = {"line": line, "keys": keys, "visitors": visitors, "metrics": metrics}
-        app = make_application(server_settings, model_settings, service, grammars, gate)
+        checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}
+        app = make_application(server_settings, model_settings, service, grammars, checks)
         names = () if args.uds else _CERTIFICATE
         certificate = {name: getattr(server_settings, name) for name in names}
-        server = Server(app, line, keys, limits, **certificate)
-        ending.ask(server.handle_exit)
+        server = Server(app, admission, keys, limits, **certificate)
+        shutdown.ask(server.handle_exit)
         server.run(sockets)
     return 0
 

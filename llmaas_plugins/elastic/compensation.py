@@ -48,9 +48,9 @@ def biases_of(
         neurons = [int(one.neurons[layer]) for one in levels]
         of_outputs = (groups, moments.head_means), (neurons, moments.neuron_means)
         for i, (widths, means) in enumerate(of_outputs):
-            place = tensors[f"blk.{layer}.{OUTPUTS[i]}.weight"]
-            rows = content[place.at : place.at + place.n_bytes].reshape(blocks.n_embd, -1)
-            matrix = quants.dequantize(rows, place.type)
+            tensor = tensors[f"blk.{layer}.{OUTPUTS[i]}.weight"]
+            rows = content[tensor.at : tensor.at + tensor.n_bytes].reshape(blocks.n_embd, -1)
+            matrix = quants.dequantize(rows, tensor.type)
             found[:, layer, i] = _missing(matrix, means[layer], widths)
             progress(1)
     return found

@@ -20,7 +20,7 @@ from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import Activation, Moments
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
 from llmaas_plugins.model.forward import Evaluator, Listener
-from llmaas_plugins.model.gguf_header import Place, read_header
+from llmaas_plugins.model.gguf_header import GGUFTensor, read_header
 
 __all__ = ["METHOD", "ChannelMoments", "Watcher", "calibration_of", "fluctuation_scores"]
 
@@ -94,8 +94,8 @@ def fluctuation_scores(
     content = np.memmap(path, np.uint8, mode="r")
 
     def norms(matrix: str) -> NDArray[np.float64]:
-        places = (tensors[f"blk.{i}.{matrix}.weight"] for i in range(blocks.n_layers))
-        return np.stack([_column_norms(content, place) for place in places])
+        matrices = (tensors[f"blk.{i}.{matrix}.weight"] for i in range(blocks.n_layers))
+        return np.stack([_column_norms(content, each) for each in matrices])
 
     heads = moments.head_variances * norms("attn_output")
     return Scores(
@@ -133,14 +133,14 @@ def _moments(of: Moments, blocks: Blocks) -> tuple[NDArray[np.float64], NDArray[
     return means, np.maximum(np.stack(squares) / n - means**2, 0)
 
 
-def _column_norms(content: NDArray[np.uint8], place: Place) -> NDArray[np.float64]:
+def _column_norms(content: NDArray[np.uint8], tensor: GGUFTensor) -> NDArray[np.float64]:
     """Return the squared norms of a matrix's columns."""
-    rows = content[place.at : place.at + place.n_bytes].reshape(place.n_rows, -1)
-    norms = np.zeros(place.n_columns)
-    for first in range(0, place.n_rows, _ROWS):
+    rows = content[tensor.at : tensor.at + tensor.n_bytes].reshape(tensor.n_rows, -1)
+    norms = np.zeros(tensor.n_columns)
+    for first in range(0, tensor.n_rows, _ROWS):
         try:
-            values = quants.dequantize(rows[first : first + _ROWS], place.type)
+            values = quants.dequantize(rows[first : first + _ROWS], tensor.type)
         except NotImplementedError as error:
-            raise ConfigError(f"cannot dequantize weights of type {place.type.name}") from error
+            raise ConfigError(f"cannot dequantize weights of type {tensor.type.name}") from error
         norms += (values.astype(np.float64) ** 2).sum(axis=0)
     return norms

@@ -30,7 +30,7 @@ from llmaas_plugins.elastic.reordering import Bytes, Order, check_order, inverse
 from llmaas_plugins.elastic.units import Blocks, blocks_in
 from llmaas_plugins.files.file_bytes import as_store_error, read_into, sync_directory, write
 from llmaas_plugins.files.partial_file import taken
-from llmaas_plugins.model.gguf_header import Header, Place, read_header
+from llmaas_plugins.model.gguf_header import GGUFTensor, Header, read_header
 
 __all__ = ["check_is_another", "restore", "write_prepared", "write_reordered"]
 
@@ -38,7 +38,7 @@ _CHUNK_BYTES = 16 << 20
 _COUNT = struct.Struct("<Q")
 _N_FIELDS_AT = 16
 
-_Moved = Callable[[str, Place, Bytes], Iterable[Bytes]]
+_Moved = Callable[[str, GGUFTensor, Bytes], Iterable[Bytes]]
 
 
 def write_reordered(source: Path, path: Path, order: Order) -> Iterator[int]:
@@ -169,15 +169,15 @@ class _Model:
         """Yield the file's bytes in pieces, with these entries as the plugin's only fields."""
         yield np.frombuffer(self.beginning(entries), np.uint8)
         at = self.header.data_at
-        for name, place in sorted(self.header.tensors.items(), key=lambda item: item[1].at):
-            if place.at < at:
+        for name, tensor in sorted(self.header.tensors.items(), key=lambda item: item[1].at):
+            if tensor.at < at:
                 raise ConfigError(f"{self._path} is damaged: {name} begins in another tensor.")
-            end = place.at + place.n_bytes
-            yield from self._plain(at, place.at)
+            end = tensor.at + tensor.n_bytes
+            yield from self._plain(at, tensor.at)
             if name.startswith("blk."):
-                yield from reordered(name, place, self._read(place.at, end))
+                yield from reordered(name, tensor, self._read(tensor.at, end))
             else:
-                yield from self._plain(place.at, end)
+                yield from self._plain(tensor.at, end)
             at = end
         yield from self._plain(at, self.header.n_bytes)
 
@@ -210,13 +210,13 @@ class _Model:
         return content
 
 
-def _as_it_is(_name: str, _place: Place, content: Bytes) -> Iterable[Bytes]:
+def _as_it_is(_name: str, _tensor: GGUFTensor, content: Bytes) -> Iterable[Bytes]:
     return (content,)
 
 
 def _reordered(blocks: Blocks, order: Order) -> _Moved:
-    def reordered(name: str, place: Place, content: Bytes) -> Iterable[Bytes]:
-        move = move_of(blocks, order, name, place)
+    def reordered(name: str, tensor: GGUFTensor, content: Bytes) -> Iterable[Bytes]:
+        move = move_of(blocks, order, name, tensor)
         return (content,) if move is None else moved(content, move)
 
     return reordered

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import Blocks, Scores
-from llmaas_plugins.model.gguf_header import Place
+from llmaas_plugins.model.gguf_header import GGUFTensor
 
 __all__ = ["Bytes", "Move", "Order", "check_order", "inverse_of", "move_of", "moved", "order_by"]
 
@@ -89,7 +89,7 @@ def check_order(blocks: Blocks, order: Order) -> None:
             raise ConfigError("the order of a layer's units is impossible")
 
 
-def move_of(blocks: Blocks, order: Order, name: str, place: Place) -> Move | None:
+def move_of(blocks: Blocks, order: Order, name: str, tensor: GGUFTensor) -> Move | None:
     """Return how a tensor is reordered, or None if it stays unchanged."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -107,7 +107,7 @@ def move_of(blocks: Blocks, order: Order, name: str, place: Place) -> Move | Non
         rows, pieces = None, _granules(order.neurons[layer], blocks.granule)
     else:
         return None
-    return Move(place.n_columns if is_bias else place.n_rows, rows, pieces)
+    return Move(tensor.n_columns if is_bias else tensor.n_rows, rows, pieces)
 
 
 def moved(content: Bytes, move: Move) -> Iterator[Bytes]:

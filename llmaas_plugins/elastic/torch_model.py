@@ -250,15 +250,15 @@ class Decoder:
         return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
     def _read(self, name: str, rows: slice | NDArray[np.int32] = slice(None)) -> Tensor:
-        place = self._tensors[name]
-        content = self._bytes[place.at : place.at + place.n_bytes]
-        if len(place.shape) == 1:
-            return torch.from_numpy(quants.dequantize(content, place.type).astype(np.float32))
-        content = content.reshape(place.n_rows, -1)[rows]
-        values = torch.empty(len(content), place.n_columns)
+        tensor = self._tensors[name]
+        content = self._bytes[tensor.at : tensor.at + tensor.n_bytes]
+        if len(tensor.shape) == 1:
+            return torch.from_numpy(quants.dequantize(content, tensor.type).astype(np.float32))
+        content = content.reshape(tensor.n_rows, -1)[rows]
+        values = torch.empty(len(content), tensor.n_columns)
         for start in range(0, len(content), _ROWS):
             some = slice(start, start + _ROWS)
-            values.numpy()[some] = quants.dequantize(content[some], place.type)
+            values.numpy()[some] = quants.dequantize(content[some], tensor.type)
         return values
 
 

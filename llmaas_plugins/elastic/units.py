@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.model.gguf_header import Header, Place, read_header
+from llmaas_plugins.model.gguf_header import GGUFTensor, Header, read_header
 
 __all__ = [
     "FAMILIES",
@@ -253,7 +253,7 @@ def _check_tensors(header: Header, arch: str, n_layers: int) -> None:
             raise _UnfitError(f"it has the tensor {name}, which {arch} models do not have")
 
 
-def _matrices(header: Header, i: int) -> dict[str, Place]:
+def _matrices(header: Header, i: int) -> dict[str, GGUFTensor]:
     missing = [name for name in _MATRICES if f"blk.{i}.{name}.weight" not in header.tensors]
     if missing:
         raise _UnfitError(f"it has no tensor blk.{i}.{missing[0]}.weight")
@@ -274,7 +274,7 @@ def _shapes(n_embd: int, n_queries: int, n_keys: int, n_ff: int) -> dict[str, tu
 
 
 def _check_shapes(
-    header: Header, i: int, layer: dict[str, Place], shapes: dict[str, tuple[int, int]]
+    header: Header, i: int, layer: dict[str, GGUFTensor], shapes: dict[str, tuple[int, int]]
 ) -> None:
     """Refuse a layer with a matrix, bias or scale whose shape does not fit the metadata."""
     for name, shape in shapes.items():
@@ -286,12 +286,12 @@ def _check_shapes(
             raise _UnfitError(f"blk.{i}.{name}.scale has more than one value")
 
 
-def _group_granule(layers: list[dict[str, Place]], n_groups: int, width: int) -> int:
+def _group_granule(layers: list[dict[str, GGUFTensor]], n_groups: int, width: int) -> int:
     """Return the least number of groups whose columns of ``attn_output`` are whole blocks."""
     columns = math.lcm(*(layer["attn_output"].block_columns for layer in layers))
     granule = columns // math.gcd(columns, width)
     return granule if n_groups % granule == 0 else n_groups
 
 
-def _bytes(layer: dict[str, Place], *names: str) -> int:
+def _bytes(layer: dict[str, GGUFTensor], *names: str) -> int:
     return sum(layer[name].n_bytes for name in names)

@@ -24,12 +24,14 @@ from llmaas_plugins.files.file_bytes import OPEN_FLAGS
 if TYPE_CHECKING:  # importing gguf takes 3 MiB
     from gguf.constants import GGMLQuantizationType
 
-__all__ = ["Header", "Place", "Value", "entry", "read_header", "tensor_names"]
+__all__ = ["GGUFTensor", "Header", "Value", "entry", "read_header", "tensor_names"]
 
 Value = int | float | bool | str | NDArray[Any] | None
 """Value of a field; None for an array of strings, which is skipped."""
 
 _Found = TypeVar("_Found")
+_Info = tuple[int, tuple[int, ...], int]
+"""Type, shape and offset of a tensor, as the header has them."""
 _FIRST_BYTES, _MOST_BYTES = 256 << 10, 256 << 20
 _MOST_ENTRIES = 1 << 16
 _START = struct.Struct("<4sIQQ")
@@ -54,7 +56,7 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GGUFTensor:
     """Type, shape and location of a tensor in a file.
 
     Attributes:
@@ -103,7 +105,7 @@ class Header:
 
     fields: Mapping[str, Value]
     spans: Mapping[str, tuple[int, int]]
-    tensors: Mapping[str, Place]
+    tensors: Mapping[str, GGUFTensor]
     infos_at: int
     infos_end: int
     data_at: int
@@ -218,7 +220,7 @@ class _Cursor:
         infos_end = self._at
         alignment = _alignment(fields)
         data_at = -(-infos_end // alignment) * alignment
-        tensors = {name: _place(name, info, data_at, n_bytes) for name, info in infos}
+        tensors = {name: _tensor(name, info, data_at, n_bytes) for name, info in infos}
         if len(tensors) < n_tensors:
             raise ValueError("it has two tensors of the same name")
         return Header(fields, spans, tensors, infos_at, infos_end, data_at, n_bytes)
@@ -269,7 +271,7 @@ class _Cursor:
         dtype = _DTYPES[kind]
         return np.frombuffer(self._take(n * dtype.itemsize), dtype)
 
-    def _info(self) -> tuple[str, tuple[int, tuple[int, ...], int]]:
+    def _info(self) -> tuple[str, _Info]:
         name = self._text()
         (n_dims,) = _KIND.unpack(self._take(4))
         if not 1 <= n_dims <= 4:
@@ -289,7 +291,7 @@ class _Cursor:
         return taken
 
 
-def _place(name: str, info: tuple[int, tuple[int, ...], int], data_at: int, end: int) -> Place:
+def _tensor(name: str, info: _Info, data_at: int, end: int) -> GGUFTensor:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kind, shape, at = info
@@ -303,7 +305,7 @@ def _place(name: str, info: tuple[int, tuple[int, ...], int], data_at: int, end:
     n_bytes = math.prod(shape) // block_columns * block_bytes
     if data_at + at + n_bytes > end:
         raise ValueError(f"the file ends before {name!r} does")
-    return Place(type_, shape, data_at + at, n_bytes)
+    return GGUFTensor(type_, shape, data_at + at, n_bytes)
 
 
 def _alignment(fields: Mapping[str, Value]) -> int:

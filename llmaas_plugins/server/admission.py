@@ -14,7 +14,7 @@ import anyio
 from llmaas_hooks import hookimpl
 from llmaas_plugins.server.refusal import Refusal
 
-__all__ = ["Abandoned", "Call", "Line", "stopping"]
+__all__ = ["Abandoned", "Admission", "Call", "stopping"]
 
 
 class Abandoned(BaseException):
@@ -46,7 +46,7 @@ class Call:
             self.scope.cancel()
 
 
-class Line:
+class Admission:
     """Calls in the order of their arrival."""
 
     def __init__(self, most_waiting: int) -> None:
@@ -61,13 +61,13 @@ class Line:
         return len(self.waiting) + (self.running is not None)
 
     def enter(self, app: str) -> Call:
-        """Join the line as ``app``.
+        """Join the queue as ``app``.
 
-        If the line is full, the app with the most waiting calls loses its latest one. Thus one app
-        cannot keep others out, while a single app may use the whole line.
+        If the queue is full, the app with the most waiting calls loses its latest one. Thus one app
+        cannot keep others out, while a single app may use the whole queue.
 
         Raises:
-            Refusal: The line is full, or the service is stopping.
+            Refusal: The queue is full, or the service is stopping.
         """
         self.check(app)
         if self._is_full() and (crowded_out := self._latest_of_the_largest(app)) is not None:
@@ -81,7 +81,7 @@ class Line:
         """Refuse a call that ``enter`` would refuse.
 
         Raises:
-            Refusal: The line is full, or the service is stopping.
+            Refusal: The queue is full, or the service is stopping.
         """
         if self.is_stopping:
             raise stopping()

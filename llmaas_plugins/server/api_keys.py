@@ -11,12 +11,12 @@ from pathlib import Path
 from llmaas_hooks import ConfigError
 from llmaas_plugins.server.refusal import Refusal
 
-__all__ = ["Keys", "read_key_file"]
+__all__ = ["ApiKeys", "read_key_file"]
 
 _SHORTEST_KEY = 16
 
 
-class Keys:
+class ApiKeys:
     """Keys of a service; a service without keys is open to everyone."""
 
     def __init__(self, administrator: str | None, apps: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""llama_cpp.server's FastAPI app with our routes, behind the gate middleware."""
+"""llama_cpp.server's FastAPI app with our routes, behind our middleware."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.server.admission import Line
+from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.confinement import confine_grammars
 from llmaas_plugins.server.grammars import Grammars
-from llmaas_plugins.server.middleware import Gate
+from llmaas_plugins.server.middleware import RequestMiddleware
 from llmaas_plugins.server.refusal import error_body, mistakes
 from llmaas_plugins.server.routes import make_router
 from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes, server_engine
@@ -31,28 +31,28 @@ def make_application(
     model_settings: Any,
     service: LLMService,
     grammars: Grammars,
-    gate: Mapping[str, Any],
+    checks: Mapping[str, Any],
 ) -> Any:
-    """Load the model and build the app; ``gate`` has the keyword arguments of ``Gate``.
+    """Load the model and build the app; ``checks`` has keyword arguments of ``RequestMiddleware``.
 
     Raises:
         ConfigError: llama.cpp cannot load the model.
     """
-    settings = server_settings.model_copy(update={"api_key": None})  # the gate checks keys
+    settings = server_settings.model_copy(update={"api_key": None})  # our middleware checks keys
     try:
         app = create_app(server_settings=settings, model_settings=[model_settings])
     except ValueError as error:
         raise ConfigError(f"cannot load model {model_settings.model}: {error}") from error
-    line: Line = gate["line"]
-    app.include_router(make_router(service, line, gate["metrics"]))
+    admission: Admission = checks["admission"]
+    app.include_router(make_router(service, admission, checks["metrics"]))
     explain_mistakes()
-    confine_grammars(grammars, line.refuse_running)
+    confine_grammars(grammars, admission.refuse_running)
     explain_refusals(app)
     config = service.config
     middleware = [found for found in app.user_middleware if found.cls is not CORSMiddleware]
     own = Middleware(
-        Gate,
-        **gate,
+        RequestMiddleware,
+        **checks,
         completion=OpenCompletion(server_engine()),
         grammars=grammars,
         max_body_bytes=int(config.max_body_bytes),

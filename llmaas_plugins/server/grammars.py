@@ -22,12 +22,11 @@ from typing import Any, Literal
 import numpy as np
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import ConfigError
 from llmaas_patches import serving_app
 from llmaas_plugins.server import grammar_worker as worker
 from llmaas_plugins.server.refusal import Refusal
 
-__all__ = ["Grammars", "Running", "Wanted", "check_parses"]
+__all__ = ["Grammars", "Running", "Wanted"]
 
 _START_S = 120.0
 _ANSWER_S = 30.0
@@ -67,22 +66,6 @@ class Wanted:
     def mistake(self, message: str) -> Refusal:
         """Return a refusal that names the field and what is wrong with it."""
         return Refusal(400, f"{self.field}: {message}")
-
-
-def check_parses(llama: Any, grammar: Any) -> None:
-    """Check that llama.cpp can parse an app's own ``LlamaGrammar``, or it would end the process.
-
-    Raises:
-        ConfigError: llama.cpp cannot parse the grammar.
-    """
-    text = getattr(grammar, "_grammar", None)
-    if not text:
-        return
-    vocab = llama_cpp.llama_model_get_vocab(llama.model)
-    sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
-    if not sampler:
-        raise ConfigError("grammar: llama.cpp cannot parse it")
-    llama_cpp.llama_sampler_free(sampler)
 
 
 class Grammars:

@@ -16,8 +16,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.server.admission import Line
-from llmaas_plugins.server.api_keys import Keys
+from llmaas_plugins.server.admission import Admission
+from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.exchange import header
 from llmaas_plugins.server.refusal import error_body
 
@@ -37,7 +37,7 @@ class Connection(H11Protocol):
     they are served.
     """
 
-    def __init__(self, *args: Any, limits: ServiceConfig, keys: Keys, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ServiceConfig, keys: ApiKeys, **kwargs: Any) -> None:
         """Serve a connection within ``limits``."""
         super().__init__(*args, **kwargs)
         self._limits = limits
@@ -143,9 +143,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Any, line: Line, keys: Keys, limits: ServiceConfig, **options: Any
+        self, app: Any, admission: Admission, keys: ApiKeys, limits: ServiceConfig, **options: Any
     ) -> None:
-        """Serve ``app``, whose calls are in ``line``; ``options`` are ``uvicorn.Config``'s."""
+        """Serve ``app``, whose calls ``admission`` admits; ``options`` are ``uvicorn.Config``'s."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
                 **options,
             )
         )
-        self._line = line
+        self._admission = admission
         self._grace_s = limits.shutdown_grace_s
         self._n_signals = 0
         self._ticks_left: float | None = None
@@ -180,12 +180,12 @@ class Server(uvicorn.Server):
         if not self._n_signals:
             return False
         if self._ticks_left is None:
-            self._line.stop()
+            self._admission.stop()
             self._ticks_left = self._grace_s * 10
         self._ticks_left -= 1
         if self._n_signals > 1 or self._ticks_left < 0:
-            self._line.end_running()
-        return not len(self._line)
+            self._admission.end_running()
+        return not len(self._admission)
 
 
 def _address(listener: socket.socket, *, is_tls: bool) -> str:

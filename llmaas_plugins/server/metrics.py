@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from llmaas_hooks import RequestStats, hookimpl
-from llmaas_plugins.server.admission import Line
+from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.service.call_queue import Reply
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
@@ -25,9 +25,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """Metrics of the gate's requests and of the engine's calls."""
+    """Metrics of HTTP requests and of the engine's calls."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, admission: Admission) -> None:
         """Start all counters at zero."""
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "HTTP requests.", "route", "status")
@@ -38,8 +38,10 @@ class Metrics:
         self._waited = self._histogram("queue_wait", "Time that a call waited for its turn.")
         self._switch = self._histogram("switch", "Time to bring a call's context into the engine.")
         self._first_token = self._histogram("first_token", "Time of a call to its first token.")
-        self._gauge("queue_waiting_calls", "Calls that wait.", lambda: len(line.waiting))
-        self._gauge("queue_running_calls", "Calls that run.", lambda: int(line.running is not None))
+        self._gauge("queue_waiting_calls", "Calls that wait.", lambda: len(admission.waiting))
+        self._gauge(
+            "queue_running_calls", "Calls that run.", lambda: int(admission.running is not None)
+        )
         ProcessCollector(registry=self._registry)
 
     def request(self, route: str, status: int) -> None:

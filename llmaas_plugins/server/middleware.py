@@ -1,8 +1,8 @@
-"""The gate: checks of a request before the server parses it.
+"""Middleware that checks a request before the server parses it.
 
-The gate checks key, size and form of a request, and its turn on the engine. One pure ASGI
-middleware serves all routes, llama_cpp.server's and ours, so no route bypasses a limit. A waiting
-call costs only its body and a few small objects.
+It checks key, size and form of a request, and its turn on the engine. One pure ASGI middleware
+serves all routes, llama_cpp.server's and ours, so no route bypasses a limit. A waiting call costs
+only its body and a few small objects.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from llmaas_hooks import ConfigError, Levels, UnknownPluginError
 from llmaas_patches import serving_context
 from llmaas_plugins.declining import without
 from llmaas_plugins.elastic.levels import asking
-from llmaas_plugins.server.admission import Call, Line, stopping
-from llmaas_plugins.server.api_keys import Keys
+from llmaas_plugins.server.admission import Admission, Call, stopping
+from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
 from llmaas_plugins.server.exchange import Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.server.grammars import Grammars, Wanted
 from llmaas_plugins.server.metrics import Metrics
-from llmaas_plugins.server.origins import Visitors
+from llmaas_plugins.server.origins import OriginCheck
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.server.upstream import OpenCompletion, stream_failure
 from llmaas_plugins.service.levels import check_levels, levels_in_header
 
-__all__ = ["Gate", "Route", "route_of"]
+__all__ = ["RequestMiddleware", "Route", "route_of"]
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
@@ -89,16 +89,16 @@ def route_of(path: str) -> tuple[Route, str]:
     return _OTHER, ""
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware that checks requests and makes calls take turns."""
 
     def __init__(  # noqa: PLR0913  one parameter for each part
         self,
         app: App,
         *,
-        line: Line,
-        keys: Keys,
-        visitors: Visitors,
+        admission: Admission,
+        keys: ApiKeys,
+        origins: OriginCheck,
         metrics: Metrics,
         completion: OpenCompletion,
         grammars: Grammars,
@@ -107,9 +107,9 @@ class Gate:
         """Wrap ``app``."""
         self._app = app
         self._completion = completion
-        self._line = line
+        self._admission = admission
         self._keys = keys
-        self._visitors = visitors
+        self._origins = origins
         self._metrics = metrics
         self._grammars = grammars
         self._checks = anyio.CapacityLimiter(1)  # a check that waits its turn occupies no thread
@@ -137,15 +137,15 @@ class Gate:
     async def _serve(
         self, route: Route, owner: str, scope: Message, receive: Receive, answer: Answer
     ) -> None:
-        self._visitors.check(scope)
+        self._origins.check(scope)
         app = self._authorize(route, owner, scope)
         is_deletion = route.name == "contexts" and scope["method"] == "DELETE"
         is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
-        if self._line.is_stopping and route.name not in ("health", "metrics"):
+        if self._admission.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
         body, levels = b"", Levels()
         if is_call:
-            self._line.check(app)  # refuse before reading the body
+            self._admission.check(app)  # refuse before reading the body
             _declining(scope)
             levels = _levels(scope)
         if scope["method"] == "POST":
@@ -157,7 +157,7 @@ class Gate:
                     await self._check_grammars(app, wanted)
         if is_call:
             with asking(levels):
-                await self._call(self._line.enter(app), scope, body, receive, answer)
+                await self._call(self._admission.enter(app), scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)
 
@@ -244,11 +244,11 @@ class Gate:
         finally:
             watcher.cancel()
             try:
-                if call is self._line.running and self._completion.is_open():
+                if call is self._admission.running and self._completion.is_open():
                     with anyio.CancelScope(shield=True):
                         await run_in_threadpool(self._completion.close)
             finally:
-                self._line.leave(call)
+                self._admission.leave(call)
         if call.is_over:
             raise call.refusal or ClientDisconnect
 

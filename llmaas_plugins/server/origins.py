@@ -13,13 +13,13 @@ from collections.abc import Collection
 from llmaas_plugins.server.exchange import Message, header
 from llmaas_plugins.server.refusal import Refusal
 
-__all__ = ["Visitors"]
+__all__ = ["OriginCheck"]
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _ANY_ADDRESS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  told apart, not listened on
 
 
-class Visitors:
+class OriginCheck:
     """Names of this service, and origins whose pages may use it."""
 
     def __init__(self, host: str | None, hosts: Collection[str], origins: Collection[str]) -> None:

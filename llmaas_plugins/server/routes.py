@@ -1,7 +1,7 @@
 """Extra routes on llama_cpp.server's own FastAPI app: persistent contexts over HTTP.
 
 The OpenAI routes stay as they are; their stateless requests find stored contexts by content. The
-gate checks keys and limits, so nothing here does.
+middleware checks keys and limits, so nothing here does.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the types of nested functions.
@@ -19,7 +19,7 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from llmaas_hooks import ConfigError, Levels, LimitError, PluginError, StoreError
-from llmaas_plugins.server.admission import Line
+from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.body_checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
 from llmaas_plugins.server.metrics import CONTENT_TYPE_LATEST, Metrics
 from llmaas_plugins.server.refusal import error_body
@@ -63,22 +63,22 @@ class Call(BaseModel):
         return {"level": self.level, **sampling}
 
 
-def make_router(service: LLMService, line: Line, metrics: Metrics) -> APIRouter:
-    """Return the routes of ``service``, whose calls are in ``line``."""
+def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> APIRouter:
+    """Return the routes of ``service``, whose calls ``admission`` admits."""
     router = APIRouter()
     router.include_router(_contexts(service, metrics), prefix="/v1/llmaas/apps/{app}/contexts")
 
     @router.get("/v1/llmaas/status")
     async def status() -> dict[str, Any]:
-        return {**await run_in_threadpool(service.status), "queue": len(line)}
+        return {**await run_in_threadpool(service.status), "queue": len(admission)}
 
     @router.get("/health")
     async def health(response: Response) -> dict[str, Any]:
-        if not line.is_stopping:
+        if not admission.is_stopping:
             return {"status": "ok"}
         response.status_code = 503
-        running = int(line.running is not None)
-        return {"status": "stopping", "running": running, "waiting": len(line.waiting)}
+        running = int(admission.running is not None)
+        return {"status": "stopping", "running": running, "waiting": len(admission.waiting)}
 
     @router.get("/metrics")
     async def prometheus() -> Response:

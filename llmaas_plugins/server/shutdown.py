@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from llmaas_plugins._native import exit_on_signal
 
-__all__ = ["Ending"]
+__all__ = ["Shutdown"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DONE = b"\0"
@@ -24,7 +24,7 @@ _AT_ONCE_S = 5.0
 """Most seconds for everything after a second signal."""
 
 
-class Ending:
+class Shutdown:
     """End of the process by signals: in time after one, soon after two, at once after three.
 
     A separate thread receives the signals. Python's handlers would run only on the main thread,

@@ -11,18 +11,19 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmaas_hooks import Levels, LimitError, LlmaasError, StoreError, forks
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, StoreError, forks
 from llmaas_patches import in_its_blocks, serving_context
 from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic.levels import asking
-from llmaas_plugins.server.grammars import check_parses
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import check_levels
 from llmaas_plugins.service.reserve import Reserve
 from llmaas_plugins.service.window import Messages, Window, visible
 
-__all__ = ["Reply", "Turns"]
+__all__ = ["CallQueue", "Reply"]
 
 _log = logging.getLogger("llmaas.service")
 
@@ -51,7 +52,7 @@ class Reply:
     total_s: float
 
 
-class Turns(forks.Forked):
+class CallQueue(forks.Forked):
     """Queue that serves calls in the order of their arrival, with a bounded number waiting."""
 
     def __init__(self, engine: Callable[[], Any], config: ServiceConfig, log: ContextLog) -> None:
@@ -67,7 +68,7 @@ class Turns(forks.Forked):
         self._running: str | None = None  # id of the context in which a call runs
         forks.watch(self)
 
-    def queue_length(self) -> int:
+    def n_calls(self) -> int:
         """Return the number of calls that run or wait."""
         with self._turn:
             return len(self._calls)
@@ -106,7 +107,7 @@ class Turns(forks.Forked):
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
                 llama = self._engine()
-                check_parses(llama, options.get("grammar"))
+                _check_grammar(llama, options.get("grammar"))
                 started = time.perf_counter()
                 window = Window(self._config, llama)
                 messages = [*record.messages, {"role": "user", "content": prompt}]
@@ -278,3 +279,19 @@ def _completion(
 
 def _closed() -> StoreError:
     return StoreError("the service was closed; this call's prompt is not in its context")
+
+
+def _check_grammar(llama: Any, grammar: Any) -> None:
+    """Check that llama.cpp can parse an app's own ``LlamaGrammar``, or it would end the process.
+
+    Raises:
+        ConfigError: llama.cpp cannot parse the grammar.
+    """
+    text = getattr(grammar, "_grammar", None)
+    if not text:
+        return
+    vocab = llama_cpp.llama_model_get_vocab(llama.model)
+    sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
+    if not sampler:
+        raise ConfigError("grammar: llama.cpp cannot parse it")
+    llama_cpp.llama_sampler_free(sampler)

@@ -19,10 +19,10 @@ from typing import Any, Self
 from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.service.call_queue import Reply, Turns
+from llmaas_plugins.service.call_queue import CallQueue, Reply
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import LevelArgument, levels_of
-from llmaas_plugins.service.state_lock import Claim
+from llmaas_plugins.service.state_lock import StateLock
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
 
@@ -45,13 +45,13 @@ class LLMService:
         provider: Callable[[], Any] = (
             engine if callable(engine) and not _is_llama(engine) else (lambda: engine)
         )
-        self._claim = Claim(self.config.state_dir)
+        self._lock = StateLock(self.config.state_dir)
         try:
             self._log = ContextLog(self.config.state_dir)
-            self._turns = Turns(provider, self.config, self._log)
-            self._turns.finish_deletions()
+            self._queue = CallQueue(provider, self.config, self._log)
+            self._queue.finish_deletions()
         except BaseException:
-            self._claim.release()  # explicitly: the error's traceback keeps this object alive
+            self._lock.release()  # explicitly: the error's traceback keeps this object alive
             raise
 
     @classmethod
@@ -81,21 +81,21 @@ class LLMService:
                 f"app name must be 1 to {_LONGEST_NAME} printable characters without '/', "
                 f"found {app!r}"
             )
-        return App(app, self._log, self._turns, self.config)
+        return App(app, self._log, self._queue, self.config)
 
     def status(self) -> dict[str, Any]:
         """Return the queue's length and the suite's status, as plain JSON types."""
         suite = active_suite()
-        return {"queue": self._turns.queue_length(), **({} if suite is None else suite.status())}
+        return {"queue": self._queue.n_calls(), **({} if suite is None else suite.status())}
 
     def close(self) -> None:
         """Close the context log; the engine stays its owner's and is not used again.
 
         A call that still runs or waits fails with ``StoreError`` and leaves its context unchanged.
         """
-        self._turns.close()
+        self._queue.close()
         self._log.close()
-        self._claim.release()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         """Return the service."""
@@ -112,7 +112,7 @@ class App:
 
     name: str
     _log: ContextLog
-    _turns: Turns
+    _queue: CallQueue
     _config: ServiceConfig
 
     def new_context(self, system: str | None = None) -> Context:
@@ -202,7 +202,7 @@ class Context:
         A stream that is closed early leaves the context as it was before the call.
         """
         levels = levels_of(level)
-        return self.app._turns.run(lambda: self.app._record(self.id), prompt, levels, sampling)
+        return self.app._queue.run(lambda: self.app._record(self.id), prompt, levels, sampling)
 
     def record(self) -> ContextRecord:
         """Return the context's messages and sizes.
@@ -226,9 +226,9 @@ class Context:
                 file.
         """
         app = self.app
-        if not app._turns.reserve.lent_to(lambda: app._log.delete(self.id, app.name)):
+        if not app._queue.reserve.lent_to(lambda: app._log.delete(self.id, app.name)):
             raise app._unknown(self.id)
-        return app._turns.forget([self.id])
+        return app._queue.forget([self.id])
 
 
 def _is_llama(engine: object) -> bool:

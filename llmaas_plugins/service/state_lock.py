@@ -10,10 +10,10 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 
-__all__ = ["Claim"]
+__all__ = ["StateLock"]
 
 
-class Claim:
+class StateLock:
     """A lock on a state folder, held until ``release`` or the end of the process."""
 
     def __init__(self, directory: Path) -> None:

@@ -14,7 +14,7 @@ from llmaas_plugins import activate
 from llmaas_plugins.files import sqlite_erasing
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.service import LLMService, ServiceConfig
-from llmaas_plugins.service.call_queue import Turns
+from llmaas_plugins.service.call_queue import CallQueue
 from llmaas_plugins.service.contexts import ContextLog
 
 SECRET = "The zebra's passphrase is quartz-7741."
@@ -55,9 +55,9 @@ def chats(opened, tmp_path):
     app = service.bind("mail")
     secret, kept = (app.new_context(KEPT) for _ in range(2))
     secret.call(f"{SECRET} Repeat it.", **SAMPLING)
-    tokens = service._turns._engine()._input_ids.copy()
+    tokens = service._queue._engine()._input_ids.copy()
     kept.call("How is the weather?", **SAMPLING)
-    other = service._turns._engine()._input_ids.copy()
+    other = service._queue._engine()._input_ids.copy()
     suite.settle()
     suite.plugin("kv_chunks")._store.flush()
     n_common = int(np.argmin(tokens[: len(other)] == other[: len(tokens)])) // 16 * 16
@@ -90,7 +90,7 @@ def test_text_and_tokens_are_gone_when_the_call_returns(chats, opened):
 STEPS = {
     "before the commit": (ContextLog, "delete", "before"),
     "after the commit": (ContextLog, "delete", "after"),
-    "before the KV": (Turns, "forget", "before"),
+    "before the KV": (CallQueue, "forget", "before"),
     "after the index": (DiskStore, "end_erasing", "before"),
     "after the KV": (ContextLog, "erase", "before"),
     "after the text": (ContextLog, "erase", "after"),

@@ -16,7 +16,7 @@ from forking import in_child
 from llmaas_hooks import StoreError
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.service import LLMService
-from llmaas_plugins.service.state_lock import Claim
+from llmaas_plugins.service.state_lock import StateLock
 
 
 def service(folder):
@@ -108,4 +108,4 @@ def test_a_state_folder_that_cannot_be_used(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
         with pytest.raises(StoreError, match="No locks available"):
-            Claim(tmp_path)
+            StateLock(tmp_path)

@@ -13,7 +13,7 @@ import ctypes, sys, threading
 from llmaas_plugins.server import shutdown as module
 module._WRITING_S, module._AT_ONCE_S = {writing}, {at_once}
 
-with module.Ending(0.0) as ending:
+with module.Shutdown(0.0) as ending:
     if {asks}:
         ending.ask(lambda: print("told", flush=True))
     threading.Thread(target=ctypes.CDLL(None).sleep, args=(600,)).start()  # knows of no signals
@@ -103,7 +103,7 @@ class AtTheVeryEnd:
 
 sys.modules["kept"] = AtTheVeryEnd()
 atexit.register(reach, "atexit")
-with module.Ending(0.0) as ending:
+with module.Shutdown(0.0) as ending:
     ending.ask(lambda: os.write(1, b"told\\n"))
     reach("inside")
 reach("outside")
@@ -133,8 +133,8 @@ def test_a_second_signal_at_any_moment_ends_it_with_the_same_status(number, mome
 
 def test_signals_are_left_as_they_were():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    from llmaas_plugins.server.shutdown import Ending
+    from llmaas_plugins.server.shutdown import Shutdown
 
-    with Ending(0.0):
+    with Shutdown(0.0):
         assert signal.getsignal(signal.SIGTERM) is not before[0]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.server.api_keys import Keys, read_key_file
+from llmaas_plugins.server.api_keys import ApiKeys, read_key_file
 from llmaas_plugins.server.refusal import Refusal
 
 MAIL, NOTES, ADMINISTRATOR = "mail-0123456789abcdef", "notes-0123456789abcdef", "sesame"
@@ -18,13 +18,13 @@ def bearer(key, scheme="Bearer"):
 
 
 def test_without_keys_everybody_is_let_in():
-    assert Keys(None, {}).caller(b"") is None
-    assert Keys(None, {}).caller(bearer("whatever")) is None
+    assert ApiKeys(None, {}).caller(b"") is None
+    assert ApiKeys(None, {}).caller(bearer("whatever")) is None
 
 
 @pytest.mark.parametrize("administrator", [None, ADMINISTRATOR])
 def test_who_calls(administrator):
-    keys = Keys(administrator, {"mail": MAIL, "notes": NOTES})
+    keys = ApiKeys(administrator, {"mail": MAIL, "notes": NOTES})
     assert keys.caller(bearer(MAIL)) == "mail"
     assert keys.caller(bearer(NOTES, "bearer")) == "notes"
     if administrator:
@@ -49,7 +49,7 @@ def test_who_calls(administrator):
 @pytest.mark.parametrize("administrator", [None, ADMINISTRATOR])
 def test_anything_else_is_refused(given, administrator):
     with pytest.raises(Refusal, match="Invalid API key") as caught:
-        Keys(administrator, {"mail": MAIL}).caller(given)
+        ApiKeys(administrator, {"mail": MAIL}).caller(given)
     assert caught.value.status == 401
     assert (b"www-authenticate", b"Bearer") in caught.value.headers
 
@@ -111,5 +111,5 @@ def test_a_key_file_with_a_byte_order_mark(key_file):
 
 def test_no_app_has_the_administrators_key():
     with pytest.raises(ConfigError, match="app 'mail' has the administrator's key") as caught:
-        Keys(MAIL, {"mail": MAIL})
+        ApiKeys(MAIL, {"mail": MAIL})
     assert MAIL not in str(caught.value)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_plugins.server.admission import Abandoned, Line
+from llmaas_plugins.server.admission import Abandoned, Admission
 from llmaas_plugins.server.refusal import Refusal
 
 
@@ -23,105 +23,105 @@ def names(calls):
 
 def test_one_runs_and_the_others_follow_in_order(in_loop):
     async def story():
-        line = Line(3)
-        calls = [line.enter("mail") for _ in range(4)]
+        admission = Admission(3)
+        calls = [admission.enter("mail") for _ in range(4)]
         for i, call in enumerate(calls):
-            assert line.running is call
+            assert admission.running is call
             assert [c.turn.is_set() for c in calls] == [j <= i for j in range(4)]
-            assert len(line) == 4 - i
-            line.leave(call)
-        assert len(line) == 0
+            assert len(admission) == 4 - i
+            admission.leave(call)
+        assert len(admission) == 0
 
     in_loop(story)
 
 
 def test_one_more_than_may_wait_is_refused(in_loop):
     async def story():
-        line = Line(2)
-        calls = [line.enter("mail") for _ in range(3)]
-        for attempt in (line.check, line.enter):
+        admission = Admission(2)
+        calls = [admission.enter("mail") for _ in range(3)]
+        for attempt in (admission.check, admission.enter):
             with pytest.raises(Refusal, match=r"2 calls are waiting.*the limit is 2") as caught:
                 attempt("mail")
             assert caught.value.status == 429
             assert (b"retry-after", b"1") in caught.value.headers
         assert not any(call.is_over for call in calls)
-        line.leave(calls[2])  # gives up waiting
-        line.check("mail")
-        assert line.enter("mail") is line.waiting[1]
+        admission.leave(calls[2])  # gives up waiting
+        admission.check("mail")
+        assert admission.enter("mail") is admission.waiting[1]
 
     in_loop(story)
 
 
 def test_no_app_keeps_another_one_out(in_loop):
     async def story():
-        line = Line(4)
-        flood = [line.enter("flood") for _ in range(5)]
-        line.enter("mail")
-        assert names(line.waiting) == ["flood", "flood", "flood", "mail"]
+        admission = Admission(4)
+        flood = [admission.enter("flood") for _ in range(5)]
+        admission.enter("mail")
+        assert names(admission.waiting) == ["flood", "flood", "flood", "mail"]
         assert flood[4].refusal.status == 429  # its latest call
-        line.enter("mail")
-        assert names(line.waiting) == ["flood", "flood", "mail", "mail"]
+        admission.enter("mail")
+        assert names(admission.waiting) == ["flood", "flood", "mail", "mail"]
         for app in ("mail", "flood"):  # no app ever has more than a fair share
             with pytest.raises(Refusal, match="the limit is 4"):
-                line.enter(app)
-        line.enter("notes")
-        assert sorted(names(line.waiting)) == ["flood", "mail", "mail", "notes"]
+                admission.enter(app)
+        admission.enter("notes")
+        assert sorted(names(admission.waiting)) == ["flood", "mail", "mail", "notes"]
 
     in_loop(story)
 
 
 def test_a_single_place_is_no_share(in_loop):
     async def story():
-        line = Line(1)
-        line.enter("mail")
-        line.enter("mail")
+        admission = Admission(1)
+        admission.enter("mail")
+        admission.enter("mail")
         with pytest.raises(Refusal):
-            line.enter("notes")
+            admission.enter("notes")
 
     in_loop(story)
 
 
 def test_stopping_ends_those_that_wait(in_loop):
     async def story():
-        line = Line(4)
-        running, *waiting = [line.enter("mail") for _ in range(3)]
-        line.stop()
+        admission = Admission(4)
+        running, *waiting = [admission.enter("mail") for _ in range(3)]
+        admission.stop()
         assert not running.is_over
         assert [call.refusal.status for call in waiting] == [503, 503]
-        assert len(line) == 1
-        for attempt in (line.check, line.enter):
+        assert len(admission) == 1
+        for attempt in (admission.check, admission.enter):
             with pytest.raises(Refusal, match="stopping") as caught:
                 attempt("mail")
             assert caught.value.status == 503
-        line.end_running()
+        admission.end_running()
         assert running.refusal.status == 503
-        line.leave(running)
-        assert len(line) == 0
+        admission.leave(running)
+        assert len(admission) == 0
 
     in_loop(story)
 
 
 def test_a_call_that_is_over_is_evaluated_no_further(in_loop):
     async def story():
-        line = Line(1)
-        line.end_if_unwanted()  # evaluation that belongs to no call
-        call = line.enter("mail")
-        line.end_if_unwanted()
+        admission = Admission(1)
+        admission.end_if_unwanted()  # evaluation that belongs to no call
+        call = admission.enter("mail")
+        admission.end_if_unwanted()
         call.end()
         with pytest.raises(Abandoned):
-            line.end_if_unwanted()
-        line.leave(call)
-        line.end_if_unwanted()
+            admission.end_if_unwanted()
+        admission.leave(call)
+        admission.end_if_unwanted()
 
     in_loop(story)
 
 
 def test_a_call_ends_once(in_loop):
     async def story():
-        line = Line(1)
-        call = line.enter("mail")
+        admission = Admission(1)
+        call = admission.enter("mail")
         call.end()  # its client left
-        line.end_running()
+        admission.end_running()
         assert call.refusal is None
 
     in_loop(story)
