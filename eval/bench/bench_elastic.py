@@ -24,10 +24,10 @@ from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Claimer
 from llmaas_eval.elastic.memory import peak_with
 from llmaas_eval.elastic.prepared import variants, write_uniform
-from llmaas_eval.paired import quartiles, repeats
+from llmaas_eval.paired import repeats
+from llmaas_eval.stats import median_interval, quartiles
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate, elastic
-from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of, without_layers

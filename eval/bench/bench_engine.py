@@ -14,9 +14,9 @@ import pytest
 from llmaas_eval.batches import batches, loaded
 from llmaas_eval.nodes import NodeTimer
 from llmaas_eval.paired import compare, repeats
+from llmaas_eval.stats import median_interval
 from llmaas_hooks import WeightClaim, hookimpl
 from llmaas_plugins import activate
-from llmaas_plugins.demo.interval import median_interval
 
 ROUNDS = 30
 # Timed nodes, each with the node just before it.

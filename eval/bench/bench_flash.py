@@ -14,13 +14,13 @@ import os
 import numpy as np
 import pytest
 
-from llmaas_eval.paired import quartiles, repeats
+from llmaas_eval.paired import repeats
 from llmaas_eval.sparse.ours import add_channels
+from llmaas_eval.stats import median_interval, quartiles
 from llmaas_eval.streamed import LimitedApp
 from llmaas_eval.switching.groups import can_limit_memory, memory_group
 from llmaas_patches.native.packing import model_tensors, repack
 from llmaas_plugins._native import read_rate
-from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.flash_weights.channels import channel_path
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem, write_packed

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from llmaas_eval.inference import App, Lengths
-from llmaas_eval.paired import quartiles, repeats
-from llmaas_plugins.demo.interval import median_interval
+from llmaas_eval.paired import repeats
+from llmaas_eval.stats import median_interval, quartiles
 
 LENGTHS = Lengths()
 N_LIVES = 8

@@ -24,15 +24,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from llama_cpp import Llama, LogitsProcessorList
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from llmaas_eval.data import DATA
 from llmaas_eval.knn.users import load, split
-from llmaas_eval.paired import compare, quartiles, repeats
+from llmaas_eval.paired import compare, repeats
+from llmaas_eval.stats import quartiles
 from llmaas_plugins.knn_lm.drafts.attachment import attach, measured_costs
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
@@ -163,9 +164,8 @@ def bench_user(request, benchmark, model, user, kind):
 
 def conversations(llama, user):
     """Return the tokens of a user's history, and prompts from the user's test conversations."""
-    folder = Path(os.environ.get("LLMAAS_DATA", "data"))
     try:
-        found = split(load(folder, user), "0")
+        found = split(load(DATA, user), "0")
     except FileNotFoundError as error:
         pytest.skip(f"set LLMAAS_DATA to the folder of the chat sets: {error}")
     history = [np.array(llama.tokenize(chat.text.encode())) for chat in found.train]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmaas_eval.paired import repeats
-from llmaas_plugins.demo.interval import median_interval
+from llmaas_eval.stats import median_interval
 
 N_PAIRS = 10_000
 

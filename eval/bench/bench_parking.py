@@ -15,10 +15,10 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llmaas_eval.paired import quartiles, repeats
+from llmaas_eval.paired import repeats
+from llmaas_eval.stats import median_interval, quartiles
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
-from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 

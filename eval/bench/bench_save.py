@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from llmaas_eval.paired import compare, quartiles
+from llmaas_eval.paired import compare
+from llmaas_eval.stats import quartiles
 
 
 @pytest.mark.parametrize("vanilla", ["vanilla_save", "cache_save"])

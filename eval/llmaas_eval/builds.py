@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from llmaas_plugins.demo.interval import median_interval
+from llmaas_eval.markdown import table
+from llmaas_eval.stats import median_interval
 
 __all__ = ["main"]
 
@@ -141,11 +142,11 @@ def _row(figure: str, pairs: Any) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| figure | before | after | after / before |", "|---|---:|---:|---:|"]
+    lines = []
     for row in rows:
         ratio = f"{row['ratio']:.3f} ({row['low']:.3f}–{row['high']:.3f})" if "low" in row else ""
-        lines.append(f"| {row['figure']} | {row['before']:.3f} | {row['after']:.3f} | {ratio} |")
-    return "\n".join(lines)
+        lines.append([row["figure"], f"{row['before']:.3f}", f"{row['after']:.3f}", ratio])
+    return table(["figure", "before", "after", "after / before"], lines)
 
 
 if __name__ == "__main__":

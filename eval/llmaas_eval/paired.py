@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmaas_plugins.demo.interval import median_interval
+from llmaas_eval.stats import median_interval, quartiles
 
-__all__ = ["compare", "quartiles", "repeats"]
+__all__ = ["compare", "repeats"]
 
 Step = Callable[[], object]
 
@@ -21,12 +20,6 @@ Step = Callable[[], object]
 def repeats(n: int) -> int:
     """Return ``n``, or at most 2 if ``LLMAAS_BENCH_QUICK`` is set to only check the benchmarks."""
     return min(n, 2) if os.environ.get("LLMAAS_BENCH_QUICK") else n
-
-
-def quartiles(values: NDArray[np.float64] | Sequence[float]) -> str:
-    """Return the median and the quartiles as text."""
-    low, median, high = np.percentile(values, [25, 50, 75])
-    return f"{median:.4g} [{low:.4g} {high:.4g}]"
 
 
 def compare(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.data import packaged_chats
 from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.model.forward import log_softmax
 
@@ -36,9 +35,8 @@ class Drift(NamedTuple):
 
 def conversation_texts(llama: Any, n_tokens: int) -> list[list[int]]:
     """Return the first ``n_tokens`` tokens of each packaged conversation."""
-    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
     texts = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in packaged_chats():
         for talk in load_conversations(path):
             lines = [f"{m.role.capitalize()}: {m.content}\n" for m in talk.messages]
             texts.append(llama.tokenize("".join(lines).encode())[:n_tokens])

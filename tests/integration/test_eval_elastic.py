@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from llmaas_eval.data import packaged_documents
 from llmaas_eval.elastic.cli import main
 from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Variant, readings
 from llmaas_eval.elastic.prepared import write_uniform
-from llmaas_eval.elastic.texts import packaged_documents, windows_of
+from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.weights import f16_copy
 from llmaas_plugins.elastic.units import Calibration, Scores, all_units, blocks_of, without_layers
 

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from llmaas_eval.data import packaged_lines
 from llmaas_eval.knn import generation, product, study
 from llmaas_eval.knn.cli import main
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import kept_keys
 from llmaas_eval.knn.unrelated import unrelated
-from llmaas_eval.tolerance.texts import packaged_lines
 
 LINES = [lines[:8] for lines in packaged_lines()]
 TEXT = "".join(f"{line}\n" for lines in LINES for line in lines)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from llmaas_eval.data import packaged_lines
 from llmaas_eval.sparse.report import report
 from llmaas_eval.sparse.study import Plan, study
 from llmaas_eval.sparse.texts import Texts
 from llmaas_eval.tolerance.engine import Engine
-from llmaas_eval.tolerance.texts import packaged_lines
 from llmaas_eval.weights import read_weights
 
 torch = pytest.importorskip("torch", reason="llmaas-plugins[train] is not installed")

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from llmaas_eval.data import packaged_lines
 from llmaas_eval.tolerance.arms import Arm, ask, go_on, layer_damage
 from llmaas_eval.tolerance.cli import main
 from llmaas_eval.tolerance.coded import Coded
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.outcome import compare
 from llmaas_eval.tolerance.recall import Question, Recall
-from llmaas_eval.tolerance.texts import packaged_lines, packaged_samples
+from llmaas_eval.tolerance.texts import packaged_samples
 from llmaas_eval.weights import f16_copy, read_weights
 
 

@@ -7,8 +7,8 @@ import lzma
 import numpy as np
 import pytest
 
+from llmaas_eval.data import packaged_lines
 from llmaas_eval.tolerance.engine import Engine
-from llmaas_eval.tolerance.texts import packaged_lines
 
 torch = pytest.importorskip("torch", reason="llmaas-plugins[train] is not installed")
 train_recall = pytest.importorskip("llmaas_eval.tolerance.train_recall")

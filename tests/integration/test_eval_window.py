@@ -9,7 +9,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llmaas_eval.window import WAYS, Reader, cut, main
+from llmaas_eval.window.cli import main
+from llmaas_eval.window.study import WAYS, Reader, cut
 
 CHAT = "User: Where is the station?\nAssistant: It is behind the church, next to the river.\n" * 12
 WINDOW = 128

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flash_apps import MIB, run
 
-from llmaas_eval.tolerance.texts import packaged_lines
+from llmaas_eval.data import packaged_lines
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
 from llmaas_plugins.cli.main import main

@@ -10,7 +10,6 @@ import pytest
 from llmaas_eval.elastic.methods import rows_of_layers
 from llmaas_eval.elastic.readings import (
     Reading,
-    difference,
     mean_reading,
     mixed,
     perplexity,
@@ -20,6 +19,7 @@ from llmaas_eval.elastic.readings import (
 from llmaas_eval.elastic.report import report
 from llmaas_eval.elastic.rows import FULL, Row
 from llmaas_eval.elastic.sizes import kept_layers
+from llmaas_eval.stats import mean_interval
 from llmaas_plugins.elastic.units import Blocks, all_units, without_layers
 from llmaas_plugins.model.forward import log_softmax
 
@@ -69,11 +69,10 @@ def test_perplexity_is_of_all_tokens_and_its_ratio_paired():
     assert ratio == pytest.approx((math.exp(0.1),) * 3)  # windows differ, the change does not
 
 
-def test_intervals_are_of_windows_and_have_the_right_size():
+def test_intervals_of_means_have_the_right_size():
     rng = np.random.default_rng(1)
     apart = rng.normal(0.3, 1.0, 400)
-    base = rng.normal(0.0, 5.0, 400)
-    value, low, high = difference(base + apart, base)
+    value, low, high = mean_interval(apart)
     assert value == pytest.approx(apart.mean())
     half = 1.96 * apart.std() / math.sqrt(400)
     assert value - low == pytest.approx(half, rel=0.1)

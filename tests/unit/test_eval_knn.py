@@ -11,13 +11,13 @@ import pytest
 from llmaas_eval.knn.drift import drifted
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
 from llmaas_eval.knn.generation import variety
-from llmaas_eval.knn.intervals import Surprise, change, mean_change, perplexity
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
 from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.report import changes_table, means_table, users_table
 from llmaas_eval.knn.scoring import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
+from llmaas_eval.stats import Surprise, change, mean_change, perplexity
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture

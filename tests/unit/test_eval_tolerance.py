@@ -7,8 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from llmaas_eval.data import packaged_lines
+from llmaas_eval.stats import mean_interval
 from llmaas_eval.tolerance.coded import MAX_BITS, Coded
-from llmaas_eval.tolerance.outcome import interval
 from llmaas_eval.tolerance.plots import draw_curves
 from llmaas_eval.tolerance.recall import make_alike, make_facts, make_recall, make_training
 from llmaas_eval.tolerance.report import (
@@ -20,7 +21,6 @@ from llmaas_eval.tolerance.report import (
     task_table,
 )
 from llmaas_eval.tolerance.rivals import RIVALS, Case, by_layer
-from llmaas_eval.tolerance.texts import packaged_lines
 from llmaas_plugins._native import (
     Codec,
     KVGeometry,
@@ -193,7 +193,7 @@ def test_eq_3_as_printed_gives_the_densest_chunks_least():
 
 def test_an_interval_is_around_the_mean():
     values = np.random.default_rng(0).normal(5, 1, 400)
-    mean, low, high = interval(values)
+    mean, low, high = mean_interval(values)
     assert low < mean == values.mean() < high
     assert high - low == pytest.approx(4 / 20, rel=0.15)
 

@@ -17,17 +17,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmaas_eval.data import (
+    DATA,
+    TRAINING_TEXT,
+    VALIDATION_TEXT,
+    packaged_documents,
+    read_documents,
+)
 from llmaas_eval.elastic.measuring import Material
 from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.report import report
 from llmaas_eval.elastic.rows import as_json
 from llmaas_eval.elastic.study import PARTS, Plan, study
-from llmaas_eval.elastic.texts import packaged_documents, read_documents, windows_of
-from llmaas_eval.sparse.texts import DATA
+from llmaas_eval.elastic.texts import windows_of
 
 __all__ = ["main"]
 
 _N_TOKENS, _N_CALIBRATION = 512, 128
+_CHARACTERS = 6
+"""Characters to read for a token: more than usual, so that enough tokens are read."""
 _LEVELS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -57,17 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="F16 GGUF that PREPARED was made from")
     add("--prepared", type=Path, required=True, help="output of `llmaas elastic prepare` for it")
-    lm = DATA / "lm"
     add(
         "--text",
         type=Path,
-        default=lm / "reference_val.txt",
+        default=DATA / VALIDATION_TEXT,
         help="text to test; default %(default)s",
     )
     add(
         "--calibration",
         type=Path,
-        default=lm / "reference_train.txt.xz",
+        default=DATA / TRAINING_TEXT,
         help="text to score importance on for other methods, as long as PREPARED's calibration; "
         "default %(default)s",
     )
@@ -95,8 +102,8 @@ def _material(args: argparse.Namespace, folder: Path) -> Material:
         windows = windows_of(args.model, packaged_documents(), 2, 64)
         return Material(args.model, args.prepared, windows, windows, levels, folder)
     # Windows are spread evenly over the text, so read 8 times the tokens that they need.
-    text = read_documents(args.text, 8 * args.windows * _N_TOKENS)
-    training = read_documents(args.calibration, 2 * _N_CALIBRATION * _N_TOKENS)
+    text = read_documents(args.text, _CHARACTERS * 8 * args.windows * _N_TOKENS)
+    training = read_documents(args.calibration, _CHARACTERS * 2 * _N_CALIBRATION * _N_TOKENS)
     return Material(
         args.model,
         args.prepared,

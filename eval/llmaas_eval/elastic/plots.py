@@ -10,8 +10,9 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from llmaas_eval.elastic.readings import Reading, difference, perplexity
+from llmaas_eval.elastic.readings import Reading, perplexity
 from llmaas_eval.elastic.rows import FULL, INTERPOLATED, OURS, Found, Row
+from llmaas_eval.stats import mean_interval
 
 __all__ = ["draw"]
 
@@ -49,7 +50,9 @@ def _draw_layers(rows: Sequence[Row], path: Path) -> None:
     """Plot the loss increase by removed layer, largest first (Fig 10b)."""
     full = next(row.reading for row in rows if row.method == FULL)
     more = [
-        (difference(row.reading.nats, full.nats), row.method) for row in rows if row.method != FULL
+        (mean_interval(row.reading.nats - full.nats), row.method)
+        for row in rows
+        if row.method != FULL
     ]
     more.sort(reverse=True)
     figure, (axes,) = _panels(1)

@@ -8,19 +8,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.knn.intervals import Interval
+from llmaas_eval.stats import Interval, mean_interval
 
 __all__ = [
     "Reading",
-    "difference",
     "mean_reading",
     "mixed",
     "perplexity",
     "perplexity_ratio",
     "read_window",
 ]
-
-_N_RESAMPLES = 4000
 
 ByWindow = NDArray[np.float64]
 """Means over windows of equally many tokens, shape ``(n_windows,)``."""
@@ -78,12 +75,4 @@ def perplexity(found: Reading) -> float:
 
 def perplexity_ratio(found: Reading, base: Reading) -> Interval:
     """Return perplexity over ``base``'s on the same windows, with its paired 95 % interval."""
-    return Interval(*(float(np.exp(value)) for value in difference(found.nats, base.nats)))
-
-
-def difference(found: ByWindow, base: ByWindow) -> Interval:
-    """Return the mean of ``found - base`` over windows, with its bootstrapped 95 % interval."""
-    apart, n = found - base, len(found)
-    picks = np.random.default_rng(0).integers(0, n, (_N_RESAMPLES, n))
-    low, high = np.percentile(apart[picks].mean(axis=1), [2.5, 97.5])
-    return Interval(float(apart.mean()), float(low), float(high))
+    return Interval(*(float(np.exp(value)) for value in mean_interval(found.nats - base.nats)))

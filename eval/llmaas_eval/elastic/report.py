@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from llmaas_eval.elastic.readings import Reading, difference, perplexity, perplexity_ratio
+from llmaas_eval.elastic.readings import Reading, perplexity, perplexity_ratio
 from llmaas_eval.elastic.rows import FULL, OURS, Found, Row
-from llmaas_eval.knn.intervals import Interval
-from llmaas_eval.knn.report import table
+from llmaas_eval.markdown import table
+from llmaas_eval.stats import Interval, mean_interval
 
 __all__ = ["report"]
 
@@ -53,7 +53,7 @@ def _compared(rows: Sequence[Row]) -> str:
             "Perplexity of the first over that of the second, with 95 % intervals:",
             _pairs(rows, pairs, perplexity_ratio),
             "KL of the first less that of the second:",
-            _pairs(rows, pairs, lambda a, b: difference(a.kl, b.kl)),
+            _pairs(rows, pairs, lambda a, b: mean_interval(a.kl - b.kl)),
         ]
     )
 
@@ -63,7 +63,7 @@ def _layers(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         if row.method != FULL:
-            more, kl = difference(row.reading.nats, full.nats), row.reading.kl.mean()
+            more, kl = mean_interval(row.reading.nats - full.nats), row.reading.kl.mean()
             lines.append([row.method, _interval(more), f"{kl:.3f}"])
     return table(["layer removed", "loss increase (nats)", "KL"], lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import lzma
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -12,36 +11,10 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.tolerance.texts import packaged_lines
-
-__all__ = ["Windows", "packaged_documents", "read_documents", "windows_of"]
-
-_DOCUMENT = "\n<|doc|>\n"
-_CHARACTERS_PER_TOKEN = 6
+__all__ = ["Windows", "windows_of"]
 
 Windows = NDArray[np.int32]
 """Token ids, shape ``(n_windows, n_tokens)``; each window begins with the BOS token."""
-
-
-def read_documents(path: Path, n_tokens: int) -> list[str]:
-    """Read the beginning of a text and split it at lines of ``<|doc|>``.
-
-    Args:
-        path: Text file, compressed with xz if the name ends in ``.xz``.
-        n_tokens: Tokens to read from the beginning. The estimate is 6 characters a token, more
-            than usual, so that enough are read.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    opener = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        return str(file.read(_CHARACTERS_PER_TOKEN * n_tokens)).split(_DOCUMENT)
-
-
-def packaged_documents() -> list[str]:
-    """Return the packaged conversations as documents."""
-    return ["\n".join(lines) for lines in packaged_lines()]
 
 
 def windows_of(model: Path, documents: list[str], n_windows: int, n_tokens: int) -> Windows:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from llmaas_eval.knn.intervals import perplexity
 from llmaas_eval.knn.report import by_user
 from llmaas_eval.knn.scoring import Row
+from llmaas_eval.stats import perplexity
 
 __all__ = ["draw_bars", "draw_curves"]
 

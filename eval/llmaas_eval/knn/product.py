@@ -11,12 +11,13 @@ import numpy as np
 from llmaas_eval.knn import report
 from llmaas_eval.knn.duplicates import without_duplicates
 from llmaas_eval.knn.generation import Writer, replies, variety, write_datastore, written
-from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import SHARE, Options
 from llmaas_eval.knn.scoring import Chosen, Row, first, history_of
 from llmaas_eval.knn.shipped import DIMS, exactly, shipped
 from llmaas_eval.knn.users import load, split
+from llmaas_eval.markdown import table
+from llmaas_eval.stats import Surprise
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.mixing.grid_search import fit
 
@@ -84,12 +85,12 @@ def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
                     figures = variety(some, known)
                     lines.append([keys.name, how, *(f"{value:.1f} %" for value in figures)])
     heads = ["user", "text", "distinct-1", "distinct-2", "repeated", "copied"]
-    return [], report.table(heads, lines)
+    return [], table(heads, lines)
 
 
 def _shares_table(head: str, shares: Mapping[str, Sequence[float]]) -> str:
     lines = [[name, f"{np.mean(of):.2%}"] for name, of in shares.items()]
-    return report.table(["", head], lines)
+    return table(["", head], lines)
 
 
 def _offline(history: Pairs) -> Chosen:

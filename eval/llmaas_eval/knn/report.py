@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmaas_eval.knn.intervals import Interval, Surprise, change, mean_change, perplexity
 from llmaas_eval.knn.scoring import Row
+from llmaas_eval.markdown import table
+from llmaas_eval.stats import Interval, Surprise, change, mean_change, perplexity
 
-__all__ = ["by_user", "changes_table", "means_table", "table", "users_table", "write"]
+__all__ = ["by_user", "changes_table", "means_table", "users_table", "write"]
 
 By = dict[str, dict[str, Row]]
 
@@ -66,12 +67,6 @@ def means_table(rows: Sequence[Row], bases: Sequence[str]) -> str:
     return table(["method", "kept", *(f"to {base}" for base in bases)], lines)
 
 
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; the first column is text, the others are numbers."""
-    rule = f"|---{'|---:' * (len(heads) - 1)}|"
-    return "\n".join([_line(heads), rule, *map(_line, lines)])
-
-
 def write(path: Path, settings: Mapping[str, Any], rows: Sequence[Row], markdown: str) -> None:
     """Write ``path`` with ``.json`` and ``.md``."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +91,3 @@ def _mean(users: By, method: str, base: str) -> Interval:
 
 def _shown(found: Interval) -> str:
     return f"{found.value:+.2f} % ({found.low:+.2f} to {found.high:+.2f})"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.neighbors import Found, search
+from llmaas_eval.stats import Surprise
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit

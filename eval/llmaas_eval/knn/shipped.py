@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.knn.intervals import Surprise
 from llmaas_eval.knn.keys import Part
 from llmaas_eval.knn.neighbors import search
 from llmaas_eval.knn.scoring import Chosen, probability
+from llmaas_eval.stats import Surprise
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.pca import fit_basis

@@ -19,6 +19,7 @@ from llmaas_eval.knn.product import draw_generated, draw_shipped
 from llmaas_eval.knn.scoring import Method, Plan, Row, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
+from llmaas_eval.markdown import table
 
 __all__ = ["FIGURES", "draw"]
 
@@ -58,7 +59,7 @@ def _users(options: Options, path: Path) -> tuple[list[Row], str]:
         cells = [len(parts.train), len(kept.test), removed, f"{known:.0%}"]
         lines.append([f"{name} ({USERS[name][0]})", *map(str, cells)])
     heads = ["user (set)", "training", "test", "removed", "known"]
-    return [], report.table(heads, lines)
+    return [], table(heads, lines)
 
 
 def _table2(options: Options, path: Path) -> tuple[list[Row], str]:

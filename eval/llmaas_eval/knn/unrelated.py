@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmaas_eval.data import books, wikitext
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import Part, as_part
 
@@ -19,11 +20,7 @@ _N_PIECES, _PIECE = 12, 2400
 
 def unrelated(data: Path, encoder: Encoder) -> dict[str, Part]:
     """Encode pieces spread over the novels and over WikiText-2's validation part, by name."""
-    folder = data / "lm"
-    texts = {
-        "novels": [path.read_text(errors="ignore") for path in sorted(folder.glob("books/*.txt"))],
-        "wikitext": [_plain((folder / "wikitext2_valid.txt").read_text(encoding="utf-8"))],
-    }
+    texts = {"novels": books(data), "wikitext": [_plain(wikitext(data))]}
     return {
         name: as_part(encoder, [piece for text in some for piece in _pieces(text, len(some))])
         for name, some in texts.items()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+
+from llmaas_eval.data import chat_rows
 
 __all__ = ["USERS", "Chat", "Split", "load", "split"]
 
@@ -38,8 +39,7 @@ class Split(NamedTuple):
 def load(data: Path, name: str) -> list[Chat]:
     """Read all conversations of user ``name`` from the folder of the data sets."""
     source, belongs = USERS[name]
-    with (data / "chat" / f"{source}.jsonl").open(encoding="utf-8") as file:
-        return [_chat(row) for row in map(json.loads, file) if belongs(row)]
+    return [_chat(row) for row in chat_rows(data, source) if belongs(row)]
 
 
 def split(chats: Sequence[Chat], seed: str) -> Split:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import zip_longest
 
+from llmaas_eval.markdown import table
 from llmaas_eval.peer_tests.runs import MODES, PLUGIN, VANILLA, Outcome, Run
 
 __all__ = ["as_table", "problems", "restored_tokens"]
@@ -29,14 +30,14 @@ def problems(runs: Mapping[str, Run]) -> list[str]:
 def as_table(runs: Mapping[str, Run]) -> str:
     """Return a Markdown table with a row for each test and a column for each mode."""
     vanilla = runs[VANILLA].tests
-    rows = [["test", *runs], ["---"] * (len(runs) + 1)]
+    rows = []
     for test, outcome in vanilla.items():
         others = (_difference(outcome, runs[mode].tests.get(test)) for mode in list(runs)[1:])
         cells = ("**differs**" if difference else "same" for difference in others)
         rows.append([test.rpartition("::")[2], _shown(outcome), *cells])
     rows.append(["*tokens restored*", *(str(restored_tokens(run)) for run in runs.values())])
     rows.append(["*seconds*", *(f"{run.seconds:.1f}" for run in runs.values())])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"{table(['test', *runs], rows)}\n"
 
 
 def _shown(outcome: Outcome) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from llmaas_eval.data import DATA
 from llmaas_eval.sparse.report import report
 from llmaas_eval.sparse.study import Plan, study
-from llmaas_eval.sparse.texts import DATA, read_texts
+from llmaas_eval.sparse.texts import read_texts
 from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["main"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from llmaas_eval.knn.report import table
+from llmaas_eval.markdown import table
 from llmaas_eval.sparse.reads import ONE_BILLION, Flash
 from llmaas_eval.sparse.study import Row
 

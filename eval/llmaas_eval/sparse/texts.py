@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import lzma
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -13,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DATA", "Texts", "Tokens", "read_texts"]
+from llmaas_eval.data import TRAINING_TEXT, VALIDATION_TEXT, read_documents, wikitext
 
-DATA = Path("../shared/data")
-"""Folder of the data sets, relative to the repository."""
+__all__ = ["Texts", "Tokens", "read_texts"]
 
-_DOCUMENT, _ARTICLE = "\n<|doc|>\n", re.compile(r"\n(?= = [^=])")
+_ARTICLE = re.compile(r"\n(?= = [^=])")
 _N_CALIBRATION_CHARACTERS = 4_000_000
 
 Tokens = NDArray[np.int64]
@@ -47,13 +45,13 @@ def read_texts(data: Path, model: Path, n_windows: int, n_contexts: int, n_token
     Raises:
         FileNotFoundError: The folder has no data sets.
     """
-    folder = data / "lm"
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}; run this in the repository, or give --data")
-    held = (folder / "reference_val.txt").read_text(encoding="utf-8").split(_DOCUMENT)
-    wiki = _ARTICLE.split((folder / "wikitext2_valid.txt").read_text(encoding="utf-8"))
-    with lzma.open(folder / "reference_train.txt.xz", "rt", encoding="utf-8") as file:
-        training = file.read(_N_CALIBRATION_CHARACTERS).split(_DOCUMENT)
+    if not (data / "lm").is_dir():
+        raise FileNotFoundError(
+            f"no folder {data / 'lm'}; run this in the repository, or give --data"
+        )
+    held = read_documents(data / VALIDATION_TEXT)
+    wiki = _ARTICLE.split(wikitext(data))
+    training = read_documents(data / TRAINING_TEXT, _N_CALIBRATION_CHARACTERS)
     from llama_cpp import Llama
 
     with contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as llama:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.markdown import table
+from llmaas_eval.stats import Interval, ratio_of_means
 from llmaas_eval.switching.results import CallResult, RunResult
 
-__all__ = ["Ratio", "Summary", "markdown", "most_contexts", "ratio", "summary", "switches"]
+__all__ = ["Summary", "markdown", "most_contexts", "ratio", "summary", "switches"]
 
-_N_RESAMPLES = 2000
 _MIB = 1 << 20
 
 
@@ -48,20 +49,6 @@ class Summary(NamedTuple):
     limit_mib: float
 
 
-class Ratio(NamedTuple):
-    """A system's mean latency over this suite's, with its paired 95 % interval.
-
-    Attributes:
-        value: Ratio of the means.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-    """
-
-    value: float
-    low: float
-    high: float
-
-
 def switches(run: RunResult) -> list[CallResult]:
     """Return the calls whose context differs from the call before."""
     return [call for call in run.calls if call.is_switch]
@@ -88,13 +75,9 @@ def summary(run: RunResult) -> Summary:
     )
 
 
-def ratio(run: RunResult, ours: RunResult) -> Ratio:
+def ratio(run: RunResult, ours: RunResult) -> Interval:
     """Return a replay's mean latency as a multiple of this suite's over the same calls."""
-    theirs_s, ours_s = _latencies(run), _latencies(ours)
-    picks = np.random.default_rng(0).integers(0, len(ours_s), (_N_RESAMPLES, len(ours_s)))
-    ratios = theirs_s[picks].mean(axis=1) / ours_s[picks].mean(axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return Ratio(float(theirs_s.mean() / ours_s.mean()), float(low), float(high))
+    return ratio_of_means(_latencies(run), _latencies(ours))
 
 
 def most_contexts(means_ms: Mapping[int, float], limit_ms: float) -> float:
@@ -115,25 +98,22 @@ def most_contexts(means_ms: Mapping[int, float], limit_ms: float) -> float:
 
 def markdown(runs: Mapping[str, RunResult], ours: str | None) -> str:
     """Return a Markdown table of the replays of one trace."""
-    lines = [
-        "| system | mean ms | p50 | p99 | × ours (95 %) | after reply ms | behind ms | "
-        "read MiB | written MiB | recomputed | peak of MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["system", "mean ms", "p50", "p99", "× ours (95 %)", "after reply ms", "behind ms"]
+    heads += ["read MiB", "written MiB", "recomputed", "peak of MiB"]
+    lines = []
     base = runs.get(ours) if ours is not None else None
     for name, run in runs.items():
         if run.failure is not None:
-            lines.append(f"| {name} | {run.failure} |" + " |" * 9)
+            lines.append([name, run.failure, *[""] * 9])
             continue
         s = summary(run)
         times = ratio(run, base) if base is not None and base.failure is None else None
         compared = "" if times is None else f"{times.value:.2f} ({times.low:.2f}–{times.high:.2f})"
-        lines.append(
-            f"| {name} | {s.mean_ms:.2f} | {s.p50_ms:.2f} | {s.p99_ms:.2f} | {compared} | "
-            f"{s.leave_ms:.1f} | {s.behind_ms:.1f} | {s.read_mib:.1f} | {s.written_mib:.1f} | "
-            f"{s.recomputed:.1%} | {s.peak_mib:.0f} of {s.limit_mib:.0f} |"
-        )
-    return "\n".join(lines)
+        cells = [name, f"{s.mean_ms:.2f}", f"{s.p50_ms:.2f}", f"{s.p99_ms:.2f}", compared]
+        cells += [f"{s.leave_ms:.1f}", f"{s.behind_ms:.1f}", f"{s.read_mib:.1f}"]
+        cells += [f"{s.written_mib:.1f}", f"{s.recomputed:.1%}"]
+        lines.append([*cells, f"{s.peak_mib:.0f} of {s.limit_mib:.0f}"])
+    return table(heads, lines)
 
 
 def _latencies(run: RunResult) -> NDArray[np.float64]:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmaas_eval.tolerance.engine import Continuation
 
-__all__ = ["FIRST", "Interval", "Outcome", "compare", "interval", "surprise"]
+__all__ = ["FIRST", "Outcome", "compare", "surprise"]
 
 FIRST = 8
 """Number of tokens that count as directly after a restore."""
-_N_RESAMPLES = 4000
-
-Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +36,6 @@ class Outcome:
     attention_error: float
 
 
-class Interval(NamedTuple):
-    """A mean and its bootstrapped 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
 def compare(before: Continuation, after: Continuation, rest: Sequence[int]) -> Outcome:
     """Return the differences of two continuations; ``rest`` has one token more than they."""
     a, b = before.log_p, after.log_p
@@ -68,10 +55,3 @@ def compare(before: Continuation, after: Continuation, rest: Sequence[int]) -> O
 def surprise(found: Continuation, rest: Sequence[int]) -> float:
     """Return the mean nats for the tokens that really follow: the logarithm of perplexity."""
     return -float(found.log_p[np.arange(len(rest) - 1), rest[1:]].mean())
-
-
-def interval(values: Values) -> Interval:
-    """Return the mean of independent texts' values, with its interval."""
-    picks = np.random.default_rng(0).integers(0, len(values), (_N_RESAMPLES, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
-    return Interval(float(values.mean()), float(low), float(high))

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.markdown import table
+from llmaas_eval.stats import mean_interval
 from llmaas_eval.tolerance.arms import Row
-from llmaas_eval.tolerance.outcome import interval
 
 __all__ = [
     "DISTANCE",
@@ -68,11 +69,9 @@ def quality_table(rows: Sequence[Row]) -> str:
     Differences are to ``static`` at the same mean bits, text by text.
     """
     arms = by_arm(rows)
-    lines = [
-        "| kept as | bits | stored | KL | first 8 | top-1, first 8 | perplexity | attention error |"
-        " KL less static's |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["kept as", "bits", "stored", "KL", "first 8", "top-1, first 8", "perplexity"]
+    heads += ["attention error", "KL less static's"]
+    lines = []
     for (name, mean), found in arms.items():
         cells = [
             name,
@@ -85,31 +84,31 @@ def quality_table(rows: Sequence[Row]) -> str:
             f"{_mean(found, 'attention_error'):.2%}",
             _difference(found, arms.get(("static", mean), found), "kl", 1e4),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "KL in 1e-4 nats; perplexity against f16 cells."])
+        lines.append(cells)
+    return f"{table(heads, lines)}\n\nKL in 1e-4 nats; perplexity against f16 cells."
 
 
 def task_table(rows: Sequence[Row], pairs: Sequence[Pair], measure: Measure) -> str:
     """Return a table of ``measure`` by task: both arms of each pair, and their difference."""
-    titles = [f"{a} | {b} at {mean:g} bits | difference" for (a, mean), (b, _) in pairs]
-    lines = [f"| task | {' | '.join(titles)} |", "|---" + "|---:" * 3 * len(pairs) + "|"]
+    heads, lines = ["task"], []
+    for (a, mean), (b, _) in pairs:
+        heads += [a, f"{b} at {mean:g} bits", "difference"]
     for task in [*dict.fromkeys(row["task"] for row in rows), _MIXED]:
         arms = by_arm(row for row in rows if task in {row["task"], _MIXED})
         cells = [task]
         for pair in pairs:
             one, other = (measure.of(arms[arm]) for arm in pair)
             cells += [f"{one.mean():.2f}", f"{other.mean():.2f}", _interval(one - other)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([f"{measure.title}:", "", *lines])
+        lines.append(cells)
+    return f"{measure.title}:\n\n{table(heads, lines)}"
 
 
 def recall_table(rows: Sequence[Row]) -> str:
     """Return a table of right answers and of nats for the right answer, by arm."""
     arms = by_arm(rows)
-    lines = [
-        "| kept as | bits | stored | right | less f16's | less static's | nats | less static's |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["kept as", "bits", "stored", "right", "less f16's", "less static's", "nats"]
+    heads.append("less static's")
+    lines = []
     for (name, mean), found in arms.items():
         static = arms.get(("static", mean), found)
         cells = [
@@ -122,8 +121,8 @@ def recall_table(rows: Sequence[Row]) -> str:
             f"{_mean(found, 'nats'):.2f}",
             _difference(found, static, "nats", 1),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(heads, lines)
 
 
 def curves(rows: Sequence[Row], value: str) -> dict[str, tuple[list[float], list[float]]]:
@@ -153,7 +152,7 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 def _perplexity(rows: Sequence[Row]) -> str:
-    found = interval(_values(rows, "surprise"))
+    found = mean_interval(_values(rows, "surprise"))
     mean, low, high = (100 * np.expm1(part) for part in found)
     return f"{mean:+.2f} % ({low:+.2f} to {high:+.2f})"
 
@@ -165,5 +164,5 @@ def _difference(rows: Sequence[Row], others: Sequence[Row], key: str, scale: flo
 
 
 def _interval(values: NDArray[np.float64]) -> str:
-    mean, low, high = interval(values)
+    mean, low, high = mean_interval(values)
     return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"

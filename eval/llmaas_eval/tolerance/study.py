@@ -11,12 +11,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.data import chat_lines
 from llmaas_eval.tolerance import report
 from llmaas_eval.tolerance.arms import Arm, Row, ask, go_on, layer_damage
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.plots import draw_bars, draw_curves, draw_tasks
 from llmaas_eval.tolerance.recall import Recall, make_alike, make_facts, make_recall
-from llmaas_eval.tolerance.texts import Tokenize, chat_lines, packaged_samples, samples
+from llmaas_eval.tolerance.texts import Tokenize, packaged_samples, samples
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
 __all__ = ["DEFAULT_N", "FIGURES", "Options", "draw"]
@@ -142,7 +143,7 @@ def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], st
 
 def _recalls(probe: str, tokenize: Tokenize, options: Options) -> list[Recall]:
     make, characters = _PROBES[probe]
-    chats = chat_lines(options.data / "chat" / "sgd_dev.jsonl")
+    chats = chat_lines(options.data, "sgd_dev")
     random = Random(f"{probe} {options.seed}")  # noqa: S311 - texts, no secret
     found: list[Recall] = []
     while len(found) < options.n_each:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from llmaas_eval.data import books, chat_lines, packaged_lines, wikitext
 from llmaas_eval.traces.families import FAMILIES, family_texts
-from llmaas_plugins.chats.exports import load_conversations
 
 __all__ = [
     "CHUNK",
     "TASKS",
     "Sample",
     "Tokenize",
-    "chat_lines",
-    "packaged_lines",
     "packaged_samples",
     "samples",
 ]
@@ -91,38 +87,15 @@ def packaged_samples(
             yield Sample("packaged", tokens[:n_context], tokens[n_context:])
 
 
-def packaged_lines() -> list[list[str]]:
-    """Return the lines of the suite's own conversations, each with its speaker."""
-    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
-    return [
-        [f"{message.role.capitalize()}: {_line(message.content)}" for message in talk.messages]
-        for path in sorted(folder.glob("*.jsonl"))
-        for talk in load_conversations(path)
-    ]
-
-
-def chat_lines(path: Path) -> list[list[str]]:
-    """Return the lines of each conversation, each with its speaker."""
-    with path.open(encoding="utf-8") as file:
-        return [
-            [f"{turn['role'].capitalize()}: {_line(turn['content'])}" for turn in chat["turns"]]
-            for chat in map(json.loads, file)
-        ]
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _chats(name: str) -> Callable[[Path], list[str]]:
-    return lambda data: ["\n".join([*lines, ""]) for lines in chat_lines(data / "chat" / name)]
+    return lambda data: ["\n".join([*lines, ""]) for lines in chat_lines(data, name)]
 
 
-def _paragraphs(pattern: str) -> Callable[[Path], list[str]]:
+def _paragraphs(read: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
     return lambda data: [
-        f"{_line(paragraph)}\n"
-        for path in sorted((data / "lm").glob(pattern))
-        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8", errors="ignore"))
+        f"{' '.join(paragraph.split())}\n"
+        for text in read(data)
+        for paragraph in re.split(r"\n\s*\n", text)
         if len(paragraph) > 200
     ]
 
@@ -142,9 +115,9 @@ def _begin(question: str) -> str:
 
 TASKS: dict[str, Callable[[Path], list[str]]] = {
     **{name: _family(name) for name in FAMILIES},
-    "chats": _chats("mtbench101.jsonl"),
-    "services": _chats("sgd_dev.jsonl"),
-    "novels": _paragraphs("books/*.txt"),
-    "wikitext": _paragraphs("wikitext2_valid.txt"),
+    "chats": _chats("mtbench101"),
+    "services": _chats("sgd_dev"),
+    "novels": _paragraphs(books),
+    "wikitext": _paragraphs(lambda data: [wikitext(data)]),
 }
 """Tasks with their readers: the six of LLMS Table 3, and four with longer texts."""

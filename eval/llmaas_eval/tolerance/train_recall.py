@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import lzma
 import random
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from llmaas_eval.data import read_documents
 from llmaas_eval.tolerance.recall import make_training
 from llmaas_eval.weights import read_weights, write_f16
 from llmaas_plugins.reference_model import reference_model_path
@@ -201,8 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    with lzma.open(options.text, "rt") as file:
-        documents = file.read(int(options.megabytes * 1e6)).split("\n<|doc|>\n")
+    documents = read_documents(options.text, int(options.megabytes * 1e6))
     torch.set_num_threads(options.threads)
     model = Llama(options.model)
     from llama_cpp import Llama as Engine

@@ -1,4 +1,4 @@
-"""``python -m llmaas_eval.window``: cost and perplexity of a text that is longer than the window.
+"""Cost and perplexity of each way to free cells of a window.
 
 Long texts are read line by line through a window of cells. When the window is full, the oldest
 lines are removed until half of it is free. One way evaluates the remaining lines again, as the
@@ -9,14 +9,9 @@ ones.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
-import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +19,10 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.stats import median_interval
 from llmaas_plugins.chats.exports import load_conversations
-from llmaas_plugins.demo.interval import median_interval
-from llmaas_plugins.reference_model import reference_model_path
 
-__all__ = ["WAYS", "Reader", "Row", "Way", "cut", "main", "measure"]
+__all__ = ["WAYS", "Reader", "Row", "Way", "cut", "measure", "texts_of"]
 
 _LONGEST_LINE = 64
 _MOST_SINKS = 16
@@ -219,7 +213,8 @@ def _read(reader: Reader, lines: Iterable[Line]) -> _Reading:
     return _Reading(np.concatenate(found), n_tokens, reader.n_evaluated - n_before)
 
 
-def _texts(llama: Any, data: Sequence[Path], n_tokens: int, n_texts: int) -> Iterator[list[Line]]:
+def texts_of(llama: Any, data: Sequence[Path], n_tokens: int, n_texts: int) -> Iterator[list[Line]]:
+    """Yield pieces of at least ``n_tokens`` of each file, text or conversations, as lines."""
     for path in data:
         if path.suffix == ".txt":
             text = path.read_text()
@@ -227,52 +222,3 @@ def _texts(llama: Any, data: Sequence[Path], n_tokens: int, n_texts: int) -> Ite
             messages = (m for talk in load_conversations(path) for m in talk.messages)
             text = "".join(f"{m.role.capitalize()}: {m.content}\n" for m in messages)
         yield from cut(llama, text[: 8 * n_texts * n_tokens], n_tokens)[:n_texts]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print the table; return the exit status."""
-    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
-    parser = argparse.ArgumentParser(prog="python -m llmaas_eval.window", description=__doc__)
-    parser.add_argument("--model", type=Path, default=reference_model_path())
-    parser.add_argument("--data", type=Path, nargs="+", default=sorted(folder.glob("*.jsonl")))
-    parser.add_argument("--window", type=int, default=256, help="cells of the window")
-    parser.add_argument("--tokens", type=int, default=900, help="tokens of each text")
-    parser.add_argument("--texts", type=int, default=10, help="most texts taken from a file")
-    parser.add_argument("-o", "--output", type=Path, help="JSON file")
-    args = parser.parse_args(argv)
-
-    engine: dict[str, Any] = {"n_ctx": 0, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
-    with contextlib.closing(llama_cpp.Llama(str(args.model), flash_attn=True, **engine)) as llama:
-        try:
-            texts = list(_texts(llama, args.data, args.tokens, args.texts))
-            rows = measure(llama, texts, args.window)
-        except (ValueError, OSError) as error:
-            sys.stderr.write(f"window: error: {error}\n")
-            return 2
-    sys.stdout.write(_table(rows))
-    sys.stdout.write(f"\n{len(texts)} texts of {args.tokens} tokens, window {args.window}\n")
-    if args.output is not None:
-        found = {
-            "window": args.window,
-            "tokens": args.tokens,
-            "texts": len(texts),
-            "rows": [asdict(row) for row in rows],
-        }
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
-
-
-def _table(rows: Iterable[Row]) -> str:
-    lines = ["| cells | perplexity | against evaluated again | evaluated per token |"]
-    lines.append("|---|---:|---:|---:|")
-    for row in rows:
-        median, low, high = row.against_first
-        lines.append(
-            f"| {row.name} | {row.perplexity:.2f} | × {median:.3f} ({low:.3f}–{high:.3f}) "
-            f"| {row.evaluated:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

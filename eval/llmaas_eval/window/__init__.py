@@ -1,0 +1,1 @@
+"""Study of texts that are longer than the window: moved cells against cells evaluated again."""
