@@ -51,12 +51,12 @@ class Installed:
 
     def settle(self) -> None:
         """Wait until deferred work on every engine is done."""
-        for handle in list(self._host.lanes.pending):
-            self._host.lanes.settle(handle)
+        for handle in list(self._host.background.pending):
+            self._host.background.settle(handle)
 
     def revert(self) -> None:
         """End paused requests, finish deferred work and restore every original; idempotent."""
-        self._host.silence.end()
+        self._host.log_buffer.replay()
         self._host.end_paused()
         self.settle()
         _close(self._host)
@@ -86,4 +86,4 @@ def _close(host: Host) -> None:
     """Detach from the engine and end the background thread, before the patches are reverted."""
     if host.native is not None:
         host.native.close()
-    host.lanes.close()
+    host.background.close()

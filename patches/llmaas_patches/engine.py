@@ -14,8 +14,8 @@ import numpy as np
 from llama_cpp import Llama, llama_cpp
 
 from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
-from llmaas_patches.lanes import Lanes
-from llmaas_patches.ledger import Due, Ledger
+from llmaas_patches.background import BackgroundWork
+from llmaas_patches.cell_tracker import CellTracker, Due
 
 __all__ = ["OUTPUTS", "LlamaEngine", "Outputs"]
 
@@ -55,16 +55,16 @@ class LlamaEngine:
         self,
         llama: Llama,
         hooks: HookManager,
-        lanes: Lanes,
+        background: BackgroundWork,
         n_seq_max: int,
-        ledger: Ledger,
+        tracker: CellTracker,
         load: ModelLoad | None,
     ) -> None:
         """Attach to ``llama``, whose context has ``n_seq_max`` sequences, by a weak reference."""
         self.load = load
         self._llama = weakref.ref(llama)
         self._hooks = hooks
-        self._lanes = lanes
+        self._background = background
         self.ctx: int = int(llama.ctx)
         self.model: int = int(llama.model)
         self.n_seq_max = n_seq_max
@@ -75,7 +75,7 @@ class LlamaEngine:
         setattr(llama._batch, OUTPUTS, self._outputs)
         self._has_restored = False
         self._has_told = False
-        self._ledger = ledger
+        self._tracker = tracker
         self._ending = forks.lock()
 
     @property
@@ -93,7 +93,7 @@ class LlamaEngine:
     @property
     def is_alive(self) -> bool:
         """Whether the ``Llama`` object and its context are still in use."""
-        return self._llama() is not None and not self._ledger.is_closed
+        return self._llama() is not None and not self._tracker.is_closed
 
     def resident_tokens(self) -> Tokens:
         """Return a copy, shape ``(n,)``, of the tokens in sequence 0 at positions 0…n-1."""
@@ -102,25 +102,25 @@ class LlamaEngine:
     @property
     def n_explained(self) -> int:
         """Number of leading ``resident_tokens`` that the cells are known to hold."""
-        return self._ledger.n_explained
+        return self._tracker.n_explained
 
     @property
     def resident_app(self) -> str | None:
         """App whose tokens ``resident_tokens`` are; None if it has no name."""
-        return self._ledger.app
+        return self._tracker.app
 
     @resident_app.setter
     def resident_app(self, app: str | None) -> None:
-        self._ledger.app = app
+        self._tracker.app = app
 
     def doubt_resident(self) -> None:
         """Treat the cells as unknown, so that neither they nor later ones are stored."""
-        self._ledger.n_explained = 0
+        self._tracker.n_explained = 0
 
     @property
     def n_spare(self) -> int:
         """Number of cells that plugins added to the context."""
-        return self._ledger.n_spare
+        return self._tracker.n_spare
 
     def has_room_for(self, n_tokens: int) -> bool:
         """Return whether ``Llama``'s token buffer has room for a prompt of this length.
@@ -133,7 +133,7 @@ class LlamaEngine:
     @property
     def is_evaluating(self) -> bool:
         """Whether the batch being decoded comes from ``Llama`` itself."""
-        return self._ledger.is_evaluating
+        return self._tracker.is_evaluating
 
     def make_room_for_outputs(self, n_prompt: int) -> int | None:
         """Drop the cells of tokens that must give logits, so that ``Llama`` evaluates them again.
@@ -160,11 +160,11 @@ class LlamaEngine:
     @property
     def parked(self) -> set[int]:
         """Sequences in which a plugin keeps cells between calls; the host may empty them."""
-        return self._ledger.parked
+        return self._tracker.parked
 
     def lent(self) -> AbstractContextManager[None]:
         """Treat calls on the context inside the block as a plugin's, not the app's."""
-        return self._ledger.lent()
+        return self._tracker.lent()
 
     def tell_unexplained(self) -> None:
         """Warn once that requests on cells with unknown tokens are not stored or restored."""
@@ -182,7 +182,7 @@ class LlamaEngine:
 
         The first call is skipped if ``Llama`` was created with an adapter, which it sets itself.
         """
-        calls = self._ledger.alterations[1 if self.llama.lora_path else 0 :]
+        calls = self._tracker.alterations[1 if self.llama.lora_path else 0 :]
         return calls[0] if calls else None
 
     def has_cells(self, n: int) -> bool:
@@ -201,7 +201,7 @@ class LlamaEngine:
         if self.llama._logits_all:
             self.llama.scores[common_prefix(self.resident_tokens(), tokens) : len(tokens)] = 0
         self._has_restored = True
-        self._ledger.n_explained = len(tokens)
+        self._tracker.n_explained = len(tokens)
         self._set_resident(tokens)
 
     def _set_resident(self, tokens: Tokens) -> None:
@@ -216,11 +216,11 @@ class LlamaEngine:
         Sparsely computed cells, for which only the largest values were used, are valid only for
         the answer that they belong to, not for other prompts.
         """
-        return self.resident_tokens()[: self._ledger.sparse_from]
+        return self.resident_tokens()[: self._tracker.sparse_from]
 
     def drop_sparse(self) -> None:
         """Drop the cells of sequence 0 from the first sparsely computed one on."""
-        n = self._ledger.sparse_from
+        n = self._tracker.sparse_from
         if n is None or n >= self.llama.n_tokens:
             return
         if self.llama._ctx.kv_cache_seq_rm(0, n, -1):
@@ -241,7 +241,7 @@ class LlamaEngine:
 
     def begin(self, end: Due) -> None:
         """Register a running request; ``end`` is called when it is over."""
-        self._ledger.due.append(end)
+        self._tracker.due.append(end)
 
     def end_paused(self) -> None:
         """End the requests whose generators wait for the app, on the background thread.
@@ -250,12 +250,12 @@ class LlamaEngine:
         """
 
         def job() -> None:
-            paused = [end for end in self._ledger.due if end.is_paused]
+            paused = [end for end in self._tracker.due if end.is_paused]
             if paused:
                 self.end(*paused)
 
-        if self._ledger.due:
-            self._lanes.defer(self._ledger.handles, job)
+        if self._tracker.due:
+            self._background.defer(self._tracker.handles, job)
 
     def end(self, *ends: Due) -> None:
         """Finish these requests, or all open ones, exactly once.
@@ -264,7 +264,7 @@ class LlamaEngine:
         that the second thread sees the work that the first one deferred.
         """
         with self._ending:
-            due = self._ledger.due
+            due = self._tracker.due
             for end in ends or tuple(due):
                 try:
                     due.remove(end)
@@ -279,8 +279,8 @@ class LlamaEngine:
             with self.lent():
                 job()
 
-        self._lanes.defer(self._ledger.handles, self._hooks.guarded(as_plugin))
+        self._background.defer(self._tracker.handles, self._hooks.guarded(as_plugin))
 
     def settle(self) -> None:
         """Wait until deferred work on this context is done."""
-        self._lanes.settle(self.ctx)
+        self._background.settle(self.ctx)

@@ -10,14 +10,14 @@ from typing import Any
 from llama_cpp import Llama, LlamaState, llama_cpp
 
 from llmaas_hooks import HookManager, ModelLoad, forks
+from llmaas_patches.background import BackgroundWork
+from llmaas_patches.cell_tracker import CellTracker, Known
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.engine import LlamaEngine
-from llmaas_patches.lanes import Lanes
-from llmaas_patches.ledger import Known, Ledger
 from llmaas_patches.lifetimes import Lifetimes
+from llmaas_patches.log_buffer import LogBuffer
 from llmaas_patches.native import native_host
 from llmaas_patches.scope import serving_context
-from llmaas_patches.silence import Silence
 
 __all__ = ["Host", "serving_context"]
 
@@ -27,12 +27,12 @@ class Host:
 
     Attributes:
         hooks: Hooks of the plugins.
-        lanes: Deferred work on engines.
+        background: Deferred work on engines.
         collecting: Watcher of the garbage collector.
         lifetimes: Order in which contexts and models are freed.
-        silence: Buffer for log records while a model is loaded.
+        log_buffer: Buffer for log records while a model is loaded.
         loads: How each model opened since the activation was opened, by the model's address.
-        ledgers: Ledger of each context, by the addresses of the context and of its memory.
+        trackers: Cell tracker of each context, by the addresses of the context and of its memory.
         states: Facts about the states that ``Llama.save_state`` returned.
         with_more_outputs: Contexts whose last batch gave logits that only plugins asked for.
         native: Native backend of this activation; None if no plugin needs it.
@@ -49,11 +49,11 @@ class Host:
         self.hooks = hooks
         self.native = native_host(hooks)
         self.collecting = Collecting()
-        self.lanes = Lanes(self.collecting)
-        self.lifetimes = Lifetimes(self.lanes, self.collecting)
-        self.silence = Silence()
+        self.background = BackgroundWork(self.collecting)
+        self.lifetimes = Lifetimes(self.background, self.collecting)
+        self.log_buffer = LogBuffer()
         self.loads: dict[int, ModelLoad] = {}
-        self.ledgers: dict[int, Ledger] = {}
+        self.trackers: dict[int, CellTracker] = {}
         self.states: weakref.WeakKeyDictionary[LlamaState, Known] = weakref.WeakKeyDictionary()
         self.with_more_outputs: set[int] = set()
         self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
@@ -67,9 +67,9 @@ class Host:
             engine = self._engines.get(llama)
             if engine is None or engine.ctx != int(llama.ctx):
                 n_seq_max = self.real_n_seq_max(llama.ctx)
-                ledger = self.ledgers.get(int(llama.ctx)) or self._adopt(llama, n_seq_max)
+                tracker = self.trackers.get(int(llama.ctx)) or self._adopt(llama, n_seq_max)
                 load = self.loads.get(int(llama.model))
-                engine = LlamaEngine(llama, self.hooks, self.lanes, n_seq_max, ledger, load)
+                engine = LlamaEngine(llama, self.hooks, self.background, n_seq_max, tracker, load)
                 self._engines[llama] = engine
             return engine
 
@@ -87,8 +87,8 @@ class Host:
         n_tokens = int(llama.n_tokens)
         return n_tokens if engine is None else min(n_tokens, engine.n_said)
 
-    def watch(self, ctx: int, app_n_seq_max: int, n_spare: int = 0) -> Ledger:
-        """Start a context's ledger, stored under the addresses of the context and its memory.
+    def watch(self, ctx: int, app_n_seq_max: int, n_spare: int = 0) -> CellTracker:
+        """Start a context's tracker, stored under the addresses of the context and its memory.
 
         Args:
             ctx: Address of the context.
@@ -97,33 +97,34 @@ class Host:
         """
         memory = llama_cpp.llama_get_memory(ctx)
         handles = (ctx,) if memory is None else (ctx, int(memory))
-        ledger = Ledger(handles, max(1, app_n_seq_max), self.real_n_ctx(ctx) - n_spare)
-        ledger.hides = self.real_n_seq_max(ctx) > ledger.app_n_seq_max
-        ledger.n_spare = n_spare
-        self.ledgers.update(dict.fromkeys(ledger.handles, ledger))
-        return ledger
+        tracker = CellTracker(handles, max(1, app_n_seq_max), self.real_n_ctx(ctx) - n_spare)
+        tracker.hides = self.real_n_seq_max(ctx) > tracker.app_n_seq_max
+        tracker.n_spare = n_spare
+        self.trackers.update(dict.fromkeys(tracker.handles, tracker))
+        return tracker
 
-    def _adopt(self, llama: Llama, n_seq_max: int) -> Ledger:
-        """Start the ledger of a context older than the activation, trusting ``Llama``'s records."""
-        ledger = self.watch(int(llama.ctx), n_seq_max)
-        ledger.n_explained = llama.n_tokens
-        return ledger
+    def _adopt(self, llama: Llama, n_seq_max: int) -> CellTracker:
+        """Track a context that is older than the activation; trust ``Llama``'s records."""
+        tracker = self.watch(int(llama.ctx), n_seq_max)
+        tracker.n_explained = llama.n_tokens
+        return tracker
 
     def free_context(self, ctx: int, free: Callable[[], None]) -> None:
         """Free a context by calling ``free``, now or later on the background thread."""
-        ledger = self.ledgers.get(ctx)
-        handles = (ctx,) if ledger is None else ledger.handles
+        tracker = self.trackers.get(ctx)
+        handles = (ctx,) if tracker is None else tracker.handles
 
         def tell() -> None:
             try:
-                if not (self.lanes.is_closed and self.collecting.here()):  # no plugin may be called
-                    _tell(ledger, functools.partial(self.hooks.context_free, ctx))
+                # after the end, no plugin may be called inside the garbage collector
+                if not (self.background.is_closed and self.collecting.here()):
+                    _tell(tracker, functools.partial(self.hooks.context_free, ctx))
             finally:
                 if self.native is not None:
                     self.native.forget_context(ctx)
                 self.with_more_outputs.discard(ctx)
                 for handle in handles:
-                    self.ledgers.pop(handle, None)
+                    self.trackers.pop(handle, None)
 
         self.lifetimes.free_context(ctx, handles, tell, free)
 
@@ -139,10 +140,10 @@ class Host:
         self.lifetimes.free_model(model, go)
 
 
-def _tell(ledger: Ledger | None, freed: Callable[[], None]) -> None:
+def _tell(tracker: CellTracker | None, freed: Callable[[], None]) -> None:
     """End a context's requests, then tell the plugins that it is about to be freed."""
     try:
-        if ledger is not None:
-            ledger.close()
+        if tracker is not None:
+            tracker.close()
     finally:
         freed()

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from llama_cpp import llama_cpp
 
+from llmaas_patches.background import BackgroundWork
 from llmaas_patches.collecting import Collecting
-from llmaas_patches.lanes import Lanes
 
 __all__ = ["Lifetimes"]
 
@@ -39,9 +39,9 @@ class Lifetimes:
     shared state is therefore a single operation of the interpreter, and no lock is needed.
     """
 
-    def __init__(self, lanes: Lanes, collecting: Collecting) -> None:
+    def __init__(self, background: BackgroundWork, collecting: Collecting) -> None:
         """Start without contexts."""
-        self._lanes = lanes
+        self._background = background
         self._collecting = collecting
         self._by_ctx: dict[int, _Life] = {}
         self._living: set[_Life] = set()
@@ -85,13 +85,13 @@ class Lifetimes:
 
         if self._collecting.may_wait():
             try:
-                self._lanes.settle(ctx)
+                self._background.settle(ctx)
             except BaseException:  # Ctrl-C during the wait
-                self._lanes.defer(handles, go, is_free=True)
+                self._background.defer(handles, go, is_free=True)
                 raise
             go()
         else:
-            self._lanes.defer(handles, go, is_free=True)
+            self._background.defer(handles, go, is_free=True)
 
     def free_model(self, model: int, free: Callable[[], None]) -> None:
         """Free a model, now or with its last context."""
@@ -103,8 +103,8 @@ class Lifetimes:
 
     def settle(self) -> None:
         """Wait for queued frees, if this thread may wait."""
-        if self._lanes.pending and self._collecting.may_wait():
-            self._lanes.settle_frees()
+        if self._background.pending and self._collecting.may_wait():
+            self._background.settle_frees()
 
     def _release(self, model: int) -> None:
         if any(life.model == model for life in tuple(self._living)):

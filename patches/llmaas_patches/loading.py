@@ -8,21 +8,15 @@ taken for the one in memory.
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import FileStamp, ModelFile, ModelLoad, Override
-from llmaas_patches.ledger import address
 
-if TYPE_CHECKING:
-    from llmaas_patches.host import Host
-
-__all__ = ["look_at", "model_load", "replaced", "wrap_load_adapter"]
+__all__ = ["look_again", "look_at", "model_load", "replaced"]
 
 _VALUES = {
     llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT: "val_i64",
@@ -38,7 +32,7 @@ def look_at(paths: Iterable[str]) -> tuple[ModelFile, ...]:
     return tuple(ModelFile(str(Path(path).absolute()), FileStamp.at(path)) for path in paths)
 
 
-def _look_again(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
+def look_again(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """Return the files; those that changed since lose their stamp."""
     return tuple(
         file if file.stamp == FileStamp.at(file.path) else file._replace(stamp=None)
@@ -65,22 +59,7 @@ def model_load(load: ModelLoad, model: int, *, is_listed: bool, is_claimed: bool
     files = load.files if is_listed else load.files[: _n_splits(model)]
     params = type(load.params).from_buffer_copy(load.params)
     overrides = _overrides(load.params)
-    return ModelLoad(load.path, params, _look_again(files), overrides, is_claimed=is_claimed)
-
-
-def wrap_load_adapter(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``llama_adapter_lora_init``: record the adapter's file."""
-
-    @functools.wraps(original)
-    def llama_adapter_lora_init(model: Any, path_lora: Any) -> Any:
-        files = look_at([os.fsdecode(path_lora)])
-        adapter = original(model, path_lora)
-        load = host.loads.get(address(model))
-        if adapter is not None and load is not None:
-            load.adapters.extend(_look_again(files))
-        return adapter
-
-    return llama_adapter_lora_init
+    return ModelLoad(load.path, params, look_again(files), overrides, is_claimed=is_claimed)
 
 
 def _n_splits(model: int) -> int:

@@ -6,24 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llmaas_patches.calls import (
-    wrap_decode,
-    wrap_free,
-    wrap_free_model,
-    wrap_init_context,
-    wrap_load_model,
-    wrap_load_splits,
-    wrap_n_ctx,
-    wrap_n_seq_max,
-    wrap_sample,
-    wrap_settled,
-)
-from llmaas_patches.hidden import around_clear, around_keep, around_named, around_remove
+from llmaas_patches.cell_tracker import address
 from llmaas_patches.host import Host
-from llmaas_patches.ledger import (
+from llmaas_patches.patcher import Patch
+from llmaas_patches.wrappers.cells import (
     Around,
     Change,
-    address,
     around_everything,
     wrap_altering,
     wrap_changing,
@@ -31,12 +19,25 @@ from llmaas_patches.ledger import (
     wrap_load_state,
     wrap_reset,
     wrap_save_state,
+    wrap_settled,
     wrap_whole,
 )
-from llmaas_patches.loading import wrap_load_adapter
-from llmaas_patches.outputs import wrap_get_logits, wrap_set_batch
-from llmaas_patches.patcher import Patch
-from llmaas_patches.requests import wrap_create_completion, wrap_generate
+from llmaas_patches.wrappers.contexts import (
+    wrap_free,
+    wrap_init_context,
+    wrap_n_ctx,
+    wrap_n_seq_max,
+)
+from llmaas_patches.wrappers.decoding import wrap_decode, wrap_sample
+from llmaas_patches.wrappers.hidden import around_clear, around_keep, around_named, around_remove
+from llmaas_patches.wrappers.models import (
+    wrap_free_model,
+    wrap_load_adapter,
+    wrap_load_model,
+    wrap_load_splits,
+)
+from llmaas_patches.wrappers.outputs import wrap_get_logits, wrap_set_batch
+from llmaas_patches.wrappers.requests import wrap_create_completion, wrap_generate
 
 __all__ = ["PATCHES"]
 

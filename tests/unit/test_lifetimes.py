@@ -11,8 +11,8 @@ import threading
 import pytest
 from forking import in_child
 
+from llmaas_patches.background import BackgroundWork
 from llmaas_patches.collecting import Collecting
-from llmaas_patches.lanes import Lanes
 from llmaas_patches.lifetimes import Lifetimes
 
 MODEL = 100
@@ -23,8 +23,8 @@ class Life:
 
     def __init__(self):
         self.collecting = Collecting()
-        self.lanes = Lanes(self.collecting)
-        self.lifetimes = Lifetimes(self.lanes, self.collecting)
+        self.background = BackgroundWork(self.collecting)
+        self.lifetimes = Lifetimes(self.background, self.collecting)
         self.events = []
         self.lock = threading.Lock()  # a plugin's lock, which its save needs
 
@@ -37,7 +37,7 @@ class Life:
             with self.lock:
                 self.events.append(f"saved {ctx}")
 
-        self.lanes.defer((ctx,), job)
+        self.background.defer((ctx,), job)
 
     def free(self, ctx):
         def note(what):
@@ -56,7 +56,7 @@ def life():
     life = Life()
     life.collecting.start()
     yield life
-    life.lanes.close()
+    life.background.close()
     life.collecting.stop()
 
 
@@ -93,7 +93,7 @@ def test_a_finalizer_under_a_lock_of_the_save_does_not_wait(life):
         del owner
         assert life.events == []
     life.lifetimes.settle()
-    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
+    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-background"]
 
 
 def test_the_collector_under_a_lock_of_the_save_does_not_wait(life):
@@ -105,7 +105,7 @@ def test_the_collector_under_a_lock_of_the_save_does_not_wait(life):
         gc.collect()
         assert life.events == []
     life.lifetimes.settle()
-    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
+    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-background"]
 
 
 def test_the_collector_does_not_call_plugins_even_where_nothing_is_deferred(life):
@@ -115,7 +115,7 @@ def test_the_collector_does_not_call_plugins_even_where_nothing_is_deferred(life
     del del_on
     gc.collect()
     life.lifetimes.settle()
-    assert life.events == ["told 1", "freed 1", "llmaas-lane"]
+    assert life.events == ["told 1", "freed 1", "llmaas-background"]
 
 
 def test_the_lane_finds_its_own_context_unused_any_more(life):
@@ -127,18 +127,18 @@ def test_the_lane_finds_its_own_context_unused_any_more(life):
         gate.wait()
         life.events.append(f"saved {owner.ctx}")
 
-    life.lanes.defer((1,), job)
+    life.background.defer((1,), job)
     del owner, job
     gate.set()
-    while "freed 1" not in life.events:  # the lane drops the job after the job is done
-        life.lanes.settle(1)
-    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-lane"]
+    while "freed 1" not in life.events:  # the thread drops the job after the job is done
+        life.background.settle(1)
+    assert life.events == ["saved 1", "told 1", "freed 1", "llmaas-background"]
 
 
 def test_a_signal_handler_on_top_of_a_waiting_call_does_not_wait(life):
     life.make(1)
     gate = threading.Event()
-    life.lanes.defer((1,), gate.wait)
+    life.background.defer((1,), gate.wait)
 
     def handler(*_):
         life.free(1)
@@ -149,17 +149,17 @@ def test_a_signal_handler_on_top_of_a_waiting_call_does_not_wait(life):
     try:
         main = threading.main_thread().ident
         threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGUSR1)).start()
-        life.lanes.settle(1)
+        life.background.settle(1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     life.lifetimes.settle()
-    assert life.events == ["handled", "told 1", "freed 1", "llmaas-lane"]
+    assert life.events == ["handled", "told 1", "freed 1", "llmaas-background"]
 
 
 def test_a_free_that_is_interrupted_is_done_later(life):
     life.make(1)
     gate = threading.Event()
-    life.lanes.defer((1,), gate.wait)
+    life.background.defer((1,), gate.wait)
     main = threading.main_thread().ident
     threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -167,7 +167,7 @@ def test_a_free_that_is_interrupted_is_done_later(life):
     assert life.events == []
     gate.set()
     life.lifetimes.settle()
-    assert life.events == ["told 1", "freed 1", "llmaas-lane"]
+    assert life.events == ["told 1", "freed 1", "llmaas-background"]
 
 
 @pytest.mark.parametrize("order", [(1, 2, "model"), ("model", 1, 2), (2, "model", 1)], ids=str)
@@ -184,12 +184,12 @@ def test_a_model_goes_after_its_contexts(life, order):
 def test_a_model_waits_for_a_context_in_line(life):
     life.make(1)
     gate = threading.Event()
-    life.lanes.defer((1,), gate.wait)
+    life.background.defer((1,), gate.wait)
     owner = Owner(life, 1)
     del owner
     threading.Timer(0.05, gate.set).start()
     life.free_model()
-    assert life.events == ["told 1", "freed 1", "llmaas-lane", "model"]
+    assert life.events == ["told 1", "freed 1", "llmaas-background", "model"]
 
 
 def test_a_model_in_a_cycle_with_its_context_goes_after_it(life):
@@ -205,7 +205,7 @@ def test_a_model_in_a_cycle_with_its_context_goes_after_it(life):
         del both
         gc.collect()
         life.lifetimes.settle()
-        assert life.events == ["told 1", "freed 1", "llmaas-lane", "model"]
+        assert life.events == ["told 1", "freed 1", "llmaas-background", "model"]
 
 
 def test_a_new_context_may_get_the_address_while_the_free_ends(life):
@@ -230,7 +230,7 @@ def test_what_fails_in_a_plugin_frees_all_the_same(life):
 
 def test_after_close_frees_are_done_at_once(life):
     life.make(1, 2)
-    life.lanes.close()
+    life.background.close()
     life.free(1)
     owner = in_a_cycle(Owner(life, 2))
     del owner
@@ -315,7 +315,7 @@ def test_a_child_that_is_forked_beside_a_collection_collects_nowhere(life):
 def test_a_child_does_none_of_its_parents_work_but_frees(life, monkeypatch):
     life.make(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(life.lanes, "_start", lambda: False)  # all jobs stay in line
+        patch.setattr(life.background, "_start", lambda: False)  # all jobs stay queued
         life.save(1)
         owner = Owner(life, 2)
         del owner
@@ -324,16 +324,16 @@ def test_a_child_does_none_of_its_parents_work_but_frees(life, monkeypatch):
             patch.undo()
             life.free(1)
             life.free_model()
-            frees = ["told 1", "freed 1", HERE, "told 2", "freed 2", "llmaas-lane", "model"]
+            frees = ["told 1", "freed 1", HERE, "told 2", "freed 2", "llmaas-background", "model"]
             assert life.events == frees
             life.save(3)
-            life.lanes.close()
+            life.background.close()
             assert life.events[-1] == "saved 3"
 
         assert in_child(work) == 0
     life.free(1)
     life.lifetimes.settle()
-    done = {"saved 1", "told 1", "freed 1", HERE, "told 2", "freed 2", "llmaas-lane"}
+    done = {"saved 1", "told 1", "freed 1", HERE, "told 2", "freed 2", "llmaas-background"}
     assert set(life.events) == done
 
 
@@ -346,7 +346,7 @@ def test_a_fork_waits_for_the_job_that_runs(life):
         gate.wait()
         life.events.append("done")
 
-    life.lanes.defer((1,), job)
+    life.background.defer((1,), job)
     is_running.wait()
     threading.Timer(0.05, gate.set).start()
 
@@ -363,7 +363,7 @@ def test_a_fork_inside_a_lock_of_the_running_job_does_not_wait(life):
         life.save(1)
         del owner
         gc.collect()
-    life.lanes.settle(1)
+    life.background.settle(1)
     assert life.events == ["child ended", "saved 1"]
 
 

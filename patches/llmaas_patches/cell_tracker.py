@@ -8,46 +8,22 @@ the tokens that ``Llama`` recorded. Cells that do hold the recorded tokens are c
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
-from llama_cpp import Llama, LlamaState, llama_cpp
-
-from llmaas_patches.scope import serving_app
-
-if TYPE_CHECKING:
-    from llmaas_patches.host import Host
+from llama_cpp import llama_cpp
 
 __all__ = [
-    "Around",
-    "Change",
+    "CellTracker",
     "Due",
     "Known",
-    "Ledger",
     "address",
-    "around_everything",
-    "wrap_altering",
-    "wrap_changing",
-    "wrap_eval",
-    "wrap_load_state",
-    "wrap_reset",
-    "wrap_save_state",
-    "wrap_whole",
 ]
-
-Function = Callable[..., Any]
-_NO_BLOCK = nullcontext()
-Change = Callable[..., int | None]
-"""Function from a call's arguments to the first position of sequence 0 that the call changes, or
-None."""
-Around = Callable[["Ledger", Function, tuple[Any, ...]], Any]
-"""Function that makes an app's call on a context to which plugins added sequences."""
 
 
 class Known(NamedTuple):
-    """Facts about a saved state, with the same meaning as in ``Ledger``."""
+    """Facts about a saved state, with the same meaning as in ``CellTracker``."""
 
     n_explained: int
     sparse_from: int | None
@@ -65,7 +41,7 @@ class Due(Protocol):
         """Do the work."""
 
 
-class Ledger:
+class CellTracker:
     """Facts about one context.
 
     Attributes:
@@ -176,120 +152,3 @@ class Ledger:
 def address(handle: Any) -> Any:
     """Return a handle as an integer; apps may pass one wrapped in ``ctypes.c_void_p``."""
     return handle if type(handle) is int else getattr(handle, "value", handle)
-
-
-def wrap_changing(host: Host, original: Function, change: Change, around: Around) -> Function:
-    """Wrap a call that changes a context's cells: wait for deferred work, and record the change."""
-    return _noted(host, original, lambda ledger, args: ledger.changed(change(*args)), around)
-
-
-def wrap_altering(host: Host, original: Function) -> Function:
-    """Wrap a call that changes how a context computes cells: wait, and record the call."""
-    name = original.__name__
-    return _noted(
-        host, original, lambda ledger, _: ledger.alterations.append(name), around_everything
-    )
-
-
-def wrap_whole(host: Host, original: Function) -> Function:
-    """Wrap a call that reads all of a context's cells: wait for deferred work first."""
-    return _noted(host, original, lambda *_: None, around_everything)
-
-
-def around_everything(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
-    """Handle a call that shows or replaces all cells: remove plugins' sequences first."""
-    ledger.give_up_parked()
-    return original(*args)
-
-
-def _noted(
-    host: Host,
-    original: Function,
-    note: Callable[[Ledger, tuple[Any, ...]], None],
-    around: Around,
-) -> Function:
-    pending, settle, ledgers = host.lanes.pending, host.lanes.settle, host.ledgers
-
-    @functools.wraps(original)
-    def noted(handle: Any, *args: Any) -> Any:
-        if pending:
-            settle(address(handle))
-        ledger = ledgers.get(address(handle))
-        if ledger is not None:
-            note(ledger, args)
-            if ledger.hides and not ledger.is_lent:
-                return around(ledger, original, (handle, *args))
-        return original(handle, *args)
-
-    return noted
-
-
-def wrap_eval(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.eval``: its cells are explained if all cells before them are."""
-    ledgers = host.ledgers
-
-    @functools.wraps(original)
-    def eval(self: Llama, tokens: Any) -> None:  # noqa: A001  the original's name
-        ledger = ledgers.get(address(self.ctx))
-        if ledger is None:
-            original(self, tokens)
-            return
-        start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
-        ledger.is_evaluating = True
-        try:
-            with _NO_BLOCK if host.native is None else host.native.batch_of(ctx, n_tokens):
-                original(self, tokens)
-        except BaseException:
-            self._requires_eval = True  # the logits may be of an unrecorded batch
-            raise
-        finally:
-            ledger.is_evaluating = False
-            if start <= ledger.n_explained:
-                ledger.n_explained = self.n_tokens  # also after an error: the part that succeeded
-            if n_tokens == 1 and host.native is not None and host.native.is_sparse(ctx):
-                ledger.evaluated_sparsely(start)
-
-    return eval
-
-
-def wrap_reset(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.reset``: the emptied records now belong to the current app."""
-
-    @functools.wraps(original)
-    def reset(self: Llama) -> None:
-        original(self)
-        ledger = host.ledgers.get(address(self.ctx))
-        if ledger is not None:
-            ledger.app = serving_app()
-
-    return reset
-
-
-def wrap_save_state(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.save_state``: record how much of the state is explained."""
-
-    @functools.wraps(original)
-    def save_state(self: Llama) -> LlamaState:
-        state = original(self)
-        ledger = host.ledgers.get(address(self.ctx))
-        if ledger is not None:
-            n_explained = min(ledger.n_explained, state.n_tokens)
-            host.states[state] = Known(n_explained, ledger.sparse_from, ledger.app)
-        return state
-
-    return save_state
-
-
-def wrap_load_state(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.load_state``: an unknown state is unexplained, as it may be of other weights."""
-
-    @functools.wraps(original)
-    def load_state(self: Llama, state: LlamaState) -> None:
-        original(self, state)
-        ledger = host.ledgers.get(address(self.ctx))
-        if ledger is not None:
-            brought_along = Known(0, None, serving_app())
-            known = host.states.get(state, brought_along)
-            ledger.n_explained, ledger.sparse_from, ledger.app = known
-
-    return load_state

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 from llama_cpp import _utils
 
-__all__ = ["Silence"]
+__all__ = ["LogBuffer"]
 
 _LOGGER = logging.getLogger("llmaas")
 
 
-class Silence(logging.Handler):
+class LogBuffer(logging.Handler):
     """Log handler that keeps the suite's records, in place of all others, and logs them later."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Silence(logging.Handler):
         self._records.append(record)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the records logged inside the block if stderr is discarded."""
+    def capture(self) -> Iterator[None]:
+        """Hold back the records logged inside the block if stderr is discarded."""
         if sys.stderr is not _utils.errnull_file or not self._loading.acquire(blocking=False):
             yield
             return
@@ -46,7 +46,7 @@ class Silence(logging.Handler):
             _LOGGER.handlers, _LOGGER.propagate = handlers, propagates
             self._loading.release()
 
-    def end(self) -> None:
+    def replay(self) -> None:
         """Log the kept records."""
         records, self._records = self._records, []
         for record in records:

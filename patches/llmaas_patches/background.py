@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from llmaas_hooks import forks
 from llmaas_patches.collecting import Collecting
 
-__all__ = ["Lanes"]
+__all__ = ["BackgroundWork"]
 
 _log = logging.getLogger("llmaas.patches")
 
@@ -44,7 +44,7 @@ class _Job:
         self.done = threading.Event()
 
 
-class Lanes(forks.Forked):
+class BackgroundWork(forks.Forked):
     """Pending background jobs by engine handle (the address of a context or of its memory)."""
 
     runs_work = True
@@ -53,7 +53,7 @@ class Lanes(forks.Forked):
         """Start without jobs; the thread starts with the first job."""
         self.pending: dict[int, _Job] = {}
         self._collecting = collecting
-        self._line: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._startable = [True]  # the thread that pops this starts the background thread
         self._ended = threading.Event()
         self._is_closed = False
@@ -85,9 +85,9 @@ class Lanes(forks.Forked):
         try:
             for handle in handles:
                 self.pending[handle] = made
-            self._line.put(made)
+            self._jobs.put(made)
         except BaseException:  # Ctrl-C, maybe before the put; a job runs only once
-            self._line.put(made)
+            self._jobs.put(made)
             raise
         if self._is_closed:
             self._drain()
@@ -117,7 +117,7 @@ class Lanes(forks.Forked):
     def close(self) -> None:
         """Finish all queued jobs and end the thread; idempotent."""
         if threading.get_ident() not in self._workers:
-            self._line.put(None)
+            self._jobs.put(None)
             try:
                 self._startable.pop()
                 self._ended.set()
@@ -139,7 +139,7 @@ class Lanes(forks.Forked):
             self._running.release()
         if not in_child:
             return
-        line, self._line = self._line, queue.SimpleQueue()
+        jobs, self._jobs = self._jobs, queue.SimpleQueue()
         self.pending.clear()
         self._workers.intersection_update({threading.get_ident()})
         self._ended = threading.Event()  # a parent's thread may have held the old one's lock
@@ -149,7 +149,7 @@ class Lanes(forks.Forked):
             self._startable[:] = [True]
         with suppress(queue.Empty):
             while True:
-                job = line.get_nowait()
+                job = jobs.get_nowait()
                 if job is not None and job.is_free:
                     self.defer(job.handles, job.run, is_free=True)
 
@@ -180,8 +180,8 @@ class Lanes(forks.Forked):
         return True
 
     def _work(self) -> None:
-        threading.current_thread().name = "llmaas-lane"
-        while (job := self._line.get()) is not None:
+        threading.current_thread().name = "llmaas-background"
+        while (job := self._jobs.get()) is not None:
             with self._turn:
                 self._running.acquire()
             try:
@@ -195,7 +195,7 @@ class Lanes(forks.Forked):
         """Run all queued jobs in this thread."""
         with suppress(queue.Empty):
             while True:
-                job = self._line.get_nowait()
+                job = self._jobs.get_nowait()
                 if job is not None:
                     self._run(job)
 

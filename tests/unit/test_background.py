@@ -8,25 +8,25 @@ import time
 import pytest
 from forking import in_child
 
+from llmaas_patches.background import BackgroundWork
 from llmaas_patches.collecting import Collecting
-from llmaas_patches.lanes import Lanes
 
 
 @pytest.fixture
-def lanes():
-    lanes = Lanes(Collecting())
-    yield lanes
-    lanes.close()
+def background():
+    background = BackgroundWork(Collecting())
+    yield background
+    background.close()
 
 
 def test_no_thread_before_the_first_job():
     before = threading.active_count()
-    lanes = Lanes(Collecting())
+    background = BackgroundWork(Collecting())
     assert threading.active_count() == before
-    lanes.close()
+    background.close()
 
 
-def test_settle_waits_under_every_handle(lanes):
+def test_settle_waits_under_every_handle(background):
     for handle in (1, 2):
         gate, done = threading.Event(), []
 
@@ -34,105 +34,105 @@ def test_settle_waits_under_every_handle(lanes):
             gate.wait(5)
             done.append(threading.current_thread().name)
 
-        lanes.defer((1, 2), job)
+        background.defer((1, 2), job)
         threading.Timer(0.02, gate.set).start()
-        lanes.settle(handle)
-        assert done == ["llmaas-lane"]
-        assert lanes.pending == {}
+        background.settle(handle)
+        assert done == ["llmaas-background"]
+        assert background.pending == {}
 
 
-def test_settle_of_another_engine_does_not_wait(lanes):
+def test_settle_of_another_engine_does_not_wait(background):
     gate = threading.Event()
-    lanes.defer((1,), gate.wait)
+    background.defer((1,), gate.wait)
     started = time.perf_counter()
-    lanes.settle(2)
+    background.settle(2)
     assert time.perf_counter() - started < 1
-    assert 1 in lanes.pending
+    assert 1 in background.pending
     gate.set()
 
 
-def test_the_job_passes_straight_through(lanes):
+def test_the_job_passes_straight_through(background):
     seen = []
-    lanes.defer((1,), lambda: seen.append(lanes.settle(1)))
-    lanes.settle(1)
+    background.defer((1,), lambda: seen.append(background.settle(1)))
+    background.settle(1)
     assert seen == [None]
 
 
-def test_jobs_run_in_order_and_settle_waits_for_the_last(lanes):
+def test_jobs_run_in_order_and_settle_waits_for_the_last(background):
     seen = []
     for number in range(20):
-        lanes.defer((1,), lambda number=number: seen.append(number))
-    lanes.settle(1)
+        background.defer((1,), lambda number=number: seen.append(number))
+    background.settle(1)
     assert seen == list(range(20))
-    assert lanes.pending == {}
+    assert background.pending == {}
 
 
 @pytest.mark.parametrize("error", [ValueError("oops")])
-def test_failing_job_is_logged_and_releases(lanes, caplog, error):
+def test_failing_job_is_logged_and_releases(background, caplog, error):
     def fail():
         raise error
 
-    lanes.defer((1,), fail)
-    lanes.settle(1)
+    background.defer((1,), fail)
+    background.settle(1)
     assert "deferred work on an engine failed" in caplog.text
     assert "oops" in caplog.text
-    lanes.defer((1,), lambda: None)  # and the thread lives
-    lanes.settle(1)
+    background.defer((1,), lambda: None)  # and the thread lives
+    background.settle(1)
 
 
-def test_a_job_may_defer_another(lanes):
+def test_a_job_may_defer_another(background):
     seen = []
-    lanes.defer((1,), lambda: lanes.defer((1,), lambda: seen.append("second")))
-    while lanes.pending:
-        lanes.settle(1)
+    background.defer((1,), lambda: background.defer((1,), lambda: seen.append("second")))
+    while background.pending:
+        background.settle(1)
     assert seen == ["second"]
 
 
 def test_close_finishes_what_is_queued():
-    lanes, seen = Lanes(Collecting()), []
+    background, seen = BackgroundWork(Collecting()), []
     for _ in range(3):
-        lanes.defer((1,), lambda: (time.sleep(0.01), seen.append(1)))
-    lanes.close()
+        background.defer((1,), lambda: (time.sleep(0.01), seen.append(1)))
+    background.close()
     assert seen == [1, 1, 1]
-    assert lanes.pending == {}
+    assert background.pending == {}
 
 
 def test_after_close_work_is_dropped_and_nobody_hangs():
-    lanes, seen = Lanes(Collecting()), []
-    lanes.close()
-    lanes.defer((1,), lambda: seen.append(1))
-    lanes.settle(1)
+    background, seen = BackgroundWork(Collecting()), []
+    background.close()
+    background.defer((1,), lambda: seen.append(1))
+    background.settle(1)
     assert seen == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
 def test_a_child_closes_what_another_thread_was_closing():
     """A fork may hit that thread anywhere in its wait, even while it holds the event's lock."""
-    lanes = Lanes(Collecting())
-    lanes.close()
+    background = BackgroundWork(Collecting())
+    background.close()
     waits, ends = threading.Event(), threading.Event()
 
     def wait():
-        with lanes._ended._cond:
+        with background._ended._cond:
             waits.set()
             ends.wait(30)
 
     thread = threading.Thread(target=wait)
     thread.start()
     waits.wait()
-    assert in_child(lanes.close) == 0
+    assert in_child(background.close) == 0
     ends.set()
     thread.join()
 
 
-def test_many_threads(lanes):
+def test_many_threads(background):
     counts = dict.fromkeys(range(8), 0)
 
     def work(handle):
         for _ in range(100):
             before = counts[handle]
-            lanes.defer((handle,), lambda: counts.__setitem__(handle, counts[handle] + 1))
-            lanes.settle(handle)
+            background.defer((handle,), lambda: counts.__setitem__(handle, counts[handle] + 1))
+            background.settle(handle)
             assert counts[handle] == before + 1
 
     threads = [threading.Thread(target=work, args=(handle,)) for handle in counts]
@@ -144,7 +144,7 @@ def test_many_threads(lanes):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_work_that_is_interrupted_while_it_is_put_in_line_is_done_once(lanes, is_late):
+def test_work_that_is_interrupted_while_it_is_queued_is_done_once(background, is_late):
     class Interrupted:
         def __init__(self, line):
             self.line, self.is_new = line, True
@@ -160,11 +160,11 @@ def test_work_that_is_interrupted_while_it_is_put_in_line_is_done_once(lanes, is
             return getattr(self.line, name)
 
     seen = []
-    lanes._line = Interrupted(lanes._line)
+    background._jobs = Interrupted(background._jobs)
     with pytest.raises(KeyboardInterrupt):
-        lanes.defer((1,), lambda: seen.append(1))
-    lanes.settle(1)
-    lanes.defer((1,), lambda: seen.append(2))
-    lanes.settle(1)
+        background.defer((1,), lambda: seen.append(1))
+    background.settle(1)
+    background.defer((1,), lambda: seen.append(2))
+    background.settle(1)
     assert seen == [1, 2]
-    assert lanes.pending == {}
+    assert background.pending == {}

@@ -11,7 +11,8 @@ from typing import Any
 
 from llama_cpp import llama_cpp
 
-from llmaas_patches.ledger import Around, Function, Ledger, address
+from llmaas_patches.cell_tracker import CellTracker, address
+from llmaas_patches.wrappers.cells import Around, Function
 
 __all__ = ["around_clear", "around_keep", "around_named", "around_remove"]
 
@@ -19,46 +20,46 @@ _APP = 0
 _ALL = -1
 
 
-def around_clear(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
+def around_clear(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
     """Handle ``llama_memory_clear``: empty the app's sequence.
 
     Clearing all cells would also touch the memory of the cells that plugins added.
     """
-    if not (ledger.parked or ledger.n_spare):
+    if not (tracker.parked or tracker.n_spare):
         return original(*args)
-    with ledger.lent():
+    with tracker.lent():
         llama_cpp.llama_memory_seq_rm(args[0], _APP, -1, -1)
     return None
 
 
-def around_remove(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
+def around_remove(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
     """Handle ``llama_memory_seq_rm``: "all sequences" means the app's sequence."""
     memory, sequence, *positions = args
-    if ledger.parked and address(sequence) == _ALL:
+    if tracker.parked and address(sequence) == _ALL:
         return original(memory, _APP, *positions)
-    _look(ledger, original, sequence)
+    _look(tracker, original, sequence)
     return original(*args)
 
 
-def around_keep(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
+def around_keep(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
     """Handle ``llama_memory_seq_keep``: do nothing, as the app has no other sequence to lose."""
-    if ledger.parked and address(args[1]) == _APP:
+    if tracker.parked and address(args[1]) == _APP:
         return None
-    _look(ledger, original, args[1])
+    _look(tracker, original, args[1])
     return original(*args)
 
 
 def around_named(*places: int) -> Around:
     """Return a handler for a call whose arguments at ``places`` are sequences."""
 
-    def around(ledger: Ledger, original: Function, args: tuple[Any, ...]) -> Any:
+    def around(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
         for place in places:
-            _look(ledger, original, args[place])
+            _look(tracker, original, args[place])
         return original(*args)
 
     return around
 
 
-def _look(ledger: Ledger, original: Function, sequence: Any) -> None:
-    if address(sequence) >= ledger.app_n_seq_max:
-        ledger.claimed(original.__name__)
+def _look(tracker: CellTracker, original: Function, sequence: Any) -> None:
+    if address(sequence) >= tracker.app_n_seq_max:
+        tracker.claimed(original.__name__)

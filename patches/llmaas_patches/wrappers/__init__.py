@@ -1,0 +1,1 @@
+"""Replacements of llama-cpp-python's functions, one module for each group; ``table`` lists them."""

@@ -1,0 +1,167 @@
+"""Wrappers of calls that read or change cells: wait for deferred work, and track the cells."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from llama_cpp import Llama, LlamaState
+
+from llmaas_patches.cell_tracker import CellTracker, Known, address
+from llmaas_patches.host import Host
+from llmaas_patches.scope import serving_app
+
+__all__ = [
+    "Around",
+    "Change",
+    "Function",
+    "around_everything",
+    "wrap_altering",
+    "wrap_changing",
+    "wrap_eval",
+    "wrap_load_state",
+    "wrap_reset",
+    "wrap_save_state",
+    "wrap_settled",
+    "wrap_whole",
+]
+
+Function = Callable[..., Any]
+_NO_BLOCK = nullcontext()
+Change = Callable[..., int | None]
+"""Function from a call's arguments to the first position of sequence 0 that the call changes, or
+None."""
+Around = Callable[[CellTracker, Function, tuple[Any, ...]], Any]
+"""Function that makes an app's call on a context to which plugins added sequences."""
+
+
+def wrap_settled(host: Host, original: Function) -> Function:
+    """Wrap any call on a context or its memory: wait for deferred work on it first."""
+    pending, settle = host.background.pending, host.background.settle
+
+    @functools.wraps(original)
+    def settled(handle: Any, *args: Any) -> Any:
+        if pending:
+            settle(address(handle))
+        return original(handle, *args)
+
+    return settled
+
+
+def wrap_changing(host: Host, original: Function, change: Change, around: Around) -> Function:
+    """Wrap a call that changes a context's cells: wait for deferred work, and record the change."""
+    return _noted(host, original, lambda tracker, args: tracker.changed(change(*args)), around)
+
+
+def wrap_altering(host: Host, original: Function) -> Function:
+    """Wrap a call that changes how a context computes cells: wait, and record the call."""
+    name = original.__name__
+    return _noted(
+        host, original, lambda tracker, _: tracker.alterations.append(name), around_everything
+    )
+
+
+def wrap_whole(host: Host, original: Function) -> Function:
+    """Wrap a call that reads all of a context's cells: wait for deferred work first."""
+    return _noted(host, original, lambda *_: None, around_everything)
+
+
+def around_everything(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
+    """Handle a call that shows or replaces all cells: remove plugins' sequences first."""
+    tracker.give_up_parked()
+    return original(*args)
+
+
+def _noted(
+    host: Host,
+    original: Function,
+    note: Callable[[CellTracker, tuple[Any, ...]], None],
+    around: Around,
+) -> Function:
+    pending, settle, trackers = host.background.pending, host.background.settle, host.trackers
+
+    @functools.wraps(original)
+    def noted(handle: Any, *args: Any) -> Any:
+        if pending:
+            settle(address(handle))
+        tracker = trackers.get(address(handle))
+        if tracker is not None:
+            note(tracker, args)
+            if tracker.hides and not tracker.is_lent:
+                return around(tracker, original, (handle, *args))
+        return original(handle, *args)
+
+    return noted
+
+
+def wrap_eval(host: Host, original: Function) -> Function:
+    """Wrap ``Llama.eval``: its cells are explained if all cells before them are."""
+    trackers = host.trackers
+
+    @functools.wraps(original)
+    def eval(self: Llama, tokens: Any) -> None:  # noqa: A001  the original's name
+        tracker = trackers.get(address(self.ctx))
+        if tracker is None:
+            original(self, tokens)
+            return
+        start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
+        tracker.is_evaluating = True
+        try:
+            with _NO_BLOCK if host.native is None else host.native.batch_of(ctx, n_tokens):
+                original(self, tokens)
+        except BaseException:
+            self._requires_eval = True  # the logits may be of an unrecorded batch
+            raise
+        finally:
+            tracker.is_evaluating = False
+            if start <= tracker.n_explained:
+                tracker.n_explained = self.n_tokens  # also after an error: the part that succeeded
+            if n_tokens == 1 and host.native is not None and host.native.is_sparse(ctx):
+                tracker.evaluated_sparsely(start)
+
+    return eval
+
+
+def wrap_reset(host: Host, original: Function) -> Function:
+    """Wrap ``Llama.reset``: the emptied records now belong to the current app."""
+
+    @functools.wraps(original)
+    def reset(self: Llama) -> None:
+        original(self)
+        tracker = host.trackers.get(address(self.ctx))
+        if tracker is not None:
+            tracker.app = serving_app()
+
+    return reset
+
+
+def wrap_save_state(host: Host, original: Function) -> Function:
+    """Wrap ``Llama.save_state``: record how much of the state is explained."""
+
+    @functools.wraps(original)
+    def save_state(self: Llama) -> LlamaState:
+        state = original(self)
+        tracker = host.trackers.get(address(self.ctx))
+        if tracker is not None:
+            n_explained = min(tracker.n_explained, state.n_tokens)
+            host.states[state] = Known(n_explained, tracker.sparse_from, tracker.app)
+        return state
+
+    return save_state
+
+
+def wrap_load_state(host: Host, original: Function) -> Function:
+    """Wrap ``Llama.load_state``: an unknown state is unexplained, as it may be of other weights."""
+
+    @functools.wraps(original)
+    def load_state(self: Llama, state: LlamaState) -> None:
+        original(self, state)
+        tracker = host.trackers.get(address(self.ctx))
+        if tracker is not None:
+            brought_along = Known(0, None, serving_app())
+            known = host.states.get(state, brought_along)
+            tracker.n_explained, tracker.sparse_from, tracker.app = known
+
+    return load_state

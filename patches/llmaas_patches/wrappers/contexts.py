@@ -1,0 +1,124 @@
+"""Wrappers of the C bindings that create, describe and free contexts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import ContextCreate, LlmaasError
+from llmaas_patches.cell_tracker import address
+from llmaas_patches.host import Host
+from llmaas_patches.native import has_our_buffers
+
+__all__ = ["wrap_free", "wrap_init_context", "wrap_n_ctx", "wrap_n_seq_max"]
+
+Function = Callable[..., Any]
+
+
+def wrap_init_context(host: Host, original: Function) -> Function:
+    """Wrap ``llama_init_from_model``: let plugins edit a copy of the app's parameters.
+
+    The wrapper raises LlmaasError if the weights are where only an earlier activation finds them.
+    """
+
+    @functools.wraps(original)
+    def llama_init_from_model(model: Any, params: Any) -> Any:
+        host.log_buffer.replay()
+        load = host.loads.get(address(model))
+        if load is None and has_our_buffers(address(model)):
+            raise LlmaasError(
+                "no context was created: an earlier activation keeps the model's weights, and it "
+                "has ended; load the model again"
+            )
+        edited = type(params).from_buffer_copy(params)
+        create = ContextCreate(address(model), edited, load)
+        host.hooks.context_create(create)
+        n_spare = _add_cells(create, params)
+        ctx = _create(host, model, edited, original)
+        if create.checks and not _accepted(host, create, ctx):
+            if ctx is not None:
+                llama_cpp.llama_free(ctx)
+            own, n_spare = type(params).from_buffer_copy(params), 0
+            ctx = _create(host, model, own, original)
+        if ctx is not None:
+            host.lifetimes.context_made(int(ctx), address(model))
+            host.watch(int(ctx), int(params.n_seq_max), n_spare)
+            _opened(host, ctx)
+        return ctx
+
+    return llama_init_from_model
+
+
+def _add_cells(create: ContextCreate, params: Any) -> int:
+    """Return how many cells plugins added, and keep batches within the app's own ``n_ctx``."""
+    asked = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+    n_spare = int(create.params.n_ctx or asked) - asked
+    if n_spare:
+        create.params.n_batch = min(int(create.params.n_batch), asked)
+    return n_spare
+
+
+def _create(host: Host, model: Any, params: Any, original: Function) -> Any:
+    if host.native is None:
+        return original(model, params)
+    return host.native.create(address(model), params, functools.partial(original, model))
+
+
+def _opened(host: Host, ctx: Any) -> None:
+    """Announce a new context to the plugins; free it if that fails."""
+    if host.native is None:
+        return
+    try:
+        host.native.opened(int(ctx))
+    except BaseException:
+        llama_cpp.llama_free(ctx)
+        raise
+
+
+def _accepted(host: Host, create: ContextCreate, ctx: Any) -> bool:
+    """Return whether every plugin can use the context that it edited."""
+    if ctx is None:
+        return False
+    try:
+        return host.hooks.accept(create, ctx)
+    except BaseException:
+        llama_cpp.llama_free(ctx)
+        raise
+
+
+def wrap_free(host: Host, original: Function) -> Function:
+    """Wrap ``llama_free``: free a context after its deferred work, waiting only where possible."""
+
+    @functools.wraps(original)
+    def llama_free(ctx: Any) -> None:
+        if not address(ctx):
+            original(ctx)
+            return
+        host.free_context(address(ctx), functools.partial(original, ctx))
+
+    return llama_free
+
+
+def wrap_n_ctx(host: Host, original: Function) -> Function:
+    """Wrap ``llama_n_ctx`` and ``llama_n_ctx_seq``: hide the cells that plugins added."""
+
+    @functools.wraps(original)
+    def llama_n_ctx(ctx: Any) -> int:
+        tracker = host.trackers.get(address(ctx))
+        return int(original(ctx)) if tracker is None else int(original(ctx)) - tracker.n_spare
+
+    return llama_n_ctx
+
+
+def wrap_n_seq_max(host: Host, original: Function) -> Function:
+    """Wrap ``llama_n_seq_max``: return the number that the app asked for."""
+
+    @functools.wraps(original)
+    def llama_n_seq_max(ctx: Any) -> int:
+        tracker = host.trackers.get(address(ctx))
+        return int(original(ctx)) if tracker is None else tracker.app_n_seq_max
+
+    return llama_n_seq_max

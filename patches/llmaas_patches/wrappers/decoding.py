@@ -1,0 +1,82 @@
+"""Wrappers of the C bindings that evaluate batches and sample tokens."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import DecodeStep, LogitsView
+from llmaas_patches.cell_tracker import address
+from llmaas_patches.host import Host
+
+__all__ = ["wrap_decode", "wrap_sample"]
+
+Function = Callable[..., Any]
+
+
+def wrap_decode(host: Host, original: Function) -> Function:
+    """Wrap ``llama_decode``: wait for deferred work, and time the batch if a plugin listens."""
+    pending, settle, trackers = host.background.pending, host.background.settle, host.trackers
+    with_more_outputs, native = host.with_more_outputs, host.native
+    listens = host.hooks.listens("llmaas_decode")
+    keeps_cells = any(map(host.hooks.listens, ("llmaas_kv_save", "llmaas_kv_restore")))
+
+    @functools.wraps(original)
+    def llama_decode(ctx: Any, batch: Any) -> Any:
+        if pending:
+            settle(address(ctx))
+        if with_more_outputs and address(ctx) in with_more_outputs:
+            tracker = trackers.get(address(ctx))
+            if tracker is None or not tracker.is_evaluating:  # the app's own batch
+                with_more_outputs.discard(address(ctx))
+        if keeps_cells and (tracker := trackers.get(address(ctx))) is not None:
+            tracker.decoded(batch)
+            if tracker.n_spare and tracker.is_full(batch):
+                return 1  # llama.cpp's status for a full context of the app's size
+        started = time.perf_counter() if listens else 0.0
+        if native is None or batch.n_tokens == 1:
+            result = original(ctx, batch)
+        else:
+            with native.batch_of(address(ctx), batch.n_tokens):
+                result = original(ctx, batch)
+        if result < 0:
+            _say_why(host, ctx)
+        elif listens and result == 0:
+            seconds = time.perf_counter() - started
+            host.hooks.decode(DecodeStep(address(ctx), int(batch.n_tokens), seconds))
+        return result
+
+    return llama_decode
+
+
+def _say_why(host: Host, ctx: Any) -> None:
+    """Log why a batch failed, as the app only gets a number."""
+    if host.native is not None:
+        host.native.failed(address(ctx))
+
+
+def wrap_sample(host: Host, original: Function) -> Function:
+    """Wrap ``llama_sampler_sample``: let plugins edit the engine's logits row in place."""
+    pending, settle = host.background.pending, host.background.settle
+    listens = host.hooks.listens("llmaas_logits")
+
+    @functools.wraps(original)
+    def llama_sampler_sample(smpl: Any, ctx: Any, idx: int) -> Any:
+        if pending:
+            settle(address(ctx))
+        if not listens:
+            return original(smpl, ctx, idx)
+        row = llama_cpp.llama_get_logits_ith(ctx, idx)
+        if row:
+            vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
+            shape = (llama_cpp.llama_vocab_n_tokens(vocab),)
+            logits = np.ctypeslib.as_array(row, shape=shape)
+            host.hooks.logits(LogitsView(address(ctx), int(idx), logits))
+        return original(smpl, ctx, idx)
+
+    return llama_sampler_sample

@@ -1,0 +1,91 @@
+"""Wrappers of the C bindings that load and free models and adapters."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from llmaas_hooks import ModelLoad
+from llmaas_patches.cell_tracker import address
+from llmaas_patches.host import Host
+from llmaas_patches.loading import look_again, look_at, model_load
+from llmaas_patches.native.claims import split_paths
+
+__all__ = ["wrap_free_model", "wrap_load_adapter", "wrap_load_model", "wrap_load_splits"]
+
+Function = Callable[..., Any]
+
+
+def wrap_load_model(host: Host, original: Function) -> Function:
+    """Wrap ``llama_model_load_from_file``: let plugins edit the parameters."""
+
+    @functools.wraps(original)
+    def llama_model_load_from_file(path_model: Any, params: Any) -> Any:
+        path = os.fsdecode(path_model)
+        return _load(host, path, params, None, lambda params: original(path_model, params))
+
+    return llama_model_load_from_file
+
+
+def wrap_load_splits(host: Host, original: Function) -> Function:
+    """Wrap ``llama_model_load_from_splits``: let plugins edit the parameters.
+
+    The path of the first file names the model.
+    """
+
+    @functools.wraps(original)
+    def llama_model_load_from_splits(paths: Any, n_paths: Any, params: Any) -> Any:
+        files = [os.fsdecode(paths[i]) for i in range(n_paths)]
+        load = functools.partial(original, paths, n_paths)
+        return _load(host, files[0], params, files, load)
+
+    return llama_model_load_from_splits
+
+
+def _load(
+    host: Host, path: str, params: Any, files: list[str] | None, original: Callable[[Any], Any]
+) -> Any:
+    load = ModelLoad(path, params, look_at(files or split_paths(path)))
+    host.lifetimes.settle()
+    with host.log_buffer.capture():
+        host.hooks.model_load(load)
+        if host.native is None:
+            model = original(params)
+        else:
+            model = host.native.load(load, files or split_paths(path), original)
+    if model is not None:
+        is_claimed = host.native is not None and host.native.has_claims(int(model))
+        host.loads[int(model)] = model_load(
+            load, int(model), is_listed=files is not None, is_claimed=is_claimed
+        )
+    return model
+
+
+def wrap_free_model(host: Host, original: Function) -> Function:
+    """Wrap ``llama_model_free``: free a model only after its contexts."""
+
+    @functools.wraps(original)
+    def llama_model_free(model: Any) -> None:
+        if not address(model):
+            original(model)
+            return
+        host.free_model(address(model), functools.partial(original, model))
+
+    return llama_model_free
+
+
+def wrap_load_adapter(host: Host, original: Function) -> Function:
+    """Wrap ``llama_adapter_lora_init``: record the adapter's file."""
+
+    @functools.wraps(original)
+    def llama_adapter_lora_init(model: Any, path_lora: Any) -> Any:
+        files = look_at([os.fsdecode(path_lora)])
+        adapter = original(model, path_lora)
+        load = host.loads.get(address(model))
+        if adapter is not None and load is not None:
+            load.adapters.extend(look_again(files))
+        return adapter
+
+    return llama_adapter_lora_init
