@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -162,10 +163,16 @@ def test_text(capsys, dist_plugins, monkeypatch):
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "[versions]\n  ok python = " in text
-    assert "  ok service.max_context_tokens = None   (default)" in text
     assert "  !! plugins.recorde\n" in text
     assert "       -> install it" in text
-    assert text.endswith("1 problem(s) found.\n")
+    assert "1 problem(s) found. `llmaas -v doctor` lists every" in text
+    assert "(default)" not in text
+    passed = int(re.search(r"\[patches\]\n  ok (\d+) checks passed\n", text)[1])
+    assert main(["-v", "doctor"]) == 1
+    long = capsys.readouterr().out
+    assert "  ok service.max_context_tokens = None   (default)" in long
+    assert long.count("  ok llama_cpp.") == passed
+    assert long.endswith("1 problem(s) found.\n")
 
 
 def test_room(tmp_path):

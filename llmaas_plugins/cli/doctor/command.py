@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,8 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="check versions, patches, directories; show the effective configuration",
         description="Check versions, patches and directories, and show each setting and where it "
-        "came from. Exit status 1 means that something in the configuration would not work.",
+        "came from; `llmaas -v doctor` also lists checks that passed and settings left at their "
+        "defaults. Exit status 1 means that something in the configuration would not work.",
     )
     add_config_option(parser)
     parser.add_argument(
@@ -45,22 +48,42 @@ def doctor(args: argparse.Namespace) -> int:
     problems = [finding for finding in findings if finding.problem is not None]
     rows = [dataclasses.asdict(finding) for finding in findings]
     verdict = f"{len(problems)} problem(s) found." if problems else "Everything is fine."
-    print_report(args, {"ok": not problems, "findings": rows}, [*_text(findings), "", verdict])
+    text = [*_text(findings, is_long=args.verbose > 0), "", verdict]
+    if not args.verbose:
+        text[-1] += " `llmaas -v doctor` lists every check and setting."
+    print_report(args, {"ok": not problems, "findings": rows}, text)
     return 1 if problems else 0
 
 
-def _text(findings: list[Finding]) -> Iterable[str]:
-    section = None
-    for finding in findings:
-        if finding.section != section:
-            section = finding.section
-            yield f"[{section}]"
-        mark = "ok" if finding.problem is None else "!!"
-        origin = f"   ({finding.origin})" if finding.origin else ""
-        is_valueless = finding.value is None and finding.origin is None
-        value = "" if is_valueless else f" = {finding.value}"
-        yield one_line(f"  {mark} {finding.name}{value}{origin}")
-        if finding.problem is not None:
-            yield f"       {one_line(' '.join(finding.problem.split()))}"
-        if finding.next_step is not None:
-            yield f"       -> {one_line(finding.next_step)}"
+def _text(findings: list[Finding], *, is_long: bool) -> Iterable[str]:
+    """Yield the report; ``is_long`` adds checks that only passed, and settings left at defaults."""
+    for section, found in itertools.groupby(findings, key=attrgetter("section")):
+        yield f"[{section}]"
+        n_passed = n_defaults = 0
+        for finding in found:
+            is_quiet = not is_long and finding.problem is None and finding.next_step is None
+            if is_quiet and _is_valueless(finding):
+                n_passed += 1
+            elif is_quiet and finding.origin == "default":
+                n_defaults += 1
+            else:
+                yield from _lines(finding)
+        if n_passed:
+            yield f"  ok {n_passed} checks passed"
+        if n_defaults:
+            yield f"  ok {n_defaults} settings have their defaults"
+
+
+def _lines(finding: Finding) -> Iterable[str]:
+    mark = "ok" if finding.problem is None else "!!"
+    origin = f"   ({finding.origin})" if finding.origin else ""
+    value = "" if _is_valueless(finding) else f" = {finding.value}"
+    yield one_line(f"  {mark} {finding.name}{value}{origin}")
+    if finding.problem is not None:
+        yield f"       {one_line(' '.join(finding.problem.split()))}"
+    if finding.next_step is not None:
+        yield f"       -> {one_line(finding.next_step)}"
+
+
+def _is_valueless(finding: Finding) -> bool:
+    return finding.value is None and finding.origin is None
