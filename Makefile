@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test soak sanitized peer-tests compat lint native-test releases canary tsan bench setup clean
+.PHONY: demo test soak sanitized peer-tests compat results lint native-test releases canary tsan bench setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
@@ -36,6 +36,10 @@ peer-tests: setup $(VENV)/.clients
 # Write the tables of docs/reference/compatibility.md: a test that is marked with a table's cell fills that cell with its outcome.
 compat: setup $(VENV)/.clients
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest -m compat --write-compat
+
+# Write the tables of README.md and docs from eval/results/*.json.
+results: setup
+	$(BIN)/python -m llmaas_eval.results
 
 # Run the C tests on the ggml of each supported release, and the whole suite on each older release. Needs the network. The
 # first run compiles for ten minutes on two cores. RELEASE_TESTS=tests/engine runs a part of the suite.
