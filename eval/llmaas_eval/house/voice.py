@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llmaas_eval.house.prose import Passage, passages
 
-__all__ = ["main", "wrong_openings"]
+__all__ = ["main", "sentences", "tracked_files", "wrong_openings"]
 
 OPENINGS = ("Of", "Those of", "That of", "What", "Likewise", "As it was", "As ever", "None:")
 _OPENING = re.compile(rf"({'|'.join(OPENINGS)})(?![\w-])")
@@ -33,7 +33,7 @@ _LEFT_OUT = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the findings in these files, or in the whole repository; return the exit status."""
-    names = list(sys.argv[1:] if arguments is None else arguments) or _tracked()
+    names = list(sys.argv[1:] if arguments is None else arguments) or tracked_files()
     found = 0
     for name in names:
         for line, sentence in wrong_openings(passages(Path(name))):
@@ -47,18 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def wrong_openings(found: Iterator[Passage]) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each sentence with a wrong opening."""
     for passage in found:
-        for sentence in _sentences(passage.text):
+        for sentence in sentences(passage.text):
             if _OPENING.match(sentence) and not sentence.endswith("?"):
                 yield passage.line, sentence
 
 
-def _sentences(text: str) -> Iterator[str]:
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a passage, each in one line."""
     flat = re.sub(r"\s+", " ", text)
     for sentence in re.split(r"(?<=[.!?:])\s+(?=[`*_\"'(]*[A-Z])", flat):
         yield sentence.lstrip("`*_\"'( ")
 
 
-def _tracked() -> list[str]:
+def tracked_files() -> list[str]:
+    """Return the names of the files that git tracks and that we wrote for people."""
     listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, check=True)  # noqa: S607
     names = listed.stdout.decode().split("\0")
     return [name for name in names if name and not name.startswith(_LEFT_OUT)]
