@@ -3,7 +3,7 @@
 typedef struct llmaas_weights llmaas_weights;
 typedef struct llmaas_engine llmaas_engine;
 typedef struct llmaas_density llmaas_density;
-typedef struct llmaas_states llmaas_states;
+typedef struct llmaas_hidden_states llmaas_hidden_states;
 typedef struct llmaas_magnitudes llmaas_magnitudes;
 typedef struct llmaas_moments llmaas_moments;
 
@@ -119,10 +119,10 @@ int llmaas_density_take(llmaas_density * density, uint32_t n, double * sums, uin
 int llmaas_density_cells(llmaas_density * density, uint32_t n, int32_t * cells);
 int llmaas_density_place(llmaas_density * density, uint32_t n_kept, uint32_t n, const int32_t * cells);
 void llmaas_density_reset(llmaas_density * density);
-llmaas_states * llmaas_states_new(int kind, int layer, uint32_t n_embd, uint32_t capacity);
-void llmaas_states_free(llmaas_states * states);
-llmaas_tap llmaas_states_tap(llmaas_states * states);
-int llmaas_states_take(llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
+llmaas_hidden_states * llmaas_hidden_states_new(int kind, int layer, uint32_t n_embd, uint32_t capacity);
+void llmaas_hidden_states_free(llmaas_hidden_states * states);
+llmaas_tap llmaas_hidden_states_tap(llmaas_hidden_states * states);
+int llmaas_hidden_states_take(llmaas_hidden_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
 llmaas_magnitudes * llmaas_magnitudes_new(int kind, uint32_t n_layers, const uint32_t * n_channels);
 void llmaas_magnitudes_free(llmaas_magnitudes * magnitudes);
 llmaas_tap llmaas_magnitudes_tap(llmaas_magnitudes * magnitudes);

@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 enum { STREAM = 1024 };
 

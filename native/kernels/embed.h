@@ -12,7 +12,7 @@
 #include "f16.h"
 #include "kernels.h"
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 /* A scale must cover half a channel's range plus the offset's error of 1/16, and 127 offsets must reach the center. */
 #define LLMAAS_EMBED_REACH  (16.0f / 15.0f)

@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 static __m256i load256(const uint8_t * p) { return _mm256_loadu_si256((const void *) p); }
 static __m128i load128(const uint8_t * p) { return _mm_loadu_si128((const void *) p); }

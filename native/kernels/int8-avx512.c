@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 static uint16_t amax64(__m512i x0, __m512i x1) {
     const __m512i abs = _mm512_set1_epi16(0x7fff);

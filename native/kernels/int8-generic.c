@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 static uint16_t group_amax(const uint8_t * src, size_t n) {
     uint16_t amax = 0;

@@ -3,7 +3,7 @@
 #include "kernels.h"
 #include "knn_lanes.h"
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 void llmaas_knn_dots_generic(const uint8_t * codes, size_t stride, size_t n_rows, const llmaas_knn_query * query,
                              uint32_t * dots) {

@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 static inline uint64_t planes_valid(size_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 

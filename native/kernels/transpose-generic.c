@@ -1,6 +1,6 @@
 #include "kernels.h"
 
-#include "../src/bytes.h"
+#include "bytes.h"
 
 void llmaas_transpose_generic(const uint8_t * src, size_t src_stride, size_t n_rows, size_t n_cols, uint8_t * dst,
                               size_t dst_stride) {

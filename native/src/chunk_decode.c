@@ -1,6 +1,6 @@
 /* Decoding walks plane by plane over a batch of chunks. Then the cells of one plane stay in cache while neighboring
  * chunks fill them: transposed chunks write only 32 bytes of each cache line. */
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "chunk_codec.h"
 
 #include <stdatomic.h>

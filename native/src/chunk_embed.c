@@ -1,6 +1,6 @@
 /* The body of PLANES, matrix by matrix and tile by tile. Whole tiles are coded in place. If a row is not a multiple of
  * 64, its last columns go through a tile padded with zeros, and only the bytes of existing columns are kept. */
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "chunk_codec.h"
 
 enum {

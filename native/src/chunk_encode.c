@@ -1,4 +1,4 @@
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "chunk_codec.h"
 #include "chunk_header.h"
 

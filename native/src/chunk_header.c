@@ -1,7 +1,7 @@
 #include "chunk_header.h"
 
 #include "../kernels/kernels.h"
-#include "bytes.h"
+#include "../kernels/bytes.h"
 
 enum {
     AT_VERSION = 4,

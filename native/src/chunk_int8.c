@@ -1,6 +1,6 @@
 /* RAW and INT8 blocks. INT8: scales of all rows (f16, one per 64 columns; the last group may be shorter), then rows of
  * int8. */
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "chunk_codec.h"
 
 llmaas_codec llmaas_block_codec(int codec, const llmaas_kv_plane * plane) {

@@ -1,6 +1,6 @@
 /* LOSSLESS blocks: u32 block bytes, u8 mode, u8 n_symbols, u16 0, then raw rows (mode 0) or bit planes (mode 1).
  * native/FORMAT.md describes the planes. A block is never larger than its raw form. */
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "chunk_codec.h"
 
 enum { BLOCK_HEAD = 8, MODE_RAW = 0, MODE_PLANES = 1 };

@@ -1,6 +1,6 @@
 #include "llmaas/kv.h"
 
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "kv_plane.h"
 
 /* Return the bytes of a blob. They cannot overflow 64 bits: 2^32 cells × 2^20 bytes × 2^11 planes, plus headers of a

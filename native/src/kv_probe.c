@@ -1,7 +1,7 @@
 /* Geometry of an untrusted engine blob. Every read goes through take(), which checks how much is left. */
 #include "llmaas/kv.h"
 
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "kv_plane.h"
 
 typedef struct cursor {

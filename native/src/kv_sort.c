@@ -1,6 +1,6 @@
 #include "llmaas/kv.h"
 
-#include "bytes.h"
+#include "../kernels/bytes.h"
 #include "kv_plane.h"
 
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 #include "kv_tile.h"
 
-#include "bytes.h"
+#include "../kernels/bytes.h"
 
 static uint64_t rows_offset(const llmaas_kv_span * span) { return (uint64_t) span->first_cell * span->plane.row; }
 

@@ -31,7 +31,7 @@ typedef struct context {
     struct llama_context_params params;
     llmaas_engine *             engine; /* NULL: a vanilla context */
     llmaas_density *            density; /* subscribed, or NULL */
-    llmaas_states *             states;
+    llmaas_hidden_states *             states;
     bool                        has_adapter;
     int32_t                     level;
     int                         n_past[N_SEQ];

@@ -85,12 +85,12 @@ static void listen_to_density(context * c, bool is_on) {
 static void listen_to_states(context * c, bool is_on) {
     if (is_on && !c->states) {
         const llmaas_tap_kind kind = one_in(2) ? LLMAAS_TAP_FFN_INPUT : LLMAAS_TAP_FINAL_NORM;
-        c->states                  = llmaas_states_new(kind, (int) rnd_below(2), N_EMBD, 1 + rnd_below(100));
-        const llmaas_tap tap       = llmaas_states_tap(c->states);
+        c->states                  = llmaas_hidden_states_new(kind, (int) rnd_below(2), N_EMBD, 1 + rnd_below(100));
+        const llmaas_tap tap       = llmaas_hidden_states_tap(c->states);
         CHECK(llmaas_engine_subscribe(c->engine, &tap) == LLMAAS_OK);
     } else if (!is_on && c->states) {
         CHECK(llmaas_engine_unsubscribe(c->engine, c->states) == LLMAAS_OK);
-        llmaas_states_free(c->states);
+        llmaas_hidden_states_free(c->states);
         c->states = NULL;
     }
 }
@@ -102,7 +102,7 @@ void close_context(context * c) {
     }
     llama_free(c->llama); /* also ends its subscriptions */
     llmaas_density_free(c->density);
-    llmaas_states_free(c->states);
+    llmaas_hidden_states_free(c->states);
     *c = (context){0};
 }
 
@@ -149,7 +149,7 @@ static void read_states(context * c) {
     float    rows[20 * N_EMBD];
     uint32_t n_taken;
     uint64_t n_lost;
-    CHECK(llmaas_states_take(c->states, 20, rows, &n_taken, &n_lost) == LLMAAS_OK);
+    CHECK(llmaas_hidden_states_take(c->states, 20, rows, &n_taken, &n_lost) == LLMAAS_OK);
     for (uint32_t i = 0; i < n_taken * N_EMBD; ++i) {
         CHECK(isfinite(rows[i]));
     }

@@ -27,7 +27,7 @@ static struct shown {
     pthread_mutex_t  lock;
     llmaas_engine *  engine;
     llmaas_density * density;
-    llmaas_states *  states;
+    llmaas_hidden_states *  states;
 } shown[N_WORKERS];
 
 static void show(struct shown * s, llmaas_engine * engine) {
@@ -40,7 +40,7 @@ static void show(struct shown * s, llmaas_engine * engine) {
 typedef struct grave {
     context          c;
     llmaas_density * density;
-    llmaas_states *  states;
+    llmaas_hidden_states *  states;
     pthread_t        digger;
     bool             is_dug; /* by a thread of its own */
 } grave;
@@ -49,7 +49,7 @@ static void * bury(void * arg) {
     grave * g = arg;
     close_context(&g->c);
     llmaas_density_free(g->density);
-    llmaas_states_free(g->states);
+    llmaas_hidden_states_free(g->states);
     return NULL;
 }
 
@@ -111,15 +111,15 @@ static void * work(void * arg) {
 static void listen_or_stop(struct shown * s) {
     if (!s->density) {
         s->density           = llmaas_density_new(N_CTX, N_LAYER, 1, 1);
-        s->states            = llmaas_states_new(LLMAAS_TAP_FFN_INPUT, 1, D, 8);
-        const llmaas_tap a = llmaas_density_tap(s->density), b = llmaas_states_tap(s->states);
+        s->states            = llmaas_hidden_states_new(LLMAAS_TAP_FFN_INPUT, 1, D, 8);
+        const llmaas_tap a = llmaas_density_tap(s->density), b = llmaas_hidden_states_tap(s->states);
         CHECK(llmaas_engine_subscribe(s->engine, &a) == LLMAAS_OK);
         CHECK(llmaas_engine_subscribe(s->engine, &b) == LLMAAS_OK);
     } else {
         CHECK(llmaas_engine_unsubscribe(s->engine, s->density) == LLMAAS_OK);
         CHECK(llmaas_engine_unsubscribe(s->engine, s->states) == LLMAAS_OK);
         llmaas_density_free(s->density);
-        llmaas_states_free(s->states);
+        llmaas_hidden_states_free(s->states);
         s->density = NULL;
         s->states  = NULL;
     }
@@ -137,7 +137,7 @@ static void read_all(struct shown * s) {
     llmaas_engine_untouched(s->engine);
     if (s->density) {
         CHECK(llmaas_density_read(s->density, N_CTX, sums, counts) == LLMAAS_OK);
-        CHECK(llmaas_states_take(s->states, 8, rows, &n_taken, &n_lost) == LLMAAS_OK);
+        CHECK(llmaas_hidden_states_take(s->states, 8, rows, &n_taken, &n_lost) == LLMAAS_OK);
     }
 }
 

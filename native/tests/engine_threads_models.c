@@ -1,7 +1,7 @@
 /* Models of random values, without llama.cpp. */
 #include "engine_threads.h"
 
-#include "cpu.h"
+#include "base/cpu.h"
 #include "ggml-alloc.h"
 #include "ggml-cpu.h"
 

@@ -1,6 +1,6 @@
 /* Linked into every program that uses the backend. Like a process that loads the library, each program first compares
  * the declarations of the two sides, which also looks up the operations. */
-#include "abi.h"
+#include "base/abi.h"
 #include "check.h"
 
 __attribute__((constructor)) static void compare(void) {

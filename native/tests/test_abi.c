@@ -1,8 +1,8 @@
 /* Releases of ggml that are not installed: a buffer type of version 3 of the backend interface, and releases that we do
  * not know. The functions here replace ggml's. */
-#include "abi.h"
-#include "buffer.h"
+#include "base/abi.h"
 #include "check.h"
+#include "engine/buffer.h"
 
 #include <dlfcn.h>
 
@@ -81,6 +81,11 @@ static void become(int version) {
 
 /* -- the checks ---------------------------------------------------------------------------------------------------- */
 
+static const char * found_problem(void) {
+    const char * problem = llmaas_abi_problem();
+    return problem ? problem : llmaas_buffers_problem();
+}
+
 static void check_allocation(void) {
     const ggml_backend_buffer_type_t type = llmaas_buffers();
     CHECK(ggml_backend_buft_get_device(type) == &llmaas_device);
@@ -94,19 +99,19 @@ static void check_allocation(void) {
 
 static void check_version_3_differs_in_buffer_types_only(void) {
     become(3);
-    CHECK(!llmaas_abi_problem());
+    CHECK(!found_problem());
     void * const * ours = (void * const *) llmaas_buffers();
     CHECK(ours[0] && ours[1] && !ours[2] && ours[3] && !ours[4] && !ours[5] && !ours[6] && ours[7]);
     CHECK(ours[8] == &llmaas_device && !ours[9]);
     check_allocation();
     become(2);
-    CHECK(!llmaas_abi_problem());
+    CHECK(!found_problem());
     CHECK(llmaas_buffers() != (ggml_backend_buffer_type_t) ours);
     check_allocation();
 }
 
 static void check_refused(const char * expected) {
-    const char * problem = llmaas_abi_problem();
+    const char * problem = found_problem();
     CHECK(problem && strcmp(problem, expected) == 0);
 }
 
@@ -133,7 +138,7 @@ static void check_unknown_is_refused(void) {
     hidden = "GLU"; /* the last one: nothing beyond it is read */
     check_refused("it has no operation GLU");
     hidden = NULL;
-    CHECK(!llmaas_abi_problem());
+    CHECK(!found_problem());
 }
 
 int main(void) {

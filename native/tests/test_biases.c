@@ -2,7 +2,7 @@
  * own. */
 #include "check.h"
 
-#include "biases.h"
+#include "weights/biases.h"
 
 enum { N = 32, N_ROWS = 5 };
 
@@ -45,15 +45,15 @@ static int rewrite(llmaas_graph * graph, struct ggml_cgraph * original, struct g
     llmaas_graph_begin(graph, original);
     for (int i = 0; i < original->n_nodes; ++i) {
         struct ggml_tensor * node = original->nodes[i];
-        if (!llmaas_biases_settle(&all, graph, original, node)) {
+        if (!llmaas_biases_fuse(&all, graph, original, node)) {
             llmaas_graph_append(graph, node);
         }
         if (node == a || node == b) {
-            llmaas_biases_owe(&all, graph, original, node, node == a ? biases : more);
+            llmaas_biases_defer(&all, graph, original, node, node == a ? biases : more);
         }
     }
-    llmaas_biases_end(&all, graph);
-    CHECK(all.n_owed == 0);
+    llmaas_biases_flush(&all, graph);
+    CHECK(all.n_deferred == 0);
     return llmaas_graph_end(graph)->n_nodes;
 }
 

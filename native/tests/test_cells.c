@@ -1,5 +1,5 @@
 /* The memory of KV cells: what graphs reveal about it, and giving it back. */
-#include "cells.h"
+#include "attention/cells.h"
 #include "check.h"
 
 #include "ggml-alloc.h"

@@ -1,7 +1,7 @@
 /* Gathering: each piece gets its own bytes, however they are read. */
 #include "check.h"
 
-#include "gather.h"
+#include "stream/gather.h"
 
 #include <fcntl.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
  * reported. */
 #include "check.h"
 
-#include "graph.h"
+#include "base/graph.h"
 
 enum { N = 64, N_ROWS = 5 };
 

@@ -1,5 +1,5 @@
 /* Where the pieces of a blob belong, as reported by a reader that hands them out like llama.cpp's. */
-#include "cells.h"
+#include "attention/cells.h"
 #include "check.h"
 
 #include "ggml-alloc.h"

@@ -1,8 +1,8 @@
 /* Attention over visible cells only: the result is bit-identical to that of a graph which has no other cells. */
 #include "check.h"
 
+#include "attention/narrow.h"
 #include "ggml-cpu.h"
-#include "narrow.h"
 
 #include <math.h>
 
@@ -66,18 +66,18 @@ static void fill_cells(void) {
     }
 }
 
-static bool is_readable(const llmaas_seen * seen, int cell) {
+static bool is_readable(const llmaas_visible * visible, int cell) {
     bool is_in_run = false;
-    for (int i = 0; i < seen->n_runs; ++i) {
-        is_in_run = is_in_run || (cell >= seen->runs[i].first && cell < seen->runs[i].first + seen->runs[i].n);
+    for (int i = 0; i < visible->n_runs; ++i) {
+        is_in_run = is_in_run || (cell >= visible->runs[i].first && cell < visible->runs[i].first + visible->runs[i].n);
     }
-    return seen->n_runs > 0 ? is_in_run : cell >= seen->first && cell < seen->first + seen->n;
+    return visible->n_runs > 0 ? is_in_run : cell >= visible->first && cell < visible->first + visible->n;
 }
 
 /* Make a tensor [D, N_HEAD_KV, n_cells], or its transpose [n_cells, N_HEAD_KV * D]. Cells that must not be read are
  * NaN. */
 static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * from, enum ggml_type type, int first,
-                                      int n_cells, bool is_transposed, const llmaas_seen * readable) {
+                                      int n_cells, bool is_transposed, const llmaas_visible * readable) {
     enum { N = N_HEAD_KV * D };
     struct ggml_tensor * cache = is_transposed ? ggml_new_tensor_2d(ctx, type, n_cells, N)
                                                : ggml_new_tensor_3d(ctx, type, D, N_HEAD_KV, n_cells);
@@ -100,7 +100,7 @@ static struct ggml_tensor * new_cache(struct ggml_context * ctx, const float * f
 
 /* Build attention over n_cells cells as llama.cpp does. Return the node with the result. */
 static struct ggml_tensor * new_attention(
-    struct ggml_context * ctx, const shape * of, const layout * l, int first, int n_cells, const llmaas_seen * readable) {
+    struct ggml_context * ctx, const shape * of, const layout * l, int first, int n_cells, const llmaas_visible * readable) {
     const float          scale = 1.0f / sqrtf((float) D);
     struct ggml_tensor * query = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, D, N_HEAD, of->n_rows);
     struct ggml_tensor * sinks = of->has_sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, N_HEAD) : NULL;
@@ -147,16 +147,16 @@ static int narrow(llmaas_narrow * narrowing, llmaas_graph * graph, struct ggml_c
         struct ggml_tensor * node     = original->nodes[i];
         const bool           is_flash = llmaas_op_of(node) == LLMAAS_OP_FLASH_ATTN_EXT;
         struct ggml_tensor * flash    = is_flash ? llmaas_narrow_flash(narrowing, graph, node) : NULL;
-        const llmaas_seen *  seen     = llmaas_narrow_attention(narrowing, original, i);
+        const llmaas_visible *  visible     = llmaas_narrow_attention(narrowing, original, i);
         llmaas_narrow_nodes  three;
-        if (seen && seen->n_runs > 0) {
-            llmaas_runs_scores(seen, graph, node);
+        if (visible && visible->n_runs > 0) {
+            llmaas_runs_scores(visible, graph, node);
             llmaas_graph_append(graph, original->nodes[i + 1]);
-            llmaas_runs_result(seen, graph, original->nodes[i + 2]);
+            llmaas_runs_result(visible, graph, original->nodes[i + 2]);
             n_changed += 2;
             i += 2;
-        } else if (seen) {
-            CHECK(llmaas_narrow_products(seen, graph, original->nodes + i, &three));
+        } else if (visible) {
+            CHECK(llmaas_narrow_products(visible, graph, original->nodes + i, &three));
             llmaas_graph_append(graph, three.scores);
             llmaas_graph_append(graph, three.probabilities);
             llmaas_graph_append(graph, three.result);
@@ -178,14 +178,14 @@ static void check_attention(shape of, layout l, int n, int n_threads) {
     llmaas_narrow         narrowing = {0};
     struct ggml_cgraph *  sight     = graph_of(ctx, new_attention(ctx, &of, &l, 0, N_CELLS, NULL));
     CHECK(llmaas_narrow_read(&narrowing, sight));
-    const llmaas_seen    seen     = narrowing.seen[0];
-    struct ggml_tensor * found    = new_attention(ctx, &of, &l, 0, N_CELLS, &seen);
+    const llmaas_visible    visible     = narrowing.visible[0];
+    struct ggml_tensor * found    = new_attention(ctx, &of, &l, 0, N_CELLS, &visible);
     struct ggml_cgraph * original = graph_of(ctx, found);
-    CHECK(narrowing.n_seen == 1 && seen.n == n && seen.first <= l.first && seen.first + n >= l.end);
+    CHECK(narrowing.n_visible == 1 && visible.n == n && visible.first <= l.first && visible.first + n >= l.end);
     CHECK(llmaas_narrow_read(&narrowing, original));
     CHECK(narrow(&narrowing, graph, original) == (of.is_flash ? 1 : 3));
     compute(llmaas_graph_end(graph), of.n_threads);
-    struct ggml_tensor * expected = new_attention(ctx, &of, &l, (int) seen.first, n, NULL);
+    struct ggml_tensor * expected = new_attention(ctx, &of, &l, (int) visible.first, n, NULL);
     compute(graph_of(ctx, expected), n_threads);
     CHECK(memcmp(found->data, expected->data, ggml_nbytes(expected)) == 0);
     CHECK(isfinite(((const float *) found->data)[0]));
@@ -259,9 +259,9 @@ static void check_runs(shape of, layout l, int n_runs) {
     struct ggml_tensor *  expected  = new_attention(ctx, &of, &l, 0, N_CELLS, NULL);
     struct ggml_cgraph *  stock     = graph_of(ctx, expected);
     CHECK(llmaas_narrow_read(&narrowing, stock));
-    const llmaas_seen seen = narrowing.seen[0];
-    CHECK(seen.n_runs == n_runs);
-    struct ggml_tensor * found    = new_attention(ctx, &of, &l, 0, N_CELLS, &seen);
+    const llmaas_visible visible = narrowing.visible[0];
+    CHECK(visible.n_runs == n_runs);
+    struct ggml_tensor * found    = new_attention(ctx, &of, &l, 0, N_CELLS, &visible);
     struct ggml_cgraph * original = graph_of(ctx, found);
     memset(found->src[1]->src[0]->data, 0xff, ggml_nbytes(found->src[1])); /* NaN */
     CHECK(llmaas_narrow_read(&narrowing, original));
@@ -340,12 +340,12 @@ static void test_ranges_of_random_masks(void) {
         llmaas_narrow        narrowing;
         struct ggml_tensor * scores = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n, of.n_rows);
         struct ggml_cgraph * graph  = graph_of(ctx, ggml_soft_max_ext(ctx, scores, mask, 1.0f, 0.0f));
-        const int            n_seen = (l.end - l.first + 255) / 256 * 256;
-        CHECK(llmaas_narrow_read(&narrowing, graph) == (n - n_seen >= 256));
-        CHECK(narrowing.seen[0].is_narrow == (n - n_seen >= 256) && !narrowing.seen[0].has_holes);
-        if (narrowing.seen[0].is_narrow) {
-            CHECK(narrowing.seen[0].n == n_seen && narrowing.seen[0].first + n_seen <= n);
-            CHECK(narrowing.seen[0].first == (l.first + n_seen <= n ? l.first : n - n_seen));
+        const int            n_visible = (l.end - l.first + 255) / 256 * 256;
+        CHECK(llmaas_narrow_read(&narrowing, graph) == (n - n_visible >= 256));
+        CHECK(narrowing.visible[0].is_narrow == (n - n_visible >= 256) && !narrowing.visible[0].has_holes);
+        if (narrowing.visible[0].is_narrow) {
+            CHECK(narrowing.visible[0].n == n_visible && narrowing.visible[0].first + n_visible <= n);
+            CHECK(narrowing.visible[0].first == (l.first + n_visible <= n ? l.first : n - n_visible));
         }
         free(copy);
         ggml_free(ctx);

@@ -1,8 +1,8 @@
 /* Preloading: what was read ahead is used, counted and bounded, and results do not change. */
 #include "check.h"
 
-#include "graph.h"
-#include "stream.h"
+#include "base/graph.h"
+#include "stream/stream.h"
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -1,9 +1,9 @@
 /* Products with a part of a repacked weight are bit-identical to what ggml-cpu computes with that part alone. */
 #include "check.h"
 
-#include "cpu.h"
+#include "base/cpu.h"
 #include "ggml-alloc.h"
-#include "repacked.h"
+#include "weights/repacked.h"
 
 enum { N_ROWS = 72, N_BLOCKS = 5, N_EXPERTS = 3 };
 

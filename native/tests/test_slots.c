@@ -1,7 +1,7 @@
 /* Slots: which channel gets one, and which has to give way. */
 #include "check.h"
 
-#include "slots.h"
+#include "stream/slots.h"
 
 #include <string.h>
 

@@ -101,18 +101,18 @@ LLMAAS_API llmaas_status llmaas_density_place(
 LLMAAS_API void llmaas_density_reset(llmaas_density * density);
 
 /* Hidden states, in the order in which the graph produced them. */
-typedef struct llmaas_states llmaas_states;
+typedef struct llmaas_hidden_states llmaas_hidden_states;
 
 /* Create a tap of hidden states that holds the newest `capacity` rows of n_embd floats. kind: FFN_INPUT of `layer`, or
  * FINAL_NORM (layer is ignored). NULL if out of memory, for any other kind, or if a size is 0. */
-LLMAAS_API llmaas_states * llmaas_states_new(llmaas_tap_kind kind, int layer, uint32_t n_embd, uint32_t capacity);
-LLMAAS_API void            llmaas_states_free(llmaas_states * states); /* only after its subscription ended */
-LLMAAS_API llmaas_tap      llmaas_states_tap(llmaas_states * states);
+LLMAAS_API llmaas_hidden_states * llmaas_hidden_states_new(llmaas_tap_kind kind, int layer, uint32_t n_embd, uint32_t capacity);
+LLMAAS_API void            llmaas_hidden_states_free(llmaas_hidden_states * states); /* only after its subscription ended */
+LLMAAS_API llmaas_tap      llmaas_hidden_states_tap(llmaas_hidden_states * states);
 
 /* Take out the oldest rows, at most n, into rows[n][n_embd]. *n_taken: rows taken. *n_lost: rows since the last call
  * that were overwritten before anybody took them, or had another width. EINVAL: a pointer is NULL. */
-LLMAAS_API llmaas_status llmaas_states_take(
-    llmaas_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
+LLMAAS_API llmaas_status llmaas_hidden_states_take(
+    llmaas_hidden_states * states, uint32_t n, float * rows, uint32_t * n_taken, uint64_t * n_lost);
 
 /* Magnitudes of the activations that a kind's nodes read: a histogram, and sums by channel. */
 typedef struct llmaas_magnitudes llmaas_magnitudes;

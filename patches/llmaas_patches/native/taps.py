@@ -112,7 +112,7 @@ class Density(Tap):
 
 
 class Rows(Tap):
-    """``llmaas_states`` of a context."""
+    """``llmaas_hidden_states`` of a context."""
 
     def __init__(
         self, context: Context, library: Library, states: States, layer: int | None, capacity: int
@@ -126,10 +126,10 @@ class Rows(Tap):
             raise ValueError(f"capacity must be 1 or more, found {capacity}")
         self._n_embd = int(llama_cpp.llama_model_n_embd(context.model))
         ffi, lib = self._library = library
-        made = lib.llmaas_states_new(STATES[states], layer, self._n_embd, capacity)
-        self._states = ffi.gc(_made(ffi, made), lib.llmaas_states_free)
+        made = lib.llmaas_hidden_states_new(STATES[states], layer, self._n_embd, capacity)
+        self._states = ffi.gc(_made(ffi, made), lib.llmaas_hidden_states_free)
         self.n_lost = 0
-        super().__init__(context, lib.llmaas_states_tap(made), made)
+        super().__init__(context, lib.llmaas_hidden_states_tap(made), made)
 
     def take(self) -> NDArray[np.float32]:
         """Remove and return all captured rows, which are usually few."""
@@ -142,7 +142,7 @@ class Rows(Tap):
         rows = np.empty((_ROWS, self._n_embd), dtype=np.float32)
         n_taken, n_lost = self._library.ffi.new("uint32_t *"), self._library.ffi.new("uint64_t *")
         pointer = self._library.ffi.cast("float *", rows.ctypes.data)
-        self._library.lib.llmaas_states_take(self._states, _ROWS, pointer, n_taken, n_lost)
+        self._library.lib.llmaas_hidden_states_take(self._states, _ROWS, pointer, n_taken, n_lost)
         self.n_lost += int(n_lost[0])
         return rows[: n_taken[0]]
 
