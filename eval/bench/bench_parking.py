@@ -19,7 +19,7 @@ from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval, quartiles
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 
 N_BLOCK = 1024
@@ -166,7 +166,7 @@ def bench_switch(model_200m, benchmark, n_tokens):
     rng = np.random.default_rng(0)
     contexts = [rng.integers(300, 4000, n_tokens).astype(np.int32) for _ in range(2)]
     with opened(model_200m, 2048, flash=True, n_threads=os.cpu_count()) as engine:
-        parking = Parking(engine)
+        parking = ParkedContexts(engine)
         engine.decode(n_tokens, 0)
         parking.switch(contexts[1], contexts[0])
         llama_cpp.llama_memory_seq_rm(engine.memory, 0, -1, -1)

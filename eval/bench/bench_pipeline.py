@@ -25,7 +25,7 @@ import pytest
 from llmaas_eval.disk import can_limit_reads, read_limit
 from llmaas_eval.paired import compare, repeats
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.transfer.planning import Plan, as_runs
+from llmaas_plugins.kv_chunks.transfer.planning import LoadPlan, as_runs
 
 N_TOKENS = {"reference_model": 1000, "model_200m": 768}
 N_LEARNING, N_ROUNDS = 8, 10
@@ -76,11 +76,11 @@ class StoredPrompt(contextlib.ExitStack):
     def empty(self):
         """Remove the context from the engine and from the RAM tier."""
         self.engine.drop_resident()
-        shelf = self.store._shelf
+        shelf = self.store._residency
         with shelf.lock:
             for chunk in self.store.tree:
                 if chunk.ram >= 0:
-                    shelf.reclaim(chunk)
+                    shelf.evict_from_ram(chunk)
 
     def bring(self):
         """Give the engine all cells; return the result of the load, or None without a load."""
@@ -111,7 +111,7 @@ class StoredPrompt(contextlib.ExitStack):
     @contextlib.contextmanager
     def cut_at(self, cut):
         """Replace the plugin's plan by this cut."""
-        self.transfer._plan = lambda chunks, _start: Plan(as_runs(chunks, cut), None)
+        self.transfer._plan = lambda chunks, _start: LoadPlan(as_runs(chunks, cut), None)
         try:
             yield self
         finally:

@@ -102,10 +102,10 @@ class StoredContext(contextlib.ExitStack):
 
     def leave_ram(self) -> None:
         """Evict all chunks from the RAM tier; all of them are on disk."""
-        with self._store._shelf.lock:
+        with self._store._residency.lock:
             for chunk in self._store.tree:
                 if chunk.ram >= 0:
-                    self._store._shelf.reclaim(chunk)
+                    self._store._residency.evict_from_ram(chunk)
 
     # -- vanilla --------------------------------------------------------------------------------
 

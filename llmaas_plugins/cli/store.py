@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llmaas_plugins.kv_chunks.config import KVChunksConfig
-    from llmaas_plugins.kv_chunks.maintenance.cleanup import Tidied
-    from llmaas_plugins.kv_chunks.maintenance.snapshot import Contents
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import CleanupResult
+    from llmaas_plugins.kv_chunks.maintenance.snapshot import StoreSnapshot
 
 __all__ = ["add_parser"]
 
@@ -56,11 +56,11 @@ def add_parser(subparsers: Any) -> None:
 
 def stats(args: argparse.Namespace) -> int:
     """Print sizes, contexts and models."""
-    from llmaas_plugins.kv_chunks.maintenance.snapshot import read_contents
+    from llmaas_plugins.kv_chunks.maintenance.snapshot import read_snapshot
 
     settings = _settings(args)
     try:
-        found = _stats(read_contents(_directory(args)), int(settings.disk_budget))
+        found = _stats(read_snapshot(_directory(args)), int(settings.disk_budget))
     except sqlite3.DatabaseError as error:
         raise StoreError(
             f"cannot read KV store {_directory(args)}: {error}. See `llmaas store check`."
@@ -124,9 +124,9 @@ def export(args: argparse.Namespace) -> int:
 
 def forget(args: argparse.Namespace) -> int:
     """Remove contexts; chunks that other contexts share stay."""
-    from llmaas_plugins.kv_chunks.maintenance.cleanup import Upkeep
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import StoreCleanup
 
-    upkeep = Upkeep(_directory(args))
+    upkeep = StoreCleanup(_directory(args))
     try:
         known = upkeep.contexts()
         unknown = [name for name in args.contexts if name not in known]
@@ -165,10 +165,10 @@ def _directory(args: argparse.Namespace) -> Path:
     return chosen_directory(args, lambda: _settings(args).store)
 
 
-def _tidy(directory: Path, *, shrink: bool) -> Tidied:
-    from llmaas_plugins.kv_chunks.maintenance.cleanup import Upkeep
+def _tidy(directory: Path, *, shrink: bool) -> CleanupResult:
+    from llmaas_plugins.kv_chunks.maintenance.cleanup import StoreCleanup
 
-    upkeep = Upkeep(directory)  # opening drops impossible rows, or sets a damaged index aside
+    upkeep = StoreCleanup(directory)  # opening drops impossible rows, or sets a damaged index aside
     try:
         upkeep.drop_damaged(progress("checking", "chunk"))
         upkeep.drop_unreachable()
@@ -177,7 +177,7 @@ def _tidy(directory: Path, *, shrink: bool) -> Tidied:
         upkeep.close()
 
 
-def _stats(contents: Contents, budget: int) -> dict[str, Any]:
+def _stats(contents: StoreSnapshot, budget: int) -> dict[str, Any]:
     from llmaas_plugins.kv_chunks.maintenance.cleanup import disk_bytes
     from llmaas_plugins.kv_chunks.store.store_format import FORMAT
 
@@ -205,7 +205,7 @@ def _stats(contents: Contents, budget: int) -> dict[str, Any]:
             {"root": root.hex(), "chunks": n, "is_known": root in contents.layouts}
             for root, n in roots.most_common()
         ],
-        "unsound_rows": contents.unsound,
+        "unsound_rows": contents.n_invalid_rows,
     }
 
 

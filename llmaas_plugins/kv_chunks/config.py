@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from llmaas_plugins.kv_chunks.compression.tolerance import INT8_BITS
-from llmaas_plugins.kv_chunks.store.eviction import Eviction
+from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy
 from llmaas_plugins.sizes import DiskSize, MemorySize, OptionalSize
 
 __all__ = ["KVChunksConfig"]
@@ -60,7 +60,7 @@ class KVChunksConfig(BaseModel):
         default=None,
         description="Bytes that may be written to the slab each day; no limit when unset.",
     )
-    eviction: Eviction = Field(
+    eviction: EvictionPolicy = Field(
         default="lru",
         description='Which chunks leave RAM first: the least recently used ("lru"), or those with '
         'the most bits, and among them the least recently used ("lctru", LLMS §3.4).',

@@ -30,25 +30,25 @@ from llmaas_hooks import (
 )
 from llmaas_plugins._native import Budget, Codec
 from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
-from llmaas_plugins.kv_chunks.compression.bit_allocator import Levels
+from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.parking.cell_budget import Spare, token_bytes
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import (
     PARKED_SEQUENCES,
     SEQUENCES,
     spare_cells,
-    unsupported,
-    unsupported_cells,
+    why_unserved,
+    why_unserved_cells,
 )
-from llmaas_plugins.kv_chunks.plugin_counters import Report
+from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.store_files import SLAB
 from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
-from llmaas_plugins.kv_chunks.transfer.transfer import Parts, Transfer
+from llmaas_plugins.kv_chunks.transfer.transfer import Transfer, TransferParts
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place
 from llmaas_plugins.model.identity import cell_identity, hashed, is_rotation_off
@@ -77,18 +77,18 @@ class KVChunks:
         self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
             weakref.WeakKeyDictionary()
         )
-        self._waited: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._engines_waited: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
         self._contexts: dict[int, str | None] = {}
         self._rotations_off: dict[int, bool] = {}
         self._digests: dict[int, Digest] = {}
         self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
-        self._with_spare: set[int] = set()
-        self._report = Report()
-        self._swapping = Trouble(_log)
-        self._looks_into_engine = config.codec == "tolerance" or config.parked_tokens > 0
-        if not self._looks_into_engine:
+        self._contexts_with_spare: set[int] = set()
+        self._report = PluginCounters()
+        self._background_trouble = Trouble(_log)
+        self._uses_native_context = config.codec == "tolerance" or config.parked_tokens > 0
+        if not self._uses_native_context:
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -97,19 +97,19 @@ class KVChunks:
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Add the scratch sequence and spare cells to contexts that can be served."""
         path = "a model" if create.load is None else create.load.path
-        reason = unsupported(create)
+        reason = why_unserved(create)
         if reason is None:
             try:
                 self._open()  # fail before the context exists
             except Exception:
                 create.checks.append(self._note(create.model, path, "its store is not open"))
                 raise
-            self._enlarge(create)
+            self._request_spare_cells(create)
             if create.load is not None:
                 self._digests[create.model] = begin_digest(create.load.files)  # needed soon
         create.checks.append(self._note(create.model, path, reason))
 
-    def _enlarge(self, create: ContextCreate) -> None:
+    def _request_spare_cells(self, create: ContextCreate) -> None:
         """Ask for the scratch sequence, and for spare cells for parked contexts."""
         n_spare = spare_cells(create, self._config.parked_tokens)
         if n_spare:
@@ -126,19 +126,19 @@ class KVChunks:
         rotation_off = is_rotation_off()
 
         def made(ctx: int) -> bool:
-            found = reason or unsupported_cells(ctx)
+            found = reason or why_unserved_cells(ctx)
             with self._lock:
                 self._by_ctx.pop(ctx, None)  # an earlier context had this address
                 self._contexts[ctx] = found
                 self._rotations_off[ctx] = rotation_off
-                self._with_spare.discard(ctx)
+                self._contexts_with_spare.discard(ctx)
                 if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
-                    self._with_spare.add(ctx)
+                    self._contexts_with_spare.add(ctx)
                 if found is not None:
                     # the context may now be recreated without a check, at another address
                     self._refused[model] = found
             if found is not None:
-                self._leave_alone(path, found)
+                self._log_refusal(path, found)
             return found == reason
 
         return made
@@ -147,7 +147,7 @@ class KVChunks:
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Remember the native context; release the memory of all cells if there are spare ones."""
         self._natives[context.ctx] = context
-        if context.ctx in self._with_spare:
+        if context.ctx in self._contexts_with_spare:
             context.cells().release()
             context.narrow_attention = True  # skips the cells of parked contexts
 
@@ -162,7 +162,7 @@ class KVChunks:
         try:
             restored = transfer.restore(request.tokens, resident, request.app, engine.resident_app)
         except BudgetError as error:
-            self._give_up(request.engine, error)
+            self._stop_serving(request.engine, error)
             return None
         if restored is not None and restored.n_loaded + restored.n_recomputed:  # else: only dropped
             self._report.restored(restored)
@@ -183,7 +183,7 @@ class KVChunks:
             try:
                 transfer.save(tokens, request.context_id, request.app)
             except BudgetError as error:
-                self._give_up(engine, error)
+                self._stop_serving(engine, error)
                 return
             self._report.saved(time.perf_counter() - started)
             if self._config.swap_out == "ahead":
@@ -250,7 +250,7 @@ class KVChunks:
 
     @lazy
     def _staging(self) -> Staging:
-        if self._looks_into_engine:  # few cells go through the buffers
+        if self._uses_native_context:  # few cells go through the buffers
             return Staging(self._store, _SMALL_SEGMENT_BYTES)
         return Staging(self._store)
 
@@ -277,8 +277,9 @@ class KVChunks:
 
     def _transfer(self, engine: Engine) -> Transfer | None:
         """Return an engine's transfer; None if it is not served or not identified yet."""
-        if (reason := _bent(engine)) is not None:  # check each time: older chunks would be wrong
-            self._leave_alone(engine.llama.model_path, reason)
+        reason = _alteration(engine)  # check each time: older chunks would be wrong
+        if reason is not None:
+            self._log_refusal(engine.llama.model_path, reason)
             return None
         return self._identified(engine, may_wait=True)
 
@@ -287,9 +288,9 @@ class KVChunks:
             if engine in self._transfers:
                 return self._transfers[engine]
             reason = self._reason(engine)
-            wait_s = _IDENTIFY_S if may_wait and engine not in self._waited else 0.0
+            wait_s = _IDENTIFY_S if may_wait and engine not in self._engines_waited else 0.0
             if may_wait:
-                self._waited.add(engine)
+                self._engines_waited.add(engine)
         identity = None
         try:
             if reason is None:
@@ -297,7 +298,7 @@ class KVChunks:
         except StoreError as error:
             reason = str(error)
         if reason is not None:
-            self._leave_alone(engine.llama.model_path, reason)
+            self._log_refusal(engine.llama.model_path, reason)
         elif identity is None:
             return None  # a later request asks again
         with self._lock:
@@ -339,15 +340,15 @@ class KVChunks:
         self._by_ctx[engine.ctx] = transfer
         return transfer
 
-    def _parts(self, engine: Engine) -> Parts:
+    def _parts(self, engine: Engine) -> TransferParts:
         config, native = self._config, self._natives.get(engine.ctx)
         has_levels = config.codec == "tolerance"
         memory = None if native is None else native.cells()
-        parking = Parking(engine) if engine.n_spare else None
-        return Parts(
+        parking = ParkedContexts(engine) if engine.n_spare else None
+        return TransferParts(
             store=self._store,
             codec=_CODECS[config.codec],
-            levels=Levels(self._store, config.levels, config.ratio_global) if has_levels else None,
+            bit_allocator=self._bit_allocator(),
             attention=ChunkAttention(native) if has_levels and native is not None else None,
             parking=parking,
             spare=None if parking is None else self._spare(engine, parking, memory),
@@ -357,33 +358,41 @@ class KVChunks:
             workers=self._workers,
         )
 
-    def _spare(self, engine: Engine, parking: Parking, memory: CellMemory | None) -> Spare:
+    def _bit_allocator(self) -> BitAllocator | None:
+        config = self._config
+        if config.codec != "tolerance":
+            return None
+        return BitAllocator(self._store, config.levels, config.ratio_global)
+
+    def _spare(
+        self, engine: Engine, parking: ParkedContexts, memory: CellMemory | None
+    ) -> ParkedCellBudget:
         n_bytes = token_bytes(engine.model, engine.llama.context_params)
-        return Spare(engine, parking, self._store, memory, n_bytes)
+        return ParkedCellBudget(engine, parking, self._store, memory, n_bytes)
 
     def _flush(self) -> None:
         try:
             self._store.flush()
             self._store.refill()
         except Exception as error:
-            self._swapping.failed(
+            self._background_trouble.failed(
                 "writing or reading chunks ahead of time failed; contexts will be recomputed",
                 error=error,
             )
         else:
-            self._swapping.worked()
+            self._background_trouble.worked()
 
-    def _give_up(self, engine: Engine, error: BudgetError) -> None:
+    def _stop_serving(self, engine: Engine, error: BudgetError) -> None:
         with self._lock:
             transfer = self._transfers[engine]
             self._transfers[engine] = None
         if transfer is not None:
             transfer.close()
-        self._leave_alone(engine.llama.model_path, str(error))
+        self._log_refusal(engine.llama.model_path, str(error))
 
-    def _leave_alone(self, path: str, reason: str) -> None:
+    def _log_refusal(self, path: str, reason: str) -> None:
         named = f"{Path(path).name}: {reason}"
-        if self._report.left_alone(named):
+        if self._report.refused(named):
             _log.warning("kv_chunks does not serve a context: %s", named)
 
 
@@ -397,7 +406,7 @@ def _name_older(slab: Path) -> None:
         )
 
 
-def _bent(engine: Engine) -> str | None:
+def _alteration(engine: Engine) -> str | None:
     """Return why an engine's cells no longer match its model as it was loaded, or None."""
     if engine.alteration is not None:
         return f"the app called {engine.alteration}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from llmaas_hooks import RequestStats, forks
-from llmaas_plugins.kv_chunks.transfer.transfer import Loaded
+from llmaas_plugins.kv_chunks.transfer.transfer import LoadResult
 
-__all__ = ["Report"]
+__all__ = ["PluginCounters"]
 
 
-class Report:
+class PluginCounters:
     """Counters since the plugin was activated. Thread-safe."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Report:
         """Count a finished request."""
         self._add(requests=1, prompt_tokens=stats.n_prompt, reused_tokens=stats.n_reused)
 
-    def restored(self, loaded: Loaded) -> None:
+    def restored(self, loaded: LoadResult) -> None:
         """Count a load, and compare its planned time with the actual one if there was a plan."""
         self._add(
             restores=1,
@@ -61,7 +61,7 @@ class Report:
         if n_tokens > 1:
             self._add(evaluated_tokens=n_tokens, evaluate_s=seconds)
 
-    def left_alone(self, reason: str) -> bool:
+    def refused(self, reason: str) -> bool:
         """Note a context that is not served; return True the first time for this reason."""
         with self._lock:
             new = reason not in self._reasons

@@ -11,7 +11,7 @@ import pytest
 from claiming import Claimer, created, decode, loaded, native
 
 from llmaas_plugins.kv_chunks.compression.attention import ROW_STEP, ChunkAttention
-from llmaas_plugins.kv_chunks.transfer.cells import Cells
+from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 
 TOKENS = tuple(np.random.default_rng(3).integers(300, 4000, 200).tolist())
 OTHERS = tuple(np.random.default_rng(4).integers(300, 4000, 200).tolist())
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, ctx, context):
         self.ctx = ctx
-        self.cells = Cells(ctx)
+        self.cells = KVCells(ctx)
         self.density = context.density()
         self.attention = ChunkAttention(context)
         self._memory = llama_cpp.llama_get_memory(ctx)
@@ -53,7 +53,7 @@ class Engine:
 
     def place(self, kept, n, cells=None):
         self.density.place(kept, n, cells)
-        self.attention.placed(kept, n)
+        self.attention.announce(kept, n)
 
     def restore(self, *blobs):
         for blob in blobs:
@@ -203,7 +203,7 @@ def test_a_context_without_taps_has_no_attention_and_no_error(reference_model):
         with created(model):
             pass
         attention = ChunkAttention(plugin.contexts[0])
-    attention.placed(0, 20)
+    attention.announce(0, 20)
     assert attention.cells(20) is None
     sums, counts = attention.take(20)
     assert sums.tolist() == counts.tolist() == [0, 0]

@@ -451,7 +451,7 @@ def test_cells_that_are_not_finite_keep_every_bit(make, suite):
     generator.close()
     store = store_of(active)
     path, _ = store.match(next(iter(store.tree)).id.parent, np.array(CHAT, np.int32))
-    codecs = [chunk_peek(store._shelf.ram.view(chunk.ram, chunk.size)).codec for chunk in path]
+    codecs = [chunk_peek(store._residency.ram.view(chunk.ram, chunk.size)).codec for chunk in path]
     assert codecs == [Codec.INT8, Codec.INT8, Codec.RAW, *[Codec.INT8] * 4]
     ask(llama, FOREIGN, 1)
     ask(llama, CHAT, 1)

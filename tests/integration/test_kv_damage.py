@@ -26,7 +26,7 @@ from llmaas_plugins._native import (
 )
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.transfer.cell_layout import pack_layout
-from llmaas_plugins.kv_chunks.transfer.cells import Cells
+from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 
 RNG = np.random.default_rng(3)
 PROMPT = [1, *RNG.integers(300, 4000, 179).tolist()]  # 11 chunks and a piece
@@ -262,7 +262,7 @@ def finds_others(*_):
 
 
 BREAKS = {
-    "the engine refused stored cells": (Cells, "replace", refuses),
+    "the engine refused stored cells": (KVCells, "replace", refuses),
     "are not saved: other cells": (_native, "blob_check", finds_others),
 }
 
@@ -298,7 +298,7 @@ def test_full_disk_leaves_the_app_alone(make, suite, tmp_path, vanilla_answer):
     active = suite()
     llama = make()
     active.evict("x")  # opens the store
-    fd = active.plugin("kv_chunks")._store._shelf.disk.fd
+    fd = active.plugin("kv_chunks")._store._residency.disk.fd
     full, kept = os.open("/dev/full", os.O_RDWR), os.dup(fd)
     os.dup2(full, fd)
     for _ in range(2):

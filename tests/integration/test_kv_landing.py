@@ -99,7 +99,9 @@ def ways(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Give the threads one chunk at a time, as if chunks were large."""
-    monkeypatch.setattr(direct_load, "records", lambda chunks, *_: chunk_load.records(chunks, 1))
+    monkeypatch.setattr(
+        direct_load, "split_records", lambda chunks, *_: chunk_load.split_records(chunks, 1)
+    )
 
 
 def staged(suite, llama, prompt=PROMPT):
@@ -245,8 +247,8 @@ def spoil(suite, llama, i):
     """Leave the prompt's chunks on disk only, and flip a bit of one."""
     path = path_of(suite, llama, PROMPT)
     leave_ram(suite, llama, PROMPT)
-    at = store_of(suite)._shelf.disk.file_offset(path[i].disk) + path[i].size // 2
-    with (store_of(suite)._swap.directory / "chunks.slab").open("r+b") as file:
+    at = store_of(suite)._residency.disk.file_offset(path[i].disk) + path[i].size // 2
+    with (store_of(suite)._writer.directory / "chunks.slab").open("r+b") as file:
         file.seek(at)
         (byte,) = file.read(1)
         file.seek(at)

@@ -44,7 +44,7 @@ def mixed(request, make, suite):
     ask(llama, BESIDE, 1)
     transfer = transfer_of(active)
     assert transfer._parking.n_cells == len(LEFT)
-    transfer._parking.expire()
+    transfer._parking.clear_later()
     ask(llama, GROWN, 1)
     active.settle()
     return active, llama

@@ -12,7 +12,7 @@ from restoring import cells, leave_ram, lose, path_of, position_after, restore, 
 from soak import scale
 from switching import ask
 
-from llmaas_plugins.kv_chunks.transfer.planning import Costs
+from llmaas_plugins.kv_chunks.transfer.planning import LoadCosts
 
 RNG = np.random.default_rng(5)
 PROMPT = [1, *RNG.integers(300, 4000, 199).tolist()]  # 12 chunks and a half
@@ -96,7 +96,7 @@ def test_any_pattern_gives_the_answer_of_vanilla(make_one, suite, seed):
         ask(llama, FOREIGN, 1)
         leave_ram(active, llama, PROMPT, rng.choice(12, 6, replace=False))
         lose(active, llama, PROMPT, rng.choice(12, rng.integers(1, 8), replace=False))
-        transfer_of(active, llama)._profile.costs = lambda: Costs(
+        transfer_of(active, llama)._profile.costs = lambda: LoadCosts(
             0, 1e-6, 0, 0, rng.choice([1, 1e-9]), 0, 0
         )
         found, logits = ask(llama, [*PROMPT, *MORE], 8)
@@ -117,7 +117,7 @@ def test_earliest_chunks_are_recomputed_while_the_disk_is_slow(make_one, suite):
         transfer = transfer_of(active, llama)
         n_bytes = [chunk.size for chunk in path_of(active, llama, PROMPT)]
         per_chunk = sum(n_bytes) / len(n_bytes)
-        transfer._profile.costs = lambda: Costs(0, 1 / 16, 0, 0, 2 / per_chunk, 0, 0)
+        transfer._profile.costs = lambda: LoadCosts(0, 1 / 16, 0, 0, 2 / per_chunk, 0, 0)
         restored, _ = restore(active, llama, PROMPT)
         assert 7 * 16 <= restored.n_recomputed <= 9 * 16  # two thirds
         assert restored.n_recomputed + restored.n_loaded == restored.n_tokens == len(PROMPT)
@@ -134,7 +134,7 @@ def test_nothing_is_loaded_where_evaluating_everything_is_faster(make_one, suite
         ask(llama, PROMPT, 1)
         ask(llama, FOREIGN, 1)
         leave_ram(active, llama, PROMPT)
-        transfer_of(active, llama)._profile.costs = lambda: Costs(0, 1e-6, 0, 10, 0, 0, 0)
+        transfer_of(active, llama)._profile.costs = lambda: LoadCosts(0, 1e-6, 0, 10, 0, 0, 0)
         before = cells(llama)
         restored, after = restore(active, llama, PROMPT)
         assert restored is None

@@ -17,8 +17,8 @@ from switching import ask
 
 from llmaas_hooks import KVRestored, hookimpl
 from llmaas_plugins._native import Budget, KVGeometry
-from llmaas_plugins.kv_chunks.parking.cell_budget import Spare, token_bytes
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
@@ -77,9 +77,9 @@ class Spares:
     def llmaas_kv_restore(self, request):
         engine = request.engine
         if self.spare is None:
-            self.parking = Parking(engine)
+            self.parking = ParkedContexts(engine)
             each = token_bytes(engine.model, engine.llama.context_params)
-            self.spare = Spare(engine, self.parking, self.store, self.memory, each)
+            self.spare = ParkedCellBudget(engine, self.parking, self.store, self.memory, each)
         resident = engine.resident_tokens()[: engine.n_explained]
         self.collapsed.append(self.spare.balance(len(resident), len(request.tokens)))
         self.check_budget()

@@ -99,7 +99,7 @@ class Store(RuleBasedStateMachine):
     @rule()
     def release(self):
         self.check_pinned()
-        self.store.release(self.pinned.pop(0)[0])
+        self.store.unpin(self.pinned.pop(0)[0])
 
     def check_pinned(self):
         for chunks, addresses in self.pinned:
@@ -138,7 +138,7 @@ class Store(RuleBasedStateMachine):
         if in_order or not self.disk_bytes:
             self.store.close()
         else:  # as if the process had died
-            self.store._swap.close()
+            self.store._writer.close()
         self.open()
         assert self.on_disk() == before
         assert self.store.tree.contexts() == (heads if self.disk_bytes else {})

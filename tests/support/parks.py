@@ -7,7 +7,7 @@ import weakref
 import llama_cpp
 
 from llmaas_hooks import KVRestored, hookimpl
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES, spare_cells
 
 
@@ -34,7 +34,7 @@ class Parks:
     @hookimpl
     def llmaas_kv_restore(self, request):
         self.engine = engine = request.engine
-        self.parking = self._parkings.get(engine) or Parking(engine)
+        self.parking = self._parkings.get(engine) or ParkedContexts(engine)
         self._parkings[engine] = self.parking
         resident = engine.resident_tokens()[: engine.n_explained]
         taken = self.parking.switch(request.tokens, resident)

@@ -41,16 +41,16 @@ def lose(suite, llama, prompt, indices):
     """Turn some of the prompt's chunks into ghosts."""
     path = path_of(suite, llama, prompt)
     for i in indices:
-        store_of(suite).fault(path[i])
+        store_of(suite).drop_damaged(path[i])
 
 
 def leave_ram(suite, llama, prompt, indices=None):
     """Evict some or all of the prompt's chunks from RAM, leaving them on disk only."""
-    path, shelf = path_of(suite, llama, prompt), store_of(suite)._shelf
+    path, shelf = path_of(suite, llama, prompt), store_of(suite)._residency
     with shelf.lock:
         for i, chunk in enumerate(path):
             if chunk.ram >= 0 and (indices is None or i in indices):
-                shelf.reclaim(chunk)
+                shelf.evict_from_ram(chunk)
 
 
 def restore(suite, llama, prompt):

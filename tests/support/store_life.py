@@ -8,7 +8,7 @@ import numpy as np
 from stored_chunks import encoder, payload
 
 from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound
-from llmaas_plugins.kv_chunks.maintenance.cleanup import Upkeep
+from llmaas_plugins.kv_chunks.maintenance.cleanup import StoreCleanup
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
@@ -62,8 +62,8 @@ def save_planes(store, tokens, name):
 def cut(store, tokens, bits):
     """Demote the stored chunks of a bit-plane context."""
     ids = chain(ROOT, tokens)
-    store.notice(ids, [1.0] * len(ids), [100.0] * len(ids))
-    store.demote(ids, [bits] * len(ids), planes_bound)
+    store.add_attention(ids, [1.0] * len(ids), [100.0] * len(ids))
+    store.reduce_bits(ids, [bits] * len(ids), planes_bound)
 
 
 def expected(chunk):
@@ -84,7 +84,7 @@ def load_together(store, chunks):
     for chunk, address in zip(found, addresses, strict=True):
         if ctypes.string_at(address, chunk.size) != expected(chunk):
             raise AssertionError(f"wrong payload for {chunk.id}")
-    store.release(found)
+    store.unpin(found)
     return {chunk.id.key for chunk in found}
 
 
@@ -96,10 +96,10 @@ def load_ends(store):
 
 def state(store):
     """Return the disk contents that the store knows of."""
-    with store._shelf.lock:
+    with store._residency.lock:
         keys = [chunk.id.key.hex() for chunk in store.tree if chunk.disk >= 0]
         heads = {name: key.hex() for name, key in store.tree.contexts().items()}
-        stats = store._shelf.counters
+        stats = store._residency.counters
         return {"keys": keys, "heads": heads, "counted": stats.io_errors + stats.faults}
 
 
@@ -140,7 +140,7 @@ def life(directory):
     last = state(store)
     store.close()
     yield last | {"counted": last["counted"] + counted}
-    upkeep = Upkeep(directory)
+    upkeep = StoreCleanup(directory)
     try:
         upkeep.forget("f")
         upkeep.drop_damaged()

@@ -44,7 +44,7 @@ def n_loaded(directory, root, tokens):
     store = open_store(directory)
     path, n_tokens = store.match(root, tokens)
     n = sum(chunk.n_tokens for chunk in path[: len(store.fetch(path))])
-    store.release(path)
+    store.unpin(path)
     store.close()
     return min(n, n_tokens)
 
@@ -316,14 +316,14 @@ def test_holder_is_named_and_forgotten_when_it_dies(run, kv):
 def test_chunks_written_behind_the_index_are_not_damage(run, kv, monkeypatch):
     """The holder evicted chunks and reused their space; its commit comes a moment later."""
     store = open_store(kv)
-    store.fault(store.tree.get(chain(ROOT, A)[6].key))
-    store.fault(store.tree.get(chain(ROOT, B)[4].key))
+    store.drop_damaged(store.tree.get(chain(ROOT, A)[6].key))
+    store.drop_damaged(store.tree.get(chain(ROOT, B)[4].key))
     save(store, ROOT, np.arange(3000, 3032, dtype=np.int32))
-    commit = store._swap.commit
-    store._swap.commit = lambda: None
+    commit = store._writer.commit
+    store._writer.commit = lambda: None
     store.flush()
-    store._swap.commit = commit
-    monkeypatch.setattr(checking, "_PATIENCE_S", 0)
+    store._writer.commit = commit
+    monkeypatch.setattr(checking, "_RECHECK_S", 0)
     assert len(run("check")[1]["problems"]) == 2
     monkeypatch.undo()
     later = threading.Timer(0.3, commit)

@@ -23,7 +23,7 @@ from llmaas_plugins.kv_chunks.maintenance import snapshot
 from llmaas_plugins.kv_chunks.plugin import KVChunks
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
-from llmaas_plugins.kv_chunks.store.chunk_writer import SwapOut
+from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex
 
@@ -70,7 +70,7 @@ def left_of(directory, ids):
 def n_found(store, tokens):
     path, _ = store.match(ROOT, tokens)
     n_ready = len(store.fetch(path))
-    store.release(path[:n_ready])
+    store.unpin(path[:n_ready])
     return n_ready
 
 
@@ -116,7 +116,7 @@ def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
         store.evict_context("a")
     assert left_of(kv, ONLY_A) == []
     assert n_found(store, B) == len(chain(ROOT, B))
-    assert not store._swap._disk.index.is_erasing()
+    assert not store._writer._disk.index.is_erasing()
     store.close()
 
 
@@ -160,7 +160,7 @@ def test_an_index_that_was_set_aside_is_no_hiding_place(kv):
 
 def test_nothing_is_kept_in_a_temporary_folder(kv):
     store = open_store(kv)
-    (where,) = store._swap._disk.index._db.execute("PRAGMA temp_store").fetchone()
+    (where,) = store._writer._disk.index._db.execute("PRAGMA temp_store").fetchone()
     store.close()
     assert where == 2  # memory: sorting and VACUUM would write texts to /tmp
 
@@ -179,7 +179,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_context_that_is_being_written_leaves_nothing(kv, monkeypatch, moment):
     place, name, when = MOMENTS[moment]
-    do, erase_freed = getattr(place, name), SwapOut.erase_freed
+    do, erase_freed = getattr(place, name), ChunkWriter.erase_freed
     late, store = chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), open_store(kv)
     store.evict_context("a")  # from here on, the store knows which places to erase
     put(store, GEOM, late, "context-7741")
@@ -207,7 +207,7 @@ def test_a_context_that_is_being_written_leaves_nothing(kv, monkeypatch, moment)
             raise StoreError(5, "chunk store: writing stopped")
         return done
 
-    monkeypatch.setattr(SwapOut, "erase_freed", erase)
+    monkeypatch.setattr(ChunkWriter, "erase_freed", erase)
     monkeypatch.setattr(place, name, do_meanwhile)
     with ThreadPoolExecutor(1) as pool:
         store.flush()
@@ -244,7 +244,7 @@ def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
         return read(*args)
 
     monkeypatch.setattr(snapshot, "_contents", start_meanwhile)
-    found = snapshot.read_contents(kv)
+    found = snapshot.read_snapshot(kv)
     assert found.holder == "this process already"  # the file was read again
     assert set(found.contexts) == {"a", "b", "new"}
     started[0].close()
@@ -253,7 +253,7 @@ def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
 def test_those_who_look_do_not_meet_each_other(kv):
     with (kv / "lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        assert snapshot.read_contents(kv).holder is None
+        assert snapshot.read_snapshot(kv).holder is None
 
 
 def test_an_app_waits_for_a_glance(kv, monkeypatch):

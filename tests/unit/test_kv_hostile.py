@@ -25,7 +25,7 @@ from llmaas_plugins._native import (
     Budget,
     KVGeometry,
 )
-from llmaas_plugins.kv_chunks.maintenance.snapshot import read_contents
+from llmaas_plugins.kv_chunks.maintenance.snapshot import read_snapshot
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
@@ -56,7 +56,7 @@ def load(store, tokens):
     ready = path[: len(addresses)]
     for chunk, address in zip(ready, addresses, strict=True):
         assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
-    store.release(ready)
+    store.unpin(ready)
     return min(n_tokens, sum(chunk.n_tokens for chunk in ready))
 
 
@@ -130,7 +130,7 @@ def test_truncated_slab_keeps_what_is_left(kv, n_bytes):
 def test_slab_that_ends_with_its_last_payload_is_whole(kv):
     store = open_store(kv)
     last = max(store.tree, key=lambda chunk: chunk.disk)
-    end = store._shelf.disk.file_offset(last.disk) + last.size
+    end = store._residency.disk.file_offset(last.disk) + last.size
     store.close()
     os.truncate(kv / "chunks.slab", end)
     store = open_store(kv)
@@ -567,9 +567,9 @@ def test_only_the_owner_can_read_the_store(tmp_path):
     finally:
         os.umask(old_umask)
     modes = {
-        path.name: stat.S_IMODE(path.stat().st_mode) for path in store._swap.directory.iterdir()
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in store._writer.directory.iterdir()
     }
-    assert stat.S_IMODE(store._swap.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(store._writer.directory.stat().st_mode) == 0o700
     store.close()
     assert set(modes) >= {"lock", "chunks.slab", "index.sqlite", "index.sqlite-wal"}
     assert set(modes.values()) == {0o600}
@@ -831,7 +831,7 @@ def test_shared_memory_that_is_too_short_is_built_again(kv, tmp_path, n_bytes, i
 
     def work():
         if is_looked_at:
-            assert set(read_contents(killed).contexts) == {"a", "b", "c"}
+            assert set(read_snapshot(killed).contexts) == {"a", "b", "c"}
             return
         store = open_store(killed)
         assert load(store, C) == len(C)

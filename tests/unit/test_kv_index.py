@@ -59,15 +59,15 @@ def test_everything_comes_back(index, path):
     assert again.store_id() == STORE
     assert list(again.chunks()) == [c, b, a]
     assert again.contexts() == {"x": c.id.key, "ü ": a.id.key}
-    assert again.geometry(ROOT) == '{"n_layer": 2}'
-    assert again.geometry(b"other") is None
+    assert again.layout(ROOT) == '{"n_layer": 2}'
+    assert again.layout(b"other") is None
     again.close()
 
 
 def test_new_index_is_empty(index):
     assert list(index.chunks()) == []
     assert index.contexts() == {}
-    assert index.geometry(ROOT) is None
+    assert index.layout(ROOT) is None
 
 
 def test_order_of_use_goes_on_from_one_commit_to_the_next(index):
@@ -100,7 +100,7 @@ def test_contexts_change_only_when_told(index):
 def test_geometry_is_replaced(index):
     index.apply(IndexUpdate(layouts={ROOT: "old"}))
     index.apply(IndexUpdate(layouts={ROOT: "new"}))
-    assert index.geometry(ROOT) == "new"
+    assert index.layout(ROOT) == "new"
 
 
 def test_failed_commit_changes_nothing(index):
@@ -126,7 +126,7 @@ def test_two_updates_are_as_good_as_one(tmp_path):
         added(moved, d), [b.id.key, c.id.key], used(d, c, moved), layouts={ROOT: "2"}
     )
     contents = []
-    for name, updates in (("two", [first, second]), ("one", [first.then(second)])):
+    for name, updates in (("two", [first, second]), ("one", [first.merged_with(second)])):
         index = ChunkIndex(tmp_path / name, STORE)
         for update in updates:
             index.apply(update)
@@ -215,9 +215,9 @@ def test_rows_of_another_shape_are_counted_and_dropped(index, path):
         index._db.execute(
             f"UPDATE chunks SET {column} = zeroblob({size}) WHERE offset = {size // 68 * 4096}"
         )
-    assert index.n_misshapen() == 2
+    assert index.n_malformed() == 2
     assert len(list(index.chunks())) == 1
-    assert (index.drop_misshapen(), index.drop_misshapen()) == (2, 0)
+    assert (index.drop_malformed(), index.drop_malformed()) == (2, 0)
     assert len(list(index.chunks())) == 1
 
 

@@ -41,16 +41,16 @@ def test_what_chunks_in_use_take_cannot_be_lent(store):
     store.touch(A)
     put(store, GEOM, A)  # again
     assert store.lendable("cells") == RAM - 3 * PAGE
-    area = store.set_aside(2 * PAGE)
+    area = store.allocate_buffer(2 * PAGE)
     assert store.lendable("cells") == RAM - 5 * PAGE
-    store.give_back(area)
-    store.fault(store.tree.get(A[2].key))
+    store.free_buffer(area)
+    store.drop_damaged(store.tree.get(A[2].key))
     assert store.lendable("cells") == RAM - 2 * PAGE
 
 
 def test_the_ghost_of_a_chunk_takes_nothing(store):
     put(store, GEOM, A)
-    store.fault(store.tree.get(A[0].key))
+    store.drop_damaged(store.tree.get(A[0].key))
     assert store.lendable("cells") == RAM - 2 * PAGE
     store.put(A[0], PAGE, encoder(GEOM, A[0]), is_first=True)
     assert store.lendable("cells") == RAM - 3 * PAGE
@@ -62,7 +62,7 @@ def test_a_chunk_takes_less_after_it_was_cut():
     whole, cut = (page_round(len(payload(geometry, A[0], bits))) for bits in (8, 2))
     store.put(A[0], 20 * PAGE, encoder(geometry, A[0], 8), is_first=True)
     assert store.lendable("cells") == 64 * PAGE - whole
-    store.demote(A[:1], [2], lambda *_: len(payload(geometry, A[0], 2)))
+    store.reduce_bits(A[:1], [2], lambda *_: len(payload(geometry, A[0], 2)))
     assert cut < whole
     assert store.lendable("cells") == 64 * PAGE - cut
 
@@ -112,7 +112,7 @@ def test_chunks_in_transfer_stay(store):
     path = [store.tree.get(one.key) for one in A]
     store.fetch(path)
     assert store.lend("cells", RAM) == RAM - 3 * PAGE
-    store.release(path)
+    store.unpin(path)
     assert store.lend("cells", RAM) == RAM
 
 
@@ -152,10 +152,10 @@ def test_pages_of_chunks_that_went_hold_no_memory_once_they_are_lent():
     assert before - resident_bytes() > n_bytes // 4
     for chunk in store.tree:
         (address,) = store.fetch([chunk])
-        offset = address - store._shelf.ram.address(0)
-        found = store._shelf.ram.view(offset, chunk.size)
+        offset = address - store._residency.ram.address(0)
+        found = store._residency.ram.view(offset, chunk.size)
         assert bytes(found) == payload(geometry, chunk.id)
-        store.release([chunk])
+        store.unpin([chunk])
 
 
 def resident_bytes():

@@ -13,7 +13,7 @@ from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound, chunk
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
-from llmaas_plugins.kv_chunks.store.eviction import Queue
+from llmaas_plugins.kv_chunks.store.eviction import EvictionQueue
 from llmaas_plugins.kv_chunks.store.extents import PAGE
 from llmaas_plugins.kv_chunks.store.tree import Chunk
 
@@ -57,7 +57,7 @@ def save(store, values, bits=(), name=None):
 
 
 def in_ram(store, ids):
-    return [i for i, chunk in enumerate(store.known(ids)) if chunk is not None and chunk.ram >= 0]
+    return [i for i, chunk in enumerate(store.find(ids)) if chunk is not None and chunk.ram >= 0]
 
 
 # -- which chunk goes first ---------------------------------------------------------------------
@@ -72,27 +72,27 @@ def make_chunks(*bits):
     ("eviction", "order"), [("lctru", [1, 4, 0, 3, 2]), ("lru", [0, 1, 2, 3, 4])]
 )
 def test_chunks_with_most_bits_go_first_under_lctru_alone(eviction, order):
-    queue, chunks = Queue(eviction), make_chunks(4, 8, 2, 4, 8)
+    queue, chunks = EvictionQueue(eviction), make_chunks(4, 8, 2, 4, 8)
     for chunk in chunks:
-        queue.enter(chunk)
+        queue.add(chunk)
     assert [chunks.index(chunk) for chunk in queue] == order
     assert len(queue) == 5
 
 
 def test_use_moves_a_chunk_to_the_end_of_its_level():
-    queue, chunks = Queue("lctru"), make_chunks(4, 4, 8)
+    queue, chunks = EvictionQueue("lctru"), make_chunks(4, 4, 8)
     for chunk in chunks:
-        queue.enter(chunk)
+        queue.add(chunk)
     queue.touch(chunks[0])
     assert list(queue) == [chunks[2], chunks[1], chunks[0]]
 
 
 def test_chunk_that_is_not_there_does_not_leave():
-    queue, (a, b) = Queue("lctru"), make_chunks(4, 8)
-    queue.enter(a)
+    queue, (a, b) = EvictionQueue("lctru"), make_chunks(4, 8)
+    queue.add(a)
     queue.touch(b)
-    assert not queue.leave(b)
-    assert queue.leave(a)
+    assert not queue.remove(b)
+    assert queue.remove(a)
     assert len(queue) == 0
 
 
@@ -109,13 +109,13 @@ def test_working_set_goes_last(open_store):
     store = open_store(ram=8, disk=50, eviction="lctru")
     a = save(store, tokens(0, 4), bits=(8, 8, 8, 8))
     b = save(store, tokens(1000, 4), bits=(4, 4, 4, 4))
-    store.lock_working_set("engine", store.known(a))
+    store.lock_working_set("engine", store.find(a))
     store.flush()
     save(store, tokens(2000, 3), bits=(4, 4, 4))
     assert (in_ram(store, a), in_ram(store, b)) == ([0, 1, 2, 3], [0])
     save(store, tokens(3000, 4), bits=(2, 2, 2, 2))
     store.flush()
-    store.lock_working_set("engine", store.known(b))
+    store.lock_working_set("engine", store.find(b))
     save(store, tokens(4000, 4), bits=(2, 2, 2, 2))
     assert in_ram(store, a) == []
 
@@ -123,7 +123,7 @@ def test_working_set_goes_last(open_store):
 def test_working_set_gives_way_when_nothing_else_can(open_store):
     store = open_store(ram=4, disk=50)
     a = save(store, tokens(0, 4))
-    store.lock_working_set("engine", store.known(a))
+    store.lock_working_set("engine", store.find(a))
     store.flush()
     b = save(store, tokens(1000, 4))
     assert in_ram(store, b) == [0, 1, 2, 3]
@@ -159,10 +159,10 @@ def test_context_that_goes_on_elsewhere_makes_room_for_itself_first(open_store):
     save(store, np.concatenate([tokens(0, 2), tokens(900, 1)]), name="b")
     store.flush()
     ids = chain(ROOT, np.concatenate([tokens(0, 1), tokens(700, 4)]))
-    store.leave_behind("a", ids)
-    assert [c is None for c in store.known(chain(ROOT, tokens(0, 5)))] == [False] * 2 + [True] * 3
+    store.drop_replaced_tail("a", ids)
+    assert [c is None for c in store.find(chain(ROOT, tokens(0, 5)))] == [False] * 2 + [True] * 3
     assert in_ram(store, other) == [0, 1, 2]
-    store.leave_behind("nobody", ids)
+    store.drop_replaced_tail("nobody", ids)
     assert store.tree.contexts().keys() == {"other", "a", "b"}
 
 
@@ -172,8 +172,8 @@ def test_context_that_goes_on_elsewhere_makes_room_for_itself_first(open_store):
 def test_lost_chunk_leaves_a_ghost_that_the_next_save_fills(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 5), bits=(4, 4, 4, 4, 4), name="a")
-    store.notice(ids, [1.0] * 5, [2.0] * 5)
-    store.fault(store.known(ids)[2])
+    store.add_attention(ids, [1.0] * 5, [2.0] * 5)
+    store.drop_damaged(store.find(ids)[2])
     path, n_tokens = store.match(ROOT, tokens(0, 5))
     assert [chunk.is_ghost for chunk in path] == [False, False, True, False, False]
     assert n_tokens == 80
@@ -182,7 +182,7 @@ def test_lost_chunk_leaves_a_ghost_that_the_next_save_fills(open_store):
     save(store, tokens(0, 5), bits=(8, 8, 8, 8, 8), name="a")
     path, _ = store.match(ROOT, tokens(0, 5))
     assert [chunk.bits for chunk in path] == [4, 4, 8, 4, 4]
-    assert (path[2].attention, path[2].seen) == (1.0, 2.0)
+    assert (path[2].attention, path[2].n_scores) == (1.0, 2.0)
     store.flush()
     store = open_store(ram=20, disk=50)
     assert store.match(ROOT, tokens(0, 5)).n_tokens == 80
@@ -193,10 +193,10 @@ def test_chunk_lost_during_its_transfer_keeps_its_bytes_until_the_end(open_store
     save(store, tokens(0, 3))
     path, _ = store.match(ROOT, tokens(0, 3))
     store.fetch(path)
-    store.fault(path[1])
+    store.drop_damaged(path[1])
     used = store.stats()["ram_bytes"]
     assert store.match(ROOT, tokens(0, 3)).path[1].is_ghost
-    store.release(path)
+    store.unpin(path)
     assert store.stats()["ram_bytes"] == used - PAGE
 
 
@@ -204,7 +204,7 @@ def test_prompt_that_ends_with_ghosts_matches_what_is_before_them(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 5))
     for i in (2, 3):
-        store.fault(store.known(ids)[i])
+        store.drop_damaged(store.find(ids)[i])
     path, n_tokens = store.match(ROOT, tokens(0, 4))
     assert (len(path), n_tokens) == (2, 32)
 
@@ -213,7 +213,7 @@ def test_ghosts_go_with_the_last_chunk_behind_them(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 4), name="a")
     for i in (1, 2, 3):
-        store.fault(store.known(ids)[i])
+        store.drop_damaged(store.find(ids)[i])
     assert store.stats()["chunks"] == 1
     assert store.tree.contexts() == {"a": ids[0].key}
 
@@ -221,7 +221,7 @@ def test_ghosts_go_with_the_last_chunk_behind_them(open_store):
 def test_deleted_context_takes_its_ghosts_along(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 4), name="a")
-    store.fault(store.known(ids)[1])
+    store.drop_damaged(store.find(ids)[1])
     store.evict_context("a")
     assert len(store.tree) == 0
     assert (store.stats()["ram_bytes"], store.stats()["disk_bytes"]) == (0, 0)
@@ -299,7 +299,7 @@ def contents(store, values):
     path, _ = store.match(ROOT, values)
     addresses = store.fetch(path)
     found = [ctypes.string_at(a, c.size) for a, c in zip(addresses, path, strict=True)]
-    store.release(path)
+    store.unpin(path)
     return found
 
 
@@ -308,7 +308,7 @@ def test_demoted_chunk_is_the_beginning_of_what_it_was_in_every_tier(open_store)
     ids = save_wide(store, tokens(0, 4), [8, 8, 4, 8])
     store.flush()
     before = store.stats()
-    store.demote(ids, [8, 2, 8, 4], sizes)
+    store.reduce_bits(ids, [8, 2, 8, 4], sizes)
     after = store.stats()
     assert after["levels"] == {"8": 1, "4": 2, "2": 1}
     assert after["ram_bytes"] < before["ram_bytes"]
@@ -326,14 +326,14 @@ def test_demoted_chunk_is_the_beginning_of_what_it_was_in_every_tier(open_store)
 def test_gaps_that_demotions_left_are_closed_for_new_chunks(open_store):
     store = open_store(ram=60)
     ids = save_wide(store, tokens(0, 12), [8] * 12)  # 5 pages each
-    store.demote(ids, [6] * 12, sizes)
+    store.reduce_bits(ids, [6] * 12, sizes)
     path, _ = store.match(ROOT, tokens(0, 12))
     store.fetch(path[2:3])
     in_use = path[2].ram
     store.compact()
     more = save_wide(store, tokens(1000, 1), [8])
     assert path[2].ram == in_use
-    store.release(path[2:3])
+    store.unpin(path[2:3])
     found = contents(store, tokens(0, 12))
     assert [data[128:] for data in found] == [payload(WIDE, wanted, 6)[128:] for wanted in ids]
     assert contents(store, tokens(1000, 1)) == [payload(WIDE, wanted, 8) for wanted in more]
@@ -344,17 +344,17 @@ def test_chunk_in_use_is_not_demoted(open_store):
     ids = save_wide(store, tokens(0, 2), [8, 8])
     path, _ = store.match(ROOT, tokens(0, 2))
     store.fetch(path[:1])
-    store.demote(ids, [2, 2], sizes)
+    store.reduce_bits(ids, [2, 2], sizes)
     assert [chunk.bits for chunk in path] == [8, 2]
-    store.release(path[:1])
+    store.unpin(path[:1])
 
 
 def test_attention_of_chunks_is_remembered(open_store):
     store = open_store(ram=40, disk=50)
     ids = save_wide(store, tokens(0, 2), [4, 4])
-    store.notice(ids, [0.5, 0.25], [2.0, 4.0])
+    store.add_attention(ids, [0.5, 0.25], [2.0, 4.0])
     store.flush()
-    store.notice(ids, [0.5, 0.25], [10.0, 1.0])
+    store.add_attention(ids, [0.5, 0.25], [10.0, 1.0])
     store = open_store(ram=40, disk=50)
-    found = [(chunk.attention, chunk.seen) for chunk in store.known(ids)]
+    found = [(chunk.attention, chunk.n_scores) for chunk in store.find(ids)]
     assert found == [(1.0, 12.0), (0.25, 4.0)]  # the index is updated when the value doubles

@@ -13,7 +13,7 @@ from soak import scale
 
 from llmaas_eval.models import SHAPE_TINY, write_random_model
 from llmaas_hooks import common_prefix
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 
 N_CTX, N_SPARE, N_TOGETHER = 256, 256, 64
@@ -41,7 +41,7 @@ class App:
         self.memory = llama_cpp.llama_get_memory(self.ctx)
         self.batch = llama_cpp.llama_batch_init(N_TOGETHER, 0, 1)
         self.engine = Engine(self.ctx, n_spare)
-        self.parking = Parking(self.engine)
+        self.parking = ParkedContexts(self.engine)
         self.tokens, self.root = tokens(), b""
 
     def close(self):
@@ -248,7 +248,7 @@ def test_a_context_longer_than_the_room_is_not_parked(model):
     for n_spare in (0, 64):
         app = App(model)
         app.engine.n_spare = n_spare
-        app.parking = Parking(app.engine)
+        app.parking = ParkedContexts(app.engine)
         app.ask(A)
         app.ask(B)
         app.check()
@@ -300,7 +300,7 @@ def test_what_the_host_gave_up_is_forgotten(app):
 def test_giving_up(app):
     app.ask(A)
     app.ask(B)
-    app.parking.give_up()
+    app.parking.clear()
     app.check()
     assert len(app.cells()) == len(B)
     assert app.ask(A) is None
@@ -309,7 +309,7 @@ def test_giving_up(app):
 def test_what_must_be_forgotten_is_gone_with_the_next_request(app):
     app.ask(A)
     app.ask(B)
-    app.parking.expire()
+    app.parking.clear_later()
     assert app.ask(A) is None
     app.check()
     assert len(app.engine.parked) == 1  # left by this request
@@ -346,7 +346,7 @@ def test_whatever_is_asked_the_rules_hold(model, seed):
         grown = tokens(kept, rng.integers(300, 4000, rng.integers(not len(kept), 60)))
         contexts[i] = grown if len(grown) <= N_CTX else tokens(systems[rng.integers(3)], piece(20))
         if rng.random() < 0.05:
-            app.parking.give_up()
+            app.parking.clear()
         app.ask(contexts[i], b"one" if i % 3 else b"two")
         app.check()
         fresh.ask(contexts[i])

@@ -21,9 +21,9 @@ from llmaas_plugins._native import (
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
-from llmaas_plugins.kv_chunks.transfer.chunk_load import Reads, Segment
+from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ReadTimer
 from llmaas_plugins.kv_chunks.transfer.pipeline import Loader, Workers
-from llmaas_plugins.kv_chunks.transfer.planning import Run
+from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
 ROOT = b"r" * 32
@@ -73,15 +73,15 @@ def load(slab, payloads):
         stores.append(store := ChunkStore(Budget(ram), DiskStore(slab, 64 * MiB)))
         path, n_tokens = store.match(ROOT, TOKENS)
         assert n_tokens == len(TOKENS)
-        store.release([path[i] for i in in_ram if store.fetch([path[i]])])
+        store.unpin([path[i] for i in in_ram if store.fetch([path[i]])])
         for i in spoil:
-            store.fault(path[i])
+            store.drop_damaged(path[i])
         chunks, lengths, position = path[start // 16 :], [], start
         loader = Loader(store, Staging(store), workers, GEOM)
         with loader._staging.lock:
-            steps = loader.steps(runs(chunks, gaps), start, Reads())
+            steps = loader.steps(runs(chunks, gaps), start, ReadTimer())
             for step in steps:
-                if isinstance(step, Segment):
+                if isinstance(step, CellSegment):
                     check(step, path[position // 16 :], position)
                 position += step.n_tokens
                 lengths.append((type(step).__name__, step.n_tokens))
@@ -93,7 +93,7 @@ def load(slab, payloads):
     def runs(chunks, gaps):
         marked = [(i not in gaps, chunk) for i, chunk in enumerate(chunks)]
         groups = itertools.groupby(marked, key=lambda pair: pair[0])
-        return [Run([chunk for _, chunk in group], is_loaded) for is_loaded, group in groups]
+        return [ChunkRun([chunk for _, chunk in group], is_loaded) for is_loaded, group in groups]
 
     def check(segment, chunks, start):
         wanted, n_tokens = [], 0
@@ -111,11 +111,11 @@ def load(slab, payloads):
     workers.close()
     for store in stores:
         # close only the file, so that the next test finds the index unchanged
-        store._swap._disk.close()
+        store._writer._disk.close()
 
 
 def segments(*lengths):
-    return [("Segment", n) for n in lengths]
+    return [("CellSegment", n) for n in lengths]
 
 
 def merged(steps):
@@ -158,7 +158,8 @@ def test_cells_behind_others_have_later_positions(load):
 )
 def test_what_is_missing_leaves_gaps(load, ram, spoil):
     expected = merged(
-        ("Gap" if i in spoil else "Segment", min(16, len(TOKENS) - 16 * i)) for i in range(N_CHUNKS)
+        ("Gap" if i in spoil else "CellSegment", min(16, len(TOKENS) - 16 * i))
+        for i in range(N_CHUNKS)
     )
     assert merged(load(ram, spoil=spoil)) == expected
 
@@ -175,7 +176,8 @@ def test_what_is_missing_at_the_end_is_left_out(load, ram):
 )
 def test_planned_gaps_come_in_their_place(load, ram, in_ram, gaps):
     expected = merged(
-        ("Gap" if i in gaps else "Segment", min(16, len(TOKENS) - 16 * i)) for i in range(N_CHUNKS)
+        ("Gap" if i in gaps else "CellSegment", min(16, len(TOKENS) - 16 * i))
+        for i in range(N_CHUNKS)
     )
     found = load(ram, gaps=gaps, in_ram=in_ram)
     assert merged(found) == expected
@@ -192,7 +194,7 @@ def test_what_comes_behind_a_gap_is_read_ahead(load, reads_ahead, gaps, is_ahead
 def test_planned_and_found_gaps_may_meet(load):
     found = load(40 * MiB, spoil=[5, 6, 20], gaps=[0, 1, 2, 3, 4, 21])
     assert merged(found) == merged(
-        ("Gap" if i in {*range(7), 20, 21} else "Segment", min(16, len(TOKENS) - 16 * i))
+        ("Gap" if i in {*range(7), 20, 21} else "CellSegment", min(16, len(TOKENS) - 16 * i))
         for i in range(N_CHUNKS)
     )
 

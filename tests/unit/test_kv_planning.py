@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 from llmaas_plugins.kv_chunks.store.chunk_ids import ChunkId
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk
-from llmaas_plugins.kv_chunks.transfer.cost_profile import Line, Profile
-from llmaas_plugins.kv_chunks.transfer.planning import Costs, Work, best_cut, delays, plan
+from llmaas_plugins.kv_chunks.transfer.cost_profile import CostProfile, LinearFit
+from llmaas_plugins.kv_chunks.transfer.planning import (
+    LoadCosts,
+    LoadWork,
+    best_cut,
+    cut_delays,
+    plan_load,
+)
 
 N_BATCH = 40
-COSTS = Costs(call=2e-3, token=1e-3, pair=1e-7, read=1e-3, byte=1e-6, load=1e-3, put=1e-5)
+COSTS = LoadCosts(call=2e-3, token=1e-3, pair=1e-7, read=1e-3, byte=1e-6, load=1e-3, put=1e-5)
 
 
 def chunk(kind, size=10_000, n_tokens=16):
@@ -60,15 +66,15 @@ paths = st.lists(
 )
 seconds = st.floats(0, 1e-2)
 costs = st.builds(
-    Costs, seconds, seconds, st.floats(0, 1e-5), seconds, st.floats(0, 1e-5), seconds, seconds
+    LoadCosts, seconds, seconds, st.floats(0, 1e-5), seconds, st.floats(0, 1e-5), seconds, seconds
 )
 
 
 @settings(deadline=None)
 @given(paths, st.sampled_from([0, 16, 400]), costs)
 def test_no_cut_is_better_than_the_best_one(path, start, costs):
-    work = Work.of(path, start, N_BATCH)
-    found = delays(work, costs)
+    work = LoadWork.of(path, start, N_BATCH)
+    found = cut_delays(work, costs)
     expected = [simulated(path, start, cut, costs) for cut in range(len(path) + 1)]
     assert found.min() == pytest.approx(min(expected), rel=1e-6, abs=1e-9)
     assert np.all(found >= np.array(expected) * (1 - 1e-9) - 1e-9)
@@ -79,7 +85,7 @@ def test_no_cut_is_better_than_the_best_one(path, start, costs):
 @settings(deadline=None)
 @given(paths, st.sampled_from([0, 16, 400]), costs)
 def test_a_plan_covers_the_chunks_up_to_the_last_one_loaded(path, start, costs):
-    runs, expected_s = plan(path, start, N_BATCH, costs)
+    runs, expected_s = plan_load(path, start, N_BATCH, costs)
     planned = [one for run in runs for one in run.chunks]
     assert planned == path[: len(planned)]
     assert all(one.ram == ABSENT for one in path[len(planned) :])
@@ -113,11 +119,11 @@ def shape(runs):
     ],
 )
 def test_plans(kinds, costs, expected):
-    assert shape(plan(chunks(kinds), 0, N_BATCH, costs).runs) == expected
+    assert shape(plan_load(chunks(kinds), 0, N_BATCH, costs).runs) == expected
 
 
 def test_without_costs_everything_stored_is_loaded():
-    runs, expected_s = plan(chunks("DGRRGGD"), 0, N_BATCH, None)
+    runs, expected_s = plan_load(chunks("DGRRGGD"), 0, N_BATCH, None)
     assert shape(runs) == "LELLEEL"
     assert expected_s is None
 
@@ -126,47 +132,47 @@ def test_without_costs_everything_stored_is_loaded():
 
 
 def test_line_through_exact_points():
-    line = Line(3, fading=0.9)
+    line = LinearFit(3, decay=0.9)
     for n, p in [(16, 0), (64, 100), (256, 1000), (32, 500)]:
         line.add(2e-3 + 1e-4 * n + 1e-6 * n * p, 1, n, n * p)
-    assert line.seconds_each() == pytest.approx([2e-3, 1e-4, 1e-6])
+    assert line.coefficients() == pytest.approx([2e-3, 1e-4, 1e-6])
 
 
 def test_one_point_is_a_price_per_token():
-    line = Line(3, fading=0.9)
+    line = LinearFit(3, decay=0.9)
     line.add(0.5, 1, 250, 250 * 125 / 4096)
-    assert line.seconds_each()[1] == pytest.approx(0.5 / 250, rel=1e-3)
+    assert line.coefficients()[1] == pytest.approx(0.5 / 250, rel=1e-3)
 
 
 def test_nothing_takes_less_than_nothing():
-    line = Line(2, fading=0.9)
+    line = LinearFit(2, decay=0.9)
     for n, s in [(100, 0.10), (200, 0.30), (300, 0.50)]:  # a line through (50, 0)
         line.add(s, 1, n)
-    start, each = line.seconds_each()
+    start, each = line.coefficients()
     assert start == 0
     assert 1e-3 < each < 2e-3
 
 
 @pytest.mark.parametrize("factor", [500, 10, 0.1, 1 / 500])
 def test_a_change_is_followed(factor):
-    line = Line(2, fading=0.8)
+    line = LinearFit(2, decay=0.8)
     for n in [100, 300, 200] * 8:
         line.add(1e-3 * n, 1, n)
     for n in (100, 200):
         line.add(factor * 1e-3 * n, 1, n)
-    assert line.seconds_each()[1] == pytest.approx(factor * 1e-3, rel=0.2)
+    assert line.coefficients()[1] == pytest.approx(factor * 1e-3, rel=0.2)
 
 
 def test_a_hiccup_is_none():
-    line = Line(2, fading=0.8)
+    line = LinearFit(2, decay=0.8)
     for n in [100, 300, 200] * 8:
         line.add(1e-3 * n, 1, n)
     line.add(5, 1, 200)
-    assert line.seconds_each()[1] == pytest.approx(1e-3, rel=0.1)
+    assert line.coefficients()[1] == pytest.approx(1e-3, rel=0.1)
 
 
 def test_costs_are_unknown_before_enough_was_seen():
-    profile = Profile(None)
+    profile = CostProfile(None)
     assert profile.costs() is profile.load_seconds(16) is None
     profile.evaluated(64, 0, 0.1)
     profile.read(3_000_000, 0.3)
@@ -180,16 +186,16 @@ def test_costs_are_unknown_before_enough_was_seen():
 
 
 def test_another_process_knows_what_this_one_measured():
-    profile = Profile(None)
+    profile = CostProfile(None)
     for n in (16, 64, 256):
         profile.evaluated(n, 100, 1e-3 + 1e-4 * n)
         profile.read(50_000 * n, 1e-4 + 1e-6 * n)
         profile.loaded(n, 1e-5 * n)
-    assert profile.has_news
+    assert profile.has_unsaved_points
     stored = profile.to_json()
-    assert not profile.has_news
-    assert Profile(stored).costs() == pytest.approx(profile.costs(), rel=1e-3)
-    assert not Profile(stored).has_news
+    assert not profile.has_unsaved_points
+    assert CostProfile(stored).costs() == pytest.approx(profile.costs(), rel=1e-3)
+    assert not CostProfile(stored).has_unsaved_points
 
 
 HOSTILE = {
@@ -207,7 +213,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("stored", HOSTILE.values(), ids=HOSTILE)
 def test_what_cannot_be_right_is_ignored(stored):
-    profile = Profile(stored)
+    profile = CostProfile(stored)
     profile.evaluated(64, 0, 0.1)
     assert profile.costs() is None
     profile.read(10_000_000, 1)

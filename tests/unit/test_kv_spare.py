@@ -8,7 +8,7 @@ from rewritten_models import write_longrope
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ContextCreate, ModelLoad
-from llmaas_plugins.kv_chunks.parking.support import spare_cells, unsupported
+from llmaas_plugins.kv_chunks.parking.support import spare_cells, why_unserved
 from llmaas_plugins.model.digest import files_now
 
 SHAPE = Shape(n_layer=1, n_embd=256, n_head=2, n_head_kv=1, n_ff=512, n_ctx=1024)
@@ -59,8 +59,8 @@ def test_batches_have_a_token_for_each_sequence(create):
     """Otherwise llama.cpp aborts the process."""
     for fields in ({"n_batch": 7}, {"n_ctx": 7}):
         assert spare_cells(create(**fields), 512) == 0
-        assert unsupported(create(**fields)) is None
+        assert why_unserved(create(**fields)) is None
     assert spare_cells(create(n_batch=8, n_ubatch=1), 512) == 512
     for fields in ({"n_batch": 1}, {"n_ctx": 1}):
-        assert "batches of 1 tokens" in unsupported(create(**fields))
-    assert unsupported(create(n_batch=2, n_ubatch=1)) is None
+        assert "batches of 1 tokens" in why_unserved(create(**fields))
+    assert why_unserved(create(n_batch=2, n_ubatch=1)) is None

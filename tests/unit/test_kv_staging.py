@@ -21,9 +21,9 @@ def test_buffers_hold_a_segment_each_within_the_budget(geometry, limit):
     staging = Staging(store)
     n = staging.segment_chunks(geometry)
     assert blob_size(geometry, 16 * n) <= staging.buffer(0).nbytes
-    assert store.stats()["buffer_bytes"] == staging.whole.nbytes <= limit // 2
+    assert store.stats()["buffer_bytes"] == staging.all_buffers.nbytes <= limit // 2
     starts = [staging.buffer(i).ctypes.data for i in range(Staging.BUFFERS + 1)]
-    assert starts[0] == starts[-1] == staging.whole.ctypes.data
+    assert starts[0] == starts[-1] == staging.all_buffers.ctypes.data
     assert len(set(starts)) == Staging.BUFFERS
     assert set(zip(starts[1:-1], starts[:-2], strict=True)) == {
         (start + staging.buffer(0).nbytes, start) for start in starts[:-2]
@@ -34,11 +34,11 @@ def test_buffers_grow_with_the_model_and_give_back_what_they_had():
     store = ChunkStore(Budget(512 * MiB), None)
     staging = Staging(store)
     staging.segment_chunks(SMALL)
-    small = staging.whole.nbytes
+    small = staging.all_buffers.nbytes
     n = staging.segment_chunks(HUGE)
     assert n == 1
-    assert store.stats()["buffer_bytes"] == staging.whole.nbytes > small
-    huge = staging.whole.nbytes
+    assert store.stats()["buffer_bytes"] == staging.all_buffers.nbytes > small
+    huge = staging.all_buffers.nbytes
     assert staging.segment_chunks(SMALL) > 1
     assert store.stats()["buffer_bytes"] == huge
 

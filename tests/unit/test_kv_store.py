@@ -60,7 +60,7 @@ def load(store, tokens):
     ready = path[: len(addresses)]
     for chunk, address in zip(ready, addresses, strict=True):
         assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
-    store.release(ready)
+    store.unpin(ready)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return sum(chunk.n_tokens for chunk in ready)
 
@@ -83,7 +83,7 @@ def open_store(tmp_path):
 
 
 def slab(store):
-    return store._shelf.disk.fd
+    return store._residency.disk.fd
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def test_failed_encoder_leaves_no_trace(open_store):
 
 def test_old_bytes_do_not_leak_into_the_slab(open_store, tmp_path):
     store = open_store(ram=1, disk=20)
-    store._shelf.ram.view(0, PAGE)[:] = 0x5A
+    store._residency.ram.view(0, PAGE)[:] = 0x5A
     (wanted,) = save(store, text((0, 3)))
     store.flush()
     content = (tmp_path / "kv/chunks.slab").read_bytes()
@@ -251,11 +251,11 @@ def test_pinned_chunks_stay_where_they_are(open_store):
     assert [ctypes.string_at(a, c.size) for a, c in zip(addresses, path, strict=True)] == [
         payload(GEOM, chunk.id) for chunk in path
     ]
-    store.release(path[2:])
+    store.unpin(path[2:])
     assert put(store, chain(ROOT, text((500, 16)))[0])
     assert put(store, chain(ROOT, text((600, 16)))[0])
     assert [chunk.ram >= 0 for chunk in path] == [True, True, False, False]
-    store.release(path[:2])
+    store.unpin(path[:2])
     assert load(store, tokens) == 64
 
 
@@ -273,9 +273,9 @@ def test_two_may_pin_the_same_chunks(open_store):
     save(store, text((0, 32)))
     path, _ = store.match(ROOT, text((0, 32)))
     assert store.fetch(path) == store.fetch(path)
-    store.release(path)
+    store.unpin(path)
     assert not put(store, chain(ROOT, text((500, 16)))[0])
-    store.release(path)
+    store.unpin(path)
     assert put(store, chain(ROOT, text((500, 16)))[0])
 
 
@@ -289,7 +289,7 @@ def test_chunk_dropped_while_pinned_keeps_its_bytes_until_released(open_store):
     assert store.stats()["ram_bytes"] == 2 * PAGE
     assert not put(store, chain(ROOT, text((500, 16)))[0])
     assert ctypes.string_at(addresses[1], path[1].size) == payload(GEOM, path[1].id)
-    store.release(path)
+    store.unpin(path)
     assert store.stats()["ram_bytes"] == store.stats()["disk_bytes"] == 0
 
 
@@ -297,10 +297,10 @@ def test_fetch_stops_at_a_chunk_that_is_gone(open_store):
     store = open_store(ram=8)
     save(store, text((0, 64)))
     path, _ = store.match(ROOT, text((0, 64)))
-    store.fault(path[2])
+    store.drop_damaged(path[2])
     assert len(store.fetch(path)) == 2
     assert [chunk.pins for chunk in path] == [1, 1, 0, 0]
-    store.release(path[:2])
+    store.unpin(path[:2])
 
 
 # -- eviction -----------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_threads_share_a_store(open_store):
                 for chunk, address in zip(ready, addresses, strict=True):
                     if ctypes.string_at(address, chunk.size) != payload(GEOM, chunk.id):
                         problems.append(chunk)
-                store.release(ready)
+                store.unpin(ready)
                 if rng.random() < 0.3:
                     store.flush()
         except Exception as error:
@@ -517,7 +517,7 @@ def test_fault_drops_the_chunk_everywhere(open_store):
     save(store, tokens, "a")
     store.flush()
     path, _ = store.match(ROOT, tokens)
-    store.fault(path[2])
+    store.drop_damaged(path[2])
     assert store.stats()["faults"] == 1
     assert load(store, tokens) == 32
     assert store.stats()["disk_bytes"] == store.stats()["ram_bytes"] == 3 * PAGE
@@ -535,7 +535,7 @@ def test_damaged_chunk_ends_what_is_loaded(open_store, tmp_path):
     store = open_store(ram=20, disk=50)
     path, _ = store.match(ROOT, tokens)
     with (tmp_path / "kv/chunks.slab").open("r+b") as file:
-        file.seek(store._shelf.disk.file_offset(path[3].disk) + path[3].size // 2)
+        file.seek(store._residency.disk.file_offset(path[3].disk) + path[3].size // 2)
         file.write(b"\xff\x00\xff\x00")
     assert load(store, tokens) == 48
     assert store.stats()["faults"] == 1
@@ -625,7 +625,7 @@ def test_read_only_slab_costs_only_recomputing(open_store, tmp_path):
 
 def log_bytes(store):
     """Return the size of the index's log after it outgrew the slab."""
-    log = store._swap.directory / "index.sqlite-wal"
+    log = store._writer.directory / "index.sqlite-wal"
     while log.stat().st_size < 20 * PAGE:
         store.set_layout(bytes(32), "{}")
         store.flush()

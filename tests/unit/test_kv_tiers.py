@@ -27,7 +27,7 @@ def make_chunks(n, size=PAGE):
 def enter(tier, chunks):
     for chunk in chunks:
         chunk.ram = tier.reserve(chunk.size, never, never)
-        tier.queue.enter(chunk)
+        tier.queue.add(chunk)
 
 
 def never(chunk):
@@ -134,18 +134,18 @@ def disk(tmp_path):
 
 
 def test_slab_starts_empty_and_private(disk, tmp_path):
-    assert disk.file_bytes() == 0
+    assert disk.file_size() == 0
     assert disk.read_header() == b""
     assert stat.S_IMODE((tmp_path / "chunks.slab").stat().st_mode) == 0o600
 
 
 def test_header_takes_the_first_page(disk, tmp_path):
     disk.write_header(b"one")
-    assert disk.file_bytes() == DiskTier.HEADER_BYTES == disk.file_offset(0)
+    assert disk.file_size() == DiskTier.HEADER_BYTES == disk.file_offset(0)
     assert disk.read_header() == b"one".ljust(DiskTier.HEADER_BYTES, b"\0")
     os.truncate(tmp_path / "chunks.slab", 10 * PAGE)
     disk.write_header(b"two")
-    assert disk.file_bytes() == DiskTier.HEADER_BYTES
+    assert disk.file_size() == DiskTier.HEADER_BYTES
     assert disk.read_header().rstrip(b"\0") == b"two"
 
 
@@ -177,7 +177,7 @@ def fill(disk, tmp_path, n):
     chunks = make_chunks(n)
     for chunk in chunks:
         chunk.disk = disk.reserve(PAGE, never, never)
-        disk.queue.enter(chunk)
+        disk.queue.add(chunk)
     with (tmp_path / "chunks.slab").open("ab") as file:
         file.write(b"\x5a" * n * PAGE)
     disk.take_stale()
@@ -224,7 +224,7 @@ def test_places_that_could_not_be_erased_stay_marked(disk, tmp_path):
 
 
 def test_more_marks_than_are_worth_keeping_mean_everything(disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "_MOST_MARKS", 2)
+    monkeypatch.setattr(tiers, "_MAX_STALE_RANGES", 2)
     chunks = fill(disk, tmp_path, 6)
     for chunk in chunks[:4]:
         disk.free(chunk, chunk.disk)
@@ -234,15 +234,15 @@ def test_more_marks_than_are_worth_keeping_mean_everything(disk, tmp_path, monke
 def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
     chunks = fill(disk, tmp_path, 4)
     disk.free(chunks[1], chunks[1].disk)
-    disk.cut()
-    assert disk.file_bytes() == 5 * PAGE
+    disk.truncate_tail()
+    assert disk.file_size() == 5 * PAGE
     disk.free(chunks[3], chunks[3].disk)
-    disk.cut()
-    assert disk.file_bytes() == 4 * PAGE
+    disk.truncate_tail()
+    assert disk.file_size() == 4 * PAGE
     for i in (0, 2):
         disk.free(chunks[i], chunks[i].disk)
-    disk.cut()
-    assert disk.file_bytes() == PAGE
+    disk.truncate_tail()
+    assert disk.file_size() == PAGE
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -264,18 +264,18 @@ def test_chunks_that_move_keep_their_bytes(seed):
         assert all(a == b.ram for a, b in zip(before, there, strict=True) if b.pins)
         place = tier.reserve(chunk.size, lambda other: other.pins == 0, evict)
         tier.view(place, chunk.size)[:] = i % 251
-        chunk.ram, chunk.seen = place, i % 251
-        tier.queue.enter(chunk)
+        chunk.ram, chunk.n_scores = place, i % 251
+        tier.queue.add(chunk)
         there.append(chunk)
         for other in rng.choice(np.array(there, dtype=object), 2):
             other.pins = int(rng.integers(0, 4) == 0)
             if other.pins == 0 and other.size > PAGE:
-                tier.queue.leave(other)
+                tier.queue.remove(other)
                 tier.shrink(other.ram, other.size, other.size - PAGE)
                 other.size -= PAGE
-                tier.queue.enter(other)
+                tier.queue.add(other)
         for other in there:
-            assert (tier.view(other.ram, other.size) == other.seen).all()
+            assert (tier.view(other.ram, other.size) == other.n_scores).all()
         taken = sum(page_round(other.size) for other in there)
         assert tier.used_bytes == taken
     assert n_moved > 20

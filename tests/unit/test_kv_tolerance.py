@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.kv_chunks.compression.tolerance import choose_levels, densities
+from llmaas_plugins.kv_chunks.compression.tolerance import allocate_bits, densities
 
 DENSITIES = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=6).map(np.array)
 
@@ -34,14 +34,14 @@ def test_chunks_nobody_looked_at_count_as_typical():
 
 
 def test_equal_densities_get_equal_bits():
-    assert choose_levels(np.ones(10), (8, 4, 2), 0.5).tolist() == [4] * 10
-    assert choose_levels(np.ones(10), (8, 4, 2), 1.0).tolist() == [8] * 10
-    assert choose_levels(np.ones(10), (8, 4, 2), 0.25).tolist() == [2] * 10
+    assert allocate_bits(np.ones(10), (8, 4, 2), 0.5).tolist() == [4] * 10
+    assert allocate_bits(np.ones(10), (8, 4, 2), 1.0).tolist() == [8] * 10
+    assert allocate_bits(np.ones(10), (8, 4, 2), 0.25).tolist() == [2] * 10
 
 
 def test_first_chunk_that_gets_most_attention_keeps_most():
     density = np.array([10.0, *[1.0] * 20, *[0.3] * 4])
-    bits = choose_levels(density, (8, 4, 2), 0.5)
+    bits = allocate_bits(density, (8, 4, 2), 0.5)
     assert bits[0] == 8
     assert set(bits[21:]) == {2, 4}
     assert bits.mean() <= 4
@@ -49,18 +49,18 @@ def test_first_chunk_that_gets_most_attention_keeps_most():
 
 def test_what_got_no_attention_may_be_asked_for_later():
     density = np.array([*[1.0] * 30, *[1e-3] * 30, *[10.0] * 4])
-    bits = choose_levels(density, (8, 6, 5, 4, 3, 2), 0.5)
+    bits = allocate_bits(density, (8, 6, 5, 4, 3, 2), 0.5)
     assert (bits[:30].min(), bits[30:60].min()) == (4, 3)
     assert bits[60:].min() > bits[:60].max()
 
 
 def test_lowest_level_is_kept_below_every_mean():
-    assert choose_levels(np.ones(3), (8, 4), 0.1).tolist() == [4, 4, 4]
+    assert allocate_bits(np.ones(3), (8, 4), 0.1).tolist() == [4, 4, 4]
 
 
 def test_chunks_never_get_more_than_they_have():
     most = np.array([2, 8, 4, 8])
-    bits = choose_levels(np.array([100.0, 1.0, 1.0, 1.0]), (8, 4, 2), 0.5, most)
+    bits = allocate_bits(np.array([100.0, 1.0, 1.0, 1.0]), (8, 4, 2), 0.5, most)
     assert bits.mean() <= 4
     assert (bits <= most).all()
     assert bits[0] == 2
@@ -68,12 +68,12 @@ def test_chunks_never_get_more_than_they_have():
 
 def test_what_one_chunk_cannot_use_goes_to_the_others():
     most = np.array([2, 2, 2, 8])
-    assert choose_levels(np.ones(4), (8, 4, 2), 0.5, most).tolist() == [2, 2, 2, 8]
+    assert allocate_bits(np.ones(4), (8, 4, 2), 0.5, most).tolist() == [2, 2, 2, 8]
 
 
 @given(DENSITIES, st.sampled_from([(8, 4, 2), (4, 2, 1), (8, 2)]), st.floats(0.13, 1.0))
 def test_nothing_better_can_be_paid(density, levels, ratio):
-    bits = choose_levels(density, levels, ratio)
+    bits = allocate_bits(density, levels, ratio)
     paid = max(8 * ratio, min(levels)) * len(density) + 1e-9
     assert bits.sum() <= paid
     best = max(
@@ -90,7 +90,7 @@ def test_nothing_better_can_be_paid(density, levels, ratio):
 
 @given(DENSITIES, st.floats(0.25, 1.0))
 def test_denser_chunks_have_no_fewer_bits_but_for_what_is_left_over(density, ratio):
-    bits = choose_levels(density, (8, 4, 2), ratio)
+    bits = allocate_bits(density, (8, 4, 2), ratio)
     order = np.argsort(-density, kind="stable")
     falls = bits[order]
     n_out_of_order = sum(b > a for a, b in itertools.pairwise(falls))
@@ -100,5 +100,5 @@ def test_denser_chunks_have_no_fewer_bits_but_for_what_is_left_over(density, rat
 @pytest.mark.parametrize("n_chunks", [1, 64, 256])
 def test_mean_is_used_up(n_chunks):
     density = np.random.default_rng(n_chunks).lognormal(0, 2, n_chunks)
-    bits = choose_levels(density, (8, 4, 2), 0.5)
+    bits = allocate_bits(density, (8, 4, 2), 0.5)
     assert 4 * n_chunks - 3 <= bits.sum() <= 4 * n_chunks

@@ -138,11 +138,11 @@ def test_unneeded_chunks_may_be_removed_as_they_come(tree):
     a = store(tree, text((0, 48)))
     b = store(tree, text((0, 16), (500, 16)))
     tree.set_head("b", b[-1].id.key)
-    for chunk in tree.unneeded_from(a[-1]):
+    for chunk in tree.removable_from(a[-1]):
         tree.remove(chunk)
     assert set(tree) == set(b)
-    assert list(tree.unneeded_from(b[-1])) == []
-    assert list(tree.unneeded_from(None)) == []
+    assert list(tree.removable_from(b[-1])) == []
+    assert list(tree.removable_from(None)) == []
 
 
 def test_partial_chunk_is_superseded_by_its_continuation(tree):
@@ -159,8 +159,8 @@ def test_partial_chunk_is_superseded_by_its_continuation(tree):
 
 def test_what_continues_a_chunk(tree):
     a, b = store(tree, text((0, 70))), store(tree, text((0, 32), (500, 20)))
-    assert tree.from_here(a[4]) == [a[4]]
-    behind = tree.from_here(a[1])
+    assert tree.subtree(a[4]) == [a[4]]
+    behind = tree.subtree(a[1])
     assert behind[0] is a[1]
     assert set(behind) == {*a[1:], *b[2:]}
     assert all(behind.index(a[i]) < behind.index(a[i + 1]) for i in (1, 2, 3))

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmaas_eval.switching.engine import SequenceEngine
 from llmaas_eval.switching.systems.base import app_cells
-from llmaas_plugins.kv_chunks.transfer.cost_profile import non_negative
+from llmaas_plugins.kv_chunks.transfer.cost_profile import non_negative_least_squares
 
 __all__ = ["Cost", "measure_cost"]
 
@@ -54,7 +54,7 @@ def measure_cost(model: Path, max_tokens: int) -> Cost:
         lengths += [(2 * quarter, quarter // 2), (2 * quarter, quarter)]
         seconds = np.array([_measure(engine, *length) for length in lengths])
         terms = np.array([_terms(*length) for length in lengths])
-        found = non_negative(terms / seconds[:, None], np.ones(len(lengths)))
+        found = non_negative_least_squares(terms / seconds[:, None], np.ones(len(lengths)))
         call_s, token_s, pair_s = found.tolist()
         cost = Cost(call_s, token_s, pair_s, _measure_reply(engine), errors=())
         return replace(cost, errors=_check(engine, cost, max_tokens))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.tolerance.coded import MAX_BITS, Bits
-from llmaas_plugins.kv_chunks.compression.tolerance import choose_levels
+from llmaas_plugins.kv_chunks.compression.tolerance import allocate_bits
 
 __all__ = ["RIVALS", "Case", "as_printed", "by_layer"]
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 def ours(case: Case) -> Bits:
     """Return the plugin's choice."""
-    return choose_levels(case.density, case.levels, case.mean / MAX_BITS)
+    return allocate_bits(case.density, case.levels, case.mean / MAX_BITS)
 
 
 def static(case: Case) -> Bits:

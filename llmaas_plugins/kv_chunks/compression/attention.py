@@ -33,18 +33,18 @@ class ChunkAttention:
 
     def __init__(self, context: NativeContext) -> None:
         """Start counting."""
-        self._density = _unless_gone(lambda: context.density(row_step=ROW_STEP))
+        self._density = _none_on_error(lambda: context.density(row_step=ROW_STEP))
 
     def cells(self, n_tokens: int) -> NDArray[np.int32] | None:
         """Return the cells of the first ``n_tokens`` tokens by layer, or None if they are unknown.
 
-        Pass the result to ``placed`` when those tokens come back. It has shape
+        Pass the result to ``announce`` when those tokens come back. It has shape
         ``(n_layers, n_tokens)`` and stays valid while some sequence has those cells.
         """
         density = self._density
-        return None if density is None else _unless_gone(lambda: density.cells(n_tokens))
+        return None if density is None else _none_on_error(lambda: density.cells(n_tokens))
 
-    def placed(self, kept: int, n_tokens: int, cells: NDArray[np.int32] | None = None) -> None:
+    def announce(self, kept: int, n_tokens: int, cells: NDArray[np.int32] | None = None) -> None:
         """Announce tokens that enter sequence 0 without evaluation; call this before they do.
 
         Args:
@@ -56,7 +56,7 @@ class ChunkAttention:
         """
         density = self._density
         if density is not None:
-            _unless_gone(lambda: density.place(kept, n_tokens, cells))
+            _none_on_error(lambda: density.place(kept, n_tokens, cells))
 
     def take(self, n_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return summed attention and score counts per chunk since the last call.
@@ -66,7 +66,7 @@ class ChunkAttention:
         A count of 0 means that nothing was measured.
         """
         density = self._density
-        taken = None if density is None else _unless_gone(lambda: density.take(n_tokens))
+        taken = None if density is None else _none_on_error(lambda: density.take(n_tokens))
         starts = np.arange(0, n_tokens, CHUNK_TOKENS)
         if taken is None or not n_tokens:
             return np.zeros(len(starts)), np.zeros(len(starts))
@@ -79,7 +79,7 @@ class ChunkAttention:
             self._density.close()
 
 
-def _unless_gone(use: Callable[[], _T]) -> _T | None:
+def _none_on_error(use: Callable[[], _T]) -> _T | None:
     try:
         return use()
     except (ReferenceError, RuntimeError, MemoryError, ValueError) as error:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["INT8_BITS", "choose_levels", "densities"]
+__all__ = ["INT8_BITS", "allocate_bits", "densities"]
 
 INT8_BITS = 8
 """Bits per value of int8, of which ``ratio`` is a share."""
 
-_ASKED_LATER = 3.0
+_LATE_QUESTION_WEIGHT = 3.0
 """Multiple of the squared median density in each chunk's weight, as it may be asked for later.
 
 The values 0, 1, 3 and 10 were tried. This is the smallest with which facts asked for late are
@@ -48,7 +48,7 @@ def densities(
     return np.where(is_known, found, typical)
 
 
-def choose_levels(
+def allocate_bits(
     density: NDArray[np.float64],
     levels: Sequence[int],
     ratio: float,
@@ -78,7 +78,7 @@ def choose_levels(
     left = (INT8_BITS * ratio - rising[0]) * n_chunks
     prices = np.diff(rising)
     gains = -np.diff(4.0 ** -np.array(rising))
-    weight = density**2 + _ASKED_LATER * np.median(density) ** 2
+    weight = density**2 + _LATE_QUESTION_WEIGHT * np.median(density) ** 2
     worth = weight[:, None] * (gains / prices)
     for step in np.argsort(-worth, axis=None, kind="stable"):
         chunk, level = divmod(int(step), len(prices))

@@ -10,14 +10,18 @@ from pathlib import Path
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import Status
-from llmaas_plugins.kv_chunks.maintenance.snapshot import Contents, payloads, read_contents
+from llmaas_plugins.kv_chunks.maintenance.snapshot import (
+    StoreSnapshot,
+    read_payloads,
+    read_snapshot,
+)
 from llmaas_plugins.kv_chunks.store.index import ChunkRow
 
-__all__ = ["Checked", "Progress", "check_store"]
+__all__ = ["CheckResult", "Progress", "check_store"]
 
 Progress = Callable[[Sequence[ChunkRow]], Iterable[ChunkRow]]
-_PATIENCE_S = 2.0
-_WHAT = {
+_RECHECK_S = 2.0
+_DEFECTS = {
     Status.ECORRUPT: "its bytes are damaged",
     Status.ESTALE: "another chunk is stored in its place",
     Status.EIO: "it cannot be read",
@@ -26,7 +30,7 @@ _WHAT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckResult:
     """Result of checking a store.
 
     Attributes:
@@ -40,7 +44,7 @@ class Checked:
     problems: list[str]
 
 
-def check_store(directory: Path, progress: Progress = iter) -> Checked:
+def check_store(directory: Path, progress: Progress = iter) -> CheckResult:
     """Read every chunk of a store, its index, and the slab's header.
 
     A store in use may change during the check. A chunk is reported only if it stays wrong.
@@ -53,49 +57,52 @@ def check_store(directory: Path, progress: Progress = iter) -> Checked:
         StoreError: There is no store, it has another format, or it cannot be read at all.
     """
     try:
-        contents = read_contents(directory)
+        snapshot = read_snapshot(directory)
     except sqlite3.DatabaseError as error:
-        return Checked(None, 0, [f"the index cannot be used: {error}"])
-    problems = [] if contents.is_slab else ["the slab's header does not belong to the index"]
-    if contents.unsound:
-        problems.append(f"invalid rows in the index: {contents.unsound}")
-    damaged = _damaged(contents, progress) if contents.is_slab else {}
+        return CheckResult(None, 0, [f"the index cannot be used: {error}"])
+    problems = (
+        [] if snapshot.has_matching_slab else ["the slab's header does not belong to the index"]
+    )
+    if snapshot.n_invalid_rows:
+        problems.append(f"invalid rows in the index: {snapshot.n_invalid_rows}")
+    damaged = _damaged(snapshot, progress) if snapshot.has_matching_slab else {}
     problems += [
-        f"chunk {_short(key)}: {_WHAT.get(status, status.name)}" for key, status in damaged.items()
+        f"chunk {_short(key)}: {_DEFECTS.get(status, status.name)}"
+        for key, status in damaged.items()
     ]
-    gone = [row for row in contents.rows.values() if not contents.is_reachable(row)]
+    gone = [row for row in snapshot.rows.values() if not snapshot.is_reachable(row)]
     problems += [f"chunk {_short(row.id.key)}: the chunk before it is missing" for row in gone]
     problems += [
         f"context {name!r}: its last chunk is missing"
-        for name, head in contents.contexts.items()
-        if head not in contents.rows
+        for name, head in snapshot.contexts.items()
+        if head not in snapshot.rows
     ]
-    return Checked(contents.holder, len(contents.rows), problems)
+    return CheckResult(snapshot.holder, len(snapshot.rows), problems)
 
 
-def _damaged(contents: Contents, progress: Progress) -> dict[bytes, Status]:
-    by_place = sorted(contents.rows.values(), key=lambda row: row.offset)
-    wrong = _verified(contents, progress(by_place))
-    patience = time.monotonic() + (_PATIENCE_S if contents.holder else 0)
+def _damaged(snapshot: StoreSnapshot, progress: Progress) -> dict[bytes, Status]:
+    by_place = sorted(snapshot.rows.values(), key=lambda row: row.offset)
+    wrong = _verified(snapshot, progress(by_place))
+    patience = time.monotonic() + (_RECHECK_S if snapshot.holder else 0)
     while wrong:  # a chunk may have been rewritten or moved since the index was read
-        now = _again(contents)
-        still = [row for key in wrong if (row := now.get(key)) == contents.rows[key]]
-        wrong = _verified(contents, [row for row in still if row is not None])
+        now = _reread(snapshot)
+        still = [row for key in wrong if (row := now.get(key)) == snapshot.rows[key]]
+        wrong = _verified(snapshot, [row for row in still if row is not None])
         if time.monotonic() >= patience:
             break
-        time.sleep(_PATIENCE_S / 10)
+        time.sleep(_RECHECK_S / 10)
     return wrong
 
 
-def _again(contents: Contents) -> dict[bytes, ChunkRow]:
+def _reread(snapshot: StoreSnapshot) -> dict[bytes, ChunkRow]:
     try:
-        return dict(read_contents(contents.directory).rows)
+        return dict(read_snapshot(snapshot.directory).rows)
     except (StoreError, sqlite3.DatabaseError):
-        return dict(contents.rows)
+        return dict(snapshot.rows)
 
 
-def _verified(contents: Contents, rows: Iterable[ChunkRow]) -> dict[bytes, Status]:
-    found = payloads(contents.directory, rows)
+def _verified(snapshot: StoreSnapshot, rows: Iterable[ChunkRow]) -> dict[bytes, Status]:
+    found = read_payloads(snapshot.directory, rows)
     return {row.id.key: status for row, status, _ in found if status != Status.OK}
 
 

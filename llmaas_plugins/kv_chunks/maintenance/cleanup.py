@@ -18,7 +18,11 @@ from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Status
 from llmaas_plugins.kv_chunks.maintenance.checking import Progress
-from llmaas_plugins.kv_chunks.maintenance.snapshot import Contents, payloads, read_contents
+from llmaas_plugins.kv_chunks.maintenance.snapshot import (
+    StoreSnapshot,
+    read_payloads,
+    read_snapshot,
+)
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
@@ -26,11 +30,11 @@ from llmaas_plugins.kv_chunks.store.store_files import SLAB, require_store
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 
-__all__ = ["Exported", "Tidied", "Upkeep", "disk_bytes", "export_store"]
+__all__ = ["CleanupResult", "ExportResult", "StoreCleanup", "disk_bytes", "export_store"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tidied:
+class CleanupResult:
     """Result of tidying a store.
 
     Attributes:
@@ -45,7 +49,7 @@ class Tidied:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """Result of exporting a store.
 
     Attributes:
@@ -61,7 +65,7 @@ class Exported:
     skipped: int
 
 
-class Upkeep:
+class StoreCleanup:
     """A store opened for exclusive maintenance; call ``close`` at the end."""
 
     def __init__(self, directory: Path) -> None:
@@ -104,7 +108,7 @@ class Upkeep:
         """Read every chunk; drop damaged ones and all chunks that continue them."""
         chunks = sorted(self._tree, key=lambda chunk: chunk.disk)
         rows = [ChunkRow(chunk.id, chunk.disk, chunk.size) for chunk in chunks]
-        for row, status, _ in payloads(self._directory, progress(rows)):
+        for row, status, _ in read_payloads(self._directory, progress(rows)):
             if status != Status.OK:
                 self._drop_from(self._tree.get(row.id.key))
 
@@ -117,7 +121,7 @@ class Upkeep:
             if is_there and not is_first and self._tree.get(chunk.id.parent) is None:
                 self._drop_from(chunk)
 
-    def finish(self, *, shrink: bool) -> Tidied:
+    def finish(self, *, shrink: bool) -> CleanupResult:
         """Commit, erase deleted data, and return the space to the file system.
 
         Args:
@@ -130,9 +134,9 @@ class Upkeep:
         try:
             index.apply(self._update())
             tier.erase(tier.take_stale())
-            tier.cut()
+            tier.truncate_tail()
             if shrink:
-                index.shrink()
+                index.vacuum()
             self._disk.end_erasing()
         except StoreError:
             raise
@@ -140,7 +144,7 @@ class Upkeep:
             raise StoreError(f"cannot tidy KV store {self._directory}: {error}") from error
         n_contexts = self._contexts - len(self._tree.contexts())
         freed = self._before - disk_bytes(self._directory)
-        return Tidied(n_contexts, len(self._removed), max(0, freed))
+        return CleanupResult(n_contexts, len(self._removed), max(0, freed))
 
     def _update(self) -> IndexUpdate:
         heads = self._tree.contexts()
@@ -152,7 +156,7 @@ class Upkeep:
 
     def _drop_from(self, chunk: Chunk | None) -> None:
         """Drop a chunk and all that continue it; contexts through it then end before it."""
-        for one in [] if chunk is None else reversed(self._tree.from_here(chunk)):
+        for one in [] if chunk is None else reversed(self._tree.subtree(chunk)):
             self._drop(one)
 
     def _drop(self, chunk: Chunk) -> None:
@@ -169,7 +173,7 @@ def disk_bytes(directory: Path) -> int:
 
 def export_store(
     directory: Path, target: Path, context_id: str | None = None, progress: Progress = iter
-) -> Exported:
+) -> ExportResult:
     """Copy a store, or one context of it, into a new store, which appears atomically.
 
     Args:
@@ -185,16 +189,16 @@ def export_store(
     if os.path.lexists(target):
         raise StoreError(f"{target} already exists; nothing was written. Choose another name.")
     try:
-        contents = read_contents(directory)
+        snapshot = read_snapshot(directory)
     except sqlite3.DatabaseError as error:
         raise StoreError(f"cannot read KV store {directory}: {error}") from error
-    rows = _wanted(contents, context_id)
+    rows = _wanted(snapshot, context_id)
     try:
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror}") from error
     try:
-        done = _copy(contents, rows, fresh, context_id, progress)
+        done = _copy(snapshot, rows, fresh, context_id, progress)
         fresh.rename(target)
     except (OSError, sqlite3.Error) as error:
         if isinstance(error, StoreError):
@@ -205,25 +209,25 @@ def export_store(
     return done
 
 
-def _wanted(contents: Contents, context_id: str | None) -> list[ChunkRow]:
+def _wanted(snapshot: StoreSnapshot, context_id: str | None) -> list[ChunkRow]:
     """Return the rows to copy, parents first."""
     if context_id is None:
-        return list(_parents_first(contents))
-    if context_id not in contents.contexts:
-        raise StoreError(_unknown([context_id], contents.contexts))
+        return list(_parents_first(snapshot))
+    if context_id not in snapshot.contexts:
+        raise StoreError(_unknown_context([context_id], snapshot.contexts))
     path = []
-    row = contents.rows.get(contents.contexts[context_id])
+    row = snapshot.rows.get(snapshot.contexts[context_id])
     while row is not None:
         path.append(row)
-        row = contents.rows.get(row.id.parent)
+        row = snapshot.rows.get(row.id.parent)
     return path[::-1]
 
 
-def _parents_first(contents: Contents) -> Iterator[ChunkRow]:
+def _parents_first(snapshot: StoreSnapshot) -> Iterator[ChunkRow]:
     children: dict[bytes, list[ChunkRow]] = {}
-    for row in contents.rows.values():
+    for row in snapshot.rows.values():
         children.setdefault(row.id.parent, []).append(row)
-    waiting = [row for root in contents.layouts for row in children.get(root, [])]
+    waiting = [row for root in snapshot.layouts for row in children.get(root, [])]
     while waiting:
         row = waiting.pop()
         yield row
@@ -231,48 +235,50 @@ def _parents_first(contents: Contents) -> Iterator[ChunkRow]:
 
 
 def _copy(
-    contents: Contents,
+    snapshot: StoreSnapshot,
     rows: Sequence[ChunkRow],
     fresh: Path,
     context_id: str | None,
     progress: Progress,
-) -> Exported:
+) -> ExportResult:
     n_bytes = DiskTier.HEADER_BYTES + sum(page_round(row.size) for row in rows)
     with contextlib.closing(DiskStore(fresh, n_bytes)) as disk:
-        update = IndexUpdate(layouts=dict(contents.layouts))
+        update = IndexUpdate(layouts=dict(snapshot.layouts))
         places = itertools.accumulate((page_round(row.size) for row in rows), initial=0)
-        for place, found in zip(places, payloads(contents.directory, progress(rows)), strict=False):
+        for place, found in zip(
+            places, read_payloads(snapshot.directory, progress(rows)), strict=False
+        ):
             row, status, data = found
-            is_behind = row.id.parent in update.added or row.id.parent in contents.layouts
+            is_behind = row.id.parent in update.added or row.id.parent in snapshot.layouts
             if status == Status.OK and is_behind:
                 at = [int(np.frombuffer(data, np.uint8).ctypes.data)]
                 _native.store_write(disk.tier.fd, [disk.tier.file_offset(place)], [row.size], at)
                 update.added[row.id.key] = row._replace(offset=place)
-        update.used = {key: None for key in contents.rows if key in update.added}
-        update.heads = _heads(contents, update.added, context_id)
+        update.used = {key: None for key in snapshot.rows if key in update.added}
+        update.heads = _heads(snapshot, update.added, context_id)
         disk.index.apply(update)
         os.fsync(disk.tier.fd)
     total = sum(row.size for row in update.added.values())
     skipped = len(rows) - len(update.added)
     if context_id is None:
-        skipped = len(contents.rows) - len(update.added)
-    return Exported(len(update.heads), len(update.added), total, skipped)
+        skipped = len(snapshot.rows) - len(update.added)
+    return ExportResult(len(update.heads), len(update.added), total, skipped)
 
 
 def _heads(
-    contents: Contents, copied: Mapping[bytes, ChunkRow], context_id: str | None
+    snapshot: StoreSnapshot, copied: Mapping[bytes, ChunkRow], context_id: str | None
 ) -> dict[str, bytes]:
     """Return the key of the last copied chunk of each context."""
     heads = {}
-    for name, head in contents.contexts.items():
-        row = contents.rows.get(head)
+    for name, head in snapshot.contexts.items():
+        row = snapshot.rows.get(head)
         while row is not None and row.id.key not in copied:
-            row = contents.rows.get(row.id.parent)
+            row = snapshot.rows.get(row.id.parent)
         if row is not None and context_id in (None, name):
             heads[name] = row.id.key
     return heads
 
 
-def _unknown(names: Iterable[str], known: Iterable[str]) -> str:
+def _unknown_context(names: Iterable[str], known: Iterable[str]) -> str:
     wanted, there = ", ".join(map(repr, names)), ", ".join(map(repr, sorted(known))) or "none"
     return f"no such context: {wanted}; nothing was changed. Contexts in this store: {there}"

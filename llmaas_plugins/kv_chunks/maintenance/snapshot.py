@@ -14,43 +14,43 @@ from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Status
 from llmaas_plugins.files.store_lock import user
-from llmaas_plugins.kv_chunks.store.disk_store import is_sound
+from llmaas_plugins.kv_chunks.store.disk_store import is_valid_row
 from llmaas_plugins.kv_chunks.store.extents import ExtentAllocator, page_round
-from llmaas_plugins.kv_chunks.store.huge_pages import anonymous
+from llmaas_plugins.kv_chunks.store.huge_pages import map_huge_pages
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB, require_store
 from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_header
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 
-__all__ = ["Contents", "payloads", "read_contents"]
+__all__ = ["StoreSnapshot", "read_payloads", "read_snapshot"]
 
-_MOST_CHUNK_BYTES = 1 << 30
-_MOST_TRIES = 4
+_MAX_CHUNK_BYTES = 1 << 30
+_MAX_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class StoreSnapshot:
     """Snapshot of a store.
 
     Attributes:
         directory: Directory of the store.
         holder: Description of the process that uses the store, or None.
         rows: Valid chunks by key, least recently used first.
-        unsound: Number of invalid rows: malformed, outside the slab, or overlapping another one.
+        n_invalid_rows: Number of rows that are malformed, outside the slab, or overlap another.
         contexts: Key of the last chunk of each named context, least recently used first.
         layouts: Layout of the cells under each root, as JSON.
         slab_bytes: Length of the slab file.
-        is_slab: Whether the slab's header names this index.
+        has_matching_slab: Whether the slab's header names this index.
     """
 
     directory: Path
     holder: str | None
     rows: Mapping[bytes, ChunkRow]
-    unsound: int
+    n_invalid_rows: int
     contexts: Mapping[str, bytes]
     layouts: Mapping[bytes, str]
     slab_bytes: int
-    is_slab: bool
+    has_matching_slab: bool
 
     def is_reachable(self, row: ChunkRow) -> bool:
         """Return whether the chunk's parent is a stored chunk or the root of a known model."""
@@ -63,7 +63,7 @@ class Contents:
         return row.id.parent
 
 
-def read_contents(directory: Path) -> Contents:
+def read_snapshot(directory: Path) -> StoreSnapshot:
     """Read everything but the payloads of the chunks.
 
     Raises:
@@ -74,7 +74,7 @@ def read_contents(directory: Path) -> Contents:
     require_store(directory)
     tries = itertools.count(1)
     while True:
-        is_last, before = next(tries) == _MOST_TRIES, _stamp(directory)
+        is_last, before = next(tries) == _MAX_TRIES, _stamp(directory)
         try:
             found = _read_once(directory)
         except (StoreError, sqlite3.DatabaseError):
@@ -85,7 +85,7 @@ def read_contents(directory: Path) -> Contents:
                 return found
 
 
-def payloads(
+def read_payloads(
     directory: Path, rows: Iterable[ChunkRow]
 ) -> Iterator[tuple[ChunkRow, Status, memoryview]]:
     """Read and verify chunks; yield each row, its status, and its bytes in whole pages.
@@ -96,14 +96,14 @@ def payloads(
         StoreError: The slab cannot be opened.
     """
     fd = FILES.open(directory / SLAB, os.O_RDONLY)
-    room = anonymous(0)
+    room = map_huge_pages(0)
     try:
         for row in rows:
-            if row.size > _MOST_CHUNK_BYTES:
+            if row.size > _MAX_CHUNK_BYTES:
                 yield row, Status.ECORRUPT, memoryview(b"")
                 continue
             if page_round(row.size) > len(room):
-                room = anonymous(page_round(row.size))
+                room = map_huge_pages(page_round(row.size))
             status = _read(fd, row, int(room.ctypes.data))
             if status == Status.EIO:  # try again: an I/O error may be temporary
                 status = _read(fd, row, int(room.ctypes.data))
@@ -132,14 +132,14 @@ def _stamp(directory: Path) -> tuple[object, ...]:
     return index.st_ino, index.st_size, index.st_mtime_ns, has_log
 
 
-def _read_once(directory: Path) -> Contents:
+def _read_once(directory: Path) -> StoreSnapshot:
     who = user(directory / LOCK, FILES)
     check_format(directory)
     with contextlib.ExitStack() as opened:
         try:
             index = ChunkIndex.read_only(directory / INDEX)
             opened.callback(index.close)
-            index.freeze()
+            index.begin_snapshot()
             return _contents(directory, who, index)
         except StoreError:
             raise
@@ -149,15 +149,15 @@ def _read_once(directory: Path) -> Contents:
             raise StoreError(f"cannot read KV store {directory}: {error}") from error
 
 
-def _contents(directory: Path, who: str | None, index: ChunkIndex) -> Contents:
+def _contents(directory: Path, who: str | None, index: ChunkIndex) -> StoreSnapshot:
     header, slab_bytes = _slab(directory / SLAB)
     expected = pack_header(index.store_id())
     n_space = max(0, slab_bytes - DiskTier.HEADER_BYTES)
-    sound, unsound = _sound(index.chunks(), slab_bytes, ExtentAllocator(page_round(n_space)))
+    sound, n_invalid = _sound(index.chunks(), slab_bytes, ExtentAllocator(page_round(n_space)))
     order = {key: i for i, key in enumerate(sound)}
     contexts = sorted(index.contexts().items(), key=lambda item: order.get(item[1], -1))
-    return Contents(
-        directory, who, sound, unsound + index.n_misshapen(), dict(contexts), index.layouts(),
+    return StoreSnapshot(
+        directory, who, sound, n_invalid + index.n_malformed(), dict(contexts), index.layouts(),
         slab_bytes, header[: len(expected)] == expected,
     )  # fmt: skip
 
@@ -166,16 +166,16 @@ def _sound(
     rows: Iterable[ChunkRow], slab_bytes: int, space: ExtentAllocator
 ) -> tuple[dict[bytes, ChunkRow], int]:
     sound: dict[bytes, ChunkRow] = {}
-    unsound: Sequence[ChunkRow] = [
+    n_invalid: Sequence[ChunkRow] = [
         row
         for row in rows
         if not (
-            is_sound(row, slab_bytes)
+            is_valid_row(row, slab_bytes)
             and space.claim(row.offset, row.size)
             and sound.setdefault(row.id.key, row)
         )
     ]
-    return sound, len(unsound)
+    return sound, len(n_invalid)
 
 
 def _slab(path: Path) -> tuple[bytes, int]:

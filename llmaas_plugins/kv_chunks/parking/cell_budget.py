@@ -17,18 +17,18 @@ import weakref
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import CellMemory, Engine
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.model.identity import metadata
 
-__all__ = ["Spare", "token_bytes"]
+__all__ = ["ParkedCellBudget", "token_bytes"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 
 _APP = 0
 _STEP = 256  # llama.cpp rounds the cells of a graph up to a multiple of this
-_GROWTH = 16  # 1/16 of the RAM tier stays free for the chunks of the next calls
+_GROWTH_DIVISOR = 16  # 1/16 of the RAM tier stays free for the chunks of the next calls
 _BLOCKS = {
     llama_cpp.GGML_TYPE_F16: (1, 2),
     30: (1, 2),  # BF16
@@ -40,7 +40,7 @@ _BLOCKS = {
     llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
 }
 """Values and bytes per block, by type of the cells."""
-_WIDEST = 1, 4  # F32 and unknown types
+_UNKNOWN_BLOCK = 1, 4  # F32 and unknown types
 
 
 def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
@@ -50,19 +50,19 @@ def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
     by_default = llama_cpp.llama_model_n_embd(model) // n_head
     n_bytes = 0
     for name, kind in (("key", params.type_k), ("value", params.type_v)):
-        n_values, n_each = _BLOCKS.get(kind, _WIDEST)
+        n_values, n_each = _BLOCKS.get(kind, _UNKNOWN_BLOCK)
         width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
         n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * n_each // n_values
     return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
 
 
-class Spare:
+class ParkedCellBudget:
     """Memory of one engine's spare cells. Use it only while no other thread uses the engine."""
 
     def __init__(
         self,
         engine: Engine,
-        parking: Parking,
+        parking: ParkedContexts,
         store: ChunkStore,
         memory: CellMemory | None,
         token_bytes: int,
@@ -79,9 +79,9 @@ class Spare:
         self._engine_memory = llama_cpp.llama_get_memory(engine.ctx)
         self._parking = parking
         self._store = store
-        self._n_spare = self._most = engine.n_spare
+        self._n_spare = self._max_parked = engine.n_spare
         self._has_parked = False  # since the last release; without any, a release gains nothing
-        self._n_collapsed = 0
+        self._n_releases = 0
         self._owner = object()
         self._memory = memory if memory is not None and memory.n else None
         if self._memory is None:
@@ -89,7 +89,7 @@ class Spare:
         else:
             self._token_bytes = self._memory.n_bytes // self._memory.n
             self._app_cells = self._memory.n - engine.n_spare
-        weakref.finalize(self, store.leave, self._owner)
+        weakref.finalize(self, store.close_owner, self._owner)
         if self._memory is None:
             self._lend_all()
 
@@ -105,15 +105,15 @@ class Spare:
         """
         if self._memory is None:
             return False
-        growth = self._store.ram_capacity // _GROWTH
+        growth = self._store.ram_capacity // _GROWTH_DIVISOR
         room = self._store.lendable(self._owner) - growth
         beyond = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
         self._has_parked |= self._parking.n_cells > 0
         if self._has_parked and beyond > max(room + growth // 2, _STEP * self._token_bytes):
-            self._collapse(room)
+            self._release_all_cells(room)
             return True
-        self._most = max(self._most, self._cells(room // 4))
-        limit = min(self._most, self._cells(room))
+        self._max_parked = max(self._max_parked, self._cells(room // 4))
+        limit = min(self._max_parked, self._cells(room))
         n_parked = min(limit, self._parking.n_cells + n_resident)
         self._parking.limit = self._borrow(limit, n_parked + n_prompt - self._app_cells, beyond)
         return False
@@ -137,22 +137,22 @@ class Spare:
         """Return counters for the plugin's status."""
         return {
             "parked_limit": self._parking.limit,
-            "collapses": self._n_collapsed,
+            "collapses": self._n_releases,
         }
 
-    def _collapse(self, room: int) -> None:
+    def _release_all_cells(self, room: int) -> None:
         """Release the memory of all cells, and lend less from now on."""
         assert self._memory is not None
-        self._parking.give_up()
+        self._parking.clear()
         llama_cpp.llama_memory_seq_rm(self._engine_memory, _APP, -1, -1)
-        self._n_collapsed += 1
+        self._n_releases += 1
         self._has_parked = False
         if not (self._is_empty() and self._memory.release()):
             _log.warning("cannot release the memory of spare cells; it counts as used from now on")
             self._memory = None
             self._lend_all()
             return
-        self._most = self._cells(room // 2)
+        self._max_parked = self._cells(room // 2)
         self._store.lend(self._owner, 0)
         self._parking.limit = 0  # nothing is parked at this switch: sequence 0 is empty
 

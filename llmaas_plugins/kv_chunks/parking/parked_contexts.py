@@ -20,14 +20,14 @@ from llmaas_hooks import Engine, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
-__all__ = ["Parking", "Taken"]
+__all__ = ["ParkedContexts", "ResumedContext"]
 
 _APP = 0
 _END = -1
 
 
 @dataclass(slots=True, eq=False)
-class _Parked:
+class _ParkedContext:
     """A parked context: tokens ``0 … n-1`` and the sequence that holds exactly their cells.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Parked:
     root: bytes
 
 
-class Taken(NamedTuple):
+class ResumedContext(NamedTuple):
     """Tokens of a parked context that sequence 0 holds now.
 
     Attributes:
@@ -56,10 +56,10 @@ class Taken(NamedTuple):
 
 
 def _nearest(
-    contexts: Sequence[_Parked], tokens: Tokens, root: bytes
-) -> tuple[_Parked | None, int]:
+    contexts: Sequence[_ParkedContext], tokens: Tokens, root: bytes
+) -> tuple[_ParkedContext | None, int]:
     """Return the context of ``root`` with the longest common prefix, and that prefix's length."""
-    found: _Parked | None = None
+    found: _ParkedContext | None = None
     n_most = 0
     for parked in contexts:
         n = common_prefix(parked.tokens, tokens) if parked.root == root else 0
@@ -68,14 +68,14 @@ def _nearest(
     return found, n_most
 
 
-def _joined(
+def _join_cells(
     first: NDArray[np.int32] | None, rest: NDArray[np.int32], n: int
 ) -> NDArray[np.int32] | None:
     """Return cells, the first ``n`` of them from another context; None if those are unknown."""
     return None if first is None else np.concatenate([first[:, :n], rest[:, n:]], axis=1)
 
 
-class Parking:
+class ParkedContexts:
     """The parked contexts of one engine. Use it only while no other thread uses the engine.
 
     Two invariants hold between calls. Parked contexts use at most the engine's spare cells, so that
@@ -91,7 +91,7 @@ class Parking:
         self._memory = llama_cpp.llama_get_memory(engine.ctx)
         self.limit = engine.n_spare
         self._sequences = engine.parked
-        self._contexts: list[_Parked] = []  # least recently used first
+        self._contexts: list[_ParkedContext] = []  # least recently used first
         self._is_expired = False
         self._n_cells = 0
         self._n_parked = self._n_taken = self._n_taken_tokens = self._n_given_up = 0
@@ -103,7 +103,7 @@ class Parking:
         cells: Callable[[int], NDArray[np.int32] | None] = lambda _: None,
         root: bytes = b"",
         resident_root: bytes | None = None,
-    ) -> Taken | None:
+    ) -> ResumedContext | None:
         """Park the context in sequence 0, and resume the parked context that best fits the prompt.
 
         Args:
@@ -117,10 +117,10 @@ class Parking:
             The leading tokens of the prompt, which sequence 0 now holds and nothing else. None if
             no parked context has more of them than sequence 0, which is then unchanged.
         """
-        self._notice_given_up()
+        self._drop_freed_contexts()
         if self._is_expired:
             self._is_expired = False
-            self.give_up()
+            self.clear()
         resident_root = root if resident_root is None else resident_root
         n_common = common_prefix(resident, prompt) if resident_root == root else 0
         best, n_best = _nearest(self._contexts, prompt, root)
@@ -131,16 +131,16 @@ class Parking:
         if len(resident) - n_common >= CHUNK_TOKENS and len(resident) <= self.limit:
             self._park(resident, cells, resident_root)
         taken = None if best is None else self._take(best, n_best)
-        self._make_room()
+        self._evict_over_limit()
         return taken
 
-    def expire(self) -> None:
+    def clear_later(self) -> None:
         """Make the next ``switch`` free all parked contexts first. Callable from any thread."""
         self._is_expired = True
 
-    def give_up(self) -> None:
+    def clear(self) -> None:
         """Free all parked contexts."""
-        self._notice_given_up()
+        self._drop_freed_contexts()
         for parked in tuple(self._contexts):
             self._remove(parked)
         self._n_cells = 0
@@ -182,13 +182,13 @@ class Parking:
         if nearest is not None:
             self._label(nearest.sequence, sequence, 0, n_shared)
             if cells is not None:
-                cells = _joined(nearest.cells, cells, n_shared)
+                cells = _join_cells(nearest.cells, cells, n_shared)
         self._label(_APP, sequence, n_shared, len(tokens))
         self._sequences.add(sequence)
-        self._contexts.append(_Parked(sequence, tokens, cells, root))
+        self._contexts.append(_ParkedContext(sequence, tokens, cells, root))
         self._n_parked += 1
 
-    def _take(self, parked: _Parked, n: int) -> Taken:
+    def _take(self, parked: _ParkedContext, n: int) -> ResumedContext:
         """Replace sequence 0 by the first ``n`` cells of a parked context.
 
         The context stays parked if the prompt leaves at least a chunk of it unused.
@@ -199,20 +199,20 @@ class Parking:
             self._remove(parked)
         self._n_taken += 1
         self._n_taken_tokens += n
-        return Taken(n, None if parked.cells is None else parked.cells[:, :n])
+        return ResumedContext(n, None if parked.cells is None else parked.cells[:, :n])
 
-    def _touch(self, parked: _Parked) -> None:
+    def _touch(self, parked: _ParkedContext) -> None:
         self._contexts.remove(parked)
         self._contexts.append(parked)
 
-    def _remove(self, parked: _Parked) -> None:
+    def _remove(self, parked: _ParkedContext) -> None:
         self._drop(parked.sequence, 0)
         self._sequences.discard(parked.sequence)
         self._contexts.remove(parked)
 
     # -- space ----------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
+    def _evict_over_limit(self) -> None:
         """Remove contexts, least recently used first, until the invariants hold again.
 
         Contexts are removed whole: keeping a part is worth little, because the rest would have to
@@ -230,7 +230,7 @@ class Parking:
         self._n_cells = n_cells
         return n_cells
 
-    def _notice_given_up(self) -> None:
+    def _drop_freed_contexts(self) -> None:
         """Forget the contexts whose cells were freed before a call of the app."""
         kept = [parked for parked in self._contexts if parked.sequence in self._sequences]
         self._n_given_up += len(self._contexts) - len(kept)

@@ -13,8 +13,8 @@ __all__ = [
     "SCRATCH_SEQUENCE",
     "SEQUENCES",
     "spare_cells",
-    "unsupported",
-    "unsupported_cells",
+    "why_unserved",
+    "why_unserved_cells",
     "window",
 ]
 
@@ -30,7 +30,7 @@ PARKED_SEQUENCES = range(SEQUENCES, 8)
 """Sequences of parked contexts, if the context has cells for them."""
 
 
-def unsupported(create: ContextCreate) -> str | None:
+def why_unserved(create: ContextCreate) -> str | None:
     """Return why a context that is about to be made cannot be served, or None."""
     model, params = create.model, create.params
     n_window = window(model)
@@ -54,7 +54,7 @@ def unsupported(create: ContextCreate) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def unsupported_cells(ctx: int) -> str | None:
+def why_unserved_cells(ctx: int) -> str | None:
     """Return why a new context cannot be served after all, judging by its cells, or None.
 
     The blob of an empty context has 16 bytes with one cache of keys and values, and 24 with two.

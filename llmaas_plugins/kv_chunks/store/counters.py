@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-__all__ = ["Counters"]
+__all__ = ["StoreCounters"]
 
 
 @dataclass(slots=True)
-class Counters:
+class StoreCounters:
     """Events since the store was opened."""
 
     claimed_chunks: int = 0

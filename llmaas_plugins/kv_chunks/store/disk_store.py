@@ -19,9 +19,9 @@ from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB,
 from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_header
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
-from llmaas_plugins.kv_chunks.store.write_budget import Allowance
+from llmaas_plugins.kv_chunks.store.write_budget import WriteBudget
 
-__all__ = ["DiskStore", "is_sound"]
+__all__ = ["DiskStore", "is_valid_row"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 _abandoned: list[ChunkIndex] = []
@@ -66,28 +66,28 @@ class DiskStore:
         """
         dropped: list[bytes] = []
         try:
-            n_bytes = self.tier.file_bytes()
-            dropped += [b""] * self.index.drop_misshapen()
+            n_bytes = self.tier.file_size()
+            dropped += [b""] * self.index.drop_malformed()
             for row in list(self.index.chunks()):
-                if is_sound(row, n_bytes) and self.tier.claim(row.offset, row.size):
+                if is_valid_row(row, n_bytes) and self.tier.claim(row.offset, row.size):
                     chunk = Chunk(
                         row.id,
                         row.size,
                         row.bits,
                         disk=row.offset,
                         attention=row.attention,
-                        seen=row.seen,
-                        noted=row.seen,
+                        n_scores=row.n_scores,
+                        n_indexed_scores=row.n_scores,
                     )
                     tree.add(chunk)
-                    self.tier.queue.enter(chunk)
+                    self.tier.queue.add(chunk)
                 else:
                     dropped.append(row.id.key)
             for name, head in self.index.contexts().items():
                 tree.set_head(name, head)
-            self.tier.trim()
+            self.tier.truncate_to_capacity()
             if self.index.is_erasing():
-                self._erase_again()
+                self._resume_erasing()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
         return dropped
@@ -106,7 +106,7 @@ class DiskStore:
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"KV store {self.directory}: {error}") from error
 
-    def _erase_again(self) -> None:
+    def _resume_erasing(self) -> None:
         """Finish a deletion that an earlier process did not complete."""
         try:
             self.tier.erase(self.tier.take_stale())
@@ -114,14 +114,14 @@ class DiskStore:
         except StoreError as error:
             _log.warning("%s; the next deletion tries again", error)
 
-    def allowance(self, write_budget: int | None) -> Allowance:
+    def write_budget(self, limit: int | None) -> WriteBudget:
         """Return the write budget for today.
 
         Raises:
             StoreError: The index cannot be read.
         """
         try:
-            return Allowance(write_budget, self.index.written_on)
+            return WriteBudget(limit, self.index.written_on)
         except sqlite3.Error as error:
             raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
 
@@ -144,21 +144,21 @@ class DiskStore:
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            self._set_aside(str(error))
+            self._quarantine_index(str(error))
         else:
             expected = pack_header(index.store_id())
             if self.tier.read_header()[: len(expected)] == expected:
                 return index
-            is_new = self.tier.file_bytes() == 0 and not list(index.chunks())
+            is_new = self.tier.file_size() == 0 and not list(index.chunks())
             index.close()
             if is_new:
                 self.tier.write_header(expected)
                 return ChunkIndex(path, store_id)
-            self._set_aside("the slab's header does not belong to the index")
+            self._quarantine_index("the slab's header does not belong to the index")
         self.tier.write_header(pack_header(store_id))
         return ChunkIndex(path, store_id)
 
-    def _set_aside(self, reason: str) -> None:
+    def _quarantine_index(self, reason: str) -> None:
         _log.warning(
             "KV store %s cannot be used (%s); starting an empty one. Contexts will be recomputed. "
             "The old index is kept as index.sqlite.unusable.",
@@ -171,7 +171,7 @@ class DiskStore:
         path.replace(self.directory / UNUSABLE)
 
 
-def is_sound(row: ChunkRow, file_bytes: int) -> bool:
+def is_valid_row(row: ChunkRow, file_bytes: int) -> bool:
     """Return whether a row is plausible for a slab of ``file_bytes``; the payload is not read."""
     n_bytes = len(row.id.tokens)
     return (
@@ -181,7 +181,7 @@ def is_sound(row: ChunkRow, file_bytes: int) -> bool:
         and row.size > 0
         and 0 <= row.bits <= CHUNK_BITS
         and 0 <= row.attention < math.inf
-        and 0 <= row.seen < math.inf
+        and 0 <= row.n_scores < math.inf
         and row.offset >= 0
         and DiskTier.HEADER_BYTES + row.offset + row.size <= file_bytes
     )

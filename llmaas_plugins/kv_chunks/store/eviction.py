@@ -14,19 +14,19 @@ from typing import Literal
 
 from llmaas_plugins.kv_chunks.store.tree import Chunk
 
-__all__ = ["Eviction", "Queue"]
+__all__ = ["EvictionPolicy", "EvictionQueue"]
 
-Eviction = Literal["lctru", "lru"]
+EvictionPolicy = Literal["lctru", "lru"]
 
 
-class Queue:
+class EvictionQueue:
     """The chunks of one tier in eviction order.
 
     A context's chunks are touched from the last to the first. A chunk's last use is therefore older
     than that of the chunks before it, and eviction shortens contexts from their end.
     """
 
-    def __init__(self, eviction: Eviction) -> None:
+    def __init__(self, eviction: EvictionPolicy) -> None:
         """Start empty."""
         self._by_bits = eviction == "lctru"
         self._levels: dict[int, OrderedDict[Chunk, None]] = {}
@@ -40,7 +40,7 @@ class Queue:
         for bits in sorted(self._levels, reverse=True):
             yield from self._levels[bits]
 
-    def enter(self, chunk: Chunk, *, is_oldest: bool = False) -> None:
+    def add(self, chunk: Chunk, *, is_oldest: bool = False) -> None:
         """Add a chunk as its level's most recently used one, or as its least if ``is_oldest``."""
         level = self._levels.setdefault(self._level(chunk), OrderedDict())
         level[chunk] = None
@@ -53,7 +53,7 @@ class Queue:
         if level is not None and chunk in level:
             level.move_to_end(chunk)
 
-    def leave(self, chunk: Chunk) -> bool:
+    def remove(self, chunk: Chunk) -> bool:
         """Remove a chunk, also before its bits change; return whether it was in the queue."""
         level = self._levels.get(self._level(chunk))
         if level is None or chunk not in level:

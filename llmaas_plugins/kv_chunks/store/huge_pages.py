@@ -13,21 +13,21 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["anonymous", "give_back", "sparse"]
+__all__ = ["discard_pages", "map_huge_pages", "map_small_pages"]
 
 _HUGE = 2 << 20
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
-def anonymous(n_bytes: int) -> NDArray[np.uint8]:
+def map_huge_pages(n_bytes: int) -> NDArray[np.uint8]:
     """Return a zeroed array of ``n_bytes``, aligned to 2 MiB; pages are committed when touched."""
     whole = _mapped(n_bytes + _HUGE, "MADV_HUGEPAGE")
     start = -int(whole.ctypes.data) % _HUGE
     return whole[start : start + n_bytes]
 
 
-def sparse(n_bytes: int) -> NDArray[np.uint8]:
+def map_small_pages(n_bytes: int) -> NDArray[np.uint8]:
     """Return a zeroed array in small pages, of which only the touched ones take memory."""
     return _mapped(n_bytes, "MADV_NOHUGEPAGE")
 
@@ -39,7 +39,7 @@ def _mapped(n_bytes: int, advice: str) -> NDArray[np.uint8]:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def give_back(pages: NDArray[np.uint8]) -> None:
+def discard_pages(pages: NDArray[np.uint8]) -> None:
     """Free the memory of whole pages of such an array; they then read as zeros."""
     if _madvise(pages.ctypes.data, pages.nbytes, mmap.MADV_DONTNEED):
         error = ctypes.get_errno()

@@ -30,21 +30,21 @@ CREATE TABLE chunks (
 CREATE TABLE contexts (id TEXT PRIMARY KEY, head BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE writes (day INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
 """
-_ODD_ROWS = """
+_WRONG_TYPES = """
 SELECT count(*) FROM chunks
 WHERE typeof(key) || typeof(parent) || typeof(tokens) != 'blobblobblob'
    OR typeof(offset) || typeof(size) || typeof(used) != 'integerintegerinteger'
    OR typeof(bits) || typeof(attention) || typeof(seen) != 'integerrealreal'
    OR used NOT BETWEEN 0 AND 1 << 62
 """  # SQLite stores any type in any column and has no checksums
-_MISSHAPEN = f"""
+_MALFORMED = f"""
 length(key) != {KEY_BYTES} OR length(parent) != {KEY_BYTES}
 OR length(tokens) NOT BETWEEN {TOKEN_BYTES} AND {CHUNK_TOKENS * TOKEN_BYTES}
 """
 _ERASING = 0x6C6C6D65
 """SQLite application id that marks an unfinished deletion: files may hold deleted contexts."""
-_MOST_NAME_BYTES = 1 << 16
-_MOST_LAYOUT_BYTES = 1 << 20
+_MAX_NAME_BYTES = 1 << 16
+_MAX_LAYOUT_BYTES = 1 << 20
 
 
 class ChunkRow(NamedTuple):
@@ -56,7 +56,7 @@ class ChunkRow(NamedTuple):
         size: Bytes of the payload.
         bits: Bits per value in the payload; 0 if the codec has no levels.
         attention: Summed attention that its tokens received.
-        seen: Number of scores in that sum.
+        n_scores: Number of scores in that sum.
     """
 
     id: ChunkId
@@ -64,7 +64,7 @@ class ChunkRow(NamedTuple):
     size: int
     bits: int = 0
     attention: float = 0.0
-    seen: float = 0.0
+    n_scores: float = 0.0
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class IndexUpdate:
         used: Keys of used chunks, least recently used first.
         heads: Key of the last chunk of every named context; None if no context changed.
         layouts: Newly learned layouts of cells, as JSON, by root.
-        frees_room: Whether other chunks may take places in the slab once this is committed.
+        frees_space: Whether other chunks may take places in the slab once this is committed.
         writes: Bytes written to the slab, in whole pages, by day (days since 1970).
         erases: Whether the bytes of removed chunks are to be erased; ``end_erasing`` confirms it.
     """
@@ -87,11 +87,11 @@ class IndexUpdate:
     used: dict[bytes, None] = field(default_factory=dict)
     heads: Mapping[str, bytes] | None = None
     layouts: dict[bytes, str] = field(default_factory=dict)
-    frees_room: bool = False
+    frees_space: bool = False
     writes: dict[int, int] = field(default_factory=dict)
     erases: bool = False
 
-    def then(self, later: IndexUpdate) -> IndexUpdate:
+    def merged_with(self, later: IndexUpdate) -> IndexUpdate:
         """Return this update followed by ``later``, as one update."""
         gone = set(later.removed)
         return IndexUpdate(
@@ -100,7 +100,7 @@ class IndexUpdate:
             {key: None for key in self.used if key not in later.used} | later.used,
             self.heads if later.heads is None else later.heads,
             self.layouts | later.layouts,
-            self.frees_room or later.frees_room,
+            self.frees_space or later.frees_space,
             self.writes | later.writes,
             self.erases or later.erases,
         )
@@ -190,9 +190,9 @@ class ChunkIndex:
         if problem != "ok":
             raise sqlite3.DatabaseError(f"index is damaged: {problem}")
         found = self._db.execute("SELECT sql FROM sqlite_master WHERE name NOT GLOB 'sqlite_*'")
-        if {_one_line(sql) for (sql,) in found} != _STATEMENTS:  # refuses triggers and views
+        if {_normalized(sql) for (sql,) in found} != _STATEMENTS:  # refuses triggers and views
             raise sqlite3.DatabaseError("index is damaged: its tables are not those of a store")
-        (n_odd,) = self._db.execute(_ODD_ROWS).fetchone()
+        (n_odd,) = self._db.execute(_WRONG_TYPES).fetchone()
         if n_odd:
             raise sqlite3.DatabaseError(f"index is damaged: {n_odd} rows have wrong types")
         self.store_id()
@@ -208,21 +208,21 @@ class ChunkIndex:
         """Yield the chunks whose fields have valid lengths, least recently used first."""
         rows = self._db.execute(
             "SELECT key, parent, tokens, offset, size, bits, attention, seen "  # noqa: S608  a constant
-            f"FROM chunks WHERE NOT ({_MISSHAPEN}) ORDER BY used"
+            f"FROM chunks WHERE NOT ({_MALFORMED}) ORDER BY used"
         )
         for key, parent, tokens, *rest in rows:
             yield ChunkRow(ChunkId(key, parent, tokens), *rest)
 
-    def n_misshapen(self) -> int:
+    def n_malformed(self) -> int:
         """Count the rows that ``chunks`` skips."""
-        found = self._db.execute(f"SELECT count(*) FROM chunks WHERE {_MISSHAPEN}")  # noqa: S608
+        found = self._db.execute(f"SELECT count(*) FROM chunks WHERE {_MALFORMED}")  # noqa: S608
         return int(found.fetchone()[0])
 
-    def drop_misshapen(self) -> int:
+    def drop_malformed(self) -> int:
         """Delete the rows that ``chunks`` skips; return how many there were."""
-        n_rows = self.n_misshapen()
+        n_rows = self.n_malformed()
         if n_rows:
-            self._db.execute(f"DELETE FROM chunks WHERE {_MISSHAPEN}")  # noqa: S608
+            self._db.execute(f"DELETE FROM chunks WHERE {_MALFORMED}")  # noqa: S608
         return n_rows
 
     def contexts(self) -> dict[str, bytes]:
@@ -230,11 +230,11 @@ class ChunkIndex:
         rows = self._db.execute(
             "SELECT CAST(id AS BLOB), CAST(head AS BLOB) FROM contexts "
             "WHERE length(CAST(id AS BLOB)) <= ? AND length(CAST(head AS BLOB)) = ?",
-            (_MOST_NAME_BYTES, KEY_BYTES),
+            (_MAX_NAME_BYTES, KEY_BYTES),
         )
         return {name.decode(errors="replace"): head for name, head in rows}
 
-    def geometry(self, root: bytes) -> str | None:
+    def layout(self, root: bytes) -> str | None:
         """Return the layout of the cells under ``root``, as JSON, or None."""
         return self.layouts().get(root)
 
@@ -243,7 +243,7 @@ class ChunkIndex:
         rows = self._db.execute(
             "SELECT CAST(root AS BLOB), CAST(layout AS BLOB) FROM geometry "
             "WHERE length(CAST(root AS BLOB)) = ? AND length(CAST(layout AS BLOB)) <= ?",
-            (KEY_BYTES, _MOST_LAYOUT_BYTES),
+            (KEY_BYTES, _MAX_LAYOUT_BYTES),
         )
         return {root: layout.decode(errors="replace") for root, layout in rows}
 
@@ -297,11 +297,11 @@ class ChunkIndex:
         if self.is_erasing():
             self._db.execute("PRAGMA application_id=0")
 
-    def freeze(self) -> None:
+    def begin_snapshot(self) -> None:
         """Begin a read transaction, so that later commits stay invisible until ``close``."""
         self._db.execute("BEGIN")
 
-    def shrink(self) -> None:
+    def vacuum(self) -> None:
         """Return free pages to the file system."""
         self._db.execute("VACUUM")
 
@@ -323,8 +323,8 @@ def _text(value: bytes) -> str:
     return value.decode(errors="replace")  # SQLite does not check that text is UTF-8
 
 
-def _one_line(sql: str | None) -> str:
+def _normalized(sql: str | None) -> str:
     return " ".join((sql or "").split())
 
 
-_STATEMENTS = {_one_line(sql) for sql in _SCHEMA.split(";") if sql.strip()}
+_STATEMENTS = {_normalized(sql) for sql in _SCHEMA.split(";") if sql.strip()}

@@ -7,17 +7,17 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.store.counters import Counters
-from llmaas_plugins.kv_chunks.store.eviction import Eviction
+from llmaas_plugins.kv_chunks.store.counters import StoreCounters
+from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.store.tiers import DiskTier, RamTier
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree
 
-__all__ = ["Shelf"]
+__all__ = ["ChunkResidency"]
 
 
-class Shelf:
+class ChunkResidency:
     """State of a store. Hold ``lock`` for every call; no call does I/O.
 
     Attributes:
@@ -31,7 +31,7 @@ class Shelf:
         active_bytes: Bytes, in whole pages, of the chunks used since this object was created.
     """
 
-    def __init__(self, budget: Budget, disk: DiskTier | None, eviction: Eviction) -> None:
+    def __init__(self, budget: Budget, disk: DiskTier | None, eviction: EvictionPolicy) -> None:
         """Give the rest of ``budget`` to the RAM tier."""
         self.lock = threading.RLock()
         self.tree = ChunkTree()
@@ -39,7 +39,7 @@ class Shelf:
         self.disk = disk
         self.dirty: dict[bytes, Chunk] = {}
         self.update = IndexUpdate()
-        self.counters = Counters()
+        self.counters = StoreCounters()
         self.active_bytes = 0
         self._clock = itertools.count(1)
         self._working: dict[Hashable, frozenset[Chunk]] = {}
@@ -50,11 +50,11 @@ class Shelf:
     def touch(self, path: Sequence[Chunk]) -> None:
         """Mark chunks as used, the first one last, so that contexts shrink from their end."""
         for chunk in reversed(path):
-            self._use(chunk)
+            self._mark_used(chunk)
             self.ram.queue.touch(chunk)
             self._touch_disk(chunk)
 
-    def order_on_disk(self, written: Iterable[Chunk]) -> None:
+    def mark_written_used(self, written: Iterable[Chunk]) -> None:
         """Put chunks that are new on disk into the disk tier's order of use."""
         for chunk in sorted(written, key=lambda chunk: chunk.used):
             self._touch_disk(chunk)
@@ -65,9 +65,9 @@ class Shelf:
 
     # -- space ----------------------------------------------------------------------------------
 
-    def may_go(self, chunk: Chunk) -> bool:
+    def is_evictable(self, chunk: Chunk) -> bool:
         """Return whether a chunk may be dropped: only unpinned ones that end a chain may."""
-        return chunk.pins == 0 and self.tree.is_last(chunk)
+        return chunk.pins == 0 and self.tree.is_leaf(chunk)
 
     def reserve_ram(self, n_bytes: int, parent: bytes | None) -> int | None:
         """Reserve space in the RAM tier, without dropping ``parent``, or return None.
@@ -76,13 +76,17 @@ class Shelf:
         """
 
         def evictable(chunk: Chunk) -> bool:
-            return self._may_leave_ram(chunk) and (self.disk is not None or chunk.id.key != parent)
+            return self._is_ram_evictable(chunk) and (
+                self.disk is not None or chunk.id.key != parent
+            )
 
         offset = self.ram.reserve(
-            n_bytes, lambda chunk: not self._is_locked(chunk) and evictable(chunk), self.reclaim
+            n_bytes,
+            lambda chunk: not self._is_locked(chunk) and evictable(chunk),
+            self.evict_from_ram,
         )
         if offset is None and any(self._working.values()):
-            offset = self.ram.reserve(n_bytes, evictable, self.reclaim)
+            offset = self.ram.reserve(n_bytes, evictable, self.evict_from_ram)
         return offset
 
     def lend(self, owner: Hashable, n_bytes: int) -> bool:
@@ -90,15 +94,15 @@ class Shelf:
         others = sum(n for one, n in self._lent.items() if one != owner)
         is_met = self.ram.lend(
             others + n_bytes,
-            lambda chunk: not self._is_locked(chunk) and self._may_leave_ram(chunk),
-            self.reclaim,
+            lambda chunk: not self._is_locked(chunk) and self._is_ram_evictable(chunk),
+            self.evict_from_ram,
         )
         self._lent[owner] = self.ram.lent - others
         if not self._lent[owner]:
             del self._lent[owner]
         return is_met
 
-    def forget(self, owner: Hashable) -> None:
+    def remove_owner(self, owner: Hashable) -> None:
         """Take back the memory lent to an owner that is gone, and drop its working set."""
         self._working.pop(owner, None)
         self.lend(owner, 0)
@@ -107,83 +111,85 @@ class Shelf:
         """Return the bytes lent to ``owner``."""
         return self._lent.get(owner, 0)
 
-    def reserve_unwritten(self, n_bytes: int, parent: bytes | None) -> int | None:
+    def reserve_ram_by_loss(self, n_bytes: int, parent: bytes | None) -> int | None:
         """Reserve RAM, evicting even chunks that are not on disk and cannot be written."""
         return self.ram.reserve(
             n_bytes,
-            lambda chunk: self.may_go(chunk) and chunk.id.key != parent,
-            self.reclaim,
+            lambda chunk: self.is_evictable(chunk) and chunk.id.key != parent,
+            self.evict_from_ram,
         )
 
     def reserve_disk(self, n_bytes: int) -> int | None:
         """Reserve space in the disk tier; return its offset or None."""
         assert self.disk is not None
-        return self.disk.reserve(n_bytes, self.may_go, self._leave_disk)
+        return self.disk.reserve(n_bytes, self.is_evictable, self._evict_from_disk)
 
     def _is_locked(self, chunk: Chunk) -> bool:
         return any(chunk in chunks for chunks in self._working.values())
 
-    def _may_leave_ram(self, chunk: Chunk) -> bool:
+    def _is_ram_evictable(self, chunk: Chunk) -> bool:
         """Return whether a chunk may leave RAM without being written first."""
         if self.disk is None:
-            return self.may_go(chunk)
+            return self.is_evictable(chunk)
         return chunk.pins == 0 and chunk.disk != ABSENT
 
-    def reclaim(self, chunk: Chunk) -> None:
+    def evict_from_ram(self, chunk: Chunk) -> None:
         """Evict a chunk from RAM, and drop it altogether if it is not on disk."""
         if chunk.disk == ABSENT:
             self.drop(chunk)
         else:
-            self._leave_ram(chunk)
+            self._free_ram(chunk)
         self.counters.ram_reclaimed += 1
 
     # -- change ---------------------------------------------------------------------------------
 
-    def enter(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Add a chunk whose bytes are in RAM to the tree, replacing its ghost if there is one."""
         self.tree.add(chunk)
-        self._use(chunk)
-        self.ram.queue.enter(chunk)
+        self._mark_used(chunk)
+        self.ram.queue.add(chunk)
         if self.disk is not None:
             self.dirty[chunk.id.key] = chunk
 
-    def notice(self, chunk: Chunk, attention: float, seen: float) -> None:
+    def add_attention(self, chunk: Chunk, attention: float, n_scores: float) -> None:
         """Add attention to a chunk; update the index once the score count has doubled."""
         chunk.attention += attention
-        chunk.seen += seen
-        if chunk.disk != ABSENT and chunk.seen > 2 * chunk.noted:
-            self.note_row(chunk)
+        chunk.n_scores += n_scores
+        if chunk.disk != ABSENT and chunk.n_scores > 2 * chunk.n_indexed_scores:
+            self.queue_index_update(chunk)
 
-    def cut(self, chunk: Chunk, size: int, bits: int) -> None:
+    def truncate(self, chunk: Chunk, size: int, bits: int) -> None:
         """Shorten a chunk's payload to its first ``size`` bytes in both tiers."""
         old = chunk.size
-        is_in_ram = self.ram.queue.leave(chunk)
+        is_in_ram = self.ram.queue.remove(chunk)
         chunk.size, chunk.bits = size, bits
         if chunk.used:
             self.active_bytes -= page_round(old) - page_round(size)
         if is_in_ram:
             self.ram.shrink(chunk.ram, old, size)
-            self.ram.queue.enter(chunk)
+            self.ram.queue.add(chunk)
         if chunk.disk != ABSENT and self.disk is not None:
             self.disk.shrink(chunk.disk, old, size)
-            self.note_row(chunk)
-            self.update.frees_room = True
+            self.queue_index_update(chunk)
+            self.update.frees_space = True
         self.counters.cut_chunks += 1
         self.counters.cut_bytes += old - size
 
-    def note_row(self, chunk: Chunk) -> None:
+    def queue_index_update(self, chunk: Chunk) -> None:
         """Queue a chunk's row for the index: its place on disk and its attention."""
-        chunk.noted = chunk.seen
-        row = ChunkRow(chunk.id, chunk.disk, chunk.size, chunk.bits, chunk.attention, chunk.seen)
+        chunk.n_indexed_scores = chunk.n_scores
+        row = ChunkRow(
+            chunk.id, chunk.disk, chunk.size, chunk.bits, chunk.attention, chunk.n_scores
+        )
         self.update.added[chunk.id.key] = row
 
-    def lose(self, chunk: Chunk) -> None:
+    def drop_bytes(self, chunk: Chunk) -> None:
         """Discard a chunk's unusable bytes; keep a ghost while other chunks continue it."""
-        if self.tree.is_last(chunk):
+        if self.tree.is_leaf(chunk):
             self.drop(chunk)
             return
-        self.tree.add(Chunk(chunk.id, 0, attention=chunk.attention, seen=chunk.seen))
-        self._forget_bytes(chunk)
+        self.tree.add(Chunk(chunk.id, 0, attention=chunk.attention, n_scores=chunk.n_scores))
+        self._free_bytes(chunk)
 
     def drop(self, chunk: Chunk) -> None:
         """Remove a chunk from the tree and from both tiers.
@@ -198,11 +204,11 @@ class Shelf:
         self.tree.remove(chunk)
         if heads_move:
             self.update.heads = self.tree.contexts()
-        self._forget_bytes(chunk)
-        if parent is not None and parent.is_ghost and self.tree.is_last(parent):
+        self._free_bytes(chunk)
+        if parent is not None and parent.is_ghost and self.tree.is_leaf(parent):
             self.drop(parent)
 
-    def leave_disk(self) -> None:
+    def detach_disk(self) -> None:
         """Continue without a disk tier: keep only the chunks in RAM."""
         self.disk = None
         self.dirty.clear()
@@ -211,7 +217,7 @@ class Shelf:
             chunk.disk = ABSENT
             if chunk.ram == ABSENT:
                 self.tree.remove(chunk)
-                self._rest(chunk)
+                self._mark_inactive(chunk)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """Unpin chunks that a transfer no longer uses."""
@@ -219,21 +225,21 @@ class Shelf:
             chunk.pins -= 1
             gone = self.tree.get(chunk.id.key) is not chunk
             if gone and chunk.pins == 0 and chunk.ram != ABSENT:
-                self._leave_ram(chunk)
+                self._free_ram(chunk)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _use(self, chunk: Chunk) -> None:
+    def _mark_used(self, chunk: Chunk) -> None:
         if not chunk.used:
             self.active_bytes += page_round(chunk.size)
         chunk.used = next(self._clock)
 
-    def _rest(self, chunk: Chunk) -> None:
+    def _mark_inactive(self, chunk: Chunk) -> None:
         if chunk.used:
             self.active_bytes -= page_round(chunk.size)
 
-    def _forget_bytes(self, chunk: Chunk) -> None:
-        self._rest(chunk)
+    def _free_bytes(self, chunk: Chunk) -> None:
+        self._mark_inactive(chunk)
         self.dirty.pop(chunk.id.key, None)
         if chunk.disk != ABSENT and self.disk is not None:
             self.disk.free(chunk, chunk.disk)
@@ -242,9 +248,9 @@ class Shelf:
             self.update.removed.append(chunk.id.key)
             chunk.disk = ABSENT
         if chunk.ram != ABSENT and chunk.pins == 0:
-            self._leave_ram(chunk)
+            self._free_ram(chunk)
 
-    def _leave_ram(self, chunk: Chunk) -> None:
+    def _free_ram(self, chunk: Chunk) -> None:
         self.ram.free(chunk, chunk.ram)
         chunk.ram = ABSENT
 
@@ -254,6 +260,6 @@ class Shelf:
             self.update.used.pop(chunk.id.key, None)
             self.update.used[chunk.id.key] = None
 
-    def _leave_disk(self, chunk: Chunk) -> None:
+    def _evict_from_disk(self, chunk: Chunk) -> None:
         self.counters.disk_evicted += 1
         self.drop(chunk)

@@ -19,7 +19,7 @@ FORMAT = 2
 
 _HEADER = struct.Struct("<8sI16s")
 _MAGIC = b"LLMAASKV"
-_MOST_FORMATS = 1 << 16  # a larger number means damage
+_MAX_FORMAT = 1 << 16  # a larger number means damage
 
 
 def pack_header(store_id: bytes) -> bytes:
@@ -34,7 +34,7 @@ def check_format(directory: Path) -> None:
         StoreError: The slab's header or the index names another format.
     """
     for found in (_slab_format(directory / SLAB), _index_format(directory / INDEX)):
-        if found is not None and found != FORMAT and abs(found) <= _MOST_FORMATS:
+        if found is not None and found != FORMAT and abs(found) <= _MAX_FORMAT:
             raise StoreError(
                 f"KV store {directory} has format {found}, but this version of llmaas_plugins "
                 f"reads format {FORMAT}; nothing was changed. Use the version that wrote it, or "

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.store.eviction import Eviction, Queue
+from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy, EvictionQueue
 from llmaas_plugins.kv_chunks.store.extents import PAGE, ExtentAllocator, page_round
-from llmaas_plugins.kv_chunks.store.huge_pages import anonymous, give_back
+from llmaas_plugins.kv_chunks.store.huge_pages import discard_pages, map_huge_pages
 from llmaas_plugins.kv_chunks.store.store_files import FILES
 from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 __all__ = ["DiskTier", "RamTier", "Tier"]
 
-_MOST_MARKS = 1 << 16
-_WORTH_MOVING = 32  # compact if at least 1/32 of the arena is free
+_MAX_STALE_RANGES = 1 << 16
+_COMPACT_DIVISOR = 32  # compact if at least 1/32 of the arena is free
 
 
 class Tier:
@@ -32,10 +32,10 @@ class Tier:
         queue: Chunks of this tier in eviction order.
     """
 
-    def __init__(self, capacity: int, eviction: Eviction) -> None:
+    def __init__(self, capacity: int, eviction: EvictionPolicy) -> None:
         """Start empty, with space for at most ``capacity`` bytes."""
         self._extents = ExtentAllocator(capacity)
-        self.queue = Queue(eviction)
+        self.queue = EvictionQueue(eviction)
 
     @property
     def used_bytes(self) -> int:
@@ -48,7 +48,7 @@ class Tier:
         return self._extents.capacity
 
     @property
-    def room(self) -> int:
+    def usable_bytes(self) -> int:
         """Bytes of the capacity that chunks may use."""
         return self._extents.capacity
 
@@ -64,9 +64,9 @@ class Tier:
 
         Returns:
             Offset of the space, or None if evicting all such chunks is not enough. Nothing is
-            evicted if ``n_bytes`` exceeds ``room``.
+            evicted if ``n_bytes`` exceeds ``usable_bytes``.
         """
-        if n_bytes > self.room:
+        if n_bytes > self.usable_bytes:
             return None
         offset = self._allocate(n_bytes)
         while offset is None and self._evict_one(evictable, evict):
@@ -99,7 +99,7 @@ class Tier:
 
     def free(self, chunk: Chunk, offset: int) -> None:
         """Free the chunk's space at ``offset``, and take the chunk out of the queue."""
-        self.queue.leave(chunk)
+        self.queue.remove(chunk)
         self._extents.release(offset, chunk.size)
 
 
@@ -111,7 +111,7 @@ class RamTier(Tier):
             many bytes free.
     """
 
-    def __init__(self, budget: Budget, eviction: Eviction) -> None:
+    def __init__(self, budget: Budget, eviction: EvictionPolicy) -> None:
         """Map and reserve all that is left of the budget.
 
         Raises:
@@ -122,18 +122,18 @@ class RamTier(Tier):
         super().__init__(capacity, eviction)
         self.lent = 0
         try:
-            self._bytes = anonymous(self.capacity)
+            self._bytes = map_huge_pages(self.capacity)
         except OSError as error:
             raise BudgetError(
                 f"cannot reserve {capacity >> 20} MiB of memory for chunks: {error.strerror}. "
                 "Lower plugins.kv_chunks.ram_budget."
             ) from error
-        self._holds = np.zeros(self.capacity // PAGE, dtype=np.bool_)  # whether a page holds memory
-        self._held_bytes = 0
+        self._is_resident = np.zeros(self.capacity // PAGE, dtype=np.bool_)  # by page
+        self._resident_bytes = 0
         self._base = int(self._bytes.ctypes.data)
 
     @property
-    def room(self) -> int:
+    def usable_bytes(self) -> int:
         """Bytes that chunks may use."""
         return self.capacity - self.lent
 
@@ -149,34 +149,34 @@ class RamTier(Tier):
         while is_met and self.used_bytes + n_bytes > self.capacity:
             is_met = self._evict_one(evictable, evict)
         self.lent = min(n_bytes, self.capacity - self.used_bytes)
-        self._hold_no_more()
+        self._discard_free_pages()
         return is_met
 
     def _allocate(self, n_bytes: int) -> int | None:
-        if self.used_bytes + page_round(n_bytes) > self.room:
+        if self.used_bytes + page_round(n_bytes) > self.usable_bytes:
             return None
         offset = super()._allocate(n_bytes)
         if offset is not None:
-            self._hold(offset, n_bytes)
-            self._hold_no_more()
+            self._mark_resident(offset, n_bytes)
+            self._discard_free_pages()
         return offset
 
-    def _hold(self, offset: int, n_bytes: int) -> None:
+    def _mark_resident(self, offset: int, n_bytes: int) -> None:
         """Record that these pages will be written and then hold memory."""
-        pages = self._holds[offset // PAGE : (offset + page_round(n_bytes)) // PAGE]
-        self._held_bytes += PAGE * int(len(pages) - np.count_nonzero(pages))
+        pages = self._is_resident[offset // PAGE : (offset + page_round(n_bytes)) // PAGE]
+        self._resident_bytes += PAGE * int(len(pages) - np.count_nonzero(pages))
         pages[:] = True
 
-    def _hold_no_more(self) -> None:
+    def _discard_free_pages(self) -> None:
         """Release free pages if pages with memory and lent bytes exceed the capacity together."""
-        if self._held_bytes + self.lent <= self.capacity:
+        if self._resident_bytes + self.lent <= self.capacity:
             return
         for offset, n_bytes in self._extents.free_within(0, self.capacity):
-            pages = self._holds[offset // PAGE : (offset + n_bytes) // PAGE]
+            pages = self._is_resident[offset // PAGE : (offset + n_bytes) // PAGE]
             if pages.any():
-                give_back(self._bytes[offset : offset + n_bytes])
+                discard_pages(self._bytes[offset : offset + n_bytes])
                 pages[:] = False
-        self._held_bytes = PAGE * int(np.count_nonzero(self._holds))
+        self._resident_bytes = PAGE * int(np.count_nonzero(self._is_resident))
 
     def address(self, offset: int) -> int:
         """Return the address of a byte of the arena."""
@@ -188,8 +188,8 @@ class RamTier(Tier):
 
     def compact(self) -> None:
         """Move chunks to close gaps if the gaps are large together; skip chunks in use."""
-        free = self.room - self.used_bytes
-        if free < self.capacity // _WORTH_MOVING or 2 * self._extents.longest() > free:
+        free = self.usable_bytes - self.used_bytes
+        if free < self.capacity // _COMPACT_DIVISOR or 2 * self._extents.longest() > free:
             return
         for chunk in sorted(self.queue, key=lambda chunk: chunk.ram):
             if chunk.pins == 0:
@@ -201,8 +201,8 @@ class RamTier(Tier):
                         self.address(place), self.address(chunk.ram), page_round(chunk.size)
                     )
                     chunk.ram = place
-                    self._hold(place, chunk.size)
-        self._hold_no_more()
+                    self._mark_resident(place, chunk.size)
+        self._discard_free_pages()
 
 
 class DiskTier(Tier):
@@ -238,7 +238,7 @@ class DiskTier(Tier):
         """Return an extent's offset in the file."""
         return self.HEADER_BYTES + offset
 
-    def file_bytes(self) -> int:
+    def file_size(self) -> int:
         """Return the current length of the file."""
         return os.fstat(self._file).st_size
 
@@ -254,17 +254,17 @@ class DiskTier(Tier):
             n += os.pwrite(self._file, page[n:], n)
         os.fsync(self._file)
 
-    def trim(self) -> None:
+    def truncate_to_capacity(self) -> None:
         """Truncate a file that was written under a larger budget."""
-        if self.file_bytes() > self.file_offset(self.capacity):
+        if self.file_size() > self.file_offset(self.capacity):
             os.ftruncate(self._file, self.file_offset(self.capacity))
 
-    def cut(self) -> None:
+    def truncate_tail(self) -> None:
         """Truncate the file after the last used byte."""
         runs = self._extents.free_within(0, self.capacity)
         is_tail = bool(runs) and sum(runs[-1]) == self.capacity
         end = self.file_offset(runs[-1][0] if is_tail else self.capacity)
-        if self.file_bytes() > end:
+        if self.file_size() > end:
             os.ftruncate(self._file, end)
 
     # -- old bytes ------------------------------------------------------------------------------
@@ -273,21 +273,21 @@ class DiskTier(Tier):
         """Free the end of a chunk that was shortened, and mark it as stale."""
         super().shrink(offset, old_bytes, new_bytes)
         tail = page_round(new_bytes)
-        self._mark(offset + tail, page_round(old_bytes) - tail)
+        self._mark_stale(offset + tail, page_round(old_bytes) - tail)
 
     def cancel(self, offset: int, n_bytes: int) -> None:
         """Free a reservation, and mark it as stale because some of it may have been written."""
         super().cancel(offset, n_bytes)
-        self._mark(offset, n_bytes)
+        self._mark_stale(offset, n_bytes)
 
     def free(self, chunk: Chunk, offset: int) -> None:
         """Free the chunk's space at ``offset``, and mark its bytes as stale until erased."""
         super().free(chunk, offset)
-        self._mark(offset, chunk.size)
+        self._mark_stale(offset, chunk.size)
 
     def take_stale(self) -> list[tuple[int, int]]:
         """Return free places in the file that may hold old bytes, with lengths, for ``erase``."""
-        end = min(self.capacity, page_round(max(0, self.file_bytes() - self.HEADER_BYTES)))
+        end = min(self.capacity, page_round(max(0, self.file_size() - self.HEADER_BYTES)))
         marked = {0: end} if self._stale is None else self._stale
         self._stale = {}
         places: dict[int, int] = {}
@@ -308,13 +308,13 @@ class DiskTier(Tier):
             _native.store_erase(self._file, offsets, [n_bytes for _, n_bytes in places])
         except StoreError:
             for offset, n_bytes in places:
-                self._mark(offset, n_bytes)
+                self._mark_stale(offset, n_bytes)
             raise
 
-    def _mark(self, offset: int, n_bytes: int) -> None:
+    def _mark_stale(self, offset: int, n_bytes: int) -> None:
         if self._stale is not None and n_bytes > 0:
             self._stale[offset] = max(n_bytes, self._stale.get(offset, 0))
-            if len(self._stale) > _MOST_MARKS:
+            if len(self._stale) > _MAX_STALE_RANGES:
                 self._stale = None
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from llmaas_hooks import Tokens
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, TOKEN_BYTES, ChunkId
 
-__all__ = ["Chunk", "ChunkTree", "Match", "count_tokens"]
+__all__ = ["Chunk", "ChunkTree", "PrefixMatch", "count_tokens"]
 
 ABSENT = -1
 
@@ -29,8 +29,8 @@ class Chunk:
         pins: Number of transfers that use its bytes in RAM; a pinned chunk is not moved or freed.
         used: Logical time of its last use; 0 if it was not used since the store was opened.
         attention: Summed attention that its tokens received so far (LLMS, Eq 1).
-        seen: Number of scores in that sum.
-        noted: Value of ``seen`` in the index on disk.
+        n_scores: Number of scores in that sum.
+        n_indexed_scores: Value of ``n_scores`` in the index on disk.
         heads: Names of the contexts that end with this chunk.
     """
 
@@ -42,8 +42,8 @@ class Chunk:
     pins: int = 0
     used: int = 0
     attention: float = 0.0
-    seen: float = 0.0
-    noted: float = 0.0
+    n_scores: float = 0.0
+    n_indexed_scores: float = 0.0
     heads: set[str] = field(default_factory=set)
 
     @property
@@ -57,7 +57,7 @@ class Chunk:
         return self.size == 0
 
     @property
-    def is_nowhere(self) -> bool:
+    def is_absent(self) -> bool:
         """Whether neither tier has its bytes, because it is a ghost or was dropped."""
         return self.ram == self.disk == ABSENT
 
@@ -67,7 +67,7 @@ def count_tokens(chunks: Iterable[Chunk]) -> int:
     return sum(chunk.n_tokens for chunk in chunks)
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Stored chunks for a prompt.
 
     Attributes:
@@ -105,7 +105,7 @@ class ChunkTree:
         """Return the key of the last stored chunk of each named context."""
         return {name: chunk.id.key for name, chunk in self._contexts.items()}
 
-    def match(self, root: bytes, tokens: Tokens) -> Match:
+    def match(self, root: bytes, tokens: Tokens) -> PrefixMatch:
         """Return the chunks for the longest stored prefix of ``tokens``, shape ``(n,)``.
 
         The search compares tokens directly, so that no hash has to be computed.
@@ -129,9 +129,9 @@ class ChunkTree:
         while path and path[-1].is_ghost:
             n_bytes = (len(path) - 1) * step
             path.pop()
-        return Match(path, n_bytes // TOKEN_BYTES)
+        return PrefixMatch(path, n_bytes // TOKEN_BYTES)
 
-    def is_last(self, chunk: Chunk) -> bool:
+    def is_leaf(self, chunk: Chunk) -> bool:
         """Return whether no chunk continues this one."""
         return chunk.id.key not in self._children
 
@@ -172,9 +172,9 @@ class ChunkTree:
         self._contexts[context_id] = chunk
         return old
 
-    def of_context_alone(self, context_id: str) -> list[Chunk]:
+    def chunks_only_in(self, context_id: str) -> list[Chunk]:
         """Return the chunks, last first, that only this context needs."""
-        return list(self.unneeded_from(self._contexts.get(context_id), but_for=context_id))
+        return list(self.removable_from(self._contexts.get(context_id), but_for=context_id))
 
     def forget_context(self, context_id: str) -> list[Chunk]:
         """Forget a context; return the chunks, last first, that only it needed, to be removed."""
@@ -182,16 +182,16 @@ class ChunkTree:
         if chunk is None:
             return []
         chunk.heads.discard(context_id)
-        return list(self.unneeded_from(chunk))
+        return list(self.removable_from(chunk))
 
-    def from_here(self, chunk: Chunk) -> list[Chunk]:
+    def subtree(self, chunk: Chunk) -> list[Chunk]:
         """Return ``chunk`` and all chunks that continue it, parents first."""
         found = [chunk]
         for one in found:  # the list grows during the loop
             found += self._children.get(one.id.key, {}).values()
         return found
 
-    def unneeded_from(self, chunk: Chunk | None, but_for: str | None = None) -> Iterator[Chunk]:
+    def removable_from(self, chunk: Chunk | None, but_for: str | None = None) -> Iterator[Chunk]:
         """Yield ``chunk`` and its ancestors while at most context ``but_for`` needs them."""
         gone: Chunk | None = None
         while chunk is not None and chunk.heads <= {but_for}:
@@ -208,7 +208,7 @@ class ChunkTree:
             for chunk in self._children.get(wanted.parent, {}).values()
             if chunk.id.key != wanted.key
             and not chunk.heads
-            and self.is_last(chunk)
+            and self.is_leaf(chunk)
             and wanted.tokens.startswith(chunk.id.tokens)
         ]
 

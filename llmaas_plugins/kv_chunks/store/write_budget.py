@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable
 
-__all__ = ["Allowance"]
+__all__ = ["WriteBudget"]
 
 _DAY_S = 86400
 
 
-class Allowance:
+class WriteBudget:
     """A write budget for each day (UTC). The index keeps the day's total across restarts."""
 
     def __init__(self, per_day: int | None, written_on: Callable[[int], int]) -> None:
@@ -25,22 +25,22 @@ class Allowance:
         self._day = _today()
         self._written = written_on(self._day)
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return how many bytes may still be written today."""
-        self._turn_over()
+        self._start_new_day()
         return self._per_day - self._written
 
     def spend(self, n_bytes: int) -> None:
         """Record that ``n_bytes`` were written."""
-        self._turn_over()
+        self._start_new_day()
         self._written += n_bytes
 
     def written(self) -> dict[int, int]:
         """Return the bytes written today, keyed by the day's number since 1970."""
-        self._turn_over()
+        self._start_new_day()
         return {self._day: self._written}
 
-    def _turn_over(self) -> None:
+    def _start_new_day(self) -> None:
         today = _today()
         if today > self._day:  # if the clock goes back, no day's budget is granted twice
             self._day, self._written = today, 0

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from llmaas_hooks import CellMemory
 from llmaas_plugins.kv_chunks.parking.support import SCRATCH_SEQUENCE
 
-__all__ = ["Cells"]
+__all__ = ["KVCells"]
 
 _APP = 0
 _Bytes = ctypes.POINTER(ctypes.c_uint8)
 
 
-class Cells:
+class KVCells:
     """The KV cells of one context. Use it only while no other thread uses the engine."""
 
     def __init__(self, ctx: int) -> None:
@@ -71,7 +71,7 @@ class Cells:
         """Replace sequence 0 by the cells of a blob; return False if the engine refuses."""
         return self._load(blob, _APP)
 
-    def land(
+    def label_cells(
         self, memory: CellMemory, blob: NDArray[np.uint8], n_planes: int, *, is_first: bool
     ) -> NDArray[np.uint64] | None:
         """Label cells for a blob as ``replace`` or ``append`` would, but leave its rows unwritten.
@@ -87,13 +87,13 @@ class Cells:
             cells are too scattered; sequence 0 then ends where the blob begins.
         """
         sequence = _APP if is_first else SCRATCH_SEQUENCE
-        landings = memory.land(blob, sequence, n_planes)
-        if landings is None:
+        row_addresses = memory.land(blob, sequence, n_planes)
+        if row_addresses is None:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         elif not is_first:
             llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
             self._clear_scratch()
-        return landings
+        return row_addresses
 
     def finish(self) -> None:
         """Empty the scratch sequence after the last ``append``."""

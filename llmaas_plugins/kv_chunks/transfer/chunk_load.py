@@ -17,13 +17,13 @@ from llmaas_plugins._native import KVGeometry, NativeError
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 
-__all__ = ["Gap", "Into", "Load", "Reads", "Segment", "records"]
+__all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_records"]
 
-Into = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
+Decode = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 """Function that decodes payloads, given their addresses, sizes and first cells."""
 
 
-class Segment(NamedTuple):
+class CellSegment(NamedTuple):
     """Cells ready for the engine.
 
     Attributes:
@@ -45,7 +45,7 @@ class Gap(NamedTuple):
     n_tokens: int
 
 
-class Reads:
+class ReadTimer:
     """Bytes and time that one load spent on disk reads. Thread-safe."""
 
     def __init__(self) -> None:
@@ -67,16 +67,16 @@ class Reads:
             self.n_bytes += n_bytes
 
 
-class Load(NamedTuple):
+class ChunkLoad(NamedTuple):
     """Steps that turn the chunks of one load into blobs."""
 
     store: ChunkStore
     geometry: KVGeometry
-    reads: Reads
+    reads: ReadTimer
 
-    def whatever(
+    def load_available(
         self, chunks: Sequence[Chunk], start: int, buffer: NDArray[np.uint8]
-    ) -> Generator[Segment | Gap, None, int]:
+    ) -> Generator[CellSegment | Gap, None, int]:
         """Load all available chunks in this thread; yield segments and the gaps between them.
 
         Returns:
@@ -86,7 +86,7 @@ class Load(NamedTuple):
         while chunks:
             n_chunks, segment = self._leading(chunks, start, buffer)
             if segment is None:
-                n_chunks = _n_nowhere(chunks)
+                n_chunks = _n_absent(chunks)
                 gap += count_tokens(chunks[:n_chunks])
             else:
                 if gap:
@@ -98,14 +98,14 @@ class Load(NamedTuple):
         return gap
 
     def record(
-        self, record: Sequence[Chunk], first: int, into: Into, read: Future[None] | None = None
+        self, record: Sequence[Chunk], first: int, decode: Decode, read: Future[None] | None = None
     ) -> int:
         """Fetch and decode a record; return how many leading chunks are in place.
 
         Args:
             record: Chunks of the record.
             first: Index of the record's first cell.
-            into: Decoder that writes to the destination.
+            decode: Decoder that writes to the destination.
             read: Pending read of these chunks into RAM, to wait for; None if there is none.
         """
         if read is not None:
@@ -113,36 +113,38 @@ class Load(NamedTuple):
             if read.cancelled():
                 return 0
         addresses = self._fetch(record)
-        return self._decode(record[: len(addresses)], addresses, first, into)
+        return self._decode(record[: len(addresses)], addresses, first, decode)
 
-    def into_blob(self, blob: NDArray[np.uint8], n_cells: int) -> Into:
+    def blob_decoder(self, blob: NDArray[np.uint8], n_cells: int) -> Decode:
         """Return a decoder that writes to a blob."""
 
-        def into(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
+        def decode(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
             return _native.chunks_decode_at(self.geometry, addresses, sizes, firsts, blob, n_cells)
 
-        return into
+        return decode
 
-    def into_cells(self, landings: NDArray[np.uint64], n_cells: int) -> Into:
+    def cell_decoder(self, row_addresses: NDArray[np.uint64], n_cells: int) -> Decode:
         """Return a decoder that writes to the engine's cells."""
 
-        def into(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
+        def decode(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
             return _native.chunks_land_at(
-                self.geometry, addresses, sizes, firsts, landings, n_cells
+                self.geometry, addresses, sizes, firsts, row_addresses, n_cells
             )
 
-        return into
+        return decode
 
     def read(self, record: Sequence[Chunk]) -> None:
         """Read a record into RAM ahead of need."""
-        self.store.release(record[: len(self._fetch(record, is_ahead=True))])
+        self.store.unpin(record[: len(self._fetch(record, is_ahead=True))])
 
-    def segment(self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int) -> Segment:
+    def segment(
+        self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int
+    ) -> CellSegment:
         """Write the headers of a blob whose rows are in place, and return it as a segment."""
         n_cells = count_tokens(chunks)
         blob = buffer[: self.blob_bytes(chunks)]
         _native.blob_init(self.geometry, blob, range(start, start + n_cells))
-        return Segment(blob, n_cells)
+        return CellSegment(blob, n_cells)
 
     def blob_bytes(self, chunks: Sequence[Chunk]) -> int:
         """Return the size of a blob of these chunks, in bytes."""
@@ -150,15 +152,15 @@ class Load(NamedTuple):
 
     def _leading(
         self, chunks: Sequence[Chunk], start: int, buffer: NDArray[np.uint8]
-    ) -> tuple[int, Segment | None]:
+    ) -> tuple[int, CellSegment | None]:
         """Decode the leading available chunks; return their number and their segment."""
         addresses = self._fetch(chunks)
         ready = chunks[: len(addresses)]
         if not ready:
             return 0, None
         blob = buffer[: self.blob_bytes(ready)]
-        into = self.into_blob(blob, count_tokens(ready))
-        n_sound = self._decode(ready, addresses, 0, into)
+        decode = self.blob_decoder(blob, count_tokens(ready))
+        n_sound = self._decode(ready, addresses, 0, decode)
         if n_sound < len(ready):  # a smaller blob has another row layout: decode again
             return self._leading(ready[:n_sound], start, buffer)
         return n_sound, self.segment(buffer, ready, start)
@@ -172,23 +174,23 @@ class Load(NamedTuple):
         return addresses
 
     def _decode(
-        self, chunks: Sequence[Chunk], addresses: Sequence[int], first: int, into: Into
+        self, chunks: Sequence[Chunk], addresses: Sequence[int], first: int, decode: Decode
     ) -> int:
         """Decode fetched chunks, release them, and return how many leading ones were valid."""
         firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
         sizes = [chunk.size for chunk in chunks]
         try:
             if chunks:
-                into(addresses, sizes, firsts)
+                decode(addresses, sizes, firsts)
         except NativeError as error:
-            self.store.fault(chunks[error.n_done])
+            self.store.drop_damaged(chunks[error.n_done])
             return error.n_done
         finally:
-            self.store.release(chunks)
+            self.store.unpin(chunks)
         return len(chunks)
 
 
-def records(
+def split_records(
     chunks: Sequence[Chunk], most_bytes: int = _native.RECORD_MAX
 ) -> Iterator[Sequence[Chunk]]:
     """Split chunks into runs of at most ``most_bytes`` (default: 1 MiB), or of one larger chunk."""
@@ -201,7 +203,7 @@ def records(
     yield chunks[start:]
 
 
-def _n_nowhere(chunks: Sequence[Chunk]) -> int:
+def _n_absent(chunks: Sequence[Chunk]) -> int:
     """Count the leading chunks to skip: the first one and those after it without bytes."""
-    rest = itertools.takewhile(lambda chunk: chunk.is_nowhere, chunks[1:])
+    rest = itertools.takewhile(lambda chunk: chunk.is_absent, chunks[1:])
     return 1 + sum(1 for _ in rest)

@@ -18,30 +18,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.files.json_text import parse_json
-from llmaas_plugins.kv_chunks.transfer.planning import Costs
+from llmaas_plugins.kv_chunks.transfer.planning import LoadCosts
 
-__all__ = ["Line", "Profile", "non_negative"]
+__all__ = ["CostProfile", "LinearFit", "non_negative_least_squares"]
 
-_MOST_POINTS = 64
-_ENOUGH_BYTES = 4 << 20
+_MAX_POINTS = 64
+_MIN_READ_BYTES = 4 << 20
 _PAIRS = 4096
-_FAR = 2.0
-_LEAST_SECONDS, _MOST_SECONDS, _MOST_AMOUNT = 1e-7, 1e5, 1e15
+_OUTLIER_FACTOR = 2.0
+_MIN_SECONDS, _MAX_SECONDS, _MAX_AMOUNT = 1e-7, 1e5, 1e15
 
 
-class Line:
+class LinearFit:
     """A fit of seconds as a linear function of amounts, with non-negative coefficients."""
 
-    def __init__(self, n_amounts: int, fading: float) -> None:
+    def __init__(self, n_amounts: int, decay: float) -> None:
         """Start without points.
 
         Args:
             n_amounts: Number of amounts that the seconds depend on.
-            fading: Weight of a point relative to the next newer one.
+            decay: Weight of a point relative to the next newer one.
         """
         self._n_amounts = n_amounts
-        self._fading = fading
-        self._points: deque[tuple[float, ...]] = deque(maxlen=_MOST_POINTS)
+        self._decay = decay
+        self._points: deque[tuple[float, ...]] = deque(maxlen=_MAX_POINTS)
         self._fit: NDArray[np.float64] | None = None
         self._share = 1.0
 
@@ -50,16 +50,19 @@ class Line:
 
         Two points in a row that are far off the line on the same side start a new line.
         """
-        expected = self.seconds_each()
+        expected = self.coefficients()
         share = 1.0 if expected is None else seconds / max(float(expected @ amounts), 1e-9)
-        self._points.append((max(seconds, _LEAST_SECONDS), *amounts))
-        if min(share, self._share) > _FAR or max(share, self._share) < 1 / _FAR:
-            self._points = deque(list(self._points)[-2:], maxlen=_MOST_POINTS)
+        self._points.append((max(seconds, _MIN_SECONDS), *amounts))
+        if (
+            min(share, self._share) > _OUTLIER_FACTOR
+            or max(share, self._share) < 1 / _OUTLIER_FACTOR
+        ):
+            self._points = deque(list(self._points)[-2:], maxlen=_MAX_POINTS)
             share = 1.0
         self._share = share
         self._fit = None
 
-    def seconds_each(self) -> NDArray[np.float64] | None:
+    def coefficients(self) -> NDArray[np.float64] | None:
         """Return the seconds per unit of each amount, shape ``(n_amounts,)``; None without points.
 
         The fit minimizes squared relative errors. Amounts that would get a negative coefficient
@@ -68,8 +71,10 @@ class Line:
         if self._fit is None and self._points:
             points = np.array(self._points)
             age = np.arange(len(points))[::-1]
-            weights = np.sqrt(self._fading**age) / points[:, 0]
-            self._fit = non_negative(points[:, 1:] * weights[:, None], points[:, 0] * weights)
+            weights = np.sqrt(self._decay**age) / points[:, 0]
+            self._fit = non_negative_least_squares(
+                points[:, 1:] * weights[:, None], points[:, 0] * weights
+            )
         return self._fit
 
     def points(self) -> list[tuple[float, ...]]:
@@ -78,28 +83,30 @@ class Line:
 
     def restore(self, points: Iterable[Any]) -> None:
         """Add points that another process measured; invalid points are ignored."""
-        self._points.extend(tuple(map(float, point)) for point in points if self._is_sound(point))
+        self._points.extend(tuple(map(float, point)) for point in points if self._is_valid(point))
         self._fit = None
 
-    def _is_sound(self, point: Any) -> bool:
+    def _is_valid(self, point: Any) -> bool:
         return (
             isinstance(point, list)
             and len(point) == 1 + self._n_amounts
             and all(type(value) in {int, float} for value in point)
-            and _LEAST_SECONDS <= point[0] <= _MOST_SECONDS
-            and all(0 <= amount <= _MOST_AMOUNT for amount in point[1:])
+            and _MIN_SECONDS <= point[0] <= _MAX_SECONDS
+            and all(0 <= amount <= _MAX_AMOUNT for amount in point[1:])
         )
 
 
-class Profile:
+class CostProfile:
     """Data points of one model on this machine; use it from one thread at a time."""
 
     def __init__(self, stored: str | None) -> None:
         """Start with the output of ``to_json``; invalid input is ignored."""
-        self._recompute = Line(3, fading=0.9)
-        self._read = Line(2, fading=0.8)
-        self._load = Line(2, fading=0.8)
-        self._unlearned: deque[tuple[Line, float, tuple[float, ...]]] = deque(maxlen=_MOST_POINTS)
+        self._recompute = LinearFit(3, decay=0.9)
+        self._read = LinearFit(2, decay=0.8)
+        self._load = LinearFit(2, decay=0.8)
+        self._unlearned: deque[tuple[LinearFit, float, tuple[float, ...]]] = deque(
+            maxlen=_MAX_POINTS
+        )
         self._n_points = 0
         self.n_stored = 0
         try:
@@ -110,7 +117,7 @@ class Profile:
             pass  # hostile or incomplete text: start without points
 
     @property
-    def has_news(self) -> bool:
+    def has_unsaved_points(self) -> bool:
         """Whether there are points that ``to_json`` has not returned yet."""
         return self._n_points > self.n_stored
 
@@ -133,21 +140,21 @@ class Profile:
             line, seconds, amounts = self._unlearned.popleft()
             line.add(seconds, *amounts)
         for line in self._lines().values():
-            line.seconds_each()
+            line.coefficients()
 
-    def costs(self) -> Costs | None:
+    def costs(self) -> LoadCosts | None:
         """Return the costs for planning, or None while too little is known."""
         self.learn()
-        recompute, read = self._recompute.seconds_each(), self._read.seconds_each()
+        recompute, read = self._recompute.coefficients(), self._read.coefficients()
         n_read = sum(n_bytes for _, _, n_bytes in self._read.points())
-        if recompute is None or read is None or n_read < _ENOUGH_BYTES:
+        if recompute is None or read is None or n_read < _MIN_READ_BYTES:
             return None
         call, token, pairs = recompute
-        return Costs(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
+        return LoadCosts(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
 
     def load_seconds(self, n_tokens: int) -> float | None:
         """Predict the seconds to load tokens from RAM alone; None while nothing is known."""
-        if self._load.seconds_each() is None:
+        if self._load.coefficients() is None:
             return None
         start, each = self._load_costs()
         return start + each * n_tokens
@@ -158,19 +165,21 @@ class Profile:
         self.n_stored = self._n_points
         return json.dumps({name: line.points() for name, line in self._lines().items()})
 
-    def _note(self, line: Line, seconds: float, *amounts: float) -> None:
+    def _note(self, line: LinearFit, seconds: float, *amounts: float) -> None:
         self._unlearned.append((line, seconds, (1, *amounts)))
         self._n_points += 1
 
     def _load_costs(self) -> tuple[float, float]:
-        load = self._load.seconds_each()
+        load = self._load.coefficients()
         return (0.0, 0.0) if load is None else (float(load[0]), float(load[1]))
 
-    def _lines(self) -> dict[str, Line]:
+    def _lines(self) -> dict[str, LinearFit]:
         return {"recompute": self._recompute, "read": self._read, "load": self._load}
 
 
-def non_negative(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+def non_negative_least_squares(
+    amounts: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Solve least squares without negative values; return the minimum-norm solution of several."""
     kept = np.arange(amounts.shape[1])
     found = np.zeros(len(kept))

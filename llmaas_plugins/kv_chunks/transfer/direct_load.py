@@ -15,50 +15,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
-from llmaas_plugins.kv_chunks.transfer.chunk_load import Load, records
+from llmaas_plugins.kv_chunks.transfer.chunk_load import ChunkLoad, split_records
 
-__all__ = ["land"]
+__all__ = ["load_into_cells"]
 
-_PIECE_BYTES = 4 << 20
+_RAM_JOB_BYTES = 4 << 20
 """Bytes of RAM chunks in one job: few jobs are best, because each handover waits for the GIL."""
 
 
-def land(
-    load: Load, chunks: Sequence[Chunk], landings: NDArray[np.uint64], threads: Executor
+def load_into_cells(
+    load: ChunkLoad, chunks: Sequence[Chunk], row_addresses: NDArray[np.uint64], threads: Executor
 ) -> int:
     """Decode stored chunks to their cells; return how many leading chunks were valid.
 
     Args:
         load: Source of the chunks.
         chunks: Chunks in order of position.
-        landings: Addresses of their rows (``Cells.land``).
+        row_addresses: Addresses of their rows (``KVCells.label_cells``).
         threads: Threads that share the work with this one.
     """
-    pieces = list(_pieces(chunks))
+    pieces = list(_jobs(chunks))
     counts = map(count_tokens, pieces)
     firsts = list(itertools.accumulate(counts, initial=0))
-    into = load.into_cells(landings, firsts[-1])
+    decode = load.cell_decoder(row_addresses, firsts[-1])
 
     def work(i: int) -> int:
-        return load.record(pieces[i], firsts[i], into)
+        return load.record(pieces[i], firsts[i], decode)
 
     order = sorted(range(len(pieces)), key=lambda i: pieces[i][0].ram != ABSENT)  # disk reads first
-    n_sound = _together(threads, work, order)
+    n_sound = _run_shared(threads, work, order)
     leading = itertools.takewhile(lambda i: n_sound[i] == len(pieces[i]), range(len(pieces)))
     n_whole = sum(1 for _ in leading)
     return sum(n_sound[i] for i in range(min(n_whole + 1, len(pieces))))
 
 
-def _pieces(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+def _jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     """Group chunks into jobs: one record if they are read from disk, more if they are in RAM."""
     for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
         if is_absent:
-            yield from records(list(group))
+            yield from split_records(list(group))
         else:
-            yield from records(list(group), _PIECE_BYTES)
+            yield from split_records(list(group), _RAM_JOB_BYTES)
 
 
-def _together(threads: Executor, work: Callable[[int], int], order: Sequence[int]) -> list[int]:
+def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[int]) -> list[int]:
     """Run ``work`` for each index and return the results by index.
 
     This thread takes jobs from the end of ``order`` while the others begin at the start. When this

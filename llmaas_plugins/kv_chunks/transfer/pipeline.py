@@ -17,20 +17,26 @@ from llmaas_hooks import forks
 from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
-from llmaas_plugins.kv_chunks.transfer.chunk_load import Gap, Load, Reads, Segment, records
-from llmaas_plugins.kv_chunks.transfer.planning import Run
+from llmaas_plugins.kv_chunks.transfer.chunk_load import (
+    CellSegment,
+    ChunkLoad,
+    Gap,
+    ReadTimer,
+    split_records,
+)
+from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
 __all__ = ["Loader", "Workers"]
 
-_LOADERS = 4
+_N_LOAD_THREADS = 4
 _SMALL_BYTES = 16 << 20
-_AHEAD_SHARE = 2
+_READ_AHEAD_DIVISOR = 2
 
 _T = TypeVar("_T")
 
 
-class _Pool(ThreadPoolExecutor):
+class _ThreadPool(ThreadPoolExecutor):
     """Thread pool that runs a job in the caller's thread if the interpreter is exiting."""
 
     def submit(self, job: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
@@ -55,9 +61,9 @@ class Workers(forks.Forked):
         forks.watch(self)
 
     def _make(self) -> None:
-        self.load = _Pool(_LOADERS, thread_name_prefix="llmaas-kv-load")
-        self.ahead = _Pool(1, thread_name_prefix="llmaas-kv-ahead")
-        self.write = _Pool(1, thread_name_prefix="llmaas-kv-write")
+        self.load = _ThreadPool(_N_LOAD_THREADS, thread_name_prefix="llmaas-kv-load")
+        self.ahead = _ThreadPool(1, thread_name_prefix="llmaas-kv-ahead")
+        self.write = _ThreadPool(1, thread_name_prefix="llmaas-kv-write")
 
     def after_fork(self, *, in_child: bool) -> None:
         """Create new pools in a forked child, which has none of its parent's threads."""
@@ -87,7 +93,9 @@ class Loader:
         self._geometry = geometry
         self._step = staging.segment_chunks(geometry)
 
-    def steps(self, runs: Sequence[Run], start: int, reads: Reads) -> Generator[Segment | Gap]:
+    def steps(
+        self, runs: Sequence[ChunkRun], start: int, reads: ReadTimer
+    ) -> Generator[CellSegment | Gap]:
         """Yield the segments to load and the gaps to compute, in order of position.
 
         Missing or damaged chunks become gaps, except at the end, where they are left out. Hold
@@ -98,10 +106,10 @@ class Loader:
             start: Position of the first run's first token.
             reads: Record of the disk reads, which this load updates.
         """
-        load = Load(self._store, self._geometry, reads)
+        load = ChunkLoad(self._store, self._geometry, reads)
         chunks = [chunk for run in runs if run.is_loaded for chunk in run.chunks]
         is_in_ram = all(chunk.ram != ABSENT for chunk in chunks)
-        n_bytes, room = load.blob_bytes(chunks), len(self._staging.whole)
+        n_bytes, room = load.blob_bytes(chunks), len(self._staging.all_buffers)
         waits = len(chunks) < sum(len(run.chunks) for run in runs) and not is_in_ram
         if not waits and (n_bytes <= room or (is_in_ram and n_bytes <= _SMALL_BYTES)):
             yield from self._in_this_thread(load, _parts(runs, Staging.BUFFERS * self._step), start)
@@ -109,21 +117,21 @@ class Loader:
             yield from self._overlapped(load, _parts(runs, self._step), start, reads_ahead=waits)
 
     def _in_this_thread(
-        self, load: Load, parts: Sequence[Run], start: int
-    ) -> Generator[Segment | Gap]:
+        self, load: ChunkLoad, parts: Sequence[ChunkRun], start: int
+    ) -> Generator[CellSegment | Gap]:
         """Load without threads, where handing jobs over would cost more time than it saves."""
-        whole = self._staging.whole
-        return _in_order(parts, start, lambda part, at: load.whatever(part.chunks, at, whole))
+        whole = self._staging.all_buffers
+        return _in_order(parts, start, lambda part, at: load.load_available(part.chunks, at, whole))
 
     def _overlapped(
-        self, load: Load, parts: Sequence[Run], start: int, *, reads_ahead: bool
-    ) -> Generator[Segment | Gap]:
-        feed = _Feed(
+        self, load: ChunkLoad, parts: Sequence[ChunkRun], start: int, *, reads_ahead: bool
+    ) -> Generator[CellSegment | Gap]:
+        feed = _BufferRing(
             load,
             [part.chunks for part in parts if part.is_loaded],
             self._staging,
             self._workers,
-            self._store.ram_capacity // _AHEAD_SHARE if reads_ahead else 0,
+            self._store.ram_capacity // _READ_AHEAD_DIVISOR if reads_ahead else 0,
         )
         try:
             feed.start()
@@ -132,12 +140,12 @@ class Loader:
             feed.close()
 
 
-class _Feed:
+class _BufferRing:
     """Ring of buffers that jobs fill part by part, with disk reads ahead of it."""
 
     def __init__(
         self,
-        load: Load,
+        load: ChunkLoad,
         parts: Sequence[Sequence[Chunk]],
         staging: Staging,
         workers: Workers,
@@ -154,13 +162,13 @@ class _Feed:
         """
         self._load = load
         self._parts = parts
-        self._records = [list(records(part)) for part in parts]
+        self._records = [list(split_records(part)) for part in parts]
         self._staging = staging
         self._workers = workers
         self._ahead_bytes = ahead_bytes
         self._n_done = 0
         self._reads: list[list[Future[None]]] = []
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_PartJobs] = deque()
 
     def start(self) -> None:
         """Start to read and to fill the buffers."""
@@ -168,14 +176,14 @@ class _Feed:
         for i in range(min(Staging.BUFFERS, len(self._parts))):
             self._decode(i)
 
-    def next_part(self, start: int) -> Generator[Segment | Gap, None, int]:
+    def next_part(self, start: int) -> Generator[CellSegment | Gap, None, int]:
         """Yield the next part's segments and gaps; return the tokens of a gap at its end."""
         i, part = self._n_done, self._parts[self._n_done]
         buffer, gap = self._staging.buffer(i), 0
         if _n_sound(self._jobs[0]) == len(part):
             yield self._load.segment(buffer, part, start)
         else:  # a smaller blob has another row layout
-            gap = yield from self._load.whatever(part, start, buffer)
+            gap = yield from self._load.load_available(part, start, buffer)
         self._jobs.popleft()
         self._n_done += 1
         self._read_ahead()
@@ -204,19 +212,19 @@ class _Feed:
         part, records = self._parts[i], self._records[i]
         reads = self._reads[i] if self._ahead_bytes else [None] * len(records)
         blob, first = self._staging.buffer(i)[: self._load.blob_bytes(part)], 0
-        into = self._load.into_blob(blob, count_tokens(part))
-        job: _Job = []
+        decode = self._load.blob_decoder(blob, count_tokens(part))
+        job: _PartJobs = []
         self._jobs.append(job)
         for record, read in zip(records, reads, strict=True):
-            job.append(self._workers.load.submit(self._load.record, record, first, into, read))
+            job.append(self._workers.load.submit(self._load.record, record, first, decode, read))
             first += count_tokens(record)
 
 
-_Job = list[Future[int]]
+_PartJobs = list[Future[int]]
 """Futures of a part's records; each gives how many of its record's chunks are in the blob."""
 
 
-def _n_sound(job: _Job) -> int:
+def _n_sound(job: _PartJobs) -> int:
     """Wait for all jobs of a part; return how many of its chunks are in the blob."""
     wait(job)
     return sum(future.result() for future in job)
@@ -227,10 +235,10 @@ def _bytes(chunks: Iterable[Chunk]) -> int:
 
 
 def _in_order(
-    parts: Sequence[Run],
+    parts: Sequence[ChunkRun],
     start: int,
-    take: Callable[[Run, int], Generator[Segment | Gap, None, int]],
-) -> Generator[Segment | Gap]:
+    take: Callable[[ChunkRun, int], Generator[CellSegment | Gap, None, int]],
+) -> Generator[CellSegment | Gap]:
     """Yield what ``take`` yields for each loaded part, given its position, and the gaps between."""
     for part in parts:
         gap = part.n_tokens
@@ -241,10 +249,12 @@ def _in_order(
         start += part.n_tokens
 
 
-def _parts(runs: Sequence[Run], step: int) -> list[Run]:
+def _parts(runs: Sequence[ChunkRun], step: int) -> list[ChunkRun]:
     """Split loaded runs into parts of at most ``step`` chunks; keep recomputed runs whole."""
-    parts: list[Run] = []
+    parts: list[ChunkRun] = []
     for run in runs:
         n = step if run.is_loaded else len(run.chunks)
-        parts += [Run(run.chunks[i : i + n], run.is_loaded) for i in range(0, len(run.chunks), n)]
+        parts += [
+            ChunkRun(run.chunks[i : i + n], run.is_loaded) for i in range(0, len(run.chunks), n)
+        ]
     return parts

@@ -23,13 +23,22 @@ from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 
-__all__ = ["Costs", "Plan", "Run", "Work", "as_runs", "best_cut", "delays", "plan"]
+__all__ = [
+    "ChunkRun",
+    "LoadCosts",
+    "LoadPlan",
+    "LoadWork",
+    "as_runs",
+    "best_cut",
+    "cut_delays",
+    "plan_load",
+]
 
-_WORTH_WHILE = 0.95
+_MAX_TIME_SHARE = 0.95
 """Recomputing must cut the predicted time below this share; a smaller gain is within noise."""
 
 
-class Costs(NamedTuple):
+class LoadCosts(NamedTuple):
     """Measured costs, in seconds (LLMS §3.3, *profiling*).
 
     Attributes:
@@ -51,7 +60,7 @@ class Costs(NamedTuple):
     put: float
 
 
-class Work(NamedTuple):
+class LoadWork(NamedTuple):
     """Contiguous chunks to load; the arrays have shape ``(n_chunks,)``.
 
     Attributes:
@@ -69,18 +78,18 @@ class Work(NamedTuple):
     n_batch: int
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], start: int, n_batch: int) -> Work:
+    def of(cls, chunks: Sequence[Chunk], start: int, n_batch: int) -> LoadWork:
         """Return the work for stored chunks from position ``start`` on."""
         return cls(
             start,
             np.array([chunk.n_tokens for chunk in chunks], dtype=np.int64),
             np.array([_bytes_to_read(chunk) for chunk in chunks], dtype=np.int64),
-            np.array([chunk.is_nowhere for chunk in chunks], dtype=np.bool_),
+            np.array([chunk.is_absent for chunk in chunks], dtype=np.bool_),
             n_batch,
         )
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """Consecutive chunks that are all loaded or all recomputed.
 
     Attributes:
@@ -97,7 +106,7 @@ class Run(NamedTuple):
         return count_tokens(self.chunks)
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """Result of planning a load.
 
     Attributes:
@@ -105,33 +114,35 @@ class Plan(NamedTuple):
         seconds: Predicted time; None if too little is known.
     """
 
-    runs: list[Run]
+    runs: list[ChunkRun]
     seconds: float | None
 
 
-def plan(chunks: Sequence[Chunk], start: int, n_batch: int, costs: Costs | None) -> Plan:
+def plan_load(
+    chunks: Sequence[Chunk], start: int, n_batch: int, costs: LoadCosts | None
+) -> LoadPlan:
     """Plan how to load stored chunks from position ``start`` on.
 
     Chunks to recompute at the end are left out, because they are evaluated with the rest of the
     prompt. While the costs are unknown, all stored chunks are loaded.
     """
     if costs is None:
-        return Plan(as_runs(chunks, 0), None)
-    cut = best_cut(Work.of(chunks, start, n_batch), costs)
+        return LoadPlan(as_runs(chunks, 0), None)
+    cut = best_cut(LoadWork.of(chunks, start, n_batch), costs)
     runs = as_runs(chunks, cut)
     rest = chunks[: sum(len(run.chunks) for run in runs)]
-    seconds = delays(Work.of(rest, start, n_batch), costs)[min(cut, len(rest))]
-    return Plan(runs, float(seconds))
+    seconds = cut_delays(LoadWork.of(rest, start, n_batch), costs)[min(cut, len(rest))]
+    return LoadPlan(runs, float(seconds))
 
 
-def best_cut(work: Work, costs: Costs) -> int:
+def best_cut(work: LoadWork, costs: LoadCosts) -> int:
     """Return the cut with the least delay, or 0 if the gain is too small to be worthwhile."""
-    seconds = delays(work, costs)
+    seconds = cut_delays(work, costs)
     cut = int(np.argmin(seconds))
-    return cut if seconds[cut] < _WORTH_WHILE * seconds[0] else 0
+    return cut if seconds[cut] < _MAX_TIME_SHARE * seconds[0] else 0
 
 
-def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
+def cut_delays(work: LoadWork, costs: LoadCosts) -> NDArray[np.float64]:
     """Return the predicted delay of each cut from 0 to the number of chunks, inclusive (Eq 4).
 
     A cut right before a ghost equals the cut after it; its delay is set to infinity.
@@ -149,18 +160,18 @@ def delays(work: Work, costs: Costs) -> NDArray[np.float64]:
     return seconds
 
 
-def as_runs(chunks: Sequence[Chunk], cut: int) -> list[Run]:
+def as_runs(chunks: Sequence[Chunk], cut: int) -> list[ChunkRun]:
     """Convert a cut to runs; leave out a last run that is recomputed."""
     is_loaded = [
-        not chunk.is_nowhere and (i >= cut or chunk.ram != ABSENT) for i, chunk in enumerate(chunks)
+        not chunk.is_absent and (i >= cut or chunk.ram != ABSENT) for i, chunk in enumerate(chunks)
     ]
     groups = itertools.groupby(zip(is_loaded, chunks, strict=True), key=lambda pair: pair[0])
-    found = [Run([chunk for _, chunk in group], loaded) for loaded, group in groups]
+    found = [ChunkRun([chunk for _, chunk in group], loaded) for loaded, group in groups]
     return found if found and found[-1].is_loaded else found[:-1]
 
 
 def _engine_seconds(
-    work: Work, costs: Costs, is_recomputed: NDArray[np.bool_]
+    work: LoadWork, costs: LoadCosts, is_recomputed: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
     """Return the engine's time for each chunk, to evaluate it or to take its loaded cells.
 

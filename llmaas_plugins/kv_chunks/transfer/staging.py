@@ -35,7 +35,7 @@ class Staging:
             segment_bytes: Wanted bytes of cells in a segment.
         """
         self.lock = forks.lock()
-        self.whole: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self.all_buffers: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._store = store
         self._segment_bytes = segment_bytes
 
@@ -57,20 +57,20 @@ class Staging:
 
     def buffer(self, i: int) -> NDArray[np.uint8]:
         """Return buffer ``i`` of the ring, shape ``(n_bytes / BUFFERS,)``."""
-        n_bytes = len(self.whole) // self.BUFFERS
+        n_bytes = len(self.all_buffers) // self.BUFFERS
         start = i % self.BUFFERS * n_bytes
-        return self.whole[start : start + n_bytes]
+        return self.all_buffers[start : start + n_bytes]
 
     def _grow(self, n_bytes: int) -> None:
-        if n_bytes <= len(self.whole):
+        if n_bytes <= len(self.all_buffers):
             return
-        area = self._store.set_aside(n_bytes)
+        area = self._store.allocate_buffer(n_bytes)
         if area is None:
             raise BudgetError(
                 f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
                 f"{self._store.ram_capacity}; set plugins.kv_chunks.ram_budget to at least "
                 f"{_SHARE * n_bytes // self.BUFFERS}"
             )
-        if len(self.whole):
-            self._store.give_back(self.whole)
-        self.whole = area
+        if len(self.all_buffers):
+            self._store.free_buffer(self.all_buffers)
+        self.all_buffers = area

@@ -27,33 +27,33 @@ from llmaas_hooks import (
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
 from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
-from llmaas_plugins.kv_chunks.compression.bit_allocator import Attention, Levels
-from llmaas_plugins.kv_chunks.parking.cell_budget import Spare
-from llmaas_plugins.kv_chunks.parking.parked_contexts import Parking
+from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums, BitAllocator
+from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
+from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.support import window
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, ChunkId, chain, chunk_key
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
-from llmaas_plugins.kv_chunks.store.huge_pages import sparse
-from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, Match, count_tokens
+from llmaas_plugins.kv_chunks.store.huge_pages import map_small_pages
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, PrefixMatch, count_tokens
 from llmaas_plugins.kv_chunks.transfer.cell_layout import pack_layout, unpack_layout
-from llmaas_plugins.kv_chunks.transfer.cells import Cells
-from llmaas_plugins.kv_chunks.transfer.chunk_load import Gap, Load, Reads, Segment
-from llmaas_plugins.kv_chunks.transfer.cost_profile import Profile
-from llmaas_plugins.kv_chunks.transfer.direct_load import land
+from llmaas_plugins.kv_chunks.transfer.cells import KVCells
+from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ChunkLoad, Gap, ReadTimer
+from llmaas_plugins.kv_chunks.transfer.cost_profile import CostProfile
+from llmaas_plugins.kv_chunks.transfer.direct_load import load_into_cells
 from llmaas_plugins.kv_chunks.transfer.pipeline import Loader, Workers
-from llmaas_plugins.kv_chunks.transfer.planning import Plan, Run, plan
+from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun, LoadPlan, plan_load
 from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.trouble import Trouble
 
-__all__ = ["Loaded", "Parts", "Transfer"]
+__all__ = ["LoadResult", "Transfer", "TransferParts"]
 
-_ENDLESS = 1 << 30
+_NO_WINDOW = 1 << 30
 _log = logging.getLogger("llmaas.kv_chunks")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(KVRestored):
+class LoadResult(KVRestored):
     """Result of a load. Tokens that were neither loaded nor recomputed were already in the cells.
 
     Attributes:
@@ -67,13 +67,13 @@ class Loaded(KVRestored):
     actual_s: float
 
 
-class Parts(NamedTuple):
+class TransferParts(NamedTuple):
     """Components of a transfer.
 
     Attributes:
         store: Store of the chunks.
         codec: Encoding of new chunks.
-        levels: Choice of their bits; None if the codec has no levels.
+        bit_allocator: Choice of their bits; None if the codec has no levels.
         attention: Attention that the chunks receive; None if it is not measured.
         parking: Contexts that stay in the engine; None without spare cells.
         spare: Memory of the spare cells; None without spare cells.
@@ -85,10 +85,10 @@ class Parts(NamedTuple):
 
     store: ChunkStore
     codec: Codec
-    levels: Levels | None
+    bit_allocator: BitAllocator | None
     attention: ChunkAttention | None
-    parking: Parking | None
-    spare: Spare | None
+    parking: ParkedContexts | None
+    spare: ParkedCellBudget | None
     memory: CellMemory | None
     recomputes: bool
     staging: Staging
@@ -98,7 +98,9 @@ class Parts(NamedTuple):
 class Transfer:
     """Transfer of chunks between the store and one engine."""
 
-    def __init__(self, engine: Engine, root: Callable[[str | None], bytes], parts: Parts) -> None:
+    def __init__(
+        self, engine: Engine, root: Callable[[str | None], bytes], parts: TransferParts
+    ) -> None:
         """Attach to an engine.
 
         Args:
@@ -109,7 +111,7 @@ class Transfer:
         self._store = parts.store
         self._root = root
         self._codec = parts.codec
-        self._levels = parts.levels
+        self._bit_allocator = parts.bit_allocator
         self._attention = parts.attention
         self._parking = parts.parking
         self._spare = parts.spare
@@ -118,20 +120,20 @@ class Transfer:
         self._staging = parts.staging
         self._workers = parts.workers
         self._ctx = engine.ctx
-        self._cells = Cells(engine.ctx)
+        self._cells = KVCells(engine.ctx)
         self._n_batch = int(llama_cpp.llama_n_batch(engine.ctx))
         n_threads = int(llama_cpp.llama_n_threads_batch(engine.ctx))
         self._profile_key = chunk_key(root(None), f"profile, {n_threads} threads".encode())
-        self._profile = Profile(self._store.layout(self._profile_key))
-        self._window_chunks = window(engine.model) // CHUNK_TOKENS or _ENDLESS
+        self._profile = CostProfile(self._store.layout(self._profile_key))
+        self._window_chunks = window(engine.model) // CHUNK_TOKENS or _NO_WINDOW
         self._geometry: KVGeometry | None = None
-        self._is_learned = False
+        self._is_measured = False
         self._loader: Loader | None = None
         self._owner = object()  # identifies this engine's working set
-        self._saving = Trouble(_log, logging.WARNING)
-        self._loading = Trouble(_log, logging.WARNING)
-        self._describing = Trouble(_log, logging.WARNING)
-        weakref.finalize(self, self._store.leave, self._owner)
+        self._save_trouble = Trouble(_log, logging.WARNING)
+        self._load_trouble = Trouble(_log, logging.WARNING)
+        self._layout_trouble = Trouble(_log, logging.WARNING)
+        weakref.finalize(self, self._store.close_owner, self._owner)
 
     # -- swap-out -------------------------------------------------------------------------------
 
@@ -148,34 +150,34 @@ class Transfer:
         """
         root = self._root(app)
         ids = chain(root, tokens)
-        attention = self._look(len(tokens))
-        bits = None if self._levels is None else self._levels.choose(ids, attention)
+        attention = self._take_attention(len(tokens))
+        bits = None if self._bit_allocator is None else self._bit_allocator.choose(ids, attention)
         if context_id is not None:
-            self._store.leave_behind(context_id, ids)
+            self._store.drop_replaced_tail(context_id, ids)
         missing = self._store.missing(ids)
-        if not missing and (not self._is_learned or self._store.layout(root) is None):
-            self._learn_geometry(root)  # the stored layout may be damaged
+        if not missing and (not self._is_measured or self._store.layout(root) is None):
+            self._measure_geometry(root)  # the stored layout may be damaged
         if missing:
-            geometry = self._learn_geometry(root)
+            geometry = self._measure_geometry(root)
             step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
             with self._staging.lock:
                 for run in _runs(missing, step, self._window_chunks):
                     if not self._claim(geometry, run, ids, len(tokens), bits):
                         break
                 else:
-                    self._saving.worked()
-        if self._levels is not None and bits is not None and self._geometry is not None:
-            self._levels.settle(ids, bits, attention, self._geometry)
+                    self._save_trouble.worked()
+        if self._bit_allocator is not None and bits is not None and self._geometry is not None:
+            self._bit_allocator.apply(ids, bits, attention, self._geometry)
         self._store.compact()
         self._store.touch(ids)
-        self._store.lock_working_set(self._owner, self._store.known(ids))
+        self._store.lock_working_set(self._owner, self._store.find(ids))
         if context_id is not None:
             self._store.set_head(context_id, ids)
         self._profile.learn()
-        if self._profile.has_news:
+        if self._profile.has_unsaved_points:
             self._store.set_layout(self._profile_key, self._profile.to_json())
 
-    def _look(self, n_tokens: int) -> Attention:
+    def _take_attention(self, n_tokens: int) -> AttentionSums:
         if self._attention is not None:
             return self._attention.take(n_tokens)
         n_chunks = -(-n_tokens // CHUNK_TOKENS)
@@ -191,15 +193,15 @@ class Transfer:
     ) -> bool:
         start = run.start * CHUNK_TOKENS
         end = min(run.stop * CHUNK_TOKENS, n_tokens)
-        blob = self._staging.whole[: _native.blob_size(geometry, end - start)]
+        blob = self._staging.all_buffers[: _native.blob_size(geometry, end - start)]
         if self._cells.read(start, end, blob) != blob.nbytes:
-            self._saving.failed("cannot read cells %d…%d; they are not saved", start, end)
+            self._save_trouble.failed("cannot read cells %d…%d; they are not saved", start, end)
             return False
         try:
             _native.blob_sort(geometry, blob, end - start)  # among parked cells the order is mixed
             _native.blob_check(geometry, blob, range(start, end))
         except CodecError as error:
-            self._saving.failed("cells %d…%d are not saved: %s", start, end, error)
+            self._save_trouble.failed("cells %d…%d are not saved: %s", start, end, error)
             return False
         levels = [_native.CHUNK_BITS] * len(ids) if bits is None else bits.tolist()
         return all(
@@ -241,7 +243,7 @@ class Transfer:
 
     def restore(
         self, prompt: Tokens, resident: Tokens, app: str | None, resident_app: str | None
-    ) -> Loaded | None:
+    ) -> LoadResult | None:
         """Load the longest parked or stored prefix of ``prompt``, if sequence 0 has less of it.
 
         Some tokens may be recomputed here, if that is faster or their chunks are lost.
@@ -266,15 +268,15 @@ class Transfer:
         if n_taken is None and not is_own:
             is_emptied = True
             self._empty()
-        n_there = n_taken or n_common
+        n_present = n_taken or n_common
         match = self._store.match(root, prompt)
         loader = self._loader or self._open_loader(root)
         self._store.lock_working_set(self._owner, match.path)
         loaded = None
-        if match.n_tokens > n_there and loader is not None:
-            loaded = self._load_behind(loader, match, prompt, n_there, started)
+        if match.n_tokens > n_present and loader is not None:
+            loaded = self._load_behind(loader, match, prompt, n_present, started)
         if loaded is None and (n_taken is not None or is_emptied or app != resident_app):
-            loaded = Loaded(n_there, 0, 0, None, time.perf_counter() - started)
+            loaded = LoadResult(n_present, 0, 0, None, time.perf_counter() - started)
         if loaded is not None and n_taken is not None:
             n_loaded = min(loaded.n_loaded + n_taken - n_common, loaded.n_tokens)
             return dataclasses.replace(loaded, n_loaded=n_loaded)
@@ -285,26 +287,26 @@ class Transfer:
         if self._spare is None or not self._spare.balance(n_resident, n_prompt):
             return False
         if self._attention is not None:
-            self._attention.placed(0, 0)
+            self._attention.announce(0, 0)
         return True
 
     def _empty(self) -> None:
         """Empty sequence 0, which holds another app's tokens."""
         if self._attention is not None:
-            self._attention.placed(0, 0)
+            self._attention.announce(0, 0)
         self._cells.truncate(0)
 
     def close(self) -> None:
         """Free parked contexts and stop measuring attention. No other thread may use the engine."""
         if self._parking is not None:
-            self._parking.give_up()
+            self._parking.clear()
         if self._attention is not None:
             self._attention.close()
 
     def forget_parked(self) -> None:
         """Make the next request free all parked contexts first. Callable from any thread."""
         if self._parking is not None:
-            self._parking.expire()
+            self._parking.clear_later()
 
     def parked_stats(self) -> dict[str, int]:
         """Return counters of the parked contexts."""
@@ -320,19 +322,19 @@ class Transfer:
         where = (lambda _: None) if self._attention is None else self._attention.cells
         taken = self._parking.switch(prompt, resident, where, root, resident_root)
         if taken is not None and self._attention is not None:
-            self._attention.placed(0, taken.n_tokens, taken.cells)
+            self._attention.announce(0, taken.n_tokens, taken.cells)
         return None if taken is None else taken.n_tokens
 
     def _load_behind(
-        self, loader: Loader, match: Match, prompt: Tokens, n_there: int, started: float
-    ) -> Loaded | None:
+        self, loader: Loader, match: PrefixMatch, prompt: Tokens, n_present: int, started: float
+    ) -> LoadResult | None:
         """Load the stored chunks after the whole chunks that sequence 0 already holds."""
-        kept, reads = n_there // CHUNK_TOKENS * CHUNK_TOKENS, Reads()
+        kept, reads = n_present // CHUNK_TOKENS * CHUNK_TOKENS, ReadTimer()
         runs, predicted_s = self._plan(match.path[kept // CHUNK_TOKENS :], kept)
         if not runs:
             return None
         if self._attention is not None:
-            self._attention.placed(kept, match.n_tokens)
+            self._attention.announce(kept, match.n_tokens)
         prompt = prompt[: match.n_tokens]
         n_landed = self._land(runs, len(prompt), kept, reads)
         end, n_loaded = kept + n_landed, n_landed
@@ -347,21 +349,23 @@ class Transfer:
             self._profile.read(reads.n_bytes, reads.seconds)
         elif n_recomputed == 0:
             self._profile.loaded(n_loaded, actual_s)
-        return Loaded(end, n_loaded, n_recomputed, predicted_s, actual_s)
+        return LoadResult(end, n_loaded, n_recomputed, predicted_s, actual_s)
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a batch that was evaluated at the end of sequence 0."""
         if n_tokens > 1:  # single tokens are decoding, not recompute
             self._profile.evaluated(n_tokens, self._cells.end() - n_tokens, seconds)
 
-    def _plan(self, chunks: Sequence[Chunk], start: int) -> Plan:
+    def _plan(self, chunks: Sequence[Chunk], start: int) -> LoadPlan:
         if all(chunk.ram != ABSENT for chunk in chunks):  # nothing to choose
             n_tokens = count_tokens(chunks)
-            return Plan([Run(chunks, is_loaded=True)], self._profile.load_seconds(n_tokens))
+            return LoadPlan(
+                [ChunkRun(chunks, is_loaded=True)], self._profile.load_seconds(n_tokens)
+            )
         costs = self._profile.costs() if self._recomputes else None
-        return plan(chunks, start, self._n_batch, costs)
+        return plan_load(chunks, start, self._n_batch, costs)
 
-    def _land(self, runs: Sequence[Run], n_prompt: int, kept: int, reads: Reads) -> int:
+    def _land(self, runs: Sequence[ChunkRun], n_prompt: int, kept: int, reads: ReadTimer) -> int:
         """Decode chunks directly to their cells, after the first ``kept`` tokens.
 
         Returns:
@@ -373,22 +377,24 @@ class Transfer:
         chunks = [chunk for run in runs for chunk in run.chunks]
         n_cells, n_tokens = count_tokens(chunks), 0
         try:
-            blob = sparse(_native.blob_size(geometry, n_cells))
+            blob = map_small_pages(_native.blob_size(geometry, n_cells))
         except OSError:  # the system limits address space
             return 0
         _native.blob_init(geometry, blob, range(kept, kept + n_cells))
         self._cells.truncate(kept)
-        landings = self._cells.land(self._memory, blob, geometry.n_planes, is_first=not kept)
-        if landings is not None and _native.landings_fit(geometry, landings, n_cells):
-            load = Load(self._store, geometry, reads)
-            n_sound = land(load, chunks, landings, self._workers.load)
+        row_addresses = self._cells.label_cells(
+            self._memory, blob, geometry.n_planes, is_first=not kept
+        )
+        if row_addresses is not None and _native.landings_fit(geometry, row_addresses, n_cells):
+            load = ChunkLoad(self._store, geometry, reads)
+            n_sound = load_into_cells(load, chunks, row_addresses, self._workers.load)
             n_sound_tokens = count_tokens(chunks[:n_sound])
             n_tokens = min(n_sound_tokens, n_prompt - kept)
         self._cells.truncate(kept + n_tokens)
         return n_tokens
 
     def _load(
-        self, loader: Loader, runs: Sequence[Run], prompt: Tokens, kept: int, reads: Reads
+        self, loader: Loader, runs: Sequence[ChunkRun], prompt: Tokens, kept: int, reads: ReadTimer
     ) -> tuple[int, int]:
         """Replace all cells after the first ``kept`` tokens by the cells of these runs.
 
@@ -406,7 +412,7 @@ class Transfer:
                 if isinstance(step, Gap):
                     self._cells.truncate(end)
                     wanted = prompt[end : end + step.n_tokens]
-                    n = evaluate(self._ctx, wanted, end, self._loading)
+                    n = evaluate(self._ctx, wanted, end, self._load_trouble)
                 else:
                     n = step.n_tokens if self._put(step, end) else 0
                     n_loaded += n
@@ -414,17 +420,17 @@ class Transfer:
                 if n < step.n_tokens:
                     break
             else:
-                self._loading.worked()
+                self._load_trouble.worked()
         self._cells.finish()
         n_over = max(0, end - len(prompt))  # the last chunk may end otherwise
         self._cells.truncate(end - n_over)
         return end - n_over, n_loaded - n_over
 
-    def _put(self, segment: Segment, end: int) -> bool:
+    def _put(self, segment: CellSegment, end: int) -> bool:
         put = self._cells.append if end else self._cells.replace
         if put(segment.blob):
             return True
-        self._loading.failed("the engine refused stored cells; they are recomputed")
+        self._load_trouble.failed("the engine refused stored cells; they are recomputed")
         return False
 
     def _open_loader(self, root: bytes) -> Loader | None:
@@ -435,11 +441,13 @@ class Transfer:
         try:
             self._loader = Loader(self._store, self._staging, self._workers, geometry)
         except BudgetError:
-            if self._is_learned:
+            if self._is_measured:
                 raise
-            self._describing.failed("the stored layout of this model's cells needs too much memory")
+            self._layout_trouble.failed(
+                "the stored layout of this model's cells needs too much memory"
+            )
             return None
-        self._describing.worked()
+        self._layout_trouble.worked()
         self._geometry = geometry
         return self._loader
 
@@ -449,18 +457,18 @@ class Transfer:
             return None if layout is None else unpack_layout(layout)
         except ValueError as error:
             told = "the stored layout of this model's cells is invalid: %s"
-            self._describing.failed(told, error)
+            self._layout_trouble.failed(told, error)
             return None
 
-    def _learn_geometry(self, root: bytes) -> KVGeometry:
+    def _measure_geometry(self, root: bytes) -> KVGeometry:
         """Read the cells' layout from the blob of one cell, and store it under ``root``."""
-        if self._geometry is None or not self._is_learned:
+        if self._geometry is None or not self._is_measured:
             blob = np.empty(self._cells.size(0, 1), dtype=np.uint8)
             self._cells.read(0, 1, blob)
             geometry, _ = _native.blob_probe(blob)
             if geometry != self._geometry:
                 self._geometry, self._loader = geometry, None
-            self._is_learned = True
+            self._is_measured = True
         layout = pack_layout(self._geometry)
         if self._store.layout(root) != layout:
             self._store.set_layout(root, layout)

@@ -11,7 +11,7 @@ from llmaas_eval.switching.engine import real_cells
 from llmaas_eval.switching.steps import Step
 from llmaas_eval.switching.systems.base import Setting, System, app_cells
 from llmaas_plugins._native import KVGeometry
-from llmaas_plugins.kv_chunks.transfer.cells import Cells
+from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 
 __all__ = ["OneContext", "open_llama"]
 
@@ -49,7 +49,7 @@ class OneContext(System):
     def __init__(self, setting: Setting, llama: Any, geometry: KVGeometry) -> None:
         super().__init__(setting, geometry)
         self._llama = llama
-        self._tool = Cells(llama.ctx)
+        self._tool = KVCells(llama.ctx)
         self._books(np.zeros(0, dtype=np.int32))
         self._tool.truncate(0)
 

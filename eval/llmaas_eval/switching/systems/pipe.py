@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.kv_chunks.store.huge_pages import anonymous
+from llmaas_plugins.kv_chunks.store.huge_pages import map_huge_pages
 
 __all__ = ["N_BUFFERS", "Pipe", "open_direct", "read_at", "write_at"]
 
@@ -26,7 +26,7 @@ class Pipe:
 
     def __init__(self, buffer_bytes: int) -> None:
         """Allocate the buffers; ``buffer_bytes`` must be a multiple of the page size."""
-        self._whole = anonymous(N_BUFFERS * buffer_bytes)
+        self._whole = map_huge_pages(N_BUFFERS * buffer_bytes)
         self._buffers = self._whole.reshape(N_BUFFERS, buffer_bytes)
         self._pool = ThreadPoolExecutor(N_BUFFERS)
 

@@ -24,7 +24,7 @@ from llmaas_eval.switching.systems.pipe import N_BUFFERS, Pipe, open_direct
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, Status
 from llmaas_plugins.kv_chunks.store.extents import page_round
-from llmaas_plugins.kv_chunks.store.huge_pages import anonymous
+from llmaas_plugins.kv_chunks.store.huge_pages import map_huge_pages
 
 __all__ = ["QuantizedSwapping"]
 
@@ -60,7 +60,7 @@ class QuantizedSwapping(System):
             raise BudgetTooSmallError(
                 f"{setting.budget} bytes leave {room} for chunks, too few for one context"
             )
-        self._arena = anonymous(room // self._place_bytes * self._place_bytes)
+        self._arena = map_huge_pages(room // self._place_bytes * self._place_bytes)
         self._free = list(range(room // self._place_bytes))
         self._pipe, self._writers = Pipe(buffer_bytes), ThreadPoolExecutor(_WRITERS)
         self._n_chunks = n_chunks
