@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test soak sanitized peer-tests compat results lint native-test releases canary tsan bench setup clean
+.PHONY: demo test soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
@@ -76,6 +76,10 @@ lint: setup $(VENV)/.clients
 	$(BIN)/python -m llmaas_eval.house.voice
 	git ls-files -z | xargs -0 $(BIN)/codespell
 
+# Build the documentation into build/site. Warnings are errors, and nothing is fetched.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # Run all benchmarks, or the file of BENCH=bench_codec.py. LLMAAS_BENCH_QUICK=1 only checks that they work.
 bench: setup
 	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only
@@ -92,6 +96,10 @@ $(VENV)/.requirements: requirements-dev.txt
 # Install the apps and clients that the tests run.
 $(VENV)/.clients: requirements-clients.txt $(VENV)/.requirements
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-clients.txt
+	touch $@
+
+$(VENV)/.docs: requirements-docs.txt $(VENV)/.requirements
+	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-docs.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml CMakeLists.txt $(NATIVE)

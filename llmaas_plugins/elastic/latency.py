@@ -1,7 +1,7 @@
 """Latency of each level on this machine: time to the first token, and time per token after it.
 
 ``profiling`` measures the times once and saves them in a file. A scheduler that chooses a level for
-a deadline reads them (ElastiLM §3.4). Times between measured lengths are interpolated linearly. To
+a deadline reads them (ElastiLM §3.1). Times between measured lengths are interpolated linearly. To
 estimate the interpolation error, some lengths are first held out; ``at`` then uses those, too.
 """
 
