@@ -18,7 +18,12 @@ from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import Record
 from llmaas_plugins.knn_lm.archive.segments import Binding
-from llmaas_plugins.knn_lm.build.build_datastore import Plan, first_objective, select, source_of
+from llmaas_plugins.knn_lm.build.archive_source import (
+    SelectionParams,
+    archive_source,
+    initial_objective,
+)
+from llmaas_plugins.knn_lm.build.build_datastore import build_datastore
 from llmaas_plugins.knn_lm.selection.algorithms import Online, offline
 
 SIZE, N_EMBD, N_VOCAB = 100_000, 2048, 32_000
@@ -65,8 +70,8 @@ class First:
 @pytest.mark.parametrize("n_full", N_FULL)
 def bench_offline(benchmark, archive, n_full):
     """Measure Algorithm 1: 1e5 pairs out of ``n_full``."""
-    source = source_of(archive, Plan())
-    objective = first_objective(source, 0)
+    source = archive_source(archive, SelectionParams())
+    objective = initial_objective(source, 0)
     chosen = benchmark.pedantic(
         lambda: offline(First(source, n_full), SIZE, objective), rounds=repeats(3)
     )
@@ -76,15 +81,17 @@ def bench_offline(benchmark, archive, n_full):
 
 def bench_select(benchmark, archive):
     """Measure all of `llmaas datastore select`: basis, selection, fitting and writing the file."""
-    report = benchmark.pedantic(lambda: select(archive, Plan()), rounds=repeats(2))
+    report = benchmark.pedantic(
+        lambda: build_datastore(archive, SelectionParams()), rounds=repeats(2)
+    )
     assert report.n_pairs == SIZE
     benchmark.extra_info["peak_rss_mib"] = peak_mib()
 
 
 def bench_online(benchmark, archive):
     """Measure Algorithm 2 over the stream: seconds per 1,000 pairs, mean and slowest buffer."""
-    source = source_of(archive, Plan())
-    online = Online(source, SIZE, first_objective(source, 0))
+    source = archive_source(archive, SelectionParams())
+    online = Online(source, SIZE, initial_objective(source, 0))
     seconds = []
 
     def stream():

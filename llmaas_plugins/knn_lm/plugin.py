@@ -22,13 +22,14 @@ from llmaas_hooks import (
 )
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.build.build_datastore import KEYS_LEVEL, Plan
+from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
+from llmaas_plugins.knn_lm.build.build_datastore import KEYS_LEVEL
 from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
-from llmaas_plugins.knn_lm.drafts.attachment import keeps_tokens
-from llmaas_plugins.knn_lm.drafts.registry import Proposer
-from llmaas_plugins.knn_lm.mixing.mixer import Counts, Mixer, Settings, Source
+from llmaas_plugins.knn_lm.drafts.attachment import rollback_obstacle
+from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
+from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, MixSettings, MixSource
 
 __all__ = ["KnnLM"]
 
@@ -60,7 +61,7 @@ class _Served:
 class _Opened:
     """The datastore in use."""
 
-    source: Source
+    source: MixSource
     key: Any
 
     @property
@@ -69,7 +70,7 @@ class _Opened:
         return self.source.datastore
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> MixSettings:
         """How the pairs are mixed in."""
         return self.source.settings
 
@@ -90,10 +91,10 @@ class KnnLM:
         self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._opened: _Opened | None = None
         self._left_alone: dict[str, str] = {}
-        self._counts = Counts()
-        self._proposer = Proposer(self._path.parent, shares=config.share_across_apps)
-        plan = Plan(config.size, config.k, config.dims)
-        self._learner = Learner(self._path.parent, config.key, plan, config.idle_s, self._natives)
+        self._counts = MixCounts()
+        self._drafts = DraftRegistry(self._path.parent, shares=config.share_across_apps)
+        params = SelectionParams(config.size, config.k, config.dims)
+        self._learner = Learner(self._path.parent, config.key, params, config.idle_s, self._natives)
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class KnnLM:
             engine.n_outputs = max(1, look_back) if served.can_go_back else 1
         if self._config.drafts:
             is_on = is_on and not request.reads_tokens
-            self._proposer.begin(engine, request.app, is_on=is_on)
+            self._drafts.begin(engine, request.app, is_on=is_on)
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
@@ -153,7 +154,7 @@ class KnnLM:
         if (served := self._served.get(request.engine.ctx)) is not None:
             served.mixer.end()
         if self._config.drafts:
-            self._proposer.end(request.engine)
+            self._drafts.end(request.engine)
         if self._config.learn:
             self._learner.request_ended(request.engine)
 
@@ -186,7 +187,7 @@ class KnnLM:
             "k": self._config.k,
             "skip_above": None if opened is None else opened.settings.skip_above,
             **dataclasses.asdict(self._counts),
-            **(self._proposer.stats() if self._config.drafts else {}),
+            **(self._drafts.stats() if self._config.drafts else {}),
             "left_alone": dict(self._left_alone),
             "waiting": self._learner.n_waiting,
             "learned": self._learner.n_learned,
@@ -197,12 +198,12 @@ class KnnLM:
     def llmaas_shutdown(self) -> None:
         """Stop learning and close the datastore."""
         self._learner.close()
-        self._proposer.close()
+        self._drafts.close()
         self._close()
 
     # -- internals ------------------------------------------------------------------------------
 
-    def _source_for(self, app: str | None, opened: _Opened | None) -> Source | None:
+    def _source_for(self, app: str | None, opened: _Opened | None) -> MixSource | None:
         """Return the pairs that an app may use, or None if there are no such pairs."""
         if opened is None:
             return None
@@ -260,7 +261,7 @@ class KnnLM:
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
-            can_go_back = keeps_tokens(engine.llama) is None
+            can_go_back = rollback_obstacle(engine.llama) is None
             self._served[engine.ctx] = _Served(engine, mixer, model, can_go_back)
         return None
 
@@ -300,8 +301,8 @@ class KnnLM:
     def _open(self) -> _Opened:
         datastore = Datastore.open(self._path, None, self._config.index)
         try:
-            settings = Settings.of(datastore, self._config)
-            return _Opened(Source(datastore, settings), _key_of(datastore))
+            settings = MixSettings.of(datastore, self._config)
+            return _Opened(MixSource(datastore, settings), _key_of(datastore))
         except ValueError as error:
             datastore.close()
             raise StoreError(

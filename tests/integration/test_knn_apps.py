@@ -14,7 +14,7 @@ from llmaas_patches import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
-from llmaas_plugins.knn_lm.build.inbox import remember, waiting
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 
 OWNERS = ["mail", None, "notes", None, None, "mail"]
@@ -116,11 +116,11 @@ def test_what_is_learned_and_proposed_belongs_to_its_app(using, tmp_path):
     with using(tmp_path, learn=True, idle_s=0.01, drafts=True, mix=False) as (suite, llama):
         says(llama, None, n=1)
         wait_until((tmp_path / SELECTED).exists)
-        wait_until(lambda: not waiting(tmp_path))
-        proposer = suite.plugin("knn_lm")._proposer
+        wait_until(lambda: not waiting_files(tmp_path))
+        registry = suite.plugin("knn_lm")._drafts
         for app in ("mail", "notes", None, "other"):
             says(llama, app)
-        (drafts,) = proposer._drafts.values()
+        (drafts,) = registry._drafts.values()
         found = {app: draft._stored.sequences() for app, draft in drafts.items()}
         with Archive.open(tmp_path) as archive:
             for app in ("mail", "notes", None):

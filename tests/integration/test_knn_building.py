@@ -18,9 +18,10 @@ from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.build import encoder as encoding
-from llmaas_plugins.knn_lm.build.build_datastore import Plan, select
+from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
+from llmaas_plugins.knn_lm.build.build_datastore import build_datastore
 from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.knn_lm.build.ingest import add, binding_of, tokens_of
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of, tokens_of
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
@@ -243,14 +244,16 @@ def test_closing_twice_is_closing_once(make, natives):
 def test_what_is_in_already_is_not_added_again(make, encoder, archive):
     llama, told = make(), []
     with archive(llama) as store:
-        added = add(store, llama, encoder(llama), named(CHATS[:3]), progress=told.append)
+        added = add_conversations(
+            store, llama, encoder(llama), named(CHATS[:3]), progress=told.append
+        )
         n_bytes = store.n_bytes
         assert (added.n_added, added.n_known, added.n_pairs) == (3, 0, store.n_pairs)
-        again = add(store, llama, encoder(llama), named([*CHATS[1:4], CHATS[3]]))
+        again = add_conversations(store, llama, encoder(llama), named([*CHATS[1:4], CHATS[3]]))
         assert (again.n_added, again.n_known) == (1, 3)
         assert store.n_pairs == added.n_pairs + again.n_pairs
         assert again.n_pairs > 0
-        assert add(store, llama, encoder(llama), named(CHATS[:4])).n_pairs == 0
+        assert add_conversations(store, llama, encoder(llama), named(CHATS[:4])).n_pairs == 0
         assert n_bytes < store.n_bytes
         assert told == [1, 1, 1]
         assert [info.title for info in store.conversations()] == [one.title for one in CHATS[:4]]
@@ -272,16 +275,18 @@ def test_what_was_ended_goes_on_with_the_rest(make, encoder, archive, last):
 
     with archive(llama) as store:
         with pytest.raises(KeyboardInterrupt):
-            add(store, llama, encoder(llama, **few), named(CHATS[:5]), between=between)
+            add_conversations(
+                store, llama, encoder(llama, **few), named(CHATS[:5]), between=between
+            )
         n_whole = len(store)
         assert n_whole <= last
         n_tokens = sum(len(tokens) for tokens in store.token_sequences())
         assert store.n_pairs == n_tokens - n_whole
     with archive(llama) as store:
-        rest = add(store, llama, encoder(llama, **few), named(CHATS[:5]))
+        rest = add_conversations(store, llama, encoder(llama, **few), named(CHATS[:5]))
         assert (rest.n_known, rest.n_added) == (n_whole, 5 - n_whole)
     with archive(llama) as ended, archive(llama, name="in one go") as whole:
-        add(whole, llama, encoder(llama, **few), named(CHATS[:5]))
+        add_conversations(whole, llama, encoder(llama, **few), named(CHATS[:5]))
         assert ended.ids() == whole.ids()
         every = np.arange(whole.n_pairs)
         mine, wanted = ended.pairs(every), whole.pairs(every)
@@ -301,7 +306,9 @@ def test_what_the_chat_template_does_not_take_does_not_stop_the_others(
     llama.chat_handler = formatter.to_chat_handler()
     asked_twice = Conversation("impatient", "chat", (Message("user", "Hello?"),) * 2)
     with archive(llama) as store:
-        added = add(store, llama, encoder(llama), named([CHATS[0], asked_twice, CHATS[1]]))
+        added = add_conversations(
+            store, llama, encoder(llama), named([CHATS[0], asked_twice, CHATS[1]])
+        )
         assert (added.n_added, added.n_refused, len(store)) == (2, 1, 2)
     assert "refuses conversation 'impatient': roles must alternate" in caplog.text
 
@@ -311,7 +318,7 @@ def test_conversation_of_a_single_token_is_too_short(make, encoder, archive):
     formatter = Jinja2ChatFormatter("{{ bos_token }}", eos_token="</s>", bos_token="<s>")
     llama.chat_handler = formatter.to_chat_handler()
     with archive(llama) as store:
-        assert add(store, llama, encoder(llama), named(CHATS[:2])).n_left_out == 2
+        assert add_conversations(store, llama, encoder(llama), named(CHATS[:2])).n_left_out == 2
         assert len(store) == 0
 
 
@@ -328,7 +335,7 @@ def test_conversation_with_states_beyond_float16_is_left_out(make, encoder, arch
 
     monkeypatch.setattr(made, "encode", too_large)
     with archive(llama) as store:
-        added = add(store, llama, made, named(CHATS[:2]))
+        added = add_conversations(store, llama, made, named(CHATS[:2]))
         assert (added.n_added, added.n_left_out, len(store)) == (1, 1, 1)
 
 
@@ -348,9 +355,11 @@ def test_chat_handler_that_makes_no_tokens_is_refused(make):
 def test_selected_datastore_of_chats_is_worth_having(make, encoder, archive, n_dims, tmp_path):
     llama = make()
     with archive(llama) as store:
-        n_full = add(store, llama, encoder(llama), named(CHATS)).n_pairs
+        n_full = add_conversations(store, llama, encoder(llama), named(CHATS)).n_pairs
         told = []
-        found = select(store, Plan(size=n_full // 3, k=20, n_dims=n_dims), told.append)
+        found = build_datastore(
+            store, SelectionParams(size=n_full // 3, k=20, n_dims=n_dims), told.append
+        )
         assert (found.n_pairs, found.n_full, sum(told)) == (n_full // 3, n_full, n_full // 3)
         assert found.perplexity < 0.84 * found.perplexity_alone
         assert 0.5 <= found.skip_above <= 1
@@ -372,8 +381,8 @@ def test_selected_datastore_of_chats_is_worth_having(make, encoder, archive, n_d
 def test_of_one_conversation_nothing_can_be_held_out(make, encoder, archive):
     llama = make()
     with archive(llama) as store:
-        add(store, llama, encoder(llama), named(CHATS[:1]))
-        found = select(store, Plan(size=10))
+        add_conversations(store, llama, encoder(llama), named(CHATS[:1]))
+        found = build_datastore(store, SelectionParams(size=10))
     assert math.isnan(found.perplexity)
     assert (found.skip_above, found.skipped) == (1.0, 0.0)
     assert found.mixture.alpha < 0.5

@@ -19,19 +19,19 @@ from llmaas_plugins.chats.exports import Conversation, Message, load_conversatio
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.build import learner as learning_module
-from llmaas_plugins.knn_lm.build.build_datastore import Plan
+from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.forget import forget_all
-from llmaas_plugins.knn_lm.build.inbox import done, is_whole, remember, waiting
-from llmaas_plugins.knn_lm.build.ingest import add, binding_of
-from llmaas_plugins.knn_lm.build.update_datastore import is_due, refresh
+from llmaas_plugins.knn_lm.build.inbox import erase_learned, is_complete, remember, waiting_files
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
+from llmaas_plugins.knn_lm.build.update_datastore import is_update_due, update_datastore
 
 CHATS = [
     Conversation(f"{one.title} {i}", "chat", one.messages)
     for i in range(3)
     for one in CONVERSATIONS
 ]
-PLAN = Plan(size=150, n_dims=64)
+PLAN = SelectionParams(size=150, n_dims=64)
 
 
 def leave(store, chats):
@@ -64,7 +64,7 @@ def test_what_waits_is_learned_and_then_mixed(tmp_path, reference_model):
     with learning(tmp_path, reference_model) as (suite, llama):
         ask(llama)
         wait_until((tmp_path / SELECTED).exists)
-        wait_until(lambda: not waiting(tmp_path))
+        wait_until(lambda: not waiting_files(tmp_path))
         before = report(suite)
         ask(llama)
         after = report(suite)
@@ -89,7 +89,7 @@ def test_only_a_model_whose_files_are_known_is_learned_with(tmp_path, reference_
         ask(older)
         ask(llama)
         leave(tmp_path, CONVERSATIONS[:1])
-        wait_until(lambda: not waiting(tmp_path))
+        wait_until(lambda: not waiting_files(tmp_path))
         assert used == {llama}
 
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog
     os.utime(odd, (0, 0))  # nobody is writing to it
     with learning(tmp_path, reference_model) as (suite, llama):
         ask(llama)
-        wait_until(lambda: not waiting(tmp_path))
+        wait_until(lambda: not waiting_files(tmp_path))
         assert report(suite)["learned"] == 1
     assert [path.name for path in (tmp_path / INBOX).iterdir()] == ["0.json.refused"]
     assert "it is kept as 0.json.refused" in caplog.text
@@ -119,7 +119,7 @@ def test_an_export_that_is_copied_while_it_is_learned_is_learned_whole(
 ):
     leave(tmp_path, CONVERSATIONS[:1])
     leave(tmp_path / "other", CONVERSATIONS[1:2])
-    (path,), (other,) = waiting(tmp_path), waiting(tmp_path / "other")
+    (path,), (other,) = waiting_files(tmp_path), waiting_files(tmp_path / "other")
     text, rest = path.read_bytes(), other.read_bytes()
     path.write_bytes(text[:-20])  # the part that was copied so far
     steps = iter([lambda: path.write_bytes(text), lambda: path.write_bytes(text + rest)])
@@ -139,10 +139,10 @@ def test_an_export_that_is_copied_while_it_is_learned_is_learned_whole(
             raise
 
     monkeypatch.setattr(learning_module, "load_conversations", load)
-    monkeypatch.setattr(learning_module, "add", meanwhile(add))
+    monkeypatch.setattr(learning_module, "add_conversations", meanwhile(add_conversations))
     with learning(tmp_path, reference_model) as (_, llama):
         ask(llama)
-        wait_until(lambda: not waiting(tmp_path))
+        wait_until(lambda: not waiting_files(tmp_path))
     assert not list((tmp_path / INBOX).iterdir())
     with Archive.open(tmp_path) as archive:
         assert {row.title for row in archive.conversations()} == {
@@ -154,7 +154,7 @@ def test_an_export_that_is_copied_while_it_is_learned_is_learned_whole(
 def test_a_copy_that_stalls_is_learned_whole(tmp_path, reference_model, n_left):
     """The first lines may be a valid export or not; the learner must leave the file alone."""
     leave(tmp_path / "other", CONVERSATIONS[1:3])
-    text, rest = (path.read_bytes() for path in waiting(tmp_path / "other"))
+    text, rest = (path.read_bytes() for path in waiting_files(tmp_path / "other"))
     leave(tmp_path, CONVERSATIONS[:1])
     path = tmp_path / INBOX / "0.jsonl"  # examined first
     with learning(tmp_path, reference_model) as (_, llama):
@@ -162,10 +162,10 @@ def test_a_copy_that_stalls_is_learned_whole(tmp_path, reference_model, n_left):
             file.write(text[: len(text) - n_left])
             os.utime(path, (time.time() - 60,) * 2)
             ask(llama)
-            wait_until(lambda: waiting(tmp_path) == [path])
+            wait_until(lambda: waiting_files(tmp_path) == [path])
             file.write(text[len(text) - n_left :] + rest)
         os.utime(path, (time.time() - 60,) * 2)
-        wait_until(lambda: not waiting(tmp_path))
+        wait_until(lambda: not waiting_files(tmp_path))
     assert not list((tmp_path / INBOX).iterdir())
     with Archive.open(tmp_path) as archive:
         titles = {row.title for row in archive.conversations()}
@@ -174,19 +174,19 @@ def test_a_copy_that_stalls_is_learned_whole(tmp_path, reference_model, n_left):
 
 def test_which_files_are_whole(tmp_path):
     leave(tmp_path, CONVERSATIONS[:1])
-    (own,) = waiting(tmp_path)
+    (own,) = waiting_files(tmp_path)
     path = own.with_name("export.jsonl")
     path.write_bytes(own.read_bytes())
-    assert is_whole(own)
-    assert not is_whole(path)  # somebody may write more
-    assert not is_whole(path.with_name("none.jsonl"))
+    assert is_complete(own)
+    assert not is_complete(path)  # somebody may write more
+    assert not is_complete(path.with_name("none.jsonl"))
     with path.open("ab"):
         os.utime(path, (time.time() - 60,) * 2)
-        assert not is_whole(path)
+        assert not is_complete(path)
         os.utime(path, (time.time() - 7200,) * 2)
-        assert is_whole(path)
+        assert is_complete(path)
     os.utime(path, (time.time() - 60,) * 2)
-    assert is_whole(path)
+    assert is_complete(path)
 
 
 @pytest.mark.parametrize("ends", ["llama", "suite"])
@@ -203,7 +203,7 @@ def test_an_app_that_ends_meanwhile_waits_for_one_batch(tmp_path, reference_mode
     with Archive.open(tmp_path) as archive:
         assert 0 < len(archive) < 30
         # one may be learned but not yet erased
-        assert len(archive) + len(waiting(tmp_path)) in (30, 31)
+        assert len(archive) + len(waiting_files(tmp_path)) in (30, 31)
 
 
 def test_a_request_stops_the_work_until_it_is_over(tmp_path, reference_model):
@@ -225,8 +225,8 @@ def test_an_export_that_is_linked_into_the_inbox_stays_as_it_is(tmp_path, link):
     before = own.read_bytes()
     name.parent.mkdir()
     getattr(name, link)(own)
-    assert waiting(tmp_path) == [name]
-    done(name)
+    assert waiting_files(tmp_path) == [name]
+    erase_learned(name)
     assert own.read_bytes() == before
     assert list(name.parent.iterdir()) == []
 
@@ -234,7 +234,7 @@ def test_an_export_that_is_linked_into_the_inbox_stays_as_it_is(tmp_path, link):
 def test_a_conversation_needs_messages(tmp_path):
     with pytest.raises(ConfigError, match="without messages"):
         remember(tmp_path, [])
-    assert not waiting(tmp_path)
+    assert not waiting_files(tmp_path)
 
 
 def test_all_that_waits_is_forgotten_too(tmp_path):
@@ -260,7 +260,7 @@ def growing(tmp_path, reference_model):
     ):
 
         def grow(chats):
-            add(archive, llama, encoder, [(chat, "test") for chat in chats])
+            add_conversations(archive, llama, encoder, [(chat, "test") for chat in chats])
             return archive
 
         yield grow
@@ -268,19 +268,19 @@ def growing(tmp_path, reference_model):
 
 def test_the_first_conversations_are_due_and_then_enough_new_ones(growing):
     archive = growing(CHATS[:6])
-    assert is_due(archive, PLAN)
-    refresh(archive, PLAN)
-    assert not is_due(archive, PLAN)
+    assert is_update_due(archive, PLAN)
+    update_datastore(archive, PLAN)
+    assert not is_update_due(archive, PLAN)
     growing(CHATS[6:7])
-    assert not is_due(archive, PLAN)  # some tens of pairs are not worth the time
+    assert not is_update_due(archive, PLAN)  # some tens of pairs are not worth the time
 
 
 def test_it_goes_on_where_it_was(growing):
     """The candidate subsets still hold all early pairs, and no pair twice."""
     archive = growing(CHATS[:9])
-    first = refresh(archive, PLAN)
+    first = update_datastore(archive, PLAN)
     growing(CHATS[9:])
-    second = refresh(archive, PLAN)
+    second = update_datastore(archive, PLAN)
     assert first.n_full < second.n_full == archive.n_pairs
     assert 0.6 * PLAN.size < second.n_pairs <= PLAN.size
     assert np.isfinite(second.perplexity)
@@ -288,18 +288,18 @@ def test_it_goes_on_where_it_was(growing):
 
 def test_a_state_of_conversations_that_are_forgotten_is_not_used(growing):
     archive = growing(CHATS)
-    refresh(archive, PLAN)
-    assert not is_due(archive, PLAN)
+    update_datastore(archive, PLAN)
+    assert not is_update_due(archive, PLAN)
     archive.forget(archive.ids()[:1])
-    assert is_due(archive, PLAN)
-    assert refresh(archive, PLAN).n_full == archive.n_pairs
+    assert is_update_due(archive, PLAN)
+    assert update_datastore(archive, PLAN).n_full == archive.n_pairs
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 no archive", None])
 def test_a_state_that_is_damaged_is_made_anew(growing, tmp_path, damage):
     archive = growing(CHATS[:6])
-    refresh(archive, PLAN)
+    update_datastore(archive, PLAN)
     path = tmp_path / ONLINE
     path.write_bytes(path.read_bytes()[:-40] if damage is None else damage)
-    assert is_due(archive, PLAN)
-    assert refresh(archive, PLAN).n_pairs > 0
+    assert is_update_due(archive, PLAN)
+    assert update_datastore(archive, PLAN).n_pairs > 0

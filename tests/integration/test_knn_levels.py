@@ -15,7 +15,7 @@ from llmaas_plugins import activate, elastic
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.inbox import remember
-from llmaas_plugins.knn_lm.build.ingest import add, binding_of
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def whole(model, tmp_path_factory):
         Encoder(llama, natives.by_ctx, "ffn_input", n_batch=32) as encoder,
         Archive.open(store, binding_of(llama, "ffn_input"), writable=True) as archive,
     ):
-        add(archive, llama, encoder, [(CONVERSATIONS[0], "test")])
+        add_conversations(archive, llama, encoder, [(CONVERSATIONS[0], "test")])
     return keys_in(store)
 
 

@@ -24,7 +24,7 @@ from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.inbox import remember
-from llmaas_plugins.knn_lm.build.ingest import add, binding_of
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 
 QUESTION = QUESTIONS[0]
@@ -577,7 +577,9 @@ class TestDrafts:
                     store.directory, binding_of(llama, "ffn_input"), writable=True
                 ) as archive,
             ):
-                add(archive, llama, encoder, ((one, "export.json") for one in conversations))
+                add_conversations(
+                    archive, llama, encoder, ((one, "export.json") for one in conversations)
+                )
 
         return archive
 

@@ -20,7 +20,7 @@ from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.segments import Binding
 from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.knn_lm.build.ingest import add, binding_of
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 from llmaas_plugins.service import LLMService
 
 N = 24
@@ -55,7 +55,7 @@ def fill(store, model, chats):
         Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
         Archive.open(store, binding_of(llama, "ffn_input"), writable=True) as archive,
     ):
-        add(archive, llama, encoder, [(chat, "test") for chat in chats])
+        add_conversations(archive, llama, encoder, [(chat, "test") for chat in chats])
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def counts(suite):
 
 def draft_of(suite):
     """Return the only engine's draft model, which the engine has during requests alone."""
-    (draft,) = suite.plugin("knn_lm")._proposer._all()
+    (draft,) = suite.plugin("knn_lm")._drafts._all()
     return draft
 
 
@@ -109,7 +109,7 @@ def test_a_model_that_was_replaced_since_it_was_loaded_is_proposed_nothing(
             for question in QUESTIONS:
                 ask(llama, question)
             assert counts(suite) == (0, 0)
-            assert suite.plugin("knn_lm")._proposer._all() == []
+            assert suite.plugin("knn_lm")._drafts._all() == []
     assert caplog.text.count("proposes nothing for model.gguf: its model was loaded before") == 1
 
 

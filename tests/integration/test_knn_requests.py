@@ -606,7 +606,7 @@ class TestTrust:
         stream = llama.generate(tokens, temp=0.0)
         for _ in range(n):
             next(stream)
-        return mixer_of(suite, llama)._judged.trust.weight
+        return mixer_of(suite, llama)._trust.trust.weight
 
     @pytest.fixture
     def expected(self, make, mixing):
@@ -662,7 +662,7 @@ class TestTrust:
             llama.eval(tokens[:20])
             stream = llama.generate(tokens[20:], temp=0.0, reset=False)
             next(stream)
-            assert mixer_of(suite, llama)._judged.trust.weight == pytest.approx(0.25)
+            assert mixer_of(suite, llama)._trust.trust.weight == pytest.approx(0.25)
 
     def test_nothing_is_searched_for_a_text_that_it_does_not_know(self, make, mixing, monkeypatch):
         monkeypatch.setattr("llmaas_plugins.knn_lm.mixing.mixer._p_mix", lambda *_: 1e-6)

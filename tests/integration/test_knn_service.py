@@ -14,7 +14,7 @@ from served import wait_until
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.chats.exports import Message
 from llmaas_plugins.knn_lm.archive.files import SELECTED
-from llmaas_plugins.knn_lm.build.inbox import remember, waiting
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
 from llmaas_plugins.machine import resident_bytes
 from llmaas_plugins.service import LLMService, ServiceConfig
 
@@ -77,7 +77,7 @@ def test_what_an_app_lets_be_learned_is_in_its_own_answers_only(model, tmp_path,
     with service(model, tmp_path, drafts=drafts) as (suite, served):
         before = answers(served)
         wait_until((store / SELECTED).exists)
-        wait_until(lambda: not waiting(store))
+        wait_until(lambda: not waiting_files(store))
         after = answers(served)
         with elastic.level(0.5):
             narrow = answers(served)

@@ -13,9 +13,9 @@ from llmaas_plugins.chats.exports import Message, load_conversations
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.output import counted
 from llmaas_plugins.knn_lm.archive.archive import Archive
-from llmaas_plugins.knn_lm.build.inbox import remember, waiting
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
-from llmaas_plugins.knn_lm.datastore.summary import read_selected
+from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
 MAIL, NOTE, LONG = record(1), record(2, app="notes"), record(3, n_tokens=200)
 RECORDS = [MAIL, NOTE, LONG]
@@ -225,14 +225,16 @@ def test_one_is_not_many():
 
 
 def is_anywhere(store, one):
-    content = b"".join([*files(store).values(), *(path.read_bytes() for path in waiting(store))])
+    content = b"".join(
+        [*files(store).values(), *(path.read_bytes() for path in waiting_files(store))]
+    )
     texts = [message.content.encode() for message in one.conversation.messages]
     id_, keys = record_id(one), [key.tobytes() for key in one.pairs.keys]
     return any(trace in content for trace in [*texts, *keys, id_, id_.hex().encode()])
 
 
 def assert_selected(store, expected):
-    selected = read_selected(store)
+    selected = read_summary(store)
     assert {id_: selected.positions_in(id_).tolist() for id_ in selected.positions} == expected
     datastore = Datastore.open(store / "datastore.knn", BINDING.fingerprint)
     assert len(datastore) == sum(map(len, expected.values()))
@@ -264,15 +266,15 @@ def test_what_waits_to_be_learned_is_forgotten_too(run, store):
     for one, app in ((LONG, "mail"), (NOTE, "notes"), (MAIL, "mail")):
         talk = one.conversation
         remember(store, talk.messages, title=talk.title, app=app)
-    first, *others = waiting(store)
+    first, *others = waiting_files(store)
     first.write_bytes(b"".join(path.read_bytes() for path in (first, others[0])))
     code, found = run("forget", hex_id(LONG))
     assert (code, found["n_conversations"]) == (0, 2)
     assert not is_anywhere(store, LONG)
-    assert sum(len(load_conversations(path)) for path in waiting(store)) == 3
+    assert sum(len(load_conversations(path)) for path in waiting_files(store)) == 3
     run("forget", "--app", "mail")
     assert not is_anywhere(store, MAIL)
-    left = [one for path in waiting(store) for one in load_conversations(path)]
+    left = [one for path in waiting_files(store) for one in load_conversations(path)]
     assert left == [NOTE.conversation] * 2
     remember(store, MAIL.conversation.messages, app="mail")
     assert run("forget", "--app", "mail")[1]["n_conversations"] == 1

@@ -241,7 +241,7 @@ class TestDatastoreDraft:
 def test_a_child_forked_while_another_thread_looks_at_the_archive_is_not_stuck(
     tmp_path, monkeypatch
 ):
-    proposer = proposing.Proposer(tmp_path, shares=False)
+    proposer = proposing.DraftRegistry(tmp_path, shares=False)
     inside, go_on, parent = threading.Event(), threading.Event(), os.getpid()
 
     def files(_store):

@@ -10,7 +10,7 @@ import pytest
 from mixtures import held_out, literal, perplexity, scene
 from soak import scale
 
-from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit, skip_above
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit_mixture, search_threshold
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 N = scale(1200, 20_000)
@@ -43,7 +43,7 @@ def said(scenes):
 @pytest.mark.parametrize("truth", [PAPER, ADAPTIVE, WARY], ids=str)
 def test_what_is_fitted_is_as_good_as_the_truth(said, truth):
     held = said(truth)
-    found = fit(held)
+    found = fit_mixture(held)
     assert found.perplexity <= perplexity(truth, held) * ONE_IN_FIVE_HUNDRED
     assert found.perplexity == pytest.approx(perplexity(found.mixture, held), rel=1e-4)
     alone = math.exp(-float(np.log(held.p_lm).mean()))
@@ -56,7 +56,7 @@ def test_what_is_fitted_is_as_good_as_the_truth(said, truth):
 def test_the_papers_form_has_no_far_and_is_no_better(said):
     for truth in (PAPER, WARY):
         held = said(truth)
-        paper, ours = fit(held, has_far=False), fit(held)
+        paper, ours = fit_mixture(held, has_far=False), fit_mixture(held)
         assert paper.mixture.far == math.inf
         assert paper.perplexity >= ours.perplexity / ONE_IN_FIVE_HUNDRED
     assert paper.perplexity > 1.01 * ours.perplexity  # that of the cautious mixture
@@ -64,14 +64,14 @@ def test_the_papers_form_has_no_far_and_is_no_better(said):
 
 def test_neighbors_that_never_are_right_get_no_say(said):
     held = replace(said(PAPER), hits=np.zeros((N, 12), np.bool_))
-    found = fit(held)
+    found = fit_mixture(held)
     assert found.mixture.alpha == 0
     assert found.perplexity == pytest.approx(found.perplexity_alone)
 
 
 def test_neighbors_that_always_are_right_get_the_most(said):
     held = said(PAPER)
-    found = fit(replace(held, hits=np.ones((N, 12), np.bool_)))
+    found = fit_mixture(replace(held, hits=np.ones((N, 12), np.bool_)))
     assert (found.mixture.alpha, found.mixture.beta) == (0.95, 0)
 
 
@@ -84,13 +84,16 @@ def test_neighbors_that_are_wrong_where_the_model_is_sure_are_asked_where_it_is_
         p_lm=np.where(is_sure, np.float32(0.99), np.float32(0.01)),
         hits=np.broadcast_to(~is_sure[:, None], held.hits.shape),
     )
-    found = fit(halves)
+    found = fit_mixture(halves)
     assert (found.mixture.alpha, found.mixture.beta) == (0.95, 1.0)
 
 
 def test_scale_of_distances_does_not_matter(said):
     held = said(WARY)
-    ours, theirs = fit(held), fit(replace(held, distances=held.distances * np.float32(1024)))
+    ours, theirs = (
+        fit_mixture(held),
+        fit_mixture(replace(held, distances=held.distances * np.float32(1024))),
+    )
     assert theirs.perplexity == pytest.approx(ours.perplexity, rel=1e-4)
     assert theirs.mixture.theta == pytest.approx(1024 * ours.mixture.theta)
     assert theirs.mixture.far == pytest.approx(1024 * ours.mixture.far)
@@ -103,14 +106,14 @@ def test_states_that_were_stored_to_the_last_bit_do_not_hide_how_far_others_are(
     distances[: 2 * N // 3, 0] = 0
     repeated = replace(held, distances=distances)
     nearest = Mixture(0.8, 0.5, 5e3)
-    assert fit(repeated).perplexity <= 1.02 * perplexity(nearest, repeated)
+    assert fit_mixture(repeated).perplexity <= 1.02 * perplexity(nearest, repeated)
     all_alike = replace(held, distances=np.zeros_like(distances))
-    assert fit(all_alike).perplexity <= fit(all_alike).perplexity_alone
+    assert fit_mixture(all_alike).perplexity <= fit_mixture(all_alike).perplexity_alone
 
 
 def test_of_nothing_nothing_is_fitted():
     with pytest.raises(ValueError, match="no held-out targets"):
-        fit(nothing())
+        fit_mixture(nothing())
 
 
 # -- searches that are not worth their time ------------------------------------------------------
@@ -129,7 +132,7 @@ def skipping(held, mixture, threshold):
 @pytest.mark.parametrize("truth", [PAPER, ADAPTIVE, WARY], ids=str)
 def test_the_lowest_threshold_is_taken_that_hardly_costs_anything(said, truth):
     held = said(truth)
-    threshold, skipped = skip_above(held, truth)
+    threshold, skipped = search_threshold(held, truth)
     assert threshold in {*THRESHOLDS, 1.0}
     searched = perplexity(truth, held)
     assert skipping(held, truth, threshold) <= searched * MOST_LOST * (1 + 1e-6)
@@ -140,7 +143,7 @@ def test_the_lowest_threshold_is_taken_that_hardly_costs_anything(said, truth):
 
 def test_the_less_neighbors_help_a_sure_model_the_more_is_skipped(said):
     held = said(PAPER)
-    found = [skip_above(held, Mixture(alpha, 0.0, 4.0)) for alpha in (0.3, 0.03, 0.0)]
+    found = [search_threshold(held, Mixture(alpha, 0.0, 4.0)) for alpha in (0.3, 0.03, 0.0)]
     assert found[0][0] >= found[1][0] >= found[2][0] == 0.5
     assert found[0][1] <= found[1][1] <= found[2][1] == pytest.approx((held.p_max >= 0.5).mean())
 
@@ -157,7 +160,7 @@ def test_one_part_in_two_thousand_may_be_lost(said, gain, threshold):
         hits=np.ones((N, 12), np.bool_),
     )
     alpha = float(np.expm1(gain) * p_lm / (1 - p_lm))
-    assert skip_above(known, Mixture(alpha, 0.0, 4.0))[0] == threshold
+    assert search_threshold(known, Mixture(alpha, 0.0, 4.0))[0] == threshold
 
 
 def test_nothing_is_skipped_where_neighbors_know_what_a_sure_model_does_not(said):
@@ -168,11 +171,11 @@ def test_nothing_is_skipped_where_neighbors_know_what_a_sure_model_does_not(said
         p_lm=np.full(N, 0.001, np.float32),
         hits=np.ones((N, 12), np.bool_),
     )
-    assert skip_above(wrong, PAPER) == (1.0, 0.0)
+    assert search_threshold(wrong, PAPER) == (1.0, 0.0)
 
 
 def test_of_nothing_nothing_is_skipped():
-    assert skip_above(nothing(), PAPER) == (1.0, 0.0)
+    assert search_threshold(nothing(), PAPER) == (1.0, 0.0)
 
 
 def nothing():

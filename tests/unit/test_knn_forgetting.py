@@ -14,8 +14,8 @@ from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive.archive import Archive
-from llmaas_plugins.knn_lm.build.inbox import remember, waiting
-from llmaas_plugins.knn_lm.datastore.summary import read_selected
+from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
+from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
 GONE = [record(1), record(3, n_tokens=40)]
 WAITS = record(4)
@@ -31,7 +31,7 @@ def store(tmp_path):
     select(store, *((one, [0, 2]) for one in [*STAYS, *GONE]))
     for one, app in ((WAITS, "mail"), (STAYS[0], "notes"), (WAITS, "mail")):
         remember(store, one.conversation.messages, title=one.conversation.title, app=app)
-    first, second, _ = waiting(store)
+    first, second, _ = waiting_files(store)
     first.write_bytes(first.read_bytes() + second.read_bytes())
     return store
 
@@ -55,7 +55,7 @@ def look(store):
         found = [known[id_] for id_ in archive.ids()]
         assert_holds(archive, found)
     assert all(one in found for one in STAYS)
-    read_selected(store)
+    read_summary(store)
 
 
 def forget_again(store):
@@ -63,9 +63,9 @@ def forget_again(store):
     assert forget(store) in (0, 2)  # 2: no such chat
     with Archive.open(store, BINDING) as archive:
         assert_holds(archive, STAYS)
-    selected = read_selected(store)
+    selected = read_summary(store)
     assert [len(selected.positions_in(record_id(one).hex())) for one in STAYS] == [2, 2]
-    left = [one.messages for path in waiting(store) for one in load_conversations(path)]
+    left = [one.messages for path in waiting_files(store) for one in load_conversations(path)]
     assert left.count(STAYS[0].conversation.messages) >= 2
     assert not any(found_in(store, one) for one in [*GONE, WAITS])
 

@@ -7,32 +7,32 @@ import hashlib
 import pytest
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.knn_lm.archive.suppression import Forgotten
+from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
 
 IDS = [bytes([i]) * 16 for i in range(4)]
 
 
 def known(folder):
-    forgotten = Forgotten(folder)
+    forgotten = SuppressionList(folder)
     return [id_ in forgotten for id_ in IDS]
 
 
 def test_what_was_forgotten_is_known_until_it_is_wanted_again(tmp_path):
     assert known(tmp_path) == [False] * 4
-    Forgotten(tmp_path).add(IDS[:2])
-    Forgotten(tmp_path).add([IDS[3], IDS[0]])
+    SuppressionList(tmp_path).add(IDS[:2])
+    SuppressionList(tmp_path).add([IDS[3], IDS[0]])
     assert known(tmp_path) == [True, True, False, True]
     for id_ in (IDS[1], IDS[2]):
-        Forgotten(tmp_path).discard(id_)
+        SuppressionList(tmp_path).discard(id_)
     assert known(tmp_path) == [True, False, False, True]
     for id_ in IDS:
-        Forgotten(tmp_path).discard(id_)
+        SuppressionList(tmp_path).discard(id_)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_noted_of_nothing(tmp_path):
-    Forgotten(tmp_path).add([])
-    Forgotten(tmp_path).discard(IDS[0])
+    SuppressionList(tmp_path).add([])
+    SuppressionList(tmp_path).discard(IDS[0])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -41,7 +41,7 @@ def test_the_list_tells_nothing_without_its_key(tmp_path):
     stores = [tmp_path / name for name in ("one", "two")]
     for store in stores:
         store.mkdir()
-        Forgotten(store).add(IDS)
+        SuppressionList(store).add(IDS)
     one, two = ((store / "forgotten").read_bytes() for store in stores)
     assert len(one) == len(two) == 8 + 32 + 4 * 16
     digests = [hashlib.blake2b(id_, digest_size=16).digest() for id_ in IDS]
@@ -56,4 +56,4 @@ def test_the_list_tells_nothing_without_its_key(tmp_path):
 def test_a_damaged_list_is_told(tmp_path, content):
     (tmp_path / "forgotten").write_bytes(content)
     with pytest.raises(StoreError, match=r"forgotten conversations, is damaged\. Remove it"):
-        Forgotten(tmp_path)
+        SuppressionList(tmp_path)

@@ -10,11 +10,11 @@ import pytest
 
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import FORGOTTEN, ONLINE, SELECTED
-from llmaas_plugins.knn_lm.archive.suppression import Forgotten
-from llmaas_plugins.knn_lm.build.build_datastore import Plan
-from llmaas_plugins.knn_lm.build.update_datastore import is_due
+from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
+from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
+from llmaas_plugins.knn_lm.build.update_datastore import is_update_due
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
-from llmaas_plugins.knn_lm.datastore.summary import read_selected
+from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 FINGERPRINT = bytes(range(32))
@@ -60,7 +60,7 @@ def test_selected_datastore_of_format_1_is_searched(folder):
 
 
 def test_selected_datastore_of_format_1_is_described(folder):
-    selected = read_selected(folder)
+    selected = read_summary(folder)
     assert selected.fingerprint == FINGERPRINT
     assert selected.n_pairs == 24
     assert selected.positions_in(FIRST).tolist() == [5, 6]
@@ -68,15 +68,15 @@ def test_selected_datastore_of_format_1_is_described(folder):
 
 
 def test_update_goes_on_from_a_state_of_the_first_version(folder):
-    plan = Plan(size=24, k=4, n_dims=4)
+    plan = SelectionParams(size=24, k=4, n_dims=4)
     with Archive.open(folder) as archive:
         assert [id_.hex() for id_ in archive.ids()] == list(IDS)
-        assert not is_due(archive, plan)
+        assert not is_update_due(archive, plan)
         (folder / ONLINE).unlink()
-        assert is_due(archive, plan)
+        assert is_update_due(archive, plan)
 
 
 def test_forgotten_conversations_of_the_first_version_are_known(folder):
-    forgotten = Forgotten(folder)
+    forgotten = SuppressionList(folder)
     assert bytes([7]) * 16 in forgotten
     assert bytes([8]) * 16 not in forgotten

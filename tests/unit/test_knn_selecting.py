@@ -14,20 +14,19 @@ from soak import scale
 from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
-from llmaas_plugins.knn_lm.build.build_datastore import (
-    Plan,
-    _held_out,
-    first_objective,
-    select,
-    source_of,
-    write,
+from llmaas_plugins.knn_lm.build.archive_source import (
+    SelectionParams,
+    archive_source,
+    initial_objective,
 )
+from llmaas_plugins.knn_lm.build.build_datastore import build_datastore, fit_and_write
 from llmaas_plugins.knn_lm.build.encoder import _windows
+from llmaas_plugins.knn_lm.build.held_out import held_out_targets
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.selection.algorithms import Selection, offline
 
 N_CHATS = 12
-IN_ALL = Plan(size=90, k=6, n_dims=N_EMBD)
+IN_ALL = SelectionParams(size=90, k=6, n_dims=N_EMBD)
 
 
 @pytest.fixture
@@ -42,8 +41,8 @@ def infos(archive):
 
 
 def selected(archive, plan=IN_ALL):
-    source = source_of(archive, plan)
-    return source, offline(source, plan.size, first_objective(source, plan.seed))
+    source = archive_source(archive, plan)
+    return source, offline(source, plan.size, initial_objective(source, plan.seed))
 
 
 def everything(archive):
@@ -56,7 +55,7 @@ def everything(archive):
 
 def test_in_all_directions_keys_are_as_far_from_each_other_as_in_the_archive(archive):
     pairs, _ = everything(archive)
-    source = source_of(archive, Plan(n_dims=N_EMBD + 10))
+    source = archive_source(archive, SelectionParams(n_dims=N_EMBD + 10))
     assert source.n_dims == N_EMBD
     picks = np.array([40, 3, 3, 200])
     assert np.allclose(
@@ -73,7 +72,7 @@ def distances_between(keys):
 
 def test_in_few_directions_keys_are_projected(archive):
     pairs, _ = everything(archive)
-    source = source_of(archive, Plan(n_dims=5))
+    source = archive_source(archive, SelectionParams(n_dims=5))
     assert source.n_dims == 5
     wanted = (pairs.keys.astype(np.float64) - source.basis.mean) @ source.basis.axes.T
     found = source.keys(np.arange(archive.n_pairs))
@@ -83,7 +82,10 @@ def test_in_few_directions_keys_are_projected(archive):
 
 def test_an_empty_archive_has_nothing_to_select_from(tmp_path):
     with Archive.open(tmp_path, BINDING, writable=True) as archive:
-        for act in (lambda: select(archive, Plan()), lambda: source_of(archive, Plan())):
+        for act in (
+            lambda: build_datastore(archive, SelectionParams()),
+            lambda: archive_source(archive, SelectionParams()),
+        ):
             with pytest.raises(StoreError, match="is empty: nothing to select from"):
                 act()
 
@@ -92,23 +94,23 @@ def test_nothing_selected_is_nothing_to_write(archive):
     source, _ = selected(archive)
     none = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
     with pytest.raises(StoreError, match="nothing was selected"):
-        write(archive, source, none, first_objective(source, 0), IN_ALL)
+        fit_and_write(archive, source, none, initial_objective(source, 0), IN_ALL)
 
 
 def test_theta_is_a_quarter_of_how_far_the_nearest_ten_are(archive):
-    source = source_of(archive, IN_ALL)
+    source = archive_source(archive, IN_ALL)
     distances = np.sort(distances_between(everything(archive)[0].keys), axis=1)
     wanted = 0.25 * np.median(distances[:, 1:11])  # each is its own nearest neighbor
-    assert first_objective(source, 0).theta == pytest.approx(wanted, rel=1e-3)
+    assert initial_objective(source, 0).theta == pytest.approx(wanted, rel=1e-3)
 
 
 def test_theta_grows_with_the_squared_distances(archive):
-    source = source_of(archive, IN_ALL)
-    near = first_objective(source, 0)
+    source = archive_source(archive, IN_ALL)
+    near = initial_objective(source, 0)
     source.keys, keys = lambda picks: keys(picks) * 3, source.keys
-    assert first_objective(source, 0).theta == pytest.approx(9 * near.theta, rel=1e-3)
+    assert initial_objective(source, 0).theta == pytest.approx(9 * near.theta, rel=1e-3)
     source.keys = lambda picks: np.ones((len(picks), N_EMBD), np.float32)
-    assert first_objective(source, 0).theta == 1
+    assert initial_objective(source, 0).theta == 1
 
 
 # -- what is fitted on ---------------------------------------------------------------------------
@@ -116,11 +118,12 @@ def test_theta_grows_with_the_squared_distances(archive):
 
 @pytest.mark.parametrize("part", [7, 8192], ids=["part by part", "in one"])
 def test_held_out_are_the_nearest_of_other_conversations(archive, monkeypatch, part):
-    monkeypatch.setattr("llmaas_plugins.knn_lm.build.build_datastore._PART", part)
+    for module in ("archive_source", "held_out"):
+        monkeypatch.setattr(f"llmaas_plugins.knn_lm.build.{module}._PART", part)
     pairs, numbers = everything(archive)
     source, chosen = selected(archive)
     keys = pairs.keys[chosen.indices]
-    held = _held_out(archive, source, chosen, keys, infos(archive), IN_ALL)
+    held = held_out_targets(archive, source, chosen, keys, infos(archive), IN_ALL)
     picks = sorted(np.random.default_rng(0).choice(len(pairs), len(pairs), replace=False))
     assert len(held.p_lm) == len(picks)
     assert np.array_equal(held.p_lm, pairs.p_lm[picks])
@@ -141,9 +144,9 @@ def test_where_other_conversations_have_few_pairs_there_are_few_neighbors(archiv
     first = np.flatnonzero(numbers == numbers[0])
     rest = np.flatnonzero(numbers != numbers[0])[:2]
     chosen = Selection(np.sort([*first, *rest]), np.ones(len(first) + 2, np.float32))
-    source = source_of(archive, IN_ALL)
+    source = archive_source(archive, IN_ALL)
     keys = source.keys(chosen.indices).astype(np.float16)
-    held = _held_out(archive, source, chosen, keys, infos(archive), IN_ALL)
+    held = held_out_targets(archive, source, chosen, keys, infos(archive), IN_ALL)
     n_finite = np.isfinite(held.distances).sum(axis=1)
     assert (n_finite[: len(first)] == 2).all()  # the first conversation's own targets
     assert set(n_finite[len(first) :].tolist()) == {6}
@@ -157,10 +160,10 @@ def test_what_is_fitted_on_is_what_the_app_may_hear(tmp_path):
         shared = {
             n: dataclasses.replace(i, is_shared=i.app == "chat") for n, i in infos(archive).items()
         }
-        source, chosen = selected(archive, Plan(size=200, k=199, n_dims=N_EMBD))
+        source, chosen = selected(archive, SelectionParams(size=200, k=199, n_dims=N_EMBD))
         keys = archive.pairs(chosen.indices).keys
         whole = dataclasses.replace(IN_ALL, k=199)
-        held = _held_out(archive, source, chosen, keys, shared, whole)
+        held = held_out_targets(archive, source, chosen, keys, shared, whole)
         numbers = archive.origin(chosen.indices).numbers
         for pick, distances in enumerate(held.distances):
             own = archive.origin(np.array([pick])).numbers[0]
@@ -173,10 +176,10 @@ def test_what_is_fitted_on_is_what_the_app_may_hear(tmp_path):
 
 @pytest.mark.parametrize("n_dims", [5, N_EMBD])
 def test_what_is_written_is_what_was_selected(archive, n_dims):
-    plan = Plan(size=90, k=6, n_dims=n_dims)
+    plan = SelectionParams(size=90, k=6, n_dims=n_dims)
     pairs, numbers = everything(archive)
     source, chosen = selected(archive, plan)
-    report = write(archive, source, chosen, first_objective(source, 0), plan)
+    report = fit_and_write(archive, source, chosen, initial_objective(source, 0), plan)
     assert (report.n_pairs, report.n_full) == (90, len(pairs))
     order = np.argsort(chosen.indices)
     indices, weights = chosen.indices[order], chosen.weights[order]
@@ -195,7 +198,7 @@ def test_what_is_written_is_what_was_selected(archive, n_dims):
 def test_selecting_again_with_the_same_seed_is_the_same(archive):
     texts = []
     for seed in (1, 1, 2):
-        select(archive, Plan(size=90, k=6, n_dims=5, seed=seed))
+        build_datastore(archive, SelectionParams(size=90, k=6, n_dims=5, seed=seed))
         texts.append((archive.directory / SELECTED).read_bytes())
     assert texts[0] == texts[1] != texts[2]
 
@@ -204,10 +207,10 @@ def test_a_selection_that_is_ended_leaves_the_file_that_was_there(archive):
     def told(_n):
         raise KeyboardInterrupt
 
-    select(archive, IN_ALL)
+    build_datastore(archive, IN_ALL)
     before = (archive.directory / SELECTED).read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        select(archive, Plan(size=50, k=6), told)
+        build_datastore(archive, SelectionParams(size=50, k=6), told)
     assert (archive.directory / SELECTED).read_bytes() == before
 
 

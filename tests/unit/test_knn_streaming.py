@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmaas_plugins.knn_lm.selection.objective import Objective
-from llmaas_plugins.knn_lm.selection.priority_sampling import Stream
+from llmaas_plugins.knn_lm.selection.priority_sampling import PrioritySampler
 
 OBJECTIVE = Objective(theta=1.0)
 SIZE, BUFFER = 100, 50
@@ -26,7 +26,7 @@ class Pairs:
 
 
 def run(n, seed=0, stop=None):
-    stream = Stream(Pairs(n), SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
+    stream = PrioritySampler(Pairs(n), SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
     n_come = n if stop is None else stop
     return stream, [len(stream.kept.selection()) for _ in stream.advance(n_come)]
 
@@ -63,7 +63,7 @@ def test_what_the_model_finds_hard_is_kept_more_often_and_weighs_less():
     for seed in range(30):
         source = Pairs(1000)
         source.p_lm[::2] = 0.8
-        stream = Stream(source, SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
+        stream = PrioritySampler(source, SIZE, OBJECTIVE, buffer=BUFFER, seed=seed)
         for _ in stream.advance(1000):
             pass
         found = stream.kept.selection()
@@ -86,7 +86,7 @@ def test_no_pair_twice():
 def test_resumed_it_is_as_if_it_had_gone_on(stop):
     whole, _ = run(1500)
     part, _ = run(1500, stop=stop)
-    rest = Stream(Pairs(1500), SIZE, OBJECTIVE, buffer=BUFFER)
+    rest = PrioritySampler(Pairs(1500), SIZE, OBJECTIVE, buffer=BUFFER)
     rest.resume(part.kept, part.n_seen)
     for _ in rest.advance(1500):
         pass
@@ -95,7 +95,7 @@ def test_resumed_it_is_as_if_it_had_gone_on(stop):
 
 
 def test_a_buffer_that_is_not_full_waits_unless_it_is_the_end():
-    stream = Stream(Pairs(70), SIZE, OBJECTIVE, buffer=BUFFER)
+    stream = PrioritySampler(Pairs(70), SIZE, OBJECTIVE, buffer=BUFFER)
     assert list(stream.advance(70)) == [50]
     assert list(stream.advance(70, is_end=True)) == [20]
     assert list(stream.advance(70, is_end=True)) == []

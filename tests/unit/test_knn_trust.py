@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.knn_lm.mixing.trust import Judgment, Trust, trust_before
+from llmaas_plugins.knn_lm.mixing.trust import PromptTrust, Trust, trust_before
 
 PROBABILITIES = st.lists(
     st.tuples(st.floats(2**-20, 1, width=32), st.floats(2**-20, 1, width=32)), max_size=60
@@ -93,7 +93,7 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
 
 def judged(n_prompt, look_back, batches, n_rows=None):
     """Return the judged tokens of a prompt 0, 1, 2, … that is evaluated in these batches."""
-    judgment = Judgment(np.arange(n_prompt, dtype=np.int32), look_back)
+    judgment = PromptTrust(np.arange(n_prompt, dtype=np.int32), look_back)
     found, n_past = [], 0
     for n in batches:
         taken = judgment.take(n_past, n, n if n_rows is None else n_rows)
@@ -118,7 +118,7 @@ def test_all_but_the_first_are_judged_of_a_short_prompt():
 
 
 def test_cells_before_the_last_tokens_do_not_matter():
-    judgment = Judgment(np.arange(30, dtype=np.int32), 8)
+    judgment = PromptTrust(np.arange(30, dtype=np.int32), 8)
     assert [token for _, token in judgment.take(22, 8, 8)] == list(range(23, 30))
 
 
@@ -126,7 +126,7 @@ def test_cells_before_the_last_tokens_do_not_matter():
     ("start", "n", "n_rows"), [(23, 7, 7), (22, 9, 9), (22, 8, 7)], ids=["late", "longer", "rows"]
 )
 def test_a_prompt_whose_last_tokens_were_not_all_seen_has_the_prior(start, n, n_rows):
-    judgment = Judgment(np.arange(30, dtype=np.int32), 8)
+    judgment = PromptTrust(np.arange(30, dtype=np.int32), 8)
     assert judgment.take(start, n, n_rows) == []
     judgment.observe(0.2, 0.1)
     assert judgment.take(22, 8, 8) == []

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from llmaas_eval.knn.baselines import merge, random_pairs
 from llmaas_eval.knn.scoring import Chosen, Method
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
-from llmaas_plugins.knn_lm.build.build_datastore import first_objective
+from llmaas_plugins.knn_lm.build.archive_source import initial_objective
 from llmaas_plugins.knn_lm.selection.algorithms import Choice, Selection, offline, online
 from llmaas_plugins.knn_lm.selection.objective import Objective
-from llmaas_plugins.knn_lm.selection.priority_sampling import Stream
+from llmaas_plugins.knn_lm.selection.priority_sampling import PrioritySampler
 
 __all__ = ["METHODS", "OURS", "RIVALS", "without_weights"]
 
@@ -53,7 +53,7 @@ def _merging(history: Pairs, n: int) -> Chosen:
 def _selected(select: Callable[..., Selection], how: Choice) -> Method:
     def choose(history: Pairs, n: int) -> Chosen:
         source: Any = _Source(history)
-        objective: Objective = first_objective(source, 0)
+        objective: Objective = initial_objective(source, 0)
         found = select(source, n, objective, how=how)
         order = np.argsort(found.indices)
         return Chosen(found.indices[order], found.weights[order])
@@ -63,7 +63,7 @@ def _selected(select: Callable[..., Selection], how: Choice) -> Method:
 
 def _stream(history: Pairs, n: int) -> Chosen:
     source: Any = _Source(history)
-    stream = Stream(source, n, first_objective(source, 0))
+    stream = PrioritySampler(source, n, initial_objective(source, 0))
     for _ in stream.advance(len(history), is_end=True):
         pass
     found = stream.kept.selection()

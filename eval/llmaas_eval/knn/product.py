@@ -19,7 +19,7 @@ from llmaas_eval.knn.users import load, split
 from llmaas_eval.markdown import table
 from llmaas_eval.stats import Surprise
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
-from llmaas_plugins.knn_lm.mixing.grid_search import fit
+from llmaas_plugins.knn_lm.mixing.grid_search import fit_mixture
 
 __all__ = ["draw_generated", "draw_shipped"]
 
@@ -37,7 +37,7 @@ def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
         history, fitted_on = history_of(keys, options.plan)
         chosen, part = _offline(history), first(keys.test, options.plan.n_test)
         k = options.plan.k
-        mixture = fit(exactly(history, chosen, fitted_on, k).met).mixture
+        mixture = fit_mixture(exactly(history, chosen, fitted_on, k).met).mixture
         exact = exactly(history, chosen, part, k)
         alone, n = Surprise.of(part.p, part.conv), len(history)
         rows.append(Row(keys.name, "pure", n, 0, None, alone))
@@ -67,7 +67,7 @@ def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
     for keys in options.each():
         history, fitted_on = history_of(keys, options.plan)
         chosen = _offline(history)
-        mixture = fit(exactly(history, chosen, fitted_on, options.plan.k).met).mixture
+        mixture = fit_mixture(exactly(history, chosen, fitted_on, options.plan.k).met).mixture
         parts = without_duplicates(split(load(options.data, keys.name), keys.name))
         chats = parts.test[:_N_PROMPTS]
         with TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from llmaas_eval.knn.neighbors import Found, search
 from llmaas_eval.stats import Surprise
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit
+from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut, fit_mixture
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 from llmaas_plugins.knn_lm.mixing.trust import trust_before
 
@@ -118,7 +118,7 @@ def study(
         for name, (method, share) in methods.items()
     }
     stores = _Stores(history, chosen, plan)
-    mixtures = [fit(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
+    mixtures = [fit_mixture(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
     texts = {keys.name: first(keys.test, plan.n_test)}
     texts |= {f"{keys.name} on {name}": part for name, part in (others or {}).items()}
     rows = []

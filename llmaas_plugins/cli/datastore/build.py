@@ -21,8 +21,8 @@ from llmaas_plugins.config import Config
 
 if TYPE_CHECKING:
     from llmaas_plugins.chats.exports import Conversation
-    from llmaas_plugins.knn_lm.build.build_datastore import Selected
-    from llmaas_plugins.knn_lm.build.ingest import Added
+    from llmaas_plugins.knn_lm.build.build_datastore import BuildResult
+    from llmaas_plugins.knn_lm.build.ingest import IngestCounts
 
 __all__ = ["add_actions"]
 
@@ -115,9 +115,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def build(args: argparse.Namespace) -> int:
     """Add conversations, then select."""
     added = _add(args)
-    selected = _select(args)
-    report = added._asdict() | {"selected": _plain(selected)}
-    print_report(args, report, [_add_text(added), _select_text(selected)])
+    result = _select(args)
+    report = added._asdict() | {"selected": _plain(result)}
+    print_report(args, report, [_add_text(added), _select_text(result)])
     return 0
 
 
@@ -130,18 +130,18 @@ def add(args: argparse.Namespace) -> int:
 
 def select(args: argparse.Namespace) -> int:
     """Select the pairs to search."""
-    selected = _select(args)
-    print_report(args, _plain(selected), [_select_text(selected)])
+    result = _select(args)
+    print_report(args, _plain(result), [_select_text(result)])
     return 0
 
 
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _add(args: argparse.Namespace) -> Added:
+def _add(args: argparse.Namespace) -> IngestCounts:
     from llmaas_plugins.knn_lm.archive.archive import Archive
     from llmaas_plugins.knn_lm.build.encoder import Encoder
-    from llmaas_plugins.knn_lm.build.ingest import add, binding_of
+    from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 
     found = _conversations(args)
     stopped = "what was added is kept; repeat the command to add the rest"
@@ -155,7 +155,9 @@ def _add(args: argparse.Namespace) -> Added:
         encoder = opened.enter_context(Encoder(llama, natives.contexts, key, args.threads or 0))
         opened.enter_context(stoppable(stopped))
         bar = opened.enter_context(progress_bar("reading", "chat", len(found)))
-        return add(archive, llama, encoder, found, progress=bar.update, again=args.again)
+        return add_conversations(
+            archive, llama, encoder, found, progress=bar.update, again=args.again
+        )
 
 
 def _key(args: argparse.Namespace) -> States:
@@ -168,18 +170,19 @@ def _key(args: argparse.Namespace) -> States:
     return datastore_settings(args).key
 
 
-def _select(args: argparse.Namespace) -> Selected:
+def _select(args: argparse.Namespace) -> BuildResult:
     from llmaas_plugins.knn_lm.archive.archive import Archive
-    from llmaas_plugins.knn_lm.build.build_datastore import Plan, select
+    from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
+    from llmaas_plugins.knn_lm.build.build_datastore import build_datastore
 
     with contextlib.ExitStack() as opened:
         archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))
         settings = datastore_settings(args)
-        plan = Plan(args.size or settings.size, settings.k, settings.dims, args.seed)
+        params = SelectionParams(args.size or settings.size, settings.k, settings.dims, args.seed)
         opened.enter_context(stoppable("the earlier selection is unchanged"))
-        total = min(plan.size, archive.n_pairs)
+        total = min(params.size, archive.n_pairs)
         bar = opened.enter_context(progress_bar("selecting", "pair", total))
-        return select(archive, plan, bar.update)
+        return build_datastore(archive, params, bar.update)
 
 
 def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
@@ -231,9 +234,9 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
             yield llama
 
 
-def _plain(selected: Selected) -> dict[str, Any]:
+def _plain(result: BuildResult) -> dict[str, Any]:
     """Return the summary as JSON values, with None for numbers that could not be measured."""
-    plain = dataclasses.asdict(selected) | {"mixture": selected.mixture.as_json()}
+    plain = dataclasses.asdict(result) | {"mixture": result.mixture.as_json()}
     return {name: None if _is_unknown(value) else value for name, value in plain.items()}
 
 
@@ -241,7 +244,7 @@ def _is_unknown(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _add_text(added: Added) -> str:
+def _add_text(added: IngestCounts) -> str:
     text = f"{counted(added.n_added, 'conversation')} added, {counted(added.n_pairs, 'pair')}"
     text += f"; {added.n_known:,} stored already" if added.n_known else ""
     text += (
@@ -255,13 +258,13 @@ def _add_text(added: Added) -> str:
     return text + (forgotten if added.n_forgotten else "") + "."
 
 
-def _select_text(selected: Selected) -> str:
-    text = f"{selected.n_pairs:,} of {selected.n_full:,} pairs selected"
-    if _is_unknown(selected.perplexity):
+def _select_text(result: BuildResult) -> str:
+    text = f"{result.n_pairs:,} of {result.n_full:,} pairs selected"
+    if _is_unknown(result.perplexity):
         return text + "; too few conversations to measure their effect."
     return (
-        f"{text}; held-out perplexity {selected.perplexity_alone:.2f} without them, "
-        f"{selected.perplexity:.2f} with them; {selected.skipped:.0%} of searches can be skipped."
+        f"{text}; held-out perplexity {result.perplexity_alone:.2f} without them, "
+        f"{result.perplexity:.2f} with them; {result.skipped:.0%} of searches can be skipped."
     )
 
 

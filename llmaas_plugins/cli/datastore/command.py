@@ -75,13 +75,13 @@ def stats(args: argparse.Namespace) -> int:
     from llmaas_plugins.files.store_lock import user
     from llmaas_plugins.knn_lm.archive.archive import Archive
     from llmaas_plugins.knn_lm.archive.files import FILES, LOCK
-    from llmaas_plugins.knn_lm.datastore.summary import read_selected
+    from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
     directory = datastore_directory(args)
     with Archive.open(directory) as archive:
         found = stats_report(archive, user(directory / LOCK, FILES))
     try:
-        selected = read_selected(directory)
+        selected = read_summary(directory)
         found["selected"] = selected_report(selected) if selected else None
     except StoreError as error:
         found["selected"] = {"error": str(error)}
@@ -92,11 +92,11 @@ def stats(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """List the conversations, or show one."""
     from llmaas_plugins.knn_lm.archive.archive import Archive
-    from llmaas_plugins.knn_lm.datastore.summary import read_selected
+    from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
     directory = datastore_directory(args)
     with Archive.open(directory) as archive:
-        rows, selected = archive.conversations(), read_selected(directory)
+        rows, selected = archive.conversations(), read_summary(directory)
         if args.conversation is None:
             report = {"conversations": [conversation_row(row, selected) for row in rows]}
             print_report(args, report, list_text(report["conversations"]))
@@ -148,12 +148,12 @@ def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
     Raises:
         StoreError: An id is unknown.
     """
-    from llmaas_plugins.knn_lm.datastore.summary import read_selected
+    from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
     if args.app is not None:
         ids = [row.id for row in archive.conversations() if row.app == args.app]
     else:
-        selected = read_selected(archive.directory)
+        selected = read_summary(archive.directory)
         known = [id_.hex() for id_ in archive.ids()]
         known += [id_ for id_ in selected.positions if _ID.fullmatch(id_)] if selected else []
         ids = [_resolved(text, known, "; nothing was changed") for text in args.conversations]

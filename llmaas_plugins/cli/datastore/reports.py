@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from llmaas_plugins.knn_lm.archive.archive import Archive, ConversationInfo
-    from llmaas_plugins.knn_lm.datastore.summary import Selected
+    from llmaas_plugins.knn_lm.datastore.summary import DatastoreSummary
 
 __all__ = [
     "contents_report",
@@ -57,7 +57,7 @@ def stats_report(archive: Archive, holder: str | None) -> dict[str, Any]:
     }
 
 
-def selected_report(selected: Selected) -> dict[str, Any]:
+def selected_report(selected: DatastoreSummary) -> dict[str, Any]:
     """Summarize the selected pairs."""
     return {
         "model": selected.fingerprint.hex(),
@@ -103,7 +103,7 @@ def _selected_text(found: dict[str, Any]) -> str:
     return text + (", for another model" if is_foreign else "")
 
 
-def conversation_row(row: ConversationInfo, selected: Selected | None) -> dict[str, Any]:
+def conversation_row(row: ConversationInfo, selected: DatastoreSummary | None) -> dict[str, Any]:
     """Return one conversation's row in a list."""
     return {
         "id": row.id,
@@ -142,7 +142,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def contents_report(
-    archive: Archive, id_: str, selected: Selected | None, model: Path | None
+    archive: Archive, id_: str, selected: DatastoreSummary | None, model: Path | None
 ) -> dict[str, Any]:
     """Return a conversation's messages and its selected tokens.
 

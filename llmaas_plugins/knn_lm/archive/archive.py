@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llmaas_hooks import StoreError
 from llmaas_plugins.chats.exports import Message
 from llmaas_plugins.files.store_lock import lock, unlock
-from llmaas_plugins.knn_lm.archive.erasure import forget_records
+from llmaas_plugins.knn_lm.archive.erasure import erase_records
 from llmaas_plugins.knn_lm.archive.files import (
     FILES,
     LOCK,
@@ -28,14 +28,14 @@ from llmaas_plugins.knn_lm.archive.files import (
     erase,
     require_datastore,
     segment_files,
-    write_whole,
+    write_atomic,
 )
 from llmaas_plugins.knn_lm.archive.pair_table import Columns, Origin, PairTable
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import Record, encode_record
-from llmaas_plugins.knn_lm.archive.segments import Binding, Segment, Stored
+from llmaas_plugins.knn_lm.archive.segments import ArchiveSegment, Binding, StoredRecord
 
-__all__ = ["Archive", "ConversationInfo", "Forgotten"]
+__all__ = ["Archive", "ConversationInfo", "ErasedRecords"]
 
 _log = logging.getLogger("llmaas.knn_lm")
 _MOST_SEGMENT_BYTES = 256 << 20
@@ -73,7 +73,7 @@ class ConversationInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class ErasedRecords:
     """Totals of one call of ``Archive.forget``.
 
     Attributes:
@@ -100,8 +100,8 @@ class Archive:
         self._opened = contextlib.ExitStack()
         self._is_writable = writable
         self._binding = binding
-        self._segments: list[tuple[SegmentName, Segment]] = []
-        self._places: dict[bytes, tuple[Segment, Stored]] = {}
+        self._segments: list[tuple[SegmentName, ArchiveSegment]] = []
+        self._places: dict[bytes, tuple[ArchiveSegment, StoredRecord]] = {}
         self._n_given = 0
         self._known_table: PairTable | None = None
         with contextlib.ExitStack() as opened, self._trouble("open"):
@@ -257,7 +257,7 @@ class Archive:
         self._known_table = None
         return header.number
 
-    def forget(self, ids: Collection[bytes]) -> Forgotten:
+    def forget(self, ids: Collection[bytes]) -> ErasedRecords:
         """Remove conversations and erase their bytes; ids that are not in the archive are ignored.
 
         If the call fails, or the process ends during it, repeat the call: no other data is lost.
@@ -272,11 +272,11 @@ class Archive:
         with self._trouble("forget in"):
             try:
                 wanted = {header.id for header in headers}
-                forget_records(self.directory, self._segments, wanted, self._n_given)
+                erase_records(self.directory, self._segments, wanted, self._n_given)
             finally:
                 self._reopen_segments()
         n_pairs = sum(header.n_pairs for header in headers)
-        return Forgotten(len(headers), n_pairs, before - self.n_bytes)
+        return ErasedRecords(len(headers), n_pairs, before - self.n_bytes)
 
     # -- internals -------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Archive:
         for name in names:
             is_last = name == names[-1]
             path = self.directory / str(name)
-            segment = Segment(path, writable=self._is_writable, is_last=is_last)
+            segment = ArchiveSegment(path, writable=self._is_writable, is_last=is_last)
             self._segments.append((name, segment))
             self._check_binding(segment)
             if segment.is_torn and self._is_writable:
@@ -338,7 +338,7 @@ class Archive:
             raise RuntimeError("the archive was opened only for reading, or without a model")
         return self._binding
 
-    def _segment_for(self, n_bytes: int, binding: Binding) -> Segment:
+    def _segment_for(self, n_bytes: int, binding: Binding) -> ArchiveSegment:
         """Return the last segment if it has room for a record, else a new segment."""
         if self._segments:
             name, segment = self._segments[-1]
@@ -348,12 +348,12 @@ class Archive:
         else:
             name = SegmentName(0, 0)
         path = self.directory / str(name)
-        write_whole(path, [binding.pack(self._n_given)])
-        segment = Segment(path, writable=True, is_last=True)
+        write_atomic(path, [binding.pack(self._n_given)])
+        segment = ArchiveSegment(path, writable=True, is_last=True)
         self._segments.append((name, segment))
         return segment
 
-    def _check_binding(self, segment: Segment) -> None:
+    def _check_binding(self, segment: ArchiveSegment) -> None:
         found = segment.binding
         if self._binding is None:
             self._binding = found
@@ -378,7 +378,7 @@ class Archive:
             ) from error
 
 
-def _info(segment: Segment, stored: Stored) -> ConversationInfo:
+def _info(segment: ArchiveSegment, stored: StoredRecord) -> ConversationInfo:
     meta, header = segment.meta(stored), stored.header
     conversation = meta.conversation
     return ConversationInfo(

@@ -11,15 +11,15 @@ import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from llmaas_plugins.knn_lm.archive.files import SegmentName, erase, retire, write_whole
-from llmaas_plugins.knn_lm.archive.segments import Segment
+from llmaas_plugins.knn_lm.archive.files import SegmentName, erase, retire, write_atomic
+from llmaas_plugins.knn_lm.archive.segments import ArchiveSegment
 
-__all__ = ["forget_records"]
+__all__ = ["erase_records"]
 
 
-def forget_records(
+def erase_records(
     directory: Path,
-    segments: Sequence[tuple[SegmentName, Segment]],
+    segments: Sequence[tuple[SegmentName, ArchiveSegment]],
     ids: Collection[bytes],
     n_given: int,
 ) -> None:
@@ -41,7 +41,7 @@ def forget_records(
         if kept or (is_last and is_any_left):
             header = segment.binding.pack(n_given)
             rewritten = directory / str(SegmentName(name.number, name.generation + 1))
-            write_whole(rewritten, itertools.chain([header], map(segment.raw, kept)))
+            write_atomic(rewritten, itertools.chain([header], map(segment.raw, kept)))
             erase(segment.path)
         else:
             retire(segment.path)

@@ -32,7 +32,7 @@ __all__ = [
     "require_datastore",
     "retire",
     "segment_files",
-    "write_whole",
+    "write_atomic",
 ]
 
 LOCK = "lock"
@@ -102,7 +102,7 @@ def require_datastore(directory: Path) -> None:
         )
 
 
-def write_whole(path: Path, blocks: Iterable[bytes]) -> None:
+def write_atomic(path: Path, blocks: Iterable[bytes]) -> None:
     """Write a new file that appears under its name complete or not at all."""
     partial = path.with_name(path.name + PARTIAL)
     fd = FILES.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import COLUMNS
-from llmaas_plugins.knn_lm.archive.segments import Segment, Stored
+from llmaas_plugins.knn_lm.archive.segments import ArchiveSegment, StoredRecord
 from llmaas_plugins.lazy import lazy
 
 __all__ = ["Columns", "Origin", "PairTable"]
@@ -38,7 +38,7 @@ class PairTable:
     file would kill the process. The other columns stay in RAM, 20 bytes a pair.
     """
 
-    def __init__(self, places: Sequence[tuple[Segment, Stored]], n_embd: int) -> None:
+    def __init__(self, places: Sequence[tuple[ArchiveSegment, StoredRecord]], n_embd: int) -> None:
         """Count the pairs without reading any."""
         self._places = places
         self._n_embd = n_embd

@@ -34,9 +34,9 @@ __all__ = [
     "HEADER_BYTES",
     "ID_BYTES",
     "PAGE",
-    "Meta",
     "Record",
     "RecordHeader",
+    "RecordMetadata",
     "Unsound",
     "conversation_id",
     "decode_meta",
@@ -98,7 +98,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Meta:
+class RecordMetadata:
     """Metadata of a stored conversation."""
 
     conversation: Conversation
@@ -202,7 +202,7 @@ def encode_record(record: Record, number: int) -> tuple[RecordHeader, list[tuple
     return header, list(zip(places, parts, strict=True))
 
 
-def decode_meta(data: bytes) -> Meta:
+def decode_meta(data: bytes) -> RecordMetadata:
     """Read a record's metadata.
 
     Raises:
@@ -214,7 +214,7 @@ def decode_meta(data: bytes) -> Meta:
         title, app = _text(found["title"]), _text(found["app"])
         is_shared = found.get("shared", app == NO_APP)  # older versions did not write "shared"
         conversation = Conversation(title, app, messages, bool(is_shared))
-        return Meta(conversation, _text(found["source"]), _date(found["added"]))
+        return RecordMetadata(conversation, _text(found["source"]), _date(found["added"]))
     except (ValueError, TypeError, LookupError, OverflowError) as error:
         raise Unsound(
             f"found meta of another form ({type(error).__name__}), expected JSON with title, app, "

@@ -30,13 +30,13 @@ from llmaas_plugins.knn_lm.archive.record import (
     COLUMNS,
     HEADER_BYTES,
     PAGE,
-    Meta,
     RecordHeader,
+    RecordMetadata,
     Unsound,
     decode_meta,
 )
 
-__all__ = ["Binding", "Segment", "Stored"]
+__all__ = ["ArchiveSegment", "Binding", "StoredRecord"]
 
 _KINDS: tuple[States, ...] = get_args(States)
 _MAGIC = b"LLMAASAR"
@@ -84,7 +84,7 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRecord:
     """Offset of a record in its segment, and the record's header."""
 
     at: int
@@ -96,7 +96,7 @@ class Stored:
         return self.at + self.header.n_bytes
 
 
-class Segment:
+class ArchiveSegment:
     """An open segment, which the caller must close."""
 
     def __init__(self, path: Path, *, writable: bool, is_last: bool) -> None:
@@ -130,7 +130,7 @@ class Segment:
         os.fsync(self._fd)
         self.n_bytes, self.is_torn = self.end, False
 
-    def append(self, header: RecordHeader, parts: Sequence[tuple[int, bytes]]) -> Stored:
+    def append(self, header: RecordHeader, parts: Sequence[tuple[int, bytes]]) -> StoredRecord:
         """Write a record; it is on disk when this returns."""
         at = self.end
         os.ftruncate(self._fd, at)  # remove what a failed append left
@@ -138,18 +138,18 @@ class Segment:
             write(self._fd, part, at + place)
         os.ftruncate(self._fd, at + header.n_bytes)
         os.fsync(self._fd)
-        stored = Stored(at, header)
+        stored = StoredRecord(at, header)
         self.records.append(stored)
         self.n_bytes = stored.end
         return stored
 
-    def raw(self, record: Stored) -> bytes:
+    def raw(self, record: StoredRecord) -> bytes:
         """Return a record's bytes."""
         return read(self._fd, record.header.n_bytes, record.at)
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def meta(self, record: Stored) -> Meta:
+    def meta(self, record: StoredRecord) -> RecordMetadata:
         """Return a record's metadata."""
         header = record.header
         data = self._part(record, "meta", HEADER_BYTES, header.n_meta, header.meta_sum)
@@ -158,14 +158,14 @@ class Segment:
         except Unsound as error:
             raise self._damaged(record.at, str(error)) from error
 
-    def tokens(self, record: Stored) -> npt.NDArray[np.int32]:
+    def tokens(self, record: StoredRecord) -> npt.NDArray[np.int32]:
         """Return a record's tokens."""
         header = record.header
         n_bytes = 4 * header.n_tokens
         data = self._part(record, "tokens", header.tokens_at, n_bytes, header.tokens_sum)
         return np.frombuffer(data, np.int32)
 
-    def columns(self, record: Stored) -> npt.NDArray[np.void]:
+    def columns(self, record: StoredRecord) -> npt.NDArray[np.void]:
         """Return a record's pairs without their keys."""
         header = record.header
         n_bytes = COLUMNS.itemsize * header.n_pairs
@@ -178,7 +178,7 @@ class Segment:
         return columns
 
     def keys(
-        self, record: Stored, rows: npt.NDArray[np.int64], sums: npt.NDArray[np.uint32]
+        self, record: StoredRecord, rows: npt.NDArray[np.int64], sums: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.float16]:
         """Return some of a record's keys, reading adjacent ones together.
 
@@ -235,13 +235,13 @@ class Segment:
         except (ValueError, IndexError) as error:
             raise self._damaged(0, str(error)) from error
 
-    def _find_records(self, *, is_last: bool) -> tuple[list[Stored], bool]:
-        records: list[Stored] = []
+    def _find_records(self, *, is_last: bool) -> tuple[list[StoredRecord], bool]:
+        records: list[StoredRecord] = []
         at = PAGE
         while at < self.n_bytes:
             try:
                 header = self._header_at(at)
-                records.append(Stored(at, header))
+                records.append(StoredRecord(at, header))
                 at += header.n_bytes
             except Unsound as error:
                 if is_last and not self._is_record_behind(at):
@@ -271,7 +271,7 @@ class Segment:
             return True
         return False
 
-    def _verify(self, record: Stored) -> None:
+    def _verify(self, record: StoredRecord) -> None:
         self.meta(record)
         self.tokens(record)
         sums = self.columns(record)["key_sum"]
@@ -279,7 +279,9 @@ class Segment:
             part = sums[first : first + _SUM_ROWS]
             self.keys(record, np.arange(first, first + len(part)), part)
 
-    def _part(self, record: Stored, name: str, place: int, n_bytes: int, expected: int) -> bytes:
+    def _part(
+        self, record: StoredRecord, name: str, place: int, n_bytes: int, expected: int
+    ) -> bytes:
         data = read(self._fd, n_bytes, record.at + place)
         found = crc32c(data)
         if len(data) != n_bytes or found != expected:

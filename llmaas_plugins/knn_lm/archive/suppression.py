@@ -14,9 +14,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.knn_lm.archive.files import FILES, FORGOTTEN, read, retire, write_whole
+from llmaas_plugins.knn_lm.archive.files import FILES, FORGOTTEN, read, retire, write_atomic
 
-__all__ = ["Forgotten"]
+__all__ = ["SuppressionList"]
 
 _MAGIC = b"LLKNFGT1"
 _KEY_BYTES = 32
@@ -24,8 +24,8 @@ _DIGEST_BYTES = 16
 _MOST_BYTES = 1 << 28
 
 
-class Forgotten:
-    """Forgotten conversations of one datastore; lock the datastore before changing the list."""
+class SuppressionList:
+    """Ids of forgotten conversations, as keyed digests; lock the datastore before changing it."""
 
     def __init__(self, directory: Path) -> None:
         """Read the list; it is empty if nothing was forgotten.
@@ -61,7 +61,7 @@ class Forgotten:
             return
         try:
             if digests:
-                write_whole(self._path, [_MAGIC, self._key, *sorted(digests)])
+                write_atomic(self._path, [_MAGIC, self._key, *sorted(digests)])
             else:
                 retire(self._path)
         except OSError as error:

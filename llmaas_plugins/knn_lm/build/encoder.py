@@ -21,7 +21,7 @@ from llmaas_plugins._native import logits_peek
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.model.identity import load_of, may_have_long_factors, rope_switch
 
-__all__ = ["Encoded", "Encoder"]
+__all__ = ["EncodedConversation", "Encoder"]
 
 _MOST_LOGITS_BYTES = 64 << 20
 _MOST_BATCH = 512
@@ -35,7 +35,7 @@ _LEAST = np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class EncodedConversation:
     """Pairs of a conversation.
 
     Attributes:
@@ -106,7 +106,9 @@ class Encoder:
         """Close the encoder."""
         self.close()
 
-    def encode(self, tokens: Tokens, between: Callable[[], None] = lambda: None) -> Encoded:
+    def encode(
+        self, tokens: Tokens, between: Callable[[], None] = lambda: None
+    ) -> EncodedConversation:
         """Return all pairs of a conversation (§3.1): (state after w_1…w_m, w_{m+1}).
 
         A conversation that is longer than the context is evaluated in windows that overlap by half.
@@ -121,7 +123,7 @@ class Encoder:
             found = self._window(tokens[start:end], skipped - start, between)
             parts.append(found)
             positions.append(np.arange(skipped + 1, skipped + 1 + len(found), dtype=np.int32))
-        return Encoded(np.concatenate(positions), _joined(parts, self._n_embd))
+        return EncodedConversation(np.concatenate(positions), _joined(parts, self._n_embd))
 
     @property
     def _n_embd(self) -> int:

@@ -21,17 +21,17 @@ from llmaas_plugins.knn_lm.archive.files import (
     retire,
 )
 from llmaas_plugins.knn_lm.archive.record import conversation_id
-from llmaas_plugins.knn_lm.archive.suppression import Forgotten
+from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
 from llmaas_plugins.knn_lm.build.inbox import forget_waiting
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.file import erase_leftovers
-from llmaas_plugins.knn_lm.datastore.summary import read_selected
+from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
-__all__ = ["Gone", "forget_all", "forget_conversations"]
+__all__ = ["ForgetResult", "forget_all", "forget_conversations"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ForgetResult:
     """Totals of one call that forgets.
 
     Attributes:
@@ -47,11 +47,13 @@ class Gone:
     freed_bytes: int
 
 
-def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | None = None) -> Gone:
+def forget_conversations(
+    archive: Archive, ids: Collection[bytes], app: str | None = None
+) -> ForgetResult:
     """Erase conversations from the archive, the selected datastore and the inbox.
 
-    First the ids are added to the list of forgotten conversations (``Forgotten``). Selected pairs
-    are erased before the archive's, so that an interrupted call can be repeated.
+    First the ids are added to the ``SuppressionList``. Selected pairs are erased before the
+    archive's, so that an interrupted call can be repeated.
 
     Args:
         archive: Archive that is open for writing.
@@ -65,7 +67,7 @@ def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | No
     before = _n_bytes(directory)
     path = directory / SELECTED
 
-    noted = Forgotten(directory)
+    suppressed = SuppressionList(directory)
     waiting: set[bytes] = set()
 
     def is_gone(one: Conversation) -> bool:
@@ -75,20 +77,20 @@ def forget_conversations(archive: Archive, ids: Collection[bytes], app: str | No
         return False
 
     try:
-        noted.add(ids)
+        suppressed.add(ids)
         n_waiting = forget_waiting(directory, is_gone)
-        noted.add(waiting)
+        suppressed.add(waiting)
         erase_leftovers(path)
     except OSError as error:
         raise _failed(directory, error) from error
     if os.path.lexists(path):
         n_selected = Datastore.without(path, [id_.hex() for id_ in ids])
-    forgotten = archive.forget(ids)
+    erased = archive.forget(ids)
     freed = before - _n_bytes(directory)
-    return Gone(forgotten.n_conversations + n_waiting, forgotten.n_pairs, n_selected, freed)
+    return ForgetResult(erased.n_conversations + n_waiting, erased.n_pairs, n_selected, freed)
 
 
-def forget_all(directory: Path) -> Gone:
+def forget_all(directory: Path) -> ForgetResult:
     """Erase everything in a datastore, including damaged files and the list of forgotten ids.
 
     Raises:
@@ -100,7 +102,7 @@ def forget_all(directory: Path) -> Gone:
         before, counted = _n_bytes(directory), _count(directory)
         for path in _own_files(directory):
             retire(path)
-        return Gone(*counted, before - _n_bytes(directory))
+        return ForgetResult(*counted, before - _n_bytes(directory))
     except OSError as error:
         raise _failed(directory, error) from error
     finally:
@@ -113,7 +115,7 @@ def _count(directory: Path) -> tuple[int, int, int]:
     with contextlib.suppress(StoreError), Archive.open(directory) as archive:
         n_conversations, n_pairs = len(archive), archive.n_pairs
     with contextlib.suppress(StoreError):
-        selected = read_selected(directory)
+        selected = read_summary(directory)
         n_selected = selected.n_pairs if selected else 0
     return n_conversations, n_pairs, n_selected
 

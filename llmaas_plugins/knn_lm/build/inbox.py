@@ -28,18 +28,18 @@ from llmaas_plugins.knn_lm.archive.files import (
     INBOX,
     PARTIAL,
     retire,
-    write_whole,
+    write_atomic,
 )
 
 __all__ = [
     "REFUSED",
-    "State",
-    "done",
+    "FileState",
+    "erase_learned",
     "forget_waiting",
-    "is_whole",
+    "is_complete",
     "refuse",
     "remember",
-    "waiting",
+    "waiting_files",
 ]
 
 REFUSED = ".refused"
@@ -56,7 +56,7 @@ Some file systems cannot tell whether a file is open.
 """
 
 
-class State(NamedTuple):
+class FileState(NamedTuple):
     """State of a file, compared to detect changes."""
 
     inode: int
@@ -64,7 +64,7 @@ class State(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> State | None:
+    def of(cls, path: Path) -> FileState | None:
         """Return the state of ``path``; None if nothing is there."""
         try:
             found = path.stat()
@@ -112,9 +112,9 @@ def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
         Number of conversations erased.
     """
     for path in _leftovers(store / INBOX):
-        done(path)
+        erase_learned(path)
     n_gone = 0
-    for path in waiting(store):
+    for path in waiting_files(store):
         try:
             found = load_conversations(path)
         except ConfigError:
@@ -123,7 +123,7 @@ def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
         if len(kept) < len(found):
             if kept:
                 _write(path.parent, [_row(one) for one in kept])
-            done(path)
+            erase_learned(path)
             n_gone += len(found) - len(kept)
     return n_gone
 
@@ -141,7 +141,7 @@ def _write(directory: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.jsonl"
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with _held(directory, fcntl.LOCK_SH):
-        write_whole(path, [line.encode(errors="replace") for line in lines])
+        write_atomic(path, [line.encode(errors="replace") for line in lines])
     return path
 
 
@@ -173,7 +173,7 @@ def _held(directory: Path, how: int) -> Iterator[bool]:
         os.close(fd)
 
 
-def waiting(store: Path) -> list[Path]:
+def waiting_files(store: Path) -> list[Path]:
     """Return the waiting files, oldest first."""
     try:
         return sorted(p for p in (store / INBOX).iterdir() if p.suffix in _ENDINGS)
@@ -181,9 +181,9 @@ def waiting(store: Path) -> list[Path]:
         return []
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Return whether a file is complete, as far as can be told."""
-    state = State.of(path)
+    state = FileState.of(path)
     if state is None or _OWN.fullmatch(path.name):  # our files get their names when complete
         return state is not None
     quiet_s = abs(time.time_ns() - state.mtime_ns) / 1e9
@@ -216,7 +216,7 @@ def refuse(path: Path) -> Path:
     return path.rename(path.with_name(path.name + REFUSED))
 
 
-def done(path: Path) -> None:
+def erase_learned(path: Path) -> None:
     """Erase a file that has been learned; if it has other hard links, remove only this name."""
     found = path.lstat()
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:

@@ -17,16 +17,16 @@ from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.archive.record import Record, conversation_id
 from llmaas_plugins.knn_lm.archive.segments import Binding
-from llmaas_plugins.knn_lm.archive.suppression import Forgotten
+from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
 from llmaas_plugins.knn_lm.build.encoder import Encoder
 
-__all__ = ["Added", "add", "binding_of", "tokens_of"]
+__all__ = ["IngestCounts", "add_conversations", "binding_of", "tokens_of"]
 
 _log = logging.getLogger("llmaas.knn_lm")
 
 
-class Added(NamedTuple):
-    """Counts of how ``add`` treated the conversations.
+class IngestCounts(NamedTuple):
+    """Counts of how ``add_conversations`` treated the conversations.
 
     Attributes:
         n_added: Conversations added now.
@@ -78,7 +78,7 @@ def tokens_of(llama: Any, conversation: Conversation) -> Tokens:
     return np.asarray(tokens, np.int32)
 
 
-def add(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
+def add_conversations(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
     archive: Archive,
     llama: Any,
     encoder: Encoder,
@@ -87,7 +87,7 @@ def add(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
     progress: Callable[[int], None] = lambda _n: None,
     between: Callable[[], None] = lambda: None,
     again: bool = False,
-) -> Added:
+) -> IngestCounts:
     """Add conversations; each is stored when it is evaluated, so this can be interrupted any time.
 
     Args:
@@ -103,12 +103,12 @@ def add(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
         StoreError: The archive or the list of forgotten conversations is damaged, or the disk
             failed.
     """
-    done, forgotten = Added(), Forgotten(archive.directory)
+    done, suppressed = IngestCounts(), SuppressionList(archive.directory)
     for conversation, source in conversations:
         id_ = conversation_id(conversation)
         if id_ in archive:
             done = done._replace(n_known=done.n_known + 1)
-        elif id_ in forgotten and not again:
+        elif id_ in suppressed and not again:
             done = done._replace(n_forgotten=done.n_forgotten + 1)
         elif (tokens := _readable(llama, conversation)) is None:
             done = done._replace(n_refused=done.n_refused + 1)
@@ -116,7 +116,7 @@ def add(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
             done = done._replace(n_left_out=done.n_left_out + 1)
         else:
             archive.append(record)
-            forgotten.discard(id_)
+            suppressed.discard(id_)
             n_pairs = done.n_pairs + len(record.pairs)
             done = done._replace(n_added=done.n_added + 1, n_pairs=n_pairs)
         progress(1)

@@ -21,10 +21,10 @@ from llmaas_hooks.native import States
 from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.build import inbox
-from llmaas_plugins.knn_lm.build.build_datastore import Plan
+from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.knn_lm.build.ingest import add, binding_of
-from llmaas_plugins.knn_lm.build.update_datastore import is_due, refresh
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
+from llmaas_plugins.knn_lm.build.update_datastore import is_update_due, update_datastore
 
 __all__ = ["Learner"]
 
@@ -47,7 +47,7 @@ class Learner(forks.Forked):
         self,
         store: Path,
         key: States,
-        plan: Plan,
+        params: SelectionParams,
         idle_s: float,
         natives: Mapping[int, NativeContext],
     ) -> None:
@@ -56,11 +56,11 @@ class Learner(forks.Forked):
         Args:
             store: Directory of the datastore.
             key: Kind of hidden states that serve as keys.
-            plan: Parameters of selection.
+            params: Parameters of selection.
             idle_s: Seconds without a request after which the device is idle.
             natives: Contexts in which hidden states can be read, by address.
         """
-        self._store, self._key, self._plan, self._idle_s = store, key, plan, idle_s
+        self._store, self._key, self._params, self._idle_s = store, key, params, idle_s
         self._natives = natives
         self._changed = threading.Condition(forks.lock())
         self._busy: set[int] = set()
@@ -75,7 +75,7 @@ class Learner(forks.Forked):
     @property
     def n_waiting(self) -> int:
         """Number of files in the inbox."""
-        return len(inbox.waiting(self._store))
+        return len(inbox.waiting_files(self._store))
 
     def request_began(self, engine: Engine) -> None:
         """Pause, and keep this engine for learning if the files that its model came from are known.
@@ -169,7 +169,7 @@ class Learner(forks.Forked):
 
     def _work(self, engine: Engine) -> None:
         """Learn the complete files in the inbox, then refresh the selection if it is due."""
-        waiting = [path for path in inbox.waiting(self._store) if inbox.is_whole(path)]
+        waiting = [path for path in inbox.waiting_files(self._store) if inbox.is_complete(path)]
         if not waiting:
             return
         llama = engine.llama
@@ -178,21 +178,21 @@ class Learner(forks.Forked):
             with Encoder(llama, self._natives, self._key, n_batch=_BATCH) as encoder:
                 for path in waiting:
                     self._learn(path, archive, llama, encoder)
-            if is_due(archive, self._plan):
-                refresh(archive, self._plan, self._pause)
+            if is_update_due(archive, self._params):
+                update_datastore(archive, self._params, self._pause)
 
     def _learn(self, path: Path, archive: Archive, llama: Any, encoder: Encoder) -> None:
-        before = inbox.State.of(path)
+        before = inbox.FileState.of(path)
         try:
             conversations = [(one, path.name) for one in load_conversations(path)]
         except ConfigError as error:
             if _is_still(path, before):
                 _log.warning("%s; it is kept as %s", error, inbox.refuse(path).name)
             return
-        added = add(archive, llama, encoder, conversations, between=self._pause)
+        added = add_conversations(archive, llama, encoder, conversations, between=self._pause)
         self.n_learned += added.n_added
         if _is_still(path, before):
-            inbox.done(path)
+            inbox.erase_learned(path)
 
     def _fail(self, error: Exception) -> None:
         """Log a new error once, and hold off the next attempt for 60 idle periods."""
@@ -205,6 +205,6 @@ class Learner(forks.Forked):
             self._last_end = time.monotonic() + 60 * self._idle_s
 
 
-def _is_still(path: Path, before: inbox.State | None) -> bool:
+def _is_still(path: Path, before: inbox.FileState | None) -> bool:
     """Return whether a file is unchanged and complete."""
-    return inbox.State.of(path) == before and inbox.is_whole(path)
+    return inbox.FileState.of(path) == before and inbox.is_complete(path)

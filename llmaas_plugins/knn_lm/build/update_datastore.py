@@ -19,19 +19,18 @@ from pathlib import Path
 import numpy as np
 
 from llmaas_plugins.knn_lm.archive.archive import Archive
-from llmaas_plugins.knn_lm.archive.files import ONLINE, write_whole
-from llmaas_plugins.knn_lm.build.build_datastore import (
-    Plan,
-    Selected,
-    first_objective,
-    source_of,
-    write,
+from llmaas_plugins.knn_lm.archive.files import ONLINE, write_atomic
+from llmaas_plugins.knn_lm.build.archive_source import (
+    SelectionParams,
+    archive_source,
+    initial_objective,
 )
+from llmaas_plugins.knn_lm.build.build_datastore import BuildResult, fit_and_write
 from llmaas_plugins.knn_lm.selection.algorithms import BUFFER
 from llmaas_plugins.knn_lm.selection.objective import Objective
-from llmaas_plugins.knn_lm.selection.priority_sampling import Kept, Stream
+from llmaas_plugins.knn_lm.selection.priority_sampling import PrioritySample, PrioritySampler
 
-__all__ = ["is_due", "refresh"]
+__all__ = ["is_update_due", "update_datastore"]
 
 _LEAST_NEW = 1000
 _GROWTH = 0.1
@@ -57,12 +56,12 @@ class _State:
     digest: bytes
     theta: float
     size: int
-    kept: Kept
+    kept: PrioritySample
 
 
-def is_due(archive: Archive, plan: Plan) -> bool:
+def is_update_due(archive: Archive, params: SelectionParams) -> bool:
     """Return whether enough pairs are new that selecting again is worth its time."""
-    state = _read(archive, plan)
+    state = _read(archive, params)
     n_seen = 0 if state is None else state.n_seen
     n_new = archive.n_pairs - n_seen
     return n_new >= min(BUFFER, max(_LEAST_NEW, int(_GROWTH * n_seen))) or (
@@ -70,9 +69,9 @@ def is_due(archive: Archive, plan: Plan) -> bool:
     )
 
 
-def refresh(
-    archive: Archive, plan: Plan, progress: Callable[[int], None] = lambda _n: None
-) -> Selected:
+def update_datastore(
+    archive: Archive, params: SelectionParams, progress: Callable[[int], None] = lambda _n: None
+) -> BuildResult:
     """Select among the new pairs, fit the mixture, and write the datastore.
 
     An exception from ``progress`` ends the refresh between two buffers. The next refresh then
@@ -81,24 +80,24 @@ def refresh(
     Raises:
         StoreError: The archive is empty, or a file cannot be written.
     """
-    source = source_of(archive, plan)
-    state = _read(archive, plan)
-    theta = first_objective(source, plan.seed).theta if state is None else state.theta
+    source = archive_source(archive, params)
+    state = _read(archive, params)
+    theta = initial_objective(source, params.seed).theta if state is None else state.theta
     objective = Objective(theta)
-    stream = Stream(source, plan.size, objective, seed=plan.seed)
+    sampler = PrioritySampler(source, params.size, objective, seed=params.seed)
     if state is not None:
-        stream.resume(state.kept, state.n_seen)
-    for n in stream.advance(len(source.values), is_end=True):
+        sampler.resume(state.kept, state.n_seen)
+    for n in sampler.advance(len(source.values), is_end=True):
         progress(n)
-    selected = write(archive, source, stream.kept.selection(), objective, plan)
+    selected = fit_and_write(archive, source, sampler.kept.selection(), objective, params)
     ids = archive.ids()
     digest = _digest(ids)
-    new = _State(stream.n_seen, len(ids), digest, theta, plan.size, stream.kept)
-    write_whole(archive.directory / ONLINE, [_encoded(new)])
+    new = _State(sampler.n_seen, len(ids), digest, theta, params.size, sampler.kept)
+    write_atomic(archive.directory / ONLINE, [_encoded(new)])
     return selected
 
 
-def _read(archive: Archive, plan: Plan) -> _State | None:
+def _read(archive: Archive, params: SelectionParams) -> _State | None:
     """Return the stored state, or None if it is missing, damaged, or of another archive or size."""
     path = archive.directory / ONLINE
     try:
@@ -109,7 +108,7 @@ def _read(archive: Archive, plan: Plan) -> _State | None:
         return None
     known = archive.ids()[: state.n_conversations]
     is_same = len(known) == state.n_conversations and _digest(known) == state.digest
-    is_possible = state.n_seen <= archive.n_pairs and state.size == plan.size
+    is_possible = state.n_seen <= archive.n_pairs and state.size == params.size
     return state if is_same and is_possible else None
 
 
@@ -146,12 +145,12 @@ def _decoded(path: Path) -> _State:
     numbers = (n_seen, n_conversations, size)
     if not (0 < theta < math.inf and 0 <= threshold < math.inf and min(numbers) >= 0):
         raise ValueError("not a selection's state")
-    kept = Kept(*columns, threshold)
+    kept = PrioritySample(*columns, threshold)
     _check(kept, n_seen)
     return _State(*numbers[:2], digest, theta, size, kept)
 
 
-def _check(kept: Kept, n_seen: int) -> None:
+def _check(kept: PrioritySample, n_seen: int) -> None:
     indices, losses, priorities = kept.indices, kept.losses, kept.priorities
     is_sound = indices.dtype == np.int64 and losses.dtype == priorities.dtype == np.float64
     if not (is_sound and indices.ndim == 1 and indices.shape == losses.shape == priorities.shape):

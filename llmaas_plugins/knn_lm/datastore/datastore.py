@@ -17,7 +17,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins._native import KNN_MAX_BEST, KnnCodes, NativeError, knn_rescore, knn_scan
 from llmaas_plugins.knn_lm.datastore.faiss_index import FaissIndex
 from llmaas_plugins.knn_lm.datastore.file import DatastoreFile, damaged
-from llmaas_plugins.knn_lm.datastore.metadata import Text
+from llmaas_plugins.knn_lm.datastore.metadata import DatastoreMetadata
 from llmaas_plugins.knn_lm.datastore.pca import Basis
 from llmaas_plugins.knn_lm.datastore.writer import read_keys, write_datastore, write_without
 
@@ -65,19 +65,19 @@ class Datastore:
             StoreError: The file is damaged.
             ConfigError: The index is not available.
         """
-        text = Text.read(file)
-        self.conversations = text.conversations
-        self.settings = text.settings
+        metadata = DatastoreMetadata.read(file)
+        self.conversations = metadata.conversations
+        self.settings = metadata.settings
         self.values: Ints = file.read("values")
         self.origins: Ints = file.read("origins")
         self.weights: Floats = file.read("weights")
-        self._rows_per_neighbor = text.rows_per_neighbor
+        self._rows_per_neighbor = metadata.rows_per_neighbor
         self._sums = file.read("sums")
         self._basis = _read_basis(file)
         self._index = _Scan(file) if kind == "scan" else _faiss_index(file, self._basis)
         self._file = file
         self._check_ranges()
-        self._runs = _runs(self.origins[:, 0], text.owners)
+        self._runs = _runs(self.origins[:, 0], metadata.owners)
         weakref.finalize(self, file.close)  # threads may still search a datastore that was replaced
 
     @classmethod

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.files.file_bytes import read_into
-from llmaas_plugins.knn_lm.archive.files import DROPPED, FILES, PARTIAL, erase, read, write_whole
-from llmaas_plugins.knn_lm.datastore.layout import Counts, whole_pages
+from llmaas_plugins.knn_lm.archive.files import DROPPED, FILES, PARTIAL, erase, read, write_atomic
+from llmaas_plugins.knn_lm.datastore.layout import ArrayCounts, whole_pages
 
 __all__ = [
     "Arrays",
@@ -45,10 +45,10 @@ _LEAST = {
 _NEXT = "Make it again with `llmaas datastore select`"
 
 
-class Header(NamedTuple):
+class DatastoreHeader(NamedTuple):
     """Contents of the first page."""
 
-    counts: Counts
+    counts: ArrayCounts
     fingerprint: bytes
     sums: tuple[int, ...]
 
@@ -132,7 +132,7 @@ class DatastoreFile:
 def write_file(  # noqa: PLR0913 -- the parts of a file
     path: Path,
     fingerprint: bytes,
-    counts: Counts,
+    counts: ArrayCounts,
     arrays: Arrays,
     keys: Iterable[NDArray[np.float16]],
     *,
@@ -157,7 +157,7 @@ def write_file(  # noqa: PLR0913 -- the parts of a file
         try:
             if erases_old:
                 os.link(path, _dropped(path))
-            write_whole(path, _blocks(fingerprint, counts, arrays, keys))
+            write_atomic(path, _blocks(fingerprint, counts, arrays, keys))
         finally:
             erase_leftovers(path)
 
@@ -176,23 +176,23 @@ def _dropped(path: Path) -> Path:
     return path.with_name(path.name + DROPPED)
 
 
-def _read_header(fd: int, path: Path) -> Header:
+def _read_header(fd: int, path: Path) -> DatastoreHeader:
     page = read(fd, _HEADER.size + 4, 0)
     if page[: len(_MAGIC)] != _MAGIC or len(page) < _HEADER.size + 4:
         raise damaged(path, "another kind of file", "a selected datastore")
     _, version, *numbers, fingerprint = (parts := _HEADER.unpack(page[: _HEADER.size]))[:9]
     if version != _VERSION:
         raise damaged(path, f"format {version}", f"format {_VERSION}")
-    counts, sums = Counts(*numbers), parts[9:]
+    counts, sums = ArrayCounts(*numbers), parts[9:]
     if page[_HEADER.size :] != _sum_of(page[: _HEADER.size]):
         raise damaged(path, "a damaged header", "the one that was written")
     if not counts.are_possible():
         raise damaged(path, f"impossible counts ({counts})", "counts that fit together")
-    return Header(counts, fingerprint, tuple(sums))
+    return DatastoreHeader(counts, fingerprint, tuple(sums))
 
 
 def _blocks(
-    fingerprint: bytes, counts: Counts, arrays: Arrays, keys: Iterable[NDArray[np.float16]]
+    fingerprint: bytes, counts: ArrayCounts, arrays: Arrays, keys: Iterable[NDArray[np.float16]]
 ) -> Iterator[bytes]:
     ordered = [
         np.ascontiguousarray(arrays[name], kind) for name, (kind, _) in counts.arrays().items()

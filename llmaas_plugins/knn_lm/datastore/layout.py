@@ -9,7 +9,7 @@ import numpy as np
 
 from llmaas_plugins._native import KNN_ALIGN, KNN_MAX_DIMS, knn_stride
 
-__all__ = ["PAGE", "Counts", "whole_pages"]
+__all__ = ["PAGE", "ArrayCounts", "whole_pages"]
 
 PAGE = 4096
 """Bytes of the header; every array begins at a multiple of this."""
@@ -18,7 +18,7 @@ _MAX_ROWS = 2**31 - 1
 _MAX_TEXT = 1 << 28
 
 
-class Counts(NamedTuple):
+class ArrayCounts(NamedTuple):
     """Counts that determine the sizes of all arrays.
 
     Attributes:

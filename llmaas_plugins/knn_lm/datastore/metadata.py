@@ -10,10 +10,10 @@ from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.knn_lm.datastore.file import DatastoreFile, damaged
 from llmaas_plugins.knn_lm.datastore.recall import MOST_ROWS
 
-__all__ = ["Text"]
+__all__ = ["DatastoreMetadata"]
 
 
-class Text(NamedTuple):
+class DatastoreMetadata(NamedTuple):
     """Names and settings.
 
     Attributes:
@@ -29,7 +29,7 @@ class Text(NamedTuple):
     rows_per_neighbor: float
     owners: tuple[str | None, ...] = ()
 
-    def without(self, kept: Sequence[int]) -> Text:
+    def without(self, kept: Sequence[int]) -> DatastoreMetadata:
         """Return the names and settings that remain when only these conversations are kept."""
         names = tuple(self.conversations[i] for i in kept)
         owners = tuple(self.owners[i] for i in kept) if self.owners else ()
@@ -40,20 +40,20 @@ class Text(NamedTuple):
         return json.dumps(self._asdict(), allow_nan=False).encode()
 
     @classmethod
-    def read(cls, file: DatastoreFile) -> Text:
+    def read(cls, file: DatastoreFile) -> DatastoreMetadata:
         """Read the names and settings and verify them.
 
         Raises:
             StoreError: The JSON is damaged, or not what a writer of this version writes.
         """
         try:
-            text = cls(**parse_json(file.read("text").tobytes()))
+            metadata = cls(**parse_json(file.read("text").tobytes()))
             is_sound = (
-                all(isinstance(name, str) for name in text.conversations)
-                and isinstance(text.settings, dict)
-                and len(text.owners) in (0, len(text.conversations))
-                and all(owner is None or isinstance(owner, str) for owner in text.owners)
-                and 1 <= text.rows_per_neighbor <= MOST_ROWS
+                all(isinstance(name, str) for name in metadata.conversations)
+                and isinstance(metadata.settings, dict)
+                and len(metadata.owners) in (0, len(metadata.conversations))
+                and all(owner is None or isinstance(owner, str) for owner in metadata.owners)
+                and 1 <= metadata.rows_per_neighbor <= MOST_ROWS
             )
         except (ValueError, TypeError):
             is_sound = False
@@ -61,4 +61,5 @@ class Text(NamedTuple):
             raise damaged(
                 file.path, "names and settings in another form", "those that were written"
             )
-        return text._replace(conversations=tuple(text.conversations), owners=tuple(text.owners))
+        names, owners = tuple(metadata.conversations), tuple(metadata.owners)
+        return metadata._replace(conversations=names, owners=owners)

@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.datastore.file import DatastoreFile
-from llmaas_plugins.knn_lm.datastore.metadata import Text
+from llmaas_plugins.knn_lm.datastore.metadata import DatastoreMetadata
 
-__all__ = ["Selected", "read_selected"]
+__all__ = ["DatastoreSummary", "read_summary"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Selected:
+class DatastoreSummary:
     """The pairs of a selected datastore, without their keys.
 
     Attributes:
@@ -44,7 +44,7 @@ class Selected:
         return np.sort(self.positions.get(id_, np.empty(0, np.int32)))
 
 
-def read_selected(directory: Path) -> Selected | None:
+def read_summary(directory: Path) -> DatastoreSummary | None:
     """Return the selected pairs of a datastore's directory, or None if none were ever selected.
 
     Raises:
@@ -55,13 +55,13 @@ def read_selected(directory: Path) -> Selected | None:
         return None
     file = DatastoreFile(path)
     try:
-        text = Text.read(file)
+        metadata = DatastoreMetadata.read(file)
         origins = file.read("origins")
         n_bytes = os.fstat(file.fd).st_size
     finally:
         file.close()
     order = np.argsort(origins[:, 0], kind="stable")
-    edges = np.searchsorted(origins[order, 0], np.arange(1, len(text.conversations)))
+    edges = np.searchsorted(origins[order, 0], np.arange(1, len(metadata.conversations)))
     parts = np.split(origins[order, 1], edges)
-    positions = dict(zip(text.conversations, parts, strict=False))
-    return Selected(file.fingerprint, n_bytes, text.settings, positions)
+    positions = dict(zip(metadata.conversations, parts, strict=False))
+    return DatastoreSummary(file.fingerprint, n_bytes, metadata.settings, positions)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from llmaas_plugins._native import KnnCodes, knn_quantize, knn_stride, knn_sum
 from llmaas_plugins.knn_lm.datastore.file import DatastoreFile, damaged, write_file
-from llmaas_plugins.knn_lm.datastore.layout import Counts
-from llmaas_plugins.knn_lm.datastore.metadata import Text
+from llmaas_plugins.knn_lm.datastore.layout import ArrayCounts
+from llmaas_plugins.knn_lm.datastore.metadata import DatastoreMetadata
 from llmaas_plugins.knn_lm.datastore.pca import Basis
 from llmaas_plugins.knn_lm.datastore.recall import rows_per_neighbor
 
@@ -70,9 +70,9 @@ def write_datastore(  # noqa: PLR0913 -- the parts of a datastore
         halves = np.ascontiguousarray(keys, np.float16)
     codes = _quantized(halves, basis)
     n_wanted = rows_per_neighbor(codes, basis, halves)
-    text = Text(tuple(conversations), settings, n_wanted, tuple(owners)).encoded()
+    text = DatastoreMetadata(tuple(conversations), settings, n_wanted, tuple(owners)).encoded()
     n_embd = keys.shape[1]
-    counts = Counts(
+    counts = ArrayCounts(
         n_embd=n_embd,
         n_dims=len(codes.center),
         n_front=codes.front.shape[1],
@@ -103,9 +103,9 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
     """Rewrite a datastore without some conversations; see :meth:`.Datastore.without`."""
     file = DatastoreFile(path)
     try:
-        text = Text.read(file)
-        kept = [i for i, name in enumerate(text.conversations) if name not in conversations]
-        if len(kept) == len(text.conversations):
+        metadata = DatastoreMetadata.read(file)
+        kept = [i for i, name in enumerate(metadata.conversations) if name not in conversations]
+        if len(kept) == len(metadata.conversations):
             return 0
         origins = file.read("origins")
         is_kept = np.isin(origins[:, 0], kept)
@@ -114,7 +114,7 @@ def write_without(path: Path, conversations: Collection[str]) -> int:
             if len(arrays[name]):  # front_norms is empty if codes have only one part
                 arrays[name] = arrays[name][is_kept]
         arrays["origins"][:, 0] = np.searchsorted(kept, arrays["origins"][:, 0])
-        new_text = text.without(kept).encoded()
+        new_text = metadata.without(kept).encoded()
         arrays["text"] = np.frombuffer(new_text, np.uint8)
         counts = file.counts._replace(n_rows=int(is_kept.sum()), n_text=len(new_text))
         kept_keys = _kept(read_keys(file), is_kept)

@@ -22,7 +22,7 @@ from llama_cpp import Llama, llama_cpp
 
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
-__all__ = ["attach", "keeps_tokens", "measured_costs"]
+__all__ = ["attach", "measured_costs", "rollback_obstacle"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 _N_ROUNDS = 5
@@ -86,7 +86,7 @@ def _seconds(llama: Llama, size: int) -> float:
     return elapsed
 
 
-def keeps_tokens(llama: Llama) -> str | None:
+def rollback_obstacle(llama: Llama) -> str | None:
     """Return why an engine cannot remove its last few tokens, or None if it can."""
     model: Any = llama.model
     has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
@@ -99,7 +99,7 @@ def keeps_tokens(llama: Llama) -> str | None:
 
 
 def _unsupported(llama: Llama, largest: int) -> str | None:
-    if (reason := keeps_tokens(llama)) is not None:
+    if (reason := rollback_obstacle(llama)) is not None:
         return reason
     reasons = {
         "the engine has a draft model": llama.draft_model is not None,

@@ -1,25 +1,25 @@
-"""Prediction of the tokens that follow a match, and how far to trust such predictions."""
+"""Prediction of the tokens that follow a match, and how often such predictions come true."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import NamedTuple
 
-from llmaas_plugins.knn_lm.drafts.suffix_array import LONGEST, Match
+from llmaas_plugins.knn_lm.drafts.suffix_array import LONGEST, SuffixMatch
 
-__all__ = ["Chain", "Trust", "chain_of"]
+__all__ = ["AcceptanceRates", "Continuation", "continue_match"]
 
 _Place = tuple[int, int]
 _LEAST = 0.02
 """Chance of reaching a token of the chain, below which no further votes are taken."""
 _PRIOR = 4.0
-_FIRST_TRUST = (0.6, 0.8, 0.9)
-"""Initial trust in votes of 1, 2, and 4 or more rows, with the weight of four observed votes."""
+_PRIOR_RATES = (0.6, 0.8, 0.9)
+"""Initial rates for votes of 1, 2, and 4 or more rows, with the weight of four observed votes."""
 _MEMORY = 256.0
 """Votes in a place after which earlier observations have less than a third of their weight."""
 
 
-class Chain(NamedTuple):
+class Continuation(NamedTuple):
     """Predicted tokens.
 
     Attributes:
@@ -34,7 +34,7 @@ class Chain(NamedTuple):
     chances: list[float]
 
 
-class Trust:
+class AcceptanceRates:
     """Observed frequency with which the winner of a vote came true, relative to its share.
 
     Votes are counted separately for matches of 1, 2–3, 4–7, 8–15, … tokens and for votes of 1, 2–3,
@@ -56,9 +56,9 @@ class Trust:
         chance = share * hits / shares
         return min(1.0, chance)
 
-    def learn(self, chain: Chain, said: list[int]) -> None:
+    def learn(self, continuation: Continuation, said: list[int]) -> None:
         """Count the votes up to and including the first that did not come true."""
-        steps = zip(chain.tokens, chain.votes, said, strict=False)
+        steps = zip(continuation.tokens, continuation.votes, said, strict=False)
         for token, (place, share), truth in steps:
             hits, shares = self._seen.get(place) or self._prior(place)
             fades = _MEMORY / (_MEMORY + share)  # give older observations less and less weight
@@ -68,31 +68,31 @@ class Trust:
 
     def _prior(self, place: _Place) -> tuple[float, float]:
         length, n_rows = place
-        return _PRIOR * _FIRST_TRUST[n_rows - 1] * (0.5 if length == 1 else 1.0), _PRIOR
+        return _PRIOR * _PRIOR_RATES[n_rows - 1] * (0.5 if length == 1 else 1.0), _PRIOR
 
 
-def chain_of(match: Match, trust: Trust) -> Chain:
+def continue_match(match: SuffixMatch, rates: AcceptanceRates) -> Continuation:
     """Follow the majority of a match's rows, dropping rows that went another way.
 
-    When the chain has become unlikely, append the rest of one row without a vote: those tokens may
-    fill a batch.
+    When the continuation has become unlikely, append the rest of one row without a vote: those
+    tokens may fill a batch.
     """
-    chain = Chain([], [], [])
+    continuation = Continuation([], [], [])
     rows, reached = match.rows, 1.0
-    while rows := [row for row in rows if len(row) > len(chain.tokens)]:
-        step = len(chain.tokens)
+    while rows := [row for row in rows if len(row) > len(continuation.tokens)]:
+        step = len(continuation.tokens)
         if reached < _LEAST:
-            chain.tokens.extend(rows[0][step:])
+            continuation.tokens.extend(rows[0][step:])
             break
-        place, share, token = trust.place(match.length + step, len(rows)), 1.0, rows[0][step]
+        place, share, token = rates.place(match.length + step, len(rows)), 1.0, rows[0][step]
         if len(rows) > 1:
             votes = Counter([row[step] for row in rows])
             token = max(votes, key=votes.__getitem__)
             share = votes[token] / len(rows)
             rows = [row for row in rows if row[step] == token]
-        chance = trust.chance(place, share)
+        chance = rates.chance(place, share)
         reached *= chance
-        chain.tokens.append(token)
-        chain.votes.append((place, share))
-        chain.chances.append(chance)
-    return chain
+        continuation.tokens.append(token)
+        continuation.votes.append((place, share))
+        continuation.chances.append(chance)
+    return continuation

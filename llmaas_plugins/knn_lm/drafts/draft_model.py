@@ -21,12 +21,12 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.typing import NDArray
 
-from llmaas_plugins.knn_lm.drafts.continuation import Chain, Trust, chain_of
+from llmaas_plugins.knn_lm.drafts.continuation import AcceptanceRates, Continuation, continue_match
 from llmaas_plugins.knn_lm.drafts.suffix_array import (
     LONGEST,
     NO_MATCH,
-    Match,
     SuffixIndex,
+    SuffixMatch,
     match_within,
 )
 
@@ -87,13 +87,13 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
                 ``attachment.measured_costs`` measures them on an engine.
         """
         self._stored, self._recent = SuffixIndex(sequences), SuffixIndex([])
-        self._trusts = (Trust(), Trust(), Trust())
+        self._rates = (AcceptanceRates(), AcceptanceRates(), AcceptanceRates())
         self._followed = _Followed(self._stored, NO_MATCH)
         self.costs = dict(costs)
         self.n_ctx = sys.maxsize
         self.counts = DraftCounts()
         self._context: NDArray[np.intc] = _NO_TOKENS
-        self._chains: list[Chain] = []
+        self._continuations: list[Continuation] = []
         self._n_proposed = 0
 
     @property
@@ -115,17 +115,19 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         if room <= 0:
             return _NO_TOKENS
         said = self._said(input_ids)
-        for chain, trust in zip(self._chains, self._trusts, strict=False):
-            trust.learn(chain, said)
+        for continuation, rates in zip(self._continuations, self._rates, strict=False):
+            rates.learn(continuation, said)
         matches = self._matches(input_ids, said)
-        self._chains = [
-            chain_of(match, trust) for match, trust in zip(matches, self._trusts, strict=True)
+        self._continuations = [
+            continue_match(match, rates) for match, rates in zip(matches, self._rates, strict=True)
         ]
         tokens = self._best()[:room]
         self._context, self._n_proposed = input_ids.copy(), len(tokens)
         return np.array(tokens, dtype=np.intc)
 
-    def _matches(self, input_ids: NDArray[np.intc], said: list[int]) -> tuple[Match, Match, Match]:
+    def _matches(
+        self, input_ids: NDArray[np.intc], said: list[int]
+    ) -> tuple[SuffixMatch, SuffixMatch, SuffixMatch]:
         """Match the context in stored texts, in itself, and along the place it last followed."""
         n_ahead = max(self.costs) - 1
         stored, index = max(
@@ -142,13 +144,13 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
     def _best(self) -> list[int]:
         """Return the tokens of the batch with the most expected tokens for its time, padded."""
         best, gain = [], 1.0
-        for chain in self._chains:
-            expected = list(accumulate(accumulate(chain.chances, mul), initial=1.0))
+        for continuation in self._continuations:
+            expected = list(accumulate(accumulate(continuation.chances, mul), initial=1.0))
             for size, cost in self.costs.items():
                 n_tokens = min(size, len(expected))
                 if n_tokens > 1 and expected[n_tokens - 1] / cost > gain:
                     gain = expected[n_tokens - 1] / cost
-                    tokens = chain.tokens[: size - 1]
+                    tokens = continuation.tokens[: size - 1]
                     best = tokens + tokens[-1:] * (size - 1 - len(tokens))
         return best
 
@@ -168,12 +170,12 @@ class _Followed(NamedTuple):
     """Place in a stored text that the context has been following."""
 
     texts: SuffixIndex
-    match: Match
+    match: SuffixMatch
 
-    def after(self, said: list[int], n_ahead: int) -> Match:
+    def after(self, said: list[int], n_ahead: int) -> SuffixMatch:
         """Move the place on by ``said``; halve the match's length if the stored text differs."""
         n = len(said)
         agrees = self.texts.row(self.match.start, n) == said
         length = min(self.match.length + n, LONGEST) if agrees else self.match.length // 2
         start = self.match.start - n
-        return Match(length, [self.texts.row(start, n_ahead)], start)
+        return SuffixMatch(length, [self.texts.row(start, n_ahead)], start)

@@ -17,7 +17,7 @@ from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.drafts.attachment import attach
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
-__all__ = ["Proposer"]
+__all__ = ["DraftRegistry"]
 
 _log = logging.getLogger("llmaas.knn_lm")
 
@@ -26,7 +26,7 @@ _Drafts = dict[str | None, DatastoreDraft | None]
 """Drafts of one engine by app; None is the draft for all apps without chats of their own."""
 
 
-class Proposer:
+class DraftRegistry:
     """Manager of the draft models of all engines that support drafts.
 
     An app is proposed continuations from its own chats, and from those that belong to no app.
@@ -43,9 +43,9 @@ class Proposer:
         self._shares = shares
         self._lock = forks.lock()
         self._drafts: weakref.WeakKeyDictionary[Engine, _Drafts] = weakref.WeakKeyDictionary()
-        self._told: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._owners: dict[bytes, str | None] = {}
-        self._looked_at: list[tuple[str, int]] | None = None
+        self._seen_files: list[tuple[str, int]] | None = None
 
     def begin(self, engine: Engine, app: str | None, *, is_on: bool) -> None:
         """Attach the app's draft to the engine for a request, or leave the engine without one.
@@ -58,11 +58,11 @@ class Proposer:
             if not files and not self._owners:
                 return  # nothing has been built yet
             if engine.load is None:  # the file at the model's path may have been replaced
-                self._leave(engine, "its model was loaded before the activation")
+                self._warn_once(engine, "its model was loaded before the activation")
                 return
-            if files != self._looked_at:
-                self._follow(engine)
-                self._looked_at = files
+            if files != self._seen_files:
+                self._update(engine)
+                self._seen_files = files
             key = app if app in self._owners.values() else None
             drafts = self._drafts.setdefault(engine, {})
             if key not in drafts:
@@ -100,7 +100,7 @@ class Proposer:
             found = [draft for drafts in self._drafts.values() for draft in drafts.values()]
         return [draft for draft in found if draft is not None]
 
-    def _follow(self, engine: Engine) -> None:
+    def _update(self, engine: Engine) -> None:
         """Add new conversations to the drafts; start over if any was forgotten."""
         with self._opened(engine) as archive:
             ids, known = archive.ids(), list(self._owners)
@@ -109,10 +109,10 @@ class Proposer:
                 self._owners.clear()
             for id_ in ids[len(self._owners) :]:
                 owner = None if self._shares else archive.owner(id_)
-                self._take_in(archive.tokens(id_), owner)
+                self._add_text(archive.tokens(id_), owner)
                 self._owners[id_] = owner
 
-    def _take_in(self, tokens: NDArray[np.int32], owner: str | None) -> None:
+    def _add_text(self, tokens: NDArray[np.int32], owner: str | None) -> None:
         for drafts in self._drafts.values():
             for app, draft in drafts.items():
                 if draft is not None and owner in (None, app):
@@ -126,14 +126,14 @@ class Proposer:
         try:
             attach(llama, draft)
         except ValueError as error:
-            self._leave(engine, str(error))
+            self._warn_once(engine, str(error))
             return None
         return draft
 
-    def _leave(self, engine: Engine, reason: str) -> None:
+    def _warn_once(self, engine: Engine, reason: str) -> None:
         """Log once why an engine gets no proposals."""
-        if engine not in self._told:
-            self._told.add(engine)
+        if engine not in self._warned:
+            self._warned.add(engine)
             name = Path(engine.llama.model_path).name
             _log.warning("knn_lm proposes nothing for %s: %s", name, reason)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LONGEST", "NO_MATCH", "Match", "SuffixIndex", "match_within"]
+__all__ = ["LONGEST", "NO_MATCH", "SuffixIndex", "SuffixMatch", "match_within"]
 
 LONGEST = 32
 """Most tokens of a context to compare: longer matches predict no better."""
@@ -26,7 +26,7 @@ _N_ROWS = 16
 _N_BYTES = 4
 
 
-class Match(NamedTuple):
+class SuffixMatch(NamedTuple):
     """The longest end of a context that occurs elsewhere.
 
     Attributes:
@@ -40,7 +40,7 @@ class Match(NamedTuple):
     start: int = 0
 
 
-NO_MATCH = Match(0, [])
+NO_MATCH = SuffixMatch(0, [])
 
 
 class SuffixIndex:
@@ -75,7 +75,7 @@ class SuffixIndex:
         ends = np.flatnonzero(text < 0)
         return [text[a + 1 : b] for a, b in pairwise(ends)]
 
-    def match(self, context: NDArray[np.integer[Any]], n_ahead: int) -> Match:
+    def match(self, context: NDArray[np.integer[Any]], n_ahead: int) -> SuffixMatch:
         """Find the longest end of ``context`` that occurs in the texts.
 
         Args:
@@ -95,7 +95,7 @@ class SuffixIndex:
         low = bisect_left(order, needle, hi=place, key=key)
         high = bisect_right(order, needle, lo=place, key=key)
         starts = order[low : high : -(-(high - low) // _N_ROWS)]
-        return Match(length, self._rows(starts, n_ahead), starts[0])
+        return SuffixMatch(length, self._rows(starts, n_ahead), starts[0])
 
     def row(self, start: int, n_ahead: int) -> list[int]:
         """Return the tokens after an occurrence; ``start`` less n is n tokens further on."""
@@ -112,7 +112,7 @@ class SuffixIndex:
         return lambda start: text[start * _N_BYTES : start * _N_BYTES + n_bytes]
 
 
-def match_within(context: NDArray[np.integer[Any]], n_ahead: int) -> Match:
+def match_within(context: NDArray[np.integer[Any]], n_ahead: int) -> SuffixMatch:
     """Find the longest end of ``context`` that occurs earlier in it.
 
     An occurrence near the end may have fewer than ``n_ahead`` tokens after it. Its row then starts
@@ -134,7 +134,7 @@ def match_within(context: NDArray[np.integer[Any]], n_ahead: int) -> Match:
     if length == 0:
         return NO_MATCH
     starts = found[:: -(-len(found) // _N_ROWS), None] + 1
-    return Match(length, context[starts + np.arange(n_ahead) % (n - starts)].tolist())
+    return SuffixMatch(length, context[starts + np.arange(n_ahead) % (n - starts)].tolist())
 
 
 def _sorted_starts(text: NDArray[np.int64]) -> NDArray[np.int32]:

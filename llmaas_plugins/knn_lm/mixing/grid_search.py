@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmaas_plugins.knn_lm.mixing.mixture import Mixture, share
+from llmaas_plugins.knn_lm.mixing.mixture import Mixture, neighbor_share
 
-__all__ = ["Fitted", "HeldOut", "fit", "skip_above"]
+__all__ = ["FitResult", "HeldOut", "fit_mixture", "search_threshold"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -48,7 +48,7 @@ class HeldOut:
     p_max: Floats
 
 
-class Fitted(NamedTuple):
+class FitResult(NamedTuple):
     """Result of a fit.
 
     Attributes:
@@ -62,7 +62,7 @@ class Fitted(NamedTuple):
     perplexity_alone: float
 
 
-def fit(held_out: HeldOut, *, has_far: bool = True) -> Fitted:
+def fit_mixture(held_out: HeldOut, *, has_far: bool = True) -> FitResult:
     """Find the mixture that makes the targets most likely, by a coarse grid and then a finer one.
 
     Args:
@@ -84,10 +84,10 @@ def fit(held_out: HeldOut, *, has_far: bool = True) -> Fitted:
     ]
     gain, best = max((_best(held_out, *point) for point in finer), key=lambda found: found[0])
     alone = float(np.log(held_out.p_lm).mean())
-    return Fitted(best, math.exp(-gain), math.exp(-alone))
+    return FitResult(best, math.exp(-gain), math.exp(-alone))
 
 
-def skip_above(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
+def search_threshold(held_out: HeldOut, mixture: Mixture) -> tuple[float, float]:
     """Find the smallest probability above which searching gains almost nothing.
 
     Returns:
@@ -112,7 +112,7 @@ def _typical(distances: Floats) -> float:
 
 def _best(held_out: HeldOut, theta: float, far: float) -> tuple[float, Mixture]:
     """Return the best mean log p(y) and the mixture, given theta and far."""
-    hit, total = share(held_out.distances, held_out.hits, held_out.weights, theta, far)
+    hit, total = neighbor_share(held_out.distances, held_out.hits, held_out.weights, theta, far)
     change = hit - total * held_out.p_lm
     found = []
     for beta in _BETAS:

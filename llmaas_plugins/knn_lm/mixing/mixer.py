@@ -20,13 +20,13 @@ from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore, Neighbors
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
-from llmaas_plugins.knn_lm.mixing.trust import Judgment
+from llmaas_plugins.knn_lm.mixing.trust import PromptTrust
 
-__all__ = ["Counts", "Mixer", "Settings", "Source"]
+__all__ = ["MixCounts", "MixSettings", "MixSource", "Mixer"]
 
 
 @dataclass(slots=True)
-class Counts:
+class MixCounts:
     """Counts of tokens by how they were handled.
 
     Attributes:
@@ -47,7 +47,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MixSettings:
     """How to mix in a datastore: fitted values, overridden by the configuration."""
 
     mixture: Mixture
@@ -55,7 +55,7 @@ class Settings:
     skip_above: float
 
     @classmethod
-    def of(cls, datastore: Datastore, config: KnnLMConfig) -> Settings:
+    def of(cls, datastore: Datastore, config: KnnLMConfig) -> MixSettings:
         """Combine a datastore's fitted settings with the configuration.
 
         Raises:
@@ -80,7 +80,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MixSource:
     """A datastore, and how to mix it in.
 
     Attributes:
@@ -90,7 +90,7 @@ class Source:
     """
 
     datastore: Datastore
-    settings: Settings
+    settings: MixSettings
     ranges: tuple[range, ...] | None = None
 
     def search(self, query: npt.NDArray[np.float32]) -> Neighbors:
@@ -101,7 +101,7 @@ class Source:
 class Mixer:
     """Mixer of one context, which relates each row of logits to the hidden state behind it."""
 
-    def __init__(self, native: NativeContext, key: States, counts: Counts) -> None:
+    def __init__(self, native: NativeContext, key: States, counts: MixCounts) -> None:
         """Capture the context's hidden states."""
         n_batch = int(llama_cpp.llama_n_batch(native.ctx))
         self._native = native
@@ -111,8 +111,8 @@ class Mixer:
         self._has_keys_level = True
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
-        self._source: Source | None = None
-        self._judged: Judgment | None = None
+        self._source: MixSource | None = None
+        self._trust: PromptTrust | None = None
 
     def close(self) -> None:
         """Stop capturing hidden states."""
@@ -125,7 +125,7 @@ class Mixer:
         self._edits.clear()
         self._former.clear()
 
-    def begin(self, source: Source | None, prompt: Tokens, look_back: int) -> None:
+    def begin(self, source: MixSource | None, prompt: Tokens, look_back: int) -> None:
         """Begin a request, which may sample from rows that were mixed for the request before.
 
         Args:
@@ -138,7 +138,7 @@ class Mixer:
         self._former |= self._edits
         self._edits.clear()
         self._source = source
-        self._judged = Judgment(prompt, look_back) if look_back else None
+        self._trust = PromptTrust(prompt, look_back) if look_back else None
 
     def end(self) -> None:
         """End the request, so that tokens that the app samples itself come from the model alone."""
@@ -152,7 +152,7 @@ class Mixer:
             n_past: Tokens evaluated before this batch.
             n_tokens: Tokens in this batch.
         """
-        judgment = self._judged
+        judgment = self._trust
         if judgment is None or self._source is None:
             return
         if not self._has_keys_level:
@@ -191,7 +191,7 @@ class Mixer:
         if skip_above < 1 and logits_peek(view.logits).max_prob >= skip_above:
             self._counts.skipped += 1
             return
-        trust = 1.0 if self._judged is None else self._judged.trust.weight
+        trust = 1.0 if self._trust is None else self._trust.trust.weight
         if trust == 0:
             self._counts.distrusted += 1
             return
@@ -202,7 +202,7 @@ class Mixer:
         self._counts.search_s += time.perf_counter() - started
 
     @contextlib.contextmanager
-    def _unless_forgotten(self, source: Source) -> Iterator[Source]:
+    def _unless_forgotten(self, source: MixSource) -> Iterator[MixSource]:
         """Guard a search: if the datastore was erased meanwhile, end mixing for this request."""
         try:
             yield source
@@ -227,7 +227,7 @@ class _Edit:
 
 
 def _mix(
-    logits: npt.NDArray[np.float32], query: npt.NDArray[np.float32], source: Source, trust: float
+    logits: npt.NDArray[np.float32], query: npt.NDArray[np.float32], source: MixSource, trust: float
 ) -> _Edit:
     found, mixture = source.search(query), source.settings.mixture
     before = logits[found.values]
@@ -240,7 +240,7 @@ def _mix(
 
 
 def _p_mix(
-    token: int, p_lm: float, p_max: float, query: npt.NDArray[np.float32], source: Source
+    token: int, p_lm: float, p_max: float, query: npt.NDArray[np.float32], source: MixSource
 ) -> float:
     """Return the mixture's probability of a token, with full trust."""
     found = source.search(query)

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Mixture", "share"]
+__all__ = ["Mixture", "neighbor_share"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -96,12 +96,12 @@ class Mixture:
             p_max: The model's largest probability at each target, shape (n,).
             trust: Factor on the neighbors' weight, see ``trust``.
         """
-        hit, total = share(distances, hits, weights, self.theta, self.far)
+        hit, total = neighbor_share(distances, hits, weights, self.theta, self.far)
         weight = trust * self.alpha * (1 - self.beta * p_max)
         return (1 - weight * total) * p_lm + weight * hit
 
 
-def share(
+def neighbor_share(
     distances: Floats, hits: npt.NDArray[np.bool_], weights: Floats, theta: float, far: float
 ) -> tuple[Floats, Floats]:
     """Return each target's share of the neighbor mass, and the total mass (at most 1).

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from llmaas_hooks import Tokens
 
-__all__ = ["Judgment", "Trust", "trust_before"]
+__all__ = ["PromptTrust", "Trust", "trust_before"]
 
 _PRIOR = 0.25
 _DECAY = 0.97
@@ -52,7 +52,7 @@ class Trust:
         self._score = _DECAY * self._score + min(log_ratio, _MOST_LOG_RATIO)
 
 
-class Judgment:
+class PromptTrust:
     """Trust from the last tokens of one prompt, as they are evaluated batch by batch.
 
     The trust depends only on these tokens and the datastore. It does not depend on the division

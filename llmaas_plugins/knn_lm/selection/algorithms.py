@@ -22,8 +22,8 @@ __all__ = [
     "BUFFER",
     "Choice",
     "Online",
+    "PairSource",
     "Selection",
-    "Source",
     "buffers",
     "choose",
     "members_of",
@@ -48,7 +48,7 @@ _ENOUGH = 0.6
 """Share of the limit that a candidate subset must exceed to be returned (appendix B.1)."""
 
 
-class Source(Protocol):
+class PairSource(Protocol):
     """A full datastore to select from.
 
     Attributes:
@@ -86,7 +86,7 @@ _NONE = Selection(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 def offline(  # noqa: PLR0913 -- the parameters of Algorithm 1
-    source: Source,
+    source: PairSource,
     size: int,
     objective: Objective,
     *,
@@ -170,7 +170,7 @@ class Online:
 
     def __init__(  # noqa: PLR0913 -- the parameters of Algorithm 2
         self,
-        source: Source,
+        source: PairSource,
         size: int,
         objective: Objective,
         *,
@@ -253,7 +253,7 @@ class Online:
             del self.selections[larger]
 
 
-def online(source: Source, size: int, objective: Objective, **settings: object) -> Selection:
+def online(source: PairSource, size: int, objective: Objective, **settings: object) -> Selection:
     """Run Algorithm 2 over a stream that has ended."""
     selecting = Online(source, size, objective, **settings)  # type: ignore[arg-type]
     for _ in selecting.advance(len(source.values), is_end=True):
@@ -261,7 +261,7 @@ def online(source: Source, size: int, objective: Objective, **settings: object) 
     return selecting.best()
 
 
-def members_of(source: Source, objective: Objective, indices: Indices) -> Members:
+def members_of(source: PairSource, objective: Objective, indices: Indices) -> Members:
     """Return pairs of a full datastore as a subset."""
     members = Members(objective.theta, source.n_dims)
     if len(indices):

@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.selection.algorithms import (
     BUFFER,
+    PairSource,
     Selection,
-    Source,
     buffers,
     members_of,
 )
 from llmaas_plugins.knn_lm.selection.objective import Members, Objective
 
-__all__ = ["Kept", "Stream"]
+__all__ = ["PrioritySample", "PrioritySampler"]
 
 _STALE = 1.1
 """Ratio of members to the limit at which members that were dropped are removed from the bound."""
@@ -34,7 +34,7 @@ _STALE = 1.1
 Floats = npt.NDArray[np.float64]
 
 
-class Kept:
+class PrioritySample:
     """Pairs of a stream that are kept, and the numbers that decide which stay.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kept:
         self.indices, self.losses, self.priorities = indices, losses, priorities
         self.threshold = threshold
 
-    def joined(self, other: Kept, size: int) -> Kept:
+    def joined(self, other: PrioritySample, size: int) -> PrioritySample:
         """Return the ``size`` pairs with the highest priority among both."""
         indices = np.concatenate([self.indices, other.indices])
         losses = np.concatenate([self.losses, other.losses])
@@ -66,7 +66,7 @@ class Kept:
             threshold = max(threshold, float(priorities[order[size]]))
             rows = np.sort(order[:size])
             indices, losses, priorities = indices[rows], losses[rows], priorities[rows]
-        return Kept(indices, losses, priorities, threshold)
+        return PrioritySample(indices, losses, priorities, threshold)
 
     def selection(self) -> Selection:
         """Return the pairs with their weights."""
@@ -74,7 +74,7 @@ class Kept:
         return Selection(self.indices, weights.astype(np.float32))
 
 
-class Stream:
+class PrioritySampler:
     """A selection that is updated along a stream.
 
     Attributes:
@@ -84,7 +84,7 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        source: PairSource,
         size: int,
         objective: Objective,
         *,
@@ -103,10 +103,10 @@ class Stream:
         self._source, self._size, self._objective = source, size, objective
         self._buffer, self._seed = buffer, seed
         self.n_seen = 0
-        self.kept = Kept(np.empty(0, np.int64), np.empty(0), np.empty(0), 0.0)
+        self.kept = PrioritySample(np.empty(0, np.int64), np.empty(0), np.empty(0), 0.0)
         self._members = Members(objective.theta, source.n_dims)
 
-    def resume(self, kept: Kept, n_seen: int) -> None:
+    def resume(self, kept: PrioritySample, n_seen: int) -> None:
         """Continue from another instance's ``kept`` and ``n_seen``."""
         self.kept, self.n_seen = kept, n_seen
         self._members = members_of(self._source, self._objective, kept.indices)
@@ -121,7 +121,7 @@ class Stream:
             keys, values = self._source.keys(batch), self._source.values[batch]
             sums = self._members.sums(keys, values)
             losses = self._objective.loss(self._source.p_lm[batch], sums)
-            come = Kept(batch, losses, losses / (1 - rng.random(len(batch))), 0.0)
+            come = PrioritySample(batch, losses, losses / (1 - rng.random(len(batch))), 0.0)
             self.kept = self.kept.joined(come, self._size)
             stays = np.isin(batch, self.kept.indices)
             self._members.add(keys[stays], values[stays])
