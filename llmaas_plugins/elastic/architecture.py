@@ -10,7 +10,7 @@ import numpy as np
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import Blocks, blocks_in
-from llmaas_plugins.model.gguf_header import Header, read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
 __all__ = ["Architecture", "Attention", "architecture_of"]
 
@@ -101,7 +101,7 @@ def architecture_of(path: Path) -> Architecture:
 class _Fields:
     """Metadata of a GGUF under the prefix of its architecture."""
 
-    def __init__(self, header: Header, arch: str) -> None:
+    def __init__(self, header: GGUFHeader, arch: str) -> None:
         self._fields, self._arch = header.fields, arch
 
     def __call__(self, key: str, default: Any) -> Any:
@@ -109,7 +109,7 @@ class _Fields:
         return self._fields.get(f"{self._arch}.{key}", default)
 
 
-def _problem(header: Header, arch: str) -> str | None:
+def _problem(header: GGUFHeader, arch: str) -> str | None:
     """Return why torch cannot compute the model here, or None."""
     get = _Fields(header, arch)
     ends = _ENDS | ({"rope_freqs.weight"} if arch == "llama" else set())

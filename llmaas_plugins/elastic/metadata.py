@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.reordering import Order, check_order
 from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
-from llmaas_plugins.model.gguf_header import Header, entry, read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, entry, read_header
 
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 
@@ -155,7 +155,7 @@ def read_elastic(path: Path) -> Elastic | None:
         ) from error
 
 
-def order_in(header: Header, blocks: Blocks) -> Order:
+def order_in(header: GGUFHeader, blocks: Blocks) -> Order:
     """Return the order of a prepared file's units.
 
     Raises:
@@ -200,7 +200,7 @@ def entries_of(elastic: Elastic, order: Order) -> list[bytes]:
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _elastic(header: Header, blocks: Blocks) -> Elastic:
+def _elastic(header: GGUFHeader, blocks: Blocks) -> Elastic:
     text = header.fields[PREFIX]
     json = _Json.model_validate_json(text if isinstance(text, str) else "")
     shape = len(json.levels), blocks.n_layers, 2, blocks.n_embd
@@ -267,7 +267,9 @@ def _are_widths(widths: NDArray[np.int32], n_units: int, step: int) -> bool:
     return bool((is_cut & (widths > 0) & (widths <= n_units)).all())
 
 
-def _array(header: Header, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def _array(
+    header: GGUFHeader, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> NDArray[Any]:
     value = header.fields.get(key)
     if not isinstance(value, np.ndarray) or value.dtype != dtype or value.size != np.prod(shape):
         raise ConfigError(f"its field {key!r} is not {np.prod(shape):,} values of {dtype}")

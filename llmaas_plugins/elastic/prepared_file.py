@@ -30,7 +30,7 @@ from llmaas_plugins.elastic.reordering import Bytes, Order, check_order, inverse
 from llmaas_plugins.elastic.units import Blocks, blocks_in
 from llmaas_plugins.files.file_bytes import as_store_error, read_into, sync_directory, write
 from llmaas_plugins.files.partial_file import taken
-from llmaas_plugins.model.gguf_header import GGUFTensor, Header, read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = ["check_is_another", "restore", "write_prepared", "write_reordered"]
 
@@ -148,7 +148,7 @@ class _Model:
     """
 
     def __init__(self, path: Path) -> None:
-        self.header: Header = read_header(path)
+        self.header: GGUFHeader = read_header(path)
         self.seen: Any = hashlib.sha256()
         self._path = path
         with as_store_error(f"cannot read {path}"):

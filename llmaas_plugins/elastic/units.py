@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.model.gguf_header import GGUFTensor, Header, read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = [
     "FAMILIES",
@@ -158,7 +158,7 @@ def blocks_of(path: Path) -> Blocks:
     return blocks_in(read_header(path), path)
 
 
-def blocks_in(header: Header, path: Path) -> Blocks:
+def blocks_in(header: GGUFHeader, path: Path) -> Blocks:
     """Return the blocks of a model whose header was already read.
 
     Raises:
@@ -180,7 +180,7 @@ class _UnfitError(Exception):
     """Reason why a model cannot be elastic."""
 
 
-def _blocks(header: Header) -> Blocks:
+def _blocks(header: GGUFHeader) -> Blocks:
     arch = _served_arch(header)
     number = _Numbers(header, arch)
     n_layers, n_embd = number("block_count"), number("embedding_length")
@@ -214,7 +214,7 @@ def _blocks(header: Header) -> Blocks:
     )
 
 
-def _served_arch(header: Header) -> str:
+def _served_arch(header: GGUFHeader) -> str:
     arch = header.fields.get("general.architecture")
     if (header.whole_number("split.count") or 0) > 1:
         raise _UnfitError("it is one of several files; merge them with `llama-gguf-split --merge`")
@@ -228,7 +228,7 @@ def _served_arch(header: Header) -> str:
 class _Numbers:
     """Reader of the architecture's whole numbers; refuses numbers that differ between layers."""
 
-    def __init__(self, header: Header, arch: str) -> None:
+    def __init__(self, header: GGUFHeader, arch: str) -> None:
         self._header, self._arch = header, arch
 
     def __call__(self, key: str, default: int | None = None) -> int:
@@ -239,7 +239,7 @@ class _Numbers:
         return found
 
 
-def _check_tensors(header: Header, arch: str, n_layers: int) -> None:
+def _check_tensors(header: GGUFHeader, arch: str, n_layers: int) -> None:
     """Refuse a model with tensors that this module does not know."""
     known = {f"{matrix}.weight" for matrix in (*_MATRICES, *_NORMS.get(arch, ()))}
     known |= {f"{matrix}.bias" for matrix in _BIASES.get(arch, ())}
@@ -253,7 +253,7 @@ def _check_tensors(header: Header, arch: str, n_layers: int) -> None:
             raise _UnfitError(f"it has the tensor {name}, which {arch} models do not have")
 
 
-def _matrices(header: Header, i: int) -> dict[str, GGUFTensor]:
+def _matrices(header: GGUFHeader, i: int) -> dict[str, GGUFTensor]:
     missing = [name for name in _MATRICES if f"blk.{i}.{name}.weight" not in header.tensors]
     if missing:
         raise _UnfitError(f"it has no tensor blk.{i}.{missing[0]}.weight")
@@ -274,7 +274,7 @@ def _shapes(n_embd: int, n_queries: int, n_keys: int, n_ff: int) -> dict[str, tu
 
 
 def _check_shapes(
-    header: Header, i: int, layer: dict[str, GGUFTensor], shapes: dict[str, tuple[int, int]]
+    header: GGUFHeader, i: int, layer: dict[str, GGUFTensor], shapes: dict[str, tuple[int, int]]
 ) -> None:
     """Refuse a layer with a matrix, bias or scale whose shape does not fit the metadata."""
     for name, shape in shapes.items():

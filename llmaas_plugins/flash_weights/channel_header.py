@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import TensorInfo
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibration, channel_order
 from llmaas_plugins.flash_weights.channel_layout import Group, OperandKey, groups_of, key_of
-from llmaas_plugins.flash_weights.container import Header, Value
+from llmaas_plugins.flash_weights.container import ContainerHeader, Value
 from llmaas_plugins.flash_weights.container_file import Kind
 
 __all__ = [
@@ -41,7 +41,7 @@ Quantiles = Mapping[OperandKey, NDArray[np.float32]]
 
 def header_of(
     model: str, groups: Sequence[Group], group_layers: int, calibration: Calibration
-) -> Header:
+) -> ContainerHeader:
     """Return the header for a file.
 
     Raises:
@@ -67,7 +67,7 @@ def group_order(group: Group, calibration: Calibration) -> NDArray[np.int32]:
 
 
 def contents_of(
-    header: Header, tensors: Mapping[str, TensorInfo]
+    header: ContainerHeader, tensors: Mapping[str, TensorInfo]
 ) -> tuple[int, list[Group], Quantiles]:
     """Return the layers per group, the groups, and each operand's quantiles.
 
@@ -89,7 +89,7 @@ def contents_of(
 
 def _header(
     model: str, groups: Sequence[Group], group_layers: int, quantiles: Quantiles, activity: str
-) -> Header:
+) -> ContainerHeader:
     keys = [key_of(operand) for group in groups for operand in group.operands]
     pieces = itertools.chain(*(pieces for group in groups for pieces in group.pieces))
     fields: dict[str, Value] = {
@@ -103,7 +103,7 @@ def _header(
         _BITS: tuple(piece.n_bits for piece in pieces),
     }
     parts = itertools.chain(*(group.parts for group in groups))
-    return Header(CHANNEL_FILE.architecture, fields, tuple(parts))
+    return ContainerHeader(CHANNEL_FILE.architecture, fields, tuple(parts))
 
 
 def _quantiles_in(fields: Mapping[str, Value]) -> Quantiles:

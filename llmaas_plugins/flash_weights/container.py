@@ -2,22 +2,28 @@
 
 Each tensor starts at a multiple of 4 KiB, so reads need no copy. The metadata has a checksum of
 each tensor, and one of the header itself. A file may come from anybody. A header is accepted only
-if ``Header`` reproduces it byte for byte from the parsed values.
+if ``ContainerHeader`` reproduces it byte for byte from the parsed values.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.lazy import lazy
+from llmaas_plugins.model import gguf_header
+from llmaas_plugins.model.gguf_header import Value as FieldValue
+from llmaas_plugins.model.gguf_header import entry, tensor_entry
 
-__all__ = ["ALIGNMENT", "MOST_HEADER_BYTES", "Header", "Part", "Value", "parse_header"]
+__all__ = ["ALIGNMENT", "MOST_HEADER_BYTES", "ContainerHeader", "Part", "Value", "parse_header"]
 
 ALIGNMENT = 4096
 MOST_HEADER_BYTES = 4 << 20
@@ -29,7 +35,6 @@ Value = int | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
 _MAGIC, _VERSION = b"GGUF", 3
 _ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
 _SUMS, _OWN_SUM = "llmaas.checksums", "llmaas.header_checksum"
-_CODES = {GGUFValueType.UINT32: "I", GGUFValueType.FLOAT32: "f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Header:
+class ContainerHeader:
     """Header of a file.
 
     Attributes:
@@ -128,37 +133,28 @@ class Header:
     def _infos(self) -> bytes:
         at, infos = 0, []
         for part in self.parts:
-            dims = struct.pack(f"<I{len(part.shape)}Q", len(part.shape), *reversed(part.shape))
-            infos.append(_text(part.name) + dims + struct.pack("<IQ", part.type, at))
+            infos.append(tensor_entry(part.name, part.type, part.shape[::-1], at))
             at += _padded(part.n_bytes)
         return b"".join(infos)
 
 
-def parse_header(content: bytes) -> tuple[Header, list[int]]:
+def parse_header(content: bytes) -> tuple[ContainerHeader, list[int]]:
     """Return the header and the tensors' checksums from the first bytes of a file.
 
     Raises:
         ValueError: The bytes are no valid header of this plugin.
     """
-    try:
-        return _parsed(content)
-    except struct.error as error:
-        raise ValueError(f"its sizes are impossible ({error})") from error
-
-
-def _parsed(content: bytes) -> tuple[Header, list[int]]:
-    cursor = _Cursor(content)
-    magic, version, n_parts, n_fields = struct.unpack("<4sIQQ", cursor.take(24))
-    if (magic, version) != (_MAGIC, _VERSION):
-        raise ValueError("it is no GGUF file")
-    fields = dict(cursor.field() for _ in range(n_fields))
-    parts = tuple(cursor.part() for _ in range(n_parts))
+    found = gguf_header.parse_header(content, sys.maxsize)  # callers check the file's size
+    fields = {name: _value(name, value) for name, value in found.fields.items()}
+    parts = tuple(
+        Part(name, int(tensor.type), tensor.shape[::-1]) for name, tensor in found.tensors.items()
+    )
     architecture, sums = fields.pop(_ARCHITECTURE, ""), fields.pop(_SUMS, ())
     for name in (_ALIGNMENT, _OWN_SUM):
         fields.pop(name, None)
-    header = Header(str(architecture), fields, parts)
-    if not parts or len({part.name for part in parts}) < len(parts):
-        raise ValueError("it has no tensors, or two of the same name")
+    header = ContainerHeader(str(architecture), fields, parts)
+    if not parts:
+        raise ValueError("it has no tensors")
     if not isinstance(sums, tuple) or not all(type(value) is int for value in sums):
         raise ValueError("its checksums are not whole numbers")
     if len(sums) != len(parts):
@@ -169,74 +165,29 @@ def _parsed(content: bytes) -> tuple[Header, list[int]]:
     return header, values
 
 
-class _Cursor:
-    """Sequential reader of a header; raises ``ValueError`` at its end."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content, self._at = content, 0
-
-    def take(self, n: int) -> bytes:
-        if n > len(self._content) - self._at:
-            raise ValueError("its metadata is truncated")
-        taken = self._content[self._at : self._at + n]
-        self._at += n
-        return taken
-
-    def field(self) -> tuple[str, Value]:
-        return self._text(), self._value(self._number("I"))
-
-    def part(self) -> Part:
-        name = self._text()
-        n_dims = self._number("I")
-        dims = struct.unpack(f"<{n_dims}Q", self.take(8 * n_dims))
-        part = Part(name, self._number("I"), dims[::-1])
-        self._number("Q")
-        if not 1 <= n_dims <= 4 or dims[0] % GGML_QUANT_SIZES[GGMLQuantizationType(part.type)][0]:
-            raise ValueError(f"{name!r} has an impossible shape")
-        return part
-
-    def _value(self, kind: int) -> Value:
-        if kind == GGUFValueType.UINT32:
-            return self._number("I")
-        if kind == GGUFValueType.STRING:
-            return self._text()
-        if kind != GGUFValueType.ARRAY:
-            raise ValueError("its metadata has values of an unexpected type")
-        of, n = self._number("I"), self._number("Q")
-        if n == 0 or of not in (GGUFValueType.STRING, *_CODES):
-            raise ValueError("its metadata has an unexpected array")
-        if of == GGUFValueType.STRING:
-            return tuple(self._text() for _ in range(n))
-        taken = self.take(4 * n)
-        return struct.unpack(f"<{n}{_CODES[GGUFValueType(of)]}", taken)
-
-    def _number(self, code: str) -> int:
-        (number,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
-        return int(number)
-
-    def _text(self) -> str:
-        return self.take(self._number("Q")).decode()
-
-
 def _entry(name: str, value: Value) -> bytes:
-    if isinstance(value, str):
-        return _text(name) + struct.pack("<I", GGUFValueType.STRING) + _text(value)
-    if isinstance(value, int):
-        return _text(name) + struct.pack("<II", GGUFValueType.UINT32, value)
-    return _text(name) + struct.pack("<I", GGUFValueType.ARRAY) + _array(value)
+    if isinstance(value, tuple) and not _are_strings(value):
+        return entry(name, np.array(value, "<u4" if isinstance(value[0], int) else "<f4"))
+    return entry(name, value)
 
 
-def _array(values: Sequence[int] | Sequence[float] | Sequence[str]) -> bytes:
-    if isinstance(values[0], str):
-        texts = b"".join(map(_text, values))  # type: ignore[arg-type]
-        return struct.pack("<IQ", GGUFValueType.STRING, len(values)) + texts
-    kind = GGUFValueType.UINT32 if isinstance(values[0], int) else GGUFValueType.FLOAT32
-    return struct.pack(f"<IQ{len(values)}{_CODES[kind]}", kind, len(values), *values)
+def _are_strings(value: tuple[object, ...]) -> TypeGuard[tuple[str, ...]]:
+    return isinstance(value[0], str)
 
 
-def _text(text: str) -> bytes:
-    content = text.encode()
-    return struct.pack("<Q", len(content)) + content
+def _value(name: str, value: FieldValue) -> Value:
+    """Return a value that was read as one that ``_entry`` writes.
+
+    Raises:
+        ValueError: This plugin writes no such values.
+    """
+    if isinstance(value, np.ndarray) and value.dtype in ("<u4", "<f4"):
+        value = tuple(value.tolist())
+    if (type(value) is int and value < 1 << 32) or isinstance(value, str):
+        return value
+    if not isinstance(value, tuple) or not value:
+        raise ValueError(f"its field {name!r} has a value of an unexpected type, or an empty array")
+    return value
 
 
 def _padded(n_bytes: int) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import FileStamp, StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
-from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header, parse_header
+from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, ContainerHeader, parse_header
 
 __all__ = [
     "Bytes",
@@ -109,7 +109,7 @@ class ContainerFile:
         """Close the file."""
         self.close()
 
-    def _read_header(self) -> tuple[Header, dict[str, int]]:
+    def _read_header(self) -> tuple[ContainerHeader, dict[str, int]]:
         with as_store_error(f"cannot read {self.path}"):
             stamp = FileStamp.of(os.fstat(self._fd))
             if stamp is None:

@@ -15,7 +15,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory, write
 from llmaas_plugins.files.partial_file import taken
-from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, Header
+from llmaas_plugins.flash_weights.container import MOST_HEADER_BYTES, ContainerHeader
 from llmaas_plugins.flash_weights.container_file import read_start, sum_of
 
 __all__ = ["Step", "write_container"]
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     n_bytes: int
 
 
-def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterator[int]:
+def write_container(path: Path, header: ContainerHeader, steps: Iterable[Step]) -> Iterator[int]:
     """Write a whole file, replacing an existing one; yield progress in bytes.
 
     If writing stops early, the partial file stays beside the target, and the next run continues it.
@@ -63,7 +63,7 @@ def write_container(path: Path, header: Header, steps: Iterable[Step]) -> Iterat
 class _Journal:
     """Partial file, with a record of its complete tensors."""
 
-    def __init__(self, fd: int, header: Header) -> None:
+    def __init__(self, fd: int, header: ContainerHeader) -> None:
         self._fd, self._header = fd, header
         self._sizes = {part.name: part.n_bytes for part in header.parts}
         sums = header.sums_in(read_start(fd, len(header.blank)))

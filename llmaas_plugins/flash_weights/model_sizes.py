@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from gguf import GGUFReader
 from numpy.typing import NDArray
 
-from llmaas_hooks import StoreError, TensorInfo
+from llmaas_hooks import TensorInfo
 from llmaas_plugins.flash_weights.channel_layout import (
     Group,
     channel_operands,
@@ -22,6 +21,7 @@ from llmaas_plugins.flash_weights.channel_layout import (
 )
 from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.packed import streamable
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
 
@@ -128,16 +128,16 @@ def metadata_of(model: Path) -> Metadata:
     """Read the metadata of a model file.
 
     Raises:
+        ConfigError: The file is no GGUF file, or is damaged.
         StoreError: The file cannot be read.
     """
-    try:
-        fields = GGUFReader(model).fields
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise StoreError(f"cannot read {model}: {error}.") from error
+    fields = read_header(model).fields
 
     def number(name: str) -> int:
-        found = [field.contents() for key, field in fields.items() if key.endswith(f".{name}")]
-        return int(np.max(found[0])) if found else 0
+        found = next((value for key, value in fields.items() if key.endswith(f".{name}")), None)
+        if isinstance(found, np.ndarray) and found.size and found.dtype.kind in "iu":
+            return int(found.max())
+        return found if isinstance(found, int) else 0
 
     n_experts = number("expert_count")
     return Metadata(

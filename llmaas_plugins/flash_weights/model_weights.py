@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
-from gguf import GGUFReader
 
 from llmaas_hooks import FileStamp, StoreError
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
 from llmaas_plugins.flash_weights.container_file import Bytes, read_array
 from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["ModelWeights", "digest_of"]
 
@@ -40,24 +40,19 @@ class ModelWeights:
         """Open the file and locate its weights.
 
         Raises:
-            StoreError: The file cannot be read, or is no GGUF.
+            ConfigError: The file is no GGUF file, or is damaged.
+            StoreError: The file cannot be read.
         """
         self._path = path
         with as_store_error(f"cannot read {path}"):
             self._fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
             self.digest = digest_of(path)
-            self._places = {
-                tensor.name: (int(tensor.data_offset), int(tensor.n_bytes))
-                for tensor in GGUFReader(path).tensors
-            }
+            self._tensors = read_header(path).tensors
             self._check()
-        except StoreError:
+        except BaseException:
             self.close()
             raise
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            self.close()
-            raise StoreError(f"cannot read {path}: {error}.") from error
 
     def read(self, name: str) -> Bytes:
         """Return a weight's bytes.
@@ -65,12 +60,12 @@ class ModelWeights:
         Raises:
             StoreError: The bytes cannot be read.
         """
-        place, n_bytes = self._places[name]
-        content = np.empty(n_bytes, np.uint8)
+        tensor = self._tensors[name]
+        content = np.empty(tensor.n_bytes, np.uint8)
         with as_store_error(f"cannot read {name} of {self._path}"):
-            n_read = read_array(self._fd, content, place)
-            os.posix_fadvise(self._fd, place, n_bytes, os.POSIX_FADV_DONTNEED)
-        if n_read < n_bytes:
+            n_read = read_array(self._fd, content, tensor.at)
+            os.posix_fadvise(self._fd, tensor.at, tensor.n_bytes, os.POSIX_FADV_DONTNEED)
+        if n_read < tensor.n_bytes:
             raise StoreError(f"cannot read {name} of {self._path}: the file ends within it.")
         return content
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from llmaas_hooks import ConfigError, TensorInfo
-from llmaas_plugins.flash_weights.container import Header, Part, Value
+from llmaas_plugins.flash_weights.container import ContainerHeader, Part, Value
 from llmaas_plugins.flash_weights.container_file import Bytes, ContainerFile, Kind
 from llmaas_plugins.flash_weights.container_writer import Step, write_container
 from llmaas_plugins.flash_weights.model_weights import ModelWeights, digest_of
@@ -92,14 +92,14 @@ def _repacked(name: str, info: TensorInfo, weights: ModelWeights, repack: Repack
     return [repack(info, weights.read(name))]
 
 
-def _header(model: str, infos: Mapping[str, TensorInfo]) -> Header:
+def _header(model: str, infos: Mapping[str, TensorInfo]) -> ContainerHeader:
     fields: dict[str, Value] = {
         _FORMAT: PACKED_FILE.version,
         _MODEL: model,
         _LAYOUTS: tuple(f"{info.layout:016x}" for info in infos.values()),
     }
     parts = tuple(Part(name, info.type, _shape(info)) for name, info in infos.items())
-    return Header(PACKED_FILE.architecture, fields, parts)
+    return ContainerHeader(PACKED_FILE.architecture, fields, parts)
 
 
 def _shape(info: TensorInfo) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: its metadata, and where its tensors are.
+"""Read and write headers of GGUF files: metadata, and where the tensors are.
 
 No objects are built for the tokens of the vocabulary, so a header of 128,000 tokens takes only a
 tenth of a second. A file may come from anybody, so every value is checked.
@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,10 +24,19 @@ from llmaas_plugins.files.file_bytes import OPEN_FLAGS
 if TYPE_CHECKING:  # importing gguf takes 3 MiB
     from gguf.constants import GGMLQuantizationType
 
-__all__ = ["GGUFTensor", "Header", "Value", "entry", "read_header", "tensor_names"]
+__all__ = [
+    "GGUFHeader",
+    "GGUFTensor",
+    "Value",
+    "entry",
+    "parse_header",
+    "read_header",
+    "tensor_entry",
+    "tensor_names",
+]
 
-Value = int | float | bool | str | NDArray[Any] | None
-"""Value of a field; None for an array of strings, which is skipped."""
+Value = int | float | bool | str | NDArray[Any] | tuple[str, ...] | None
+"""Value of a field; None for an array of strings that was skipped."""
 
 _Found = TypeVar("_Found")
 _Info = tuple[int, tuple[int, ...], int]
@@ -38,7 +47,7 @@ _START = struct.Struct("<4sIQQ")
 _LENGTH = struct.Struct("<Q")
 _KIND = struct.Struct("<I")
 _ARRAY = struct.Struct("<IQ")
-_STRING_KIND, _ARRAY_KIND = 8, 9
+_UINT32_KIND, _STRING_KIND, _ARRAY_KIND = 4, 8, 9
 _DTYPES: Mapping[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
@@ -90,7 +99,7 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Header:
+class GGUFHeader:
     """Header of a file.
 
     Attributes:
@@ -127,7 +136,7 @@ class Header:
         return value if isinstance(value, int) else None
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """Read the header of a file.
 
     Raises:
@@ -147,15 +156,52 @@ def tensor_names(path: Path) -> frozenset[str]:
     return _read(path, lambda cursor, _: cursor.names())
 
 
-def entry(key: str, value: str | NDArray[Any]) -> bytes:
-    """Return a field's entry in a header."""
-    name = _LENGTH.pack(len(key.encode())) + key.encode()
+def parse_header(content: bytes, n_bytes: int) -> GGUFHeader:
+    """Return the header that bytes begin with, including its arrays of strings.
+
+    Args:
+        content: The first bytes of a file, with its whole header.
+        n_bytes: Size of the file.
+
+    Raises:
+        ValueError: The bytes are no GGUF header, or tensors are beyond the end of the file.
+    """
+    try:
+        return _Cursor(content, keeps_strings=True).header(n_bytes)
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"its sizes are impossible ({error})") from error
+
+
+def entry(key: str, value: int | str | tuple[str, ...] | NDArray[Any]) -> bytes:
+    """Return a field's entry in a header; an integer is written with 32 bits."""
+    name = _string(key)
     if isinstance(value, str):
-        text = value.encode()
-        return name + _KIND.pack(_STRING_KIND) + _LENGTH.pack(len(text)) + text
+        return name + _KIND.pack(_STRING_KIND) + _string(value)
+    if isinstance(value, int):
+        return name + _KIND.pack(_UINT32_KIND) + _KIND.pack(value)
+    name += _KIND.pack(_ARRAY_KIND)
+    if isinstance(value, tuple):
+        return name + _ARRAY.pack(_STRING_KIND, len(value)) + b"".join(map(_string, value))
     (kind,) = (kind for kind, dtype in _DTYPES.items() if dtype == value.dtype)
-    head = _KIND.pack(_ARRAY_KIND) + _ARRAY.pack(kind, value.size)
-    return name + head + value.tobytes()
+    return name + _ARRAY.pack(kind, value.size) + value.tobytes()
+
+
+def tensor_entry(name: str, type_: int, shape: Sequence[int], at: int) -> bytes:
+    """Return a tensor's entry in a header.
+
+    Args:
+        name: Name of the tensor.
+        type_: ``ggml_type`` of the tensor.
+        shape: Shape in GGUF's order, columns first.
+        at: Offset after the header.
+    """
+    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return _string(name) + dims + _ARRAY.pack(type_, at)
+
+
+def _string(text: str) -> bytes:
+    content = text.encode()
+    return _LENGTH.pack(len(content)) + content
 
 
 # -- inside --------------------------------------------------------------------------------------
@@ -204,15 +250,16 @@ def _parsed(file: Any, status: os.stat_result, parse: _Parse[_Found]) -> _Found:
 class _Cursor:
     """Sequential reader of a header."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, *, keeps_strings: bool = False) -> None:
         self._content, self._at = content, 0
+        self._keeps_strings = keeps_strings
 
     def names(self) -> frozenset[str]:
         n_tensors, n_fields = self._counts()
         self._fields(n_fields)
         return frozenset(self._info()[0] for _ in range(n_tensors))
 
-    def header(self, n_bytes: int) -> Header:
+    def header(self, n_bytes: int) -> GGUFHeader:
         n_tensors, n_fields = self._counts()
         fields, spans = self._fields(n_fields)
         infos_at = self._at
@@ -223,7 +270,7 @@ class _Cursor:
         tensors = {name: _tensor(name, info, data_at, n_bytes) for name, info in infos}
         if len(tensors) < n_tensors:
             raise ValueError("it has two tensors of the same name")
-        return Header(fields, spans, tensors, infos_at, infos_end, data_at, n_bytes)
+        return GGUFHeader(fields, spans, tensors, infos_at, infos_end, data_at, n_bytes)
 
     def _counts(self) -> tuple[int, int]:
         magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
@@ -255,6 +302,8 @@ class _Cursor:
     def _array(self, kind: int, n: int) -> Value:
         if kind != _STRING_KIND:
             return self._numbers(kind, n)
+        if self._keeps_strings:
+            return tuple(self._text() for _ in range(n))
         content, at, unpack = self._content, self._at, _LENGTH.unpack_from
         try:
             for _ in range(n):

@@ -382,7 +382,7 @@ def hostile(**changes):
             f"llmaas.channels.{name}": value for name, value in changes.items()
         }
         fields = {name: value for name, value in fields.items() if value is not None}
-        changed = container.Header(header.architecture, fields, header.parts)
+        changed = container.ContainerHeader(header.architecture, fields, header.parts)
         content = changed.with_sums(sums)
         first = min(header.places.values())
         rest = target.read_bytes()[first:]
@@ -429,7 +429,7 @@ def test_tensors_of_other_shapes_are_refused(sound):
     parts = list(header.parts)
     i = [part.name for part in parts].index("group.0.attn_qkv")
     parts[i] = dataclasses.replace(parts[i], shape=parts[i].shape[::-1])
-    changed = container.Header(header.architecture, header.fields, tuple(parts))
+    changed = container.ContainerHeader(header.architecture, header.fields, tuple(parts))
     with target.open("r+b") as file:
         file.write(changed.with_sums(sums))
     with pytest.raises(StoreError, match="tensors differ from the model's"):
@@ -458,14 +458,14 @@ def test_an_order_that_is_none_is_refused(sound, order):
 @pytest.mark.parametrize("n", [0, 2])
 def test_tensors_have_names_of_their_own(n):
     parts = (container.Part("one", int(Type.F16), (64, 64)),)
-    content = container.Header("some", {"a": 1}, parts).with_sums([5])
+    content = container.ContainerHeader("some", {"a": 1}, parts).with_sums([5])
     info = content[content.index(struct.pack("<Q", 3) + b"one") :]
     if n == 2:
-        header = container.Header("some", {"a": 1}, parts * 2)
+        header = container.ContainerHeader("some", {"a": 1}, parts * 2)
         content = header.with_sums([5, 5])
     else:
         content = content[:8] + bytes(8) + content[16 : -len(info)]
-    with pytest.raises(ValueError, match="no tensors, or two of the same name"):
+    with pytest.raises(ValueError, match=r"no tensors|two tensors of the same name"):
         container.parse_header(content)
 
 

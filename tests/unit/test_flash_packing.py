@@ -27,7 +27,7 @@ from llmaas_plugins.flash_weights.channels import (
     open_channels,
     write_channels,
 )
-from llmaas_plugins.flash_weights.container import Header, Part, parse_header
+from llmaas_plugins.flash_weights.container import ContainerHeader, Part, parse_header
 from llmaas_plugins.flash_weights.container_file import ContainerFile
 from llmaas_plugins.flash_weights.model_weights import ModelWeights
 from llmaas_plugins.flash_weights.packed import (
@@ -382,7 +382,7 @@ def test_bytes_that_do_not_fit_their_place_are_refused(model):
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_checksums_are_as_many_whole_numbers_as_there_are_tensors(kind, value, n):
     """A made-up file must raise ValueError and nothing else."""
-    header = Header("x", {"a": 1}, (Part("a", 0, (2, 32)),))
+    header = ContainerHeader("x", {"a": 1}, (Part("a", 0, (2, 32)),))
     content, at = header.with_sums([1]), header.sums_at
     code = {"I": 4, "f": 6}[kind]
     number = struct.pack(f"<{kind}", value if kind == "f" else 7)
@@ -393,7 +393,7 @@ def test_checksums_are_as_many_whole_numbers_as_there_are_tensors(kind, value, n
 
 def test_headers_have_a_most_size(tmp_path, monkeypatch):
     monkeypatch.setattr(container_writer, "MOST_HEADER_BYTES", 500)
-    header = Header("x", {}, tuple(Part(f"{i}", 24, (32,)) for i in range(20)))
+    header = ContainerHeader("x", {}, tuple(Part(f"{i}", 24, (32,)) for i in range(20)))
     with pytest.raises(StoreError, match="20 tensors are too many"):
         list(container_writer.write_container(tmp_path / "x", header, []))
 

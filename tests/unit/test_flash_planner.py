@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 from flash_models import N_FF, N_KV, WIDTH, tensors_of, write_model
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 
-from llmaas_hooks import BudgetError, StoreError, TensorInfo
+from llmaas_hooks import BudgetError, ConfigError, StoreError, TensorInfo
 from llmaas_plugins.flash_weights import planner
 from llmaas_plugins.flash_weights.cost_model import pipeline_cost
 from llmaas_plugins.flash_weights.disk import Disk
@@ -156,8 +156,22 @@ def test_metadata(reference_model, tmp_path):
     assert metadata_of(reference_model).expert_share == 1
     assert metadata_of(reference_model).n_heads > 1
     (tmp_path / "x").write_bytes(b"no model")
-    with pytest.raises(StoreError):
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
         metadata_of(tmp_path / "x")
+    with pytest.raises(StoreError):
+        metadata_of(tmp_path / "none")
+
+
+def test_metadata_of_experts_and_of_heads_by_layer(tmp_path):
+    writer = GGUFWriter(tmp_path / "x.gguf", "x")
+    writer.add_uint32("x.expert_count", 8)
+    writer.add_uint32("x.expert_used_count", 2)
+    writer.add_array("x.attention.head_count", [4, 12, 8])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert metadata_of(tmp_path / "x.gguf") == Metadata(n_heads=12, expert_share=0.25)
 
 
 # -- the engine ----------------------------------------------------------------------------------
