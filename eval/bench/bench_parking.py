@@ -20,7 +20,7 @@ from llmaas_eval.stats import median_interval, quartiles
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 
 N_BLOCK = 1024
 """Tokens of the context in use, and of each parked piece."""

@@ -32,15 +32,10 @@ from llmaas_plugins._native import Budget, Codec
 from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
+from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved, why_unserved_cells
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import (
-    PARKED_SEQUENCES,
-    SEQUENCES,
-    spare_cells,
-    why_unserved,
-    why_unserved_cells,
-)
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SEQUENCES
 from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore

@@ -26,7 +26,7 @@ from restoring import (
 from switching import ask
 
 from llmaas_hooks import PluginError
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES, SCRATCH_SEQUENCE
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
 from llmaas_plugins.kv_chunks.transfer import chunk_load, direct_load
 from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 

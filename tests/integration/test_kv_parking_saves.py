@@ -15,7 +15,8 @@ from switching import ask
 
 from llmaas_hooks import hookimpl
 from llmaas_plugins import _native
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES, spare_cells
+from llmaas_plugins.kv_chunks.eligibility import spare_cells
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 
 RNG = np.random.default_rng(7)
 LEFT = [1, *RNG.integers(300, 4000, 39).tolist()]

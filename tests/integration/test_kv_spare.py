@@ -19,7 +19,7 @@ from llmaas_hooks import KVRestored, hookimpl
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 

@@ -7,8 +7,9 @@ import weakref
 import llama_cpp
 
 from llmaas_hooks import KVRestored, hookimpl
+from llmaas_plugins.kv_chunks.eligibility import spare_cells
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES, spare_cells
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 
 
 class Parks:

@@ -81,7 +81,7 @@ from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
-from llmaas_plugins.kv_chunks.store.tiers import DiskTier
+from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.files.sqlite_erasing import Eraser
 
 directory, where, step = Path(sys.argv[1]), *sys.argv[2:]

@@ -14,7 +14,7 @@ from soak import scale
 from llmaas_eval.models import SHAPE_TINY, write_random_model
 from llmaas_hooks import common_prefix
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 
 N_CTX, N_SPARE, N_TOGETHER = 256, 256, 64
 RNG = np.random.default_rng(5)

@@ -8,7 +8,7 @@ from rewritten_models import write_longrope
 
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ContextCreate, ModelLoad
-from llmaas_plugins.kv_chunks.parking.support import spare_cells, why_unserved
+from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved
 from llmaas_plugins.model.digest import files_now
 
 SHAPE = Shape(n_layer=1, n_embd=256, n_head=2, n_head_kv=1, n_ff=512, n_ctx=1024)

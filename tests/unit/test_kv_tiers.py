@@ -11,10 +11,12 @@ import pytest
 
 from llmaas_hooks import BudgetError, StoreError
 from llmaas_plugins._native import Budget
-from llmaas_plugins.kv_chunks.store import tiers
+from llmaas_plugins.kv_chunks.store import disk_tier
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
-from llmaas_plugins.kv_chunks.store.tiers import DiskTier, RamTier, Tier
+from llmaas_plugins.kv_chunks.store.ram_tier import RamTier
+from llmaas_plugins.kv_chunks.store.tier import Tier
 from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 MiB = 1 << 20
@@ -224,7 +226,7 @@ def test_places_that_could_not_be_erased_stay_marked(disk, tmp_path):
 
 
 def test_more_marks_than_are_worth_keeping_mean_everything(disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "_MAX_STALE_RANGES", 2)
+    monkeypatch.setattr(disk_tier, "_MAX_STALE_RANGES", 2)
     chunks = fill(disk, tmp_path, 6)
     for chunk in chunks[:4]:
         disk.free(chunk, chunk.disk)

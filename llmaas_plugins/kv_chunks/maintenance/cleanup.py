@@ -24,10 +24,10 @@ from llmaas_plugins.kv_chunks.maintenance.snapshot import (
     read_snapshot,
 )
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.store.store_files import SLAB, require_store
-from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 
 __all__ = ["CleanupResult", "ExportResult", "StoreCleanup", "disk_bytes", "export_store"]

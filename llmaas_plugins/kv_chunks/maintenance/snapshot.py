@@ -15,12 +15,12 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import Status
 from llmaas_plugins.files.store_lock import user
 from llmaas_plugins.kv_chunks.store.disk_store import is_valid_row
+from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.extents import ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.store.huge_pages import map_huge_pages
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB, require_store
 from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_header
-from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 
 __all__ = ["StoreSnapshot", "read_payloads", "read_snapshot"]
 

@@ -18,7 +18,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.model.identity import metadata
 

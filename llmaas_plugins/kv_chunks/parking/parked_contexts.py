@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_hooks import Engine, Tokens, common_prefix
-from llmaas_plugins.kv_chunks.parking.support import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
 __all__ = ["ParkedContexts", "ResumedContext"]

@@ -14,10 +14,10 @@ from llmaas_hooks import StoreError
 from llmaas_plugins._native import CHUNK_BITS
 from llmaas_plugins.files.store_lock import lock, unlock
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
+from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, is_damage
 from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB, UNUSABLE
 from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_header
-from llmaas_plugins.kv_chunks.store.tiers import DiskTier
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
 from llmaas_plugins.kv_chunks.store.write_budget import WriteBudget
 

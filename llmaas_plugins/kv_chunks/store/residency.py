@@ -8,10 +8,11 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.store.counters import StoreCounters
+from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
-from llmaas_plugins.kv_chunks.store.tiers import DiskTier, RamTier
+from llmaas_plugins.kv_chunks.store.ram_tier import RamTier
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree
 
 __all__ = ["ChunkResidency"]

@@ -15,7 +15,7 @@ from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_hooks import CellMemory
-from llmaas_plugins.kv_chunks.parking.support import SCRATCH_SEQUENCE
+from llmaas_plugins.kv_chunks.parking.sequences import SCRATCH_SEQUENCE
 
 __all__ = ["KVCells"]
 

@@ -30,7 +30,6 @@ from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums, BitAllocator
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.support import window
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, ChunkId, chain, chunk_key
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.huge_pages import map_small_pages
@@ -125,7 +124,8 @@ class Transfer:
         n_threads = int(llama_cpp.llama_n_threads_batch(engine.ctx))
         self._profile_key = chunk_key(root(None), f"profile, {n_threads} threads".encode())
         self._profile = CostProfile(self._store.layout(self._profile_key))
-        self._window_chunks = window(engine.model) // CHUNK_TOKENS or _NO_WINDOW
+        n_window = int(llama_cpp.llama_model_n_swa(engine.model))
+        self._window_chunks = n_window // CHUNK_TOKENS or _NO_WINDOW
         self._geometry: KVGeometry | None = None
         self._is_measured = False
         self._loader: Loader | None = None

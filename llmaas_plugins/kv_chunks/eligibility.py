@@ -5,35 +5,21 @@ from __future__ import annotations
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate, ModelLoad
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE, SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.model.identity import may_have_long_factors, metadata, rope_switch
 
-__all__ = [
-    "PARKED_SEQUENCES",
-    "SCRATCH_SEQUENCE",
-    "SEQUENCES",
-    "spare_cells",
-    "why_unserved",
-    "why_unserved_cells",
-    "window",
-]
+__all__ = ["spare_cells", "why_unserved", "why_unserved_cells"]
 
 _EMPTY_BLOB_BYTES = (16, 24)
 _NOT_CAUSAL = "attention is not causal: cells depend on what follows"
 _STEP = 256
 
-SCRATCH_SEQUENCE = 1
-"""Sequence through which ranges of cells are read and written; empty between calls."""
-SEQUENCES = 2
-"""Number of sequences without parking: the app's sequence 0 and the scratch sequence."""
-PARKED_SEQUENCES = range(SEQUENCES, 8)
-"""Sequences of parked contexts, if the context has cells for them."""
-
 
 def why_unserved(create: ContextCreate) -> str | None:
     """Return why a context that is about to be made cannot be served, or None."""
     model, params = create.model, create.params
-    n_window = window(model)
+    n_window = _window(model)
     reasons = {
         "recurrent model: its state cannot drop ranges": llama_cpp.llama_model_is_recurrent(model),
         "hybrid model: its state cannot drop ranges": llama_cpp.llama_model_is_hybrid(model),
@@ -65,7 +51,7 @@ def why_unserved_cells(ctx: int) -> str | None:
     if not _is_causal(ctx):
         return _NOT_CAUSAL
     n_bytes = llama_cpp.llama_state_seq_get_size(ctx, SCRATCH_SEQUENCE)
-    has_window = window(llama_cpp.llama_get_model(ctx)) > 0
+    has_window = _window(llama_cpp.llama_get_model(ctx)) > 0
     if n_bytes not in _EMPTY_BLOB_BYTES[: 1 + has_window]:
         return "its state has more than caches of keys and values"
     return None
@@ -91,7 +77,7 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
     sequence will see, and cuts the sequence at the gap. The result is 0 if a larger context changes
     the RoPE factors, or if a batch has fewer tokens than there would be sequences.
     """
-    if window(create.model) > 0 or _changes_rope(create, wanted):
+    if _window(create.model) > 0 or _changes_rope(create, wanted):
         return 0
     if _batch_tokens(create) < PARKED_SEQUENCES.stop:
         return 0
@@ -111,7 +97,7 @@ def _changes_rope(create: ContextCreate, n_spare: int) -> bool:
     return is_crossed and may_have_long_factors(create.load)
 
 
-def window(model: int) -> int:
+def _window(model: int) -> int:
     """Return the tokens that a model's sliding-window layers see; 0 if it has no such layers."""
     return int(llama_cpp.llama_model_n_swa(model))
 
