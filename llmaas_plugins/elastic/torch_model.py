@@ -62,6 +62,9 @@ def gates_of(widths: Widths, decoder: Decoder) -> list[Gates]:
 class Decoder:
     """Model of one of the families that can be elastic.
 
+    It is the one model in torch, for scores, for studies and for training. A subclass may replace
+    ``weights`` (to keep them, or to train them) and ``product`` (to watch or change operands).
+
     Attributes:
         architecture: The model's architecture.
         blocks: The model's units.
@@ -120,35 +123,41 @@ class Decoder:
             return torch.stack([self.block(layer, weights, x, gates) for x in inputs])
 
     def block(self, layer: int, weights: Weights, x: Tensor, gates: Gates | None = None) -> Tensor:
-        """Return the output of a layer for one window.
+        """Return the output of a layer, shaped as ``x``.
 
         Args:
             layer: Index of the layer.
             weights: Weights of the layer.
-            x: Input of the layer, shape ``(n_tokens, n_embd)``; the first row is at position 0.
-            gates: Factors on the outputs of the layer's units.
+            x: Input of the layer, shape ``(…, n_tokens, n_embd)``; each window's first row is at
+                position 0.
+            gates: Factors on the outputs of the layer's units; only for a single window.
         """
-        y = self.attend(layer, weights, self._norm(x, weights["attn_norm.weight"]))
+        y = self.attend(layer, weights, self.norm(x, weights["attn_norm.weight"]))
         if gates is not None:
             y = (y.unflatten(-1, (gates.groups.shape[-1], -1)) * gates.groups[..., None]).flatten(
                 -2
             )
-        x = x + self._post(_product(y, weights, "attn_output"), weights, "post_attention_norm")
-        y = self.activate(weights, self._norm(x, weights["ffn_norm.weight"]))
+        y = self.product(layer, weights, "attn_output", y)
+        x = x + self._post(y, weights, "post_attention_norm")
+        y = self.activate(layer, weights, self.norm(x, weights["ffn_norm.weight"]))
         y = y if gates is None else _gated(y, gates.neurons)
-        return x + self._post(_product(y, weights, "ffn_down"), weights, "post_ffw_norm")
+        y = self.product(layer, weights, "ffn_down", y)
+        return x + self._post(y, weights, "post_ffw_norm")
 
     def attend(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
-        """Return attention before the output projection, shape ``(n_tokens, n_heads * dim)``."""
+        """Return attention before the output projection, shape ``(…, n_tokens, n_heads * dim)``."""
         a, width = self.architecture, self.blocks.head_dim
         q, k, v = (
-            _product(x, weights, f"attn_{name}").unflatten(-1, (-1, width)).transpose(0, 1)
+            self.product(layer, weights, f"attn_{name}", x)
+            .unflatten(-1, (-1, width))
+            .transpose(-3, -2)
             for name in ("q", "k", "v")
         )
         if "attn_q_norm.weight" in weights:
-            q = self._norm(q, weights["attn_q_norm.weight"])
-            k = self._norm(k, weights["attn_k_norm.weight"])
-        turns, mask = self._turns(layer, len(x)), _visible(len(x), a.layers[layer].window)
+            q = self.norm(q, weights["attn_q_norm.weight"])
+            k = self.norm(k, weights["attn_k_norm.weight"])
+        n_tokens = x.shape[-2]
+        turns, mask = self._turns(layer, n_tokens), _visible(n_tokens, a.layers[layer].window)
         q, k = self._rotate(q, turns), self._rotate(k, turns)
         if a.score_cap:
             y = _capped_attention(q, k, v, mask, a.score_scale, a.score_cap)
@@ -156,14 +165,22 @@ class Decoder:
             y = functional.scaled_dot_product_attention(
                 q[None], k[None], v[None], mask, scale=a.score_scale, enable_gqa=True
             )[0]
-        return y.transpose(0, 1).flatten(1)
+        return y.transpose(-3, -2).flatten(-2)
 
-    def activate(self, weights: Weights, x: Tensor) -> Tensor:
-        """Return the outputs of the MLP's neurons, shape ``(n_tokens, n_ff)``."""
-        gate = _product(x, weights, "ffn_gate")
+    def activate(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
+        """Return the outputs of the MLP's neurons, shape ``(…, n_tokens, n_ff)``."""
+        gate = self.product(layer, weights, "ffn_gate", x)
         is_gemma = self.architecture.is_gemma
         gate = functional.gelu(gate, approximate="tanh") if is_gemma else functional.silu(gate)
-        return gate * _product(x, weights, "ffn_up")
+        return gate * self.product(layer, weights, "ffn_up", x)
+
+    def product(self, layer: int, weights: Weights, name: str, x: Tensor) -> Tensor:  # noqa: ARG002
+        """Return ``x`` multiplied by one of the layer's matrices, plus the bias if it has one."""
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the root-mean-square norm of ``x``, scaled by ``weight``."""
+        return functional.rms_norm(x, x.shape[-1:], weight, self.architecture.epsilon)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits for an output of the last layer; shape ``(n_tokens, n_vocab)``."""
@@ -219,15 +236,12 @@ class Decoder:
             yield start, cap * torch.tanh(logits / cap) if cap else logits
 
     def _last_norm(self, x: Tensor) -> Tensor:
-        return self._norm(x, self._read("output_norm.weight"))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], weight, self.architecture.epsilon)
+        return self.norm(x, self._read("output_norm.weight"))
 
     def _post(self, x: Tensor, weights: Weights, name: str) -> Tensor:
         """Apply the norm after attention or the MLP, where the family has one."""
         weight = weights.get(f"{name}.weight")
-        return x if weight is None else self._norm(x, weight)
+        return x if weight is None else self.norm(x, weight)
 
     def _turns(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Return RoPE's cosines and sines by position and pair."""
@@ -239,7 +253,7 @@ class Decoder:
         return angles.cos().float(), angles.sin().float()
 
     def _rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        n_rot, (cos, sin) = self.architecture.n_rot, turns
+        n_rot, (cos, sin) = self.architecture.n_rot, (part.to(x.dtype) for part in turns)
         x, rest = x[..., :n_rot], x[..., n_rot:]
         if self.architecture.rotates_neighbors:
             a, b = x[..., 0::2], x[..., 1::2]
@@ -267,17 +281,13 @@ def _gated(x: Tensor, gates: Tensor) -> Tensor:
     return (x.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
 
 
-def _product(x: Tensor, weights: Weights, name: str) -> Tensor:
-    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-
 def _capped_attention(  # noqa: PLR0913, PLR0917 -- same arguments as torch's attention
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float
 ) -> Tensor:
     """Compute attention with softly limited scores; shaped as ``q``."""
-    scores = q.unflatten(0, (len(k), -1)) @ k.transpose(-1, -2)[:, None] * scale
+    scores = q.unflatten(-3, (k.shape[-3], -1)) @ k.transpose(-1, -2).unsqueeze(-3) * scale
     scores = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v[:, None]).flatten(0, 1)
+    return (scores.softmax(-1) @ v.unsqueeze(-3)).flatten(-4, -3)
 
 
 def _visible(n_tokens: int, window: int | None) -> Tensor:

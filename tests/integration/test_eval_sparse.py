@@ -94,7 +94,7 @@ def test_everything_in_tables(rows, reference_model):
     texts = Texts(rows[:1], rows, {"talks": rows[:2, :24]})
     found = study(reference_model, texts, Plan((0.0, 0.5), 8, 1, (0.3,), (1, 4)))
     text = report(found)
-    assert text.count("\n## ") == 5
+    assert text.count("\n## ") == 6
     assert "| top-k | 8 |" in text
     assert len(found["reads"]) == 2 * 4 * 4 * 2 * 2 * 2
     static = [row for row in found["hits"] if row["policy"] == "static"]

@@ -22,7 +22,7 @@ def log_p(path, tokens):
 
 def test_it_computes_what_the_engine_computes(reference_model):
     tokens = list(range(300, 340))
-    model = train_recall.Llama(reference_model)
+    model = train_recall.Trainable(reference_model)
     with torch.no_grad():
         logits = model(torch.tensor([tokens]))[0, 16:]
     found = torch.log_softmax(logits.double(), -1).numpy()

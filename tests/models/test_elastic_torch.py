@@ -54,6 +54,15 @@ def check_same(path, atol):
     np.testing.assert_allclose(said(path), logits_of(path), rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # with a softly limited score, too
+def test_windows_of_a_batch_are_computed_apart(written, name):
+    decoder = torch_model.Decoder(written(name))
+    x = decoder.embed(np.array([TOKENS, TOKENS[::-1]], np.int32))
+    weights = decoder.weights(0)
+    one_by_one = torch.stack([decoder.block(0, weights, window) for window in x])
+    torch.testing.assert_close(decoder.block(0, weights, x), one_by_one)
+
+
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_it_says_what_the_engine_says(written, name):
     check_same(written(name), GELU_STEP if "gemma" in name else 1e-3)
@@ -99,7 +108,7 @@ def test_with_rope_factors_and_an_output_matrix_too(special):
     ("keys", "ends", "message"),
     [
         ({"rope.scaling.type": "yarn"}, {}, "'yarn'"),
-        ({"rope.scaling.attn_factor": 2.0}, {}, "length"),
+        ({"rope.scaling.attn_factor": 2.0}, {}, "attn_factor"),
         ({}, {"blk.0.attn_q.scale": (1,)}, r"blk\.0\.attn_q\.scale"),
         ({}, {"cls.output.weight": (2, 256)}, r"cls\.output"),
     ],

@@ -1,4 +1,4 @@
-"""Sparse decoding in torch: a GGUF's forward pass with masked inputs of every block's matrices.
+"""Sparse decoding in torch: a forward pass with masked inputs of every block's matrices.
 
 Every position is computed as if it were decoded alone: its own small inputs are left out, and it
 attends to the cells of earlier positions. Selection ``threshold`` leaves out values below a
@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 from tqdm import tqdm
 
 from llmaas_eval.sparse.texts import Tokens
-from llmaas_eval.tolerance.train_recall import Llama
+from llmaas_plugins.elastic.torch_model import Decoder, Weights
 from llmaas_plugins.flash_weights.operands import FAMILIES
 
 __all__ = ["SELECTIONS", "Activations", "Key", "Oracle", "Selection", "perplexities"]
@@ -52,12 +51,18 @@ class _Mask(NamedTuple):
     n_dense: int
 
 
-class Oracle(Llama):
-    """A llama-architecture model that can leave channels out and can record operands."""
+class Oracle(Decoder):
+    """A model that can leave channels out and can record operands; all weights are in memory.
+
+    Attributes:
+        n_layer: Number of layers.
+    """
 
     def __init__(self, path: Path) -> None:
         """Load the weights of a GGUF file."""
         super().__init__(path)
+        self.n_layer = self.blocks.n_layers
+        self._layers = [Decoder.weights(self, i) for i in range(self.n_layer)]
         self._mask = _Mask(0, "top-k", 0)
         self._sizes: dict[Key, NDArray[np.float32]] = {}
         self._quantiles: dict[Key, NDArray[np.float32]] = {}
@@ -87,24 +92,27 @@ class Oracle(Llama):
     def read(self, tokens: NDArray[np.int64]) -> Activations:
         """Return the operands of one row of tokens, before masking."""
         self._operands = {}
-        with torch.no_grad():
-            self(torch.from_numpy(tokens)[None])
+        self.run(tokens[None].astype(np.int32))
         found, self._operands = self._operands, None
-        return {key: x[0].numpy() for key, x in found.items()}
+        return {key: x.numpy() for key, x in found.items()}
 
     def nats(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the surprise in nats at each token of a row after the first."""
-        row = torch.from_numpy(tokens)
-        with torch.no_grad():
-            logits = self(row[None, :-1])[0]
-        return functional.cross_entropy(logits, row[1:], reduction="none").numpy()
+        output = self.run(tokens[None, :-1].astype(np.int32))[0]
+        found: NDArray[np.float32] = self.losses(output, torch.from_numpy(tokens[1:])).numpy()
+        return found
 
-    def _product(self, x: Tensor, name: str) -> Tensor:
-        _, layer, matrix = name.split(".")
-        key = int(layer), _FAMILY[matrix]
+    def weights(self, layer: int) -> Weights:
+        """Return the weights of a layer."""
+        return self._layers[layer]
+
+    def product(self, layer: int, weights: Weights, name: str, x: Tensor) -> Tensor:
+        """Return the product of a matrix with the channels of ``x`` that are not left out."""
+        key = layer, _FAMILY[name]
         if self._operands is not None:
             self._operands[key] = x
-        return super()._product(self._masked(x, key) if self._mask.sparsity else x, name)
+        x = self._masked(x, key) if self._mask.sparsity else x
+        return super().product(layer, weights, name, x)
 
     def _masked(self, x: Tensor, key: Key) -> Tensor:
         sparsity, selection, n_dense = self._mask
@@ -115,7 +123,7 @@ class Oracle(Llama):
             n_left_out = round(sparsity * x.shape[-1])
             least = sizes.kthvalue(n_left_out + 1, dim=-1, keepdim=True).values
         kept = sizes >= least
-        kept[:, :n_dense] = True
+        kept[:n_dense] = True
         return x * kept
 
 

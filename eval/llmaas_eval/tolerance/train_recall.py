@@ -26,6 +26,7 @@ from tqdm import tqdm
 from llmaas_eval.data import read_documents
 from llmaas_eval.tolerance.recall import make_training
 from llmaas_eval.weights import read_weights, write_f16
+from llmaas_plugins.elastic.torch_model import Decoder, Weights
 from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["main"]
@@ -34,68 +35,38 @@ Batch = tuple[Tensor, Tensor]
 """Tokens, and the weight of each position's prediction; both of shape ``(n, n_tokens)``."""
 
 
-class Llama(nn.Module):
-    """A llama-architecture model whose parameters have their GGUF names."""
+class Trainable(nn.Module):
+    """A model whose weights are parameters."""
 
     def __init__(self, path: Path) -> None:
-        """Load the weights of a GGUF file."""
+        """Load the weights of a GGUF file of the llama architecture."""
         super().__init__()
-        reader = GGUFReader(path)
-        field = {name: entry.contents() for name, entry in reader.fields.items()}
-        self.n_layer: int = field["llama.block_count"]
-        self.n_head: int = field["llama.attention.head_count"]
-        self.n_head_kv: int = field["llama.attention.head_count_kv"]
-        self.epsilon: float = field["llama.attention.layer_norm_rms_epsilon"]
-        base = field.get("llama.rope.freq_base", 10000.0)
-        self.weights = nn.ParameterDict()
-        for name, values in read_weights(reader).items():
-            self.weights[name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
-        width = field["llama.embedding_length"] // self.n_head
-        turns = base ** -(torch.arange(0, width, 2) / width)
-        angles = torch.outer(torch.arange(field["llama.context_length"]), turns)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
+        self._decoder = Decoder(path)
+        self._weights = nn.ParameterDict()
+        for name, values in read_weights(GGUFReader(path)).items():
+            self._weights[name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape ``(n, n_tokens, n_vocab)``."""
-        x = functional.embedding(tokens, self._weight("token_embd"))
-        for i in range(self.n_layer):
-            x = x + self._attention(i, self._norm(x, f"blk.{i}.attn_norm"))
-            x = x + self._ffn(i, self._norm(x, f"blk.{i}.ffn_norm"))
-        return self._norm(x, "output_norm") @ self._weight("token_embd").t()
+        embedding = self._weights["token_embd/weight"]
+        x = functional.embedding(tokens, embedding)
+        for layer in range(self._decoder.blocks.n_layers):
+            x = self._decoder.block(layer, self._layer(layer), x)
+        return self._decoder.norm(x, self._weights["output_norm/weight"]) @ embedding.t()
 
-    def _attention(self, i: int, x: Tensor) -> Tensor:
-        q, k, v = (
-            self._product(x, f"blk.{i}.attn_{name}").unflatten(-1, (n, -1)).transpose(1, 2)
-            for name, n in (("q", self.n_head), ("k", self.n_head_kv), ("v", self.n_head_kv))
-        )
-        y = functional.scaled_dot_product_attention(
-            self._rotate(q), self._rotate(k), v, is_causal=True, enable_gqa=True
-        )
-        return self._product(y.transpose(1, 2).flatten(2), f"blk.{i}.attn_output")
-
-    def _ffn(self, i: int, x: Tensor) -> Tensor:
-        gate = functional.silu(self._product(x, f"blk.{i}.ffn_gate"))
-        return self._product(gate * self._product(x, f"blk.{i}.ffn_up"), f"blk.{i}.ffn_down")
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        n, a, b = x.shape[-2], x[..., 0::2], x[..., 1::2]
-        cos, sin = self.cos[:n].to(x.dtype), self.sin[:n].to(x.dtype)
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self._weight(name), self.epsilon)
-
-    def _product(self, x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, self._weight(name))
-
-    def _weight(self, name: str) -> Tensor:
-        return self.weights[f"{name}.weight".replace(".", "/")]
+    def _layer(self, layer: int) -> Weights:
+        prefix = f"blk/{layer}/"
+        return {
+            name.removeprefix(prefix).replace("/", "."): weight
+            for name, weight in self._weights.items()
+            if name.startswith(prefix)
+        }
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return the weights by their GGUF names."""
         return {
-            name.replace("/", "."): weight.detach().numpy() for name, weight in self.weights.items()
+            name.replace("/", "."): weight.detach().numpy()
+            for name, weight in self._weights.items()
         }
 
 
@@ -152,7 +123,7 @@ def _is_turn(line: str) -> bool:
 _BATCH, _RATE = 2048, 1.5e-3
 
 
-def train(model: Llama, texts: Texts, lengths: Sequence[int], minutes: float) -> None:
+def train(model: Trainable, texts: Texts, lengths: Sequence[int], minutes: float) -> None:
     """Train for ``minutes``, an equal part of the time on rows of each of ``lengths``.
 
     The model learns to recall on short rows, where facts are near.
@@ -177,7 +148,7 @@ def train(model: Llama, texts: Texts, lengths: Sequence[int], minutes: float) ->
             bar.set_postfix(step=step, loss=f"{loss.item():.2f}", right=f"{np.nanmean(rights):.2f}")
 
 
-def _step(model: Llama, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+def _step(model: Trainable, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
     """Return the weighted loss, and the share of the answers' tokens that are right."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(tokens[:, :-1])
@@ -203,10 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     documents = read_documents(options.text, int(options.megabytes * 1e6))
     torch.set_num_threads(options.threads)
-    model = Llama(options.model)
-    from llama_cpp import Llama as Engine
+    model = Trainable(options.model)
+    from llama_cpp import Llama
 
-    with contextlib.closing(Engine(str(options.model), vocab_only=True, verbose=False)) as engine:
+    with contextlib.closing(Llama(str(options.model), vocab_only=True, verbose=False)) as engine:
         texts = Texts(engine, documents, options.seed)
         train(model, texts, options.lengths, options.minutes)
     write_f16(GGUFReader(options.model), model.arrays(), options.out)
