@@ -11,6 +11,7 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
+from soak import scale
 
 from llmaas_hooks import hookimpl
 
@@ -167,6 +168,6 @@ def in_a_process(script, *arguments, **environ):
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scale(60, 600),
         check=False,
     )
