@@ -76,9 +76,9 @@ lint: setup $(VENV)/.clients
 	$(BIN)/python -m llmaas_eval.house.voice
 	git ls-files -z | xargs -0 $(BIN)/codespell
 
-# Build the documentation into build/site. Warnings are errors, and nothing is fetched.
+# Build the documentation into build/site. Warnings are errors (--quiet would hide them from --strict), and nothing is fetched.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Run all benchmarks, or the file of BENCH=bench_codec.py. LLMAAS_BENCH_QUICK=1 only checks that they work.
 bench: setup
