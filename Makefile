@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
+.PHONY: demo test test-train soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
@@ -14,8 +14,13 @@ demo: $(VENV)/.installed
 # tests/load runs last and alone, because its tests need the whole machine.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup $(VENV)/.clients native-test
-	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load -n auto --dist worksteal --durations=10
+	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
+
+# Run the tests of code that needs torch. The first run installs it.
+test-train: export PYTHONDONTWRITEBYTECODE =
+test-train: setup $(VENV)/.train
+	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/train -n auto --dist worksteal --durations=10
 
 # Run the long forms of tests: thousands of kills, damaged stores, garbage collections, forks and fuzzed bodies, and half an
 # hour of mixed load with faults. This takes two to three hours. You can stop it at any time: the next run continues with the
@@ -100,6 +105,10 @@ $(VENV)/.clients: requirements-clients.txt $(VENV)/.requirements
 
 $(VENV)/.docs: requirements-docs.txt $(VENV)/.requirements
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-docs.txt
+	touch $@
+
+$(VENV)/.train: requirements-train.txt $(VENV)/.requirements
+	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-train.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml CMakeLists.txt $(NATIVE)

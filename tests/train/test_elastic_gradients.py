@@ -12,7 +12,7 @@ from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import Calibration
 
-torch = pytest.importorskip("torch", reason="llmaas-plugins[train] is not installed")
+torch = pytest.importorskip("torch", reason="make test-train installs it")
 torch_model = pytest.importorskip("llmaas_plugins.elastic.torch_model")
 gradients = pytest.importorskip("llmaas_plugins.elastic.gradients")
 

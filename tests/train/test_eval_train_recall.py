@@ -10,7 +10,7 @@ import pytest
 from llmaas_eval.data import packaged_lines
 from llmaas_eval.tolerance.engine import Engine
 
-torch = pytest.importorskip("torch", reason="llmaas-plugins[train] is not installed")
+torch = pytest.importorskip("torch", reason="make test-train installs it")
 train_recall = pytest.importorskip("llmaas_eval.tolerance.train_recall")
 
 
